@@ -1,0 +1,41 @@
+# Every target works from a bare python3: it makes its own virtual environment first.
+#   make quickstart [CORPUS=PATH]   text to a pretrained model in minutes
+#   make test                       the tests
+#   make lint                       ruff check and format
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/run.done
+	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
+
+test: $(VENV)/test.done
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/lint.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV)
+
+# A recent pip: older ones take minutes to resolve the dependencies.
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
+
+$(VENV)/run.done: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/test.done: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@ $(VENV)/run.done
+
+$(VENV)/lint.done: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c "import tomllib; \
+	  print(next(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project'] \
+	  ['optional-dependencies']['dev'] if r.startswith('ruff')))")"
+	touch $@

@@ -1,0 +1,188 @@
+"""Orbax checkpoints of a run: saved while the next steps run, committed by a rename, kept by policy."""
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+from orbax.checkpoint import checkpoint_managers as managers
+
+from bert_jax import files, workdir
+from bert_jax.config import CheckpointConfig, Config
+from bert_jax.data import wordpiece
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model import Params, init_params
+
+# The optimizer's copy of the parameters' size is kept apart, so that fine-tuning and prediction
+# read the parameters alone.
+PARAMS, TRAINING = "params", "training"
+
+
+class Checkpoints:
+    """The checkpoints of one workdir, by step.
+
+    Args:
+        folder: `WORKDIR/checkpoints`, created if need be.
+        config: what to keep.
+        best_by: the held-out metric whose lowest values are the best checkpoints.
+        read_only: only look, neither create nor clean up.
+    """
+
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        config: CheckpointConfig,
+        best_by: str = "",
+        read_only: bool = False,
+    ):
+        logging.set_verbosity(logging.ERROR)  # Orbax narrates every save
+        self.folder = pathlib.Path(folder).absolute()
+        keep: list[Any] = [managers.LatestN(config.keep_last)]
+        if config.keep_best:
+            keep.append(
+                managers.BestN(
+                    get_metric_fn=lambda metrics: metrics[best_by],
+                    reverse=True,  # the last of the order are kept: the lowest losses
+                    n=config.keep_best,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=managers.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
+        )
+        with self._errors("open"):
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(
+        self, step: int, params: Params, training: Any, heldout: dict[str, float] | None
+    ) -> None:
+        """Starts saving a step; returns once the arrays are copied.
+
+        Args:
+            step: its number.
+            params: the parameters.
+            training: everything else that resuming needs.
+            heldout: held-out metrics at this step, None if it was not evaluated.
+
+        Raises:
+            UserError: this save or the one before it failed (a full disk).
+        """
+        args = ocp.args.Composite(
+            **{PARAMS: ocp.args.StandardSave(params), TRAINING: ocp.args.StandardSave(training)}
+        )
+        with self._errors(f"save step {step} to"):
+            self._manager.save(step, args=args, metrics=heldout, force=True)
+
+    def wait(self) -> None:
+        """Returns once every save has been committed.
+
+        Raises:
+            UserError: a save failed.
+        """
+        with self._errors("save to"):
+            self._manager.wait_until_finished()
+
+    def restore(self, step: int, params: Params, training: Any) -> tuple[Params, Any]:
+        """Reads a step into arrays shaped and sharded as the arguments (`jax.ShapeDtypeStruct`)."""
+        args = ocp.args.Composite(
+            **{
+                PARAMS: ocp.args.StandardRestore(params),
+                TRAINING: ocp.args.StandardRestore(training),
+            }
+        )
+        with self._errors(f"restore step {step} from"):
+            restored = self._manager.restore(step, args=args)
+        return restored[PARAMS], restored[TRAINING]
+
+    def restore_params(self, step: int, params: Params) -> Params:
+        """Reads the parameters of a step alone."""
+        args = ocp.args.Composite(**{PARAMS: ocp.args.StandardRestore(params)})
+        with self._errors(f"restore step {step} from"):
+            return self._manager.restore(step, args=args)[PARAMS]
+
+    def best_step(self, best_by: str) -> int:
+        """The kept step with the lowest held-out metric, or the newest if none was evaluated."""
+        scored = [
+            (self._manager.metrics(step)[best_by], step)
+            for step in self.steps()
+            if (self.folder / str(step) / "metrics").exists()
+        ]
+        return min(scored)[1] if scored else self.steps()[-1]
+
+    def close(self) -> None:
+        """Waits for saves and lets go of the folder's threads."""
+        with self._errors("save to"):
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot {action} {self.folder}: {files.describe(error)}") from error
+        except Exception as error:
+            # TensorStore reports the system's errors as text inside a ValueError.
+            text = " ".join(str(error).split())
+            if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+                raise UserError(
+                    f"cannot {action} {self.folder}: the disk is full; free some space and run the "
+                    "same command again: it goes on from the newest complete checkpoint"
+                ) from error
+            raise UserError(f"cannot {action} {self.folder}: {text[:500]}") from error
+
+
+def abstract(tree: Any, sharding: Any) -> Any:
+    """Shapes of a tree (arrays or shapes) with shardings: one for all leaves, or a tree of them."""
+    if isinstance(sharding, jax.sharding.Sharding):
+        sharding = jax.tree.map(lambda _: sharding, tree)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, sharding
+    )
+
+
+def load_model(
+    folder: str | pathlib.Path, which: str = "best"
+) -> tuple[Config, Vocabulary, Params, int]:
+    """The model of a workdir.
+
+    Args:
+        folder: the workdir.
+        which: "best" (lowest held-out loss), "latest", or a step.
+
+    Returns:
+        Its config, vocabulary, parameters and step.
+
+    Raises:
+        UserError: no run there, or no such checkpoint.
+    """
+    config = workdir.read_config(folder)
+    checkpoints = Checkpoints(
+        pathlib.Path(folder) / "checkpoints", config.checkpoint, read_only=True
+    )
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{folder} has no checkpoint yet: let the run reach its first one")
+    if which in ("best", "latest"):
+        step = checkpoints.best_step("masked_lm_loss") if which == "best" else steps[-1]
+    elif which.isdigit() and int(which) in steps:
+        step = int(which)
+    else:
+        kept = ", ".join(map(str, steps))
+        raise UserError(f"{folder} has no checkpoint {which!r}: best, latest, or one of {kept}")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.eval_shape(functools.partial(init_params, config.model), jax.random.key(0))
+    params = checkpoints.restore_params(step, abstract(shapes, here))
+    checkpoints.close()
+    return config, wordpiece.load(folder), params, step

@@ -1,0 +1,291 @@
+"""`bert-jax VERB`: arguments in, one function called. Imports wait until a verb needs them."""
+
+import argparse
+import json
+import sys
+
+from bert_jax.errors import UserError
+
+EXIT_USER_ERROR = 2
+# BSD's EX_TEMPFAIL: stopped by a signal with everything saved; run the same command again.
+EXIT_INTERRUPTED = 75
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a verb and returns the exit status: 0, 2 for a user's error, 75 for saved and stopped."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    config, rest = _split_config(arguments)
+    options = _parser().parse_args(rest)
+    if config and not getattr(options, "takes_config", False):
+        _parser().error(f"{options.verb} takes no --config")
+    options.config = config
+    try:
+        return options.run(options) or 0
+    except UserError as error:
+        print(f"bert-jax {options.verb}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _split_config(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """`--config FILE`, `--config.key=value` and `--config.key value` apart from the rest."""
+    config, rest, waiting = [], [], ""
+    for argument in arguments:
+        if waiting:
+            config.append(f"{waiting}={argument}")
+            waiting = ""
+        elif argument == "--config" or argument.startswith(("--config=", "--config.")):
+            if "=" in argument:
+                config.append(argument)
+            else:
+                waiting = argument
+        else:
+            rest.append(argument)
+    if waiting:
+        rest.append(waiting)  # argparse will say that it lacks a value
+    return config, rest
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bert-jax",
+        description="BERT in JAX, end to end: text, vocabulary, rows, pretraining.",
+        epilog="`bert-jax VERB --help` explains a verb and shows an example.",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name, run, summary, example, takes_config=False):
+        sub = verbs.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=f"example:\n{example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run, takes_config=takes_config)
+        return sub
+
+    sources_help = (
+        "text: a file, folder or glob, optionally KIND:… (google, books, wikiextractor, mediawiki, "
+        "jsonl, parquet, tfds:NAME/CONFIG) and …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
+    )
+    case_help = "case of the vocabulary (default: detected from it)"
+
+    sub = verb(
+        "vocab",
+        _vocab,
+        "train a WordPiece vocabulary on text",
+        "  bert-jax vocab --out vocab --size 16384 books:novels/ 'wiki/*.gz'",
+    )
+    sub.add_argument("sources", nargs="+", metavar="SOURCE", help=sources_help)
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder for vocab.txt")
+    sub.add_argument("--size", type=int, default=30522, help="entries (default %(default)s)")
+    sub.add_argument("--cased", action="store_true", help="keep case and accents")
+    sub.add_argument(
+        "--min-frequency", type=int, default=2, help="rarer pieces are not merged (default 2)"
+    )
+
+    sub = verb(
+        "prepare",
+        _prepare,
+        "turn text into shards of rows",
+        "  bert-jax prepare --vocab vocab --out rows128 --tokens 128 --sequences 4 'wiki/*.gz'",
+    )
+    sub.add_argument("sources", nargs="+", metavar="SOURCE", help=sources_help)
+    sub.add_argument("--vocab", required=True, help="vocab.txt, or a folder that holds it")
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder for the rows")
+    sub.add_argument("--tokens", type=int, default=128, help="T, tokens a row (default 128)")
+    sub.add_argument(
+        "--sequences", type=int, default=1, help="most sequences packed into a row (default 1)"
+    )
+    sub.add_argument(
+        "--pairs", choices=("nsp", "none"), default="nsp", help="sentence pairs (default) or not"
+    )
+    sub.add_argument("--passes", type=int, default=1, help="times over the text, pairs drawn anew")
+    sub.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
+    sub.add_argument("--heldout-fraction", type=float, default=0.01, help="of the documents (0.01)")
+    sub.add_argument("--short-fraction", type=float, default=0.1, help="shortened sequences (0.1)")
+    case = sub.add_mutually_exclusive_group()
+    case.add_argument(
+        "--cased", action="store_const", const=False, dest="lowercase", help=case_help
+    )
+    case.add_argument(
+        "--uncased", action="store_const", const=True, dest="lowercase", help=case_help
+    )
+    sub.add_argument("--language", default="en", help="for splitting sentences (default en)")
+    sub.add_argument("--workers", type=int, default=None, help="processes (default: all cores)")
+    sub.add_argument("--force", action="store_true", help="replace rows made with other settings")
+
+    sub = verb(
+        "pretrain",
+        _pretrain,
+        "pretrain a model on rows",
+        "  bert-jax pretrain --config configs/pretrain.py:mini,128 --rows rows128 --workdir runs/mini \\\n"
+        "    --config.steps=20000 --config.optim.learning_rate=5e-4\n\n"
+        "Started again, the same command goes on from the newest checkpoint.\n"
+        "exit status: 0 done, 2 a mistake told in one line, 75 stopped by a signal and saved",
+        takes_config=True,
+    )
+    _config_arguments(sub)
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument(
+        "--rows", action="append", default=[], metavar="DIR", help="rows; once a phase, in order"
+    )
+    sub.add_argument(
+        "--resume",
+        choices=("auto", "force"),
+        default="auto",
+        help="force: go on although the config differs from the run's",
+    )
+
+    sub = verb(
+        "evaluate",
+        _evaluate,
+        "measure a run on held-out rows",
+        "  bert-jax evaluate --workdir runs/mini --rows rows128",
+    )
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument("--rows", metavar="DIR", help="rows (default: those of its last phase)")
+    _which_argument(sub)
+    sub.add_argument("--all", action="store_true", help="all held-out rows, not the run's choice")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = verb(
+        "fill-mask",
+        _fill_mask,
+        "fill in the [MASK]s of a text",
+        '  bert-jax fill-mask --workdir runs/mini "The capital of [MASK] is Paris."\n'
+        "  cat texts.txt | bert-jax fill-mask --workdir runs/mini --json -",
+    )
+    sub.add_argument("texts", nargs="*", metavar="TEXT", help="texts; - or none reads lines")
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    _which_argument(sub)
+    sub.add_argument("--top", type=int, default=5, help="candidates a mask (default 5)")
+    sub.add_argument("--json", action="store_true", help="print a JSON line a text")
+
+    sub = verb(
+        "report",
+        _report,
+        "draw the loss curves of runs",
+        "  bert-jax report runs/mini runs/small --out curves.png",
+    )
+    sub.add_argument("workdirs", nargs="+", metavar="DIR", help="folders of runs")
+    sub.add_argument("--out", default="curves.png", help="picture, by its suffix (curves.png)")
+    return parser
+
+
+def _config_arguments(sub: argparse.ArgumentParser) -> None:
+    # Taken out of the command line before argparse sees it; here for the help.
+    group = sub.add_argument_group("config")
+    group.add_argument("--config", metavar="FILE[:ARG]", help="a Python file with get_config")
+    group.add_argument(
+        "--config.KEY", metavar="VALUE", dest="_", help="changes a setting (bert_jax/config.py)"
+    )
+
+
+def _which_argument(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--checkpoint", default="best", help="best (default), latest, or a step", metavar="WHICH"
+    )
+
+
+def _vocab(options) -> None:
+    from bert_jax.data import wordpiece
+
+    wordpiece.train(
+        options.sources,
+        options.out,
+        size=options.size,
+        lowercase=not options.cased,
+        min_frequency=options.min_frequency,
+    )
+
+
+def _prepare(options) -> None:
+    from bert_jax.data import prepare
+
+    settings = vars(options).copy()
+    for name in ("verb", "run", "takes_config", "config", "sources", "vocab", "out"):
+        del settings[name]
+    prepare.prepare(options.sources, options.vocab, options.out, **settings)
+
+
+def _pretrain(options) -> int | None:
+    from bert_jax import config as config_lib
+
+    config = config_lib.load(options.config)
+    if options.rows:
+        if len(options.rows) != len(config.phases):
+            raise UserError(
+                f"{len(options.rows)} --rows for the config's {len(config.phases)} phases "
+                f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): give one a phase, or "
+                "choose a config of one phase, such as configs/pretrain.py:base,128"
+            )
+        for phase, rows in zip(config.phases, options.rows, strict=True):
+            phase.rows = rows
+
+    from bert_jax import device
+
+    device.start(config.platform)
+
+    from bert_jax.tasks import pretraining
+    from bert_jax.train import Interrupted, train
+
+    config, vocabulary, data, stages = pretraining.stages(config)
+    try:
+        train(config, vocabulary, data, stages, options.workdir, options.resume == "force")
+    except Interrupted as stopped:
+        print(f"bert-jax pretrain: {stopped}; run the same command to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return None
+
+
+def _evaluate(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.evaluate import evaluate_workdir
+
+    step, found = evaluate_workdir(options.workdir, options.rows, options.checkpoint, options.all)
+    if options.json:
+        print(json.dumps({"step": step, **found}))
+    else:
+        print(f"step {step:,} of {options.workdir}, held-out")
+        for name, value in found.items():
+            print(f"  {name:24} {value:.4f}")
+
+
+def _fill_mask(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.explore import MaskFiller
+
+    fill = MaskFiller(options.workdir, options.checkpoint)
+    texts = options.texts
+    if texts in ([], ["-"]):
+        texts = (line.rstrip("\n") for line in sys.stdin if line.strip())
+    for text in texts:
+        masks = fill(text, options.top)
+        if options.json:
+            found = [[c._asdict() for c in candidates] for candidates in masks]
+            print(json.dumps({"text": text, "masks": found}, ensure_ascii=False), flush=True)
+            continue
+        print(text)
+        for candidates in masks:
+            print(
+                "  " + "  ".join(f"{c.token} {c.probability:.1%}" for c in candidates), flush=True
+            )
+
+
+def _report(options) -> None:
+    from bert_jax import report
+
+    print(report.loss_curve(options.workdirs, options.out))

@@ -1,0 +1,390 @@
+"""Every setting of a run: typed dataclasses, their defaults, and what makes sense together.
+
+A config file (`configs/*.py`) returns a `Config`; the command line changes single fields of it
+(`--config.optim.learning_rate=2e-4`). No other module holds a default. L/H/A is the users' language:
+`base`, `L6-H768-A3`.
+"""
+
+import copy
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bert_jax.errors import UserError
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """The encoder and its pretraining heads. The defaults are BERT-base (Devlin et al., section 3)."""
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    feed_forward: int = 3072
+    # 0 takes the size of the vocabulary that the rows were made with.
+    vocab_size: int = 0
+    # The embedding table is padded with unused rows to a multiple of this, for hardware and
+    # sharding. It changes no result.
+    vocab_multiple: int = 1
+    positions: int = 512
+    # 2 segment (token type) embeddings in BERT, 0 for none.
+    segments: int = 2
+    # "gelu" is exact (erf), "gelu_tanh" what Google's code computes, or "relu".
+    activation: str = "gelu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    # Where dropout's random bits come from, a function of seed and step whichever: "hash" (a
+    # counter-based hash, nearly free), "threefry" (JAX's own, dear on CPU) or "rbg" (the
+    # accelerator's own; its bits differ between kinds of devices and meshes).
+    dropout_generator: str = "hash"
+    layer_norm_epsilon: float = 1e-12
+    initializer_stddev: float = 0.02
+    # A LayerNorm after the last layer; BERT's layers end in one already.
+    final_norm: bool = False
+    # Masked LM: dense + activation + LayerNorm before the decoder, and the decoder is the
+    # embedding table.
+    transform: bool = True
+    tied_decoder: bool = True
+    # The pooler and the next-sentence head on every sequence's [CLS].
+    next_sentence: bool = True
+    # What activations are computed in; parameters and the optimizer stay float32.
+    dtype: str = "float32"
+    # "unrolled" compiles every layer (faster steps), "scanned" one (faster compilation). Same
+    # parameters, same checkpoints.
+    layer_loop: str = "unrolled"
+    # What the backward pass recomputes instead of keeping: "none", "dots" (keep the results of
+    # matrix products only) or "full" (keep each layer's input only).
+    remat: str = "none"
+
+
+@dataclasses.dataclass
+class MaskingConfig:
+    """Masked-LM corruption (Devlin et al., section 3.1 and table 8)."""
+
+    # Of every sequence's tokens, special ones counted: round(rate * n), at least 1.
+    rate: float = 0.15
+    # At most this many a sequence. 0 is BERT's: 20 at T=128, 76 at T=512, else ceil(rate * T).
+    most_predictions: int = 0
+    # What becomes of a chosen token: [MASK], itself, or a random token of the vocabulary.
+    mask_fraction: float = 0.8
+    same_fraction: float = 0.1
+    random_fraction: float = 0.1
+    # Choose whole words (all pieces of one) instead of word pieces.
+    whole_word: bool = False
+
+
+@dataclasses.dataclass
+class OptimConfig:
+    """The optimizer and its schedule. The defaults are BERT's (section A.2)."""
+
+    # "adam": BERT's, with decoupled weight decay and no bias correction. "adamw": with bias
+    # correction. "lamb": You et al., arXiv 1904.00962.
+    optimizer: str = "adam"
+    learning_rate: float = 1e-4
+    warmup_steps: int = 10_000
+    # "linear", "polynomial" (power below) or "cosine", down to end_fraction of the peak at the
+    # last step. Decay is counted from step 0, as in BERT, not from the end of the warm-up.
+    schedule: str = "linear"
+    power: float = 0.5
+    end_fraction: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    # Not applied to biases and LayerNorm.
+    weight_decay: float = 0.01
+    # Gradients are scaled down to this global norm; 0 leaves them alone.
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass
+class Phase:
+    """A stretch of the run with its own rows: BERT trains on T=128 first, then T=512."""
+
+    # The folder that `bert-jax prepare` wrote.
+    rows: str = ""
+    # T the rows must have; 0 takes any.
+    tokens: int = 0
+    # This phase's share of config.steps.
+    fraction: float = 1.0
+    # Rows a step in all, over all devices and hosts. 0 takes config.batch_size.
+    batch_size: int = 0
+    # Splits a batch into this many parts computed one after the other. 0 takes
+    # config.accumulation.
+    accumulation: int = 0
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """How devices are arranged. One axis may be -1: all devices that are left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    every_steps: int = 1_000
+    keep_last: int = 2
+    # Besides the last ones, the checkpoints with the lowest held-out masked-LM loss.
+    keep_best: int = 1
+
+
+@dataclasses.dataclass
+class Config:
+    """A pretraining run."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    phases: tuple[Phase, ...] = (Phase(),)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    # Everything random (initial weights, order, masks, dropout) is a function of this and the step.
+    seed: int = 0
+    steps: int = 1_000_000
+    # Rows a step in all, over all devices and hosts.
+    batch_size: int = 256
+    accumulation: int = 1
+    # Held-out evaluation; every_steps 0 evaluates at the end only, rows 0 takes all held-out rows.
+    evaluate_every_steps: int = 1_000
+    evaluate_rows: int = 2_048
+    # Metrics are means over this many steps.
+    log_every_steps: int = 50
+    # "cpu", "gpu" or "tpu" refuses to run on anything else; "" takes the best there is.
+    platform: str = ""
+
+
+SIZES = {  # Devlin et al., and Turc et al. (arXiv 1908.08962) for the small ones
+    "tiny": (2, 128, 2),
+    "mini": (4, 256, 4),
+    "small": (4, 512, 8),
+    "medium": (8, 512, 8),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}
+
+
+def model_size(name: str) -> ModelConfig:
+    """The model of a name: one of `SIZES`, `teaching`, or any `L6-H768-A3`.
+
+    Raises:
+        UserError: no such size; the line lists those there are.
+    """
+    if name == "teaching":
+        return ModelConfig(
+            layers=3,
+            hidden=192,
+            heads=4,
+            feed_forward=768,
+            positions=64,
+            segments=0,
+            activation="relu",
+            final_norm=True,
+            transform=False,
+            tied_decoder=False,
+            next_sentence=False,
+        )
+    shape = re.fullmatch(r"L(\d+)[-_]H(\d+)[-_]A(\d+)", name)
+    if shape:
+        layers, hidden, heads = map(int, shape.groups())
+    elif name in SIZES:
+        layers, hidden, heads = SIZES[name]
+    else:
+        known = ", ".join(["teaching", *SIZES])
+        raise UserError(f"no model size {name!r}: choose {known}, or any like L6-H768-A3")
+    return ModelConfig(layers=layers, hidden=hidden, heads=heads, feed_forward=4 * hidden)
+
+
+_CHOICES = {
+    "model.activation": ("gelu", "gelu_tanh", "relu"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.dropout_generator": ("hash", "threefry", "rbg"),
+    "model.layer_loop": ("unrolled", "scanned"),
+    "model.remat": ("none", "dots", "full"),
+    "optim.optimizer": ("adam", "adamw", "lamb"),
+    "optim.schedule": ("linear", "polynomial", "cosine"),
+    "platform": ("", "cpu", "gpu", "tpu"),
+}
+_POSITIVE = (
+    "model.layers model.hidden model.heads model.feed_forward model.vocab_multiple model.positions "
+    "model.layer_norm_epsilon optim.learning_rate optim.epsilon optim.power steps batch_size "
+    "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last"
+).split()
+_NOT_NEGATIVE = (
+    "model.vocab_size model.segments model.initializer_stddev masking.most_predictions seed "
+    "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
+    "evaluate_rows checkpoint.keep_best"
+).split()
+_FRACTIONS = "model.dropout model.attention_dropout optim.beta1 optim.beta2".split()  # below 1
+
+
+def validate(config: Config) -> None:
+    """Refuses a config whose fields cannot be or cannot go together.
+
+    Raises:
+        UserError: names the first such field, its value and what it may be.
+    """
+    flat = flatten(config)
+
+    def require(holds: bool, key: str, may_be: str) -> None:
+        if not holds:
+            raise UserError(f"config.{key} is {flat[key]!r}: it must be {may_be}")
+
+    for key, value in flat.items():
+        if isinstance(value, float):
+            require(math.isfinite(value), key, "finite")
+    for key, choices in _CHOICES.items():
+        require(flat[key] in choices, key, "one of " + ", ".join(map(repr, choices)))
+    for key in _POSITIVE:
+        require(flat[key] > 0, key, "above 0")
+    for key in _NOT_NEGATIVE:
+        require(flat[key] >= 0, key, "0 or more")
+    for key in _FRACTIONS:
+        require(0 <= flat[key] < 1, key, "in [0, 1)")
+    require(config.seed < 2**32, "seed", "below 2**32")
+
+    model, masking = config.model, config.masking
+    require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
+    require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
+    split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
+    if min(split) < 0 or abs(sum(split) - 1) > 1e-6:
+        raise UserError(
+            f"config.masking: mask, same and random fractions are {split}: they must add up to 1"
+        )
+    if not config.phases:
+        raise UserError("config.phases is empty: a run needs at least one")
+    if abs(sum(phase.fraction for phase in config.phases) - 1) > 1e-6:
+        raise UserError("config.phases: the fractions must add up to 1")
+    for i, phase in enumerate(config.phases):
+        key = f"phases[{i}]"
+        require(phase.fraction > 0, f"{key}.fraction", "above 0")
+        for name in ("tokens", "batch_size", "accumulation"):
+            require(getattr(phase, name) >= 0, f"{key}.{name}", "0 or more")
+        require(
+            phase.tokens <= model.positions,
+            f"{key}.tokens",
+            f"at most {model.positions}, config.model.positions",
+        )
+        batch = phase.batch_size or config.batch_size
+        parts = phase.accumulation or config.accumulation
+        if batch % parts:
+            raise UserError(
+                f"config.batch_size {batch} is not divisible by accumulation {parts} (phase {i})"
+            )
+    axes = dataclasses.astuple(config.mesh)
+    if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
+        raise UserError(
+            f"config.mesh (data, fsdp, tensor) is {axes}: sizes above 0, at most one of them -1"
+        )
+
+
+def phase_ends(config: Config) -> list[int]:
+    """The step at which each phase ends; the last is `config.steps`."""
+    ends, share = [], 0.0
+    for phase in config.phases:
+        share += phase.fraction
+        ends.append(round(share * config.steps))
+    return ends
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted path: `optim.learning_rate`, `phases[0].rows`."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, path = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            flat.update(flatten(value, f"{path}."))
+        elif isinstance(value, tuple):
+            for i, item in enumerate(value):
+                flat.update(flatten(item, f"{path}[{i}]."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, for config.json."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The inverse of `to_dict`.
+
+    Raises:
+        UserError: a field that this version does not have.
+    """
+    values = copy.deepcopy(dict(values))
+    try:
+        for field in dataclasses.fields(Config):
+            if dataclasses.is_dataclass(field.type) and field.name in values:
+                values[field.name] = field.type(**values[field.name])
+        values["phases"] = tuple(Phase(**phase) for phase in values["phases"])
+        return Config(**values)
+    except (TypeError, KeyError) as error:
+        raise UserError(f"not a config of this version of bert_jax: {error}") from None
+
+
+def load(arguments: list[str]) -> Config:
+    """The config of `--config FILE[:ARGUMENT]` and `--config.key=value` arguments, validated.
+
+    Raises:
+        UserError: no such file, an unknown key (names the nearest), a value of the wrong type or
+            fields that do not go together.
+    """
+    from absl import flags
+    from ml_collections import config_flags
+
+    values = flags.FlagValues()
+    # One pass for the file alone, so that keys can be checked before anything is set.
+    file = [a for a in arguments if a.startswith("--config=")]
+    if not file:
+        raise UserError(
+            "no config: add --config FILE, for example --config configs/pretrain.py:mini"
+        )
+    argv = ["bert-jax", *arguments]
+    try:
+        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)
+        values(argv[:1] + file)
+        config = values.config
+        if not isinstance(config, Config):
+            # A missing file gives a stand-in that raises on use.
+            getattr(config, "steps", None)
+            raise UserError(f"{file[0][9:]}: get_config must return a bert_jax.config.Config")
+        for argument in arguments:
+            if not argument.startswith("--"):
+                raise UserError(f"cannot read {argument}: settings are written --config.KEY=VALUE")
+            key = argument.partition("=")[0].removeprefix("--config.")
+            if key != "--config":
+                _check_key(key, config)
+        values = flags.FlagValues()
+        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        values(argv)
+    except UserError:
+        raise
+    except flags.Error as error:
+        raise UserError(f"a config value of the wrong type: {error}") from None
+    except Exception as error:  # a config file is a program: anything may come out of it
+        text = " ".join(str(error).split())
+        raise UserError(f"cannot load {file[0][9:]}: {type(error).__name__}: {text}") from error
+    validate(values.config)
+    return values.config
+
+
+def _check_key(key: str, config: Config) -> None:
+    flat = flatten(config)
+    if key in flat:
+        return
+    if any(name.startswith((f"{key}.", f"{key}[")) for name in flat):
+        raise UserError(f"config.{key} is a group of settings: set one of them, config.{key}.…")
+    nearest = difflib.get_close_matches(key, flat, 1, 0.5)
+    # A right name in the wrong group is a likelier slip than a similar path.
+    same_name = [name for name in flat if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    guess = (same_name or nearest or [""])[0]
+    hint = f"; did you mean config.{guess}?" if guess else ""
+    raise UserError(f"unknown config key config.{key}{hint}")

@@ -1,0 +1,881 @@
+"""Sources of text, of every common format, to documents and their sentences.
+
+Reading is split in two, because one part must be sequential and the other is expensive. `read`
+streams raw documents in file order, cheaply and in bounded memory; `sentences` turns one raw
+document into sentences (markup removal, joining of wrapped lines, sentence splitting) and can run
+in any process. A `Report` collects how much was read and what was odd about it.
+"""
+
+import array
+import bz2
+import dataclasses
+import difflib
+import glob
+import gzip
+import hashlib
+import html
+import io
+import itertools
+import json
+import lzma
+import math
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+from xml.parsers import expat
+
+from bert_jax.errors import UserError
+from bert_jax.files import one_line_errors
+
+KINDS = {
+    "google": "a sentence a line, a blank line between documents",
+    "books": "a document a file, in paragraphs or hard-wrapped lines",
+    "wikiextractor": "WikiExtractor's <doc id= url= title=> ... </doc>",
+    "wikiextractor-json": "WikiExtractor's --json, an article a line",
+    "mediawiki": "a MediaWiki XML dump",
+    "jsonl": 'a JSON object a line, with a field "text"',
+    "parquet": 'Parquet with a column "text"',
+    "tfds": "a prepared TensorFlow Datasets corpus, NAME/CONFIG",
+}
+
+# No book or article is this long; whatever is would not fit a worker's memory once tokenized.
+DOCUMENT_CHARACTERS = 8 << 20
+# Far beyond T tokens of any row; longer ones are not sentences but text without punctuation.
+SENTENCE_CHARACTERS = 10_000
+# What is looked at to tell a file's kind, and whether it is text at all.
+_HEAD_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
+
+
+class RawDocument(NamedTuple):
+    """One document as it stands in its file.
+
+    Attributes:
+        text: wiki markup for "mediawiki", else text; never longer than `DOCUMENT_CHARACTERS`.
+        kind: one of `KINDS`.
+        file: where it comes from.
+        line: where it starts, from 1 (the record's number for "parquet" and "tfds").
+        copies: how often it counts, from the source's weight; at least 1.
+    """
+
+    text: str
+    kind: str
+    file: str
+    line: int
+    copies: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where text comes from.
+
+    Attributes:
+        spec: as the user wrote it.
+        kind: one of `KINDS`, or None to find out file by file.
+        pattern: a folder, a glob, a file; NAME/CONFIG for "tfds".
+        weight: copies of each document; a fraction means that share of the documents.
+        files: what the pattern stands for, sorted; empty for "tfds".
+    """
+
+    spec: str
+    kind: str | None
+    pattern: str
+    weight: float = 1.0
+    files: tuple[pathlib.Path, ...] = ()
+
+
+class _SeenLines:
+    """Counts lines that were there before, in a table of fixed size (16 MB).
+
+    A newer line takes an older one's slot, so among many millions of lines some repetitions are
+    missed; none is invented, save for one in 2^64.
+    """
+
+    def __init__(self, slots: int = 1 << 21):
+        self._table = array.array("Q", bytes(8 * slots))
+
+    def look(self, document: RawDocument, source: str, report: "Report") -> None:
+        table, slots = self._table, len(self._table)
+        repeated = 0
+        for number, line in enumerate(document.text.split("\n")):
+            # Short lines repeat in any text, and lines of markup and tables in any wiki.
+            if len(line) > 40 and line[0].isalpha():
+                data = line.encode()
+                fingerprint = zlib.crc32(data) << 32 | zlib.adler32(data)
+                slot = fingerprint % slots
+                if table[slot] == fingerprint:
+                    repeated += 1
+                    place = number if repeated == 1 else place
+                table[slot] = fingerprint
+        if repeated:
+            by_line = document.kind in ("google", "books", "wikiextractor")
+            line = document.line + (place if by_line else 0)
+            where = f"{document.file}:{line}"
+            report.tell(source, "a long line repeats an earlier one", "kept it", where, repeated)
+
+
+@dataclasses.dataclass
+class Report:
+    """What was read and what was odd about it.
+
+    Attributes:
+        bytes_read: of files, as they lie on disk (compressed).
+        documents: read and kept.
+        sources: for each source its spec, kinds, files, bytes and documents.
+    """
+
+    bytes_read: int = 0
+    documents: int = 0
+    sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
+    _lines_seen: _SeenLines = dataclasses.field(default_factory=_SeenLines)
+
+    def tell(self, source: str, problem: str, consequence: str, where: str, count: int = 1) -> None:
+        """Records a problem; the same one of the same source is counted, with its first place."""
+        entry = self._problems.setdefault((source, problem), [where, 0, consequence])
+        entry[1] += count
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One line a problem: the first place, what, how often, and what was done about it."""
+        return tuple(
+            f"{where}: {problem} ({count:,} in {source}); {consequence}"
+            for (source, problem), (where, count, consequence) in self._problems.items()
+        )
+
+
+def parse_source(spec: str) -> Source:
+    """Parses `[KIND:]GLOB_OR_FOLDER[@WEIGHT]` and finds the files.
+
+    Examples: `books:novels/`, `wiki/**/*.gz@0.5`, `tfds:wikipedia/20230601.en`. A folder stands
+    for all files below it but hidden ones.
+
+    Raises:
+        UserError: an unknown kind, a weight that is not positive, no such files.
+    """
+    kind, pattern, weight = None, spec, 1.0
+    prefix, colon, rest = spec.partition(":")
+    if colon and prefix in KINDS:
+        kind, pattern = prefix, rest
+    elif colon and re.fullmatch(r"[\w-]+", prefix) and not os.path.lexists(spec):
+        near = difflib.get_close_matches(prefix, KINDS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(
+            f"unknown kind of source {prefix!r} in {spec!r}; {hint}known kinds: {', '.join(KINDS)}"
+        )
+    path, at, number = pattern.rpartition("@")
+    if at and "/" not in number and not os.path.lexists(pattern):
+        try:
+            pattern, weight = path, float(number)
+        except ValueError:
+            weight = math.nan
+        if not (0 < weight < math.inf):
+            raise UserError(
+                f"the weight {number!r} of source {spec!r} is not a positive number; "
+                "write for example @0.5 or @3, or leave it out"
+            )
+    if kind == "tfds":
+        return Source(spec, kind, pattern, weight)
+    return Source(spec, kind, pattern, weight, _find_files(spec, pattern))
+
+
+def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
+    pattern = os.path.expanduser(pattern)
+    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
+    if not matches:
+        raise UserError(f"source {spec!r}: no file matches {pattern!r}; check the path")
+    files = set()
+    for match in matches:
+        if os.path.isdir(match):
+            for folder, folders, names in os.walk(match):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                files |= {os.path.join(folder, n) for n in names if not n.startswith(".")}
+        else:
+            files.add(match)
+    if not files:
+        raise UserError(f"source {spec!r}: the folder {pattern!r} holds no files")
+    return tuple(pathlib.Path(file) for file in sorted(files))
+
+
+def total_bytes(sources: Iterable[Source]) -> int | None:
+    """The files' sizes on disk, summed; None where a source has no files to measure ("tfds").
+
+    Raises:
+        UserError: a file is gone.
+    """
+    total = 0
+    for source in sources:
+        if source.kind == "tfds":
+            return None
+        for file in source.files:
+            with one_line_errors(f"cannot read {file}"):
+                total += file.stat().st_size
+    return total
+
+
+def read(source: Source, report: Report) -> Iterator[RawDocument]:
+    """Streams a source's documents in file order; memory does not depend on its size.
+
+    Adds to `report` as it goes: bytes, documents, problems that it could pass over.
+
+    Raises:
+        UserError: a file that is not text, is damaged or has no such field; no text at all.
+    """
+    entry = {"spec": source.spec, "kinds": [], "files": len(source.files), "bytes": 0}
+    entry["documents"] = 0
+    report.sources.append(entry)
+    bytes_before = report.bytes_read
+    reader = _Reader(source, report)
+    whole, share = divmod(source.weight, 1)
+    single: list[RawDocument] = []  # the first document of one sentence, where there is one
+    singles = seen = 0
+    for document in _pieces(reader.documents(), source.spec, report):
+        if document.kind not in entry["kinds"]:
+            entry["kinds"].append(document.kind)
+        entry["bytes"] = report.bytes_read - bytes_before
+        seen += 1
+        report._lines_seen.look(document, source.spec, report)
+        if document.kind == "google" and "\n" not in document.text:
+            single = single or [document]
+            singles += 1
+        copies = int(whole) + (share > 0 and _fraction(document.text) < share)
+        if copies:
+            report.documents += 1
+            entry["documents"] += 1
+            yield document._replace(copies=copies)
+    entry["bytes"] = report.bytes_read - bytes_before
+    if not seen:
+        raise UserError(f"source {source.spec!r} holds no text; check its files")
+    if singles > 1 and singles >= 0.9 * seen:
+        report.tell(
+            source.spec,
+            "a blank line follows nearly every sentence, so documents have one sentence",
+            "went on, but all next sentences would be random; blank lines belong between documents",
+            f"{single[0].file}:{single[0].line}",
+            singles,
+        )
+
+
+def sentences(document: RawDocument, language: str = "en") -> list[str]:
+    """The sentences of a document, in order: markup removed, none empty, no line breaks.
+
+    Google's format is split already and is left as it is. Sentences longer than
+    `SENTENCE_CHARACTERS` are cut between words.
+
+    Args:
+        document: from `read`.
+        language: two-letter code, for the sentence splitter.
+    """
+    text = document.text
+    if document.kind == "google":
+        found = text.split("\n")
+    else:
+        import sentencex
+
+        if document.kind == "mediawiki":
+            text = _plain_text(text)
+        elif document.kind.startswith("wikiextractor") and "&" in text:
+            text = html.unescape(text)  # some versions escape, others do not
+        paragraphs = _paragraphs(text) if document.kind == "books" else text.split("\n")
+        found = itertools.chain.from_iterable(
+            sentencex.segment(language, paragraph) for paragraph in paragraphs
+        )
+    return [piece for sentence in found for piece in _cut(" ".join(sentence.split()))]
+
+
+def _cut(sentence: str) -> Iterator[str]:
+    while len(sentence) > SENTENCE_CHARACTERS:
+        space = sentence.rfind(" ", 1, SENTENCE_CHARACTERS)
+        end = space if space > 0 else SENTENCE_CHARACTERS
+        yield sentence[:end]
+        sentence = sentence[end:].lstrip()
+    if sentence:
+        yield sentence
+
+
+# A line longer than any page is wide is a whole paragraph; shorter ones run on until a blank line.
+_WRAPPED_CHARACTERS = 120
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    lines: list[str] = []
+    for line in text.split("\n"):
+        line = line.strip()
+        if line and len(line) <= _WRAPPED_CHARACTERS:
+            lines.append(line)
+            continue
+        if lines:
+            yield " ".join(lines)
+            lines = []
+        if line:
+            yield line
+    if lines:
+        yield " ".join(lines)
+
+
+def _fraction(text: str) -> float:
+    """A number in [0, 1) that is a function of the text alone."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def _pieces(documents: Iterable[RawDocument], spec: str, report: Report) -> Iterator[RawDocument]:
+    """Passes documents on, those beyond `DOCUMENT_CHARACTERS` in pieces."""
+    for document in documents:
+        text = document.text
+        if len(text) > DOCUMENT_CHARACTERS:
+            report.tell(
+                spec,
+                f"a document is longer than {DOCUMENT_CHARACTERS:,} characters",
+                "went on with it cut into pieces",
+                f"{document.file}:{document.line}",
+            )
+        while len(text) > DOCUMENT_CHARACTERS:
+            end = text.rfind("\n", 1, DOCUMENT_CHARACTERS)
+            end = end if end > 0 else DOCUMENT_CHARACTERS
+            yield document._replace(text=text[:end])
+            text = text[end:].lstrip("\n")
+        yield document._replace(text=text)
+
+
+class _CountedFile(io.FileIO):
+    """A file that adds what is read of it to a report."""
+
+    def __init__(self, path: pathlib.Path, report: Report):
+        super().__init__(path)
+        self._report = report
+
+    def readinto(self, buffer) -> int:
+        count = super().readinto(buffer)
+        self._report.bytes_read += count
+        return count
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses Zstandard; unlike the library's reader it notices when the end is missing."""
+
+    def __init__(self, file: io.BufferedReader):
+        import zstandard
+
+        self._file, self._library = file, zstandard
+        self._frame = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            # Small bites: a kilobyte can stand for 32 MB.
+            data = self._frame.unused_data if self._frame and self._frame.eof else b""
+            data = data or self._file.read(1024)
+            if not data:
+                if self._frame and not self._frame.eof:
+                    raise EOFError("the end is missing")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._library.ZstdError as error:
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def _open(path: pathlib.Path, report: Report | None = None) -> io.BufferedIOBase:
+    """Opens a file for reading, decompressed by what its first bytes say, not by its name."""
+    raw = io.FileIO(path) if report is None else _CountedFile(path, report)
+    file = io.BufferedReader(raw, _BLOCK_BYTES)
+    magic = file.peek(6)
+    if magic.startswith(b"\x1f\x8b"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), _BLOCK_BYTES)
+    if magic.startswith(b"BZh"):
+        return io.BufferedReader(bz2.BZ2File(file), _BLOCK_BYTES)
+    if magic.startswith(b"\xfd7zXZ\x00"):
+        return io.BufferedReader(lzma.LZMAFile(file), _BLOCK_BYTES)
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+        return io.BufferedReader(_ZstdFile(file), _BLOCK_BYTES)
+    return file
+
+
+class _Reader:
+    """Reads a source's files, each by its kind."""
+
+    def __init__(self, source: Source, report: Report):
+        self._source, self._report = source, report
+        self._text_kind = None  # "google" or "books", from the first file that is plain text
+
+    def documents(self) -> Iterator[RawDocument]:
+        if self._source.kind == "tfds":
+            for record, text in self._tfds():
+                yield RawDocument(text, "tfds", self._source.pattern, record)
+        for path in self._source.files:
+            try:
+                yield from self._documents_of(path)
+            except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+                raise _damaged(path, error) from None
+            except OSError as error:
+                if error.errno is None:  # how bz2 reports bad data
+                    raise _damaged(path, error) from None
+                with one_line_errors(f"cannot read {path}"):
+                    raise
+
+    def _documents_of(self, path: pathlib.Path) -> Iterator[RawDocument]:
+        with _open(path) as stream:  # not counted: it is read again below
+            head = stream.read(_HEAD_BYTES)
+        if not head.strip():
+            self._tell(path, 1, "a file is empty", "went on without it")
+            return
+        kind = self._source.kind or self._kind_of(path, head)
+        if kind == "parquet":
+            found = self._parquet(path)
+        else:
+            _check_is_text(path, head)
+            with _open(path, self._report) as stream:
+                read = {
+                    "google": self._google,
+                    "books": self._books,
+                    "wikiextractor": self._wikiextractor,
+                    "wikiextractor-json": self._json,
+                    "jsonl": self._json,
+                    "mediawiki": self._mediawiki,
+                }[kind]
+                any_text = False
+                for line, text in read(path, stream):
+                    any_text = True
+                    yield RawDocument(text, kind, str(path), line)
+            if not any_text:
+                self._tell(path, 1, f"a file of kind {kind} holds no text", "went on without it")
+            return
+        for line, text in found:
+            yield RawDocument(text, kind, str(path), line)
+
+    def _tell(self, path, line: int, problem: str, consequence: str) -> None:
+        self._report.tell(self._source.spec, problem, consequence, f"{path}:{line}")
+
+    def _kind_of(self, path: pathlib.Path, head: bytes) -> str:
+        if head.startswith(b"PAR1"):
+            return "parquet"
+        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if b"<mediawiki" in start[:1000]:
+            return "mediawiki"
+        if start.startswith(b"<doc "):
+            return "wikiextractor"
+        if start.startswith(b"<?xml"):
+            raise UserError(
+                f"{path} is XML but no MediaWiki dump (no <mediawiki> element at its start); "
+                "convert it to text first"
+            )
+        if start.startswith(b"{"):
+            fields = re.findall(rb'"(\w+)"\s*:', start.split(b"\n")[0])
+            return "wikiextractor-json" if {b"url", b"title"} <= set(fields) else "jsonl"
+        _check_is_text(path, head)
+        if self._text_kind is None:
+            self._text_kind = _kind_of_text(head.decode("utf-8", "replace"))
+        return self._text_kind
+
+    def _lines(self, path: pathlib.Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, str]]:
+        """The file's lines with their numbers, without their ends; bad bytes become U+FFFD.
+
+        A line beyond `DOCUMENT_CHARACTERS` comes in pieces.
+        """
+        number, offset, rest = 1, 0, b""
+        while data := stream.readline(DOCUMENT_CHARACTERS):
+            ended = data.endswith(b"\n")
+            data, rest = rest + data, b""
+            if not ended:  # a piece, or the last line: a character may be cut in two
+                cut = _incomplete_end(data) if len(data) >= DOCUMENT_CHARACTERS else len(data)
+                data, rest = data[:cut], data[cut:]
+            try:
+                line = data.decode()
+            except UnicodeDecodeError as error:
+                line = data.decode(errors="replace")
+                self._report.tell(
+                    self._source.spec,
+                    "a line is not UTF-8",
+                    "went on, bad bytes became U+FFFD",
+                    f"{path}:{number} (byte {offset + error.start:,} of the text)",
+                )
+            if "\0" in line:
+                line = line.replace("\0", " ")
+                self._tell(path, number, "a line holds NUL characters", "went on without them")
+            yield number, line.rstrip("\r\n").removeprefix("\ufeff" if number == 1 else "\n")
+            number += ended
+            offset += len(data)
+
+    def _google(self, path, stream) -> Iterator[tuple[int, str]]:
+        lines: list[str] = []
+        size = start = 0
+        for number, line in self._lines(path, stream):
+            line = line.strip()
+            if line:
+                start = start if lines else number
+                lines.append(line)
+                size += len(line) + 1
+            if lines and (not line or size > DOCUMENT_CHARACTERS):
+                if line:
+                    self._tell_long(path, start)
+                yield start, "\n".join(lines)
+                lines, size = [], 0
+        if lines:
+            yield start, "\n".join(lines)
+
+    def _books(self, path, stream) -> Iterator[tuple[int, str]]:
+        lines: list[str] = []
+        size, start = 0, 1
+        for number, line in self._lines(path, stream):
+            if size + len(line) > DOCUMENT_CHARACTERS and lines:
+                self._tell_long(path, start)
+                yield start, "\n".join(lines)
+                lines, size, start = [], 0, number
+            lines.append(line)
+            size += len(line) + 1
+        if any(line.strip() for line in lines):
+            yield start, "\n".join(lines)
+
+    def _tell_long(self, path, line: int) -> None:
+        self._tell(
+            path,
+            line,
+            f"a document is longer than {DOCUMENT_CHARACTERS:,} characters",
+            "went on with it cut into pieces",
+        )
+
+    def _wikiextractor(self, path, stream) -> Iterator[tuple[int, str]]:
+        lines: list[str] = []
+        size, start, title, inside = 0, 1, "", False
+        for number, line in self._lines(path, stream):
+            if line.startswith("<doc "):
+                match = re.search(r'title="(.*)">', line)
+                title = html.unescape(match[1]) if match else ""
+                lines, size, start, inside = [], 0, number, True
+            elif line.startswith("</doc>"):
+                if lines:
+                    yield start, "\n".join(lines)
+                else:
+                    self._tell(path, start, "an article is empty", "went on without it")
+                lines, inside = [], False
+            elif inside and line.strip() and not (not lines and html.unescape(line) == title):
+                lines.append(line)
+                size += len(line) + 1
+                if size > DOCUMENT_CHARACTERS:
+                    self._tell_long(path, start)
+                    yield start, "\n".join(lines)
+                    lines, size = [], 0
+        if lines:
+            self._tell(path, start, "the last article has no </doc>", "kept what is there")
+            yield start, "\n".join(lines)
+
+    def _json(self, path, stream) -> Iterator[tuple[int, str]]:
+        for number, line in self._lines(path, stream):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError:
+                self._tell(path, number, "a line is not JSON", "went on without it")
+                continue
+            if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+                have = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+                raise UserError(
+                    f'{path}:{number}: no field "text" with a string (it has: {have[:200]}); '
+                    'rename the field that holds the text to "text"'
+                )
+            text = value["text"].encode(errors="replace").decode()  # JSON may hold half characters
+            if text.strip():
+                yield number, _without_title(text, value.get("title"))
+            else:
+                self._tell(path, number, "a text is empty", "went on without it")
+
+    def _mediawiki(self, path, stream) -> Iterator[tuple[int, str]]:
+        # Expat itself rather than a tree builder: memory stays at one page, and lines are known.
+        parser = expat.ParserCreate(namespace_separator=" ")
+        parser.buffer_text = True
+        pages: list[tuple[int, str]] = []
+        fields: dict[str, list[str]] = {}
+        open_elements: list[str] = []
+        start = 0
+
+        def begin(name, attributes):
+            nonlocal start
+            name = name.rpartition(" ")[2]
+            open_elements.append(name)
+            if name == "page":
+                start = parser.CurrentLineNumber
+                fields.clear()
+            fields[name] = []  # a later revision's text takes an earlier one's place
+
+        def characters(text):
+            if open_elements and open_elements[-1] in ("ns", "text"):
+                fields[open_elements[-1]].append(text)
+
+        def end(name):
+            open_elements.pop()
+            if name.rpartition(" ")[2] == "page":
+                article = "".join(fields.get("ns", "0")).strip() in ("", "0")
+                text = "".join(fields.get("text", ""))
+                if article and "redirect" not in fields and text.strip():
+                    pages.append((start, text))
+
+        def refuse(*_):
+            raise UserError(
+                f"{path}:{parser.CurrentLineNumber}: a document type declaration, which no "
+                "MediaWiki dump has; it could expand without bound, so the file is refused"
+            )
+
+        parser.StartElementHandler, parser.EndElementHandler = begin, end
+        parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = characters, refuse
+        try:
+            while block := stream.read(_BLOCK_BYTES):
+                parser.Parse(block)
+                yield from pages
+                pages.clear()
+            parser.Parse(b"", True)
+        except expat.ExpatError as error:
+            raise UserError(
+                f"{path}:{error.lineno}: not well-formed XML ({expat.errors.messages[error.code]}); "
+                "the file may be cut short: copy or download it again"
+            ) from None
+
+    def _parquet(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as table:
+                schema = table.schema_arrow
+                if "text" not in schema.names:
+                    raise UserError(
+                        f'{path}: no column "text" (it has: {", ".join(schema.names)[:200]}); '
+                        'rename the column that holds the text to "text"'
+                    )
+                kind = schema.field("text").type
+                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                    raise UserError(f'{path}: the column "text" holds {kind}, not strings')
+                size, rows, number = path.stat().st_size, table.metadata.num_rows, 0
+                before = self._report.bytes_read
+                for batch in table.iter_batches(256, columns=["text"], use_threads=False):
+                    for text in batch.column(0):
+                        number += 1
+                        # Nobody has checked that the bytes are UTF-8.
+                        text = (
+                            text.as_buffer().to_pybytes().decode(errors="replace")
+                            if text.is_valid
+                            else ""
+                        )
+                        if text.strip():
+                            yield number, text
+                        else:
+                            self._tell(path, number, "a text is empty", "went on without it")
+                    self._report.bytes_read = before + size * number // rows
+        except pyarrow.ArrowInvalid as error:
+            raise UserError(
+                f"{path}: not a whole Parquet file ({str(error).splitlines()[0][:200]}); "
+                "copy or download it again"
+            ) from None
+
+    def _tfds(self) -> Iterator[tuple[int, str]]:
+        name = self._source.pattern
+        try:
+            import tensorflow_datasets as tfds
+
+            # Random access into ArrayRecord needs no TensorFlow, unlike tfds.load.
+            data = tfds.data_source(name, split="train", data_dir=os.environ.get("TFDS_DATA_DIR"))
+            features = list(data.dataset_info.features)
+        except Exception as error:  # whatever a dataset's own code, the network or the disk does
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UserError(
+                f"source 'tfds:{name}': {reason.rstrip('.')}; prepare it where there is a "
+                'network, with file_format="array_record", and set TFDS_DATA_DIR to its folder'
+            ) from None
+        if "text" not in features:
+            raise UserError(f'tfds:{name}: no feature "text" (it has: {", ".join(features)})')
+        for index in range(len(data)):
+            text = data[index]["text"].decode(errors="replace")
+            if text.strip():
+                yield index + 1, text
+            else:
+                self._tell(f"tfds:{name}", index + 1, "a text is empty", "went on without it")
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(
+        f"{path}: the compressed data is damaged or cut short ({reason.rstrip('.')}); "
+        "copy or download it again"
+    )
+
+
+def _without_title(text: str, title: str | None) -> str:
+    """WikiExtractor begins an article with its title, as Google's text does not."""
+    first, _, rest = text.partition("\n")
+    return rest.lstrip("\n") if title and rest.strip() and first.strip() == title else text
+
+
+def _incomplete_end(data: bytes) -> int:
+    """Where the last character begins if its bytes are not all there, else the length."""
+    for back in range(1, min(4, len(data)) + 1):
+        lead = data[-back]
+        if lead & 0xC0 != 0x80:  # not a continuation byte
+            width = 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+            return len(data) - back if width > back else len(data)
+    return len(data)
+
+
+def _check_is_text(path: pathlib.Path, head: bytes) -> None:
+    """Refuses what is not UTF-8 text, judging by its beginning; a stray byte is forgiven."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(
+            f"{path}: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {path}"
+        )
+    if b"\0" in head:
+        at = head.index(b"\0")
+        raise UserError(
+            f"{path}:{head.count(10, 0, at) + 1}: not a text file (a NUL at byte {at:,}); "
+            "leave it out of the source, or unpack it if it is an archive"
+        )
+    head = head[: _incomplete_end(head)]
+    bad = head.decode(errors="replace").count("\ufffd") - head.count("\ufffd".encode())
+    if bad > max(1, len(head) // 100):
+        try:
+            head.decode()
+        except UnicodeDecodeError as error:
+            at = error.start
+        raise UserError(
+            f"{path}:{head.count(10, 0, at) + 1}: not UTF-8 text (from byte {at:,} on, {bad:,} bad "
+            f"bytes in the first {len(head):,}); convert it, e.g. iconv -f LATIN1 -t UTF-8 {path}"
+        )
+
+
+def _kind_of_text(head: str) -> str:
+    """Tells a sentence a line ("google") from hard-wrapped lines or paragraphs ("books")."""
+    import sentencex
+
+    blocks = [block.split("\n") for block in re.split(r"\n\s*\n", head.replace("\r", ""))]
+    lines = [line.strip() for block in blocks for line in block if line.strip()][:500]
+    if not lines:
+        return "google"
+    # In wrapped text lines end anywhere, and the next line's first word would not have fitted.
+    width = max(map(len, lines))
+    inner = [pair for block in blocks for pair in itertools.pairwise(block)]
+    wrapped = sum(
+        len(line) + len(after.split(" ")[0]) >= width - 8 and not re.search(r"[.!?]\W*$", line)
+        for line, after in inner
+    )
+    if 40 <= width <= _WRAPPED_CHARACTERS and wrapped > 0.3 * len(inner):
+        return "books"
+    # Otherwise lines are sentences or paragraphs. Splitters disagree on a few sentences in a hundred.
+    several = sum(len(sentencex.segment("en", line)) > 1 for line in lines)
+    return "books" if several > 0.15 * len(lines) else "google"
+
+
+# Elements whose content is no prose. Regular expressions take them out before parsing because
+# what is inside often is not wiki markup at all.
+_NO_PROSE = (
+    r"ref|math|chem|gallery|timeline|syntaxhighlight|source|score|imagemap|code|pre|graph|"
+    r"hiero|mapframe|maplink|templatestyles|section|references"
+)
+_MARKUP = [
+    (re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL), ""),
+    (re.compile(rf"<({_NO_PROSE})\b[^<>]*/>", re.IGNORECASE), ""),
+    (re.compile(rf"<({_NO_PROSE})\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL), ""),
+    (re.compile(r"__[A-Z]+__"), ""),
+]
+_LEFTOVERS = [
+    (re.compile(r"''+"), ""),
+    (re.compile(r"[\u00a0\u2009\u202f\u200b]"), " "),
+    (re.compile(r"\(\s*[,;:\s\u2013-]*\s*\)|\[\s*\]"), ""),  # what templates leave between brackets
+    (re.compile(r"([(\[])[\s,;]+"), r"\1"),
+    (re.compile(r"[\s,;]+([)\]])"), r"\1"),
+    (re.compile(r"[ \t]+([,.;:!?])(?=\s|$)", re.MULTILINE), r"\1"),
+    (re.compile(r",(\s*[,.])+"), ","),
+    (re.compile(r"[ \t]+"), " "),
+]
+_NO_LINE = re.compile(r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w+[^>]*>|thumb\||\w+=\S+\|")
+
+
+def _plain_text(markup: str) -> str:
+    """The prose of a wiki page, a paragraph a line.
+
+    Lists, tables and headings are left out, as in the paper (section 3.1: "we extract only the
+    text passages and ignore lists, tables, and headers").
+    """
+    import mwparserfromhell
+
+    for pattern, replacement in _MARKUP:
+        markup = pattern.sub(replacement, markup)
+    text = html.unescape(_render(mwparserfromhell.parse(markup)))
+    for pattern, replacement in _LEFTOVERS:
+        text = pattern.sub(replacement, text)
+    lines = (line.strip() for line in text.split("\n"))
+    return "\n".join(line for line in lines if line and not _NO_LINE.search(line))
+
+
+def _render(code) -> str:
+    from mwparserfromhell import nodes
+
+    parts: list[str] = []
+    in_list = False
+    for node in code.nodes:
+        if isinstance(node, nodes.Text):
+            text = str(node)
+            if in_list:  # a list item lasts to the end of its line
+                _, newline, text = text.partition("\n")
+                in_list = not newline
+                text = newline + text
+        elif isinstance(node, nodes.Tag) and node.wiki_markup in ("*", "#", ";", ":"):
+            in_list, text = True, ""
+        elif in_list:
+            text = ""
+        else:
+            text = _render_node(node, nodes)
+        parts.append(text)
+    return "".join(parts)
+
+
+def _render_node(node, nodes) -> str:
+    if isinstance(node, nodes.Wikilink):
+        title = str(node.title).strip()
+        # File:, Category:, links to other languages; a leading colon marks an ordinary link.
+        if re.match(r"[A-Za-z-]+:\S", title):
+            return ""
+        return _render(node.text) if node.text is not None else title.lstrip(":")
+    if isinstance(node, nodes.ExternalLink):
+        return _render(node.title) if node.title is not None else ""
+    if isinstance(node, nodes.HTMLEntity):
+        return node.normalize()
+    if isinstance(node, nodes.Tag):
+        name = str(node.tag).strip().lower()
+        if name == "br":
+            return " "
+        if name in ("b", "i", "em", "strong", "small", "big", "sub", "sup", "span", "u", "abbr",
+                    "nowiki", "blockquote", "p", "div", "q", "cite", "poem", "center"):  # fmt: skip
+            return _render(node.contents) if node.contents is not None else ""
+        return ""
+    if isinstance(node, nodes.Template):
+        return _render_template(node)
+    return ""  # headings, comments, template arguments
+
+
+def _render_template(template) -> str:
+    """The few templates that stand for words within a sentence."""
+    name = str(template.name).strip().lower()
+    values = [_render(p.value).strip() for p in template.params if not p.showkey]
+    if not values:
+        return {"'": "'", "'s": "'s", "spaced ndash": " \u2013 ", "snd": " \u2013 ", "-": ""}.get(
+            name, ""
+        )
+    if name in ("convert", "cvt"):  # {{convert|7|to|10|kg|lb}}: two numbers, or one
+        is_range = len(values) > 3 and not re.search(r"\d", values[1]) and values[2][:1].isdigit()
+        return " ".join(values[: 4 if is_range else 2])
+    if name in ("lang", "transl", "transliteration"):
+        return values[-1]
+    if name in ("nowrap", "nobr", "small", "nihongo", "abbr", "quote", "linktext", "ill", "as of"):
+        return f"As of {values[0]}" if name == "as of" else values[0]
+    return ""

@@ -1,0 +1,180 @@
+"""Rows from shards to batches: order and content are functions of (seed, step) alone.
+
+The batch of a step is known without the batches before it and without knowing how many hosts
+there are, so resuming needs the step number and nothing else.
+"""
+
+import concurrent.futures
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from bert_jax import files
+from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
+from bert_jax.errors import UserError
+
+Batch = dict[str, np.ndarray]
+
+HELDOUT_SEED = 0  # every run evaluates on the same rows
+
+
+class Rows:
+    """Random access to one split of a folder of rows.
+
+    Attributes:
+        manifest: the folder's.
+        len(): rows in the split.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, split: str):
+        """Opens `split` ("train" or "heldout").
+
+        Raises:
+            UserError: not a folder of rows, or a shard that is missing or cut short.
+        """
+        from grain.sources import ArrayRecordDataSource
+
+        self._folder = pathlib.Path(folder)
+        self.manifest: Manifest = read_manifest(folder)
+        self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
+        for shard in self._shards:
+            self._check_size(shard)
+        self._format: RowFormat = self.manifest.format
+        self._starts = np.cumsum([0] + [shard.rows for shard in self._shards])
+        # Grain does without a path when there is nothing to read.
+        paths = [str(self._folder / shard.name) for shard in self._shards]
+        self._source = ArrayRecordDataSource(paths) if paths else []
+        if len(self._source) != len(self):
+            raise UserError(
+                f"{folder}: the shards of {split} hold {len(self._source)} rows, the manifest says "
+                f"{len(self)}; prepare the rows again"
+            )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _check_size(self, shard: Shard) -> None:
+        path = self._folder / shard.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"cannot read the shard {path}: {files.describe(error)}") from None
+        if size != shard.bytes:
+            raise UserError(
+                f"the shard {path} has {size} bytes, its manifest says {shard.bytes}: "
+                "it is cut short or altered; prepare the rows again"
+            )
+
+    def verify(self) -> None:
+        """Reads every shard once and compares its SHA-256 with the manifest's.
+
+        Raises:
+            UserError: names the altered file.
+        """
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
+            digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
+            for shard, digest in zip(self._shards, digests, strict=True):
+                if digest != shard.sha256:
+                    raise UserError(
+                        f"the shard {self._folder / shard.name} fails its checksum: it was altered; "
+                        "prepare the rows again"
+                    )
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """The rows at `indices` as arrays (`RowFormat.decode`).
+
+        Raises:
+            UserError: a record is damaged; names its shard and record.
+        """
+        try:
+            return self._format.decode(self._source.__getitems__(list(map(int, indices))))
+        except Exception:  # the reader's own errors are of many kinds; find the culprit one by one
+            for index in indices:
+                try:
+                    self._format.decode(self._source.__getitems__([int(index)]))
+                except Exception as error:
+                    shard = int(np.searchsorted(self._starts, index, "right")) - 1
+                    place = self._folder / self._shards[shard].name
+                    raise UserError(
+                        f"record {index - self._starts[shard]} of the shard {place} is damaged "
+                        f"({' '.join(str(error).split())}); prepare the rows again"
+                    ) from None
+            raise
+
+    def empty(self, rows: int) -> Batch:
+        """`rows` rows of padding."""
+        array = self._format.seal(self._format.empty(rows))
+        return self._format.decode(self._format.encode(array))
+
+
+def shuffled(place: int, length: int, seed: int) -> int:
+    """Which row stands at `place` of an endless run of epochs, each a permutation of its own."""
+    import grain
+
+    epoch, index = divmod(place, length)
+    return grain.experimental.index_shuffle(
+        index, max_index=length - 1, seed=(seed + epoch) % 2**32, rounds=4
+    )
+
+
+class _Batches:
+    """This process's slice of every global batch, by step; what Grain reads ahead from."""
+
+    def __init__(
+        self, rows: Rows, batch_size: int, seed: int, steps: int, process: int, processes: int
+    ):
+        self._rows, self._seed, self._steps = rows, seed, steps
+        self._batch_size, self._local = batch_size, batch_size // processes
+        self._first = process * self._local
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> Batch:
+        first = step * self._batch_size + self._first
+        places = range(first, first + self._local)
+        return self._rows.read([shuffled(p, len(self._rows), self._seed) for p in places])
+
+
+def batches(
+    rows: Rows,
+    batch_size: int,
+    seed: int,
+    first_step: int,
+    end_step: int,
+    process: int = 0,
+    processes: int = 1,
+) -> Iterator[Batch]:
+    """This process's part of the batches of steps [first_step, end_step), read ahead in threads.
+
+    Args:
+        rows: where from.
+        batch_size: rows over all processes; `processes` divides it.
+        seed: of the order.
+        first_step, end_step: counted from the start of the rows' first epoch.
+        process, processes: which slice of how many.
+    """
+    import grain
+
+    source = _Batches(rows, batch_size, seed, end_step, process, processes)
+    dataset = grain.MapDataset.source(source)[first_step:]
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+
+def heldout_batches(
+    rows: Rows, batch_size: int, most_rows: int, process: int = 0, processes: int = 1
+) -> Iterator[Batch]:
+    """This process's part of a fixed choice of at most `most_rows` rows (0: all), each once.
+
+    The last batch is filled up with rows of padding, which weigh nothing.
+    """
+    total = min(most_rows or len(rows), len(rows))
+    local = batch_size // processes
+    for first in range(0, total, batch_size):
+        places = range(first + process * local, min(first + (process + 1) * local, total))
+        batch = rows.read([shuffled(p, len(rows), HELDOUT_SEED) for p in places]) if places else {}
+        if len(places) < local:
+            padding = rows.empty(local - len(places))
+            batch = {k: np.concatenate([batch[k], v]) if places else v for k, v in padding.items()}
+        yield batch

@@ -1,0 +1,82 @@
+"""Dropout as a function of a key, and the generators that its bits may come from."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import define_prng_impl
+from jaxtyping import Array, Float, Key, UInt32
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A bijection of 32 bits in which each input bit flips each output bit half of the time.
+
+    The constants are those of Chris Wellons' `lowbias32`.
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _counted(key: UInt32[Array, "2"], count: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """The bits at places `count` of the key's stream: two rounds, each with half of the key."""
+    return _mix(_mix(count ^ key[0]) + key[1])
+
+
+def _hash_bits(key: UInt32[Array, "2"], bit_width: int, shape: tuple[int, ...]) -> Array:
+    if bit_width != 32:
+        raise NotImplementedError("the hash generator makes 32 bits at a time")
+    # The place of every element, from one iota an axis: nothing to communicate when sharded.
+    count = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = math.prod(shape[axis + 1 :]) % 2**32
+        count += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+    return _counted(key, count)
+
+
+def _hash_fold_in(key: UInt32[Array, "2"], data: Any) -> UInt32[Array, "2"]:
+    # Apart from the streams' places by one more round, so a folded key is not a shifted stream.
+    base = _mix(jnp.asarray(data, jnp.uint32) + jnp.uint32(0x9E3779B9))
+    return jnp.stack([_counted(key, base), _counted(key[::-1], base + 1)])
+
+
+def _hash_split(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> Array:
+    count = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    return jax.vmap(_hash_fold_in, (None, 0))(key, count).reshape(*shape, 2)
+
+
+_HASH = define_prng_impl(
+    key_shape=(2,),
+    seed=lambda seed: _hash_fold_in(jnp.zeros(2, jnp.uint32), seed.astype(jnp.uint32)),
+    split=_hash_split,
+    random_bits=_hash_bits,
+    fold_in=_hash_fold_in,
+    name="bert_jax_hash",
+    tag="hash",
+)
+
+GENERATORS = {"threefry": "threefry2x32", "rbg": "rbg", "hash": _HASH}
+
+
+def generator_key(key: Key[Array, ""], generator: str) -> Key[Array, ""]:
+    """A key for one of `GENERATORS` that is a function of a (threefry) key."""
+    data = jax.random.key_data(key)
+    if generator == "rbg":  # its keys are twice as long
+        data = jnp.concatenate([data, data])
+    return jax.random.wrap_key_data(data, impl=GENERATORS[generator])
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:
+    """Zeroes each element with probability `rate` and scales the others by 1 / (1 - rate).
+
+    Args:
+        x: any shape.
+        rate: in [0, 1).
+        key: of any generator; None returns `x` (evaluation).
+    """
+    if key is None or rate == 0:
+        return x
+    # Comparing raw bits saves making floats of them; 2**-32 is the error in the rate.
+    keep = jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(round(rate * 2**32))
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

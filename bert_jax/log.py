@@ -1,0 +1,137 @@
+"""Metrics of a run on their way to files, TensorBoard and the terminal, without stalling the device."""
+
+import collections
+import pathlib
+import time
+from typing import Any
+
+import jax
+
+from bert_jax import device, optim, workdir
+from bert_jax.config import Config
+from bert_jax.evaluate import means
+from bert_jax.progress import Progress
+from bert_jax.tasks.stage import Stage
+
+
+class Log:
+    """Writes metrics.jsonl and speed.jsonl, TensorBoard events and the progress bar's note.
+
+    Training metrics are handed over as device arrays and read once they are there; `sync` reads
+    what is left. Only the first process writes.
+
+    Args:
+        folder: the workdir.
+        step: the step the run stands at; later lines of an earlier start are dropped.
+        config: for the schedule.
+        mesh: for the number of devices.
+        progress: the bar.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        step: int,
+        config: Config,
+        mesh: jax.sharding.Mesh,
+        progress: Progress,
+    ):
+        self._config, self._progress = config, progress
+        self._devices = mesh.size
+        self._schedule = optim.schedule(config.optim, config.steps)
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+        self._clock: tuple[int, float] | None = None
+        self._writes = jax.process_index() == 0
+        if self._writes:
+            from tensorboardX import SummaryWriter
+
+            self._metrics = workdir.Lines(folder / "metrics.jsonl", step)
+            self._speed = workdir.Lines(folder / "speed.jsonl", step)
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._writes:
+            self._board.close()
+
+    def begin(self, stage: Stage) -> None:
+        """From here on the steps are of this stage."""
+        self._read_all()
+        self._stage, self._clock = stage, None
+
+    def training(self, step: int, sums: dict[str, Any]) -> None:
+        """Hands over the sums of the window that ends with `step`."""
+        jax.tree.map(lambda x: x.copy_to_host_async(), sums)
+        self._waiting.append((step, sums))
+
+    def poll(self) -> None:
+        """Writes what the device has finished by now, without waiting for it."""
+        while self._waiting and all(x.is_ready() for x in jax.tree.leaves(self._waiting[0][1])):
+            self._read()
+
+    def heldout(self, step: int, found: dict[str, float]) -> dict[str, float]:
+        """Writes held-out means and returns them with what the task adds to them."""
+        self._read_all()
+        if not found:
+            return {}
+        summary = self._stage.task.summarize(found)
+        self._write(step, "heldout", summary)
+        self._progress.say(f"step {step:,}: held-out {self._stage.task.describe(summary)}")
+        self._clock = None  # the time that evaluation took is no step's
+        return summary
+
+    def sync(self) -> None:
+        """Writes everything handed over so far so that it survives a power failure."""
+        self._read_all()
+        if self._writes:
+            self._metrics.sync()
+            self._board.flush()
+
+    def _read_all(self) -> None:
+        while self._waiting:
+            self._read()
+
+    def _read(self) -> None:
+        step, sums = self._waiting.popleft()
+        summary = self._stage.task.summarize(means(sums))
+        # The rate that the window's last step was taken with.
+        summary["learning_rate"] = float(self._schedule(step - 1))
+        self._write(step, "train", summary)
+        note = self._stage.task.describe(summary)
+        self._progress.note(note + self._measure(step, summary))
+
+    def _measure(self, step: int, summary: dict[str, float]) -> str:
+        now = time.monotonic()
+        before, self._clock = self._clock, (step, now)
+        if before is None or not self._writes:
+            return ""
+        seconds = now - before[1]
+        rows = (step - before[0]) * self._stage.batch_size
+        tokens = rows * self._stage.tokens / seconds
+        speed = {
+            "step": step,
+            "seconds": seconds,
+            "steps_per_second": (step - before[0]) / seconds,
+            "tokens_per_second": tokens,
+            "real_tokens_per_second": tokens * summary["real_fraction"],
+        }
+        note = f" {tokens * summary['real_fraction']:,.0f} real tok/s {summary['real_fraction']:.0%} real"
+        peak = device.peak_flops()
+        if peak:
+            flops = rows * self._stage.task.flops_per_row / seconds
+            speed["model_flops_utilization"] = flops / (peak * self._devices)
+            note += f" {speed['model_flops_utilization']:.0%} MFU"
+        self._speed.append(speed)
+        for name, value in speed.items():
+            if name != "step":
+                self._board.add_scalar(f"speed/{name}", value, step)
+        return note
+
+    def _write(self, step: int, split: str, summary: dict[str, float]) -> None:
+        if not self._writes:
+            return
+        self._metrics.append({"step": step, "split": split, **summary})
+        for name, value in summary.items():
+            self._board.add_scalar(f"{split}/{name}", value, step)

@@ -1,0 +1,304 @@
+"""BERT in Flax Linen: embeddings, encoder, pooler, pretraining heads. No loss, no data.
+
+Shapes, here and everywhere: B rows, T tokens a row, S sequences a row, P predictions a row,
+N heads, K head size, D hidden, F feed-forward, L layers, V vocabulary (as padded), C classes.
+
+Parameter paths (`encoder/layer_3/attention/query/kernel`) are public: weight-decay masks, sharding
+and conversion match on them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax.attention import attention
+from bert_jax.config import ModelConfig
+from bert_jax.data.rows import Layout, layout
+from bert_jax.dropout import dropout
+
+Params = dict[str, Any]
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Exact GELU. Written with erf, which compiles to less on CPU than `jax.nn.gelu`'s erfc."""
+    return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
+
+
+ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def padded_vocab(config: ModelConfig) -> int:
+    """Rows of the embedding table: the vocabulary, up to a multiple of `vocab_multiple`."""
+    return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+def _initializer(config: ModelConfig) -> Callable:
+    return nn.initializers.truncated_normal(config.initializer_stddev)
+
+
+def _vocab_initializer(config: ModelConfig, axis: int) -> Callable:
+    """As `_initializer`, with the padding of the vocabulary axis zero and without effect on the rest."""
+
+    def initialize(key, shape, dtype):
+        missing = padded_vocab(config) - config.vocab_size
+        real = tuple(n - missing * (i == axis) for i, n in enumerate(shape))
+        padding = [(0, missing * (i == axis)) for i in range(len(shape))]
+        return jnp.pad(_initializer(config)(key, real, dtype), padding)
+
+    return initialize
+
+
+def _dense(
+    config: ModelConfig, features: Any, name: str | None = None, axis: Any = -1
+) -> nn.Module:
+    return nn.DenseGeneral(
+        features, axis, dtype=config.dtype, kernel_init=_initializer(config), name=name
+    )
+
+
+def _norm(config: ModelConfig, name: str | None = None) -> nn.Module:
+    # The fast variance E[x²] - E[x]² cancels in float32 and costs parity with the references.
+    return nn.LayerNorm(
+        config.layer_norm_epsilon, dtype=config.dtype, use_fast_variance=False, name=name
+    )
+
+
+def _fold(key: Key[Array, ""] | None, data: Any) -> Key[Array, ""] | None:
+    return None if key is None else jax.random.fold_in(key, data)
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment embeddings, summed, normalized, dropped out (section 3.2)."""
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        self.word = nn.Embed(
+            padded_vocab(c), c.hidden, dtype=c.dtype, embedding_init=_vocab_initializer(c, 0)
+        )
+        table = functools.partial(
+            nn.Embed, features=c.hidden, dtype=c.dtype, embedding_init=_initializer(c)
+        )
+        self.position = table(c.positions)
+        if c.segments:
+            self.segment = table(c.segments)
+        self.norm = _norm(c)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
+    ) -> Float[Array, "B T D"]:
+        x = self.word(tokens) + self.position(layout.position)
+        if self.config.segments:
+            x += self.segment(layout.segment)
+        return dropout(self.norm(x), self.config.dropout, key)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with its output projection, residual and LayerNorm."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        sequence: Int[Array, "B T"],
+        key: Key[Array, ""] | None,
+    ) -> Float[Array, "B T D"]:
+        c = self.config
+        heads = (c.heads, c.hidden // c.heads)
+        q, k, v = (_dense(c, heads, name)(x) for name in ("query", "key", "value"))
+        y = attention(q, k, v, sequence, c.attention_dropout, _fold(key, 0))
+        y = _dense(c, c.hidden, "output", axis=(-2, -1))(y)
+        return _norm(c, "norm")(x + dropout(y, c.dropout, _fold(key, 1)))
+
+
+class FeedForward(nn.Module):
+    """The position-wise network with its residual and LayerNorm."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], key: Key[Array, ""] | None
+    ) -> Float[Array, "B T D"]:
+        c = self.config
+        y = ACTIVATIONS[c.activation](_dense(c, c.feed_forward, "intermediate")(x))
+        y = _dense(c, c.hidden, "output")(y)
+        return _norm(c, "norm")(x + dropout(y, c.dropout, key))
+
+
+class Layer(nn.Module):
+    """One Transformer layer, normalized after each residual as in BERT."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        sequence: Int[Array, "B T"],
+        key: Key[Array, ""] | None,
+    ) -> Float[Array, "B T D"]:
+        x = Attention(self.config, name="attention")(x, sequence, _fold(key, 0))
+        return FeedForward(self.config, name="feed_forward")(x, _fold(key, 1))
+
+
+class Encoder(nn.Module):
+    """The stack of layers, unrolled or scanned, with or without recomputation."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        sequence: Int[Array, "B T"],
+        key: Key[Array, ""] | None,
+    ) -> Float[Array, "B T D"]:
+        c = self.config
+        if self.is_initializing():
+            for i in range(c.layers):
+                x = Layer(c, name=f"layer_{i}")(x, sequence, None)
+        else:
+            x = self._run(x, sequence, key)
+        return _norm(c, "norm")(x) if c.final_norm else x
+
+    def _run(self, x, sequence, key):
+        # The parameters always lie layer by layer, and from here on a layer is a function of them.
+        # So a checkpoint, LAMB's norms and the dropout bits are the same however the stack is run.
+        c = self.config
+        layers = [self.variables["params"][f"layer_{i}"] for i in range(c.layers)]
+
+        def layer(x, params, i):
+            return Layer(c, parent=None).apply({"params": params}, x, sequence, _fold(key, i))
+
+        if c.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
+        if c.layer_loop == "unrolled":
+            for i, params in enumerate(layers):
+                x = layer(x, params, i)
+            return x
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        x, _ = jax.lax.scan(
+            lambda x, item: (layer(x, *item), None), x, (stacked, jnp.arange(c.layers))
+        )
+        return x
+
+
+class MaskedLM(nn.Module):
+    """Scores over the vocabulary for gathered hidden states (section 3.1, task 1)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B P D"], table: Float[Array, "V D"]
+    ) -> Float[Array, "B P V"]:
+        c, vocab = self.config, padded_vocab(self.config)
+        if c.transform:
+            x = ACTIVATIONS[c.activation](_dense(c, c.hidden, "transform")(x))
+            x = _norm(c, "norm")(x)
+        if c.tied_decoder:
+            kernel = table.T
+        else:
+            kernel = self.param("decoder", _vocab_initializer(c, 1), (c.hidden, vocab), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
+        # Logits are float32 whatever the inputs are: a softmax over the vocabulary needs it.
+        logits = jnp.einsum(
+            "bpd,dv->bpv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        logits += bias
+        if vocab == c.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(vocab) < c.vocab_size, logits, jnp.finfo(jnp.float32).min)
+
+
+class Bert(nn.Module):
+    """The encoder with its pooler and pretraining heads (`BertForPreTraining`)."""
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        self.embeddings = Embeddings(c)
+        self.encoder = Encoder(c)
+        self.masked_lm = MaskedLM(c)
+        if c.next_sentence:
+            self.pooler = _dense(c, c.hidden)
+            self.next_sentence = _dense(c, 2)
+
+    def encode(
+        self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "B T D"]:
+        """The last layer's hidden states. A `key` switches dropout on."""
+        x = self.embeddings(tokens, layout, _fold(key, 0))
+        return self.encoder(x, layout.sequence, _fold(key, 1))
+
+    def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """dense + tanh on every sequence's [CLS]."""
+        return jnp.tanh(self.pooler(gather(hidden, cls)))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        layout: Layout,
+        positions: Int[Array, "B P"],
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "B P V"], Float[Array, "B S 2"] | None]:
+        """Both heads' logits: masked LM at `positions`, next sentence at every [CLS].
+
+        The next-sentence logits are None for a model without that head.
+        """
+        hidden = self.encode(tokens, layout, key)
+        words = self.masked_lm(gather(hidden, positions), self.embeddings.word.embedding)
+        if not self.config.next_sentence:
+            return words, None
+        # The next-sentence head is two columns; float32 costs nothing.
+        return words, self.next_sentence(self.pool(hidden, layout.cls)).astype(jnp.float32)
+
+
+def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
+    """Random parameters of the whole pretraining model."""
+    one = jnp.ones((1, 1), jnp.int32)
+    return Bert(config).init(key, one, layout(one, one, 1), one - 1)["params"]
+
+
+def gather(hidden: Float[Array, "B T D"], index: Int[Array, "B P"]) -> Float[Array, "B P D"]:
+    """Each row's hidden states at its own positions."""
+    return jnp.take_along_axis(hidden, index[:, :, None], axis=1)
+
+
+def parameter_count(params: Params, config: ModelConfig) -> int:
+    """Scalars in `params`, the padding of the vocabulary not counted."""
+    total = sum(x.size for x in jax.tree.leaves(params))
+    per_word = config.hidden * (1 if config.tied_decoder else 2) + 1
+    return total - (padded_vocab(config) - config.vocab_size) * per_word
+
+
+def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions: int) -> float:
+    """Floating-point operations of a training step on one row: three times the matrix products forward.
+
+    Counts 2 a multiply-add. Attention counts all T² pairs, as dense implementations compute them.
+    """
+    d, f = config.hidden, config.feed_forward
+    layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)
+    head = predictions * 2 * d * (config.vocab_size + d * config.transform)
+    pooler = sequences * 2 * d * (d + 2) if config.next_sentence else 0
+    return 3.0 * (config.layers * layer + head + pooler)

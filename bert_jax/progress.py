@@ -1,0 +1,94 @@
+"""Progress of long work: a live bar in a terminal, a plain line now and then in a log."""
+
+import sys
+import time
+
+LOG_EVERY_SECONDS = 15.0
+
+
+class Progress:
+    """Counts towards a total and shows it on standard error.
+
+    Use as a context manager. `advance` moves it, `note` sets the text at its end (a loss, a speed),
+    and `say` prints a line above the bar without tearing it.
+
+    Args:
+        title: what is being done, a word or two.
+        total: how many units it takes, or None where nobody knows.
+        unit: the name of a unit; "B" shows sizes as MB and MB/s.
+        done: units already there when the work starts (a resumed run).
+    """
+
+    def __init__(self, title: str, total: int | None, unit: str, done: int = 0):
+        self._title, self._total, self._unit = title, total, unit
+        self._begun, self._done = done, done
+        self._note = ""
+        self._bar = None
+        self._start = self._logged = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        self._start = self._logged = time.monotonic()
+        if sys.stderr.isatty():
+            from rich import console, progress  # imported where shown: it costs 0.1 s
+
+            sizes = (
+                (progress.DownloadColumn(), progress.TransferSpeedColumn())
+                if self._unit == "B"
+                else (progress.MofNCompleteColumn(),)
+            )
+            self._bar = progress.Progress(
+                progress.TextColumn("[bold]{task.description}"),
+                progress.BarColumn(bar_width=24),
+                *sizes,
+                progress.TextColumn("{task.fields[note]}"),
+                progress.TimeRemainingColumn(compact=True),
+                console=console.Console(stderr=True),
+                refresh_per_second=4,
+                speed_estimate_period=60,
+            )
+            self._task = self._bar.add_task(
+                self._title, total=self._total, completed=self._done, note=""
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._done > self._begun:
+            self._log()
+
+    def advance(self, units: int = 1) -> None:
+        """Moves on by `units`."""
+        self._done += units
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        elif time.monotonic() - self._logged > LOG_EVERY_SECONDS:
+            self._log()
+
+    def note(self, text: str) -> None:
+        """Sets the text at the bar's end."""
+        self._note = text
+        if self._bar is not None:
+            self._bar.update(self._task, note=text)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _log(self) -> None:
+        now = time.monotonic()
+        self._logged = now
+        rate = (self._done - self._begun) / max(now - self._start, 1e-9)
+        scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
+        text = f"{self._title}: {self._done / scale:,.0f}"
+        if self._total is not None:
+            text += f" of {self._total / scale:,.0f}"
+        text += f" {unit}, {rate / scale:,.3g} {unit}/s"
+        if self._total is not None and rate > 0:
+            seconds = max(self._total - self._done, 0) / rate
+            text += f", {seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f} left"
+        print(f"{text}{', ' + self._note if self._note else ''}", file=sys.stderr, flush=True)

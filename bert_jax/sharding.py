@@ -1,0 +1,97 @@
+"""The device mesh, and one table that says where every parameter lies."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bert_jax.config import MeshConfig
+from bert_jax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+# Rows are split over both axes that hold different data.
+ROWS = PartitionSpec(("data", "fsdp"))
+
+# The first pattern found in a parameter's path decides; optimizer state ends in the same paths.
+TABLE = (
+    (r"embeddings/word/embedding$", PartitionSpec("tensor", "fsdp")),
+    (r"embeddings/(position|segment)/embedding$", PartitionSpec(None, "fsdp")),
+    (r"attention/(query|key|value)/kernel$", PartitionSpec("fsdp", "tensor", None)),
+    (r"attention/(query|key|value)/bias$", PartitionSpec("tensor", None)),
+    (r"attention/output/kernel$", PartitionSpec("tensor", None, "fsdp")),
+    (r"feed_forward/intermediate/kernel$", PartitionSpec("fsdp", "tensor")),
+    (r"feed_forward/intermediate/bias$", PartitionSpec("tensor")),
+    (r"feed_forward/output/kernel$", PartitionSpec("tensor", "fsdp")),
+    (r"(transform|pooler)/kernel$", PartitionSpec("fsdp", None)),
+    (r"masked_lm/decoder$", PartitionSpec("fsdp", "tensor")),
+    (r"masked_lm/bias$", PartitionSpec("tensor")),
+    (r"", PartitionSpec()),
+)
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """Arranges the devices (all there are by default) as configured.
+
+    Raises:
+        UserError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [config.data, config.fsdp, config.tensor]
+    named = f"data={config.data}, fsdp={config.fsdp}, tensor={config.tensor}"
+    fixed = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes and len(devices) % fixed == 0:
+        sizes[sizes.index(-1)] = len(devices) // fixed
+    if np.prod(sizes) != len(devices):
+        divisors = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
+        raise UserError(
+            f"config.mesh ({named}) does not fit {len(devices)} devices: "
+            f"sizes must multiply to that, so each is one of {divisors}"
+        )
+    return Mesh(np.array(devices).reshape(sizes), AXES)
+
+
+def check_batch(mesh: Mesh, batch_size: int, accumulation: int) -> None:
+    """Refuses a batch that the mesh cannot split evenly.
+
+    Raises:
+        UserError: says which batch sizes would do.
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"] * accumulation
+    if batch_size % shards:
+        near = max(batch_size // shards, 1) * shards
+        raise UserError(
+            f"config.batch_size {batch_size} is not divisible by {shards} "
+            f"(data x fsdp x accumulation): {near} or {near + shards} would be"
+        )
+
+
+def specs(tree: Any) -> Any:
+    """The `PartitionSpec` of every leaf of a tree of parameters or optimizer state."""
+
+    def spec(path, leaf):
+        name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+        found = next(spec for pattern, spec in TABLE if re.search(pattern, name))
+        return found if len(found) <= np.ndim(leaf) else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(mesh: Mesh, tree: Any) -> Any:
+    """The `NamedSharding` of every leaf of a tree of parameters or optimizer state."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs(tree),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """Where a batch of rows lies: its first axis split over data and fsdp."""
+    return NamedSharding(mesh, ROWS)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, PartitionSpec())

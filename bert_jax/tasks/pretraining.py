@@ -1,0 +1,200 @@
+"""Masked LM and next sentence (Devlin et al., section 3.1)."""
+
+import copy
+import functools
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax import losses
+from bert_jax.config import Config, MaskingConfig, ModelConfig, phase_ends
+from bert_jax.data import rows, wordpiece
+from bert_jax.data.loader import Rows, batches, heldout_batches
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.losses import Pair
+from bert_jax.masking import Masked, Masker
+from bert_jax.model import Bert, Params, flops_per_row, init_params
+from bert_jax.tasks.stage import Stage
+
+OBJECTIVES = ("masked_lm_loss", "next_sentence_loss")
+
+
+class Inputs(NamedTuple):
+    """A batch as the losses take it; every leaf has the rows on its first axis."""
+
+    masked: Masked
+    layout: rows.Layout
+    labels: Int[Array, "B S"]
+    label_weights: Float[Array, "B S"]
+
+
+class Pretraining:
+    """The `Task` of pretraining on rows of one format."""
+
+    best_by = "masked_lm_loss"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        masking: MaskingConfig,
+        row_format: rows.RowFormat,
+        mask_id: int,
+        continuation: np.ndarray,
+    ):
+        """`mask_id` and `continuation` ([V], `##…` pieces) come from the vocabulary."""
+        self.model = Bert(model)
+        self.masker = Masker(
+            masking,
+            row_format.tokens,
+            row_format.sequences,
+            model.vocab_size,
+            mask_id,
+            continuation,
+        )
+        self._tokens = row_format.tokens
+        self.flops_per_row = flops_per_row(
+            model, row_format.tokens, row_format.sequences, self.masker.predictions
+        )
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Random parameters; they do not depend on the format of the rows."""
+        return init_params(self.model.config, key)
+
+    def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+        """Rows to masked inputs, on the device."""
+        batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
+        length, a_length = batch["length"], batch["a_length"]
+        layout = rows.layout(length, a_length, self._tokens)
+        masked = self.masker(batch["tokens"], length, a_length, layout, key)
+        labelled = (batch["label"] != rows.NO_LABEL) & (length > 0)
+        return Inputs(masked, layout, jnp.maximum(batch["label"], 0), labelled.astype(jnp.float32))
+
+    def weights(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+        """What each objective is divided by, for a whole batch before it is split into parts."""
+        weights = {"masked_lm_loss": jnp.sum(inputs.masked.weights)}
+        if self.model.config.next_sentence:
+            weights["next_sentence_loss"] = jnp.sum(inputs.label_weights)
+        return weights
+
+    def pairs(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None) -> dict[str, Pair]:
+        """Objectives and metrics as (sum, weight); a `key` switches dropout on."""
+        masked = inputs.masked
+        words, sentences = self.model.apply(
+            {"params": params}, masked.tokens, inputs.layout, masked.positions, key
+        )
+        found: dict[str, Any] = {
+            "masked_lm_loss": losses.cross_entropy(words, masked.labels, masked.weights),
+            "masked_lm_accuracy": losses.accuracy(words, masked.labels, masked.weights),
+        }
+        if sentences is not None:
+            labels = (sentences, inputs.labels, inputs.label_weights)
+            found["next_sentence_loss"] = losses.cross_entropy(*labels)
+            found["next_sentence_accuracy"] = losses.accuracy(*labels)
+        real = inputs.layout.sequence < self.masker.sequences
+        found["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
+        return found
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Adds the sum of the objectives and the perplexity, exp of the masked-LM loss."""
+        objectives = [means[name] for name in OBJECTIVES if name in means]
+        perplexity = float(np.exp(min(means["masked_lm_loss"], 700.0)))
+        return {"loss": sum(objectives), **means, "masked_lm_perplexity": perplexity}
+
+    def describe(self, summary: dict[str, float]) -> str:
+        """Masked-LM loss and accuracy, and next-sentence accuracy if it is learned."""
+        text = f"mlm {summary['masked_lm_loss']:.3f} acc {summary['masked_lm_accuracy']:.1%}"
+        if "next_sentence_accuracy" in summary:
+            text += f" nsp {summary['next_sentence_accuracy']:.1%}"
+        return text
+
+
+def stages(config: Config) -> tuple[Config, Vocabulary, list[str], list[Stage]]:
+    """Opens the rows of every phase and checks that they, the model and each other fit.
+
+    Returns:
+        The config with the vocabulary's size filled in; the vocabulary; for each phase a digest of
+        what its rows are; the stages.
+
+    Raises:
+        UserError: names the phase, the rows and what does not fit.
+    """
+    config = copy.deepcopy(config)
+    found: list[Stage] = []
+    digests: list[str] = []
+    vocabulary = None
+    for i, (phase, end) in enumerate(zip(config.phases, phase_ends(config), strict=True)):
+        if not phase.rows:
+            raise UserError(
+                f"phase {i} has no rows: add --rows DIR (once a phase, in order), or "
+                f"--config.phases[{i}].rows=DIR; make them with `bert-jax prepare`"
+            )
+        train, heldout = Rows(phase.rows, "train"), Rows(phase.rows, "heldout")
+        train.verify()
+        heldout.verify()
+        manifest = train.manifest
+        _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
+        vocabulary = vocabulary or wordpiece.load(phase.rows)
+        config.model.vocab_size = manifest.vocab_size
+        digests.append(
+            hashlib.sha256("".join(s.sha256 for s in manifest.train.shards).encode()).hexdigest()
+        )
+        batch_size = phase.batch_size or config.batch_size
+        task = Pretraining(
+            config.model,
+            config.masking,
+            manifest.format,
+            vocabulary.mask_id,
+            vocabulary.continuation(),
+        )
+        parts = phase.accumulation or config.accumulation
+        found.append(
+            Stage(
+                task=task,
+                tokens=manifest.tokens,
+                batch_size=batch_size,
+                accumulation=parts,
+                batch_shape={
+                    name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
+                    for name, value in train.empty(1).items()
+                },
+                end_step=end,
+                batches=functools.partial(batches, train, batch_size, config.seed),
+                # No larger than a part, which is what is known to fit the device.
+                heldout=functools.partial(
+                    heldout_batches, heldout, batch_size // parts, config.evaluate_rows
+                ),
+            )
+        )
+    return config, vocabulary, digests, found
+
+
+def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: str) -> None:
+    phase, model = config.phases[i], config.model
+    where = f"phase {i}: {phase.rows}"
+    if phase.tokens and manifest.tokens != phase.tokens:
+        raise UserError(
+            f"{where} has rows of T={manifest.tokens}, config.phases[{i}].tokens is {phase.tokens}"
+        )
+    if manifest.tokens > model.positions:
+        raise UserError(
+            f"{where} has rows of T={manifest.tokens}, config.model.positions is {model.positions}"
+        )
+    if model.vocab_size not in (0, manifest.vocab_size):
+        raise UserError(
+            f"{where} has a vocabulary of {manifest.vocab_size}, config.model.vocab_size is "
+            f"{model.vocab_size}: leave it at 0 to take the rows'"
+        )
+    if vocab_sha256 and manifest.vocab_sha256 != vocab_sha256:
+        raise UserError(f"{where} was made with another vocabulary than {config.phases[0].rows}")
+    if model.next_sentence and manifest.pairs == "none":
+        raise UserError(
+            f"{where} has no sentence pairs: prepare with --pairs nsp, or train without with "
+            "--config.model.next_sentence=false"
+        )
+    if not manifest.train.rows:
+        raise UserError(f"{where} has no training rows")

@@ -1,0 +1,66 @@
+"""What the loop needs of a task: a stretch of steps over rows of one shape."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float, Key
+
+from bert_jax.data.loader import Batch
+from bert_jax.losses import Pair
+from bert_jax.model import Params
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Inputs, objectives and metrics on rows of one shape."""
+
+    # The pair whose held-out mean decides which checkpoint is best; lower is better.
+    best_by: str
+    # Of a training step, for the utilization of the device.
+    flops_per_row: float
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Random parameters, the same whatever the shape of the rows."""
+
+    def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
+        """Rows to inputs, on the device; every leaf has the rows on its first axis."""
+
+    def weights(self, inputs: Any) -> dict[str, Float[Array, ""]]:
+        """The objectives, and what each is divided by for a whole batch."""
+
+    def pairs(self, params: Params, inputs: Any, key: Key[Array, ""] | None) -> dict[str, Pair]:
+        """Objectives and metrics as (sum, weight); a `key` switches dropout on."""
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Means for people: adds what follows from them."""
+
+    def describe(self, summary: dict[str, float]) -> str:
+        """A few words of a summary for the progress bar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps up to `end_step` on one task.
+
+    Attributes:
+        task: what to learn.
+        tokens: T.
+        batch_size: rows a step over all devices and hosts.
+        accumulation: parts a batch is computed in.
+        batch_shape: shapes and types of a global batch.
+        end_step: the first step that is no longer of this stage.
+        batches: (first, end, process, processes) to a process's batches of those steps, counted
+            from the start of the stage.
+        heldout: (process, processes) to a process's part of the held-out batches.
+    """
+
+    task: Task
+    tokens: int
+    batch_size: int
+    accumulation: int
+    batch_shape: dict[str, jax.ShapeDtypeStruct]
+    end_step: int
+    batches: Callable[[int, int, int, int], Iterator[Batch]]
+    heldout: Callable[[int, int], Iterator[Batch]]

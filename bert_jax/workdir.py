@@ -1,0 +1,140 @@
+"""What a run leaves in its folder, and how to read it again.
+
+config.json       the config it runs with
+vocab.txt, …      the vocabulary
+starts.jsonl      every start: command, commit, versions, devices, first step
+metrics.jsonl     training and held-out metrics by step; the same, bit for bit, for a run that
+                  was killed and restarted
+speed.jsonl       what the clock says: seconds, tokens a second; differs from run to run
+checkpoints/      by step
+tensorboard/      the same curves as events
+lock              held while a process trains here
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import jax
+
+from bert_jax import config as config_lib
+from bert_jax import files
+from bert_jax.config import Config
+from bert_jax.errors import UserError
+
+_PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+# What may differ between the starts of one run without making it another run.
+_FREE = ("platform", "mesh.", "checkpoint.")
+
+
+class Lines:
+    """A file of JSON lines that only grows, each line durable before anything that stands on it.
+
+    Lines beyond `last_step` are from steps that will be run again, and are dropped on opening.
+    """
+
+    def __init__(self, path: pathlib.Path, last_step: int):
+        if path.exists():
+            kept = [line for line in read_lines(path) if line["step"] <= last_step]
+            files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = open(path, "a")  # noqa: SIM115 (open as long as the run)
+
+    def append(self, line: dict[str, Any]) -> None:
+        with files.one_line_errors(f"cannot write {self._file.name}"):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Makes all lines so far survive a power failure."""
+        with files.one_line_errors(f"cannot write {self._file.name}"):
+            os.fsync(self._file.fileno())
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The complete lines of a JSON lines file; the last one may be cut short by a kill."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def read_config(workdir: str | pathlib.Path) -> Config:
+    """The config of the run in `workdir`.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    try:
+        return config_lib.from_dict(json.loads(path.read_text())["config"])
+    except FileNotFoundError:
+        raise UserError(f"{workdir} holds no run: it has no config.json") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def claim(workdir: pathlib.Path, config: Config, data: list[str], force: bool) -> None:
+    """Writes config.json, or checks that the run already here is this one.
+
+    Args:
+        workdir: exists and is locked.
+        config: as this start was given it.
+        data: for each phase a digest of what its rows are, wherever they lie.
+        force: go on with a changed config all the same.
+
+    Raises:
+        UserError: another config; the line says which keys differ.
+    """
+    path = workdir / "config.json"
+    if path.exists():
+        before = json.loads(path.read_text())
+        old, new = config_lib.flatten(read_config(workdir)), config_lib.flatten(config)
+        differ = [
+            f"{key}: {old.get(key)!r} there, {new.get(key)!r} here"
+            for key in {**old, **new}
+            if old.get(key) != new.get(key)
+            and not key.startswith(_FREE)
+            and not key.endswith(".rows")
+        ]
+        if before["data"] != data:
+            differ.append("the rows are not those the run began with")
+        if differ and not force:
+            raise UserError(
+                f"{workdir} holds a run with another config ({'; '.join(differ)}); choose another "
+                "workdir, or --resume=force to go on from its last checkpoint with this one"
+            )
+    files.write_json(path, {"config": config_lib.to_dict(config), "data": data})
+
+
+def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh) -> None:
+    """Appends to starts.jsonl what this start of the run is."""
+    commit = subprocess.run(
+        ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    start = {
+        "step": step,
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit or None,
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "python": platform.python_version(),
+        "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    with open(workdir / "starts.jsonl", "a") as file:
+        file.write(json.dumps(start) + "\n")

@@ -1,0 +1,66 @@
+"""Shared by all tests: shape checking, a quiet JAX on eight virtual CPU devices, a small corpus."""
+
+import os
+import random
+import tempfile
+
+# Before JAX is imported anywhere. Eight devices let one process test every mesh; most of the time
+# of tests on miniature models goes into compiling, so the compiler is told not to try hard.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
+# Compiled programs of tests stay out of the user's cache.
+os.environ["BERT_JAX_CACHE"] = os.path.join(tempfile.gettempdir(), "bert_jax_tests_cache")
+
+import pytest
+from jaxtyping import install_import_hook
+
+install_import_hook("bert_jax", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A file in Google's format: 60 documents of sentences from a small grammar."""
+    rng = random.Random(0)
+    nouns = "king river mountain book child city teacher horse garden winter letter ship".split()
+    verbs = "sees follows remembers leaves finds builds crosses describes".split()
+    where = ["in the morning", "near the old bridge", "without a word", "after the war"]
+    documents = []
+    for _ in range(60):
+        topic = rng.sample(nouns, 4)  # a document keeps to few nouns, so its pairs can be told
+        documents.append(
+            "\n".join(
+                f"The {rng.choice(topic)} {rng.choice(verbs)} the {rng.choice(topic)} {rng.choice(where)}."
+                for _ in range(rng.randint(4, 30))
+            )
+        )
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("\n\n".join(documents) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def rows(corpus):
+    """A function (T, S) to a folder of rows of the corpus with sentence pairs."""
+    from bert_jax.data import prepare, wordpiece
+
+    vocab = corpus.parent / "vocab"
+    wordpiece.train([str(corpus)], str(vocab), size=150)
+
+    def make(tokens=32, sequences=3):
+        folder = corpus.parent / f"rows_{tokens}_{sequences}"
+        if not folder.exists():
+            prepare.prepare(
+                [str(corpus)],
+                str(vocab),
+                str(folder),
+                tokens=tokens,
+                sequences=sequences,
+                heldout_fraction=0.1,
+                workers=1,
+            )
+        return folder
+
+    return make

@@ -1,0 +1,217 @@
+"""Configs: what is refused and how, the command line, and the files in configs/."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from bert_jax import config as configs
+from bert_jax import sharding
+from bert_jax.config import Config, MaskingConfig, MeshConfig, ModelConfig, OptimConfig, Phase
+from bert_jax.errors import UserError
+
+FOLDER = pathlib.Path(__file__).parent.parent / "configs"
+PRETRAIN = f"--config={FOLDER / 'pretrain.py'}"
+
+
+def refusal(call, *arguments) -> str:
+    with pytest.raises(UserError) as error:
+        call(*arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (Config(steps=0), "config.steps"),
+        (Config(batch_size=-1), "config.batch_size"),
+        (Config(seed=-1), "config.seed"),
+        (Config(seed=2**32), "config.seed"),
+        (Config(platform="gppu"), "config.platform"),
+        (Config(evaluate_every_steps=-1), "config.evaluate_every_steps"),
+        (Config(model=ModelConfig(hidden=100, heads=12)), "config.model.heads"),
+        (Config(model=ModelConfig(activation="swish")), "config.model.activation"),
+        (Config(model=ModelConfig(dropout=1.0)), "config.model.dropout"),
+        (Config(model=ModelConfig(attention_dropout=-0.1)), "config.model.attention_dropout"),
+        (Config(model=ModelConfig(dtype="float16")), "config.model.dtype"),
+        (Config(model=ModelConfig(layers=0)), "config.model.layers"),
+        (Config(model=ModelConfig(remat="some")), "config.model.remat"),
+        (Config(model=ModelConfig(layer_loop="while")), "config.model.layer_loop"),
+        (Config(model=ModelConfig(dropout=float("nan"))), "config.model.dropout"),
+        (Config(optim=OptimConfig(optimizer="sgd")), "config.optim.optimizer"),
+        (Config(optim=OptimConfig(learning_rate=0.0)), "config.optim.learning_rate"),
+        (Config(optim=OptimConfig(learning_rate=float("inf"))), "config.optim.learning_rate"),
+        (Config(optim=OptimConfig(beta2=1.0)), "config.optim.beta2"),
+        (Config(optim=OptimConfig(warmup_steps=-1)), "config.optim.warmup_steps"),
+        (Config(masking=MaskingConfig(rate=0.0)), "config.masking.rate"),
+        (Config(masking=MaskingConfig(mask_fraction=0.9)), "config.masking"),
+        (
+            Config(masking=MaskingConfig(mask_fraction=1.1, same_fraction=-0.2)),
+            "config.masking",
+        ),
+        (Config(phases=()), "config.phases"),
+        (Config(phases=(Phase(fraction=0.5),)), "config.phases"),
+        (
+            Config(phases=(Phase(fraction=1.5), Phase(fraction=-0.5))),
+            "config.phases[1].fraction",
+        ),
+        (Config(phases=(Phase(tokens=1024),)), "config.phases[0].tokens"),
+        (Config(phases=(Phase(batch_size=-2),)), "config.phases[0].batch_size"),
+        (Config(batch_size=10, accumulation=4), "config.batch_size"),
+        (Config(phases=(Phase(batch_size=9, accumulation=2),)), "config.batch_size 9"),
+        (Config(mesh=MeshConfig(data=0)), "config.mesh"),
+        (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "config.mesh"),
+        (Config(mesh=MeshConfig(tensor=-2)), "config.mesh"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(config, key):
+    assert key in refusal(configs.validate, config)
+
+
+def test_the_defaults_are_valid_and_berts():
+    configs.validate(Config())
+    assert dataclasses.astuple(Config().masking)[:1] == (0.15,)
+    optim = Config().optim
+    assert (optim.learning_rate, optim.warmup_steps, optim.beta2) == (1e-4, 10_000, 0.999)
+    assert (optim.epsilon, optim.weight_decay, optim.clip_norm) == (1e-6, 0.01, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--config.optim.lerning_rate=1", "did you mean config.optim.learning_rate?"),
+        ("--config.learning_rate=1", "did you mean config.optim.learning_rate?"),
+        ("--config.model.warmup_steps=1", "did you mean config.optim.warmup_steps?"),
+        ("--config.optim.steps=1", "did you mean config.steps?"),
+        ("--config.phases[2].rows=x", "did you mean config.phases["),
+        ("--config.zzzzqqq=1", "unknown config key config.zzzzqqq"),
+        ("--optim.learning_rate=1", "did you mean config.optim.learning_rate?"),
+        ("--confg.steps=1", "did you mean config.steps?"),
+        ("steps=1", "steps=1"),
+        ("--config.optim=adam", "config.optim is a group of settings"),
+        ("--config.phases=x", "config.phases is a group of settings"),
+        ("--config.steps=many", "steps"),
+        ("--config.steps=1.5", "steps"),
+        ("--config.optim.learning_rate=fast", "learning_rate"),
+        ("--config.masking.whole_word=perhaps", "whole_word"),
+        ("--config.model.heads=7", "config.model.heads is 7"),
+        ("--config.optim.optimizer=sgd", "config.optim.optimizer"),
+    ],
+)
+def test_a_bad_argument_is_named(argument, says):
+    assert says in refusal(configs.load, [f"{PRETRAIN}:mini", argument])
+
+
+def test_arguments_set_single_fields():
+    config = configs.load(
+        [
+            f"{PRETRAIN}:mini",
+            "--config.optim.learning_rate=2e-4",
+            "--config.phases[1].rows=long",
+            "--config.masking.whole_word=true",
+            "--config.steps=77",
+            "--config.model.dropout=0",
+        ]
+    )
+    assert config.optim.learning_rate == 2e-4
+    assert [phase.rows for phase in config.phases] == ["", "long"]
+    assert config.masking.whole_word is True
+    assert config.steps == 77
+    assert config.model.dropout == 0
+    plain = configs.load([f"{PRETRAIN}:mini"])
+    assert plain.optim.learning_rate == 1e-4
+    assert plain.phases[1].rows == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file"),
+        ("def get_config():\n    raise KeyError('gone')\n", "gone"),
+        ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
+        ("def get_config(:\n", "SyntaxError"),
+        ("def get_config():\n    return 5\n", "get_config must return a bert_jax.config.Config"),
+        ("x = 1\n", "get_config"),
+    ],
+)
+def test_a_bad_config_file_is_one_line(tmp_path, content, says):
+    # A name of its own: a module loaded once keeps what an earlier file of that name defined.
+    path = tmp_path / f"mine_{len(content or '')}.py"
+    if content is not None:
+        path.write_text(content)
+    message = refusal(configs.load, [f"--config={path}"])
+    assert says in message
+    assert path.name in message
+
+
+def test_no_config_and_a_bad_size():
+    assert "--config" in refusal(configs.load, [])
+    message = refusal(configs.load, [f"{PRETRAIN}:huge"])
+    assert "huge" in message
+    assert "mini" in message
+
+
+@pytest.mark.parametrize("argument", ["", ":base,128", ":mini,128,512", ":teaching", ":L6-H768-A3"])
+def test_round_trip(argument):
+    config = configs.load([PRETRAIN + argument])
+    again = configs.from_dict(json.loads(json.dumps(configs.to_dict(config))))
+    assert again == config
+    assert configs.flatten(again) == configs.flatten(config)
+
+
+def test_another_versions_config_is_refused():
+    values = configs.to_dict(Config())
+    assert "color" in refusal(configs.from_dict, {**values, "color": 1})
+    assert "speed" in refusal(configs.from_dict, {**values, "optim": {"speed": 1}})
+    del values["phases"]
+    assert "phases" in refusal(configs.from_dict, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("tiny", (2, 128, 2, 512)),
+        ("mini", (4, 256, 4, 1024)),
+        ("small", (4, 512, 8, 2048)),
+        ("medium", (8, 512, 8, 2048)),
+        ("base", (12, 768, 12, 3072)),
+        ("large", (24, 1024, 16, 4096)),
+        ("L6-H768-A3", (6, 768, 3, 3072)),
+        ("L1_H8_A2", (1, 8, 2, 32)),
+        ("teaching", (3, 192, 4, 768)),
+    ],
+)
+def test_model_sizes(name, shape):
+    model = configs.model_size(name)
+    assert (model.layers, model.hidden, model.heads, model.feed_forward) == shape
+
+
+@pytest.mark.parametrize("name", ["huge", "L6-H768", "xL1-H8-A2", "L1-H8-A2x", ""])
+def test_an_unknown_size_lists_those_there_are(name):
+    message = refusal(configs.model_size, name)
+    assert all(size in message for size in ("tiny", "base", "teaching", "L6-H768-A3"))
+
+
+def test_phase_ends():
+    phases = (Phase(fraction=0.9), Phase(fraction=0.1))
+    assert configs.phase_ends(Config(steps=1_000_000, phases=phases)) == [900_000, 1_000_000]
+    thirds = (Phase(fraction=1 / 3),) * 3
+    assert configs.phase_ends(Config(steps=10, phases=thirds)) == [3, 7, 10]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_file_loads(path):
+    assert isinstance(configs.load([f"--config={path}"]), Config)
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    assert dict(sharding.make_mesh(MeshConfig(fsdp=2)).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    message = refusal(sharding.make_mesh, MeshConfig(data=3))
+    assert "8 devices" in message
+    assert "config.mesh" in message
+    mesh = sharding.make_mesh(MeshConfig())
+    sharding.check_batch(mesh, 32, 2)
+    assert "32 or 48" in refusal(sharding.check_batch, mesh, 40, 2)

@@ -1,0 +1,479 @@
+"""Sources of every kind, compressed in every way, whole and damaged."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pathlib
+import sys
+import textwrap
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.data import corpus
+from bert_jax.errors import UserError
+
+PROSE = (
+    "It was a bright cold day in spring. The clocks of Dr. Smith, who lived in the U.S. for years, "
+    "were striking thirteen. Nobody knew why they did that, and nobody asked any more."
+)
+WRAPPED = textwrap.fill(PROSE, 60)
+SENTENCES = [
+    "It was a bright cold day in spring.",
+    "The clocks of Dr. Smith, who lived in the U.S. for years, were striking thirteen.",
+    "Nobody knew why they did that, and nobody asked any more.",
+]
+GOOGLE = (
+    "One is here.\nTwo is here. Still two.\n\n\nThree is here.\nFour is here.\n"
+    "It is five.\nSix is.\nSeven is.\nEight.\n"
+)
+GOOGLE_SENTENCES = [
+    ["One is here.", "Two is here. Still two."],
+    ["Three is here.", "Four is here.", "It is five.", "Six is.", "Seven is.", "Eight."],
+]
+
+WIKI = """{{Infobox person|name=Ada|birth={{birth date|1815|12|10}}}}
+[[File:Ada.jpg|thumb|right|A [[portrait]] of '''Ada''']]
+'''Ada Lovelace''' ({{IPA|x}}; born [[Byron]] in 1815) was an [[English people|English]] mathematician.<ref name="a">{{cite|t}}</ref><ref name="b" /> She was {{convert|160|cm|in}} tall&nbsp;and wrote to ''[[Charles Babbage]]''.<!-- hidden [[ -->
+
+== Work ==
+She worked on the [https://example.org Analytical Engine] and {{lang|fr|mémoires}}.
+* a list item with [[links]]
+{| class="wikitable"
+|-
+! head || [[cell]]
+|}
+<gallery>
+File:x.jpg|text
+</gallery>
+<math>x^2</math>
+[[Category:Mathematicians]]
+[[fr:Ada Lovelace]]
+"""
+WIKI_SENTENCES = [
+    "Ada Lovelace (born Byron in 1815) was an English mathematician.",
+    "She was 160 cm tall and wrote to Charles Babbage.",
+    "She worked on the Analytical Engine and mémoires.",
+]
+
+
+def dump(*pages: str) -> str:
+    inside = "\n".join(pages)
+    return (
+        '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" xml:lang="en">\n'
+        f"<siteinfo><sitename>Wikipedia</sitename></siteinfo>\n{inside}\n</mediawiki>\n"
+    )
+
+
+def page(text: str, namespace: int = 0, extra: str = "") -> str:
+    text = text.replace("&", "&amp;").replace("<", "&lt;")
+    return (
+        f"<page><title>T</title><ns>{namespace}</ns><id>1</id>{extra}"
+        f'<revision><id>2</id><text xml:space="preserve">{text}</text></revision></page>'
+    )
+
+
+def read(spec) -> tuple[list[corpus.RawDocument], corpus.Report]:
+    report = corpus.Report()
+    return list(corpus.read(corpus.parse_source(str(spec)), report)), report
+
+
+def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def fails(spec, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        read(spec)
+    assert "\n" not in str(error.value)
+
+
+def zstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+
+# What each kind looks like, and the sentences in it, a list a document.
+EXAMPLES = {
+    "google": (GOOGLE, GOOGLE_SENTENCES),
+    "books": (f"CHAPTER ONE\n\n{WRAPPED}\r\n\n{PROSE}\n", [["CHAPTER ONE", *SENTENCES, *SENTENCES]]),
+    "wikiextractor": (
+        f'<doc id="1" url="u" title="Cats &amp; dogs">\nCats &amp; dogs\n\n{PROSE}\nHistory.\n\n</doc>\n'
+        '<doc id="2" url="u" title="B">\nB\n\nBe it so &lt;here&gt;.\n</doc>\n',
+        [[*SENTENCES, "History."], ["Be it so <here>."]],
+    ),
+    "wikiextractor-json": (
+        json.dumps({"id": "1", "url": "u", "title": "Cats", "text": f"Cats\n\n{PROSE}"}) + "\n",
+        [SENTENCES],
+    ),
+    "jsonl": (
+        json.dumps({"text": PROSE}) + "\n\n" + json.dumps({"n": 1, "text": "Bé.\nCé\ud800."}) + "\n",
+        [SENTENCES, ["Bé.", "Cé?."]],
+    ),
+    "mediawiki": (
+        dump(page("Talk.", 1), page(WIKI), page("#REDIRECT [[X]]", 0, '<redirect title="X"/>')),
+        [WIKI_SENTENCES],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compression", [None, *COMPRESSIONS])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_reads_every_kind(tmp_path, kind, named, compression):
+    content, expected = EXAMPLES[kind]
+    data = content.encode()
+    if compression:  # a wrong name does not matter, nor that there are two streams
+        half = len(data) // 2
+        compress = COMPRESSIONS[compression]
+        data = compress(data[:half]) + compress(data[half:])
+    path = write(tmp_path / "file", data)
+    documents, report = read(f"{kind}:{path}" if named else path)
+    assert [corpus.sentences(d) for d in documents] == expected
+    assert {d.kind for d in documents} == {kind}
+    assert report.bytes_read == len(data) == report.sources[0]["bytes"]
+    assert report.documents == len(expected)
+    assert report.warnings == ()
+
+
+def test_reads_parquet(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = [PROSE, None, "", *(f"Number {i}." for i in range(600))]
+    table = pyarrow.table({"n": range(len(texts)), "text": texts})
+    parquet.write_table(table, tmp_path / "data.parquet", row_group_size=100)
+    documents, report = read(tmp_path / "data.parquet")
+    assert len(documents) == 601
+    assert corpus.sentences(documents[0]) == SENTENCES
+    assert documents[1][1:4] == ("parquet", str(tmp_path / "data.parquet"), 4)
+    assert report.bytes_read == (tmp_path / "data.parquet").stat().st_size
+    assert "data.parquet:2: a text is empty (2 in" in report.warnings[0]
+
+    parquet.write_table(table.rename_columns(["n", "body"]), tmp_path / "other.parquet")
+    fails(tmp_path / "other.parquet", r'no column "text" \(it has: n, body\)')
+    data = (tmp_path / "data.parquet").read_bytes()
+    fails(write(tmp_path / "cut.parquet", data[:-9]), "not a whole Parquet file")
+
+
+def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class Tiny(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {"train": ((i, {"text": f"Numéro {i}. Hello."}) for i in range(300))}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    builder = Tiny(data_dir=tmp_path, file_format="array_record")
+    builder.download_and_prepare()
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    documents, report = read("tfds:tiny")
+    assert {d.text for d in documents} == {f"Numéro {i}. Hello." for i in range(300)}
+    assert [d.line for d in documents] == list(range(1, 301))
+    assert len(corpus.sentences(documents[0])) == 2
+    assert report.documents == 300
+    assert corpus.total_bytes([corpus.parse_source("tfds:tiny")]) is None
+    fails("tfds:nothing_of_that_name/en", "source 'tfds:nothing_of_that_name/en': .*TFDS_DATA_DIR")
+    assert "tensorflow" not in sys.modules
+
+
+def test_folders_globs_and_order(tmp_path):
+    for name in "b/2.txt", "a/1.txt", "c.txt.gz", ".hidden", "a/.git/x", "a/3.txt":
+        text = f"Text of {name} is here.\n".encode()
+        write(tmp_path / name, gzip.compress(text) if name.endswith("gz") else text)
+    names = [pathlib.Path(d.file).name for d in read(tmp_path)[0]]
+    assert names == ["1.txt", "3.txt", "2.txt", "c.txt.gz"]
+    assert len(read(f"{tmp_path}/**/*.txt")[0]) == 3
+    assert len(read(f"{tmp_path}/*")[0]) == 4
+    source = corpus.parse_source(f"books:{tmp_path}/a@2.5")
+    assert (source.kind, source.weight, len(source.files)) == ("books", 2.5, 2)
+    assert corpus.total_bytes([source, source]) == 2 * sum(f.stat().st_size for f in source.files)
+    write(tmp_path / "we@3/x.txt", "Hi.")
+    assert corpus.parse_source(f"{tmp_path}/we@3").weight == 1
+    assert corpus.parse_source(f"{tmp_path}/we@3/x.txt@3").weight == 3
+    (tmp_path / "none").mkdir()
+    fails(tmp_path / "none", "the folder .* holds no files")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("/nowhere/*.txt", "no file matches '/nowhere/..txt'"),
+        ("bokks:novels/", "unknown kind of source 'bokks' in .* did you mean 'books'.*mediawiki"),
+        (f"{__file__}@0", "the weight '0' of source .* is not a positive number"),
+        (f"{__file__}@x2", "the weight 'x2'"),
+        (f"{__file__}@nan", "the weight 'nan'"),
+    ],
+)
+def test_bad_sources_are_refused(spec, message):
+    fails(spec, message)
+
+
+def test_weights(tmp_path):
+    path = write(tmp_path / "t.txt", "".join(f"Document {i}\nis here.\n\n" for i in range(2000)))
+    assert {d.copies for d in read(f"{path}@3")[0]} == {3}
+    half = read(f"{path}@0.5")[0]
+    assert 900 < len(half) < 1100
+    assert {d.copies for d in half} == {1}
+    assert half == read(f"{path}@0.5")[0]
+    more = read(f"{path}@1.5")[0]
+    assert len(more) == 2000
+    assert [d.text for d in more if d.copies == 2] == [d.text for d in half]
+
+
+def test_lines_are_told(tmp_path):
+    documents, _ = read(write(tmp_path / "t.txt", "\n\n" + GOOGLE))
+    assert [d.line for d in documents] == [3, 7]
+    documents, _ = read(write(tmp_path / "t.xml", dump("\n", page("A."), page("B."))))
+    assert [d.line for d in documents] == [5, 6]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_damaged_compression_is_refused(tmp_path, compression, damage):
+    numbers = "".join(f"The number {i**3} is the cube of {i}.\n" for i in range(20_000))
+    data = bytearray(COMPRESSIONS[compression](numbers.encode()))
+    if damage == "cut":
+        del data[-len(data) // 3 :]
+    else:
+        data[len(data) // 2] ^= 0xFF
+    path = write(tmp_path / "file", bytes(data))
+    fails(path, "file: the compressed data is damaged or cut short")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"Text\nthen \0 and more" * 10, r"file:2: not a text file \(a NUL at byte 10\)"),
+        ("Text".encode("utf-16"), "is UTF-16, not UTF-8; convert it: iconv"),
+        ("Übergröße für ältere Väter\n".encode("latin1") * 9, "file:1: not UTF-8 text .from byte 0"),
+        (b"\n\n  \n", "holds no text"),
+        (b"", "holds no text"),
+        (b'{"body": "x"}\n', r'file:1: no field "text" with a string \(it has: body\)'),
+        (b'{"text": 3}\n', 'no field "text" with a string'),
+        (b'<?xml version="1.0"?>\n<html/>', "XML but no MediaWiki dump"),
+        (dump(page("A."))[:-30].encode(), "file:3: not well-formed XML"),
+        (
+            b'<!DOCTYPE m [<!ENTITY a "aa">]>\n<mediawiki><page><text>&a;</text></page></mediawiki>',
+            "file:1: a document type declaration",
+        ),
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 9, "not a text file"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_refused(tmp_path, content, message):
+    fails(write(tmp_path / "file", content), message)
+
+
+def test_stray_bytes_are_replaced_and_told(tmp_path):
+    good = b"A sentence of good text is here.\n" * 3
+    bad = b"A caf\xe9 is not.\n" + good + b"\xff\n" + good * 2000 + b"A \0 is here.\n"
+    path = write(tmp_path / "t.txt", good + bad)
+    documents, report = read(f"google:{path}")
+    assert len(documents[0].text.split("\n")) == 6009
+    assert "A caf\ufffd is not." in documents[0].text
+    warnings = "\n".join(report.warnings)
+    assert "t.txt:4 (byte 104 of the text): a line is not UTF-8 (2 in" in warnings
+    assert "went on, bad bytes became U+FFFD" in warnings
+    assert "t.txt:6009: a line holds NUL characters (1 in" in warnings
+
+
+def test_marks_and_line_ends_are_not_text(tmp_path):
+    path = write(
+        tmp_path / "t.txt", "\ufeffOne is.\r\nTwo is.\r\n\r\nThree is.\r\nFour is.".encode()
+    )
+    assert [d.text for d in read(path)[0]] == ["One is.\nTwo is.", "Three is.\nFour is."]
+
+
+def test_warnings(tmp_path):
+    long = "This sentence is longer than forty characters, it is."
+    content = f"{long}\n\n{long}\n\n" + "".join(f"Sentence {i}.\n\n" for i in range(8))
+    path = write(tmp_path / "t.txt", content)
+    write(tmp_path / "empty.txt", "")
+    _, report = read(tmp_path)
+    told = "\n".join(report.warnings)
+    assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path}); kept it" in told
+    assert f"{path}:1: a blank line follows nearly every sentence" in told
+    assert "(10 in" in told
+    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); went on" in told
+
+    bad = '{"text": "Fine it is."}\n{"text": "Cut\n{"text": " "}\n'
+    _, report = read(write(tmp_path / "t.jsonl", bad))
+    assert "t.jsonl:2: a line is not JSON (1 in" in report.warnings[0]
+    assert "t.jsonl:3: a text is empty (1 in" in report.warnings[1]
+
+    _, report = read(write(tmp_path / "w", '<doc id="1" url="" title="A">\nA\n\nText.\n'))
+    assert "w:1: the last article has no </doc>" in report.warnings[0]
+
+
+@pytest.mark.parametrize("kind", ["google", "books", "wikiextractor", "jsonl", "mediawiki"])
+def test_endless_documents_are_cut(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
+    lines = [f"Line {i} é with some words." for i in range(200)] + ["e" + "é" * 5000]
+    text = "\n".join(lines)
+    wrapped = {
+        "wikiextractor": f'<doc id="1" url="" title="A">\n{text}\n</doc>\n',
+        "mediawiki": dump(page(text)),
+    }
+    if kind == "jsonl":  # where the reading of lines must not be cut first
+        monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 20_000)
+        wrapped["jsonl"] = json.dumps({"text": text}, ensure_ascii=False)
+        monkeypatch.setattr(
+            corpus._Reader, "_lines", lambda self, path, stream: iter([(1, wrapped["jsonl"])])
+        )
+        monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
+    path = write(tmp_path / "t", wrapped.get(kind, text))
+    documents, report = read(f"{kind}:{path}")
+    assert max(len(d.text) for d in documents) <= 1000 + 100
+    assert "".join(d.text for d in documents).replace("\n", "") == text.replace("\n", "")
+    assert "a document is longer than 1,000 characters" in report.warnings[0]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    line = "A sentence of about eighty characters which says nothing of any interest at all. "
+    peaks = []
+    for documents in 200, 2000:
+        path = write(
+            tmp_path / "t.gz",
+            gzip.compress(f"{line * 50}\n{line * 50}\n\n".encode() * documents, 1),
+        )
+        source, report = corpus.parse_source(f"google:{path}"), corpus.Report()
+        tracemalloc.start()
+        for _ in corpus.read(source, report):
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_long_sentences_are_cut_between_words():
+    text = "word " * 5000 + "x" * 25_000
+    found = corpus.sentences(corpus.RawDocument(text, "google", "f", 1))
+    assert max(map(len, found)) <= corpus.SENTENCE_CHARACTERS
+    assert "".join(found).replace(" ", "") == text.replace(" ", "")
+    assert all(set(s.split()) == {"word"} for s in found[:2])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(
+        st.sampled_from(" \n.!?aBé'\"\u3000\u2028[]{}|=<>*&;:#") | st.characters(codec="utf-8")
+    ),
+    kind=st.sampled_from([k for k in corpus.KINDS if k != "mediawiki"]),
+)
+def test_sentences_lose_nothing(text, kind):
+    found = corpus.sentences(corpus.RawDocument(text, kind, "f", 1))
+    for sentence in found:
+        assert sentence == " ".join(sentence.split())
+        assert sentence
+    if "&" not in text:
+        assert "".join("".join(found).split()) == "".join(text.split())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "[[",
+                "]]",
+                "{{",
+                "}}",
+                "{|",
+                "|}",
+                "|",
+                "'''",
+                "==",
+                "<ref>",
+                "</ref>",
+                "<!--",
+                "\n",
+                "* ",
+                "File:",
+                "a b",
+                ":",
+            ]
+        )
+    )
+)
+def test_any_markup_is_survived(parts):  # fmt: skip
+    for sentence in corpus.sentences(corpus.RawDocument("".join(parts), "mediawiki", "f", 1)):
+        assert "[[" not in sentence
+        assert "{{" not in sentence
+        assert "<ref" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("markup", "plain"),
+    [
+        ("It is {{convert|7|to|10|kg|lb}} and {{convert|5|km}}.", "It is 7 to 10 kg and 5 km."),
+        ("A {{nowrap|b c}}{{snd}}d.", "A b c – d."),  # noqa: RUF001
+        ("See [[:Category:X|these]] and [[a (b)|a]]s.", "See these and as."),
+        ("Before. {{unclosed|x\nAfter it.", "After it."),
+        ("<div>In a box.</div>", "In a box."),
+        ("H<sub>2</sub>O ( , ) [] is &amp;lt; x<br/>y ''it''.", "H2O is < x y it."),
+        ("One.\n#REDIRECT\n: Indented.\n; Term : x\nTwo.", "One. Two."),
+        ("[[Image:a.png|frame|A [[b]] {{c}}\nd]] After.", "After."),
+        ("| leftover = 3\n! head\nText.", "Text."),
+    ],
+)
+def test_markup(markup, plain):
+    document = corpus.RawDocument(markup, "mediawiki", "f", 1)
+    assert " ".join(corpus.sentences(document)) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (GOOGLE, "google"),
+        ("\n".join(SENTENCES), "google"),
+        ("".join(f"{s}\n\n" for s in SENTENCES), "google"),
+        (
+            "\n".join(["no full stops here", "and a line of another length , you see"] * 20),
+            "google",
+        ),
+        (f"{WRAPPED}\n\n{WRAPPED}", "books"),
+        (f"CHAPTER I\n\n{PROSE}\n\n{PROSE}", "books"),
+        (f"CHAPTER I\n{PROSE}\n{PROSE}", "books"),
+    ],
+)
+def test_plain_text_is_told_apart(text, kind):
+    assert corpus._kind_of_text(text) == kind
+
+
+def test_real_data():
+    folder = os.environ.get("BERT_JAX_DATA", "")
+    if not folder or not os.path.isdir(f"{folder}/text"):
+        pytest.skip("BERT_JAX_DATA names no folder with text/")
+    for name, kind in (("wikipedia", "wikiextractor"), ("books", "books")):
+        report = corpus.Report()
+        stream = corpus.read(corpus.parse_source(f"{folder}/text/{name}"), report)
+        documents = [next(stream) for _ in range(3)]
+        assert {d.kind for d in documents} == {kind}
+        for document in documents:
+            found = corpus.sentences(document)
+            assert 40 < sum(map(len, found)) / len(found) < 200
+            assert sum(map(len, found)) > 0.97 * len(document.text)
+
+
+def test_zstd_reads_in_small_bites():
+    data = os.urandom(3000) * 50
+    stream = io.BufferedReader(corpus._ZstdFile(io.BufferedReader(io.BytesIO(zstd(data)))))
+    assert stream.read() == data

@@ -1,0 +1,249 @@
+"""Masking: how many, which, what becomes of them, and the same on any number of devices."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax import sharding
+from bert_jax.config import MaskingConfig, MeshConfig
+from bert_jax.data import rows
+from bert_jax.masking import Masker, most_predictions
+
+CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
+
+
+def make_masker(tokens=T, sequences=S, vocab=VOCAB, pieces=0, **config) -> Masker:
+    """The last `pieces` ids of the vocabulary continue a word."""
+    return Masker(
+        config=MaskingConfig(**config),
+        tokens=tokens,
+        sequences=sequences,
+        vocab_size=vocab,
+        mask_id=MASK,
+        continuation=np.arange(vocab) >= vocab - pieces,
+    )
+
+
+def random_rows(rng, count=16):
+    """Rows of up to S sequences, short ones among them; no real token has an id below 4."""
+    tokens = np.zeros((count, T), np.int32)
+    length, a_length = np.zeros((2, count, S), np.int32)
+    for row in range(count):
+        end, longest = 0, rng.choice([4, 12, T])
+        for slot in range(rng.integers(1, S + 1)):
+            n = int(rng.integers(3, max(longest, 3) + 1))
+            if end + n > T:
+                break
+            a = n if n < 5 or rng.random() < 0.3 else int(rng.integers(3, n - 1))
+            ids = rng.integers(4, VOCAB, n)
+            ids[0], ids[a - 1], ids[n - 1] = CLS, SEP, SEP
+            tokens[row, end : end + n] = ids
+            length[row, slot], a_length[row, slot] = n, a
+            end += n
+    return tokens, length, a_length
+
+
+def run(masker):
+    def mask(tokens, length, a_length, key):
+        layout = rows.layout(length, a_length, masker.tokens)
+        return masker(tokens, length, a_length, layout, key)
+
+    return jax.jit(mask)
+
+
+@pytest.fixture(scope="module")
+def mask():
+    return run(make_masker())
+
+
+def one_sequence(count, tokens):
+    """`count` rows of one sequence of T tokens each, ids from 4 on."""
+    ids = np.random.default_rng(0).integers(4, VOCAB, (count, tokens)).astype(np.int32)
+    ids[:, 0], ids[:, -1] = CLS, SEP
+    length = np.full((count, 1), tokens, np.int32)
+    return jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31))
+def test_what_is_chosen(mask, seed):
+    tokens, length, a_length = random_rows(np.random.default_rng(seed))
+    got = jax.tree.map(
+        np.array, mask(*map(jnp.asarray, (tokens, length, a_length)), jax.random.key(seed))
+    )
+    layout = rows.layout(length, a_length, T)
+    for row in range(len(tokens)):
+        count = int(got.weights[row].sum())
+        assert got.weights[row].tolist() == [1.0] * count + [0.0] * (len(got.weights[row]) - count)
+        positions = got.positions[row, :count]
+        assert (np.diff(positions) > 0).all()
+        np.testing.assert_array_equal(got.labels[row, :count], tokens[row, positions])
+        # Never [CLS], [SEP] or padding.
+        assert (tokens[row, positions] > SEP).all()
+        for slot, n in enumerate(length[row]):
+            inside = (layout.sequence[row, positions] == slot).sum()
+            assert inside == (min(max(1, round(0.15 * int(n))), 10, n - 2) if n else 0)
+        unchosen = np.delete(np.arange(T), positions)
+        np.testing.assert_array_equal(got.tokens[row, unchosen], tokens[row, unchosen])
+
+
+def test_the_cap_of_a_sequence():
+    masker = make_masker(tokens=40, sequences=1, most_predictions=3)
+    got = run(masker)(*one_sequence(5, 40), jax.random.key(0))
+    assert masker.predictions == 3
+    np.testing.assert_array_equal(got.weights, np.ones((5, 3)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cap", "predictions"), [(128, 20, 19), (512, 76, 76), (64, 10, 10), (100, 15, 15)]
+)
+def test_predictions_of_one_sequence(tokens, cap, predictions):
+    assert most_predictions(MaskingConfig(), tokens) == cap
+    assert make_masker(tokens=tokens, sequences=1).predictions == predictions
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "rate"), [(14, 3, 0.15), (17, 4, 0.3), (9, 9, 0.15)]
+)
+def test_predictions_is_the_most_that_any_row_asks_for(tokens, sequences, rate):
+    masker = make_masker(tokens=tokens, sequences=sequences, rate=rate)
+    cap = most_predictions(masker.config, tokens)
+
+    def wanted(n):
+        return min(max(1, round(rate * n)), cap, n - 2) if n > 2 else 0
+
+    most = max(
+        sum(map(wanted, lengths))
+        for lengths in itertools.combinations_with_replacement(range(tokens + 1), sequences)
+        if sum(lengths) <= tokens
+    )
+    assert masker.predictions == most
+
+
+def test_rounding_is_pythons():
+    """Halves go to the even side: of 10 tokens 2 (1.5), of 30 tokens 4 (4.5)."""
+    counts = make_masker(tokens=128, sequences=1).counts
+    assert [int(counts[n]) for n in (0, 2, 3, 6, 10, 30, 50, 128)] == [0, 0, 1, 1, 2, 4, 8, 19]
+
+
+@pytest.mark.parametrize("split", [(0.8, 0.1, 0.1), (0.0, 0.2, 0.8), (1.0, 0.0, 0.0)])
+def test_what_becomes_of_the_chosen(split):
+    vocab, total = VOCAB, 0
+    masker = make_masker(
+        sequences=1, rate=0.5,
+        mask_fraction=split[0], same_fraction=split[1], random_fraction=split[2],
+    )  # fmt: skip
+    got = run(masker)(*one_sequence(600, T), jax.random.key(1))
+    after = np.take_along_axis(np.array(got.tokens), np.array(got.positions), 1).ravel()
+    labels = np.array(got.labels).ravel()
+    total = len(labels)
+    assert total == 600 * 32
+    # A random token is the [MASK] or the old one once in a vocabulary each.
+    wanted = np.array([split[0] + split[2] / vocab, split[1] + split[2] / vocab])
+    found = np.array([(after == MASK).mean(), (after == labels).mean()])
+    sd = np.sqrt(wanted * (1 - wanted) / total)
+    assert (np.abs(found - wanted) <= 5 * sd).all(), (found, wanted)
+    if split[2]:
+        # Uniform over the whole vocabulary: chi-square with V - 3 degrees of freedom.
+        other = after[(after != MASK) & (after != labels)]
+        other = np.bincount(other[other < 4], minlength=4)[[0, 1, 2]]
+        expected = total * split[2] / vocab
+        assert (np.abs(other - expected) < 5 * expected**0.5).all()
+        replaced = np.bincount(after[(after != MASK) & (after != labels)], minlength=vocab)[4:]
+        chi = ((replaced - replaced.mean()) ** 2 / replaced.mean()).sum()
+        degrees = vocab - 5
+        assert abs(chi - degrees) < 5 * (2 * degrees) ** 0.5
+        assert after.max() == vocab - 1
+        assert abs(replaced.mean() - expected * (vocab - 5) / (vocab - 4)) < 5 * expected**0.5
+
+
+def test_every_position_is_as_likely():
+    masker = make_masker(sequences=1)
+    got = run(masker)(*one_sequence(3000, T), jax.random.key(2))
+    counts = np.bincount(np.array(got.positions).ravel(), minlength=T)
+    assert counts[0] == counts[T - 1] == 0
+    expected = 3000 * 10 / (T - 2)
+    assert (np.abs(counts[1:-1] - expected) < 5 * expected**0.5).all()
+
+
+def test_a_key_gives_one_masking_and_another_gives_another(mask):
+    batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(3))))
+    one, again, other = (mask(*batch, jax.random.key(k)).tokens for k in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).mean() > 0.05
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_masks_do_not_depend_on_the_number_of_devices(mask, devices):
+    batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
+    wanted = mask(*batch, jax.random.key(5))
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
+    spread = jax.device_put(batch, sharding.rows(mesh))
+    key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
+    got = run(make_masker())(*spread, key)
+    assert len(got.tokens.sharding.device_set) == devices
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+# --- Whole words ----------------------------------------------------------------------------------
+
+
+def words_of(tokens, n, a, start, pieces):
+    """The words of a sequence as lists of places; a segment's edge begins a new one."""
+    words = []
+    special = {0, a - 1, n - 1}
+    for i in range(n):
+        if i in special:
+            continue
+        continues = tokens[start + i] >= VOCAB - pieces and i - 1 not in special
+        if continues:
+            words[-1].append(start + i)
+        else:
+            words.append([start + i])
+    return words
+
+
+@pytest.fixture(scope="module")
+def mask_words():
+    return run(make_masker(pieces=25, whole_word=True, rate=0.3))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31))
+def test_whole_words_are_those_of_the_greedy_walk(mask_words, seed):
+    pieces = 25
+    tokens, length, a_length = random_rows(np.random.default_rng(seed))
+    key = jax.random.key(seed)
+    got = mask_words(*map(jnp.asarray, (tokens, length, a_length)), key)
+    draw = np.array(jax.random.uniform(jax.random.split(key, 3)[0], tokens.shape))
+    for row in range(len(tokens)):
+        chosen, start = set(), 0
+        for n, a in zip(length[row].tolist(), a_length[row].tolist(), strict=True):
+            left = min(max(1, round(0.3 * n)), n - 2) if n else 0
+            words = words_of(tokens[row], n, a, start, pieces)
+            for word in sorted(words, key=lambda word: draw[row, word[0]]):
+                if len(word) <= left:
+                    chosen.update(word)
+                    left -= len(word)
+            start += n
+        weights, positions = np.array(got.weights[row]), np.array(got.positions[row])
+        assert positions[weights > 0].tolist() == sorted(chosen)
+
+
+def test_a_word_is_masked_whole_or_not_at_all():
+    """One word of three pieces and a count of two: the word is never touched."""
+    tokens = jnp.array([[CLS, 10, 48, 49, 11, 12, 13, SEP]], jnp.int32)
+    length = jnp.array([[8]], jnp.int32)
+    masker = make_masker(tokens=8, sequences=1, pieces=5, whole_word=True, rate=0.25)
+    mask = run(masker)
+    seen = set()
+    for seed in range(20):
+        got = mask(tokens, length, length, jax.random.key(seed))
+        assert float(got.weights.sum()) == 2
+        seen.update(np.array(got.positions[0]).tolist())
+    assert seen == {4, 5, 6}

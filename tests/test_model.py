@@ -1,0 +1,634 @@
+"""The model: parity with PyTorch, packing, ways of running the stack, padding, dropout, sizes."""
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.ad_checkpoint import print_saved_residuals
+
+from bert_jax import losses, optim
+from bert_jax.attention import attention
+from bert_jax.config import ModelConfig, OptimConfig, model_size
+from bert_jax.convert.huggingface import from_huggingface, to_huggingface
+from bert_jax.data import rows
+from bert_jax.dropout import dropout
+from bert_jax.model import Bert, Embeddings, flops_per_row, padded_vocab, parameter_count
+
+# Compiling takes half as long with little optimization, and small models run no slower.
+fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class Batch(NamedTuple):
+    """Rows with what to predict in them; P predictions a row, some of weight 0."""
+
+    tokens: jax.Array
+    layout: rows.Layout
+    positions: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+    next_labels: jax.Array
+    next_weights: jax.Array
+
+
+def make_config(size="L2-H32-A4", **changes) -> ModelConfig:
+    quiet = {"vocab_size": 101, "positions": 64, "dropout": 0.0, "attention_dropout": 0.0}
+    return dataclasses.replace(model_size(size), **{**quiet, **changes})
+
+
+def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
+    """Random rows holding sequences of the given lengths (a list of lists), all of them pairs."""
+    slots = max(len(row) for row in lengths)
+    length = np.array([row + [0] * (slots - len(row)) for row in lengths], np.int32)
+    layout = rows.layout(length, np.where(length > 1, length // 2, length), tokens)
+    # Id 0 is padding alone: PyTorch's embedding gives it no gradient.
+    ids = rng.integers(1, vocab, layout.sequence.shape) * (layout.sequence < slots)
+    positions = np.zeros((len(lengths), predictions))
+    weights = np.zeros((len(lengths), predictions))
+    for i, used in enumerate(length.sum(1)):
+        count = min(predictions - i % 2, used)  # rows differ in how many predictions they have
+        positions[i, :count] = np.sort(rng.choice(used, count, replace=False))
+        weights[i, :count] = 1
+    return Batch(
+        jnp.asarray(ids, jnp.int32),
+        rows.Layout(*(jnp.asarray(x, jnp.int32) for x in layout)),
+        jnp.asarray(positions, jnp.int32),
+        jnp.asarray(rng.integers(0, vocab, positions.shape), jnp.int32),
+        jnp.asarray(weights, jnp.float32),
+        jnp.asarray(rng.integers(0, 2, length.shape), jnp.int32),
+        jnp.asarray(length > 0, jnp.float32),
+    )
+
+
+def shapes(config):
+    batch = make_batch(np.random.default_rng(0), [[8]], 8, 5)
+
+    def init():
+        return Bert(config).init(jax.random.key(0), batch.tokens, batch.layout, batch.positions)
+
+    return jax.eval_shape(init)["params"]
+
+
+def random_params(config, rng):
+    """Every parameter away from its initial value, so that no gradient is trivially zero."""
+
+    def draw(path, leaf):
+        name = path[-1].key
+        # Wide enough that attention is far from uniform, not so wide that it amplifies rounding.
+        attending = path[-2].key in ("query", "key") and name == "kernel"
+        wide = 1.5 / config.hidden**0.5 if attending else 0.1
+        value = (name == "scale") + wide * rng.standard_normal(leaf.shape, np.float32)
+        if name == "embedding" and path[-2].key == "word":
+            value[config.vocab_size :] = 0
+        if path[-2].key == "masked_lm":  # the decoder or its bias, the vocabulary last
+            value[..., config.vocab_size :] = 0
+        return jnp.asarray(value)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes(config))
+
+
+def loss_of(config):
+    """params, batch, key → mean masked-LM loss + mean next-sentence loss, and both heads' logits."""
+
+    def loss(params, batch, key=None):
+        words, following = Bert(config).apply(
+            {"params": params}, batch.tokens, batch.layout, batch.positions, key
+        )
+        total, weight = losses.cross_entropy(words, batch.labels, batch.weights)
+        value = total / weight
+        if following is not None:
+            pair = losses.cross_entropy(following, batch.next_labels, batch.next_weights)
+            value += pair[0] / pair[1]
+        return value, (words, following)
+
+    return loss
+
+
+def gradient(config):
+    return fast_jit(jax.value_and_grad(loss_of(config), has_aux=True))
+
+
+def flat(tree):
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+def assert_trees_close(got, wanted, tolerance):
+    got, wanted = flat(got), flat(wanted)
+    assert got.keys() == wanted.keys()
+    for path in wanted:
+        np.testing.assert_allclose(got[path], wanted[path], rtol=0, atol=tolerance, err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """A packed batch, parameters, and what the plain model makes of them."""
+    config, rng = make_config(), np.random.default_rng(1)
+    batch = make_batch(rng, [[20, 17, 11], [30, 9], [25]], 48)
+    params = random_params(config, rng)
+    (loss, (words, following)), grads = gradient(config)(params, batch)
+    return config, batch, params, loss, words, following, grads
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def torch_model(config, params, activation):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    model = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            intermediate_size=config.feed_forward,
+            max_position_embeddings=config.positions,
+            layer_norm_eps=config.layer_norm_epsilon,
+            hidden_act=activation,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            tie_word_embeddings=config.tied_decoder,
+            attn_implementation="eager",
+        )
+    )
+    tensors = {name: torch.tensor(x) for name, x in to_huggingface(params, config).items()}
+    result = model.load_state_dict(tensors, strict=False)
+    tied = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= (tied if config.tied_decoder else set())
+    model.tie_weights()
+    return model.train()
+
+
+def torch_inputs(batch):
+    import torch
+
+    labels = np.full(batch.tokens.shape, -100)
+    for i, j in zip(*np.nonzero(batch.weights), strict=True):
+        labels[i, batch.positions[i, j]] = batch.labels[i, j]
+    return {
+        "input_ids": torch.tensor(np.array(batch.tokens, np.int64)),
+        "attention_mask": torch.tensor(np.array(batch.layout.sequence < 1, np.int64)),
+        "token_type_ids": torch.tensor(np.array(batch.layout.segment, np.int64)),
+        "labels": torch.tensor(labels),
+        "next_sentence_label": torch.tensor(np.array(batch.next_labels[:, 0], np.int64)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "activation", "lengths"),
+    [
+        ("L2-H64-A4", {}, "gelu", [[40], [23], [9]]),
+        ("mini", {"activation": "gelu_tanh"}, "gelu_new", [[31], [40]]),
+        (
+            "L3-H48-A2",
+            {
+                "activation": "gelu_tanh",
+                "feed_forward": 100,
+                "tied_decoder": False,
+                "vocab_multiple": 64,
+                # Large enough to show in which places it stands.
+                "layer_norm_epsilon": 0.3,
+            },
+            "gelu_pytorch_tanh",
+            [[40], [7]],
+        ),
+    ],
+    ids=["gelu", "mini-tanh", "untied-padded-vocab"],
+)
+def test_outputs_and_gradients_equal_hugging_face(size, changes, activation, lengths):
+    rng = np.random.default_rng(2)
+    config = make_config(size, **changes)
+    params, batch = random_params(config, rng), make_batch(rng, lengths, 40)
+    model = torch_model(config, params, activation)
+
+    output = model(**torch_inputs(batch))
+    output.loss.backward()
+    (loss, (words, following)), grads = gradient(config)(params, batch)
+
+    theirs = output.prediction_logits.detach().numpy()
+    theirs = np.take_along_axis(theirs, np.array(batch.positions)[:, :, None], 1)
+    np.testing.assert_allclose(words[..., : config.vocab_size], theirs, rtol=0, atol=1e-5)
+    theirs = output.seq_relationship_logits.detach().numpy()
+    np.testing.assert_allclose(following[:, 0], theirs, rtol=0, atol=1e-5)
+    assert abs(float(loss) - output.loss.item()) <= 1e-5
+
+    ours = to_huggingface(grads, config)
+    for name, parameter in model.named_parameters():
+        if name == "cls.predictions.bias" and not config.tied_decoder:
+            continue  # their untied model does not use it
+        theirs = parameter.grad.numpy()
+        np.testing.assert_allclose(ours[name], theirs, rtol=0, atol=1e-5, err_msg=name)
+        # A bias of the keys moves all scores of a softmax alike: its gradient is zero.
+        if not name.endswith("key.bias"):
+            assert np.linalg.norm(ours[name] - theirs) <= 1e-4 * np.linalg.norm(theirs), name
+            assert np.abs(theirs).max() > 1e-4, name
+
+
+def test_exact_and_tanh_gelu_differ():
+    """So that the parity above can tell them apart."""
+    from bert_jax.model import ACTIVATIONS
+
+    x = jnp.linspace(-3, 3, 100)
+    assert np.abs(ACTIVATIONS["gelu"](x) - ACTIVATIONS["gelu_tanh"](x)).max() > 1e-4
+    np.testing.assert_allclose(ACTIVATIONS["gelu"](x), jax.nn.gelu(x, approximate=False), atol=1e-6)
+
+
+def test_a_training_run_follows_pytorch():
+    """100 steps of BERT's Adam, the reference written from its formula."""
+    import torch
+
+    rng, steps, tokens = np.random.default_rng(3), 100, 24
+    config = make_config("L2-H32-A4", vocab_size=40, initializer_stddev=0.02)
+    optimizer = optim.make(OptimConfig(learning_rate=3e-3, warmup_steps=10), steps)
+    params = jax.tree.map(lambda x: 0.3 * np.array(x), random_params(config, rng))
+    model = torch_model(config, params, "gelu")
+
+    batches = []
+    for _ in range(steps):
+        batch = make_batch(rng, [[24], [20], [15], [24]], tokens, 40)
+        # What to predict follows from the token there, so there is something to learn.
+        labels = (jnp.take_along_axis(batch.tokens, batch.positions, 1) * 7 + 3) % 40
+        batches.append(batch._replace(labels=labels))
+
+    @fast_jit
+    def step(params, state, batch):
+        (loss, _), grads = jax.value_and_grad(loss_of(config), has_aux=True)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state, loss
+
+    ours, state = [], optimizer.init(params)
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        ours.append(float(loss))
+
+    theirs = []
+    weights = list(dict(model.named_parameters()).items())
+    moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in weights}
+    for i, batch in enumerate(batches):
+        model.zero_grad()
+        loss = model(**torch_inputs(batch)).loss
+        loss.backward()
+        theirs.append(loss.item())
+        rate = 3e-3 * (i / 10 if i < 10 else 1 - i / steps)
+        with torch.no_grad():
+            norm = sum(w.grad.square().sum() for _, w in weights).sqrt()
+            for name, w in weights:
+                g = w.grad / max(norm.item(), 1.0)
+                m, v = moments[name]
+                m.mul_(0.9).add_(0.1 * g)
+                v.mul_(0.999).add_(0.001 * g * g)
+                update = m / (v.sqrt() + 1e-6)
+                if not name.endswith("bias") and "LayerNorm" not in name:
+                    update += 0.01 * w
+                w.sub_(rate * update)
+
+    assert ours[0] - np.mean(ours[-5:]) > 1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.integers(1, 16),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_hugging_face_round_trip_is_bit_exact(layers, heads, size, vocab, multiple, tied, nsp):
+    config = make_config(
+        layers=layers, hidden=heads * size, heads=heads, feed_forward=heads * size + 3,
+        vocab_size=vocab, vocab_multiple=multiple, tied_decoder=tied, next_sentence=nsp, positions=9,
+    )  # fmt: skip
+    params = random_params(config, np.random.default_rng(vocab))
+    tensors = to_huggingface(params, config)
+    back = from_huggingface(tensors, shapes(config), config)
+    assert flat(back).keys() == flat(params).keys()
+    for path, value in flat(params).items():
+        np.testing.assert_array_equal(flat(back)[path], value, err_msg=path)
+    assert tensors["bert.embeddings.word_embeddings.weight"].shape == (vocab, heads * size)
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    assert tensors[name].shape == (heads * size + 3, heads * size)
+
+
+# --- Packing --------------------------------------------------------------------------------------
+
+
+def test_packed_rows_equal_their_sequences_one_to_a_row(reference):
+    config, packed, params, loss, _, following, grads = reference
+    tokens = packed.tokens.shape[1]
+    parts, origin = [], []
+    for row in range(len(packed.tokens)):
+        for slot in np.flatnonzero(packed.next_weights[row]):
+            origin.append((row, slot))
+            inside = np.flatnonzero(packed.layout.sequence[row] == slot)
+            start, n = inside[0], len(inside)
+            mine = (packed.positions[row] >= start) & (packed.positions[row] < start + n)
+            a_length = n - int(packed.layout.segment[row, inside].sum())
+            layout = rows.layout(np.array([[n]]), np.array([[a_length]]), tokens)
+            parts.append(
+                Batch(
+                    jnp.zeros((1, tokens), jnp.int32)
+                    .at[0, :n]
+                    .set(packed.tokens[row, start : start + n]),
+                    rows.Layout(*(jnp.asarray(x, jnp.int32) for x in layout)),
+                    jnp.where(mine, packed.positions[row] - start, 0)[None],
+                    packed.labels[row][None],
+                    (mine * packed.weights[row])[None],
+                    packed.next_labels[row, slot][None, None],
+                    jnp.ones((1, 1)),
+                )
+            )
+    single = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    assert len(single.tokens) == 6
+    assert single.weights.sum() == packed.weights.sum()
+
+    (single_loss, (_, single_following)), single_grads = gradient(config)(params, single)
+    assert abs(loss - single_loss) <= 1e-5
+    for i, place in enumerate(origin):
+        np.testing.assert_allclose(following[place], single_following[i, 0], rtol=0, atol=1e-5)
+    assert_trees_close(grads, single_grads, 1e-5)
+
+
+def test_nothing_leaks_between_packed_sequences():
+    config, rng = make_config(), np.random.default_rng(4)
+    batch = make_batch(rng, [[20, 17, 6]], 48)
+    params = random_params(config, rng)
+    encode = jax.jit(
+        lambda tokens: Bert(config).apply(
+            {"params": params}, tokens, batch.layout, method=Bert.encode
+        )
+    )
+    before = encode(batch.tokens)
+    sequence = np.array(batch.layout.sequence[0])
+    for changed in (0, 1, 2, 3):  # 3 is padding
+        place = int(np.flatnonzero(sequence == changed)[2])
+        after = encode(batch.tokens.at[0, place].add(1))
+        moved = np.any(np.array(before != after)[0], axis=1)
+        np.testing.assert_array_equal(moved, sequence == changed)
+
+
+def test_attention_by_hand():
+    """Two sequences of two tokens and padding, one head, in plain NumPy."""
+    rng = np.random.default_rng(5)
+    q, k, v = rng.standard_normal((3, 1, 5, 1, 4), np.float32)
+    sequence = jnp.array([[0, 0, 1, 1, 2]])
+    got = attention(*map(jnp.asarray, (q, k, v)), sequence, 0.0, None)[0, :, 0]
+    for group in ([0, 1], [2, 3], [4]):
+        scores = np.exp(q[0, group, 0] @ k[0, group, 0].T / 2)
+        wanted = scores / scores.sum(1, keepdims=True) @ v[0, group, 0]
+        np.testing.assert_allclose(got[np.array(group)], wanted, rtol=1e-5)
+
+
+# --- Ways of computing the same -------------------------------------------------------------------
+
+
+def test_every_way_of_running_the_stack_gives_the_same(reference):
+    """With dropout on: the same bits fall whichever way."""
+    _, batch, params, quiet_loss, *_ = reference
+    key, results = jax.random.key(7), {}
+    unrolled, scanned = "unrolled", "scanned"
+    ways = [(unrolled, "none"), (unrolled, "dots"), (unrolled, "full")]
+    for layer_loop, remat in [*ways, (scanned, "none"), (scanned, "full")]:
+        config = make_config(dropout=0.1, attention_dropout=0.1, layer_loop=layer_loop, remat=remat)
+        (loss, _), grads = gradient(config)(params, batch, key)
+        results[layer_loop, remat] = loss, grads
+    loss, grads = results.pop((unrolled, "none"))
+    assert abs(loss - quiet_loss) > 1e-3
+    for other_loss, other_grads in results.values():
+        assert abs(loss - other_loss) <= 1e-6
+        assert_trees_close(other_grads, grads, 1e-6)
+
+
+def test_remat_keeps_less_for_the_backward_pass(capsys):
+    batch = make_batch(np.random.default_rng(8), [[16]], 16)
+
+    def kept(remat):
+        config = make_config(remat=remat)
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes(config))
+        print_saved_residuals(lambda p: loss_of(config)(p, batch)[0], params)
+        lines = capsys.readouterr().out.splitlines()
+        return sum("from the argument" not in line for line in lines)
+
+    assert kept("full") < kept("dots") < kept("none")
+
+
+@pytest.mark.parametrize(("tied", "optimizer"), [(True, "lamb"), (False, "adam")])
+def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
+    rng = np.random.default_rng(9)
+    config = make_config("L1-H32-A2", tied_decoder=tied)
+    padded = dataclasses.replace(config, vocab_multiple=64)
+    assert (padded_vocab(config), padded_vocab(padded)) == (101, 128)
+    params, batch = random_params(config, rng), make_batch(rng, [[16, 9], [24]], 24)
+
+    def pad(leaf, like):
+        return np.pad(leaf, [(0, m - n) for n, m in zip(leaf.shape, like.shape, strict=True)])
+
+    wide = jax.tree.map(pad, params, shapes(padded))
+
+    def real(tree):
+        def slices(like):
+            return tuple(slice(n) for n in like.shape)
+
+        return jax.tree.map(lambda x, like: np.array(x)[slices(like)], tree, params)
+
+    def padding_is_zero(tree):
+        def check(x, like):
+            x = np.array(x)
+            x[tuple(slice(n) for n in like.shape)] = 0
+            assert not x.any()
+
+        jax.tree.map(check, tree, params)
+
+    (loss, _), grads = gradient(config)(params, batch)
+    (wide_loss, (words, _)), wide_grads = gradient(padded)(wide, batch)
+    assert abs(loss - wide_loss) <= 1e-6
+    assert_trees_close(real(wide_grads), grads, 1e-6)
+    padding_is_zero(wide_grads)
+    assert np.argmax(words, -1).max() < 101
+    assert parameter_count(wide, padded) == parameter_count(params, config)
+
+    transform = optim.make(OptimConfig(optimizer=optimizer, warmup_steps=0), 10)
+
+    @fast_jit
+    def step(params, grads, state):
+        updates, state = transform.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    # Where the vocabulary is, is enough, and compiles in half the time.
+    params, wide, grads, wide_grads = (
+        {name: tree[name] for name in ("embeddings", "masked_lm")}
+        for tree in (params, wide, grads, wide_grads)
+    )
+    state, wide_state = transform.init(params), transform.init(wide)
+    for _ in range(3):
+        params, state = step(params, grads, state)
+        wide, wide_state = step(wide, wide_grads, wide_state)
+    padding_is_zero(wide)
+    assert_trees_close(real(wide), params, 1e-6)
+
+
+def test_bfloat16_computes_over_float32_parameters(reference):
+    _, batch, params, loss, _, _, grads = reference
+    config = make_config(dtype="bfloat16")
+    (low_loss, (words, following)), low_grads = gradient(config)(params, batch)
+    assert words.dtype == following.dtype == low_loss.dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(shapes(config))} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(low_grads)} == {jnp.dtype("float32")}
+    # bfloat16 has 8 bits: a relative error of 2**-8 = 0.004 an operation.
+    assert 1e-6 < abs(low_loss - loss) < 0.02 * loss
+    for path, wanted in flat(grads).items():
+        if not path.endswith("key/bias"):
+            error = np.linalg.norm(flat(low_grads)[path] - wanted)
+            assert error < 0.1 * np.linalg.norm(wanted), path
+    program = jax.make_jaxpr(
+        lambda tokens: Bert(config).apply(
+            {"params": params}, tokens, batch.layout, method=Bert.encode
+        )
+    )(batch.tokens)
+    assert program.out_avals[0].dtype == jnp.bfloat16
+    # All matrix products, of which a layer has eight.
+    products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", str(program))
+    assert products == ["bf16"] * 8 * config.layers
+
+
+# --- Dropout, initial values, normalization -------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_rate_and_mean(rate):
+    x = jnp.full((1000, 1000), 3.0)
+    y = np.array(dropout(x, rate, jax.random.key(1)))
+    sd = (rate * (1 - rate) / y.size) ** 0.5
+    assert abs((y == 0).mean() - rate) < 5 * sd
+    np.testing.assert_allclose(y[y != 0], 3 / (1 - rate), rtol=1e-6)
+    assert abs(y.mean() - 3) < 5 * 3 * sd / (1 - rate)
+
+
+def test_dropout_off_and_dtype():
+    x = jnp.ones((50, 50), jnp.bfloat16)
+    assert dropout(x, 0.5, None) is x
+    assert dropout(x, 0.0, jax.random.key(0)) is x
+    assert dropout(x, 0.5, jax.random.key(0)).dtype == jnp.bfloat16
+    one, other = (dropout(x, 0.5, jax.random.key(i)) for i in (0, 1))
+    assert 0.4 < float((one != other).mean()) < 0.6
+
+
+def test_where_dropout_falls(reference):
+    """On the embeddings, on the attention probabilities and on what each block adds."""
+    _, batch, params, *_ = reference
+    key = jax.random.key(3)
+
+    def embed(config, key):
+        return fast_jit(Embeddings(config).apply)(
+            {"params": params["embeddings"]}, batch.tokens, batch.layout, key
+        )
+
+    dropped = np.array(embed(make_config(dropout=0.25), key) == 0)
+    assert abs(dropped.mean() - 0.25) < 0.03
+    assert not np.any(embed(make_config(dropout=0.25), None) == 0)
+
+    def hidden(config, key):
+        def encode():
+            return Bert(config).apply(
+                {"params": params}, batch.tokens, batch.layout, key, method=Bert.encode
+            )
+
+        return fast_jit(encode)()
+
+    quiet = hidden(make_config(), None)
+    for changes in ({"dropout": 0.1}, {"attention_dropout": 0.1}):
+        assert np.abs(hidden(make_config(**changes), key) - quiet).mean() > 0.01
+
+
+def test_initial_values():
+    config = make_config(vocab_size=1000, vocab_multiple=128, tied_decoder=False)
+    batch = make_batch(np.random.default_rng(0), [[8]], 8)
+    params = jax.jit(Bert(config).init)(
+        jax.random.key(0), batch.tokens, batch.layout, batch.positions
+    )["params"]
+    for path, value in flat(params).items():
+        value = np.array(value)
+        kind = path.rpartition("/")[2]
+        if kind == "bias":
+            assert not value.any(), path
+        elif kind == "scale":
+            assert (value == 1).all(), path
+        else:
+            if path.endswith("word/embedding"):
+                assert not value[1000:].any()
+                value = value[:1000]
+            if path == "masked_lm/decoder":
+                assert not value[:, 1000:].any()
+                value = value[:, :1000]
+            # Cut at two standard deviations, a normal's own is 0.8796 of what it was.
+            assert np.abs(value).max() <= 0.04, path
+            assert abs(value.std() - 0.01759) < 0.01759 * 4 / value.size**0.5, path
+            assert abs(value.mean()) < 0.01759 * 5 / value.size**0.5, path
+    kernels = [np.array(x).ravel()[:64] for p, x in flat(params).items() if p.endswith("kernel")]
+    assert len({x.tobytes() for x in kernels}) == len(kernels)
+
+
+def test_layer_norm_epsilon_is_1e_12():
+    """Of values whose variance is about 1e-12 a larger epsilon would leave next to nothing."""
+    config = make_config()
+    assert config.layer_norm_epsilon == ModelConfig().layer_norm_epsilon == 1e-12
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, [[16]], 16)
+    small = 1e-6 * rng.standard_normal((101, 32))
+    params = {
+        "word": {"embedding": jnp.asarray(small, jnp.float32)},
+        "position": {"embedding": jnp.zeros((64, 32))},
+        "segment": {"embedding": jnp.zeros((2, 32))},
+        "norm": {"scale": jnp.ones(32), "bias": jnp.zeros(32)},
+    }
+    got = Embeddings(config).apply({"params": params}, batch.tokens, batch.layout, None)
+    x = small[np.array(batch.tokens)]
+    x -= x.mean(-1, keepdims=True)
+    np.testing.assert_allclose(got, x / np.sqrt(x.var(-1, keepdims=True) + 1e-12), atol=1e-4)
+
+
+# --- Sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "parameters"),
+    [
+        ("base", 30_522, 110_106_428),
+        ("large", 30_522, 336_226_108),
+        ("teaching", 8_192, 4_501_568),
+    ],
+)
+def test_parameter_counts(name, vocab, parameters):
+    config = dataclasses.replace(model_size(name), vocab_size=vocab, vocab_multiple=128)
+    assert parameter_count(shapes(config), config) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "predictions", "gigaflops"),
+    [
+        ("base", 128, 20, 0.546),
+        ("base", 512, 76, 0.588),
+        ("large", 128, 20, 1.880),
+        ("large", 512, 76, 1.992),
+    ],
+)
+def test_flops(name, tokens, predictions, gigaflops):
+    config = dataclasses.replace(model_size(name), vocab_size=30_522)
+    a_token = flops_per_row(config, tokens, 1, predictions) / tokens
+    d, t, p = config.hidden, tokens, predictions
+    formula = 3 * (
+        config.layers * (24 * d * d + 4 * t * d)
+        + p / t * (2 * d * d + 2 * d * 30_522)
+        + 2 * d * d / t
+    )
+    assert round(a_token / 1e9, 3) == gigaflops
+    # The formula leaves out the two columns of the next-sentence head.
+    assert a_token == pytest.approx(formula, rel=1e-6)
+    double = flops_per_row(config, tokens, 2, predictions) / tokens
+    assert double - a_token == pytest.approx(3 * 2 * d * (d + 2) / t, rel=1e-3)

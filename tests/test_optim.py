@@ -1,0 +1,216 @@
+"""Optimizers against their formulas, schedules, and what decays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from bert_jax import optim
+from bert_jax.config import OptimConfig, model_size
+from bert_jax.data import rows
+from bert_jax.model import Bert
+
+RATE, STEPS = 0.01, 8
+
+
+def make_config(**changes):
+    return OptimConfig(**{"learning_rate": RATE, "warmup_steps": 2, "weight_decay": 0.1, **changes})
+
+
+def rate_at(step):
+    return RATE * step / 2 if step < 2 else RATE * (1 - step / STEPS)
+
+
+def problem(seed=0):
+    """Parameters and a run of gradients, the first beyond a global norm of 1 and the last within."""
+    rng = np.random.default_rng(seed)
+    shapes = {"dense": {"kernel": (4, 3), "bias": (3,)}, "norm": {"scale": (3,), "bias": (3,)}}
+
+    def draw(size):
+        return jax.tree.map(
+            lambda shape: (size * rng.standard_normal(shape)).astype(np.float32),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    return draw(1.0), [draw(size) for size in (3.0, 1.0, 0.5, 0.1, 0.05)]
+
+
+def train(config, params, gradients):
+    optimizer = optim.make(config, STEPS)
+    params = jax.tree.map(jnp.asarray, params)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    for grads in gradients:
+        params, state = step(params, state, grads)
+    return params
+
+
+def by_formula(params, gradients, direction, clip=1.0):
+    """`direction(path, w, m, v, step)` is subtracted, times the rate; all in float64."""
+
+    def flat(tree):
+        return {
+            path: np.asarray(x, np.float64) for path, x in traverse_util.flatten_dict(tree).items()
+        }
+
+    params = flat(params)
+    m = {path: np.zeros_like(w) for path, w in params.items()}
+    v = {path: np.zeros_like(w) for path, w in params.items()}
+    for step, grads in enumerate(map(flat, gradients)):
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        scale = min(1.0, clip / norm) if clip else 1.0
+        for path, g in grads.items():
+            m[path] = 0.9 * m[path] + 0.1 * scale * g
+            v[path] = 0.999 * v[path] + 0.001 * (scale * g) ** 2
+            update = direction(path, params[path], m[path], v[path], step)
+            params[path] = params[path] - rate_at(step) * update
+    return traverse_util.unflatten_dict(params)
+
+
+def assert_close(got, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+def decay(path, w):
+    return 0.1 * w if path[-1] == "kernel" else 0.0
+
+
+def corrected(m, v, step):
+    return (m / (1 - 0.9 ** (step + 1))) / (np.sqrt(v / (1 - 0.999 ** (step + 1))) + 1e-6)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_bert_adam(clip):
+    """`AdamWeightDecayOptimizer`: no bias correction, decoupled decay of kernels only."""
+    params, gradients = problem()
+    wanted = by_formula(
+        params,
+        gradients,
+        lambda path, w, m, v, step: m / (np.sqrt(v) + 1e-6) + decay(path, w),
+        clip,
+    )
+    assert_close(train(make_config(clip_norm=clip), params, gradients), wanted)
+
+
+def test_adamw_is_pytorchs():
+    torch = pytest.importorskip("torch")
+    params, gradients = problem(1)
+    leaves = {
+        path: torch.nn.Parameter(torch.tensor(x))
+        for path, x in traverse_util.flatten_dict(params).items()
+    }
+    groups = [
+        {"params": [w], "weight_decay": 0.1 if path[-1] == "kernel" else 0.0}
+        for path, w in leaves.items()
+    ]
+    reference = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-6)
+    for step, grads in enumerate(gradients):
+        for group in reference.param_groups:
+            group["lr"] = rate_at(step)
+        for path, g in traverse_util.flatten_dict(grads).items():
+            leaves[path].grad = torch.tensor(g)
+        reference.step()
+    wanted = traverse_util.unflatten_dict({p: w.detach().numpy() for p, w in leaves.items()})
+    assert_close(train(make_config(optimizer="adamw", clip_norm=0.0), params, gradients), wanted)
+
+
+def test_lamb():
+    """You et al., algorithm 2: the layer's step is as long as its weights, times the rate."""
+    params, gradients = problem(2)
+    params["dense"]["zero"] = {"kernel": np.zeros((2, 2), np.float32)}
+    for grads in gradients:
+        grads["dense"]["zero"] = {"kernel": np.full((2, 2), 0.01, np.float32)}
+
+    def direction(path, w, m, v, step):
+        update = corrected(m, v, step) + decay(path, w)
+        length = np.linalg.norm(w)
+        if path[-1] != "kernel" or length == 0:
+            return update
+        return update * length / np.linalg.norm(update)
+
+    wanted = by_formula(params, gradients, direction)
+    assert_close(train(make_config(optimizer="lamb"), params, gradients), wanted)
+
+
+def test_what_decays_in_a_bert():
+    config = model_size("L1-H8-A2")
+    config.vocab_size = 10
+    ids = jnp.zeros((1, 4), jnp.int32)
+    layout = rows.Layout(ids, ids, ids, ids[:, :1])
+    for changes in ({}, {"tied_decoder": False, "final_norm": True}):
+        for name, value in changes.items():
+            setattr(config, name, value)
+        params = jax.eval_shape(lambda: Bert(config).init(jax.random.key(0), ids, layout, ids))[
+            "params"
+        ]
+        mask = traverse_util.flatten_dict(optim.decay_mask(params), sep="/")
+        decays = {path for path, yes in mask.items() if yes}
+        assert {path.rpartition("/")[2] for path in decays} <= {"kernel", "embedding", "decoder"}
+        assert {path.rpartition("/")[2] for path in mask.keys() - decays} == {"bias", "scale"}
+        layer = "encoder/layer_0"
+        assert {
+            "embeddings/word/embedding",
+            "embeddings/position/embedding",
+            "embeddings/segment/embedding",
+            f"{layer}/attention/query/kernel",
+            f"{layer}/attention/output/kernel",
+            f"{layer}/feed_forward/intermediate/kernel",
+            "pooler/kernel",
+            "masked_lm/transform/kernel",
+            "next_sentence/kernel",
+        } <= decays
+        assert (
+            not {"masked_lm/bias", "embeddings/norm/scale", f"{layer}/attention/norm/bias"} & decays
+        )
+        assert ("masked_lm/decoder" in decays) == (not config.tied_decoder)
+
+
+def test_linear_schedule_is_berts():
+    """Decay counts from step 0: the peak itself is never reached."""
+    rate = optim.schedule(OptimConfig(), 1_000_000)
+
+    def at(step):
+        return float(rate(jnp.asarray(step)))
+
+    assert at(0) == 0
+    assert at(5_000) == pytest.approx(5e-5)
+    assert at(9_999) == pytest.approx(9.999e-5)
+    assert at(10_000) == pytest.approx(9.9e-5)
+    assert at(500_000) == pytest.approx(5e-5)
+    assert at(999_999) == pytest.approx(1e-10, rel=0.1)
+    assert at(1_000_000) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape"),
+    [
+        ("linear", lambda left: left),
+        ("polynomial", lambda left: left**0.5),
+        ("cosine", lambda left: 0.5 * (1 + np.cos(np.pi * (1 - left)))),
+    ],
+)
+@pytest.mark.parametrize("end", [0.0, 0.1])
+def test_schedules(schedule, shape, end):
+    config = OptimConfig(
+        learning_rate=2.0, warmup_steps=10, schedule=schedule, power=0.5, end_fraction=end
+    )
+    rate = optim.schedule(config, 100)
+    for step in (0, 1, 9):
+        assert float(rate(jnp.asarray(step))) == pytest.approx(0.2 * step)
+    for step in (10, 50, 99, 100):
+        wanted = 2 * (end + (1 - end) * shape(1 - step / 100))
+        assert float(rate(jnp.asarray(step))) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert float(rate(jnp.asarray(100))) == pytest.approx(2 * end, abs=1e-6)
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert float(optim.schedule(OptimConfig(warmup_steps=0), 10)(jnp.asarray(0))) == pytest.approx(
+        1e-4
+    )

@@ -1,0 +1,702 @@
+"""Documents to rows: BERT's instances, and the same bytes whatever happens on the way."""
+
+import bisect
+import collections
+import errno
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import string
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax import files
+from bert_jax.data import prepare as module
+from bert_jax.data import wordpiece
+from bert_jax.data.prepare import Instances, prepare, truncated_lengths
+from bert_jax.data.rows import read_manifest
+from bert_jax.errors import UserError
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+CLS, SEP = 2, 3
+
+
+# Instances of documents in memory, where token ids tell where a token comes from.
+
+
+class Vocab:
+    cls_id, sep_id = CLS, SEP
+
+
+class InMemory:
+    """Documents of given sentence lengths; every token is 10 + its place in the corpus."""
+
+    def __init__(self, documents):
+        self.bounds, place = [], 0
+        for lengths in documents:
+            self.bounds.append([place, *(place + np.cumsum(lengths)).tolist()])
+            place = self.bounds[-1][-1]
+
+    def __len__(self):
+        return len(self.bounds)
+
+    def entry(self, number):
+        return number, 0, number, len(self.bounds[number]) - 1, 0
+
+    def sentences(self, entry, first, end):
+        return self.bounds[entry[2]][first : end + 1]
+
+    def tokens(self, entry, start, end):
+        return np.arange(start, end, dtype=np.uint32) + 10
+
+
+def segments(example):
+    """An example's a and b, after a look at its structure."""
+    tokens, a_length, _ = example
+    assert tokens[0] == CLS
+    assert tokens[-1] == tokens[a_length - 1] == SEP
+    a, b = tokens[1 : a_length - 1], tokens[a_length:-1]
+    assert (a >= 10).all()
+    assert (b >= 10).all()
+    return a.astype(int) - 10, b.astype(int) - 10
+
+
+def is_run(tokens):
+    return len(tokens) > 0 and (np.diff(tokens) == 1).all()
+
+
+corpora = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=2, max_size=6)
+
+
+@given(corpora, st.integers(8, 64), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 2**32))
+def test_pairs_are_text_of_one_document_or_of_two(documents, tokens, short, seed):
+    memory = InMemory(documents)
+    instances = Instances(memory, Vocab, tokens, "nsp", short)
+    rng = random.Random(seed)
+    for number, bounds in enumerate(memory.bounds):
+        reached = bounds[0]
+        for example in instances.of(number, rng):
+            a, b = segments(example)
+            assert len(example.tokens) <= tokens
+            assert is_run(a)
+            assert is_run(b)
+            assert bounds[0] <= a[0]
+            assert a[-1] < bounds[-1]
+            assert a[0] >= reached  # segments never overlap
+            reached = a[-1] + 1
+            if example.label == module.IS_NEXT:
+                assert a[-1] < b[0]
+                assert b[-1] < bounds[-1]
+                if len(example.tokens) < tokens:  # nothing was cut off
+                    assert b[0] == a[-1] + 1
+                    assert b[0] in bounds
+                reached = b[-1] + 1
+            else:
+                assert example.label == module.IS_RANDOM
+                assert b[-1] < bounds[0] or b[0] >= bounds[-1]
+                home = next(o for o in memory.bounds if o[0] <= b[0] < o[-1])
+                assert b[-1] < home[-1]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=10), min_size=2, max_size=6),
+    st.integers(0, 2**32),
+)
+def test_nothing_is_lost_where_nothing_is_cut(documents, seed):
+    memory = InMemory(documents)  # documents of 200 tokens at most, rows of 512
+    instances = Instances(memory, Vocab, 512, "nsp", 0.0)
+    rng = random.Random(seed)
+    for number, bounds in enumerate(memory.bounds):
+        seen = []
+        for example in instances.of(number, rng):
+            a, b = segments(example)
+            seen += [*a, *(b if example.label == module.IS_NEXT else [])]
+        assert seen == list(range(bounds[0], bounds[-1]))
+
+
+@given(corpora, st.integers(8, 64), st.integers(0, 2**32))
+def test_single_segments_fill_the_row(documents, tokens, seed):
+    memory = InMemory(documents)
+    instances = Instances(memory, Vocab, tokens, "none", 0.0)
+    for number, bounds in enumerate(memory.bounds):
+        examples = list(instances.of(number, random.Random(seed)))
+        reached = bounds[0]
+        for example in examples:
+            a, b = segments(example)
+            assert not len(b)
+            assert example.label == -1
+            assert is_run(a)
+            assert a[0] >= reached
+            reached = a[-1] + 1
+        assert all(len(example.tokens) == tokens for example in examples[:-1])
+        assert reached <= bounds[-1]
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(5, 100))
+def test_truncation_takes_from_the_longer_one(a, b, room):
+    left = [a, b]
+    while sum(left) > room:
+        left[0 if left[0] > left[1] else 1] -= 1
+    assert truncated_lengths(a, b, room) == tuple(left)
+
+
+def test_truncation_takes_from_either_end():
+    rng = random.Random(1)
+    fronts = [module._trim(np.arange(30), 10, rng)[0] for _ in range(4000)]
+    assert np.mean(fronts) == pytest.approx(10, abs=0.2)
+    assert np.var(fronts) == pytest.approx(5, abs=0.5)
+
+
+def plain_instances(documents, number, tokens, short_fraction, rng):
+    """Google's algorithm, sentence by sentence and token by token."""
+    document, room = documents[number], tokens - 3
+    target = rng.randint(2, room) if rng.random() < short_fraction else room
+    chunk, length, i, found = [], 0, 0, []
+    while i < len(document):
+        chunk.append(document[i])
+        length += len(document[i])
+        if i == len(document) - 1 or length >= target:
+            a_end = rng.randint(1, len(chunk) - 1) if len(chunk) >= 2 else 1
+            a, b = list(itertools.chain(*chunk[:a_end])), []
+            label = 0
+            if len(chunk) == 1 or rng.random() < 0.5:
+                label, wanted = 1, target - len(a)
+                while (other := rng.randint(0, len(documents) - 1)) == number:
+                    pass
+                start = rng.randint(0, len(documents[other]) - 1)
+                for sentence in documents[other][start:]:
+                    b.extend(sentence)
+                    if len(b) >= wanted:
+                        break
+                i -= len(chunk) - a_end
+            else:
+                b = list(itertools.chain(*chunk[a_end:]))
+            while len(a) + len(b) > room:
+                longer = a if len(a) > len(b) else b
+                if rng.random() < 0.5:
+                    del longer[0]
+                else:
+                    longer.pop()
+            found.append((a, b, label))
+            chunk, length = [], 0
+        i += 1
+    return found
+
+
+def test_distributions_are_those_of_the_plain_algorithm():
+    rng = np.random.default_rng(5)
+    lengths = [
+        rng.geometric(1 / 12, size=rng.integers(1, 40)).clip(1, 80).tolist() for _ in range(60)
+    ]
+    memory = InMemory(lengths)
+    plain_documents = [
+        [list(range(s, e)) for s, e in itertools.pairwise(bounds)] for bounds in memory.bounds
+    ]
+    begins = [bounds[0] for bounds in memory.bounds]
+
+    def begin_of(token):
+        return begins[bisect.bisect_right(begins, token) - 1]
+
+    instances = Instances(memory, Vocab, 64, "nsp", 0.1)
+    features = {"ours": [], "plain": []}
+    random_ours, random_plain = random.Random(11), random.Random(12)
+    for number in list(range(60)) * 12:
+        ours = [(*segments(e), e.label) for e in instances.of(number, random_ours)]
+        plain = plain_instances(plain_documents, number, 64, 0.1, random_plain)
+        for name, found in (("ours", ours), ("plain", plain)):
+            features[name].append(
+                [
+                    len(found),
+                    np.mean([label for _, _, label in found]),
+                    np.mean([len(a) for a, _, _ in found]),
+                    np.mean([len(b) for _, b, _ in found]),
+                    np.mean([len(a) + len(b) == 61 for a, b, _ in found]),
+                    np.mean([a[0] for a, _, _ in found]),  # where truncation begins
+                    np.mean([b[0] for _, b, _ in found]),  # which document is drawn
+                    np.mean([b[0] - begin_of(b[0]) for _, b, _ in found]),  # and where in it
+                ]
+            )
+    ours, plain = (np.array(features[name], float) for name in ("ours", "plain"))
+    error = np.sqrt(ours.var(0) / len(ours) + plain.var(0) / len(plain))
+    assert (np.abs(ours.mean(0) - plain.mean(0)) < 4 * error).all()
+    # Lengths of a as a whole: the largest gap between the two cumulative distributions.
+    gap = np.abs(np.sort(ours[:, 2]) - np.sort(plain[:, 2])).mean()
+    assert gap < 1.0
+
+
+def test_half_of_the_pairs_are_random_and_a_tenth_of_documents_short():
+    memory = InMemory([[10] * 150] * 400)
+    rng = random.Random(3)
+    labels = []
+    for number in range(400):
+        examples = Instances(memory, Vocab, 128, "nsp", 0.0).of(number, rng)
+        # Not at the document's end, where what is left may be one sentence, hence random.
+        labels += [e.label for e in itertools.islice(examples, 8)]
+    assert np.mean(labels) == pytest.approx(0.5, abs=0.03)
+    instances = Instances(memory, Vocab, 128, "nsp", 0.1)
+    short = [len(next(instances.of(n, rng)).tokens) < 128 for n in range(400)]
+    assert np.mean(short) == pytest.approx(0.1, abs=0.04)
+
+
+# Words to ids.
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_remembered_words_are_what_the_tokenizer_says(lowercase):
+    tokens = [*SPECIAL, *string.ascii_letters, *string.punctuation, *string.digits, "é"]
+    tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
+    tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
+    vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
+    tokenizer, pieces = vocabulary.tokenizer(), module._Pieces(vocabulary, np.dtype("<u2"))
+    alphabet = st.sampled_from(
+        [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", "[UNK]"]
+    )
+
+    @settings(max_examples=150)
+    @given(st.lists(alphabet, max_size=50).map("".join) | st.text(max_size=30))
+    def same(text):
+        ids = b"".join(pieces[word] for word in text.split(" "))
+        assert (
+            np.frombuffer(ids, "<u2").tolist()
+            == tokenizer.encode(text, add_special_tokens=False).ids
+        )
+
+    same()
+    ids = [vocabulary.index[token] for token in ("(", "hello", ".", ".", ".")]
+    assert np.frombuffer(pieces["(hello..."], "<u2").tolist() == ids
+
+
+# Folders of rows.
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many chunks and shards of little text."""
+    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 2000)
+    monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
+
+
+def write_corpus(folder, documents=40, sentences=12, seed=0):
+    """Text in Google's format whose every word names its document, and a vocabulary of them."""
+    rng = random.Random(seed)
+    texts = [
+        [[f"d{d}w{rng.randrange(8)}" for _ in range(rng.randint(3, 14))] for _ in range(sentences)]
+        for d in range(documents)
+    ]
+    text = "\n\n".join("\n".join(" ".join(s) for s in document) for document in texts)
+    (folder / "text.txt").write_text(text + "\n")
+    words = [f"d{d}w{w}" for d in range(documents) for w in range(8)]
+    wordpiece.Vocabulary((*SPECIAL, *words), True).save(folder / "vocab")
+    return str(folder / "text.txt"), str(folder / "vocab")
+
+
+def rows_of(folder, split):
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    manifest = read_manifest(folder)
+    records = []
+    for shard in getattr(manifest, split).shards:
+        reader = ArrayRecordReader(str(folder / shard.name))
+        assert reader.num_records() == shard.rows
+        records += reader.read(list(range(shard.rows)))
+        reader.close()
+    return manifest.format.decode(records)
+
+
+def sequences_of(folder, split):
+    rows = rows_of(folder, split)
+    for tokens, a_lengths, lengths, labels in zip(
+        rows["tokens"], rows["a_length"], rows["length"], rows["label"], strict=True
+    ):
+        start = 0
+        for a, length, label in zip(a_lengths, lengths, labels, strict=True):
+            if length:
+                yield tuple(tokens[start : start + length].tolist()), int(a), int(label)
+            start += int(length)
+        assert not tokens[start:].any()
+
+
+def content(folder):
+    return {p.name: p.read_bytes() for p in pathlib.Path(folder).iterdir()}
+
+
+def document_of(token):
+    return (token - len(SPECIAL)) // 8
+
+
+def test_folder_is_as_its_manifest_says(tmp_path, small_pieces, capsys):
+    text, vocab = write_corpus(tmp_path)
+    out = tmp_path / "rows"
+    manifest = prepare([text], vocab, out, tokens=64, heldout_fraction=0.2, workers=1, seed=4)
+    assert manifest == read_manifest(out)
+    names = {s.name for s in manifest.train.shards + manifest.heldout.shards}
+    assert set(content(out)) == {*names, "manifest.json", "vocab.txt", "vocab.json"}
+    assert len(manifest.train.shards) > 3
+    assert manifest.vocab_sha256 == files.sha256(out / "vocab.txt")
+    assert manifest.train.documents + manifest.heldout.documents == 40
+    documents = {}
+    for split in ("train", "heldout"):
+        stated = getattr(manifest, split)
+        for shard in stated.shards:
+            assert files.sha256(out / shard.name) == shard.sha256
+            assert (out / shard.name).stat().st_size == shard.bytes
+        found = list(sequences_of(out, split))
+        assert stated.sequences == len(found)
+        assert stated.real_tokens == sum(len(tokens) for tokens, _, _ in found)
+        assert stated.fill_fraction == stated.real_tokens / (stated.rows * 64)
+        documents[split] = {document_of(t) for ts, _, _ in found for t in ts if t > 4}
+        assert len(documents[split]) == stated.documents
+        for tokens, a_length, label in found:
+            a = {document_of(t) for t in tokens[1 : a_length - 1]}
+            b = {document_of(t) for t in tokens[a_length:-1]}
+            assert len(a) == len(b) == 1
+            assert (a != b) == label
+        if split == "train":
+            histogram = collections.Counter(len(tokens) for tokens, _, _ in found)
+            assert manifest.length_histogram == tuple(histogram[n] for n in range(65))
+    assert not documents["train"] & documents["heldout"]
+    assert "train" in capsys.readouterr().out
+
+
+def test_packing_changes_the_rows_and_not_the_sequences(tmp_path, small_pieces):
+    text, vocab = write_corpus(tmp_path, 60)
+    common = {"tokens": 128, "short_fraction": 0.5, "workers": 1}
+    one = prepare([text], vocab, tmp_path / "one", **common)
+    four = prepare([text], vocab, tmp_path / "four", sequences=4, **common)
+    for split in ("train", "heldout"):
+        a, b = (sorted(sequences_of(tmp_path / f, split)) for f in ("one", "four"))
+        assert a == b
+    assert four.train.rows < 0.8 * one.train.rows
+    lengths = rows_of(tmp_path / "four", "train")["length"]
+    assert (lengths > 0).sum(1).max() == 4
+    # Packing goes from long to short sequences; the rows of a shard must not.
+    first = lengths[: four.train.shards[0].rows].max(1).astype(int)
+    assert (np.diff(first) > 0).any()
+
+
+def test_passes_differ_and_hold_nothing_out_twice(tmp_path):
+    text, vocab = write_corpus(tmp_path)
+    one = prepare([text], vocab, tmp_path / "one", workers=1)
+    two = prepare([text], vocab, tmp_path / "two", passes=2, workers=1)
+    assert two.heldout.sequences == one.heldout.sequences
+    assert two.train.documents == one.train.documents
+    first, second = (shard.sha256 for shard in two.train.shards)
+    assert first == one.train.shards[0].sha256 != second
+
+
+def test_weighted_documents_count_twice_but_are_not_their_own_random_text(tmp_path):
+    text, vocab = write_corpus(tmp_path, 4)
+    out = tmp_path / "rows"
+    manifest = prepare([f"{text}@3"], vocab, out, tokens=32, heldout_fraction=0.0, workers=1)
+    assert manifest.train.documents == 12
+    assert manifest.heldout.rows == 0
+    assert not manifest.heldout.shards
+    for tokens, a_length, label in sequences_of(out, "train"):
+        assert (document_of(tokens[1]) != document_of(tokens[a_length])) == label
+
+
+def test_no_text_becomes_a_special_token(tmp_path):
+    words = ["cls", "sep", "mask", "pad", "[", "]"]
+    wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
+    (tmp_path / "text.txt").write_text("[SEP] [CLS] sep\n[MASK] [PAD]\n\ncls mask [CLS]\nsep\n")
+    out = tmp_path / "rows"
+    prepare([f"google:{tmp_path}/text.txt"], tmp_path / "vocab", out, tokens=32, workers=1)
+    for tokens, a_length, _ in sequences_of(out, "train"):
+        inner = tokens[1 : a_length - 1] + tokens[a_length:-1]
+        assert min(inner) > 4
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+    words = [f"w{i}" for i in range(70_000)]
+    wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
+    (tmp_path / "text.txt").write_text("w69999 w1\nw2\n\nw69998 w3\nw4\n")
+    prepare([f"google:{tmp_path}/text.txt"], tmp_path / "vocab", tmp_path / "rows", workers=1)
+    seen = {t for tokens, _, _ in sequences_of(tmp_path / "rows", "train") for t in tokens}
+    assert {69_999 + 5, 69_998 + 5} <= seen
+
+
+def test_bytes_do_not_depend_on_workers(tmp_path, small_pieces):
+    text, vocab = write_corpus(tmp_path)
+    results = []
+    for workers in (1, 2, 5):
+        out = tmp_path / f"rows{workers}"
+        prepare([text], vocab, out, workers=workers, heldout_fraction=0.1)
+        results.append(content(out))
+    assert all(result == results[0] for result in results)
+    other = tmp_path / "other"
+    prepare([text], vocab, other, seed=1, workers=1, heldout_fraction=0.1)
+    assert content(other) != results[0]
+
+
+SCRIPT = """
+import sys
+from bert_jax.data import prepare as module
+module._CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
+if __name__ == "__main__":
+    module.prepare([sys.argv[1]], sys.argv[2], sys.argv[3], sequences=4, workers=2)
+"""
+
+
+def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, small_pieces):
+    text, vocab = write_corpus(tmp_path, 80)
+    prepare([text], vocab, tmp_path / "whole", sequences=4, workers=1)
+    whole = content(tmp_path / "whole")
+    out, script = tmp_path / "rows", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), text, vocab, str(out)]
+    kept = 0
+    for pattern, count in (("*.tokens", 1), ("*.tokens", 9), ("*.json", 3)):
+        process = subprocess.Popen(command)
+        family = [psutil.Process(process.pid)]
+        while len(list(out.glob(f".partial/{pattern}"))) < count and process.poll() is None:
+            time.sleep(0.002)
+        family += family[0].children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (out / "manifest.json").exists()
+        _, alive = psutil.wait_procs(family[1:], timeout=10)
+        assert not alive  # workers do not outlive their parent
+        now = len(list(out.glob(".partial/*.tokens")))
+        assert now >= kept
+        kept = now
+    subprocess.run(command, check=True)
+    assert content(out) == whole
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace", "unlink", "rename"])
+def test_stopped_anywhere_it_goes_on(tmp_path, small_pieces, monkeypatch, function):
+    """Every single time a file gets its place, and the last moves above all."""
+    text, vocab = write_corpus(tmp_path, 6)
+    common = {"heldout_fraction": 0.4, "workers": 1}
+    prepare([text], vocab, tmp_path / "whole", **common)
+    whole, out = content(tmp_path / "whole"), tmp_path / "rows"
+    prepare([text], vocab, out, seed=1, **common)  # other rows, to be replaced
+    real, calls, at = getattr(os, function), 0, 0
+
+    def stop(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise Killed
+        return real(*args, **kwargs)
+
+    for at in itertools.count(1):  # noqa: B007
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, stop)
+            try:
+                prepare([text], vocab, out, force=True, **common)
+            except Killed:
+                if (out / "manifest.json").exists():  # then it is true
+                    manifest = read_manifest(out)
+                    for shard in manifest.train.shards + manifest.heldout.shards:
+                        assert files.sha256(out / shard.name) == shard.sha256
+                continue
+            break
+    assert content_without_partial(out) == whole
+    assert not (out / ".partial").exists()
+
+
+def content_without_partial(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_pieces, monkeypatch):
+    text, vocab = write_corpus(tmp_path)
+    prepare([text], vocab, tmp_path / "whole", workers=1)
+    out, real, left = tmp_path / "rows", os.fsync, 20
+
+    def full(handle):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="the disk is full") as error:
+            prepare([text], vocab, out, workers=1)
+    assert "\n" not in str(error.value)
+    done = len(list(out.glob(".partial/*.tokens")))
+    assert done > 3
+
+    from array_record.python import array_record_module
+
+    class Full:
+        def __init__(self, *_):
+            pass
+
+        def write(self, record):
+            raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
+
+    tokenized = []
+    with monkeypatch.context() as patch:
+        patch.setattr(array_record_module, "ArrayRecordWriter", Full)
+        original = module._Worker.tokenize
+        patch.setattr(
+            module._Worker, "tokenize", lambda *a: (tokenized.append(a[1]), original(*a))[1]
+        )
+        with pytest.raises(UserError, match="the disk is full"):
+            prepare([text], vocab, out, workers=1)
+    assert min(tokenized) == done  # those before were kept
+    prepare([text], vocab, out, workers=1)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_work_of_other_settings_is_discarded(tmp_path, small_pieces, monkeypatch):
+    text, vocab = write_corpus(tmp_path)
+    out = tmp_path / "rows"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare([text], vocab, out, workers=1, seed=1)
+    assert list(out.glob(".partial/*.arrayrecord"))
+    prepare([text], vocab, out, workers=1)
+    prepare([text], vocab, tmp_path / "whole", workers=1)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_changed_text_is_read_again(tmp_path, small_pieces, monkeypatch):
+    text, vocab = write_corpus(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_all", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare([text], vocab, tmp_path / "rows", workers=1)
+    write_corpus(tmp_path, seed=1)
+    prepare([text], vocab, tmp_path / "rows", workers=1)
+    prepare([text], vocab, tmp_path / "whole", workers=1)
+    assert content(tmp_path / "rows") == content(tmp_path / "whole")
+
+
+def test_rows_that_are_there_are_not_made_again(tmp_path, capsys, monkeypatch):
+    text, vocab = write_corpus(tmp_path)
+    out = tmp_path / "rows"
+    first = prepare([text], vocab, out, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_tokenize_all", lambda *_: 1 / 0)
+        assert prepare([text], vocab, out, workers=2) == first
+    assert "already" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"seed 0, not 7.*--force"):
+        prepare([text], vocab, out, workers=1, seed=7)
+    with pytest.raises(UserError, match=r"tokens 128, not 64; passes 1, not 2"):
+        prepare([text], vocab, out, workers=1, tokens=64, passes=2)
+    assert read_manifest(out) == first
+    forced = prepare([text], vocab, out, workers=1, passes=2, force=True)
+    assert set(content(out)) == {
+        "manifest.json", "vocab.txt", "vocab.json",
+        *(s.name for s in forced.train.shards + forced.heldout.shards),
+    }  # fmt: skip
+    (tmp_path / "text.txt").write_text("other text\n\nof another length\n")
+    with pytest.raises(UserError, match="source_bytes"):
+        prepare([text], vocab, out, workers=1, passes=2)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    text, vocab = write_corpus(tmp_path)
+    with (
+        files.only_process(tmp_path / "rows" / ".partial"),
+        pytest.raises(UserError, match="in use"),
+    ):
+        prepare([text], vocab, tmp_path / "rows", workers=1)
+
+
+def test_documents_too_few(tmp_path):
+    text, vocab = write_corpus(tmp_path, 1)
+    with pytest.raises(UserError, match=r"one document only.*--pairs none"):
+        prepare([text], vocab, tmp_path / "rows", workers=1)
+    with pytest.raises(UserError, match="one document only"):  # copies are no other documents
+        prepare([f"{text}@2"], vocab, tmp_path / "rows", workers=1)
+    manifest = prepare([text], vocab, tmp_path / "rows", pairs="none", workers=1)
+    assert manifest.train.sequences
+    text, vocab = write_corpus(tmp_path, 3)
+    manifest = prepare([text], vocab, tmp_path / "three", workers=1)
+    assert manifest.heldout.documents == 0
+    assert any("nothing held out" in warning for warning in manifest.warnings)
+    text, vocab = write_corpus(tmp_path, 4)
+    manifest = prepare([text], vocab, tmp_path / "four", workers=1, heldout_fraction=1e-9)
+    assert manifest.heldout.documents == manifest.train.documents == 2
+    with pytest.raises(UserError, match="heldout_fraction"):
+        prepare([text], vocab, tmp_path / "none", workers=1, heldout_fraction=0.999999)
+
+
+def test_text_of_another_vocabulary_is_told(tmp_path, capsys):
+    text, vocab = write_corpus(tmp_path)
+    (tmp_path / "odd.txt").write_text("what is this\nnobody knows\n\nd1w1 nor this\nnor that\n")
+    odd = f"google:{tmp_path}/odd.txt"
+    manifest = prepare([text, odd], vocab, tmp_path / "rows", workers=1)
+    (warning,) = manifest.warnings
+    assert "odd.txt: 90% of its tokens are unknown" in warning
+    assert "1 such files" in warning
+    assert warning in capsys.readouterr().out
+    assert not prepare([text], vocab, tmp_path / "fine", workers=1).warnings
+
+
+def test_nothing_to_read(tmp_path):
+    _, vocab = write_corpus(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="no text"):
+        prepare([str(tmp_path / "empty.txt")], vocab, tmp_path / "rows", workers=1)
+    (tmp_path / "invisible.txt").write_text("\u200b\n\n\u200b\n")  # normalized to nothing
+    with pytest.raises(UserError, match="no text"):
+        prepare([f"google:{tmp_path}/invisible.txt"], vocab, tmp_path / "rows", workers=1)
+    with pytest.raises(UserError, match="no source"):
+        prepare([], vocab, tmp_path / "rows", workers=1)
+    assert not (tmp_path / "rows" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", 4), ("tokens", 70_000), ("sequences", 0), ("pairs", "some"), ("passes", 0),
+     ("heldout_fraction", 1.0), ("short_fraction", -0.1), ("workers", 0)],
+)  # fmt: skip
+def test_settings_that_cannot_be(tmp_path, name, value):
+    text, vocab = write_corpus(tmp_path, 4)
+    with pytest.raises(UserError, match=name):
+        prepare([text], vocab, tmp_path / "rows", **{name: value})
+    assert not (tmp_path / "rows").exists()
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path, small_pieces, monkeypatch):
+    text, vocab = write_corpus(tmp_path)
+    run = module._Workers.run
+
+    def killing(pool, method, tasks):
+        for i, done in enumerate(run(pool, method, tasks)):
+            if i == 0:
+                for worker in psutil.Process().children():
+                    if "spawn_main" in " ".join(worker.cmdline()):
+                        worker.kill()
+            yield done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Workers, "run", killing)
+        with pytest.raises(UserError, match="a worker process died"):
+            prepare([text], vocab, tmp_path / "rows", workers=2)
+    prepare([text], vocab, tmp_path / "rows", workers=1)
+    prepare([text], vocab, tmp_path / "whole", workers=1)
+    assert content(tmp_path / "rows") == content(tmp_path / "whole")
+
+
+def test_manifest_names_no_absolute_path(tmp_path, monkeypatch):
+    write_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    prepare(["text.txt"], "vocab", "rows", workers=1)
+    assert str(tmp_path) not in (tmp_path / "rows/manifest.json").read_text()
+    assert (
+        json.loads((tmp_path / "rows/manifest.json").read_text())["sources"][0]["documents"] == 40
+    )

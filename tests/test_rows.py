@@ -1,0 +1,228 @@
+"""The record of a row, packing, the layout of packed rows, and the manifest."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.data import rows
+from bert_jax.data.rows import Example, RowFormat, layout, pack_lengths
+from bert_jax.errors import UserError
+
+
+@st.composite
+def formats_and_examples(draw):
+    tokens, sequences = draw(st.integers(2, 40)), draw(st.integers(1, 5))
+    vocab = draw(st.sampled_from([100, 65_536, 65_537, 200_000]))
+    examples = []
+    for _ in range(draw(st.integers(1, 12))):
+        n = draw(st.integers(1, tokens))
+        ids = draw(st.lists(st.integers(0, vocab - 1), min_size=n, max_size=n))
+        examples.append(Example(np.array(ids), draw(st.integers(1, n)), draw(st.integers(-1, 9))))
+    return RowFormat(tokens, sequences, vocab), examples
+
+
+@settings(max_examples=60, deadline=None)
+@given(formats_and_examples())
+def test_what_is_packed_comes_back(case):
+    form, examples = case
+    array = form.pack(examples)
+    records = form.encode(array)
+    assert {len(record) for record in records} == {form.dtype.itemsize}
+    decoded = form.decode(records)
+    for name in ("tokens", "a_length", "length", "label"):
+        np.testing.assert_array_equal(decoded[name], array[name])
+    found = []
+    for i in range(len(records)):
+        end = 0
+        for slot, n in enumerate(decoded["length"][i]):
+            if n:
+                ids = decoded["tokens"][i, end : end + n].tolist()
+                found.append(
+                    (ids, int(decoded["a_length"][i, slot]), int(decoded["label"][i, slot]))
+                )
+            else:
+                assert decoded["label"][i, slot] == rows.NO_LABEL
+            end += int(n)
+        assert not decoded["tokens"][i, end:].any()
+    wanted = [(e.tokens.tolist(), e.a_length, e.label) for e in examples]
+    assert sorted(found) == sorted(wanted)
+
+
+def one_record():
+    form = RowFormat(6, 2, 100)
+    return form, form.encode(form.pack([Example(np.arange(1, 5), 2, 1)]))[0]
+
+
+def test_any_flipped_bit_is_noticed():
+    form, record = one_record()
+    for bit in range(8 * len(record)):
+        altered = bytearray(record)
+        altered[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="record 1 fails its checksum"):
+            form.decode([record, bytes(altered)])
+
+
+@pytest.mark.parametrize("change", [lambda r: r[:-1], lambda r: r + b"\0", lambda r: b""])
+def test_a_record_of_another_size_is_refused(change):
+    form, record = one_record()
+    with pytest.raises(ValueError, match=rf"record 0 has \d+ bytes, not {len(record)}"):
+        form.decode([change(record)])
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(2, 2), (65_536, 2), (65_537, 4)])
+def test_bytes_a_token(vocab, size):
+    form = RowFormat(10, 3, vocab)
+    assert form.dtype["tokens"].base.itemsize == size
+    assert form.dtype.itemsize == 10 * size + 3 * 6 + 4
+    array = form.pack([Example(np.array([vocab - 1]), 1)])
+    assert form.decode(form.encode(array))["tokens"][0, 0] == vocab - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=60), st.integers(30, 50), st.integers(1, 6))
+def test_packing_is_a_partition_within_bounds(lengths, tokens, sequences):
+    bins = pack_lengths(lengths, tokens, sequences)
+    assert sorted(i for row in bins for i in row) == list(range(len(lengths)))
+    assert all(0 < len(row) <= sequences for row in bins)
+    assert all(sum(lengths[i] for i in row) <= tokens for row in bins)
+    assert pack_lengths(lengths, tokens, sequences) == bins
+    # Best fit leaves no two rows that would fit in one, where the number does not forbid it.
+    if sequences >= len(lengths):
+        totals = sorted(sum(lengths[i] for i in row) for row in bins)
+        assert len(totals) < 2 or totals[0] + totals[1] > tokens
+
+
+def test_packing_by_hand():
+    # 6 opens a row, 5 another; 4 fills the first, 3 goes to the second and 2 fills that one.
+    assert pack_lengths([2, 3, 4, 5, 6], 10, 9) == [[4, 2], [3, 1, 0]]
+    # 2 goes to the row with 2 left, not to the earlier one with 3.
+    assert pack_lengths([7, 8, 2], 10, 9) == [[1, 2], [0]]
+    assert pack_lengths([7, 6, 3], 10, 9) == [[0, 2], [1]]
+    assert pack_lengths([2, 2, 2], 10, 2) == [[0, 1], [2]]
+    assert pack_lengths([10], 10, 1) == [[0]]
+    with pytest.raises(ValueError, match="11 tokens does not fit 10"):
+        pack_lengths([1, 11], 10, 2)
+
+
+def test_equal_examples_pack_to_equal_bytes():
+    rng = np.random.default_rng(0)
+    form = RowFormat(32, 4, 100)
+    examples = [Example(rng.integers(0, 100, n), 1) for n in rng.integers(1, 33, 50)]
+    assert form.pack(examples).tobytes() == form.pack(iter(examples)).tobytes()
+
+
+def plain_layout(length, a_length, tokens):
+    """As `rows.layout`, a token at a time."""
+    slots = len(length[0])
+    sequence, position, segment, cls = [], [], [], []
+    for lengths, a_lengths in zip(length, a_length, strict=True):
+        row = [
+            (slot, i, int(i >= a))
+            for slot, (n, a) in enumerate(zip(lengths, a_lengths, strict=True))
+            for i in range(n)
+        ]
+        row += [(slots, 0, 0)] * (tokens - len(row))
+        sequence.append([x[0] for x in row])
+        position.append([x[1] for x in row])
+        segment.append([x[2] for x in row])
+        cls.append([sum(lengths[:slot]) for slot in range(slots)])
+    return sequence, position, segment, cls
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_layout_is_that_of_a_plain_loop(data):
+    tokens, slots, length, a_length = 12, 3, [], []
+    for _ in range(2):
+        left, ns = tokens, []
+        for _ in range(data.draw(st.integers(0, slots))):
+            n = data.draw(st.integers(0, left))
+            if n == 0:
+                break
+            ns.append(n)
+            left -= n
+        length.append(ns + [0] * (slots - len(ns)))
+        a_length.append([data.draw(st.integers(1, n)) if n else 0 for n in length[-1]])
+    wanted = plain_layout(length, a_length, tokens)
+    for array in (
+        lambda x: np.array(x, np.int16),
+        lambda x: jnp.asarray(x, jnp.int32),
+    ):
+        got = layout(array(length), array(a_length), tokens)
+        assert {x.dtype for x in got} == {np.dtype("int32")}
+        for name in ("sequence", "position", "segment"):
+            np.testing.assert_array_equal(getattr(got, name), wanted[got._fields.index(name)])
+        cls = np.array(got.cls)
+        used = np.array(length) > 0
+        np.testing.assert_array_equal(cls[used], np.array(wanted[3])[used])
+        assert cls.min() >= 0
+        assert cls.max() < tokens
+
+
+def test_layout_in_a_jitted_step():
+    length, a_length = np.array([[5, 4, 0]]), np.array([[3, 4, 0]])
+    got = jax.jit(layout, static_argnums=2)(jnp.asarray(length), jnp.asarray(a_length), 11)
+    assert np.array(got.sequence).tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 1, 3, 3]]
+    assert np.array(got.position).tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]
+    assert np.array(got.segment).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
+    assert np.array(got.cls)[0, :2].tolist() == [0, 5]
+
+
+# --- The manifest ---------------------------------------------------------------------------------
+
+
+def make_manifest():
+    shard = rows.Shard("train-00000.arrayrecord", 3, 100, "0" * 64)
+    split = rows.Split(2, 5, 3, 60, 0.9, (shard,))
+    return rows.Manifest(
+        version=rows.FORMAT_VERSION, tokens=24, sequences=3, vocab_size=100, vocab_sha256="1" * 64,
+        pairs="nsp", seed=0, settings={"tokens": 24}, sources=({"name": "a", "bytes": 7},),
+        length_histogram=(0, 1, 2), warnings=("w",), train=split, heldout=split,
+    )  # fmt: skip
+
+
+def test_manifest_comes_back(tmp_path):
+    manifest = make_manifest()
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest.to_dict()))
+    assert rows.read_manifest(tmp_path) == manifest
+    assert manifest.format == RowFormat(24, 3, 100)
+
+
+def altered(**changes):
+    return json.dumps({**make_manifest().to_dict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "not a folder of rows"),
+        ("{", "cannot read"),
+        ("[1]", "version None"),
+        ("", "cannot read"),
+        (altered(version=99), "version 99"),
+        (altered(train=None), "not a manifest"),
+        (altered(heldout={}), "not a manifest"),
+        (altered(extra=1), "not a manifest"),
+        (json.dumps({"version": rows.FORMAT_VERSION}), "not a manifest"),
+    ],
+)
+def test_a_bad_manifest_is_one_line(tmp_path, content, says):
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=says) as error:
+        rows.read_manifest(tmp_path)
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(tmp_path) in message
+    assert "prepare" in message
+
+
+def test_manifest_is_not_changed_in_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_manifest().version = 2

@@ -1,0 +1,371 @@
+"""The loop: exact resumption, any number of devices, what a run leaves behind, refused runs."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, evaluate, sharding, workdir
+from bert_jax import train as loop
+from bert_jax.config import Config, MeshConfig, Phase, load
+from bert_jax.tasks import pretraining
+
+CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
+SMALL = (
+    "optim.warmup_steps=5 optim.learning_rate=1e-3 batch_size=8 evaluate_rows=16 "
+    "steps=10 model.positions=64 log_every_steps=5 evaluate_every_steps=10 checkpoint.every_steps=10"
+).split()
+
+
+# One device in the processes that the tests start: eight on two cores are slow.
+ALONE = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1")}
+
+
+def arguments(*changes, size="L2-H32-A2", phases=",32"):
+    return [
+        f"--config={CONFIG}:{size}{phases}",
+        *(f"--config.{change}" for change in [*SMALL, *changes]),
+    ]
+
+
+def pretrain(folder, rows, *changes, options=(), phases=",32"):
+    """Runs the command in a process of its own and waits for it."""
+    return subprocess.run(
+        command(folder, rows, *changes, options=options, phases=phases),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=ALONE,
+    )
+
+
+def command(folder, rows, *changes, options=(), phases=",32"):
+    chosen = [part for path in rows for part in ("--rows", str(path))]
+    return [
+        *(sys.executable, "-c", "import sys; from bert_jax.cli import main; sys.exit(main())"),
+        *("pretrain", *arguments(*changes, phases=phases), *chosen),
+        *("--workdir", str(folder), *options),
+    ]
+
+
+def final_arrays(folder):
+    _, _, params, step = checkpoint.load_model(folder, "latest")
+    everything = loop_state(folder, step)
+    return step, jax.tree.leaves(jax.device_get(params)), everything
+
+
+def loop_state(folder, step):
+    """The optimizer's arrays as Orbax finds them on disk."""
+    import orbax.checkpoint as ocp
+
+    path = pathlib.Path(folder).absolute() / "checkpoints" / str(step) / checkpoint.TRAINING
+    return jax.tree.leaves(ocp.StandardCheckpointer().restore(path))
+
+
+def assert_same_run(folder, reference):
+    assert (folder / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    (step, params, rest), (step_r, params_r, rest_r) = final_arrays(folder), final_arrays(reference)
+    assert step == step_r
+    assert len(params) == len(params_r)
+    assert len(rest) == len(rest_r) > len(params)
+    for a, b in zip(params + rest, params_r + rest_r, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+PHASES = (
+    "steps=160",
+    "phases[0].fraction=0.75",
+    "phases[1].fraction=0.25",
+    "phases[1].batch_size=4",
+)
+
+
+def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
+    both, options = [rows(32, 3), rows(64, 4)], {"phases": ",32,64"}
+    changes = (*PHASES, "checkpoint.every_steps=7", "accumulation=2")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = pretrain(whole, both, *changes, **options)
+    assert done.returncode == 0, done.stderr
+    rng, kills = random.Random(0), 0
+    for lines in (6, 14, 24, 36):
+        process = subprocess.Popen(
+            command(broken, both, *changes, **options), stderr=subprocess.DEVNULL, env=ALONE
+        )
+        # Killed once it has come a little further than the last time, at no particular moment.
+        path = broken / "metrics.jsonl"
+        while process.poll() is None:
+            if path.exists() and len(path.read_bytes().splitlines()) >= lines:
+                time.sleep(rng.uniform(0, 0.05))
+                process.send_signal(signal.SIGKILL)
+                kills += process.wait() == -signal.SIGKILL
+                break
+            time.sleep(0.005)
+    last = pretrain(broken, both, *changes, **options)
+    assert last.returncode == 0, last.stderr
+    assert kills >= 2
+    starts = workdir.read_lines(broken / "starts.jsonl")
+    assert len(starts) >= 3
+    assert starts[-1]["step"] > 0
+    assert_same_run(broken, whole)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
+    changes = ("steps=150", "checkpoint.every_steps=1000")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert pretrain(whole, [rows()], *changes).returncode == 0
+    process = subprocess.Popen(
+        command(stopped, [rows()], *changes), stderr=subprocess.PIPE, text=True, env=ALONE
+    )
+    path = stopped / "metrics.jsonl"
+    while not path.exists() or len(path.read_bytes().splitlines()) < 3:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    process.terminate()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == cli.EXIT_INTERRUPTED, said
+    step = int(re.search(r"saved step (\d+)", said)[1])
+    assert 0 < step < 150
+    again = pretrain(stopped, [rows()], *changes)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming at step {step} of 150" in again.stderr
+    assert_same_run(stopped, whole)
+
+
+def run_steps(config, stage, devices, steps):
+    mesh = sharding.make_mesh(config.mesh, devices)
+    init, shapes = loop.initial_state(config, stage, mesh)
+    step = loop.compile_step(config, stage, mesh, shapes)
+    state, seen = init(), []
+    for batch in stage.batches(0, steps, 0, 1):
+        state, sums = step(state, evaluate.put(batch, mesh))
+        seen.append(evaluate.means(sums))
+    return jax.device_get(state.params), seen
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        (2, MeshConfig()),
+        (8, MeshConfig()),
+        (8, MeshConfig(data=2, fsdp=2, tensor=2)),
+    ],
+)
+def test_any_number_of_devices_runs_the_same(rows, count, mesh):
+    config = load([*arguments("steps=20", "log_every_steps=1")])
+    config.phases = (Phase(rows=str(rows())),)
+    config, _, _, (stage,) = pretraining.stages(config)
+    one, expected = run_steps(config, stage, jax.devices()[:1], 10)
+    config.mesh = mesh
+    many, found = run_steps(config, stage, jax.devices()[:count], 10)
+    for a, b in zip(found, expected, strict=True):
+        # Which tokens are masked decides these two exactly.
+        assert a["real_fraction"] == b["real_fraction"]
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=3e-5), many, one)
+
+
+def test_batches_and_masks_are_bitwise_those_of_one_device(rows):
+    config = load(arguments())
+    config.phases = (Phase(rows=str(rows())),)
+    config, _, _, (stage,) = pretraining.stages(config)
+    batch = next(stage.batches(3, 4, 0, 1))
+    halves = [next(stage.batches(3, 4, process, 2)) for process in range(2)]
+    for name, value in batch.items():
+        np.testing.assert_array_equal(value, np.concatenate([half[name] for half in halves]))
+    inputs = jax.jit(stage.task.inputs)
+    key = jax.random.fold_in(jax.random.key(0), 3)
+    meshes = [sharding.make_mesh(MeshConfig(), jax.devices()[:n]) for n in (1, 2, 8)]
+    one, *more = [jax.device_get(inputs(evaluate.put(batch, mesh), key)) for mesh in meshes]
+    for other in more:
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_accumulation_is_the_whole_batch(rows):
+    changes = ("model.dropout=0", "model.attention_dropout=0", "steps=10", "log_every_steps=1")
+    results = []
+    for parts in (1, 4):
+        config = load(arguments(*changes, f"accumulation={parts}"))
+        config.phases = (Phase(rows=str(rows())),)
+        config, _, _, (stage,) = pretraining.stages(config)
+        results.append(run_steps(config, stage, jax.devices()[:1], 5))
+    (params, seen), (params_4, seen_4) = results
+    for a, b in zip(seen, seen_4, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, params_4)
+
+
+def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
+    folder = tmp_path / "run"
+    done = pretrain(
+        folder,
+        [rows()],
+        "steps=300",
+        "evaluate_every_steps=100",
+        "checkpoint.every_steps=100",
+        "optim.learning_rate=5e-3",
+        "checkpoint.keep_last=1",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = workdir.read_lines(folder / "metrics.jsonl")
+    train = [line for line in lines if line["split"] == "train"]
+    heldout = [line for line in lines if line["split"] == "heldout"]
+    assert [line["step"] for line in train] == list(range(5, 301, 5))
+    assert [line["step"] for line in heldout] == [100, 200, 300]
+    assert heldout[-1]["masked_lm_loss"] < 0.6 * train[0]["masked_lm_loss"]
+    assert heldout[-1]["masked_lm_perplexity"] == pytest.approx(
+        np.exp(heldout[-1]["masked_lm_loss"])
+    )
+    assert 0.5 < train[0]["real_fraction"] <= 1
+    assert train[0]["learning_rate"] == pytest.approx(5e-3 * 4 / 5)
+    start = workdir.read_lines(folder / "starts.jsonl")[0]
+    assert {"command", "commit", "versions", "devices", "step"} <= set(start)
+    assert workdir.read_config(folder).model.vocab_size == 150
+    assert list((folder / "tensorboard").iterdir())
+    best = min(heldout, key=lambda line: line["masked_lm_loss"])["step"]
+    kept = {int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {best, 300}
+
+    assert (
+        cli.main(["fill-mask", "--workdir", str(folder), "--json", "The king [MASK] the [MASK]."])
+        == 0
+    )
+    answer = json.loads(capsys.readouterr().out)
+    assert [len(mask) for mask in answer["masks"]] == [5, 5]
+    # The grammar has few words for either place.
+    assert answer["masks"][0][0]["probability"] > 0.05
+    assert cli.main(["evaluate", "--workdir", str(folder), "--checkpoint", "latest", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["masked_lm_loss"] == pytest.approx(heldout[-1]["masked_lm_loss"], rel=1e-5)
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "curve.png")]) == 0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    finished = pretrain(
+        folder,
+        [rows()],
+        "steps=300",
+        "evaluate_every_steps=100",
+        "checkpoint.every_steps=100",
+        "optim.learning_rate=5e-3",
+        "checkpoint.keep_last=1",
+    )
+    assert finished.returncode == 0
+    assert len(workdir.read_lines(folder / "metrics.jsonl")) == len(lines)
+
+
+def refused(capsys, *argv):
+    status = cli.main([str(a) for a in argv])
+    said = capsys.readouterr().err.strip()
+    assert status == cli.EXIT_USER_ERROR, said
+    assert "\n" not in said, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["optim.lerning_rate=1"], "did you mean config.optim.learning_rate"),
+        (["model.heads=5"], "config.model.heads is 5"),
+        (["batch_size=ten"], "batch_size=ten"),
+        (["model.vocab_size=77"], "a vocabulary of 150, config.model.vocab_size is 77"),
+        (["model.positions=16", "phases[0].tokens=0"], "T=32, config.model.positions is 16"),
+        (["phases[0].tokens=64"], "T=32, config.phases[0].tokens is 64"),
+        (["mesh.data=3"], "does not fit 8 devices"),
+        (["mesh.data=8", "batch_size=12"], "not divisible by 8"),
+    ],
+)
+def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, changes, expected):
+    chosen = arguments(*changes)
+    said = refused(capsys, "pretrain", *chosen, "--rows", rows(), "--workdir", tmp_path / "w")
+    assert expected in said
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_missing_accelerator_is_one_line(tmp_path, rows):
+    done = pretrain(tmp_path / "w", [rows()], "platform=gpu")
+    assert done.returncode == cli.EXIT_USER_ERROR
+    assert "config.platform is 'gpu' and JAX finds no such device" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "w").exists()
+
+
+def test_damaged_shards_are_refused_by_name(tmp_path, rows, capsys):
+    import shutil
+
+    for damage, expected in (
+        (lambda data: data[:-100], "cut short or altered"),
+        (lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:], "fails its checksum"),
+    ):
+        folder = tmp_path / expected.split()[0]
+        shutil.copytree(rows(), folder)
+        shard = sorted(folder.glob("train-*"))[0]
+        shard.write_bytes(damage(shard.read_bytes()))
+        run = ("pretrain", *arguments(), "--rows", folder, "--workdir", tmp_path / "w")
+        said = refused(capsys, *run)
+        assert expected in said
+        assert shard.name in said
+    assert not (tmp_path / "w").exists()
+
+
+def test_rows_of_two_vocabularies_are_refused(tmp_path, rows, corpus, capsys):
+    from bert_jax.data import prepare, wordpiece
+
+    wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
+    other = tmp_path / "rows"
+    prepare.prepare([str(corpus)], str(tmp_path / "v"), str(other), tokens=64, workers=1)
+    capsys.readouterr()
+    said = refused(
+        capsys,
+        "pretrain",
+        *arguments(phases=",32,64"),
+        "--rows",
+        rows(),
+        "--rows",
+        other,
+        "--workdir",
+        tmp_path / "w",
+    )
+    assert "vocabulary" in said
+
+
+def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
+    folder = tmp_path / "run"
+    assert pretrain(folder, [rows()], "steps=10").returncode == 0
+    run = ("pretrain", "--rows", rows(), "--workdir", folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+    said = refused(capsys, *run, *arguments("steps=20", "seed=1"))
+    assert "steps: 10 there, 20 here" in said
+    assert "seed: 0 there, 1 here" in said
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    forced = pretrain(folder, [rows()], "steps=20", options=["--resume=force"])
+    assert forced.returncode == 0, forced.stderr
+    assert workdir.read_lines(folder / "metrics.jsonl")[-1]["step"] == 20
+
+
+def test_two_processes_on_one_workdir(tmp_path, rows):
+    from bert_jax import files
+
+    folder = tmp_path / "run"
+    with files.only_process(folder):
+        done = pretrain(folder, [rows()], "steps=10")
+    assert done.returncode == cli.EXIT_USER_ERROR
+    assert f"in use by another process (pid {os.getpid()}" in done.stderr.splitlines()[-1]
+
+
+def test_no_such_run(tmp_path, capsys):
+    for verb in ("evaluate", "fill-mask"):
+        assert "holds no run" in refused(capsys, verb, "--workdir", tmp_path)
+    assert "holds no metrics.jsonl" in refused(capsys, "report", tmp_path)
+
+
+def test_config_round_trips_through_a_workdir(tmp_path):
+    config = Config(phases=(Phase(fraction=0.5), Phase(fraction=0.5)))
+    workdir.claim(tmp_path, config, ["a", "b"], force=False)
+    assert workdir.read_config(tmp_path) == config

@@ -1,0 +1,320 @@
+"""WordPiece vocabularies and tokenizing, against Google's algorithm and Hugging Face's tokenizer."""
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.data import wordpiece
+from bert_jax.errors import UserError
+
+# Ids of words in Google's uncased vocabulary.
+GOOGLE_IDS = {
+    **{"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103},
+    **{"!": 999, "world": 2088, "great": 2307, "movie": 3185, "hello": 7592},
+    **{"##s": 2015, "##ing": 2075, "un": 4895, "##aff": 10354, "##able": 3085, "is": 2003},
+    **{"[": 1031, "]": 1033, "mask": 7308, "sep": 19802, "cafe": 7668, "a": 1037, "##a": 2050},
+}
+
+TEXT = """The quick brown fox jumps over the lazy dog, and the dogs were jumping over foxes.
+Unaffordable cafés are cafés nobody can afford; affording them is for others.
+In 1905 she wrote four papers, and in 1921 she was awarded a prize for one of them."""
+
+
+def google_like() -> wordpiece.Vocabulary:
+    tokens = [f"[unused{i}]" for i in range(20_000)]
+    for token, i in GOOGLE_IDS.items():
+        tokens[i] = token
+    return wordpiece.Vocabulary(tuple(tokens), True)
+
+
+def awkward(lowercase: bool) -> wordpiece.Vocabulary:
+    """Single characters of many scripts, and some pieces."""
+    characters = "aàbcdeéfghi\u0131jklmnopqrstuvwxyzßñœ0123456789!?.,;:-_'\"()[]{}$%&@#^`~|<>=+*/\\中国日本한δщ€😀ा"
+    tokens = [*wordpiece.SPECIAL, *characters, *("##" + c for c in characters)]
+    tokens += ["the", "##ing", "un", "##able", "mask", "ab", "##ab", "a" * 100]
+    if not lowercase:
+        tokens += ["A", "É", "##B", "The", "Z"]
+    return wordpiece.Vocabulary(tuple(dict.fromkeys(tokens)), lowercase)
+
+
+def google_tokenize(vocabulary: wordpiece.Vocabulary, text: str) -> list[int]:
+    """Google's tokenization.py (BasicTokenizer, then WordpieceTokenizer), in short."""
+
+    def is_cjk(c):
+        ranges = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F)]
+        ranges += [(0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]
+        return any(low <= ord(c) <= high for low, high in ranges)
+
+    def is_punctuation(c):
+        ascii_symbol = 33 <= ord(c) <= 126 and not c.isalnum()
+        return ascii_symbol or unicodedata.category(c).startswith("P")
+
+    clean = ""
+    for c in text:
+        if c in "\t\n\r" or unicodedata.category(c) == "Zs":
+            clean += " "
+        elif c not in "\0\ufffd" and unicodedata.category(c)[0] != "C":
+            clean += f" {c} " if is_cjk(c) else c
+    ids = []
+    for token in clean.split():
+        if vocabulary.lowercase:
+            token = unicodedata.normalize("NFD", token.lower())
+            token = "".join(c for c in token if unicodedata.category(c) != "Mn")
+        for word in "".join(f" {c} " if is_punctuation(c) else c for c in token).split():
+            found, start = [], 0
+            while start < len(word) and len(word) <= 100:
+                for end in range(len(word), start, -1):
+                    piece = ("##" if start else "") + word[start:end]
+                    if piece in vocabulary.index:
+                        break
+                else:
+                    break
+                found.append(vocabulary.index[piece])
+                start = end
+            ids += found if start >= len(word) else [vocabulary.unk_id]
+    return ids
+
+
+AWKWARD = st.lists(
+    st.one_of(
+        st.sampled_from("aàbcde\u0301AÉBZ\u0130ß '!.[]-_\t\n\0\u00a0\u200b\u200d\ufffd\u3000\u0915\u093e中国日𠀀한😀ıœ€$^"),
+        st.sampled_from(["the", "The", "unable", "[MASK]", "[SEP]", "##ing", "a" * 99, "a" * 101]),
+        # Google's lower() knows a final sigma and today's Python knows more characters than
+        # the tokenizer; neither difference is of interest.
+        st.characters(categories=("L", "Nd", "Sm", "Zs", "Mn"), exclude_characters="Σ", max_codepoint=0x24FF),
+        st.characters(categories=("P", "S"), max_codepoint=0x17F),
+        st.sampled_from("\u2013\u2014\u2018\u2019\u201c\u201d\u2022\u2026\u2030。、「」"),
+    ),
+    max_size=20,
+).map("".join)  # fmt: skip
+
+
+def hugging_face(vocabulary: wordpiece.Vocabulary):
+    from transformers import BertTokenizerFast
+
+    return BertTokenizerFast(vocab=vocabulary.index, do_lower_case=vocabulary.lowercase)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {case: (awkward(case), hugging_face(awkward(case))) for case in (True, False)}
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@settings(max_examples=300, deadline=None)
+@given(text=AWKWARD)
+def test_tokenizes_as_google_does(lowercase, text):
+    vocabulary = awkward(lowercase)
+    ids = vocabulary.encode(text)
+    assert ids[1:-1] == google_tokenize(vocabulary, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=AWKWARD, other=AWKWARD, lowercase=st.booleans())
+def test_encodes_as_hugging_face_does(references, text, other, lowercase):
+    vocabulary, reference = references[lowercase]
+    for special in wordpiece.SPECIAL:  # which it takes out of any text
+        text, other = text.replace(special, ""), other.replace(special, "")
+    assert vocabulary.encode(text) == reference(text)["input_ids"]
+    if other:  # an empty second text is none to it
+        assert vocabulary.encode(text, other) == reference(text, other)["input_ids"]
+
+
+def test_google_ids():
+    vocabulary = google_like()
+    assert vocabulary.encode("Hello world") == [101, 7592, 2088, 102]
+    assert vocabulary.encode("Great movie!") == [101, 2307, 3185, 999, 102]
+    assert vocabulary.encode("unaffable", "Café") == [101, 4895, 10354, 3085, 102, 7668, 102]
+
+
+@pytest.mark.parametrize("case", ["uncased", "cased"])
+def test_google_vocabularies(case):
+    folder = os.environ.get("BERT_JAX_DATA", "")
+    path = pathlib.Path(folder, "vocab", f"bert-base-{case}-vocab.txt")
+    if not folder or not path.exists():
+        pytest.skip(f"BERT_JAX_DATA names no folder with vocab/{path.name}")
+    vocabulary = wordpiece.load(path)
+    official = {"uncased": "07eced375cec144d", "cased": "eeaa9875b23b04b4"}[case]
+    assert vocabulary.lowercase == (case == "uncased")
+    assert vocabulary.sha256.startswith(official)
+    reference = hugging_face(vocabulary)
+    for text in [
+        "Hello world", "Great movie!", "Ünïcödé ÀÉÎ naïve façade", "東京は日本の首都。", "don't—stop… “now”",
+        "x\0y\u200bz\ufffd\tw", "😀👩‍👩‍👧 emoji", "Ελλάδα ΣΟΦΟΣ", "a" * 101, "İstanbul", "हिन्दी", "1,234.5€", "",
+    ]:  # fmt: skip
+        assert vocabulary.encode(text) == reference(text)["input_ids"]
+
+
+def test_special_tokens_in_text_are_plain_text():
+    vocabulary = google_like()
+    assert vocabulary.encode("hello [MASK]") == [101, 7592, 1031, 7308, 1033, 102]
+    assert vocabulary.encode("[SEP]") == [101, 1031, 19802, 1033, 102]
+    assert vocabulary.encode("hello [MASK] ![MASK]", mask=True) == [101, 7592, 103, 999, 103, 102]
+    ids = vocabulary.tokenizer().encode("[CLS] [PAD] hello [unused7] [SEP][MASK]").ids
+    assert not {0, 101, 102, 103, 8} & set(ids)
+
+
+def test_decode():
+    vocabulary = google_like()
+    ids = np.array([101, 4895, 10354, 3085, 2003, 103, 999, 102, 0])
+    assert vocabulary.decode(ids) == "[CLS] unaffable is [MASK]! [SEP] [PAD]"
+
+
+def test_continuation():
+    vocabulary = google_like()
+    expected = {i for token, i in GOOGLE_IDS.items() if token.startswith("##")}
+    assert set(np.flatnonzero(vocabulary.continuation())) == expected
+    assert vocabulary.continuation().shape == (20_000,)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_save_and_load(tmp_path, lowercase):
+    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "É"), lowercase)
+    vocabulary.save(tmp_path / "new")
+    assert wordpiece.load(tmp_path / "new") == vocabulary
+    assert wordpiece.load(tmp_path / "new/vocab.txt") == vocabulary
+    assert wordpiece.load(tmp_path / "new", lowercase=not lowercase).lowercase != lowercase
+    import hashlib
+
+    content = (tmp_path / "new/vocab.txt").read_bytes()
+    assert content == "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nÉ\n".encode()
+    assert hashlib.sha256(content).hexdigest() == vocabulary.sha256
+    vocabulary.encode("a")
+    assert pickle.loads(pickle.dumps(vocabulary)) == vocabulary
+
+
+def test_case_is_detected(tmp_path):
+    path = tmp_path / "v.txt"
+    path.write_text("\n".join([*wordpiece.SPECIAL, "[unusedA]", "hello"]))
+    assert wordpiece.load(path).lowercase
+    path.write_text("\r\n".join([*wordpiece.SPECIAL, "Hello", "hello"]))
+    assert not wordpiece.load(path).lowercase
+    assert wordpiece.load(path).tokens[-1] == "hello"
+
+
+SPECIAL_LINES = "\n".join(wordpiece.SPECIAL).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (SPECIAL_LINES.replace(b"[SEP]", b"sep"), r"has no \[SEP\]"),
+        (SPECIAL_LINES + b"\na\nb\na\n", r":8: 'a' is there already \(line 6\)"),
+        (SPECIAL_LINES + b"\n\nb\n", ":6: an empty line"),
+        (SPECIAL_LINES + b"\n\xe9\n", "not UTF-8 at byte 31"),
+        (None, "no vocabulary at .*vocab.txt; make one"),
+    ],
+)
+def test_bad_vocabularies_are_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "vocab.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        wordpiece.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_case_file_is_refused(tmp_path):
+    (tmp_path / "vocab.txt").write_bytes(SPECIAL_LINES)
+    (tmp_path / "vocab.json").write_text('{"lowercase": "yes"}')
+    with pytest.raises(UserError, match=r"vocab\.json does not say"):
+        wordpiece.load(tmp_path)
+
+
+def test_reserved_tokens_as_in_google_files():
+    head = wordpiece.reserved(30_522)
+    assert [head.index(t) for t in wordpiece.SPECIAL] == [0, 100, 101, 102, 103]
+    assert (head[1], head[99], head[104], head[-1]) == (
+        "[unused0]", "[unused98]", "[unused99]", "[unused993]")  # fmt: skip
+    assert len(head) == 999  # Google's first word piece is 999
+    assert wordpiece.reserved(8192).index("[MASK]") == 103
+    assert tuple(wordpiece.reserved(500)) == wordpiece.SPECIAL
+
+
+def train(tmp_path, text=TEXT, **options) -> wordpiece.Vocabulary:
+    source = tmp_path / "text.txt"
+    source.write_text(text)
+    return wordpiece.train([f"google:{source}"], tmp_path / "out", **{"size": 200, **options})
+
+
+def test_training(tmp_path, capsys):
+    vocabulary = train(tmp_path, TEXT * 5, size=130)
+    assert len(vocabulary) == 130
+    assert wordpiece.load(tmp_path / "out") == vocabulary
+    assert vocabulary.tokens[:5] == wordpiece.SPECIAL
+    assert len(set(vocabulary.tokens)) == 130
+    assert "the" in vocabulary.index
+    assert "##ing" in vocabulary.index or "##in" in vocabulary.index
+    assert vocabulary.unk_id not in vocabulary.encode(TEXT)
+    assert vocabulary.encode("cafés") == vocabulary.encode("CAFES")
+    for token in vocabulary.tokens[5:]:  # every piece is of use: it can be reached
+        if not token.startswith("##"):
+            assert vocabulary.encode(token)[1:-1] == [vocabulary.index[token]]
+    assert "holds only" not in capsys.readouterr().err
+
+
+def test_training_cased(tmp_path):
+    vocabulary = train(tmp_path, lowercase=False, size=150, min_frequency=1)
+    assert not wordpiece.load(tmp_path / "out").lowercase
+    assert vocabulary.encode("the") != vocabulary.encode("THE")
+    assert any("é" in token for token in vocabulary.tokens)
+
+
+def test_training_says_when_the_text_is_too_small(tmp_path, capsys):
+    vocabulary = train(tmp_path, size=5000)
+    assert len(vocabulary) < 400
+    warning = capsys.readouterr().err
+    assert f"warning: the text holds only {len(vocabulary)} pieces, not 5,000" in warning
+
+
+def test_training_is_deterministic(tmp_path):
+    """In processes of other hash seeds and thread counts; many ties among rare words."""
+    words = np.random.default_rng(0).integers(97, 123, (3000, 6)).astype(np.uint8)
+    (tmp_path / "text.txt").write_text(
+        "\n".join(bytes(w).decode() for w in words) * 2 + "\n" + TEXT
+    )
+    program = "import sys; from bert_jax.data import wordpiece; print(wordpiece.train(sys.argv[1:2], sys.argv[2], size=900).sha256)"
+    digests = set()
+    for threads in "1", "2", "3":
+        environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        arguments = [sys.executable, "-c", program, f"google:{tmp_path}/text.txt", f"{tmp_path}/o"]
+        done = subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, check=True
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
+
+
+def test_weights_and_samples_count(tmp_path):
+    (tmp_path / "a.txt").write_text("zebra zebra\n")
+    (tmp_path / "b.txt").write_text("panda panda\n\nkoala koala koala koala\n" * 3)
+    sources = [f"google:{tmp_path}/a.txt@10", f"google:{tmp_path}/b.txt"]
+    vocabulary = wordpiece.train(
+        sources, tmp_path / "out", size=120, min_frequency=7, sample_bytes=5
+    )
+    assert "zebra" in vocabulary.index  # 20 times
+    assert "panda" not in vocabulary.index  # of b.txt, only the first document is read
+    assert "koala" not in vocabulary.index
+
+
+def test_training_refuses_what_cannot_work(tmp_path):
+    with pytest.raises(UserError, match="leaves 45 for word pieces"):
+        train(tmp_path, size=50)
+    with pytest.raises(UserError, match="holds no text"):
+        train(tmp_path, text="\n")
+
+
+def test_rare_words_are_dropped_to_bound_memory():
+    import collections
+
+    counts = collections.Counter({**{f"w{i}": 1 for i in range(50)}, "x": 2, "y": 3, "z": 9})
+    assert dict(wordpiece._frequent(counts, 2)) == {"y": 3, "z": 9}
+    assert dict(wordpiece._frequent(counts, 3)) == {"x": 2, "y": 3, "z": 9}
