@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: quickstart test lint clean
 
 quickstart: $(VENV)/run.done
-	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
+	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest -n 2

@@ -40,7 +40,8 @@ class Checkpoints:
         best_by: str = "",
         read_only: bool = False,
     ):
-        logging.set_verbosity(logging.ERROR)  # Orbax narrates every save
+        # Orbax narrates every save, and a failed one at length before it raises what we report.
+        logging.set_verbosity(logging.FATAL)
         self.folder = pathlib.Path(folder).absolute()
         keep: list[Any] = [managers.LatestN(config.keep_last)]
         if config.keep_best:

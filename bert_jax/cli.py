@@ -2,13 +2,33 @@
 
 import argparse
 import json
+import os
 import sys
+import threading
 
 from bert_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
 # BSD's EX_TEMPFAIL: stopped by a signal with everything saved; run the same command again.
 EXIT_INTERRUPTED = 75
+
+
+def console() -> None:
+    """The `bert-jax` command: `main`, then out, without what libraries say on their way."""
+    shown = threading.excepthook
+
+    def quiet(failure) -> None:
+        # A disk that is full fails library threads too; `main` says it in one line.
+        if not issubclass(failure.exc_type, OSError):
+            shown(failure)
+
+    threading.excepthook = quiet
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status == EXIT_USER_ERROR:
+        os._exit(status)  # exit handlers would try to write once more and print tracebacks
+    sys.exit(status)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -197,13 +217,14 @@ def _which_argument(sub: argparse.ArgumentParser) -> None:
 def _vocab(options) -> None:
     from bert_jax.data import wordpiece
 
-    wordpiece.train(
+    vocabulary = wordpiece.train(
         options.sources,
         options.out,
         size=options.size,
         lowercase=not options.cased,
         min_frequency=options.min_frequency,
     )
+    print(f"{options.out}: a vocabulary of {len(vocabulary):,} word pieces")
 
 
 def _prepare(options) -> None:

@@ -2,12 +2,13 @@
 
 import collections
 import pathlib
+import sys
 import time
 from typing import Any
 
 import jax
 
-from bert_jax import device, optim, workdir
+from bert_jax import device, files, optim, workdir
 from bert_jax.config import Config
 from bert_jax.evaluate import means
 from bert_jax.progress import Progress
@@ -40,26 +41,25 @@ class Log:
         self._devices = mesh.size
         self._schedule = optim.schedule(config.optim, config.steps)
         self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
-        self._clock: tuple[int, float] | None = None
+        self._clock = (step, time.monotonic())
         self._writes = jax.process_index() == 0
         if self._writes:
-            from tensorboardX import SummaryWriter
-
             self._metrics = workdir.Lines(folder / "metrics.jsonl", step)
             self._speed = workdir.Lines(folder / "speed.jsonl", step)
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            self._board = _board(folder / "tensorboard", step)
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *error) -> None:
         if self._writes:
-            self._board.close()
+            with files.one_line_errors("cannot write TensorBoard events"):
+                self._board.close()
 
-    def begin(self, stage: Stage) -> None:
-        """From here on the steps are of this stage."""
+    def begin(self, stage: Stage, step: int) -> None:
+        """From here on, `step`, the steps are of this stage."""
         self._read_all()
-        self._stage, self._clock = stage, None
+        self._stage, self._clock = stage, (step, time.monotonic())
 
     def training(self, step: int, sums: dict[str, Any]) -> None:
         """Hands over the sums of the window that ends with `step`."""
@@ -79,7 +79,7 @@ class Log:
         summary = self._stage.task.summarize(found)
         self._write(step, "heldout", summary)
         self._progress.say(f"step {step:,}: held-out {self._stage.task.describe(summary)}")
-        self._clock = None  # the time that evaluation took is no step's
+        self._clock = (step, time.monotonic())  # the time that evaluation took is no step's
         return summary
 
     def sync(self) -> None:
@@ -105,7 +105,7 @@ class Log:
     def _measure(self, step: int, summary: dict[str, float]) -> str:
         now = time.monotonic()
         before, self._clock = self._clock, (step, now)
-        if before is None or not self._writes:
+        if not self._writes:
             return ""
         seconds = now - before[1]
         rows = (step - before[0]) * self._stage.batch_size
@@ -135,3 +135,17 @@ class Log:
         self._metrics.append({"step": step, "split": split, **summary})
         for name, value in summary.items():
             self._board.add_scalar(f"{split}/{name}", value, step)
+
+
+def _board(folder: pathlib.Path, step: int) -> Any:
+    """A TensorBoard writer in which events after `step` of an earlier start count no more."""
+    # tensorboardX imports PyTorch where it is installed: seconds for nothing we use.
+    torch = sys.modules.get("torch")
+    sys.modules["torch"] = None
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        del sys.modules["torch"]
+        if torch is not None:
+            sys.modules["torch"] = torch
+    return SummaryWriter(str(folder), purge_step=step + 1)

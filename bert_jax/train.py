@@ -135,7 +135,7 @@ def train(
     stages: list[Stage],
     folder: str | pathlib.Path,
     force: bool = False,
-) -> dict[str, float]:
+) -> None:
     """Runs `config` in `folder` from wherever it stands there to the end.
 
     Args:
@@ -145,9 +145,6 @@ def train(
         stages: what to train on, in order.
         folder: the workdir.
         force: go on in a workdir that holds a run with another config.
-
-    Returns:
-        The last held-out means.
 
     Raises:
         UserError: something a person can mend; nothing is lost.
@@ -167,6 +164,9 @@ def train(
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, best_by)
         stack.callback(checkpoints.close)
         step = max(checkpoints.steps(), default=0)
+        if step >= config.steps:
+            print(f"{folder} is finished: it stands at step {step:,} of {config.steps:,}")
+            return
         if step:
             training = {"step": shapes.step, "optimizer": shapes.optimizer, "sums": shapes.sums}
             params, training = checkpoints.restore(step, shapes.params, training)
@@ -179,7 +179,6 @@ def train(
         interrupted = stack.enter_context(interrupts(progress))
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
-        heldout: dict[str, float] = {}
 
         first = 0
         for stage in stages:
@@ -187,7 +186,7 @@ def train(
                 progress.say(f"compiling the step for T={stage.tokens}, {stage.batch_size} rows")
                 train_step = compile_step(config, stage, mesh, shapes)
                 measure = evaluator(stage, mesh)
-                log.begin(stage)
+                log.begin(stage, step)
                 batches = stage.batches(
                     step - first, stage.end_step - first, jax.process_index(), jax.process_count()
                 )
@@ -206,7 +205,7 @@ def train(
                     evaluated = None
                     every = config.evaluate_every_steps
                     if at_end or (every and step % every == 0):
-                        evaluated = heldout = log.heldout(step, measure(state.params))
+                        evaluated = log.heldout(step, measure(state.params))
                     stop = interrupted()
                     if at_end or stop or step % config.checkpoint.every_steps == 0:
                         # The metrics up to here must survive whatever the checkpoint survives.
@@ -221,7 +220,6 @@ def train(
                         checkpoints.wait()
                         raise Interrupted(f"saved step {step:,} of {config.steps:,} in {folder}")
             first = stage.end_step
-        return heldout
 
 
 @contextlib.contextmanager

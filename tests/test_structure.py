@@ -109,6 +109,8 @@ def test_importing_everything_imports_no_other_framework():
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
+        "import pathlib, tempfile, bert_jax.log\n"
+        "bert_jax.log._board(pathlib.Path(tempfile.mkdtemp()), 0).close()\n"
         "bad = {'tensorflow', 'torch', 'clu', 'transformers', 'tensorflow_datasets'}\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )

@@ -52,7 +52,7 @@ def pretrain(folder, rows, *changes, options=(), phases=",32"):
 def command(folder, rows, *changes, options=(), phases=",32"):
     chosen = [part for path in rows for part in ("--rows", str(path))]
     return [
-        *(sys.executable, "-c", "import sys; from bert_jax.cli import main; sys.exit(main())"),
+        *(sys.executable, "-c", "from bert_jax.cli import console; console()"),
         *("pretrain", *arguments(*changes, phases=phases), *chosen),
         *("--workdir", str(folder), *options),
     ]
@@ -97,7 +97,7 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
     done = pretrain(whole, both, *changes, **options)
     assert done.returncode == 0, done.stderr
     rng, kills = random.Random(0), 0
-    for lines in (6, 14, 24, 36):
+    for lines in (8, 24):
         process = subprocess.Popen(
             command(broken, both, *changes, **options), stderr=subprocess.DEVNULL, env=ALONE
         )
@@ -112,9 +112,9 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
             time.sleep(0.005)
     last = pretrain(broken, both, *changes, **options)
     assert last.returncode == 0, last.stderr
-    assert kills >= 2
+    assert kills == 2
     starts = workdir.read_lines(broken / "starts.jsonl")
-    assert len(starts) >= 3
+    assert len(starts) == 3
     assert starts[-1]["step"] > 0
     assert_same_run(broken, whole)
 
@@ -357,6 +357,37 @@ def test_two_processes_on_one_workdir(tmp_path, rows):
         done = pretrain(folder, [rows()], "steps=10")
     assert done.returncode == cli.EXIT_USER_ERROR
     assert f"in use by another process (pid {os.getpid()}" in done.stderr.splitlines()[-1]
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, rows):
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    folder = mounted / "run"
+    run = command(
+        folder, [rows()], "steps=400", "checkpoint.every_steps=20", "checkpoint.keep_last=9"
+    )
+    # A file system of 3 MB in a namespace of its own, gone with the processes.
+    script = (
+        f"mount -t tmpfs -o size=3m tmpfs {mounted} || exit 99; "
+        f'"$@"; status=$?; ls {folder}/checkpoints; exit $status'
+    )
+    try:
+        done = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *run],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            env=ALONE,
+        )
+    except FileNotFoundError:
+        pytest.skip("needs the command unshare to make a small file system")
+    if done.returncode in (1, 99):
+        pytest.skip(f"no small file system can be made here: {done.stderr.strip()[-200:]}")
+    assert done.returncode == cli.EXIT_USER_ERROR, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the disk is full" in done.stderr.splitlines()[-1]
+    assert "20" in done.stdout.split()
 
 
 def test_no_such_run(tmp_path, capsys):

@@ -1,0 +1,185 @@
+"""The quickstart: without a network, with a wrong file, and from text to masks."""
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import sqlite3
+import subprocess
+import sys
+import types
+import zipfile
+
+import pytest
+
+from bert_jax.errors import UserError
+
+VERBS = ["vocab", "prepare", "pretrain", "evaluate", "fill-mask", "report"]
+SCRIPT = pathlib.Path(__file__).parent.parent / "launch" / "quickstart.py"
+
+
+@pytest.fixture
+def quickstart() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _zip(**members: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name.replace("_", "."), content)
+    return file.getvalue()
+
+
+def _run(folder: pathlib.Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    # One device: the tests' eight virtual ones share two cores.
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
+    command = [sys.executable, str(SCRIPT), "--folder", "out", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_offline_is_one_line_that_says_how_to_go_on(tmp_path):
+    # An index that is an empty folder is what no network looks like to pip, without its waiting.
+    (tmp_path / "empty").mkdir()
+    done = _run(
+        tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_NO_INDEX="1", PIP_RETRIES="0"
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("quickstart: cannot download gensim==4.4.0 (")
+    assert "make quickstart CORPUS=PATH" in line
+    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert left == []
+
+
+def test_another_file_is_refused_and_removed(tmp_path, quickstart, monkeypatch):
+    def pip(command, **_):
+        assert command[-1] == "gensim==4.4.0"
+        folder = pathlib.Path(command[command.index("--dest") + 1])
+        (folder / "gensim-4.4.0-py3-none-any.whl").write_bytes(b"something else")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(quickstart.subprocess, "run", pip)
+    with pytest.raises(UserError, match="not the expected file") as error:
+        quickstart.download(quickstart.PACKAGES[0], tmp_path)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="not the expected file"):
+        quickstart.fetch(tmp_path / "text")
+    assert list((tmp_path / "text").iterdir()) == []
+
+
+def test_text_is_taken_once(tmp_path, quickstart, monkeypatch, capsys):
+    wheel = _zip(notes_txt=b"some text")
+    package = quickstart.Package(
+        "notes", "1", hashlib.sha256(wheel).hexdigest(), 0.1, "notes.txt", "n.txt", bytes, "notes"
+    )
+    calls = []
+
+    def pip(command, **_):
+        calls.append(command)
+        folder = pathlib.Path(command[command.index("--dest") + 1])
+        (folder / "notes-1-py3-none-any.whl").write_bytes(wheel)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(quickstart, "PACKAGES", (package,))
+    monkeypatch.setattr(quickstart.subprocess, "run", pip)
+    for _ in range(2):
+        quickstart.fetch(tmp_path / "text")
+    assert (tmp_path / "text" / "n.txt").read_bytes() == b"some text"
+    assert len(calls) == 1
+    assert "there already" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_the_bible_becomes_verses_and_chapters(tmp_path, quickstart):
+    path = tmp_path / "bible.db"
+    with sqlite3.connect(path) as connection:
+        columns = "TestamentID, BookID, ChapterID, VerseID, Passage1, Passage2"
+        connection.execute(f"CREATE TABLE Bible ({columns})")
+        rows = [
+            (2, 1, 1, 1, "1:1 The fourth.", ""),  # books are numbered anew in each testament
+            (1, 1, 2, 1, "2:1 The third.", ""),
+            (1, 1, 1, 1, "1:1 The first, 1:2 the second.", "Its end."),
+        ]
+        connection.executemany("INSERT INTO Bible VALUES (?, ?, ?, ?, ?, ?)", rows)
+    connection.close()
+    text = quickstart.bible(path.read_bytes()).decode()
+    assert text == "The first,\nthe second. Its end.\n\nThe third.\n\nThe fourth.\n"
+
+
+def test_speeches_become_json_lines(quickstart):
+    archive = _zip(en_csv=b'"speaker","text"\r\n"A","One ""two"",\nthree"\r\n"B","Four"\r\n')
+    lines = quickstart.speeches(archive).decode().splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": 'One "two",\nthree'}, {"text": "Four"}]
+
+
+def test_from_text_to_masks(tmp_path):
+    animals = "cat dog horse cow hen goat duck fox".split()
+    documents = [
+        "\n".join(
+            f"The {a} of farm {i} saw the {b} and went home." for a in animals for b in animals
+        )
+        for i in range(12)
+    ]
+    (tmp_path / "farm.txt").write_text("\n\n".join(documents) + "\n")
+    # Compiled with less care, as the steps are few.
+    flags = "--xla_backend_optimization_level=0"
+    done = _run(tmp_path, "--corpus", "farm.txt", "--steps", "2", XLA_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
+    for stage in range(1, 7):
+        assert f"\n{stage}/6 " in done.stdout
+    for verb in VERBS:
+        assert f"bert-jax {verb} " in done.stdout
+    assert done.stdout.count("[MASK]") >= 5
+    assert "out/loss.png" in done.stdout
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "out" / "text").exists()  # nothing was downloaded
+
+
+def test_again_it_makes_no_new_vocabulary_and_passes_a_failure_on(
+    tmp_path, quickstart, monkeypatch
+):
+    program = tmp_path / "bert-jax"
+    log = tmp_path / "log"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" != "$FAILING" ] || exit 75\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(quickstart, "PROGRAM", program)
+    arguments = ["farm.txt"], tmp_path / "out", 3
+
+    quickstart.quickstart(*arguments)
+    first = log.read_text().splitlines()
+    assert [line.split()[0] for line in first] == VERBS
+    (tmp_path / "out" / "rows").mkdir()
+    (tmp_path / "out" / "rows" / "manifest.json").write_text("{}")
+    log.unlink()
+    quickstart.quickstart(*arguments)
+    assert log.read_text().splitlines() == first[1:]
+
+    monkeypatch.setenv("FAILING", "pretrain")
+    log.unlink()
+    with pytest.raises(SystemExit) as stopped:
+        quickstart.quickstart(*arguments)
+    assert stopped.value.code == 75  # saved and stopped: the same command goes on
+    assert log.read_text().splitlines() == first[1:3]
+
+
+def test_a_folder_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    done = _run(tmp_path, "--corpus", "farm.txt")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"quickstart: cannot write to {tmp_path / 'out'}: ")
+
+
+def test_a_corpus_without_text_is_one_line(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    done = _run(tmp_path, "--corpus", "empty.txt")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("bert-jax vocab: ")
