@@ -15,20 +15,29 @@ EXIT_INTERRUPTED = 75
 
 def console() -> None:
     """The `bert-jax` command: `main`, then out, without what libraries say on their way."""
-    shown = threading.excepthook
-
-    def quiet(failure) -> None:
-        # A disk that is full fails library threads too; `main` says it in one line.
-        if not issubclass(failure.exc_type, OSError):
-            shown(failure)
-
-    threading.excepthook = quiet
+    _quieten()
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
     if status == EXIT_USER_ERROR:
         os._exit(status)  # exit handlers would try to write once more and print tracebacks
     sys.exit(status)
+
+
+def _quieten() -> None:
+    """Keeps libraries' threads from printing tracebacks about a full disk that `main` reports."""
+    thread_hook, hook = threading.excepthook, sys.excepthook
+
+    def in_thread(failure) -> None:
+        if not issubclass(failure.exc_type, OSError):
+            thread_hook(failure)
+
+    def anywhere(kind, error, trace) -> None:
+        # TensorStore's callbacks, when they come after the save that waited for them has failed.
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            hook(kind, error, trace)
+
+    threading.excepthook, sys.excepthook = in_thread, anywhere
 
 
 def main(arguments: list[str] | None = None) -> int:

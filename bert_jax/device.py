@@ -36,7 +36,7 @@ def start(platform: str) -> None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     try:
         jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that some backend was found
         if not platform:
             raise
         extra = {"gpu": "cuda", "tpu": "tpu"}.get(platform)

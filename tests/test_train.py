@@ -234,6 +234,7 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     best = min(heldout, key=lambda line: line["masked_lm_loss"])["step"]
     kept = {int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()}
     assert kept == {best, 300}
+    capsys.readouterr()
 
     assert (
         cli.main(["fill-mask", "--workdir", str(folder), "--json", "The king [MASK] the [MASK]."])

@@ -13,7 +13,6 @@ from anywhere in the corpus are read from disk as they are drawn.
 """
 
 import array
-import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -41,10 +40,10 @@ import numpy as np
 
 from bert_jax import files
 from bert_jax.data import corpus, wordpiece
+from bert_jax.data.instances import Instances
 from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
-    Example,
     Manifest,
     RowFormat,
     Shard,
@@ -55,7 +54,6 @@ from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
 PAIRS = ("nsp", "none")
-IS_NEXT, IS_RANDOM = 0, 1
 UNKNOWN_FRACTION = 0.2  # beyond this share of [UNK] the vocabulary does not fit the text
 
 # One of these at a time is what a worker holds: 1 MB of text, 8,192 sequences.
@@ -67,7 +65,6 @@ _SHARDS, _LEAST_SHARD_TOKENS, _MOST_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 _REMEMBERED_WORDS, _REMEMBERED_CHARACTERS = 1 << 17, 32
 # Grain reads records one by one, and random token ids hardly compress.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
-_TRIES = 100  # to draw a document other than this one
 
 # A document among the tokenized ones: hash of its text, the chunk it is in, the byte there at
 # which the bounds of its sentences stand, how many sentences and tokens.
@@ -495,117 +492,6 @@ class _Documents:
         size = self._type.itemsize
         data = os.pread(self._chunk(entry[2]).fileno(), size * (end - start), size * start)
         return np.frombuffer(data, self._type)
-
-
-class Instances:
-    """Sequences from documents, as BERT makes them.
-
-    Args:
-        documents: `entry`, `sentences`, `tokens` and a length, as `_Documents`.
-        vocabulary: for the special ids.
-        tokens: T, the longest sequence.
-        pairs: "nsp" or "none".
-        short_fraction: of documents with shorter sequences.
-    """
-
-    def __init__(
-        self, documents: Any, vocabulary: Any, tokens: int, pairs: str, short_fraction: float
-    ):
-        self._documents = documents
-        self._cls, self._sep = vocabulary.cls_id, vocabulary.sep_id
-        self._pairs, self._short_fraction = pairs == "nsp", short_fraction
-        self._room = tokens - (3 if self._pairs else 2)
-
-    def of(self, number: int, rng: random.Random) -> Iterator[Example]:
-        """The sequences of one document (create_instances_from_document in Google's code)."""
-        entry = self._documents.entry(number)
-        bounds = self._documents.sentences(entry, 0, entry[3])
-        begin = bounds[0]
-        tokens = self._documents.tokens(entry, begin, bounds[-1])
-        bounds = [bound - begin for bound in bounds]
-        # Most sequences fill the room; some documents get shorter ones, because fine-tuning will.
-        target = self._room
-        if rng.random() < self._short_fraction:
-            target = rng.randint(2, self._room)
-        last = len(bounds) - 1
-        start = 0
-        while start < last:
-            # As many sentences as it takes to reach the target.
-            end = min(bisect.bisect_left(bounds, bounds[start] + target, start + 1), last)
-            if not self._pairs:
-                yield self._single(tokens[bounds[start] : bounds[end]], rng)
-                start = end
-                continue
-            middle = start + 1 + _draw(rng, end - start - 1)
-            a = tokens[bounds[start] : bounds[middle]]
-            if end - start == 1 or rng.random() < 0.5:
-                b = self._elsewhere(number, entry[0], target - len(a), rng)
-                yield self._pair(a, b, IS_RANDOM, rng)
-                start = middle  # what would have been b is not wasted
-            else:
-                b = tokens[bounds[middle] : bounds[end]]
-                yield self._pair(a, b, IS_NEXT, rng)
-                start = end
-
-    def _elsewhere(self, number: int, own: int, target: int, rng: random.Random) -> np.ndarray:
-        """Sentences from a random place of a random other document, until they reach `target`."""
-        documents = self._documents
-        for _ in range(_TRIES):
-            other = _draw(rng, len(documents) - 1)
-            entry = documents.entry(other + (other >= number))
-            if entry[0] != own:  # else it is a copy
-                break
-        first = _draw(rng, entry[3])
-        # Every sentence has a token at least.
-        bounds = documents.sentences(entry, first, min(entry[3], first + max(target, 1)))
-        end = min(bisect.bisect_left(bounds, bounds[0] + target, 1), len(bounds) - 1)
-        return documents.tokens(entry, bounds[0], bounds[end])
-
-    def _single(self, a: np.ndarray, rng: random.Random) -> Example:
-        a = _trim(a, min(len(a), self._room), rng)
-        tokens = np.empty(len(a) + 2, a.dtype)
-        tokens[0] = self._cls
-        tokens[1:-1] = a
-        tokens[-1] = self._sep
-        return Example(tokens, len(tokens))
-
-    def _pair(self, a: np.ndarray, b: np.ndarray, label: int, rng: random.Random) -> Example:
-        kept = truncated_lengths(len(a), len(b), self._room)
-        a, b = _trim(a, kept[0], rng), _trim(b, kept[1], rng)
-        a_length = len(a) + 2
-        tokens = np.empty(a_length + len(b) + 1, a.dtype)
-        tokens[0] = self._cls
-        tokens[1 : a_length - 1] = a
-        tokens[a_length - 1] = tokens[-1] = self._sep
-        tokens[a_length:-1] = b
-        return Example(tokens, a_length, label)
-
-
-def _draw(rng: random.Random, choices: int) -> int:
-    """One of 0 .. choices - 1; `randrange` with its checks takes five times as long."""
-    return int(rng.random() * choices)
-
-
-def truncated_lengths(a: int, b: int, room: int) -> tuple[int, int]:
-    """What is left of two lengths when the longer one loses a token until both fit into `room`.
-
-    Of equal lengths the second loses one (truncate_seq_pair in create_pretraining_data.py).
-    """
-    excess = a + b - room
-    if excess <= 0:
-        return a, b
-    if a - excess >= b:
-        return a - excess, b
-    if b - excess >= a - 1:
-        return a, b - excess
-    return (room + 1) // 2, room // 2
-
-
-def _trim(tokens: np.ndarray, length: int, rng: random.Random) -> np.ndarray:
-    """Takes away tokens, each from the front or the back with equal chances."""
-    excess = len(tokens) - length
-    front = rng.getrandbits(excess).bit_count() if excess else 0
-    return tokens[front : front + length]
 
 
 # Workers.
