@@ -9,6 +9,7 @@ import collections
 import contextlib
 import pathlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -183,8 +184,13 @@ def train(
         first = 0
         for stage in stages:
             if step < stage.end_step:
-                progress.say(f"compiling the step for T={stage.tokens}, {stage.batch_size} rows")
+                begun = time.monotonic()
                 train_step = compile_step(config, stage, mesh, shapes)
+                seconds = time.monotonic() - begun
+                progress.say(
+                    f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
+                    f"in {seconds:.1f} s"
+                )
                 measure = evaluator(stage, mesh)
                 log.begin(stage, step)
                 batches = stage.batches(

@@ -1,0 +1,83 @@
+"""Where dropout's bits come from: rate, independence, the same on any number of devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bert_jax.dropout import GENERATORS, dropout, generator_key
+
+N = 1 << 18
+
+
+def key(generator, seed=0):
+    return generator_key(jax.random.key(seed), generator)
+
+
+def words(k, n=N):
+    return np.asarray(jax.random.bits(k, (n,), jnp.uint32))
+
+
+def correlation(a, b):
+    """Between two keep masks of rate 0.1; its standard deviation is 1 / sqrt(N)."""
+    return np.corrcoef(a < 2**32 // 10, b < 2**32 // 10)[0, 1]
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_rate_and_scale(generator):
+    x = dropout(jnp.ones((512, 512)), 0.1, key(generator))
+    kept = np.asarray(x) != 0
+    assert abs(kept.mean() - 0.9) < 5 * np.sqrt(0.09 / kept.size)
+    np.testing.assert_allclose(np.asarray(x)[kept], 1 / 0.9, rtol=1e-6)
+    # Rows and columns alike: no stripes.
+    for axis in (0, 1):
+        assert np.abs(kept.mean(axis) - 0.9).max() < 6 * np.sqrt(0.09 / 512)
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_every_bit_is_fair_and_neighbours_are_independent(generator):
+    found = words(key(generator))
+    bits = (found[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert np.abs(bits.mean(0) - 0.5).max() < 6 * 0.5 / np.sqrt(N)
+    for distance in (1, 2, 3, 64, 128, 768, 1024):
+        assert abs(correlation(found[distance:], found[:-distance])) < 6 / np.sqrt(N)
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_steps_and_layers_are_independent(generator):
+    base = jax.random.key(0)
+    streams = [words(generator_key(jax.random.fold_in(base, i), generator)) for i in range(8)]
+    streams += [words(jax.random.fold_in(key(generator), 100 + i)) for i in range(8)]
+    streams += [words(k) for k in jax.random.split(key(generator, 1), 4)]
+    for i, a in enumerate(streams):
+        for b in streams[:i]:
+            assert abs(correlation(a, b)) < 6 / np.sqrt(N)
+            # Not the same stream begun at another place either.
+            assert len(np.intersect1d(a[:4096], b[:4096])) < 8
+
+
+def test_hash_keys_avalanche():
+    base = np.array([0, 12345], np.uint32)
+    wrap = lambda data: jax.random.wrap_key_data(jnp.asarray(data), impl=GENERATORS["hash"])  # noqa: E731
+    found = words(wrap(base), 4096)
+    for half in range(2):
+        for bit in range(32):
+            other = base.copy()
+            other[half] ^= np.uint32(1 << bit)
+            flipped = np.bitwise_count(found ^ words(wrap(other), 4096)).mean()
+            assert abs(flipped - 16) < 0.5, (half, bit, flipped)
+
+
+def test_hash_is_the_same_on_any_number_of_devices():
+    k = key("hash")
+
+    def masked(devices):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        x = jax.device_put(jnp.ones((16, 8, 64)), NamedSharding(mesh, PartitionSpec("data")))
+        return np.asarray(jax.jit(lambda x: dropout(x, 0.3, k))(x))
+
+    one = masked(1)
+    assert 0 < (one == 0).sum() < one.size
+    for devices in (2, 8):
+        np.testing.assert_array_equal(masked(devices), one)
