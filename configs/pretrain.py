@@ -33,7 +33,7 @@ def get_config(argument: str = "base") -> Config:
             masking=MaskingConfig(rate=0.4),
             optim=OptimConfig(optimizer="adamw", learning_rate=1e-3, warmup_steps=200),
             phases=(Phase(tokens=int(lengths[0]) if lengths else 64),),
-            steps=2_000,
+            steps=1_000,
             batch_size=16,
             evaluate_every_steps=250,
             evaluate_rows=256,

@@ -30,7 +30,7 @@ CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "pretrain
 PROGRAM = pathlib.Path(sys.executable).with_name("bert-jax")
 STAGES = 6
 
-STEPS = 2_000
+STEPS = 1_000
 MASKED = (
     "In the beginning God created the heaven and the [MASK].",
     "And the LORD spake unto [MASK], saying,",
