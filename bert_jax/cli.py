@@ -26,18 +26,19 @@ def console() -> None:
 
 def _quieten() -> None:
     """Keeps libraries' threads from printing tracebacks about a full disk that `main` reports."""
-    thread_hook, hook = threading.excepthook, sys.excepthook
+    in_thread, anywhere, unraisable = threading.excepthook, sys.excepthook, sys.unraisablehook
 
-    def in_thread(failure) -> None:
-        if not issubclass(failure.exc_type, OSError):
-            thread_hook(failure)
+    def late(kind, error) -> bool:
+        """TensorStore's callbacks, when they come after the save that waited for them has failed."""
+        return kind is RuntimeError and str(error) == "Event loop is closed"
 
-    def anywhere(kind, error, trace) -> None:
-        # TensorStore's callbacks, when they come after the save that waited for them has failed.
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            hook(kind, error, trace)
+    def quieter(hook, unimportant):
+        return lambda failure: None if unimportant(failure) else hook(failure)
 
-    threading.excepthook, sys.excepthook = in_thread, anywhere
+    threading.excepthook = quieter(in_thread, lambda f: issubclass(f.exc_type, OSError))
+    # C++ reports them to one of these two, by TensorStore's version.
+    sys.unraisablehook = quieter(unraisable, lambda f: late(f.exc_type, f.exc_value))
+    sys.excepthook = lambda *failure: None if late(*failure[:2]) else anywhere(*failure)
 
 
 def main(arguments: list[str] | None = None) -> int:
