@@ -1,0 +1,740 @@
+"""Checkpoint files of TensorFlow and PyTorch: read bit for bit, or refused in one line."""
+
+import collections
+import contextlib
+import importlib.util
+import io
+import itertools
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import zipfile
+
+import google_crc32c
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.convert import pytorch, tensorflow1
+from bert_jax.errors import UserError
+
+FIXTURE = pathlib.Path(__file__).parent / "data" / "tf1"
+LEGACY, ZIP = False, True
+
+
+def same(a, b) -> bool:
+    """Whether two dictionaries of arrays are equal, order, types, signs of zero and all."""
+    return list(a) == list(b) and all(
+        (a[name].dtype, a[name].shape, a[name].tobytes())
+        == (b[name].dtype, b[name].shape, b[name].tobytes())
+        for name in a
+    )
+
+
+@contextlib.contextmanager
+def refused(*words):
+    """The block raises a `UserError` of one line of a readable length with each of `words`."""
+    with pytest.raises(UserError) as caught:
+        yield
+    line = str(caught.value)
+    assert "\n" not in line
+    assert len(line) < 1000
+    for word in words:
+        assert word in line
+
+
+@contextlib.contextmanager
+def modest(bytes_limit=24 << 20, seconds=5):
+    """The block neither allocates nor takes much."""
+    start = time.monotonic()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < bytes_limit
+        assert time.monotonic() - start < seconds
+
+
+damages = st.one_of(
+    st.tuples(st.just("flip"), st.integers(0, 1 << 20), st.integers(0, 7)),
+    st.tuples(st.just("cut"), st.integers(0, 1 << 20), st.just(0)),
+    st.tuples(st.just("set"), st.integers(0, 1 << 20), st.integers(0, 255)),
+)
+
+
+def damaged(content: bytes, damage) -> bytes:
+    kind, at, value = damage
+    at %= len(content)
+    if kind == "cut":
+        return content[:at]
+    byte = content[at] ^ 1 << value if kind == "flip" else value
+    return content[:at] + bytes([byte]) + content[at + 1 :]
+
+
+# TensorFlow.
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The fixture's script, which knows the tensors it wrote."""
+    spec = importlib.util.spec_from_file_location("write", FIXTURE / "write.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the fixture to be damaged."""
+    return pathlib.Path(
+        shutil.copytree(FIXTURE, tmp_path / "tf1", ignore=shutil.ignore_patterns("*.py", "__*"))
+    )
+
+
+def _masked(data: bytes) -> int:
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _message(*fields) -> bytes:
+    """A protocol buffer of (number, value): bytes, integers, or ("fixed32", integer)."""
+    out = b""
+    for number, value in fields:
+        if isinstance(value, bytes):
+            out += _varint(number << 3 | 2) + _varint(len(value)) + value
+        elif isinstance(value, tuple):
+            out += _varint(number << 3 | 5) + struct.pack("<I", value[1])
+        else:
+            out += _varint(number << 3) + _varint(value)
+    return out
+
+
+HEADER = _message((1, 1), (3, _message((1, 1))))
+
+
+def _entry(data=b"\0" * 8, shape=(2,), dtype=1, shard=0, offset=0, size=None, crc=None, more=()):
+    dimensions = _message(*[(2, _message((1, n))) for n in shape])
+    size = len(data) if size is None else size
+    crc = _masked(data) if crc is None else crc
+    fields = (1, dtype), (2, dimensions), (3, shard), (4, offset), (5, size), (6, ("fixed32", crc))
+    return _message(*fields, *more)
+
+
+def _table(records: list[tuple[bytes, bytes]], a_block=2, restart=2, kind=0) -> bytes:
+    """A sealed table, whatever the records say."""
+    table = bytearray()
+
+    def block(items) -> bytes:
+        out, restarts, last = bytearray(), [], b""
+        for i, (key, value) in enumerate(items):
+            pairs = zip(key, last, strict=False)
+            shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            if i % restart == 0:
+                shared = 0
+                restarts.append(len(out))
+            out += _varint(shared) + _varint(len(key) - shared) + _varint(len(value))
+            out += key[shared:] + value
+            last = key
+        out += struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
+        handle = _varint(len(table)) + _varint(len(out))
+        out += bytes([kind])
+        table.extend(out + struct.pack("<I", _masked(bytes(out))))
+        return handle
+
+    index = [
+        (records[min(i + a_block, len(records)) - 1][0], block(records[i : i + a_block]))
+        for i in range(0, len(records), a_block)
+    ]
+    footer = (block([]) + block(index)).ljust(40, b"\0")
+    return bytes(table + footer + struct.pack("<Q", tensorflow1._MAGIC))
+
+
+def _write(folder, records, data=b"\0" * 8, **options):
+    (folder / "x.index").write_bytes(_table(sorted(records.items()), **options))
+    (folder / "x.data-00000-of-00001").write_bytes(data)
+
+
+def test_reads_what_tensorflow_wrote(script):
+    """The fixture was written by TensorFlow; what it wrote follows from a formula."""
+    for tensors, prefix in ((script.bert(), "bert_model.ckpt"), (script.other(), "other.ckpt")):
+        read = tensorflow1.read(FIXTURE, prefix, lambda name: name != "string")
+        assert same(read, {name: np.asarray(tensors[name]) for name in sorted(tensors)})
+
+
+def test_reads_inside_a_zip(tmp_path):
+    archive = tmp_path / "release.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
+        for file in FIXTURE.glob("*.ckpt.*"):
+            out.write(file, f"uncased/{file.name}")
+    with zipfile.ZipFile(archive) as opened:
+        inside = zipfile.Path(opened, "uncased/")
+        expected = tensorflow1.read(FIXTURE, "bert_model.ckpt")
+        assert same(tensorflow1.read(inside, "bert_model.ckpt"), expected)
+        with refused("release.zip", "uncased/no.index", "does not exist"):
+            tensorflow1.read(inside, "no")
+
+
+def test_what_is_not_wanted_is_not_read(checkpoint):
+    data = checkpoint / "bert_model.ckpt.data-00000-of-00001"
+    entry = tensorflow1.entries(checkpoint, "bert_model.ckpt")["bert/pooler/dense/bias/adam_m"]
+    content = bytearray(data.read_bytes())
+    content[entry.offset] ^= 1
+    data.write_bytes(content)
+    read = tensorflow1.read(checkpoint, "bert_model.ckpt", lambda name: "adam" not in name)
+    whole = tensorflow1.read(FIXTURE, "bert_model.ckpt")
+    assert same(read, {name: v for name, v in whole.items() if "adam" not in name})
+    with refused(data.name, "'bert/pooler/dense/bias/adam_m'", "checksum"):
+        tensorflow1.read(checkpoint, "bert_model.ckpt")
+
+
+def test_strings_are_listed_and_refused_when_asked_for():
+    assert tensorflow1.entries(FIXTURE, "other.ckpt")["string"].dtype is None
+    with refused("other.ckpt.index", "'string'", "float32"):
+        tensorflow1.read(FIXTURE, "other.ckpt")
+
+
+def test_the_index_of_a_google_release():
+    folder = pathlib.Path(os.environ.get("BERT_JAX_DATA", "")) / "tf1"
+    prefix = "uncased_L-4_H-256_A-4.bert_model.ckpt"
+    if not (folder / f"{prefix}.index").is_file():
+        pytest.skip(f"no tf1/{prefix}.index in the folder that BERT_JAX_DATA names")
+    entries = tensorflow1.entries(folder, prefix)
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    assert len(shapes) == 5 + 4 * 16 + 2 + 5 + 2
+    assert shapes["bert/embeddings/word_embeddings"] == (30522, 256)
+    assert shapes["bert/encoder/layer_3/intermediate/dense/kernel"] == (256, 1024)
+    assert shapes["cls/seq_relationship/output_weights"] == (2, 256)
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.offset):
+        assert (entry.offset, entry.dtype) == (end, np.float32)
+        assert np.prod(entry.shape) * 4 == entry.size
+        end += entry.size
+    with refused(f"{prefix}.data-00000-of-00001", "does not exist"):
+        tensorflow1.read(folder, prefix)
+
+
+@settings(max_examples=300, deadline=None)
+@given(damages)
+def test_a_damaged_index_is_refused_or_makes_no_difference(tmp_path_factory, damage):
+    folder = tmp_path_factory.getbasetemp()
+    content = (FIXTURE / "bert_model.ckpt.index").read_bytes()
+    (folder / "d.index").write_bytes(damaged(content, damage))
+    with contextlib.suppress(UserError):
+        assert tensorflow1.entries(folder, "d") == tensorflow1.entries(FIXTURE, "bert_model.ckpt")
+        assert damage[0] != "cut"
+
+
+@settings(max_examples=40, deadline=None)
+@given(damages)
+def test_damaged_data_is_refused_by_the_tensors_name(tmp_path_factory, damage):
+    folder = tmp_path_factory.getbasetemp()
+    shutil.copy(FIXTURE / "bert_model.ckpt.index", folder / "e.index")
+    content = (FIXTURE / "bert_model.ckpt.data-00000-of-00001").read_bytes()
+    changed = damaged(content, damage)
+    (folder / "e.data-00000-of-00001").write_bytes(changed)
+    if changed == content:
+        return
+    at = damage[1] % len(content)
+    entries = tensorflow1.entries(folder, "e")
+    hit = next(n for n, e in entries.items() if e.offset <= at < e.offset + e.size)
+    with refused("e.data-00000-of-00001", repr(hit)):
+        tensorflow1.read(folder, "e")
+
+
+# Names that share prefixes across the restart points and blocks of the table.
+names = st.lists(st.text("ab/", min_size=1, max_size=12), unique=True, min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, st.integers(1, 9), st.integers(1, 9))
+def test_reads_tables_of_any_layout(tmp_path_factory, names, a_block, restart):
+    folder = tmp_path_factory.getbasetemp()
+    data, records = b"", {b"": HEADER}
+    arrays = {name: np.float32([len(name), i]) for i, name in enumerate(names)}
+    for name, array in arrays.items():
+        records[name.encode()] = _entry(array.tobytes(), offset=len(data))
+        data += array.tobytes()
+    _write(folder, records, data, a_block=a_block, restart=restart)
+    assert same(tensorflow1.read(folder, "x"), dict(sorted(arrays.items())))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(damages, min_size=1, max_size=3), st.booleans())
+def test_sealed_nonsense_is_refused(tmp_path_factory, damages, in_header):
+    """Checksums that hold prove nothing about what they seal."""
+    folder = tmp_path_factory.getbasetemp()
+    records = {b"": HEADER, b"a": _entry(offset=0), b"b": _entry(offset=8, shape=(1, 2))}
+    for damage in damages:
+        name = b"" if in_header else b"b"
+        records[name] = damaged(records[name] or b"\0", damage)
+    _write(folder, records, b"\0" * 16)
+    with contextlib.suppress(UserError):
+        read = tensorflow1.read(folder, "x")
+        assert sum(array.nbytes for array in read.values()) <= 16
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (_entry(size=4), ["'t'", "4 bytes", "[2]"]),
+        (_entry(shape=(3,)), ["'t'", "8 bytes"]),
+        (_entry(shape=(1 << 40,), size=4 << 40), ["'t'", "truncated", "data-00000"]),
+        (_entry(shape=(1 << 62, 1 << 62), size=1 << 62), ["'t'"]),
+        (_entry(shape=(-2,)), ["'t'", "impossible"]),
+        (_entry(size=-8), ["'t'", "impossible"]),
+        (_entry(offset=-1), ["'t'", "impossible"]),
+        (_entry(offset=4), ["'t'", "truncated"]),
+        (_entry(offset=(1 << 63) - 1), ["x.data-00000"]),
+        (_entry(shard=1), ["'t'", "data file 1 of 1"]),
+        (_entry(shard=-1), ["'t'", "data file"]),
+        (_entry(dtype=7), ["'t'", "type"]),
+        (_entry(dtype=101), ["'t'", "type"]),
+        (_entry(crc=1), ["'t'", "checksum"]),
+        (_entry(more=[(7, b"")]), ["'t'", "slices"]),
+        (_entry(shape=(1,) * 33 + (2,)), ["'t'", "impossible"]),
+        (_message((1, b"float")), ["x.index", "wrong type"]),
+        (_message((1, 1), (2, _message((2, 5)))), ["x.index", "wrong type"]),
+        (b"\xff" * 11, ["x.index", "does not end"]),
+        (b"\x0b", ["x.index", "unknown kind"]),
+        (b"\x0a\x7f", ["x.index", "cut short"]),
+    ],
+)
+def test_impossible_entries(tmp_path, entry, words):
+    _write(tmp_path, {b"": HEADER, b"t": entry})
+    with refused(*words), modest():
+        tensorflow1.read(tmp_path, "x")
+
+
+@pytest.mark.parametrize(
+    ("table", "word"),
+    [
+        (_table([(b"t", _entry())]), "no header"),
+        (_table([(b"", _message((1, 1), (2, 1)))]), "big-endian"),
+        (_table([(b"", _message((1, 1), (3, _message((2, 2)))))]), "newer"),
+        (_table([(b"", HEADER)], kind=1), "snappy"),
+        (_table([(b"", HEADER), (b"t", b""), (b"t", b"")]), "out of order"),
+        (_table([(b"", HEADER), (b"b", b""), (b"a", b"")], a_block=1), "out of order"),
+        (_table([(b"", HEADER), (b"n" * 1001, b"")]), "longer"),
+        (_table([(b"", HEADER), (b"\xff", _entry())]), "damaged"),
+        (b"", "does not end as an index"),
+        (b"\0" * 100, "does not end as an index"),
+        (bytes(1 << 24) + _table([(b"", HEADER)]), "longer than 16 MB"),
+    ],
+)
+def test_impossible_tables(tmp_path, table, word):
+    (tmp_path / "x.index").write_bytes(table)
+    with refused("x.index", word):
+        tensorflow1.entries(tmp_path, "x")
+
+
+def test_tensors_that_share_bytes(tmp_path):
+    _write(tmp_path, {b"": HEADER, b"a": _entry(), b"b": _entry()})
+    with refused("'b'", "overlaps"):
+        tensorflow1.read(tmp_path, "x")
+
+
+def test_a_zip_that_lies_about_a_checkpoint(tmp_path):
+    """A zip's own checksum, kinds of compression and the like fail in zipfile's ways."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as out:
+        for file in FIXTURE.glob("bert_model.ckpt.*"):
+            out.write(file, file.name)
+    whole, rng = buffer.getvalue(), random.Random(0)
+    expected = tensorflow1.read(FIXTURE, "bert_model.ckpt")
+    outcomes = set()
+    for _ in range(60):
+        content = damaged(whole, ("flip", rng.randrange(len(whole)), rng.randrange(8)))
+        try:
+            archive = zipfile.ZipFile(io.BytesIO(content))
+        except Exception:  # opening the archive is the caller's part
+            continue
+        archive.filename = "release.zip"
+        try:
+            assert same(tensorflow1.read(zipfile.Path(archive), "bert_model.ckpt"), expected)
+            outcomes.add("same")
+        except UserError:
+            outcomes.add("refused")
+    assert outcomes == {"same", "refused"}
+
+
+# PyTorch.
+
+
+def save(path, value, kind=ZIP) -> pathlib.Path:
+    torch.save(value, path, _use_new_zipfile_serialization=kind)
+    return path
+
+
+def theirs(value) -> dict[str, np.ndarray]:
+    """A state dict's arrays by way of PyTorch."""
+
+    def array(tensor):
+        tensor = tensor.detach().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(pytorch.ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    return {name: array(tensor) for name, tensor in value.items()}
+
+
+class _AsStorage:
+    """Stands for a storage of `elements` in a hand-made pickle."""
+
+    def __init__(self, elements, key="0"):
+        self.identity = ("storage", torch.FloatStorage, key, "cpu", elements)
+
+
+class _Calls:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function, *arguments):
+        self.reduction = function, arguments
+
+    def __reduce__(self):
+        return self.reduction
+
+
+def _pickled(value, protocol=2) -> bytes:
+    class Pickler(pickle._Pickler):
+        def persistent_id(self, value):
+            return value.identity if isinstance(value, _AsStorage) else None
+
+    out = io.BytesIO()
+    Pickler(out, protocol).dump(value)
+    return out.getvalue()
+
+
+def _tensor(elements=6, offset=0, shape=(6,), strides=(1,), key="0") -> _Calls:
+    arguments = (_AsStorage(elements, key), offset, shape, strides, False, {})
+    return _Calls(torch._utils._rebuild_tensor_v2, *arguments)
+
+
+def container(path, pickled: bytes, kind, data=b"\0" * 24) -> pathlib.Path:
+    """A file of either format around any pickle, with one storage "0"."""
+    if kind is ZIP:
+        with zipfile.ZipFile(path, "w") as out:
+            out.writestr("archive/data.pkl", pickled)
+            out.writestr("archive/data/0", data)
+    else:
+        system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
+        head = [pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, system)]
+        tail = pickle.dumps(["0"], 2) + struct.pack("<q", len(data) // 4) + data
+        path.write_bytes(b"".join(head) + pickled + tail)
+    return path
+
+
+@pytest.fixture(scope="module")
+def states():
+    """State dicts with everything PyTorch can do to a tensor."""
+    torch.manual_seed(0)
+    base = torch.randn(5, 7)
+    model = torch.nn.Sequential(
+        collections.OrderedDict(
+            dense=torch.nn.Linear(4, 3), norm=torch.nn.LayerNorm(3), table=torch.nn.Embedding(6, 4)
+        )
+    )
+    integers = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+    floats = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    return {
+        "module": model.state_dict(),
+        "dtypes": {str(d): (torch.randn(3, 4) * 50).to(d) for d in integers + floats},
+        "views": {
+            "whole": base,
+            "transposed": base.T,
+            "row": base[2],
+            "column": base[:, 3],
+            "steps": base[1::2, ::3],
+            "expanded": base[0].expand(4, 7),
+            "scalar": base[4, 6],
+            "folded": base.reshape(5, 7, 1).permute(2, 1, 0),
+            "empty": base[:0],
+            "empty_tail": base[5:],
+        },
+        "parameters": {"p": torch.nn.Parameter(base), "buffer": torch.arange(9).expand((1, -1))},
+        "odd": {"nan": torch.tensor([float("nan"), -0.0, float("inf"), 1e-42]), "": base},
+    }
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_reads_what_pytorch_wrote(tmp_path, states, kind, protocol):
+    for state in states.values():
+        path = tmp_path / "pytorch_model.bin"
+        torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=kind)
+        assert same(pytorch.read(path), theirs(state))
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+def test_tensors_that_share_memory_still_do(tmp_path, states, kind):
+    read = pytorch.read(save(tmp_path / "m.bin", states["views"], kind))
+    assert np.shares_memory(read["whole"], read["transposed"])
+    assert sum(array.base is None for array in read.values()) <= 2  # the empty ones
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+def test_the_state_dict_among_other_things(tmp_path, states, kind):
+    state, path = states["module"], tmp_path / "m.bin"
+    # Shaped as Adam's, which takes seconds to import.
+    moments = {i: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)} for i in range(2)}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    for value in (
+        {"state_dict": state},
+        {"epoch": 3, "model": state, "loss": 0.5, "names": ["a", None, (1, 2)]},
+        {"optimizer": optimizer, "model": state},
+        collections.OrderedDict(step=7, **state),
+    ):
+        assert same(pytorch.read(save(path, value, kind)), theirs(state))
+    for value, words in (
+        ({"model": state, "ema": state}, ["several", "'model'", "'ema'"]),
+        ({"epoch": 3}, ["no tensors"]),
+        ([torch.ones(2)], ["no tensors"]),
+        (torch.ones(2), ["no tensors"]),
+    ):
+        with refused("m.bin", *words):
+            pytorch.read(save(path, value, kind))
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, kind, protocol):
+    proof = tmp_path / "it_ran"
+    good = torch.nn.Parameter
+    for evil, name in (
+        (_Calls(os.system, f"touch {proof}"), ".system"),
+        (_Calls(eval, f"open({str(proof)!r}, 'w')"), "eval"),
+        (_Calls(subprocess.run, ["touch", str(proof)]), ".run"),
+        (_Calls(good, _Calls(os.mkdir, str(proof))), "mkdir"),
+        (_Calls(getattr, "torch", "load"), "getattr"),
+        (_Calls(torch.load, str(proof)), "load"),
+        (pathlib.PurePosixPath("x"), "pathlib"),
+        (os.system, ".system"),  # named, not called
+    ):
+        path = container(tmp_path / "m.bin", _pickled({"a": _tensor(), "b": evil}, protocol), kind)
+        with refused("m.bin", name, "refused"):
+            pytorch.read(path)
+    # Before the state dict, where the old format has its greeting.
+    (tmp_path / "m.bin").write_bytes(pickle.dumps(_Calls(os.mkdir, str(proof))))
+    with refused("m.bin"):
+        pytorch.read(tmp_path / "m.bin")
+    assert not proof.exists()
+
+
+def test_what_a_pickle_does_to_the_allowed_names_is_refused(tmp_path):
+    """Allowed names are values like others, with no attribute, instance or other use."""
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    for code in (
+        rebuild + b"}X\x08\x00\x00\x00__code__K\x01sb.",  # BUILD on a function
+        b"ctorch\nFloatStorage\n)R.",  # a class that nobody calls
+        b"ctorch\nSize\n)\x81.",  # NEWOBJ
+        b"(ctorch\nSize\no.",  # OBJ
+        b"(ios\nsystem\n.",  # INST
+        b"\x82\x01.",  # EXT1
+        rebuild + b"K\x01a.",  # APPEND to a function
+        rebuild + b"K\x01K\x02s.",  # an item of a function
+        b"K\x01)R.",  # a call of a number
+        b"ccollections\nOrderedDict\nK\x01R.",  # arguments that are none
+        rebuild + b")R.",
+        rebuild + b"(K\x01K\x01K\x01K\x01tR.",
+        b"ctorch._utils\n_rebuild_parameter\nK\x01\x85R.",
+        b"K\x01Q.",  # a persistent id that is none
+        b"P0\n.",
+    ):
+        for kind in (LEGACY, ZIP):
+            path = container(tmp_path / "m.bin", code, kind)
+            with refused("m.bin", "not a readable PyTorch checkpoint"):
+                pytorch.read(path)
+    path = container(tmp_path / "m.bin", b"ccollections\nOrderedDict\n](K\x01K\x02e\x85R.", ZIP)
+    with refused("fills a dictionary"):
+        pytorch.read(path)
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"elements": 7},
+        {"elements": 5},
+        {"elements": 1 << 40},
+        {"elements": -6},
+        {"offset": 1},
+        {"offset": -1},
+        {"offset": 1 << 62},
+        {"offset": 1 << 70},
+        {"offset": 0.0},
+        {"shape": (7,)},
+        {"shape": (-6,)},
+        {"shape": (6, 1)},
+        {"shape": ("6",)},
+        {"shape": (1 << 50, 1 << 50), "strides": (0, 0)},
+        {"shape": (1 << 40,), "strides": (0,)},
+        {"shape": (0, 1 << 62, 1 << 62), "strides": (0, 0, 0)},
+        {"strides": (2,)},
+        {"strides": (-1,)},
+        {"strides": (1 << 62,)},
+        {"shape": (1,) * 40, "strides": (1,) * 40},
+        {"key": "1"},
+        {"key": "../data.pkl"},
+    ],
+)
+def test_tensors_that_reach_outside(tmp_path, kind, bad):
+    good = container(tmp_path / "good.bin", _pickled({"t": _tensor()}), kind)
+    assert pytorch.read(good)["t"].shape == (6,)
+    path = container(tmp_path / "m.bin", _pickled({"t": _tensor(**bad)}), kind)
+    beyond = bad in ({"offset": 1}, {"shape": (7,)}, {"strides": (2,)})
+    with refused("m.bin", "beyond its storage" if beyond else ""), modest():
+        pytorch.read(path)
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+def test_strides_that_do_not_matter(tmp_path, kind):
+    tensor = _tensor(shape=(1, 6), strides=(1 << 62, 1))
+    assert pytorch.read(container(tmp_path / "m.bin", _pickled({"t": tensor}), kind))["t"].size == 6
+
+
+def test_an_old_file_that_declares_more_than_it_holds(tmp_path):
+    elements = 1 << 28
+    pickled = _pickled({"t": _tensor(elements, shape=(elements,))})
+    path = container(tmp_path / "m.bin", pickled, LEGACY)
+    content = path.read_bytes()
+    path.write_bytes(content[:-32] + struct.pack("<q", elements) + content[-24:])
+    with refused("m.bin", "truncated", "'t'"), modest():
+        pytorch.read(path)
+
+
+def test_one_part_of_a_storage_as_saved_before_pytorch_04(tmp_path):
+    storage = _AsStorage(6)
+    storage.identity += (("view", 2, 3),)
+    tensor = _Calls(torch._utils._rebuild_tensor, storage, 1, (2,), (1,))
+    data = np.arange(6, dtype=np.float32)
+    path = container(tmp_path / "m.bin", _pickled({"t": tensor}), LEGACY, data.tobytes())
+    assert pytorch.read(path)["t"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("kind", [LEGACY, ZIP])
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"Nr\xff\xff\xff\xff.",  # a memo of 2**32 places
+        b"\x8b\xff\xff\xff\x7f\x01.",  # an integer of 2 GB
+        b"\x8e" + struct.pack("<Q", 1 << 62) + b"x.",  # bytes of 4 EB
+        b"B\xff\xff\xff\xffx.",
+        b"X\xff\xff\xff\xffx.",
+        b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",  # a frame of 4 EB
+        b"I" + b"9" * 100_000 + b"\n.",
+        b"]" * 10_000 + b"a" * 9_999 + b".",  # deep nesting
+        b"}K\x00" + b"q\x00h\x00\x86" * 200 + b"K\x01s.",  # a key whose hash takes 2**200 steps
+        b"]q\x00" + b"h\x00a" * 1000 + b".",  # a list inside itself
+        b"}K\x01h\x07s.",  # a memo that was never set
+        b"((((t" + b"t" * 10 + b".",
+        b".",
+        b"0.",
+        b"1.",
+        b"",
+    ],
+)
+def test_bombs(tmp_path, kind, code):
+    path = container(tmp_path / "m.bin", b"\x80\x02" + code, kind)
+    with refused("m.bin"), modest():
+        pytorch.read(path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(damages)
+def test_a_damaged_zip_is_refused_or_makes_no_difference(tmp_path_factory, states, damage):
+    path = tmp_path_factory.getbasetemp() / "zip.bin"
+    whole = save(path, states["views"] | states["module"]).read_bytes()
+    path.write_bytes(damaged(whole, damage))
+    with contextlib.suppress(UserError):
+        assert same(pytorch.read(path), theirs(states["views"] | states["module"]))
+        assert damage[0] != "cut"
+
+
+@settings(max_examples=200, deadline=None)
+@given(damages)
+def test_a_damaged_old_file_never_ends_in_a_traceback(tmp_path_factory, states, damage):
+    """That format has no checksums, so other names or numbers cannot be told from the right ones."""
+    path = tmp_path_factory.getbasetemp() / "legacy.bin"
+    whole = save(path, states["views"] | states["module"], LEGACY).read_bytes()
+    path.write_bytes(damaged(whole, damage))
+    with contextlib.suppress(UserError):
+        assert pytorch.read(path)
+        assert damage[0] != "cut"
+
+
+def test_a_damaged_storage_is_named(tmp_path, states):
+    state = states["module"]
+    path = save(tmp_path / "m.bin", state)
+    content, weight = bytearray(path.read_bytes()), state["table.weight"].numpy().tobytes()
+    content[content.find(weight)] ^= 1
+    path.write_bytes(content)
+    with refused("m.bin", "'table.weight'", "CRC"):
+        pytorch.read(path)
+    path = save(tmp_path / "old.bin", {"first": torch.ones(3), "second": torch.ones(300)}, LEGACY)
+    path.write_bytes(path.read_bytes()[:-1])
+    with refused("old.bin", "truncated"):
+        pytorch.read(path)
+
+
+def test_files_that_are_something_else(tmp_path, states):
+    path = tmp_path / "m.bin"
+    with refused("m.bin", "does not exist"):
+        pytorch.read(path)
+    with refused(str(tmp_path), "a folder"):
+        pytorch.read(tmp_path)
+    whole = save(path, states["module"]).read_bytes()
+    for content in (
+        b"",
+        b"PK\3\4",
+        b"{}",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        whole[:9],
+    ):
+        path.write_bytes(content)
+        with refused("m.bin", "not a readable PyTorch checkpoint"):
+            pytorch.read(path)
+
+    def rewritten(compression=zipfile.ZIP_STORED, **members):
+        with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w") as new:
+            for name in old.namelist():
+                base = name.split("/")[-1]
+                new.writestr(name, members.get(base, old.read(name)), compression)
+        return path
+
+    assert same(pytorch.read(rewritten()), theirs(states["module"]))
+    with refused("compressed"):
+        pytorch.read(rewritten(zipfile.ZIP_DEFLATED))
+    with refused("big-endian"):
+        pytorch.read(rewritten(byteorder=b"big"))
+
+
+def test_neither_framework_is_imported(tmp_path, states):
+    path = save(tmp_path / "m.bin", states["module"])
+    code = (
+        "import pathlib, sys\n"
+        "from bert_jax.convert import pytorch, tensorflow1\n"
+        f"pytorch.read(pathlib.Path({str(path)!r}))\n"
+        f"tensorflow1.read(pathlib.Path({str(FIXTURE)!r}), 'bert_model.ckpt')\n"
+        "print([m for m in ('torch', 'tensorflow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
