@@ -1,7 +1,6 @@
 """Orbax checkpoints of a run: saved while the next steps run, committed by a rename, kept by policy."""
 
 import contextlib
-import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from bert_jax.config import CheckpointConfig, Config
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Params, init_params
+from bert_jax.model import Params, shapes
 
 # The optimizer's copy of the parameters' size is kept apart, so that fine-tuning and prediction
 # read the parameters alone.
@@ -67,22 +66,27 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(
-        self, step: int, params: Params, training: Any, heldout: dict[str, float] | None
+        self,
+        step: int,
+        params: Params,
+        training: Any = None,
+        heldout: dict[str, float] | None = None,
     ) -> None:
         """Starts saving a step; returns once the arrays are copied.
 
         Args:
             step: its number.
             params: the parameters.
-            training: everything else that resuming needs.
+            training: everything else that resuming needs; None for a model that has no run.
             heldout: held-out metrics at this step, None if it was not evaluated.
 
         Raises:
             UserError: this save or the one before it failed (a full disk).
         """
-        args = ocp.args.Composite(
-            **{PARAMS: ocp.args.StandardSave(params), TRAINING: ocp.args.StandardSave(training)}
-        )
+        items = {PARAMS: ocp.args.StandardSave(params)}
+        if training is not None:
+            items[TRAINING] = ocp.args.StandardSave(training)
+        args = ocp.args.Composite(**items)
         with self._errors(f"save step {step} to"):
             self._manager.save(step, args=args, metrics=heldout, force=True)
 
@@ -183,7 +187,6 @@ def load_model(
         kept = ", ".join(map(str, steps))
         raise UserError(f"{folder} has no checkpoint {which!r}: best, latest, or one of {kept}")
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.eval_shape(functools.partial(init_params, config.model), jax.random.key(0))
-    params = checkpoints.restore_params(step, abstract(shapes, here))
+    params = checkpoints.restore_params(step, abstract(shapes(config.model), here))
     checkpoints.close()
     return config, wordpiece.load(folder), params, step

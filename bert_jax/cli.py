@@ -84,7 +84,7 @@ def _split_config(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bert-jax",
-        description="BERT in JAX, end to end: text, vocabulary, rows, pretraining.",
+        description="BERT in JAX, end to end: text, vocabulary, rows, pretraining, checkpoints.",
         epilog="`bert-jax VERB --help` explains a verb and shows an example.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -189,14 +189,114 @@ def _parser() -> argparse.ArgumentParser:
         "fill-mask",
         _fill_mask,
         "fill in the [MASK]s of a text",
-        '  bert-jax fill-mask --workdir runs/mini "The capital of [MASK] is Paris."\n'
-        "  cat texts.txt | bert-jax fill-mask --workdir runs/mini --json -",
+        '  bert-jax fill-mask --init runs/mini "The capital of [MASK] is Paris."\n'
+        "  cat texts.txt | bert-jax fill-mask --init runs/mini --json -",
     )
     sub.add_argument("texts", nargs="*", metavar="TEXT", help="texts; - or none reads lines")
-    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    _which_argument(sub)
+    _model_argument(sub)
     sub.add_argument("--top", type=int, default=5, help="candidates a mask (default 5)")
     sub.add_argument("--json", action="store_true", help="print a JSON line a text")
+
+    sub = verb(
+        "import",
+        _import,
+        "make somebody else's checkpoint one of ours",
+        "  bert-jax import bert-base-uncased --out models/base\n"
+        "  bert-jax import uncased_L-12_H-768_A-12.zip --out models/google\n"
+        "  bert-jax import all-MiniLM-L6-v2/ --out models/minilm",
+    )
+    sub.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a Hugging Face folder or name on its hub; a TensorFlow 1 release of Google's, as a "
+        "folder or zip",
+    )
+    sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
+    sub.add_argument("--revision", help="branch, tag or commit on the hub")
+    sub.add_argument("--vocab", metavar="FILE", help="a vocab.txt instead of the source's own")
+    case = sub.add_mutually_exclusive_group()
+    case.add_argument(
+        "--cased", action="store_const", const=False, dest="lowercase", help=case_help
+    )
+    case.add_argument(
+        "--uncased", action="store_const", const=True, dest="lowercase", help=case_help
+    )
+    sub.add_argument(
+        "--allow-missing",
+        action="append",
+        default=[],
+        choices=("pooler", "masked_lm", "next_sentence", "head", "tokens"),
+        help="go on without a part that the source says it has, or with fewer tokens than "
+        "embeddings; may be repeated",
+    )
+    sub.add_argument(
+        "--allow-unexpected",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out tensors of such names (* stands for anything); may be repeated",
+    )
+
+    sub = verb(
+        "export",
+        _export,
+        "write a model for Hugging Face's transformers",
+        "  bert-jax export --workdir runs/mini --out mini-hf\n"
+        "  bert-jax export --workdir runs/mini --out mini-fill-mask --heads masked_lm",
+    )
+    _model_argument(sub)
+    sub.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
+    sub.add_argument(
+        "--heads",
+        default="all",
+        choices=("all", "masked_lm", "none"),
+        help="all (default), or those of a BertForMaskedLM or of a BertModel alone: transformers "
+        "lists weights that the class it loads has no place for",
+    )
+
+    sub = verb(
+        "embed",
+        _embed,
+        "turn texts into vectors",
+        "  bert-jax embed --init models/minilm --out vectors.npy sentences.txt\n"
+        "  bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.parquet a.jsonl\n"
+        "  cat texts.txt | bert-jax embed --init runs/mini --out vectors.jsonl -",
+    )
+    sub.add_argument(
+        "source", nargs="?", default="-", metavar="FILE",
+        help="a text a line, .jsonl or .parquet, each also compressed; - (default) reads lines",
+    )  # fmt: skip
+    _model_argument(sub)
+    sub.add_argument("--out", required=True, metavar="FILE", help=".npy, .jsonl or .parquet")
+    sub.add_argument("--column", default="text", help="of .jsonl and .parquet (default text)")
+    sub.add_argument(
+        "--pooling",
+        choices=("mean", "cls", "none"),
+        help="a vector a text, the mean of its tokens' or [CLS]'s, or a vector a token "
+        "(default: what an imported sentence encoder says, else mean)",
+    )
+    sub.add_argument(
+        "--layers",
+        metavar="WHICH",
+        help="last (default), second-to-last, last4, all, embeddings, or numbers: 0 are the "
+        "embeddings, --layers=-4,-1 two layers, one vector after the other",
+    )
+    sub.add_argument(
+        "--weights", metavar="W,W,…", help="a number a layer: their weighted sum instead"
+    )
+    sub.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to length 1"
+    )
+    sub.add_argument("--tokens", type=int, help="most tokens a text (default: all positions)")
+    sub.add_argument(
+        "--long",
+        choices=("truncate", "window"),
+        default="truncate",
+        help="cut longer texts (default), or go over them in windows",
+    )
+    sub.add_argument(
+        "--overlap", type=int, default=64, metavar="TOKENS", help="of windows (default 64)"
+    )
 
     sub = verb(
         "report",
@@ -216,6 +316,18 @@ def _config_arguments(sub: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--config.KEY", metavar="VALUE", dest="_", help="changes a setting (bert_jax/config.py)"
     )
+
+
+def _model_argument(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--init",
+        "--workdir",
+        required=True,
+        metavar="DIR",
+        dest="init",
+        help="a run, an imported checkpoint, or a Hugging Face folder or name",
+    )
+    _which_argument(sub)
 
 
 def _which_argument(sub: argparse.ArgumentParser) -> None:
@@ -299,7 +411,7 @@ def _fill_mask(options) -> None:
 
     from bert_jax.explore import MaskFiller
 
-    fill = MaskFiller(options.workdir, options.checkpoint)
+    fill = MaskFiller(options.init, options.checkpoint)
     texts = options.texts
     if texts in ([], ["-"]):
         texts = (line.rstrip("\n") for line in sys.stdin if line.strip())
@@ -314,6 +426,65 @@ def _fill_mask(options) -> None:
             print(
                 "  " + "  ".join(f"{c.token} {c.probability:.1%}" for c in candidates), flush=True
             )
+
+
+def _import(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.convert import source
+
+    imported = source.import_checkpoint(
+        options.source,
+        options.out,
+        revision=options.revision,
+        vocab=options.vocab,
+        lowercase=options.lowercase,
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+    )
+    print(f"{options.out}: {source.describe(imported)}")
+
+
+def _export(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.convert.export import export
+
+    settings = export(options.init, options.out, options.checkpoint, options.heads)
+    name = settings["architectures"][0]
+    print(f'{options.out}: {name}; transformers.{name}.from_pretrained("{options.out}") loads it')
+
+
+def _embed(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.convert.source import open_model
+    from bert_jax.embed import Embedder, embed_file
+
+    config, vocabulary, params, _ = open_model(options.init, options.checkpoint)
+    for name in ("pooling", "layers", "normalize", "tokens"):
+        if (value := getattr(options, name)) is not None:
+            setattr(config.embed, name, value)
+    try:
+        weights = tuple(float(w) for w in options.weights.split(",")) if options.weights else ()
+    except ValueError:
+        raise UserError(f"--weights {options.weights}: numbers with commas between them") from None
+    embedder = Embedder(
+        config,
+        vocabulary,
+        params,
+        long=options.long,
+        overlap_tokens=options.overlap,
+        weights=weights,
+    )
+    counts = embed_file(embedder, options.source, options.out, options.column)
+    print(f"{options.out}: {counts}")
 
 
 def _report(options) -> None:

@@ -15,10 +15,13 @@ from typing import Any
 
 from bert_jax.errors import UserError
 
+HEADS = ("", "sequence", "choice", "token", "span")
+POOLED_HEADS = ("sequence", "choice")
+
 
 @dataclasses.dataclass
 class ModelConfig:
-    """The encoder and its pretraining heads. The defaults are BERT-base (Devlin et al., section 3)."""
+    """The encoder and its heads. The defaults are BERT-base (Devlin et al., section 3)."""
 
     layers: int = 12
     hidden: int = 768
@@ -44,12 +47,21 @@ class ModelConfig:
     initializer_stddev: float = 0.02
     # A LayerNorm after the last layer; BERT's layers end in one already.
     final_norm: bool = False
-    # Masked LM: dense + activation + LayerNorm before the decoder, and the decoder is the
+    # The masked-LM head: dense + activation + LayerNorm before the decoder, and the decoder is the
     # embedding table.
+    masked_lm: bool = True
     transform: bool = True
     tied_decoder: bool = True
     # The pooler and the next-sentence head on every sequence's [CLS].
     next_sentence: bool = True
+    # The pooler also where no head needs it.
+    pooler: bool = False
+    # A fine-tuned head, a dense layer on dropped out hidden states (section 4): "sequence" on the
+    # pooled [CLS], "choice" one score on it, "token" on every token, "span" start and end scores of
+    # every token; "" for none.
+    head: str = ""
+    # What its outputs are called, in order.
+    labels: tuple[str, ...] = ()
     # What activations are computed in; parameters and the optimizer stay float32.
     dtype: str = "float32"
     # "unrolled" compiles every layer (faster steps), "scanned" one (faster compilation). Same
@@ -58,6 +70,11 @@ class ModelConfig:
     # What the backward pass recomputes instead of keeping: "none", "dots" (keep the results of
     # matrix products only) or "full" (keep each layer's input only).
     remat: str = "none"
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether there is a pooler, for itself or for a head."""
+        return self.pooler or self.next_sentence or self.head in POOLED_HEADS
 
 
 @dataclasses.dataclass
@@ -136,6 +153,21 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass
+class EmbedConfig:
+    """How `bert-jax embed` makes vectors of texts; an imported sentence encoder brings its own."""
+
+    # "mean" of a text's tokens, [CLS] and [SEP] among them, "cls", or "none": a vector a token.
+    pooling: str = "mean"
+    # "last", "second-to-last", "last4", "all", "embeddings", or numbers: 0 are the embeddings,
+    # -1 is the last layer, "-4,-1" are two.
+    layers: str = "last"
+    # Scale every vector to length 1.
+    normalize: bool = False
+    # Longer texts are cut; 0 takes model.positions.
+    tokens: int = 0
+
+
+@dataclasses.dataclass
 class Config:
     """A pretraining run."""
 
@@ -145,6 +177,7 @@ class Config:
     phases: tuple[Phase, ...] = (Phase(),)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    embed: EmbedConfig = dataclasses.field(default_factory=EmbedConfig)
     # Everything random (initial weights, order, masks, dropout) is a function of this and the step.
     seed: int = 0
     steps: int = 1_000_000
@@ -204,6 +237,8 @@ def model_size(name: str) -> ModelConfig:
 _CHOICES = {
     "model.activation": ("gelu", "gelu_tanh", "relu"),
     "model.dtype": ("float32", "bfloat16"),
+    "model.head": HEADS,
+    "embed.pooling": ("mean", "cls", "none"),
     "model.dropout_generator": ("hash", "threefry", "rbg"),
     "model.layer_loop": ("unrolled", "scanned"),
     "model.remat": ("none", "dots", "full"),
@@ -219,7 +254,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "model.vocab_size model.segments model.initializer_stddev masking.most_predictions seed "
     "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
-    "evaluate_rows checkpoint.keep_best"
+    "evaluate_rows checkpoint.keep_best embed.tokens"
 ).split()
 _FRACTIONS = "model.dropout model.attention_dropout optim.beta1 optim.beta2".split()  # below 1
 
@@ -251,6 +286,8 @@ def validate(config: Config) -> None:
 
     model, masking = config.model, config.masking
     require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
+    outputs = {"": 0, "choice": 1, "span": 2}.get(model.head, max(len(model.labels), 1))
+    require(len(model.labels) == outputs, "model.labels", f"{outputs} names for this head")
     require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
     split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
     if min(split) < 0 or abs(sum(split) - 1) > 1e-6:
@@ -300,7 +337,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         value, path = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             flat.update(flatten(value, f"{path}."))
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             for i, item in enumerate(value):
                 flat.update(flatten(item, f"{path}[{i}]."))
         else:
@@ -321,6 +358,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     """
     values = copy.deepcopy(dict(values))
     try:
+        values["model"]["labels"] = tuple(values["model"].get("labels", ()))
         for field in dataclasses.fields(Config):
             if dataclasses.is_dataclass(field.type) and field.name in values:
                 values[field.name] = field.type(**values[field.name])

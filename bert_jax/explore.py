@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint
+from bert_jax.convert.source import open_model
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model import Bert
@@ -30,11 +30,16 @@ class MaskFiller:
     """Fills the masks of texts with one loaded model.
 
     Args:
-        folder, which: as `checkpoint.load_model` takes them.
+        source, which: as `convert.source.open_model` takes them.
+
+    Raises:
+        UserError: what `open_model` raises; a model without a masked-LM head.
     """
 
-    def __init__(self, folder: str | pathlib.Path, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = checkpoint.load_model(folder, which)
+    def __init__(self, source: str | pathlib.Path, which: str = "best"):
+        self.config, self.vocabulary, self._params, self.step = open_model(str(source), which)
+        if not self.config.model.masked_lm:
+            raise UserError(f"{source} has no masked-LM head: it cannot fill in masks")
         model = Bert(self.config.model)
         self._apply = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])
 

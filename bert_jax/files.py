@@ -7,12 +7,16 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from bert_jax.errors import UserError
+
+LOCK = "lock"
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
@@ -62,6 +66,42 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         beside.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Yields a hidden folder beside `path` to fill; on success it is renamed to `path`.
+
+    On an error inside the block it is removed, and what a kill leaves is removed the next time.
+
+    Raises:
+        UserError: something is at `path` already, or it cannot be written there.
+    """
+    path = pathlib.Path(os.path.abspath(path))
+    beside = path.with_name(f".{path.name}.partial")
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} exists: choose another folder or remove it first")
+    with one_line_errors(f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with only_process(beside):
+        try:
+            with one_line_errors(f"cannot write {path}"):
+                for old in beside.iterdir():
+                    if old.name != LOCK:
+                        shutil.rmtree(old) if old.is_dir() else old.unlink()
+                yield beside
+                (beside / LOCK).unlink()
+                for file in beside.rglob("*"):
+                    if file.is_dir():
+                        sync_folder(file)
+                    else:
+                        with open(file, "rb") as written:
+                            os.fsync(written.fileno())
+                os.replace(beside, path)
+                sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+
+
 def write(path: str | os.PathLike, content: str | bytes) -> None:
     """Replaces the content of `path` as a whole."""
     with replacing(path) as beside:
@@ -82,15 +122,15 @@ def sync_folder(folder: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def sha256(path: str | os.PathLike) -> str:
+def sha256(path: str | os.PathLike | Traversable) -> str:
     """The hexadecimal SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
+    with (pathlib.Path(path) if isinstance(path, str) else path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def only_process(folder: str | os.PathLike) -> Iterator[None]:
-    """Holds `folder/lock` for as long as the block runs, creating the folder if need be.
+    """Holds the file `LOCK` in a folder for as long as the block runs, creating the folder if need be.
 
     The kernel releases the lock when its owner dies, however it dies, so a crash leaves nothing
     to clean up.
@@ -101,7 +141,7 @@ def only_process(folder: str | os.PathLike) -> Iterator[None]:
     folder = pathlib.Path(folder)
     with one_line_errors(f"cannot use the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "a+")  # noqa: SIM115 (closed by the `with` below)
+        file = open(folder / LOCK, "a+")  # noqa: SIM115 (closed by the `with` below)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""BERT in Flax Linen: embeddings, encoder, pooler, pretraining heads. No loss, no data.
+"""BERT in Flax Linen: embeddings, encoder, pooler, heads. No loss, no data.
 
 Shapes, here and everywhere: B rows, T tokens a row, S sequences a row, P predictions a row,
 N heads, K head size, D hidden, F feed-forward, L layers, V vocabulary (as padded), C classes.
@@ -18,7 +18,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.attention import attention
-from bert_jax.config import ModelConfig
+from bert_jax.config import POOLED_HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
 from bert_jax.dropout import dropout
 
@@ -171,16 +171,21 @@ class Encoder(nn.Module):
         x: Float[Array, "B T D"],
         sequence: Int[Array, "B T"],
         key: Key[Array, ""] | None,
-    ) -> Float[Array, "B T D"]:
+        every: bool = False,
+    ) -> list[Float[Array, "B T D"]]:
+        """What comes out of the last layer alone, or of `every` layer from the first on."""
         c = self.config
         if self.is_initializing():
             for i in range(c.layers):
                 x = Layer(c, name=f"layer_{i}")(x, sequence, None)
+            states = [x]
         else:
-            x = self._run(x, sequence, key)
-        return _norm(c, "norm")(x) if c.final_norm else x
+            states = self._run(x, sequence, key, every)
+        if c.final_norm:
+            states[-1] = _norm(c, "norm")(states[-1])
+        return states
 
-    def _run(self, x, sequence, key):
+    def _run(self, x, sequence, key, every):
         # The parameters always lie layer by layer, and from here on a layer is a function of them.
         # So a checkpoint, LAMB's norms and the dropout bits are the same however the stack is run.
         c = self.config
@@ -192,14 +197,19 @@ class Encoder(nn.Module):
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
         if c.layer_loop == "unrolled":
+            states = []
             for i, params in enumerate(layers):
                 x = layer(x, params, i)
-            return x
+                states.append(x)
+            return states if every else [x]
+
+        def scanned(x, item):
+            x = layer(x, *item)
+            return x, x if every else None
+
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-        x, _ = jax.lax.scan(
-            lambda x, item: (layer(x, *item), None), x, (stacked, jnp.arange(c.layers))
-        )
-        return x
+        x, states = jax.lax.scan(scanned, x, (stacked, jnp.arange(c.layers)))
+        return list(states) if every else [x]
 
 
 class MaskedLM(nn.Module):
@@ -231,7 +241,7 @@ class MaskedLM(nn.Module):
 
 
 class Bert(nn.Module):
-    """The encoder with its pooler and pretraining heads (`BertForPreTraining`)."""
+    """The encoder with its pooler and whichever heads the config names."""
 
     config: ModelConfig
 
@@ -239,17 +249,28 @@ class Bert(nn.Module):
         c = self.config
         self.embeddings = Embeddings(c)
         self.encoder = Encoder(c)
-        self.masked_lm = MaskedLM(c)
-        if c.next_sentence:
+        if c.masked_lm:
+            self.masked_lm = MaskedLM(c)
+        if c.has_pooler:
             self.pooler = _dense(c, c.hidden)
+        if c.next_sentence:
             self.next_sentence = _dense(c, 2)
+        if c.head:
+            self.classifier = _dense(c, len(c.labels))
 
     def encode(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
     ) -> Float[Array, "B T D"]:
         """The last layer's hidden states. A `key` switches dropout on."""
         x = self.embeddings(tokens, layout, _fold(key, 0))
-        return self.encoder(x, layout.sequence, _fold(key, 1))
+        return self.encoder(x, layout.sequence, _fold(key, 1))[-1]
+
+    def hidden_states(
+        self, tokens: Int[Array, "B T"], layout: Layout
+    ) -> list[Float[Array, "B T D"]]:
+        """L + 1 of them: the embeddings, then what comes out of every layer. Without dropout."""
+        x = self.embeddings(tokens, layout, None)
+        return [x, *self.encoder(x, layout.sequence, None, every=True)]
 
     def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """dense + tanh on every sequence's [CLS]."""
@@ -261,23 +282,52 @@ class Bert(nn.Module):
         layout: Layout,
         positions: Int[Array, "B P"],
         key: Key[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B P V"], Float[Array, "B S 2"] | None]:
-        """Both heads' logits: masked LM at `positions`, next sentence at every [CLS].
+    ) -> tuple[Float[Array, "B P V"] | None, Float[Array, "B S 2"] | None]:
+        """The pretraining heads' logits: masked LM at `positions`, next sentence at every [CLS].
 
-        The next-sentence logits are None for a model without that head.
+        Those of a head that the model does not have are None (`BertForPreTraining`).
         """
         hidden = self.encode(tokens, layout, key)
-        words = self.masked_lm(gather(hidden, positions), self.embeddings.word.embedding)
-        if not self.config.next_sentence:
-            return words, None
-        # The next-sentence head is two columns; float32 costs nothing.
-        return words, self.next_sentence(self.pool(hidden, layout.cls)).astype(jnp.float32)
+        words = sentences = None
+        if self.config.masked_lm:
+            words = self.masked_lm(gather(hidden, positions), self.embeddings.word.embedding)
+        if self.config.next_sentence:
+            # Two columns; float32 costs nothing.
+            sentences = self.next_sentence(self.pool(hidden, layout.cls)).astype(jnp.float32)
+        return words, sentences
+
+    def classify(
+        self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "B n C"]:
+        """The fine-tuned head's logits (section 4): n is S, pooled [CLS]s, or T, tokens.
+
+        Which of the two follows from `config.head`; see there.
+        """
+        hidden = self.encode(tokens, layout, _fold(key, 0))
+        if self.config.head in POOLED_HEADS:
+            hidden = self.pool(hidden, layout.cls)
+        hidden = dropout(hidden, self.config.dropout, _fold(key, 1))
+        return self.classifier(hidden).astype(jnp.float32)
+
+    def touch(self, tokens: Int[Array, "B T"], layout: Layout, positions: Int[Array, "B P"]):
+        """Runs every part there is, so that all parameters come into being."""
+        self(tokens, layout, positions)
+        if self.config.has_pooler:
+            self.pool(self.encode(tokens, layout), layout.cls)
+        if self.config.head:
+            self.classify(tokens, layout)
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
-    """Random parameters of the whole pretraining model."""
+    """Random parameters of the whole model."""
     one = jnp.ones((1, 1), jnp.int32)
-    return Bert(config).init(key, one, layout(one, one, 1), one - 1)["params"]
+    start = Bert(config).init(key, one, layout(one, one, 1), one - 1, method=Bert.touch)
+    return start["params"]
+
+
+def shapes(config: ModelConfig) -> Params:
+    """Shapes of the whole model's parameters, as a tree of `jax.ShapeDtypeStruct`."""
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
 def gather(hidden: Float[Array, "B T D"], index: Int[Array, "B P"]) -> Float[Array, "B P D"]:
@@ -288,7 +338,8 @@ def gather(hidden: Float[Array, "B T D"], index: Int[Array, "B P"]) -> Float[Arr
 def parameter_count(params: Params, config: ModelConfig) -> int:
     """Scalars in `params`, the padding of the vocabulary not counted."""
     total = sum(x.size for x in jax.tree.leaves(params))
-    per_word = config.hidden * (1 if config.tied_decoder else 2) + 1
+    tables = 1 if config.tied_decoder or not config.masked_lm else 2
+    per_word = config.hidden * tables + config.masked_lm  # the decoder's bias
     return total - (padded_vocab(config) - config.vocab_size) * per_word
 
 

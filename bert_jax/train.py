@@ -132,7 +132,7 @@ def compile_step(config: Config, stage: Stage, mesh: jax.sharding.Mesh, state: S
 def train(
     config: Config,
     vocabulary: Vocabulary,
-    data: list[str],
+    data: list[dict[str, Any]],
     stages: list[Stage],
     folder: str | pathlib.Path,
     force: bool = False,
@@ -142,7 +142,7 @@ def train(
     Args:
         config: validated, with the vocabulary's size filled in.
         vocabulary: kept with the run.
-        data: for each stage a digest of what its rows are.
+        data: for each stage what its rows are (`workdir.claim`).
         stages: what to train on, in order.
         folder: the workdir.
         force: go on in a workdir that holds a run with another config.

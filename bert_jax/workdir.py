@@ -20,7 +20,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -32,7 +32,7 @@ from bert_jax.errors import UserError
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # What may differ between the starts of one run without making it another run.
-_FREE = ("platform", "mesh.", "checkpoint.")
+_FREE = ("platform", "mesh.", "checkpoint.", "embed.")
 
 
 class Lines:
@@ -84,13 +84,52 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
-def claim(workdir: pathlib.Path, config: Config, data: list[str], force: bool) -> None:
+def holds_run(folder: str | pathlib.Path) -> bool:
+    """Whether the config.json in a folder is ours: a run's or an imported checkpoint's."""
+    try:
+        return "config" in json.loads((pathlib.Path(folder) / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+class Story(NamedTuple):
+    """How a model came to be, as far as its folder tells.
+
+    Attributes:
+        imported: of a checkpoint from elsewhere, what `convert.source.Imported.about` says.
+        data: for each phase what its rows are.
+        starts: the lines of starts.jsonl.
+        heldout: the last held-out metrics with their step.
+    """
+
+    imported: dict[str, Any] | None
+    data: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    heldout: dict[str, Any] | None
+
+
+def read_story(folder: str | pathlib.Path) -> Story:
+    """Of a run, an imported checkpoint, or (empty) anything else."""
+    if not holds_run(folder):
+        return Story(None, [], [], None)
+    folder = pathlib.Path(folder)
+    told = json.loads((folder / "config.json").read_text())
+    starts, metrics = (
+        read_lines(path) if (path := folder / name).exists() else []
+        for name in ("starts.jsonl", "metrics.jsonl")
+    )
+    heldout = [line for line in metrics if line["split"] == "heldout"]
+    return Story(told.get("imported"), told["data"], starts, heldout[-1] if heldout else None)
+
+
+def claim(workdir: pathlib.Path, config: Config, data: list[dict[str, Any]], force: bool) -> None:
     """Writes config.json, or checks that the run already here is this one.
 
     Args:
         workdir: exists and is locked.
         config: as this start was given it.
-        data: for each phase a digest of what its rows are, wherever they lie.
+        data: for each phase what its rows are, wherever they lie: a digest, and what they were
+            made of.
         force: go on with a changed config all the same.
 
     Raises:
@@ -107,7 +146,7 @@ def claim(workdir: pathlib.Path, config: Config, data: list[str], force: bool) -
             and not key.startswith(_FREE)
             and not key.endswith(".rows")
         ]
-        if before["data"] != data:
+        if [rows["digest"] for rows in before["data"]] != [rows["digest"] for rows in data]:
             differ.append("the rows are not those the run began with")
         if differ and not force:
             raise UserError(

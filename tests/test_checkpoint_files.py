@@ -233,7 +233,7 @@ def test_the_index_of_a_google_release():
         tensorflow1.read(folder, prefix)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(damages)
 def test_a_damaged_index_is_refused_or_makes_no_difference(tmp_path_factory, damage):
     folder = tmp_path_factory.getbasetemp()
@@ -278,7 +278,7 @@ def test_reads_tables_of_any_layout(tmp_path_factory, names, a_block, restart):
     assert same(tensorflow1.read(folder, "x"), dict(sorted(arrays.items())))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(damages, min_size=1, max_size=3), st.booleans())
 def test_sealed_nonsense_is_refused(tmp_path_factory, damages, in_header):
     """Checksums that hold prove nothing about what they seal."""
@@ -658,7 +658,7 @@ def test_bombs(tmp_path, kind, code):
         pytorch.read(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(damages)
 def test_a_damaged_zip_is_refused_or_makes_no_difference(tmp_path_factory, states, damage):
     path = tmp_path_factory.getbasetemp() / "zip.bin"
@@ -669,7 +669,7 @@ def test_a_damaged_zip_is_refused_or_makes_no_difference(tmp_path_factory, state
         assert damage[0] != "cut"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(damages)
 def test_a_damaged_old_file_never_ends_in_a_traceback(tmp_path_factory, states, damage):
     """That format has no checksums, so other names or numbers cannot be told from the right ones."""

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import corpus
+from bert_jax.data import compressed, corpus
 from bert_jax.errors import UserError
 
 PROSE = (
@@ -475,5 +475,5 @@ def test_real_data():
 
 def test_zstd_reads_in_small_bites():
     data = os.urandom(3000) * 50
-    stream = io.BufferedReader(corpus._ZstdFile(io.BufferedReader(io.BytesIO(zstd(data)))))
+    stream = io.BufferedReader(compressed._ZstdFile(io.BufferedReader(io.BytesIO(zstd(data)))))
     assert stream.read() == data

@@ -400,5 +400,5 @@ def test_no_such_run(tmp_path, capsys):
 
 def test_config_round_trips_through_a_workdir(tmp_path):
     config = Config(phases=(Phase(fraction=0.5), Phase(fraction=0.5)))
-    workdir.claim(tmp_path, config, ["a", "b"], force=False)
+    workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], force=False)
     assert workdir.read_config(tmp_path) == config

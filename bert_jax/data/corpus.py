@@ -7,17 +7,14 @@ in any process. A `Report` collects how much was read and what was odd about it.
 """
 
 import array
-import bz2
 import dataclasses
 import difflib
 import glob
-import gzip
 import hashlib
 import html
 import io
 import itertools
 import json
-import lzma
 import math
 import os
 import pathlib
@@ -27,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from xml.parsers import expat
 
+from bert_jax.data.compressed import damage, decompressed
 from bert_jax.errors import UserError
 from bert_jax.files import one_line_errors
 
@@ -132,6 +130,10 @@ class Report:
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
     _lines_seen: _SeenLines = dataclasses.field(default_factory=_SeenLines)
+
+    def count(self, size: int) -> None:
+        """Adds to the bytes read."""
+        self.bytes_read += size
 
     def tell(self, source: str, problem: str, consequence: str, where: str, count: int = 1) -> None:
         """Records a problem; the same one of the same source is counted, with its first place."""
@@ -341,69 +343,6 @@ def _pieces(documents: Iterable[RawDocument], spec: str, report: Report) -> Iter
         yield document._replace(text=text)
 
 
-class _CountedFile(io.FileIO):
-    """A file that adds what is read of it to a report."""
-
-    def __init__(self, path: pathlib.Path, report: Report):
-        super().__init__(path)
-        self._report = report
-
-    def readinto(self, buffer) -> int:
-        count = super().readinto(buffer)
-        self._report.bytes_read += count
-        return count
-
-
-class _ZstdFile(io.RawIOBase):
-    """Decompresses Zstandard; unlike the library's reader it notices when the end is missing."""
-
-    def __init__(self, file: io.BufferedReader):
-        import zstandard
-
-        self._file, self._library = file, zstandard
-        self._frame = None
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            # Small bites: a kilobyte can stand for 32 MB.
-            data = self._frame.unused_data if self._frame and self._frame.eof else b""
-            data = data or self._file.read(1024)
-            if not data:
-                if self._frame and not self._frame.eof:
-                    raise EOFError("the end is missing")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = self._library.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = self._frame.decompress(data)
-            except self._library.ZstdError as error:
-                raise EOFError(str(error)) from None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-
-def _open(path: pathlib.Path, report: Report | None = None) -> io.BufferedIOBase:
-    """Opens a file for reading, decompressed by what its first bytes say, not by its name."""
-    raw = io.FileIO(path) if report is None else _CountedFile(path, report)
-    file = io.BufferedReader(raw, _BLOCK_BYTES)
-    magic = file.peek(6)
-    if magic.startswith(b"\x1f\x8b"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=file), _BLOCK_BYTES)
-    if magic.startswith(b"BZh"):
-        return io.BufferedReader(bz2.BZ2File(file), _BLOCK_BYTES)
-    if magic.startswith(b"\xfd7zXZ\x00"):
-        return io.BufferedReader(lzma.LZMAFile(file), _BLOCK_BYTES)
-    if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(_ZstdFile(file), _BLOCK_BYTES)
-    return file
-
-
 class _Reader:
     """Reads a source's files, each by its kind."""
 
@@ -416,18 +355,11 @@ class _Reader:
             for record, text in self._tfds():
                 yield RawDocument(text, "tfds", self._source.pattern, record)
         for path in self._source.files:
-            try:
+            with damage(path):
                 yield from self._documents_of(path)
-            except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-                raise _damaged(path, error) from None
-            except OSError as error:
-                if error.errno is None:  # how bz2 reports bad data
-                    raise _damaged(path, error) from None
-                with one_line_errors(f"cannot read {path}"):
-                    raise
 
     def _documents_of(self, path: pathlib.Path) -> Iterator[RawDocument]:
-        with _open(path) as stream:  # not counted: it is read again below
+        with decompressed(path) as stream:  # not counted: it is read again below
             head = stream.read(_HEAD_BYTES)
         if not head.strip():
             self._tell(path, 1, "a file is empty", "went on without it")
@@ -437,7 +369,7 @@ class _Reader:
             found = self._parquet(path)
         else:
             _check_is_text(path, head)
-            with _open(path, self._report) as stream:
+            with decompressed(path, self._report.count) as stream:
                 read = {
                     "google": self._google,
                     "books": self._books,
@@ -702,14 +634,6 @@ class _Reader:
                 yield index + 1, text
             else:
                 self._tell(f"tfds:{name}", index + 1, "a text is empty", "went on without it")
-
-
-def _damaged(path: pathlib.Path, error: Exception) -> UserError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UserError(
-        f"{path}: the compressed data is damaged or cut short ({reason.rstrip('.')}); "
-        "copy or download it again"
-    )
 
 
 def _without_title(text: str, title: str | None) -> str:

@@ -172,7 +172,7 @@ def prepare(
         "seed": seed,
         "heldout_fraction": float(heldout_fraction),
         "short_fraction": float(short_fraction),
-        "lowercase": vocabulary.lowercase,
+        **vocabulary.settings,
         "language": language,
     }
     out = pathlib.Path(out)

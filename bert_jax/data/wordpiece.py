@@ -39,14 +39,23 @@ class Vocabulary:
 
     Attributes:
         tokens: in order of id; those that go on within a word begin with "##".
-        lowercase: whether text is put in lower case and stripped of accents first.
+        lowercase: whether text is put in lower case first.
+        strip_accents: whether accents are stripped first; None: where text is put in lower case.
+        split_chinese: whether every Chinese character is a word.
     """
 
     tokens: tuple[str, ...]
     lowercase: bool
+    strip_accents: bool | None = None
+    split_chinese: bool = True
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def settings(self) -> dict[str, bool | None]:
+        """All but the tokens."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "tokens"}
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
@@ -76,9 +85,10 @@ class Vocabulary:
     @functools.cached_property
     def sha256(self) -> str:
         """Hexadecimal, of the bytes that `save` writes to vocab.txt."""
-        return hashlib.sha256(self._bytes()).hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    def _bytes(self) -> bytes:
+    def to_bytes(self) -> bytes:
+        """The content of its vocab.txt."""
         return "".join(f"{token}\n" for token in self.tokens).encode()
 
     def tokenizer(self) -> "tokenizers.Tokenizer":
@@ -95,7 +105,11 @@ class Vocabulary:
                 self.index, unk_token="[UNK]", max_input_chars_per_word=_WORD_CHARACTERS
             )
         )
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
+        tokenizer.normalizer = normalizers.BertNormalizer(
+            handle_chinese_chars=self.split_chinese,
+            strip_accents=self.strip_accents,
+            lowercase=self.lowercase,
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION)
         return tokenizer
@@ -129,7 +143,7 @@ class Vocabulary:
         return np.array([token.startswith(CONTINUATION) for token in self.tokens])
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes `vocab.txt` and `vocab.json` (the case) to a folder, creating it if need be.
+        """Writes `vocab.txt` and `vocab.json` (the settings) to a folder, creating it if need be.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -137,8 +151,8 @@ class Vocabulary:
         folder = pathlib.Path(folder)
         with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            files.write_json(folder / SETTINGS, {"lowercase": self.lowercase})
-            files.write(folder / VOCAB, self._bytes())
+            files.write_json(folder / SETTINGS, self.settings)
+            files.write(folder / VOCAB, self.to_bytes())
 
 
 def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
@@ -146,8 +160,7 @@ def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
 
     Args:
         path: of the file or the folder.
-        lowercase: None: as `vocab.json` beside it says; without one, a vocabulary in which any
-            token but the special ones has a capital letter is cased.
+        lowercase: None: as `vocab.json` beside it says; without one, as `looks_lowercase` does.
 
     Raises:
         UserError: no such file, not a vocabulary, a special token missing, a token twice.
@@ -156,50 +169,71 @@ def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
     if path.is_dir():
         path = path / VOCAB
     try:
-        text = path.read_bytes().decode()
+        data = path.read_bytes()
     except FileNotFoundError:
         raise UserError(
             f"no vocabulary at {path}; make one with `bert-jax vocab` or name a vocab.txt"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {files.describe(error)}") from None
+    tokens = parse(data, path)
+    vocabulary = Vocabulary(tokens, looks_lowercase(tokens))
+    if (path.parent / SETTINGS).exists():
+        vocabulary = dataclasses.replace(vocabulary, **_saved_settings(path.parent / SETTINGS))
+    if lowercase is not None:
+        vocabulary = dataclasses.replace(vocabulary, lowercase=lowercase)
+    return vocabulary
+
+
+def parse(data: bytes, where: object) -> tuple[str, ...]:
+    """The tokens of a vocab.txt's content, checked.
+
+    Args:
+        data: the bytes.
+        where: what to call them in an error.
+
+    Raises:
+        UserError: not a vocabulary, a special token missing, a token twice.
+    """
+    try:
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: not UTF-8 at byte {error.start:,}; a vocabulary is text, a token a line"
+            f"{where}: not UTF-8 at byte {error.start:,}; a vocabulary is text, a token a line"
         ) from None
     lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
     tokens = tuple(line.removesuffix("\r") for line in lines)
     if tokens == ("",):
-        raise UserError(f"{path} is empty; a vocabulary has a token a line")
+        raise UserError(f"{where} is empty; a vocabulary has a token a line")
     seen: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
         if not token:
-            raise UserError(f"{path}:{number}: an empty line; a vocabulary has a token a line")
+            raise UserError(f"{where}:{number}: an empty line; a vocabulary has a token a line")
         if token in seen:
             raise UserError(
-                f"{path}:{number}: {token!r} is there already (line {seen[token]}); "
+                f"{where}:{number}: {token!r} is there already (line {seen[token]}); "
                 "every token must have one id"
             )
         seen[token] = number
     for token in SPECIAL:
         if token not in seen:
             raise UserError(
-                f"{path} has no {token}; it is not a BERT vocabulary (it needs {' '.join(SPECIAL)})"
+                f"{where} has no {token}; it is not a BERT vocabulary (it needs {' '.join(SPECIAL)})"
             )
-    if lowercase is None:
-        lowercase = _saved_case(path.parent / SETTINGS)
-    if lowercase is None:
-        lowercase = not any(token != token.lower() for token in tokens if not _is_slot(token))
-    return Vocabulary(tokens, lowercase)
+    return tokens
 
 
-def _saved_case(path: pathlib.Path) -> bool | None:
-    if not path.exists():
-        return None
+def looks_lowercase(tokens: Sequence[str]) -> bool:
+    """Whether no token but special and unused ones has a capital letter."""
+    return not any(token != token.lower() for token in tokens if not _is_slot(token))
+
+
+def _saved_settings(path: pathlib.Path) -> dict[str, bool | None]:
+    allowed = {"lowercase": (bool,), "strip_accents": (bool, type(None)), "split_chinese": (bool,)}
     try:
-        case = json.loads(path.read_text())["lowercase"]
-        if isinstance(case, bool):
-            return case
+        found = json.loads(path.read_text())
+        if "lowercase" in found and all(isinstance(found[k], allowed[k]) for k in found):
+            return found
     except (OSError, ValueError, TypeError, KeyError):
         pass
     raise UserError(f'{path} does not say {{"lowercase": true}} or false; write that or remove it')

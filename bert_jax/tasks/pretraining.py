@@ -113,19 +113,21 @@ class Pretraining:
         return text
 
 
-def stages(config: Config) -> tuple[Config, Vocabulary, list[str], list[Stage]]:
+def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Stage]]:
     """Opens the rows of every phase and checks that they, the model and each other fit.
 
     Returns:
-        The config with the vocabulary's size filled in; the vocabulary; for each phase a digest of
-        what its rows are; the stages.
+        The config with the vocabulary's size filled in; the vocabulary; for each phase what its
+        rows are (`workdir.claim`); the stages.
 
     Raises:
         UserError: names the phase, the rows and what does not fit.
     """
     config = copy.deepcopy(config)
+    if not config.model.masked_lm or config.model.head:
+        raise UserError("config.model: pretraining needs masked_lm=True and head=''")
     found: list[Stage] = []
-    digests: list[str] = []
+    data: list[dict[str, Any]] = []
     vocabulary = None
     for i, (phase, end) in enumerate(zip(config.phases, phase_ends(config), strict=True)):
         if not phase.rows:
@@ -140,9 +142,7 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[str], list[Stage]]:
         _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
         vocabulary = vocabulary or wordpiece.load(phase.rows)
         config.model.vocab_size = manifest.vocab_size
-        digests.append(
-            hashlib.sha256("".join(s.sha256 for s in manifest.train.shards).encode()).hexdigest()
-        )
+        data.append(_describe(manifest))
         batch_size = phase.batch_size or config.batch_size
         task = Pretraining(
             config.model,
@@ -170,7 +170,17 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[str], list[Stage]]:
                 ),
             )
         )
-    return config, vocabulary, digests, found
+    return config, vocabulary, data, found
+
+
+def _describe(manifest: rows.Manifest) -> dict[str, Any]:
+    """A digest of the rows, and what of their manifest says how they came to be."""
+    shards = "".join(shard.sha256 for shard in manifest.train.shards)
+    told = manifest.to_dict()
+    del told["length_histogram"]
+    for split in ("train", "heldout"):
+        del told[split]["shards"]
+    return {"digest": hashlib.sha256(shards.encode()).hexdigest(), **told}
 
 
 def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: str) -> None:

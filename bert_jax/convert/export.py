@@ -1,0 +1,194 @@
+"""A model of ours to a folder that Hugging Face users load as they load any other."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import google_crc32c
+import jax
+import numpy as np
+
+from bert_jax import config as config_lib
+from bert_jax import files, workdir
+from bert_jax.config import Config, EmbedConfig
+from bert_jax.convert import huggingface
+from bert_jax.convert.source import open_model
+from bert_jax.data.wordpiece import VOCAB
+from bert_jax.errors import UserError
+from bert_jax.model import parameter_count
+
+# What is written of the heads.
+HEADS = ("all", "masked_lm", "none")
+
+
+def export(
+    source: str, out: str | pathlib.Path, which: str = "best", heads: str = "all"
+) -> dict[str, Any]:
+    """Writes config.json, model.safetensors, the tokenizer's files and a model card.
+
+    Args:
+        source: a run, an imported checkpoint or whatever `open_model` takes.
+        out: a new folder.
+        which: of a run, its checkpoint.
+        heads: "all", "masked_lm" (a `BertForMaskedLM`) or "none" (a `BertModel`). transformers lists
+            weights that the class which is loaded does not have; this leaves them out.
+
+    Returns:
+        config.json's content.
+
+    Raises:
+        UserError: no such model, one that transformers' BERT cannot be, `out` exists.
+    """
+    config, vocabulary, params, step = open_model(source, which)
+    model = config.model
+    if heads == "masked_lm" and not model.masked_lm:
+        raise UserError(f"{source} has no masked-LM head to export")
+    if heads != "all":
+        model = dataclasses.replace(
+            model,
+            masked_lm=model.masked_lm and heads == "masked_lm",
+            pooler=model.has_pooler and heads == "none",
+            next_sentence=False,
+            head="",
+            labels=(),
+        )
+        parts = {"embeddings", "encoder"}
+        parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
+        params = {part: params[part] for part in params if part in parts}
+    settings = huggingface.huggingface_config(model, vocabulary)
+    tensors = huggingface.to_huggingface(jax.device_get(params), model)
+    name = settings["architectures"][0]
+    if name == "BertModel":  # which writes what the others call bert
+        tensors = {name.removeprefix("bert."): value for name, value in tensors.items()}
+    card = _card(source, config, name, parameter_count(params, model), step)
+    with files.new_folder(out) as folder:
+        files.write_json(folder / "config.json", settings)
+        _write_safetensors(folder / "model.safetensors", tensors)
+        files.write(folder / VOCAB, vocabulary.to_bytes())
+        tokens = config.embed.tokens or model.positions
+        for name, text in huggingface.tokenizer_files(vocabulary, tokens).items():
+            files.write(folder / name, text)
+        if config.embed != EmbedConfig():
+            _write_sentence_encoder(folder, config)
+        files.write(folder / "README.md", card)
+    return settings
+
+
+def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+    """With a checksum a tensor, which the format has none of, for `bert-jax import`."""
+    from safetensors.numpy import save_file
+
+    sums = {name: google_crc32c.value(value.tobytes()) for name, value in tensors.items()}
+    with files.replacing(path) as beside:
+        save_file(tensors, beside, {"format": "pt", "crc32c": json.dumps(sums)})
+
+
+def _write_sentence_encoder(folder: pathlib.Path, config: Config) -> None:
+    """What sentence-transformers reads, so that it makes the vectors that `bert-jax embed` makes."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if config.embed.normalize else [])]
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for i, kind in enumerate(kinds)
+    ]
+    files.write_json(folder / "modules.json", modules)
+    tokens = config.embed.tokens or config.model.positions
+    files.write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": tokens, "do_lower_case": False}
+    )
+    (folder / "1_Pooling").mkdir()
+    pooling = {
+        "word_embedding_dimension": config.model.hidden,
+        "pooling_mode_cls_token": config.embed.pooling == "cls",
+        "pooling_mode_mean_tokens": config.embed.pooling == "mean",
+    }
+    files.write_json(folder / "1_Pooling" / "config.json", pooling)
+    if config.embed.normalize:
+        (folder / "2_Normalize").mkdir()
+
+
+def _card(source: str, config: Config, architecture: str, parameters: int, step: int) -> str:
+    """README.md: what the model is, how to load it, how it was made and measured."""
+    model, told = config.model, workdir.read_story(source)
+    size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
+    fill_mask = architecture in ("BertForPreTraining", "BertForMaskedLM")
+    lines = [
+        "---",
+        "library_name: transformers",
+        *(["pipeline_tag: fill-mask"] if fill_mask else []),
+        "tags:",
+        "- bert",
+        "- jax",
+        "---",
+        "",
+        f"# BERT {size}",
+        "",
+        f"`{architecture}`, {parameters:,} parameters, a vocabulary of {model.vocab_size:,} word "
+        f"pieces, at most {model.positions} tokens. Written by bert_jax.",
+        "",
+        "```python",
+        f"from transformers import AutoTokenizer, {architecture}",
+        "",
+        'tokenizer = AutoTokenizer.from_pretrained("PATH")',
+        f'model = {architecture}.from_pretrained("PATH")',
+        "```",
+        "",
+    ]
+    if told.imported:
+        known = told.imported["official"]
+        lines += [
+            "## Where it comes from",
+            "",
+            f"Imported from {told.imported['format']} files"
+            + (f", exactly {known}" if known else "")
+            + f" (`{pathlib.PurePath(told.imported['source']).name}`). The weights are unchanged:",
+            "",
+            *(f"- `{name}` sha256 {digest}" for name, digest in told.imported["sha256"].items()),
+            "",
+        ]
+    if told.starts:
+        lines += [
+            "## How it was trained",
+            "",
+            f"Step {step:,} of {config.steps:,}. The commands:",
+            "",
+        ]
+        lines += ["```sh", *dict.fromkeys(start["command"] for start in told.starts), "```", ""]
+        last = told.starts[-1]
+        lines += [
+            f"On {last['devices']}; commit {last['commit']}; "
+            + ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+            + ".",
+            "",
+        ]
+    if told.heldout:
+        lines += [f"Held-out, at step {told.heldout['step']:,}:", "", "| | |", "|---|---|"]
+        lines += [f"| {k} | {v:.4f} |" for k, v in told.heldout.items() if isinstance(v, float)]
+        lines.append("")
+    for rows in told.data:
+        train = rows["train"]
+        lines += [
+            f"Rows of T={rows['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
+            f"sequences, {train['real_tokens']:,} tokens in {train['rows']:,} rows, sentence pairs "
+            f"`{rows['pairs']}`, from",
+            "",
+            *(
+                f"- `{pathlib.PurePath(s['spec']).name}`: {s['documents']:,} documents"
+                for s in rows["sources"]
+            ),
+            "",
+        ]
+    lines += [
+        "## Config",
+        "",
+        "```json",
+        json.dumps(config_lib.to_dict(config), indent=2),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,491 @@
+"""Any BERT checkpoint, whoever wrote it, to a model of ours.
+
+A source is a run of this project or what `import_checkpoint` made, a Hugging Face folder, the name
+of a model on its hub, or a TensorFlow 1 release of Google's, as a folder or as its zip.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import pathlib
+import re
+import zipfile
+from collections.abc import Collection
+from importlib.resources.abc import Traversable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bert_jax import checkpoint, files, workdir
+from bert_jax import config as config_lib
+from bert_jax.config import Config, EmbedConfig
+from bert_jax.convert import huggingface, pytorch, tensorflow1
+from bert_jax.data import wordpiece
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model import Params, parameter_count
+
+# May be missing where the source's own config says that they are there: its parts, or tokens that
+# its vocabulary lacks at the end of the embeddings.
+MAY_BE_MISSING = (*huggingface.PARTS, "tokens")
+
+_OFFICIAL = {  # SHA-256 of Google's files of October 2018
+    "58580dc5e0bf0ae0d2efd51d0e8272b2f808857f0a43a88aaf7549da6d7a8a84": "Google's uncased Base",
+    "734d5a1b68bf98d4e9cb6b6692725d00842a1937af73902e51776905d8f760ea": "Google's cased Base",
+    "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3": "Google's uncased English",
+    "eeaa9875b23b04b4c54ef759d03db9d1ba1554838f8fb26c5d96fa551df93d02": "Google's cased English",
+}
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_BESIDE_WEIGHTS = (
+    *("config.json", "bert_config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
+    *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
+)
+
+
+class Imported(NamedTuple):
+    """A model from elsewhere.
+
+    Attributes:
+        config: the model, and how its authors make vectors with it.
+        vocabulary, params: on the host.
+        about: where it comes from: source, format, official (what the files are known to be, or
+            None), vocabulary (likewise), files (name, bytes, sha256), parts, left_out.
+    """
+
+    config: Config
+    vocabulary: Vocabulary
+    params: Params
+    about: dict[str, Any]
+
+
+def open_model(source: str, which: str = "best") -> tuple[Config, Vocabulary, Params, int]:
+    """The model of any source, ready to run.
+
+    Args:
+        source: see the module.
+        which: of a run, its checkpoint, as `checkpoint.load_model` takes it.
+
+    Returns:
+        Its config, vocabulary, parameters and step (0 for one from elsewhere).
+    """
+    if workdir.holds_run(source):
+        return checkpoint.load_model(source, which)
+    config, vocabulary, params, _ = read(source)
+    return config, vocabulary, jax.device_put(params, jax.devices()[0]), 0
+
+
+def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> Imported:
+    """Makes a folder that every other command takes, with Orbax parameters and the vocabulary.
+
+    Args:
+        source: see the module.
+        out: a new folder.
+        options: as `read` takes them.
+
+    Raises:
+        UserError: as `read`; `out` exists. Nothing is left half-written.
+    """
+    with files.new_folder(out) as folder:
+        imported = read(source, **options)
+        saved = {
+            "config": config_lib.to_dict(imported.config),
+            "data": [],
+            "imported": imported.about,
+        }
+        files.write_json(folder / "config.json", saved)
+        imported.vocabulary.save(folder)
+        checkpoints = checkpoint.Checkpoints(folder / "checkpoints", imported.config.checkpoint)
+        checkpoints.save(0, imported.params)
+        checkpoints.wait()
+        checkpoints.close()
+    return imported
+
+
+def read(
+    source: str,
+    *,
+    revision: str | None = None,
+    vocab: str | None = None,
+    lowercase: bool | None = None,
+    allow_missing: Collection[str] = (),
+    allow_unexpected: Collection[str] = (),
+) -> Imported:
+    """Reads a checkpoint that somebody else wrote.
+
+    Args:
+        source: a folder, a zip or a name on the hub.
+        revision: branch, tag or commit on the hub.
+        vocab: a vocabulary file instead of the source's own.
+        lowercase: None: as the source says, or as its vocabulary looks.
+        allow_missing: of `MAY_BE_MISSING`.
+        allow_unexpected: patterns of names of tensors to leave out.
+
+    Raises:
+        UserError: not a checkpoint, another architecture, tensors missing, unexpected or of another
+            shape, a damaged file, a vocabulary of another size; the line names what.
+    """
+    folder, prefix = _find(source, revision)
+    if workdir.holds_run(source):
+        raise UserError(f"{source} is a run or an imported checkpoint already: use it as it is")
+    try:
+        if prefix:
+            settings, tensors, used = _google(folder, prefix)
+        else:
+            settings, tensors, used = _hugging_face(folder)
+        names = huggingface.canonical(tensors)
+        canonical = {new: tensors[old] for new, old in names.items()}
+        left_out = sorted(set(tensors) - set(names.values()))
+        model = huggingface.model_config(settings, canonical, allow_missing)
+        twins = huggingface.settle_decoder(canonical, model.tied_decoder)
+        left_out += [names[name] for name in twins]
+        strange = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
+        allowed = [n for n in strange if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
+        if refused := [name for name in strange if name not in allowed]:
+            raise UserError(
+                f"unexpected: {huggingface.some(refused)}; leave them out with --allow-unexpected "
+                "PATTERN"
+            )
+        params = huggingface.from_huggingface(canonical, model, names)
+        vocabulary, vocabulary_file = _vocabulary(folder, vocab, lowercase)
+        vocabulary = _fit(vocabulary, model.vocab_size, "tokens" in allow_missing)
+        config = Config(model=model, embed=_embed_config(folder, model.positions))
+        config_lib.validate(config)
+    except UserError as error:
+        raise UserError(f"cannot import {source}: {error}") from error
+    used = [*used, *([vocabulary_file] if vocabulary_file else [])]
+    sums = {file.name: files.sha256(file) for file in used}
+    weights = [_OFFICIAL.get(d) for name, d in sums.items() if not name.startswith("vocab")]
+    about = {
+        "source": source,
+        "format": "Google, TensorFlow 1" if prefix else "Hugging Face",
+        "official": next(filter(None, weights), None),
+        "vocabulary": _OFFICIAL.get(vocabulary.sha256),
+        "sha256": sums,
+        "left_out": left_out + allowed,
+    }
+    return Imported(config, vocabulary, params, about)
+
+
+def describe(imported: Imported) -> str:
+    """What was imported, in a few lines for people."""
+    model, vocabulary, about = imported.config.model, imported.vocabulary, imported.about
+    parts = {"pooler": model.has_pooler, "masked_lm": model.masked_lm}
+    parts |= {"next_sentence": model.next_sentence, f"head ({model.head})": bool(model.head)}
+    there = [part for part, is_there in parts.items() if is_there] or ["the encoder alone"]
+    case = "uncased" if vocabulary.lowercase else "cased"
+    known = {
+        key: f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
+    }
+    lines = [
+        f"BERT L{model.layers}-H{model.hidden}-A{model.heads}, "
+        f"{parameter_count(imported.params, model):,} parameters{known['official']}",
+        f"  {case} vocabulary of {len(vocabulary):,}{known['vocabulary']}",
+        f"  with {', '.join(there)}",
+    ]
+    if about["left_out"]:
+        lines.append(f"  left out: {huggingface.some(about['left_out'])}")
+    return "\n".join(lines)
+
+
+# --- Where the files are --------------------------------------------------------------------------
+
+
+def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
+    """The folder of the files, and for TensorFlow what their names begin with."""
+    path = pathlib.Path(source).expanduser()
+    if path.with_name(
+        f"{path.name}.index"
+    ).is_file():  # a checkpoint by TensorFlow's way of naming it
+        return path.parent, path.name
+    if path.is_file():
+        return _in_zip(path)
+    if path.is_dir():
+        return path, _tensorflow_prefix(path)
+    if re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", source):
+        return _download(source, revision), ""
+    raise UserError(
+        f"{source}: no such file or folder, and no name on the Hugging Face hub; give a folder, "
+        "the zip of a Google release, or OWNER/NAME"
+    )
+
+
+def _in_zip(path: pathlib.Path) -> tuple[Traversable, str]:
+    try:
+        archive = zipfile.ZipFile(path)
+        inside = [n for n in archive.namelist() if pathlib.PurePosixPath(n).suffix == ".index"]
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is no folder and no zip ({error}): give the folder that holds the checkpoint"
+        ) from None
+    if len(inside) != 1:
+        raise UserError(
+            f"{path} holds no TensorFlow checkpoint; of a zip, only Google's can be read"
+        )
+    index = zipfile.Path(archive, inside[0])
+    return index.parent, index.name.removesuffix(".index")
+
+
+def _tensorflow_prefix(folder: pathlib.Path) -> str:
+    found = [p.name.removesuffix(".index") for p in sorted(folder.glob("*.ckpt*.index"))]
+    if len(found) > 1:
+        raise UserError(f"{folder} holds {len(found)} TensorFlow checkpoints: name one, such as "
+                        f"{folder / found[-1]}")  # fmt: skip
+    return found[0] if found else ""
+
+
+def _download(name: str, revision: str | None) -> pathlib.Path:
+    """The files of a model on the hub, from its cache or from the network."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # what goes wrong is said below, once
+    try:
+        found = hub.HfApi().model_info(name, revision=revision, timeout=20)
+        there = [file.rfilename for file in found.siblings or []]
+        wanted = [file for file in _BESIDE_WEIGHTS if file in there]
+        weights = next((file for file in _WEIGHTS if file in there), None)
+        if weights is None:
+            raise UserError(f"{name} on the hub holds none of {', '.join(_WEIGHTS)}")
+        wanted.append(weights)
+        if weights.endswith(".index.json"):
+            index = hub.hf_hub_download(name, weights, revision=revision)
+            wanted += _shards(pathlib.Path(index))
+        for file in wanted:
+            path = hub.hf_hub_download(name, file, revision=revision)
+        # A file of the root tells the folder; the weights come last and are one.
+        return pathlib.Path(path).parent
+    except errors.GatedRepoError:
+        problem = "it is gated: accept its terms on the hub and log in with `hf auth login`"
+    except errors.RevisionNotFoundError:
+        problem = f"it has no revision {revision!r}"
+    except errors.RepositoryNotFoundError:
+        problem = "there is no such model, or it is private; it is no folder here either"
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        return _cached(name, revision, error)
+    except Exception as error:
+        # The client's own exceptions for a network that is not there change with its HTTP library.
+        if "httpx" not in type(error).__module__ and "requests" not in type(error).__module__:
+            raise
+        return _cached(name, revision, error)
+    raise UserError(f"cannot download {name}: {problem}")
+
+
+def _cached(name: str, revision: str | None, error: Exception) -> pathlib.Path:
+    import huggingface_hub as hub
+
+    try:
+        return pathlib.Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{name} is no folder here, and the Hugging Face hub cannot be reached ({reason}); "
+            "download the model where there is a network and import its folder"
+        ) from None
+
+
+# --- What is in them ------------------------------------------------------------------------------
+
+
+def _json(file: Traversable) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file.name} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file.name} is not a JSON object")
+    return value
+
+
+def _hugging_face(folder: Traversable) -> tuple[dict, dict[str, np.ndarray], list[Traversable]]:
+    # The oldest folders have Google's name for it.
+    config = next(
+        (f for n in ("config.json", "bert_config.json") if (f := folder / n).is_file()), None
+    )
+    weights = next((f for name in _WEIGHTS if (f := folder / name).is_file()), None)
+    if config is None or weights is None:
+        there = sorted(f.name for f in folder.iterdir())
+        others = [n for n in there if n.endswith((".h5", ".msgpack", ".onnx", ".ot"))]
+        raise UserError(
+            f"it holds no checkpoint: no {'config.json' if config is None else ' or '.join(_WEIGHTS[::2])}"
+            + (f" (only {', '.join(others)}, which are not read)" if others else "")
+        )
+    settings = _json(config)
+    parts = [weights]
+    if weights.name.endswith(".index.json"):
+        parts = [folder / name for name in _shards(weights)]
+    tensors: dict[str, np.ndarray] = {}
+    for part in parts:
+        tensors |= pytorch.read(part) if part.name.endswith(".bin") else _safetensors(part)
+    return settings, tensors, parts
+
+
+def _shards(index: pathlib.Path) -> list[str]:
+    """The files that an index names, which are beside it."""
+    names = _json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise UserError(f"{index.name} names no files")
+    for name in names.values():
+        if pathlib.PurePath(name).name != name or name in ("", ".."):
+            raise UserError(f"{index.name} names {name!r}, which is no file beside it")
+    return sorted(set(names.values()))
+
+
+def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
+    import google_crc32c
+    import safetensors
+
+    try:
+        with safetensors.safe_open(file, "numpy") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            sums = json.loads((opened.metadata() or {}).get("crc32c", "{}"))
+    except FileNotFoundError:
+        raise UserError(f"{file.name} is missing") from None
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file.name} is damaged: {_damage(file, error)}") from None
+    for name, value in tensors.items():
+        if name in sums and google_crc32c.value(value.tobytes()) != sums[name]:
+            raise UserError(f"{file.name} is damaged: {name} fails its checksum")
+    return tensors
+
+
+def _damage(file: pathlib.Path, error: Exception) -> str:
+    """What is wrong with a safetensors file: the tensor that is cut, or what the library says."""
+    with file.open("rb") as opened:
+        data = opened.read(8)
+        length, size = int.from_bytes(data, "little"), file.stat().st_size
+        if len(data) < 8 or length > size - 8:
+            return f"its header of {length:,} bytes is not whole"
+        try:
+            header = json.loads(opened.read(length))
+            ends = [(v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__"]
+            cut = min((8 + length + end, name) for end, name in ends if 8 + length + end > size)
+            return f"it is cut short in {cut[1]}"
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return " ".join(str(error).split())
+
+
+def _google(
+    folder: Traversable, prefix: str
+) -> tuple[dict, dict[str, np.ndarray], list[Traversable]]:
+    config = folder / "bert_config.json"
+    if not config.is_file():
+        raise UserError(f"no bert_config.json beside {prefix}.index")
+    settings = _json(config)
+    found = tensorflow1.read(folder, prefix, _is_weight)
+    tensors = {}
+    for name, value in found.items():
+        new, transposed = _google_name(name)
+        tensors[new] = value.T if transposed else value
+    if "classifier.weight" in tensors:  # run_classifier.py's
+        settings["architectures"] = ["BertForSequenceClassification"]
+    used = [f for f in folder.iterdir() if f.name.startswith(f"{prefix}.data-")]
+    return settings, tensors, sorted(used, key=lambda f: f.name)
+
+
+def _is_weight(name: str) -> bool:
+    """Not the optimizer's."""
+    return not re.search(
+        r"(/|_)(adam|lamb)_[mv](_\d+)?$|^global_step$|^(beta|gamma)\d_power$", name
+    )
+
+
+def _google_name(name: str) -> tuple[str, bool]:
+    """The canonical name of one of Google's, and whether its matrix is transposed there."""
+    fixed = {
+        "cls/predictions/output_bias": "cls.predictions.bias",
+        "cls/seq_relationship/output_weights": "cls.seq_relationship.weight",
+        "cls/seq_relationship/output_bias": "cls.seq_relationship.bias",
+        "cls/squad/output_weights": "qa_outputs.weight",
+        "cls/squad/output_bias": "qa_outputs.bias",
+        "output_weights": "classifier.weight",
+        "output_bias": "classifier.bias",
+    }
+    if name in fixed:
+        return fixed[name], False
+    new = re.sub(r"layer_(\d+)", r"layer.\1", name).replace("/", ".")
+    if new.endswith("_embeddings"):
+        return f"{new}.weight", False
+    return re.sub(r"\.kernel$", ".weight", new), new.endswith(".kernel")
+
+
+# --- Vocabulary -----------------------------------------------------------------------------------
+
+
+def _vocabulary(
+    folder: Traversable, vocab: str | None, lowercase: bool | None
+) -> tuple[Vocabulary, Traversable | None]:
+    """The vocabulary with the tokenizer's settings, and the file it was read from."""
+    if vocab is not None:
+        return wordpiece.load(vocab, lowercase), None
+    listed, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
+    settings = {}
+    if (saved := folder / "tokenizer_config.json").is_file():
+        settings = _json(saved)
+    if tokenizer.is_file():
+        try:
+            vocabulary = huggingface.read_tokenizer(tokenizer.read_bytes().decode())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"tokenizer.json is not BERT's: {' '.join(str(error).split())}"
+            ) from None
+        wordpiece.parse(vocabulary.to_bytes(), tokenizer.name)
+        if listed.is_file():
+            tokens = wordpiece.parse(listed.read_bytes(), listed.name)
+            if vocabulary.tokens[: len(tokens)] != tokens:
+                raise UserError(
+                    "vocab.txt and tokenizer.json hold different vocabularies: remove one"
+                )
+        file = tokenizer
+    elif listed.is_file():
+        tokens = wordpiece.parse(listed.read_bytes(), listed.name)
+        case = settings.get("do_lower_case")
+        vocabulary = Vocabulary(
+            tokens,
+            case if isinstance(case, bool) else wordpiece.looks_lowercase(tokens),
+            settings.get("strip_accents"),
+            bool(settings.get("tokenize_chinese_chars", True)),
+        )
+        file = listed
+    else:
+        raise UserError("it has no vocab.txt and no tokenizer.json; name one with --vocab")
+    if lowercase is not None:
+        vocabulary = dataclasses.replace(vocabulary, lowercase=lowercase)
+    return vocabulary, file
+
+
+def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
+    """The vocabulary, if it is as long as the embeddings."""
+    missing = size - len(vocabulary)
+    if missing > 0 and may_lack:
+        rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
+        return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest)
+    if missing:
+        hint = "; add --allow-missing tokens if they are padding" if missing > 0 else ""
+        raise UserError(
+            f"the vocabulary has {len(vocabulary):,} tokens, the embeddings {size:,} rows{hint}"
+        )
+    return vocabulary
+
+
+def _embed_config(folder: Traversable, positions: int) -> EmbedConfig:
+    """How a sentence encoder's authors make vectors, as sentence-transformers writes it down."""
+    embed = EmbedConfig()
+    if not (folder / "modules.json").is_file():
+        return embed
+    text = (folder / "modules.json").read_bytes()
+    embed.normalize = b"Normalize" in text
+    if (file := folder / "1_Pooling" / "config.json").is_file():
+        pooling = _json(file)
+        if pooling.get("pooling_mode_cls_token") or pooling.get("pooling_mode") == "cls":
+            embed.pooling = "cls"
+    if (file := folder / "sentence_bert_config.json").is_file():
+        most = _json(file).get("max_seq_length")
+        embed.tokens = most if isinstance(most, int) and 0 < most <= positions else 0
+    return embed

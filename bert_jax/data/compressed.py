@@ -1,0 +1,108 @@
+"""Files of bytes, compressed or not, and what it means when they are damaged."""
+
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator
+
+from bert_jax.errors import UserError
+from bert_jax.files import one_line_errors
+
+SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+_BLOCK_BYTES = 1 << 20
+
+
+def decompressed(
+    path: pathlib.Path, count: Callable[[int], None] | None = None
+) -> io.BufferedIOBase:
+    """Opens a file for reading, decompressed by what its first bytes say, not by its name.
+
+    Args:
+        path: of the file.
+        count: is told how many bytes of it were read, each time.
+    """
+    raw = io.FileIO(path) if count is None else _CountedFile(path, count)
+    file = io.BufferedReader(raw, _BLOCK_BYTES)
+    magic = file.peek(6)
+    if magic.startswith(b"\x1f\x8b"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), _BLOCK_BYTES)
+    if magic.startswith(b"BZh"):
+        return io.BufferedReader(bz2.BZ2File(file), _BLOCK_BYTES)
+    if magic.startswith(b"\xfd7zXZ\x00"):
+        return io.BufferedReader(lzma.LZMAFile(file), _BLOCK_BYTES)
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+        return io.BufferedReader(_ZstdFile(file), _BLOCK_BYTES)
+    return file
+
+
+@contextlib.contextmanager
+def damage(path: pathlib.Path) -> Iterator[None]:
+    """Turns what reading a `decompressed` file raises into a `UserError` that names it."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise _damaged(path, error) from None
+    except OSError as error:
+        if error.errno is None:  # how bz2 reports bad data
+            raise _damaged(path, error) from None
+        with one_line_errors(f"cannot read {path}"):
+            raise
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(
+        f"{path}: the compressed data is damaged or cut short ({reason.rstrip('.')}); "
+        "copy or download it again"
+    )
+
+
+class _CountedFile(io.FileIO):
+    """A file that says how much is read of it."""
+
+    def __init__(self, path: pathlib.Path, count: Callable[[int], None]):
+        super().__init__(path)
+        self._count = count
+
+    def readinto(self, buffer) -> int:
+        size = super().readinto(buffer)
+        self._count(size)
+        return size
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses Zstandard; unlike the library's reader it notices when the end is missing."""
+
+    def __init__(self, file: io.BufferedReader):
+        import zstandard
+
+        self._file, self._library = file, zstandard
+        self._frame = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            # Small bites: a kilobyte can stand for 32 MB.
+            data = self._frame.unused_data if self._frame and self._frame.eof else b""
+            data = data or self._file.read(1024)
+            if not data:
+                if self._frame and not self._frame.eof:
+                    raise EOFError("the end is missing")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._library.ZstdError as error:
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

@@ -1,0 +1,113 @@
+"""Files of vectors, written while they come: .npy, JSON lines, Parquet."""
+
+import array
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_ROW_GROUP_FLOATS = 1 << 22
+
+
+class Npy:
+    """Vectors one after the other; without pooling each text's number of them in a second file."""
+
+    def __init__(self, path: pathlib.Path, lengths: pathlib.Path | None, dimension: int):
+        self._file, self._lengths_path = open(path, "wb"), lengths  # noqa: SIM115 (see close)
+        self._dimension, self._lengths, self._count = dimension, array.array("q"), 0
+        self._header()
+
+    def _header(self) -> None:
+        # NumPy leaves room for the first axis to grow, so the last header fits the first one's place.
+        self._file.seek(0)
+        shape = (self._count, self._dimension)
+        fields = {"descr": "<f4", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, fields)
+
+    def write(self, text: str, pieces: list[str], vectors: np.ndarray) -> None:
+        vectors = vectors.reshape(-1, self._dimension)
+        self._file.write(vectors.astype("<f4").tobytes())
+        self._lengths.append(len(vectors))
+        self._count += len(vectors)
+
+    def close(self) -> None:
+        with self._file:
+            self._header()
+        if self._lengths_path:
+            with open(self._lengths_path, "wb") as file:
+                np.save(file, np.array(self._lengths, np.int64))
+
+
+class Jsonl:
+    """An object a line."""
+
+    def __init__(self, path: pathlib.Path, tokens: bool):
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (see close)
+        self._tokens, self._count = tokens, 0
+
+    def write(self, text: str, pieces: list[str], vectors: np.ndarray) -> None:
+        fields: dict[str, Any] = {"index": self._count, "text": text}
+        if self._tokens:
+            fields["tokens"] = pieces
+        start = json.dumps(fields, ensure_ascii=False)[:-1]
+        self._file.write(f'{start}, "vector": {_numbers(vectors.tolist())}}}\n')
+        self._count += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _numbers(values: list) -> str:
+    """JSON of a vector or of several, with as many digits as float32 needs to come back."""
+    if values and isinstance(values[0], list):
+        return f"[{', '.join(map(_numbers, values))}]"
+    return f"[{', '.join([format(x, '.9g') for x in values])}]"
+
+
+class Parquet:
+    """A row a text, in row groups of bounded size."""
+
+    def __init__(self, path: pathlib.Path, tokens: bool):
+        import pyarrow
+        from pyarrow import parquet
+
+        self._arrow, self._tokens = pyarrow, tokens
+        vector = pyarrow.list_(pyarrow.float32())
+        fields = {"index": pyarrow.int64(), "text": pyarrow.large_string()}
+        if tokens:
+            fields["tokens"] = pyarrow.list_(pyarrow.string())
+        fields["vector"] = pyarrow.list_(vector) if tokens else vector
+        self._schema = pyarrow.schema(list(fields.items()))
+        self._file = parquet.ParquetWriter(path, self._schema)
+        self._group: list[tuple] = []
+        self._count = self._floats = 0
+
+    def write(self, text: str, pieces: list[str], vectors: np.ndarray) -> None:
+        self._group.append((self._count, text, pieces, vectors))
+        self._count += 1
+        self._floats += vectors.size
+        if self._floats >= _ROW_GROUP_FLOATS:
+            self._flush()
+
+    def _flush(self) -> None:
+        index, texts, pieces, vectors = zip(*self._group, strict=True)
+        columns = [index, texts, *([pieces] if self._tokens else []), self._lists(vectors)]
+        self._file.write_table(self._arrow.table(columns, schema=self._schema))
+        self._group, self._floats = [], 0
+
+    def _lists(self, vectors: Sequence[np.ndarray]):
+        """An array of vectors as lists of floats, or of lists of them, without a Python float."""
+        list_array = self._arrow.ListArray.from_arrays
+        dimension = vectors[0].shape[-1]
+        flat = self._arrow.array(np.concatenate([v.reshape(-1) for v in vectors]))
+        found = list_array(np.arange(0, len(flat) + 1, dimension, np.int32), flat)
+        if self._tokens:
+            found = list_array(np.cumsum([0, *map(len, vectors)], dtype=np.int32), found)
+        return found
+
+    def close(self) -> None:
+        if self._group:
+            self._flush()
+        self._file.close()

@@ -1,0 +1,834 @@
+"""Checkpoints from elsewhere and back: every bit, every head, every way they are spoilt."""
+
+import contextlib
+import dataclasses
+import http.server
+import io
+import json
+import logging
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import traverse_util
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from bert_jax import checkpoint, cli, files
+from bert_jax.config import Config, ModelConfig
+from bert_jax.convert import huggingface, source
+from bert_jax.convert.export import export
+from bert_jax.data import rows
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.explore import MaskFiller
+from bert_jax.model import Bert, shapes
+
+TF1 = pathlib.Path(__file__).parent / "data" / "tf1"
+WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")
+LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
+CLASSES = {
+    "BertModel": {},
+    "BertForPreTraining": {},
+    "BertForMaskedLM": {},
+    "BertForNextSentencePrediction": {},
+    "BertForSequenceClassification": LABELS,
+    "BertForTokenClassification": LABELS,
+    "BertForMultipleChoice": {},
+    "BertForQuestionAnswering": {},
+}
+
+
+def torch_model(name="BertForPreTraining", seed=0, **changes):
+    """A random model of a class of transformers; no weight is zero or one."""
+    values = dict(
+        vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
+        intermediate_size=20, max_position_embeddings=24,
+    )  # fmt: skip
+    config = transformers.BertConfig(**{**values, **CLASSES[name], **changes})
+    model = getattr(transformers, name)(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def save(model, folder, words=WORDS, **options):
+    """As a user of transformers does, with its tokenizer."""
+    model.save_pretrained(folder, **options)
+    tokenizer = transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(torch_model(), tmp_path / "theirs")
+
+
+def flat(params):
+    return traverse_util.flatten_dict(jax.device_get(params), sep="/")
+
+
+def assert_same(params, others):
+    params, others = flat(params), flat(others)
+    assert params.keys() == others.keys()
+    for path, value in params.items():
+        np.testing.assert_array_equal(value, others[path], err_msg=path)
+
+
+def random_params(config, seed=0):
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(
+        lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32),
+        shapes(config),
+    )
+    extra = params["embeddings"]["word"]["embedding"][config.vocab_size :]
+    extra[:] = 0  # the padding of the vocabulary
+    if config.masked_lm:
+        params["masked_lm"]["bias"][config.vocab_size :] = 0
+        if not config.tied_decoder:
+            params["masked_lm"]["decoder"][:, config.vocab_size :] = 0
+    return params
+
+
+def write_run(folder, config, params, words=None):
+    """A folder as a run of ours leaves it."""
+    words = words or [*SPECIAL, *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
+    from bert_jax import config as config_lib
+
+    files.only_process(folder)
+    Vocabulary(tuple(words), True).save(folder)
+    whole = {"config": config_lib.to_dict(Config(model=config)), "data": []}
+    files.write_json(folder / "config.json", whole)
+    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", Config().checkpoint)
+    checkpoints.save(7, params)
+    checkpoints.close()
+    return folder
+
+
+def inputs(seed=0, batch=3, length=11):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(5, len(WORDS), (batch, length))
+    lengths = np.array([[length], [7], [4]])[:batch]
+    a_lengths = np.array([[length - 4], [7], [2]])[:batch]
+    layout = rows.layout(lengths, a_lengths, length)
+    attention = (layout.sequence == 0).astype(int)
+    theirs = {
+        "input_ids": torch.tensor(tokens),
+        "attention_mask": torch.tensor(attention),
+        "token_type_ids": torch.tensor(layout.segment),
+    }
+    return jnp.asarray(tokens), rows.Layout(*map(jnp.asarray, layout)), theirs, attention == 1
+
+
+def apply(config, params, *args, method=None):
+    bert = Bert(config.model)
+    run = jax.jit(lambda params, *args: bert.apply({"params": params}, *args, method=method))
+    return run(params, *args)
+
+
+# --- Their models here ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_gives_their_outputs(tmp_path, name):
+    model = torch_model(name, type_vocab_size=2)
+    config, vocabulary, params, about = source.read(str(save(model, tmp_path / "m")))
+    assert vocabulary.tokens == WORDS
+    assert about["left_out"] == []
+    tokens, layout, theirs, real = inputs()
+    if name == "BertForMultipleChoice":
+        theirs = {k: v[:, None] for k, v in theirs.items()}
+    with torch.no_grad():
+        wanted = model(**theirs, output_hidden_states=True)
+    for ours, state in zip(
+        apply(config, params, tokens, layout, method=Bert.hidden_states),
+        wanted.hidden_states,
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours[real], state[real], rtol=0, atol=1e-5)
+
+    positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+    words, following = apply(config, params, tokens, layout, positions)
+    got = {"prediction_logits": words, "seq_relationship_logits": following}
+    if name == "BertForMaskedLM":
+        got = {"logits": words}
+    elif name == "BertForNextSentencePrediction":
+        got = {"logits": following}
+    elif name == "BertModel":
+        hidden = apply(config, params, tokens, layout, method=Bert.encode)
+        got = {"pooler_output": apply(config, params, hidden, layout.cls, method=Bert.pool)}
+    elif config.model.head:
+        logits = apply(config, params, tokens, layout, method=Bert.classify)
+        got = {"logits": logits[:, 0] if config.model.head in ("sequence", "choice") else logits}
+        if name == "BertForQuestionAnswering":
+            got = {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
+        if name.endswith("Classification"):
+            assert config.model.labels == ("no", "maybe", "yes")
+    for key, value in got.items():
+        value, other = np.asarray(value).squeeze(), wanted[key].numpy().squeeze()
+        if value.shape[:2] == tokens.shape:
+            value, other = value[real], other[real]
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "bin", "legacy bin", "sharded bin", "bfloat16"])
+def test_every_kind_of_weight_file_is_the_same_model(tmp_path, kind):
+    model = torch_model()
+    plain = source.read(str(save(model, tmp_path / "plain")))
+    folder = tmp_path / "other"
+    save(model, folder, max_shard_size="2KB" if kind == "sharded" else "1GB")
+    if kind == "sharded":
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    elif kind == "bfloat16":
+        save(model.to(torch.bfloat16), folder)
+        plain = source.read(str(save(model.float(), tmp_path / "rounded")))
+    else:
+        (folder / "model.safetensors").unlink()
+        state = model.state_dict()
+        if kind == "sharded bin":
+            names = list(state)
+            halves = {"a.bin": names[:9], "b.bin": names[9:]}
+            for file, part in halves.items():
+                torch.save({name: state[name] for name in part}, folder / file)
+            index = {"weight_map": {n: file for file, part in halves.items() for n in part}}
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        else:
+            zipped = kind == "bin"
+            torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    other = source.read(str(folder))
+    assert other.config == plain.config
+    assert_same(other.params, plain.params)
+
+
+def rename(folder, change, extra=()):
+    """Rewrites the weights with other names."""
+    path = folder / "model.safetensors"
+    tensors = {change(name): value for name, value in load_file(path).items()}
+    save_file({**tensors, **dict(extra)}, path)
+
+
+def old(name):
+    name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+    return name.replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+@pytest.mark.parametrize(
+    "change", [old, lambda n: f"module.{n}", lambda n: f"module.model.{old(n)}"]
+)
+def test_old_and_wrapped_names(folder, change):
+    wanted = source.read(str(folder))
+    buffer = change("bert.embeddings.position_ids")
+    rename(folder, change, [(buffer, np.arange(24)[None])])
+    got = source.read(str(folder))
+    assert got.about["left_out"] == [buffer]
+    assert_same(got.params, wanted.params)
+
+
+def test_a_decoder_written_twice(folder):
+    wanted = source.read(str(folder))
+    words = load_file(folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+    twice = [("cls.predictions.decoder.weight", words)]
+    rename(folder, lambda n: n, twice)
+    assert_same(source.read(str(folder)).params, wanted.params)
+    rename(folder, lambda n: n, [("cls.predictions.decoder.weight", words + 1)])
+    with pytest.raises(UserError, match=r"ties the decoder .* but cls.predictions.decoder.weight"):
+        source.read(str(folder))
+
+
+def test_a_google_release_and_its_zip(tmp_path):
+    release = tmp_path / "uncased_L-2_H-8_A-2"
+    release.mkdir()
+    for file in TF1.glob("bert*"):
+        shutil.copy(file, release)
+    shutil.copy(TF1 / "vocab.txt", release)
+    with zipfile.ZipFile(tmp_path / "release.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in release.iterdir():
+            archive.write(file, f"{release.name}/{file.name}")
+    first = source.read(str(release))
+    model = first.config.model
+    assert (model.layers, model.hidden, model.heads) == (2, 8, 2)
+    assert model.masked_lm
+    assert model.next_sentence
+    for other in (tmp_path / "release.zip", release / "bert_model.ckpt"):
+        again = source.read(str(other))
+        assert again.config == first.config
+        assert_same(again.params, first.params)
+    # One of each kind, by Google's own names.
+    from bert_jax.convert import tensorflow1
+
+    theirs = tensorflow1.read(release, "bert_model.ckpt")
+    ours = flat(first.params)
+    query = "bert/encoder/layer_1/attention/self/query"
+    for path, wanted in {
+        "encoder/layer_1/attention/query/kernel": theirs[f"{query}/kernel"].reshape(8, 2, 4),
+        "encoder/layer_1/attention/query/bias": theirs[f"{query}/bias"].reshape(2, 4),
+        "encoder/layer_0/feed_forward/intermediate/kernel": theirs[
+            "bert/encoder/layer_0/intermediate/dense/kernel"
+        ],
+        "encoder/layer_0/attention/norm/scale": theirs[
+            "bert/encoder/layer_0/attention/output/LayerNorm/gamma"
+        ],
+        "embeddings/position/embedding": theirs["bert/embeddings/position_embeddings"],
+        "masked_lm/bias": theirs["cls/predictions/output_bias"],
+        "next_sentence/kernel": theirs["cls/seq_relationship/output_weights"].T,
+        "pooler/kernel": theirs["bert/pooler/dense/kernel"],
+    }.items():
+        np.testing.assert_array_equal(ours[path], wanted, err_msg=path)
+
+
+def test_official_files_are_recognized(tmp_path, monkeypatch):
+    digest = files.sha256(TF1 / "bert_model.ckpt.data-00000-of-00001")
+    monkeypatch.setitem(source._OFFICIAL, digest, "Nobody's Base")
+    imported = source.read(str(TF1 / "bert_model.ckpt"))
+    assert imported.about["official"] == "Nobody's Base"
+    assert "(exactly Nobody's Base)" in source.describe(imported)
+    assert imported.about["vocabulary"] is None
+
+
+@pytest.mark.skipif("BERT_JAX_DATA" not in os.environ, reason="needs BERT_JAX_DATA: vocab/")
+def test_the_official_digests_are_those_on_record():
+    data = pathlib.Path(os.environ["BERT_JAX_DATA"]) / "vocab"
+    listed = {}
+    for line in (data / "OFFICIAL_SHA256.txt").read_text().splitlines():
+        if line.startswith("sha256:"):
+            digest, _, name = line.removeprefix("sha256:").split()
+            listed[digest] = name
+    for digest, name in source._OFFICIAL.items():
+        case, what = listed[digest].split("/")
+        assert name.split()[1] == case.split("_")[0]
+        assert ("Base" in name) == what.startswith("bert_model.ckpt.data")
+    for case in ("uncased", "cased"):
+        assert (
+            source._OFFICIAL[files.sha256(data / f"bert-base-{case}-vocab.txt")].split()[1] == case
+        )
+
+
+# --- Round trips ----------------------------------------------------------------------------------
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "layers": st.integers(1, 3), "heads": st.integers(1, 4), "size": st.integers(1, 5),
+        "feed_forward": st.integers(1, 9), "vocab_size": st.integers(5, 40),
+        "positions": st.integers(2, 9), "segments": st.integers(1, 3), "tied_decoder": st.booleans(),
+        "activation": st.sampled_from(["gelu", "gelu_tanh", "relu"]),
+    }
+)  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(SHAPES, st.integers(1, 16), st.sampled_from([*huggingface._CLASSES]))
+def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, name):
+    parts, head = huggingface._CLASSES[name]
+    labels = {"sequence": ("x", "y", "z"), "token": ("O", "B"), "choice": ("score",)}
+    size = shape.pop("size")
+    config = ModelConfig(
+        **shape, hidden=size * shape["heads"], vocab_multiple=multiple, head=head,
+        labels=labels.get(head, ("start", "end") if head else ()),
+        masked_lm="masked_lm" in parts, next_sentence="next_sentence" in parts,
+    )  # fmt: skip
+    config.pooler = "pooler" in parts and not config.has_pooler
+    params = random_params(config)
+    folder = tmp_path_factory.mktemp("trip")
+    run = write_run(folder / "run", config, params)
+    exported = export(str(run), folder / "out")
+    assert exported["architectures"] == [name]
+    back = source.read(str(folder / "out"))
+    # What Hugging Face has no word for.
+    assert back.config.model == dataclasses.replace(config, vocab_multiple=1)
+    vocab = config.vocab_size
+    wanted = flat(params)
+    for path in wanted:
+        if path in ("embeddings/word/embedding", "masked_lm/bias"):
+            wanted[path] = wanted[path][:vocab]
+        elif path == "masked_lm/decoder":
+            wanted[path] = wanted[path][:, :vocab]
+    assert_same(back.params, traverse_util.unflatten_dict(wanted, sep="/"))
+
+
+@settings(max_examples=12, deadline=None)
+@given(SHAPES, st.sampled_from([*CLASSES]), st.integers(0, 1 << 16))
+def test_import_then_export_is_the_same_bits(tmp_path_factory, shape, name, seed):
+    model = torch_model(
+        name, seed, hidden_size=shape["size"] * shape["heads"],
+        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
+        intermediate_size=shape["feed_forward"], vocab_size=shape["vocab_size"],
+        max_position_embeddings=shape["positions"], type_vocab_size=shape["segments"],
+        tie_word_embeddings=shape["tied_decoder"],
+    )  # fmt: skip
+    if not shape["tied_decoder"] and hasattr(model, "cls") and hasattr(model.cls, "predictions"):
+        # A parameter that nothing reads; ours comes back as the one that is read.
+        model.cls.predictions.bias.data = model.cls.predictions.decoder.bias.data.clone()
+    folder = tmp_path_factory.mktemp("trip")
+    words = [*SPECIAL, *(f"w{i}" for i in range(shape["vocab_size"] - len(SPECIAL)))]
+    save(model, folder / "in", words)
+    source.import_checkpoint(str(folder / "in"), folder / "ours")
+    export(str(folder / "ours"), folder / "out")
+    before, after = (load_file(folder / x / "model.safetensors") for x in ("in", "out"))
+    assert before.keys() == after.keys()
+    for tensor, value in before.items():
+        np.testing.assert_array_equal(value, after[tensor], err_msg=tensor)
+    keys = ("in", "out")
+    theirs, mine = (json.loads((folder / k / "config.json").read_text()) for k in keys)
+    for key in mine.keys() - {"dtype", "position_embedding_type", "id2label", "label2id"}:
+        assert theirs.get(key, mine[key]) == mine[key], key
+
+
+# --- Ours there -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_warnings():
+    """Fails if transformers or Python warn about anything inside."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue() == ""
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """A run with all pretraining heads over the words above."""
+    config = ModelConfig(
+        layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
+        vocab_multiple=8,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("ours") / "run"
+    return write_run(folder, config, random_params(config, 3), WORDS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "loader", "loaded"),
+    [
+        ("all", "BertForPreTraining", "BertForPreTraining"),
+        ("all", "AutoModelForPreTraining", "BertForPreTraining"),
+        ("masked_lm", "AutoModelForMaskedLM", "BertForMaskedLM"),
+        ("none", "AutoModel", "BertModel"),
+    ],
+)
+def test_transformers_loads_ours_without_a_warning(tmp_path, ours, heads, loader, loaded):
+    export(str(ours), tmp_path / "out", heads=heads)
+    with no_warnings():
+        model = getattr(transformers, loader).from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == loaded
+    config, _, params, step = checkpoint.load_model(ours)
+    assert step == 7
+    tokens, layout, theirs, real = inputs()
+    with torch.no_grad():
+        out = model.eval()(**theirs, output_hidden_states=True)
+    hidden = apply(config, params, tokens, layout, method=Bert.encode)
+    np.testing.assert_allclose(hidden[real], out.hidden_states[-1][real], rtol=0, atol=1e-5)
+    positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+    words, following = apply(config, params, tokens, layout, positions)
+    words = words[:, :, : len(WORDS)]
+    if loaded == "BertModel":
+        pooled = apply(config, params, hidden, layout.cls, method=Bert.pool)
+        np.testing.assert_allclose(pooled[:, 0], out.pooler_output, rtol=0, atol=1e-5)
+    else:
+        logits = out.logits if loaded == "BertForMaskedLM" else out.prediction_logits
+        np.testing.assert_allclose(words[real], logits[real], rtol=0, atol=1e-5)
+    if loaded == "BertForPreTraining":
+        theirs = out.seq_relationship_logits
+        np.testing.assert_allclose(following[:, 0], theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForMaskedLM"])
+def test_of_all_heads_nothing_is_missing_for_a_smaller_class(tmp_path, ours, loader):
+    export(str(ours), tmp_path / "out")
+    _, info = getattr(transformers, loader).from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert all(name.startswith(("cls.", "bert.pooler.")) for name in info["unexpected_keys"])
+
+
+def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, ours):
+    export(str(ours), tmp_path / "out", heads="masked_lm")
+    with no_warnings():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        fill = transformers.pipeline("fill-mask", str(tmp_path / "out"), top_k=4)
+    assert tokenizer.is_fast
+    assert tokenizer.model_max_length == 24
+    vocabulary = checkpoint.load_model(ours)[1]
+    for text, other in [("The cats sat on a mat!", None), ("UNSAT", "É café"), ("", "a")]:
+        ids = tokenizer(text, other)["input_ids"] if other else tokenizer(text)["input_ids"]
+        assert ids == vocabulary.encode(text, other)
+    assert tokenizer.mask_token_id == vocabulary.mask_id
+    text = "the [MASK] sat on the mat"
+    (candidates,) = MaskFiller(ours)(text, 4)
+    found = fill(text)
+    assert [c["token_str"] for c in found] == [c.token for c in candidates]
+    np.testing.assert_allclose(
+        [c["score"] for c in found], [c.probability for c in candidates], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("cased", [False, True])
+@pytest.mark.parametrize("accents", [None, True, False])
+def test_tokenizer_settings_travel(tmp_path, ours, cased, accents):
+    config, _, params, _ = checkpoint.load_model(ours)
+    run = write_run(tmp_path / "run", config.model, params, WORDS)
+    vocabulary = Vocabulary(WORDS, not cased, accents, split_chinese=accents is None)
+    vocabulary.save(run)
+    export(str(run), tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "É é A a 中国 cats"
+    assert theirs(text)["input_ids"] == vocabulary.encode(text)
+    back = source.import_checkpoint(str(tmp_path / "out"), tmp_path / "back")
+    assert back.vocabulary == vocabulary
+    assert checkpoint.load_model(tmp_path / "back")[1] == vocabulary
+
+
+def test_the_card_says_how_it_was_trained(tmp_path, rows, capsys):
+    from tests.test_train import arguments
+
+    argv = ["pretrain", *arguments(), "--rows", str(rows()), "--workdir", str(tmp_path / "run")]
+    assert cli.main(argv) == 0
+    assert (
+        cli.main(["export", "--workdir", str(tmp_path / "run"), "--out", str(tmp_path / "o")]) == 0
+    )
+    card = (tmp_path / "o" / "README.md").read_text()
+    for part in (
+        "BertForPreTraining", "Step 10 of 10", "masked_lm_loss", "real_fraction", "text.txt",
+        "documents", '"learning_rate": 0.001', "jax ", "```sh",
+    ):  # fmt: skip
+        assert part in card, part
+    with no_warnings():
+        transformers.BertForPreTraining.from_pretrained(tmp_path / "o")
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refusal(folder, **options):
+    with pytest.raises(UserError) as caught:
+        source.read(str(folder), **options)
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("roberta", "RobertaForMaskedLM"),
+        ("albert", "AlbertModel"),
+        ("distilbert", "DistilBertModel"),
+        ("electra", "ElectraModel"),
+        ("xlm-roberta", "XLMRobertaModel"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(folder, kind, name):
+    edit(folder, model_type=kind, architectures=[name])
+    said = refusal(folder)
+    assert kind in said
+    assert name in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"hidden_act": "swish"}, "hidden_act is 'swish'; known: gelu"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the weights have 2"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, the weights have 2"),
+        ({"num_attention_heads": 5}, "12 is not a multiple of num_attention_heads 5"),
+        ({"hidden_size": "12"}, "hidden_size is '12', which is no int"),
+        ({"hidden_size": -12}, "hidden_size is -12"),
+        ({"intermediate_size": 21}, "intermediate.dense.weight is [20, 12], not [21, 12]"),
+        ({"vocab_size": 27}, "word_embeddings.weight is [26, 12], not [27, 12]"),
+        ({"layer_norm_eps": float("nan")}, "layer_norm_epsilon is nan"),
+        ({"hidden_dropout_prob": 2.0}, "dropout is 2.0"),
+    ],
+)
+def test_a_config_that_does_not_fit(folder, changes, expected):
+    edit(folder, **changes)
+    assert expected in refusal(folder)
+
+
+def test_missing_and_unexpected_tensors_are_named(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    lost = "bert.encoder.layer.1.output.dense.bias"
+    save_file({k: v for k, v in tensors.items() if k != lost}, path)
+    assert f"missing: {lost}" in refusal(folder)
+    save_file({**tensors, "adapter.down": np.ones(3), "adapter.up": np.ones(3)}, path)
+    said = refusal(folder)
+    assert "unexpected: adapter.down, adapter.up; leave them out with --allow-unexpected" in said
+    got = source.read(str(folder), allow_unexpected=["adapter.*"])
+    assert got.about["left_out"] == ["adapter.down", "adapter.up"]
+    save_file({**tensors, lost: np.full(12, np.nan, np.float32)}, path)
+    assert f"not numbers everywhere: {lost}" in refusal(folder)
+
+
+@pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])
+def test_a_part_may_be_missing_when_that_is_said(folder, part):
+    path = folder / "model.safetensors"
+    starts = huggingface.PARTS[part]
+    kept = {k: v for k, v in load_file(path).items() if not k.startswith(starts)}
+    if part == "pooler":
+        kept = {k: v for k, v in kept.items() if "seq_relationship" not in k}
+    save_file(kept, path)
+    assert f"--allow-missing {part}" in refusal(folder)
+    got = source.read(str(folder), allow_missing=[part, "next_sentence"])
+    there = {"pooler": got.config.model.has_pooler, "masked_lm": got.config.model.masked_lm}
+    there["next_sentence"] = got.config.model.next_sentence
+    assert not there[part]
+    assert part not in got.params
+
+
+def test_vocabularies_of_another_size(folder, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("\n".join(WORDS[:-2]))
+    said = refusal(folder, vocab=str(short))
+    assert f"has {len(WORDS) - 2} tokens, the embeddings {len(WORDS)} rows" in said
+    assert "--allow-missing tokens" in said
+    padded = source.read(str(folder), vocab=str(short), allow_missing=["tokens"]).vocabulary
+    assert len(padded) == len(WORDS)
+    assert padded.encode("the cat") == Vocabulary(WORDS, True).encode("the cat")
+    long = tmp_path / "long.txt"
+    long.write_text("\n".join([*WORDS, "more"]))
+    assert f"has {len(WORDS) + 1} tokens" in refusal(
+        folder, vocab=str(long), allow_missing=["tokens"]
+    )
+    for name in ("vocab.txt", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
+    assert "no vocab.txt and no tokenizer.json; name one with --vocab" in refusal(folder)
+
+
+def test_another_tokenizer_is_refused(folder):
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    for change, expected in (
+        ({"model": {**values["model"], "type": "BPE"}}, "its model is BPE"),
+        ({"normalizer": {"type": "NFC"}}, "its normalizer is NFC"),
+        ({"pre_tokenizer": None}, "pre_tokenizer is not BertPreTokenizer"),
+        ({"model": {**values["model"], "continuing_subword_prefix": "@@"}}, "is '@@'"),
+        ({"model": []}, "tokenizer.json is not BERT's"),
+    ):
+        path.write_text(json.dumps({**values, **change}))
+        assert expected in refusal(folder)
+    path.write_text("{")
+    assert "tokenizer.json is not BERT's" in refusal(folder)
+
+
+def test_damaged_weights_are_named(folder, ours, tmp_path):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    said = refusal(folder)
+    assert "model.safetensors is damaged: it is cut short in " in said
+    last = max(
+        (v["data_offsets"][1], k)
+        for k, v in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items()
+        if k != "__metadata__"
+    )[1]
+    assert last in said
+    path.write_bytes(data[:50])
+    assert "is not whole" in refusal(folder)
+    path.write_bytes(b"")
+    assert "is damaged" in refusal(folder)
+    # Ours carry checksums.
+    export(str(ours), tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert "fails its checksum" in refusal(tmp_path / "out")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_damage_is_a_traceback(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("spoilt") / "m"
+    save(torch_model(num_hidden_layers=1, hidden_size=3), folder)
+    names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    path = folder / data.draw(st.sampled_from(names))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(content), 3000) - 1))
+        content[at] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.sampled_from([len(content), len(content) // 2]))]
+    path.write_bytes(content)
+    with contextlib.suppress(UserError):
+        source.read(str(folder))
+
+
+def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Trap()}, folder / "pytorch_model.bin")
+    assert "system" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_may_not_point_outside(folder, tmp_path):
+    shutil.copy(folder / "model.safetensors", tmp_path / "secret.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), "..", ""):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "which is no file beside it" in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
+    assert "absent.safetensors is missing" in refusal(folder)
+
+
+def test_nothing_half_written_and_nothing_overwritten(folder, ours, tmp_path, capsys):
+    out = tmp_path / "out"
+
+    def run(*argv):
+        status = cli.main([str(a) for a in argv])
+        return status, capsys.readouterr().err.strip()
+
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    status, said = run("import", folder, "--out", out)
+    assert (status, "\n" in said) == (cli.EXIT_USER_ERROR, False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    for verb in (("import", TF1 / "bert_model.ckpt"), ("export", "--workdir", ours)):
+        status, said = run(*verb, "--out", out)
+        assert status == cli.EXIT_USER_ERROR
+        assert said.endswith("exists: choose another folder or remove it first")
+    assert [p.name for p in out.iterdir()] == ["mine"]
+    status, said = run("import", ours, "--out", tmp_path / "again")
+    assert "already: use it as it is" in said
+    status, said = run("import", tmp_path / "nowhere" / "at" / "all", "--out", tmp_path / "again")
+    assert "no such file or folder" in said
+    status, said = run("import", out, "--out", tmp_path / "again")
+    assert "holds no checkpoint: no config.json" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"final_norm": True}, "config.model.final_norm is True"),
+        ({"transform": False}, "config.model.transform is False"),
+        ({"segments": 0}, "config.model.segments is 0"),
+    ],
+)
+def test_what_transformers_cannot_be_is_not_exported(tmp_path, changes, expected):
+    config = ModelConfig(
+        layers=1, hidden=4, heads=2, feed_forward=4, vocab_size=9, positions=8, **changes
+    )
+    run = write_run(tmp_path / "run", config, random_params(config))
+    with pytest.raises(UserError, match=expected):
+        export(str(run), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- The commands, and the hub --------------------------------------------------------------------
+
+
+def test_the_three_lines_of_the_story(folder, tmp_path, capsys):
+    def run(*argv):
+        assert cli.main([str(a) for a in argv]) == 0
+        return capsys.readouterr().out
+
+    said = run("import", folder, "--out", tmp_path / "ours")
+    assert "BERT L2-H12-A3" in said
+    assert "with pooler, masked_lm, next_sentence" in said
+    assert len(run("fill-mask", "--init", tmp_path / "ours", "the [MASK] sat").splitlines()) == 2
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat\n\na mat sat on the cat .\n")
+    for init in (tmp_path / "ours", folder):
+        run("embed", "--init", init, "--out", tmp_path / f"{init.name}.npy", texts)
+    vectors = np.load(tmp_path / "ours.npy")
+    assert vectors.shape == (3, 12)
+    np.testing.assert_array_equal(vectors, np.load(tmp_path / "theirs.npy"))
+    assert "BertForPreTraining" in run(
+        "export", "--init", tmp_path / "ours", "--out", tmp_path / "o"
+    )
+
+
+def hub_command(home, endpoint, out):
+    code = "from bert_jax.cli import console; console()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "import", "someone/tiny", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+        },
+    )
+
+
+def test_a_model_from_the_hub_and_without_one(folder, tmp_path):
+    """A server on loopback speaks the hub's protocol."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            path = self.path.split("?")[0]
+            if path.startswith("/api/models/someone/tiny"):
+                names = [{"rfilename": p.name} for p in folder.iterdir()]
+                body = json.dumps({"id": "someone/tiny", "sha": commit, "siblings": names}).encode()
+            else:
+                file = folder / path.rpartition("/")[2]
+                body = file.read_bytes() if file.exists() else b""
+            self.send_response(200 if body else 404)
+            self.send_header("ETag", f'"{hash(body)}"')
+            self.send_header("X-Repo-Commit", commit)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    done = hub_command(tmp_path / "home", endpoint, tmp_path / "ours")
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 0, done.stderr
+    assert_same(checkpoint.load_model(tmp_path / "ours")[2], source.read(str(folder)).params)
+
+    # Without a network what was downloaded before is used, and else it is said in a line.
+    again = hub_command(tmp_path / "home", endpoint, tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    none = hub_command(tmp_path / "empty", endpoint, tmp_path / "none")
+    assert none.returncode == cli.EXIT_USER_ERROR
+    assert len(none.stderr.strip().splitlines()) == 1, none.stderr
+    assert "the Hugging Face hub cannot be reached" in none.stderr
+    assert not (tmp_path / "none").exists()

