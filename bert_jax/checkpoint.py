@@ -11,7 +11,7 @@ from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import files, workdir
-from bert_jax.config import CheckpointConfig, Config
+from bert_jax.config import CheckpointConfig, Run
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -28,7 +28,8 @@ class Checkpoints:
     Args:
         folder: `WORKDIR/checkpoints`, created if need be.
         config: what to keep.
-        best_by: the held-out metric whose lowest values are the best checkpoints.
+        best_by: the held-out metric of the best checkpoints.
+        highest: whether they have the highest values of it, or the lowest.
         read_only: only look, neither create nor clean up.
     """
 
@@ -37,17 +38,19 @@ class Checkpoints:
         folder: str | pathlib.Path,
         config: CheckpointConfig,
         best_by: str = "",
+        highest: bool = False,
         read_only: bool = False,
     ):
         # Orbax narrates every save, and a failed one at length before it raises what we report.
         logging.set_verbosity(logging.FATAL)
         self.folder = pathlib.Path(folder).absolute()
+        self._best_by, self._sign = best_by, -1 if highest else 1
         keep: list[Any] = [managers.LatestN(config.keep_last)]
         if config.keep_best:
             keep.append(
                 managers.BestN(
                     get_metric_fn=lambda metrics: metrics[best_by],
-                    reverse=True,  # the last of the order are kept: the lowest losses
+                    reverse=not highest,  # the last of the order are kept
                     n=config.keep_best,
                     keep_checkpoints_without_metrics=False,
                 )
@@ -117,10 +120,10 @@ class Checkpoints:
         with self._errors(f"restore step {step} from"):
             return self._manager.restore(step, args=args)[PARAMS]
 
-    def best_step(self, best_by: str) -> int:
-        """The kept step with the lowest held-out metric, or the newest if none was evaluated."""
+    def best_step(self) -> int:
+        """The kept step with the best held-out metric, or the newest if none was evaluated."""
         scored = [
-            (self._manager.metrics(step)[best_by], step)
+            (self._sign * self._manager.metrics(step)[self._best_by], step)
             for step in self.steps()
             if (self.folder / str(step) / "metrics").exists()
         ]
@@ -159,12 +162,12 @@ def abstract(tree: Any, sharding: Any) -> Any:
 
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
-) -> tuple[Config, Vocabulary, Params, int]:
+) -> tuple[Run, Vocabulary, Params, int]:
     """The model of a workdir.
 
     Args:
         folder: the workdir.
-        which: "best" (lowest held-out loss), "latest", or a step.
+        which: "best" (by the held-out metric of its task), "latest", or a step.
 
     Returns:
         Its config, vocabulary, parameters and step.
@@ -174,13 +177,16 @@ def load_model(
     """
     config = workdir.read_config(folder)
     checkpoints = Checkpoints(
-        pathlib.Path(folder) / "checkpoints", config.checkpoint, read_only=True
+        pathlib.Path(folder) / "checkpoints",
+        config.checkpoint,
+        **workdir.read_best_by(folder),
+        read_only=True,
     )
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{folder} has no checkpoint yet: let the run reach its first one")
     if which in ("best", "latest"):
-        step = checkpoints.best_step("masked_lm_loss") if which == "best" else steps[-1]
+        step = checkpoints.best_step() if which == "best" else steps[-1]
     elif which.isdigit() and int(which) in steps:
         step = int(which)
     else:

@@ -84,7 +84,7 @@ def _split_config(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bert-jax",
-        description="BERT in JAX, end to end: text, vocabulary, rows, pretraining, checkpoints.",
+        description="BERT in JAX, end to end: text, vocabulary, rows, pretraining, fine-tuning, checkpoints.",
         epilog="`bert-jax VERB --help` explains a verb and shows an example.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -174,10 +174,68 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sub = verb(
+        "finetune",
+        _finetune,
+        "fine-tune a checkpoint on a task",
+        "  bert-jax finetune --config configs/glue.py:rte --data GLUE --init runs/base --workdir runs/rte\n"
+        "  bert-jax finetune --config configs/table.py --config.task.train=train.csv \\\n"
+        "    --config.task.dev=dev.csv --init bert-base-uncased --workdir runs/mine --seeds 5\n\n"
+        "Started again, the same command goes on from the newest checkpoint.\n"
+        "exit status: as pretrain's",
+        takes_config=True,
+    )
+    _config_arguments(sub)
+    sub.add_argument(
+        "--init",
+        required=True,
+        metavar="DIR",
+        help="a run, an imported checkpoint, or a Hugging Face folder or name; none: random weights",
+    )
+    _which_argument(sub)
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument("--data", help="sets config.task.data: a benchmark's folder, or tfds")
+    sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
+    sub.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="run N seeds; mean, deviation, best"
+    )
+    sub.add_argument(
+        "--resume",
+        choices=("auto", "force"),
+        default="auto",
+        help="force: go on although the config differs from the run's",
+    )
+
+    sub = verb(
+        "predict",
+        _predict,
+        "run a fine-tuned model on new data",
+        "  bert-jax predict --workdir runs/mine --out predictions new.csv\n"
+        "  cat texts.txt | bert-jax predict --workdir runs/mine --out predictions -",
+    )
+    sub.add_argument("source", nargs="?", default="-", metavar="FILE", help="- (default): lines")
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    _which_argument(sub)
+    sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the predictions")
+
+    sub = verb(
+        "score",
+        _score,
+        "score anyone's predictions as the benchmark's own program does",
+        "  bert-jax score squad1 dev-v1.1.json predictions.json\n"
+        "  bert-jax score glue:rte RTE/dev.tsv RTE.tsv\n"
+        "  bert-jax score conll dev.txt predictions.conll",
+    )
+    sub.add_argument("benchmark", help="squad1, squad2, glue:TASK or conll")
+    sub.add_argument("data", metavar="DATA", help="the answers")
+    sub.add_argument("predictions", metavar="PREDICTIONS")
+    sub.add_argument("--null-odds", metavar="FILE", help="squad2: null_odds.json")
+
+    sub = verb(
         "evaluate",
         _evaluate,
-        "measure a run on held-out rows",
-        "  bert-jax evaluate --workdir runs/mini --rows rows128",
+        "measure a run again on held-out data",
+        "  bert-jax evaluate --workdir runs/mini --rows rows128\n"
+        "  bert-jax evaluate --workdir runs/rte",
     )
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     sub.add_argument("--rows", metavar="DIR", help="rows (default: those of its last phase)")
@@ -225,16 +283,16 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-missing",
         action="append",
         default=[],
-        choices=("pooler", "masked_lm", "next_sentence", "head", "tokens"),
-        help="go on without a part that the source says it has, or with fewer tokens than "
-        "embeddings; may be repeated",
+        choices=("pooler", "masked_lm", "next_sentence", "head", "tokens", "added_tokens"),
+        help="go on without a part that the source says it has, with fewer tokens than embeddings, "
+        "or without finding added tokens in texts; may be repeated",
     )
     sub.add_argument(
         "--allow-unexpected",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="leave out tensors of such names (* stands for anything); may be repeated",
+        help="leave out tensors or modules of such names (* stands for anything); may be repeated",
     )
 
     sub = verb(
@@ -294,9 +352,7 @@ def _parser() -> argparse.ArgumentParser:
         default="truncate",
         help="cut longer texts (default), or go over them in windows",
     )
-    sub.add_argument(
-        "--overlap", type=int, default=64, metavar="TOKENS", help="of windows (default 64)"
-    )
+    sub.add_argument("--overlap", type=int, metavar="TOKENS", help="of windows (default 64)")
 
     sub = verb(
         "report",
@@ -388,10 +444,71 @@ def _pretrain(options) -> int | None:
     return None
 
 
+def _finetune(options) -> int | None:
+    from bert_jax import config as config_lib
+
+    config = config_lib.load(options.config, config_lib.FinetuneConfig)
+    if options.data:
+        config.task.data = options.data
+    if options.seeds < 1:
+        raise UserError(f"--seeds {options.seeds}: it must be 1 or more")
+
+    from bert_jax import device
+
+    device.start(config.platform)
+
+    from bert_jax import finetune
+    from bert_jax.train import Interrupted
+
+    try:
+        summary = finetune.finetune(
+            config,
+            options.init,
+            options.workdir,
+            seeds=options.seeds,
+            vocab=options.vocab,
+            which=options.checkpoint,
+            force=options.resume == "force",
+        )
+    except Interrupted as stopped:
+        print(f"bert-jax finetune: {stopped}; run the same command to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(finetune.describe(summary))
+    return None
+
+
+def _predict(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax import finetune
+
+    finetune.predict_file(options.workdir, options.source, options.out, options.checkpoint)
+
+
+def _score(options) -> None:
+    from bert_jax import score
+
+    found = score.score(options.benchmark, options.data, options.predictions, options.null_odds)
+    for name, value in found.items():
+        print(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
+
+
 def _evaluate(options) -> None:
     from bert_jax import device
 
     device.start("")
+
+    from bert_jax import workdir
+    from bert_jax.config import FinetuneConfig
+
+    if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
+        from bert_jax import finetune
+
+        summary = finetune.evaluate_run(options.workdir, which=options.checkpoint)
+        print(json.dumps(summary) if options.json else finetune.describe(summary))
+        return
 
     from bert_jax.evaluate import evaluate_workdir
 
@@ -414,7 +531,9 @@ def _fill_mask(options) -> None:
     fill = MaskFiller(options.init, options.checkpoint)
     texts = options.texts
     if texts in ([], ["-"]):
-        texts = (line.rstrip("\n") for line in sys.stdin if line.strip())
+        from bert_jax.data.texts import read
+
+        texts = (text for text, _ in read("-", "text").texts if text.strip())
     for text in texts:
         masks = fill(text, options.top)
         if options.json:
@@ -471,6 +590,8 @@ def _embed(options) -> None:
     for name in ("pooling", "layers", "normalize", "tokens"):
         if (value := getattr(options, name)) is not None:
             setattr(config.embed, name, value)
+    if options.overlap is not None and options.long != "window":
+        raise UserError("--overlap is of windows: add --long window")
     try:
         weights = tuple(float(w) for w in options.weights.split(",")) if options.weights else ()
     except ValueError:
@@ -480,7 +601,7 @@ def _embed(options) -> None:
         vocabulary,
         params,
         long=options.long,
-        overlap_tokens=options.overlap,
+        overlap_tokens=64 if options.overlap is None else options.overlap,
         weights=weights,
     )
     counts = embed_file(embedder, options.source, options.out, options.column)

@@ -5,12 +5,11 @@ A config file (`configs/*.py`) returns a `Config`; the command line changes sing
 `base`, `L6-H768-A3`.
 """
 
-import copy
 import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bert_jax.errors import UserError
@@ -114,6 +113,8 @@ class OptimConfig:
     weight_decay: float = 0.01
     # Gradients are scaled down to this global norm; 0 leaves them alone.
     clip_norm: float = 1.0
+    # Each layer learns at this times the rate of the one above it; heads at the full rate.
+    layer_decay: float = 1.0
 
 
 @dataclasses.dataclass
@@ -146,9 +147,11 @@ class MeshConfig:
 class CheckpointConfig:
     """What is kept of a run."""
 
+    # Fine-tuning: 0 saves after every evaluation.
     every_steps: int = 1_000
     keep_last: int = 2
-    # Besides the last ones, the checkpoints with the lowest held-out masked-LM loss.
+    # Besides the last ones, the best checkpoints: lowest held-out masked-LM loss, or the
+    # fine-tuned task's own metric.
     keep_best: int = 1
 
 
@@ -168,29 +171,103 @@ class EmbedConfig:
 
 
 @dataclasses.dataclass
-class Config:
-    """A pretraining run."""
+class Run:
+    """What every run has."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    phases: tuple[Phase, ...] = (Phase(),)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     embed: EmbedConfig = dataclasses.field(default_factory=EmbedConfig)
     # Everything random (initial weights, order, masks, dropout) is a function of this and the step.
     seed: int = 0
     steps: int = 1_000_000
-    # Rows a step in all, over all devices and hosts.
+    # Rows a step in all, over all devices and hosts; fine-tuning: examples.
     batch_size: int = 256
     accumulation: int = 1
-    # Held-out evaluation; every_steps 0 evaluates at the end only, rows 0 takes all held-out rows.
+    # Held-out evaluation; 0 evaluates at the end only (fine-tuning: once an epoch).
     evaluate_every_steps: int = 1_000
-    evaluate_rows: int = 2_048
     # Metrics are means over this many steps.
     log_every_steps: int = 50
     # "cpu", "gpu" or "tpu" refuses to run on anything else; "" takes the best there is.
     platform: str = ""
+
+
+@dataclasses.dataclass
+class Config(Run):
+    """A pretraining run."""
+
+    masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
+    phases: tuple[Phase, ...] = (Phase(),)
+    # 0 takes all held-out rows.
+    evaluate_rows: int = 2_048
+
+
+@dataclasses.dataclass
+class TaskConfig:
+    """What to fine-tune on."""
+
+    # "classification" (of texts or pairs), "choice" (of one text among several), "tagging" (of
+    # words) or "squad" (answers in a text).
+    kind: str = "classification"
+    # A benchmark: "cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "squad1",
+    # "squad2", "swag", "conll"; "" for files of one's own.
+    name: str = ""
+    # The folder of a benchmark's files, or "tfds".
+    data: str = ""
+    # Files of one's own: .tsv, .csv, .jsonl, .parquet; CoNLL columns; SQuAD's JSON.
+    train: str = ""
+    dev: str = ""
+    test: str = ""
+    # Columns: the text or the pair, what is to be learned, and for "choice" the choices.
+    text_a: str = "text"
+    text_b: str = ""
+    label: str = "label"
+    choices: tuple[str, ...] = ()
+    # "class" (one label), "classes" (several at a time) or "number".
+    objective: str = "class"
+    # A file with a label a line, or names with commas; "" takes those of the training data.
+    labels: str = ""
+    # Longer sequences are cut (classification, choice) or go over several (tagging, squad).
+    tokens: int = 128
+    # SQuAD: how far windows of a text lie apart, most tokens of a question and of an answer, and
+    # how many starts and ends are combined to answers.
+    stride_tokens: int = 128
+    question_tokens: int = 64
+    answer_tokens: int = 30
+    n_best: int = 20
+    # Tagging: sentences see their neighbors in the document (Devlin et al., section 5.3).
+    document_context: bool = False
+
+
+@dataclasses.dataclass
+class FinetuneConfig(Run):
+    """A fine-tuning run (Devlin et al., section 4). `steps` follows from `epochs`."""
+
+    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    epochs: float = 3.0
+    # Of the steps; fills in optim.warmup_steps.
+    warmup_fraction: float = 0.1
+    # Stop after this many evaluations without a better one; 0 never.
+    patience: int = 0
+    # The embeddings and this many layers above them keep their weights; 0 trains everything.
+    frozen_layers: int = 0
+    # This many layers from the top start anew instead of from the checkpoint.
+    reset_layers: int = 0
+    # No packing: every sequence in a row of its own. Slower; for comparison.
+    one_a_row: bool = False
+    batch_size: int = 32
+    steps: int = 0
+    evaluate_every_steps: int = 0
+    log_every_steps: int = 20
+    # Bias correction makes small sets reliable (Mosbach et al., arXiv 2006.04884); BERT's own
+    # "adam" goes without.
+    optim: OptimConfig = dataclasses.field(
+        default_factory=lambda: OptimConfig(optimizer="adamw", learning_rate=3e-5)
+    )
+    checkpoint: CheckpointConfig = dataclasses.field(
+        default_factory=lambda: CheckpointConfig(every_steps=0, keep_last=1)
+    )
 
 
 SIZES = {  # Devlin et al., and Turc et al. (arXiv 1908.08962) for the small ones
@@ -245,21 +322,28 @@ _CHOICES = {
     "optim.optimizer": ("adam", "adamw", "lamb"),
     "optim.schedule": ("linear", "polynomial", "cosine"),
     "platform": ("", "cpu", "gpu", "tpu"),
+    "task.kind": ("classification", "choice", "tagging", "squad"),
+    "task.objective": ("class", "classes", "number"),
 }
 _POSITIVE = (
     "model.layers model.hidden model.heads model.feed_forward model.vocab_multiple model.positions "
     "model.layer_norm_epsilon optim.learning_rate optim.epsilon optim.power steps batch_size "
-    "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last"
+    "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last optim.layer_decay "
+    "epochs task.stride_tokens task.question_tokens task.answer_tokens task.n_best"
 ).split()
+# What fine-tuning fills in where it is 0.
+_FILLED_IN = ("steps", "checkpoint.every_steps")
 _NOT_NEGATIVE = (
     "model.vocab_size model.segments model.initializer_stddev masking.most_predictions seed "
     "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
-    "evaluate_rows checkpoint.keep_best embed.tokens"
+    "evaluate_rows checkpoint.keep_best embed.tokens patience frozen_layers reset_layers"
 ).split()
-_FRACTIONS = "model.dropout model.attention_dropout optim.beta1 optim.beta2".split()  # below 1
+_FRACTIONS = (
+    "model.dropout model.attention_dropout optim.beta1 optim.beta2 warmup_fraction"
+).split()  # below 1
 
 
-def validate(config: Config) -> None:
+def validate(config: Run) -> None:
     """Refuses a config whose fields cannot be or cannot go together.
 
     Raises:
@@ -275,19 +359,37 @@ def validate(config: Config) -> None:
         if isinstance(value, float):
             require(math.isfinite(value), key, "finite")
     for key, choices in _CHOICES.items():
-        require(flat[key] in choices, key, "one of " + ", ".join(map(repr, choices)))
-    for key in _POSITIVE:
-        require(flat[key] > 0, key, "above 0")
-    for key in _NOT_NEGATIVE:
+        require(flat.get(key) in (None, *choices), key, "one of " + ", ".join(map(repr, choices)))
+    may_be_0 = _FILLED_IN if isinstance(config, FinetuneConfig) else ()
+    for key in flat.keys() & {*_POSITIVE}:
+        require(flat[key] > 0 or (flat[key] == 0 and key in may_be_0), key, "above 0")
+    for key in flat.keys() & {*_NOT_NEGATIVE}:
         require(flat[key] >= 0, key, "0 or more")
-    for key in _FRACTIONS:
+    for key in flat.keys() & {*_FRACTIONS}:
         require(0 <= flat[key] < 1, key, "in [0, 1)")
     require(config.seed < 2**32, "seed", "below 2**32")
 
-    model, masking = config.model, config.masking
+    model = config.model
     require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
     outputs = {"": 0, "choice": 1, "span": 2}.get(model.head, max(len(model.labels), 1))
     require(len(model.labels) == outputs, "model.labels", f"{outputs} names for this head")
+    axes = dataclasses.astuple(config.mesh)
+    if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
+        raise UserError(
+            f"config.mesh (data, fsdp, tensor) is {axes}: sizes above 0, at most one of them -1"
+        )
+    if isinstance(config, Config):
+        _validate_pretraining(config, require)
+    if isinstance(config, FinetuneConfig):
+        tokens = config.task.tokens
+        require(8 <= tokens <= model.positions, "task.tokens", f"8 to {model.positions}")
+        for name in ("frozen_layers", "reset_layers"):
+            most = f"at most {model.layers}, the model's layers"
+            require(getattr(config, name) <= model.layers, name, most)
+
+
+def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
+    model, masking = config.model, config.masking
     require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
     split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
     if min(split) < 0 or abs(sum(split) - 1) > 1e-6:
@@ -314,11 +416,6 @@ def validate(config: Config) -> None:
             raise UserError(
                 f"config.batch_size {batch} is not divisible by accumulation {parts} (phase {i})"
             )
-    axes = dataclasses.astuple(config.mesh)
-    if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
-        raise UserError(
-            f"config.mesh (data, fsdp, tensor) is {axes}: sizes above 0, at most one of them -1"
-        )
 
 
 def phase_ends(config: Config) -> list[int]:
@@ -345,31 +442,43 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: Run) -> dict[str, Any]:
     """Nested plain values, for config.json."""
     return dataclasses.asdict(config)
 
 
-def from_dict(values: Mapping[str, Any]) -> Config:
-    """The inverse of `to_dict`.
+def from_dict(values: Mapping[str, Any]) -> Run:
+    """The inverse of `to_dict`, a `FinetuneConfig` where there is a task, else a `Config`.
 
     Raises:
         UserError: a field that this version does not have.
     """
-    values = copy.deepcopy(dict(values))
     try:
-        values["model"]["labels"] = tuple(values["model"].get("labels", ()))
-        for field in dataclasses.fields(Config):
-            if dataclasses.is_dataclass(field.type) and field.name in values:
-                values[field.name] = field.type(**values[field.name])
-        values["phases"] = tuple(Phase(**phase) for phase in values["phases"])
-        return Config(**values)
+        kind = FinetuneConfig if "task" in values else Config
+        return _build(kind, values)
     except (TypeError, KeyError) as error:
         raise UserError(f"not a config of this version of bert_jax: {error}") from None
 
 
-def load(arguments: list[str]) -> Config:
+def _build(kind: type, values: Mapping[str, Any]) -> Any:
+    values = dict(values)
+    for field in dataclasses.fields(kind):
+        value = values.get(field.name)
+        if field.name == "phases":
+            values["phases"] = tuple(_build(Phase, phase) for phase in values["phases"])
+        elif dataclasses.is_dataclass(field.type) and value is not None:
+            values[field.name] = _build(field.type, value)
+        elif isinstance(value, list):
+            values[field.name] = tuple(value)
+    return kind(**values)
+
+
+def load(arguments: list[str], kind: type = Config) -> Any:
     """The config of `--config FILE[:ARGUMENT]` and `--config.key=value` arguments, validated.
+
+    Args:
+        arguments: of the command line.
+        kind: `Config` or `FinetuneConfig`, which the file must make.
 
     Raises:
         UserError: no such file, an unknown key (names the nearest), a value of the wrong type or
@@ -390,10 +499,12 @@ def load(arguments: list[str]) -> Config:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)
         values(argv[:1] + file)
         config = values.config
-        if not isinstance(config, Config):
+        if not isinstance(config, kind):
             # A missing file gives a stand-in that raises on use.
             getattr(config, "steps", None)
-            raise UserError(f"{file[0][9:]}: get_config must return a bert_jax.config.Config")
+            raise UserError(
+                f"{file[0][9:]}: get_config must return a bert_jax.config.{kind.__name__} here"
+            )
         for argument in arguments:
             if not argument.startswith("--"):
                 raise UserError(f"cannot read {argument}: settings are written --config.KEY=VALUE")
@@ -414,7 +525,7 @@ def load(arguments: list[str]) -> Config:
     return values.config
 
 
-def _check_key(key: str, config: Config) -> None:
+def _check_key(key: str, config: Run) -> None:
     flat = flatten(config)
     if key in flat:
         return

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import files, sharding
-from bert_jax.config import Config, MeshConfig
+from bert_jax.config import MeshConfig, Run
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
@@ -200,7 +200,7 @@ class Embedder:
 
     def __init__(
         self,
-        config: Config,
+        config: Run,
         vocabulary: Vocabulary,
         params: Params,
         *,
@@ -228,6 +228,8 @@ class Embedder:
                 f"{len(weights)} weights for {len(layers)} layers (config.embed.layers is "
                 f"{embed.layers!r}): give one a layer"
             )
+        if not np.isfinite(weights).all():
+            raise UserError(f"weights of layers must be numbers, not {list(weights)}")
         self.vocabulary, self.pooling = vocabulary, embed.pooling
         self.dimension = model.hidden * (1 if weights else len(layers))
         self.counts = Counts()

@@ -1,17 +1,20 @@
 """Held-out evaluation: means over a fixed choice of rows, with the same masks every time."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from bert_jax import checkpoint, sharding
 from bert_jax.config import MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.model import Params
 from bert_jax.tasks import pretraining
-from bert_jax.tasks.stage import Stage
+from bert_jax.tasks.stage import Stage, Task
 
 
 def put(batch: Batch, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
@@ -30,17 +33,39 @@ def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[
 
     @jax.jit
     def measure(params, batch, key):
-        return task.pairs(params, task.inputs(batch, key), None)
+        inputs = task.inputs(batch, key)
+        return task.pairs(params, inputs, None), task.outputs(params, inputs)
 
     def evaluate(params: Params) -> dict[str, float]:
-        total = None
+        total, found = None, []
         for i, batch in enumerate(stage.heldout(jax.process_index(), jax.process_count())):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
-            pairs = measure(params, put(batch, mesh), key)
+            pairs, outputs = measure(params, put(batch, mesh), key)
             total = pairs if total is None else jax.tree.map(jnp.add, total, pairs)
-        return means(total) if total else {}
+            if outputs:
+                found.append((_everywhere(batch), _everywhere(outputs)))
+        return {**means(total), **task.score(found)} if total else {}
 
     return evaluate
+
+
+def outputs(
+    task: Task, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
+) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
+    """The task's outputs for each batch, with the batch, both on the host."""
+    run = jax.jit(
+        lambda params, batch: task.outputs(params, task.inputs(batch, jax.random.key(HELDOUT_SEED)))
+    )
+    params = jax.device_put(params, sharding.replicated(mesh))
+    for batch in batches:
+        yield _everywhere(batch), _everywhere(run(params, put(batch, mesh)))
+
+
+def _everywhere(tree: Any) -> Any:
+    """Arrays of all processes' rows, on every host."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def means(pairs: dict) -> dict[str, float]:

@@ -50,6 +50,8 @@ class MaskFiller:
             UserError: no mask, or more tokens than the model has positions.
         """
         vocabulary, most = self.vocabulary, self.config.model.positions
+        if not 0 < top <= len(vocabulary):
+            raise UserError(f"{top} candidates: ask for 1 to {len(vocabulary):,}")
         tokens = vocabulary.encode(text, mask=True)
         masks = [i for i, token in enumerate(tokens) if token == vocabulary.mask_id]
         if not masks:

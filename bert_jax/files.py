@@ -66,6 +66,19 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         beside.unlink(missing_ok=True)
 
 
+def check_new(path: str | os.PathLike) -> pathlib.Path:
+    """The absolute path of a folder that is not there yet, or empty.
+
+    Raises:
+        UserError: something is at `path` already, or nothing can be.
+    """
+    path = pathlib.Path(os.path.abspath(path))
+    with one_line_errors(f"cannot write {path}"):
+        if not path.name or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+            raise UserError(f"{path} exists: choose another folder or remove it first")
+    return path
+
+
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yields a hidden folder beside `path` to fill; on success it is renamed to `path`.
@@ -75,10 +88,8 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     Raises:
         UserError: something is at `path` already, or it cannot be written there.
     """
-    path = pathlib.Path(os.path.abspath(path))
+    path = check_new(path)
     beside = path.with_name(f".{path.name}.partial")
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{path} exists: choose another folder or remove it first")
     with one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
     with only_process(beside):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from bert_jax import device, files, optim, workdir
-from bert_jax.config import Config
+from bert_jax.config import Run
 from bert_jax.evaluate import means
 from bert_jax.progress import Progress
 from bert_jax.tasks.stage import Stage
@@ -33,7 +33,7 @@ class Log:
         self,
         folder: pathlib.Path,
         step: int,
-        config: Config,
+        config: Run,
         mesh: jax.sharding.Mesh,
         progress: Progress,
     ):

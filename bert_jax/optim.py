@@ -1,12 +1,13 @@
 """BERT's Adam, AdamW and LAMB; learning-rate schedules; which parameters decay."""
 
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from bert_jax.config import OptimConfig
+from bert_jax.config import OptimConfig, Run
 from bert_jax.model import Params
 
 
@@ -68,8 +69,41 @@ def scale_by_moments(beta1: float, beta2: float, epsilon: float) -> optax.Gradie
     return optax.GradientTransformation(init, update)
 
 
-def make(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """The whole update: clip by global norm, moments, decay, trust ratio, schedule."""
+def _layer(path: tuple, layers: int) -> int:
+    """How far up a parameter lies: 0 for the embeddings, 1 to `layers`, one more for heads."""
+    name = "/".join(str(key.key) for key in path)
+    found = re.match(r"encoder/layer_(\d+)/", name)
+    return int(found.group(1)) + 1 if found else 0 if name.startswith("embeddings/") else layers + 1
+
+
+def rate_factors(config: Run, params: Params) -> Params:
+    """For each parameter what the learning rate is multiplied by: decay by layer, 0 where frozen.
+
+    Layer-wise decay as ELECTRA fine-tunes with (Clark et al., arXiv 2003.10555).
+    """
+    layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
+
+    def factor(path, _):
+        layer = _layer(path, layers)
+        if frozen and layer <= frozen:
+            return 0.0
+        return config.optim.layer_decay ** (layers + 1 - layer)
+
+    return jax.tree_util.tree_map_with_path(factor, params)
+
+
+def freeze(config: Run, params: Params) -> Params:
+    """The same parameters, of which the frozen ones get no gradient, so that none is computed."""
+    return jax.tree.map(
+        lambda factor, x: x if factor else jax.lax.stop_gradient(x),
+        rate_factors(config, params),
+        params,
+    )
+
+
+def make(run: Run) -> optax.GradientTransformation:
+    """The whole update: clip by global norm, moments, decay, trust ratio, schedule, layers."""
+    config = run.optim
     corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     plain = scale_by_moments(config.beta1, config.beta2, config.epsilon)
     parts = [
@@ -79,5 +113,13 @@ def make(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     ]
     if config.optimizer == "lamb":
         parts.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
-    parts.append(optax.scale_by_learning_rate(schedule(config, steps)))
+    parts.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
+    if config.layer_decay != 1 or getattr(run, "frozen_layers", 0):
+        parts.append(
+            optax.stateless(
+                lambda updates, _: jax.tree.map(
+                    lambda factor, x: factor * x, rate_factors(run, updates), updates
+                )
+            )
+        )
     return optax.chain(*parts)

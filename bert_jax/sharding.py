@@ -52,13 +52,18 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     return Mesh(np.array(devices).reshape(sizes), AXES)
 
 
+def row_shards(mesh: Mesh) -> int:
+    """Over how many places rows are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def check_batch(mesh: Mesh, batch_size: int, accumulation: int) -> None:
     """Refuses a batch that the mesh cannot split evenly.
 
     Raises:
         UserError: says which batch sizes would do.
     """
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] * accumulation
+    shards = row_shards(mesh) * accumulation
     if batch_size % shards:
         near = max(batch_size // shards, 1) * shards
         raise UserError(

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from flax import traverse_util
+from jaxtyping import Array, Int, UInt
 
 from bert_jax import checkpoint, files, optim, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import Config
+from bert_jax.config import Run
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.evaluate import evaluator, put
@@ -46,19 +47,21 @@ class State(NamedTuple):
     # Sums of the metrics since the last log, part of the state so that a restart in the middle of
     # a window logs what the uninterrupted run does.
     sums: dict[str, Any]
+    # config.seed; here so that runs of several seeds share a compilation.
+    seed: UInt[Array, ""]
 
 
-def make_step(config: Config, task: Task, accumulation: int):
+def make_step(config: Run, task: Task, accumulation: int):
     """The training step: (state, rows) to (state, sums of the metrics since the last log)."""
-    optimizer = optim.make(config.optim, config.steps)
+    optimizer = optim.make(config)
 
     def objective(params, inputs, key, weights):
-        pairs = task.pairs(params, inputs, key)
+        pairs = task.pairs(optim.freeze(config, params), inputs, key)
         loss = sum(pairs[name][0] / jnp.maximum(weight, 1) for name, weight in weights.items())
         return loss, pairs
 
     def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Any]]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         input_key, dropout_key = jax.random.split(key)
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
         inputs = task.inputs(batch, input_key)
@@ -91,14 +94,14 @@ def make_step(config: Config, task: Task, accumulation: int):
         sums = jax.tree.map(
             lambda total, new: jnp.where(first_of_window, 0, total) + new, state.sums, pairs
         )
-        return State(state.step + 1, params, optimizer_state, sums), sums
+        return State(state.step + 1, params, optimizer_state, sums, state.seed), sums
 
     return step
 
 
-def initial_state(config: Config, stage: Stage, mesh: jax.sharding.Mesh) -> tuple[Any, State]:
-    """A jitted function from nothing to the state at step 0, and the state's shapes on the mesh."""
-    task, optimizer = stage.task, optim.make(config.optim, config.steps)
+def initial_state(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> tuple[Any, State]:
+    """A jitted function from the seed to the state at step 0, and the state's shapes on the mesh."""
+    task, optimizer = stage.task, optim.make(config)
     params = jax.eval_shape(task.init, jax.random.key(0))
     pairs = jax.eval_shape(
         lambda params, batch, key: task.pairs(params, task.inputs(batch, key), None),
@@ -108,17 +111,17 @@ def initial_state(config: Config, stage: Stage, mesh: jax.sharding.Mesh) -> tupl
     )
     pairs["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
 
-    def init() -> State:
-        params = task.init(jax.random.key(config.seed))
+    def init(seed: UInt[Array, ""]) -> State:
+        params = task.init(jax.random.key(seed))
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pairs)
-        return State(jnp.int32(0), params, optimizer.init(params), sums)
+        return State(jnp.int32(0), params, optimizer.init(params), sums, seed)
 
-    shapes = jax.eval_shape(init)
+    shapes = jax.eval_shape(init, jnp.uint32(0))
     shardings = sharding.shardings(mesh, shapes)
     return jax.jit(init, out_shardings=shardings), checkpoint.abstract(shapes, shardings)
 
 
-def compile_step(config: Config, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
+def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
     """The training step of a stage, compiled; `state` gives shapes and shardings."""
     batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
     step = jax.jit(
@@ -129,13 +132,22 @@ def compile_step(config: Config, stage: Stage, mesh: jax.sharding.Mesh, state: S
     return step.lower(state, batch).compile()
 
 
+def compile_stage(
+    config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State
+) -> tuple[Any, Callable[[Params], dict[str, float]]]:
+    """The training step of a stage and its held-out evaluation; they do not depend on the seed."""
+    return compile_step(config, stage, mesh, state), evaluator(stage, mesh)
+
+
 def train(
-    config: Config,
+    config: Run,
     vocabulary: Vocabulary,
     data: list[dict[str, Any]],
     stages: list[Stage],
     folder: str | pathlib.Path,
     force: bool = False,
+    start: Params | None = None,
+    compiled: dict[int, Any] | None = None,
 ) -> None:
     """Runs `config` in `folder` from wherever it stands there to the end.
 
@@ -146,52 +158,60 @@ def train(
         stages: what to train on, in order.
         folder: the workdir.
         force: go on in a workdir that holds a run with another config.
+        start: parameters that take the place of random ones at step 0, a part of the model's.
+        compiled: kept by the caller between runs that differ by their seeds only: what
+            `compile_stage` made, by stage.
 
     Raises:
         UserError: something a person can mend; nothing is lost.
         Interrupted: SIGTERM or SIGINT came and the state is saved.
     """
     folder = pathlib.Path(folder)
+    compiled = {} if compiled is None else compiled
     mesh = sharding.make_mesh(config.mesh)
     for stage in stages:
         sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
     init, shapes = initial_state(config, stages[0], mesh)
-    best_by = stages[0].task.best_by
+    best = {"best_by": stages[0].task.best_by, "highest": stages[0].task.best_is_highest}
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.only_process(folder))
-        workdir.claim(folder, config, data, force)
+        workdir.claim(folder, config, data, best, force)
         vocabulary.save(folder)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, best_by)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
         step = max(checkpoints.steps(), default=0)
-        if step >= config.steps:
+        if step >= config.steps or Patience(config, best, folder, step).is_over:
             print(f"{folder} is finished: it stands at step {step:,} of {config.steps:,}")
             return
+        seed = jax.device_put(jnp.uint32(config.seed), shapes.seed.sharding)
         if step:
             training = {"step": shapes.step, "optimizer": shapes.optimizer, "sums": shapes.sums}
             params, training = checkpoints.restore(step, shapes.params, training)
-            state = State(params=params, **training)
+            state = State(params=params, seed=seed, **training)
         else:
-            state = init()
+            state = init(seed)
+            state = state._replace(params=_start_from(state.params, start or {}, shapes.params))
         workdir.record_start(folder, step, mesh)
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
         log = stack.enter_context(Log(folder, step, config, mesh, progress))
+        patience = Patience(config, best, folder, step)
         interrupted = stack.enter_context(interrupts(progress))
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
 
         first = 0
-        for stage in stages:
+        for number, stage in enumerate(stages):
             if step < stage.end_step:
-                begun = time.monotonic()
-                train_step = compile_step(config, stage, mesh, shapes)
-                seconds = time.monotonic() - begun
-                progress.say(
-                    f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
-                    f"in {seconds:.1f} s"
-                )
-                measure = evaluator(stage, mesh)
+                if number not in compiled:
+                    begun = time.monotonic()
+                    compiled[number] = compile_stage(config, stage, mesh, shapes)
+                    seconds = time.monotonic() - begun
+                    progress.say(
+                        f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
+                        f"in {seconds:.1f} s"
+                    )
+                train_step, measure = compiled[number]
                 log.begin(stage, step)
                 batches = stage.batches(
                     step - first, stage.end_step - first, jax.process_index(), jax.process_count()
@@ -212,6 +232,8 @@ def train(
                     every = config.evaluate_every_steps
                     if at_end or (every and step % every == 0):
                         evaluated = log.heldout(step, measure(state.params))
+                        patience.look(evaluated)
+                    at_end = at_end or patience.is_over
                     stop = interrupted()
                     if at_end or stop or step % config.checkpoint.every_steps == 0:
                         # The metrics up to here must survive whatever the checkpoint survives.
@@ -225,7 +247,46 @@ def train(
                     if stop:
                         checkpoints.wait()
                         raise Interrupted(f"saved step {step:,} of {config.steps:,} in {folder}")
+                    if patience.is_over:
+                        progress.say(f"no better for {config.patience} evaluations: stopping")
+                        return
             first = stage.end_step
+
+
+def _start_from(params: Params, start: Params, shapes: Params) -> Params:
+    """Random parameters with those of `start` in their places."""
+    given = traverse_util.flatten_dict(start, sep="/")
+    where = traverse_util.flatten_dict(shapes, sep="/")
+    params = traverse_util.flatten_dict(params, sep="/")
+    placed = {k: jax.device_put(v, where[k].sharding) for k, v in given.items()}
+    return traverse_util.unflatten_dict({**params, **placed}, sep="/")
+
+
+class Patience:
+    """Whether a run has gone on for `config.patience` evaluations without a better one.
+
+    A function of the metrics so far, read again on a restart, so a restart changes nothing.
+    """
+
+    def __init__(self, config: Run, best: dict[str, Any], folder: pathlib.Path, step: int):
+        self._evaluations = getattr(config, "patience", 0)
+        self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
+        self._found: list[float] = []
+        path = folder / "metrics.jsonl"
+        for line in workdir.read_lines(path) if path.exists() else []:
+            if line["split"] == "heldout" and line["step"] <= step:
+                self.look(line)
+
+    def look(self, metrics: dict[str, Any]) -> None:
+        """Takes an evaluation into account."""
+        if self._metric in metrics:
+            self._found.append(self._sign * metrics[self._metric])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is time to stop."""
+        since = len(self._found) - 1 - self._found.index(max(self._found)) if self._found else 0
+        return 0 < self._evaluations <= since
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ import jax
 
 from bert_jax import config as config_lib
 from bert_jax import files
-from bert_jax.config import Config
+from bert_jax.config import Run
 from bert_jax.errors import UserError
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -69,7 +69,7 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_config(workdir: str | pathlib.Path) -> Config:
+def read_config(workdir: str | pathlib.Path) -> Run:
     """The config of the run in `workdir`.
 
     Raises:
@@ -92,6 +92,12 @@ def holds_run(folder: str | pathlib.Path) -> bool:
         return False
 
 
+def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
+    """Which held-out metric decides, as `Checkpoints` takes it."""
+    told = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    return told.get("best", {"best_by": "masked_lm_loss", "highest": False})
+
+
 class Story(NamedTuple):
     """How a model came to be, as far as its folder tells.
 
@@ -99,7 +105,7 @@ class Story(NamedTuple):
         imported: of a checkpoint from elsewhere, what `convert.source.Imported.about` says.
         data: for each phase what its rows are.
         starts: the lines of starts.jsonl.
-        heldout: the last held-out metrics with their step.
+        heldout: the held-out metrics of the step.
     """
 
     imported: dict[str, Any] | None
@@ -108,8 +114,8 @@ class Story(NamedTuple):
     heldout: dict[str, Any] | None
 
 
-def read_story(folder: str | pathlib.Path) -> Story:
-    """Of a run, an imported checkpoint, or (empty) anything else."""
+def read_story(folder: str | pathlib.Path, step: int) -> Story:
+    """Of a run's checkpoint, an imported one, or (empty) anything else."""
     if not holds_run(folder):
         return Story(None, [], [], None)
     folder = pathlib.Path(folder)
@@ -118,11 +124,17 @@ def read_story(folder: str | pathlib.Path) -> Story:
         read_lines(path) if (path := folder / name).exists() else []
         for name in ("starts.jsonl", "metrics.jsonl")
     )
-    heldout = [line for line in metrics if line["split"] == "heldout"]
+    heldout = [m for m in metrics if m["split"] == "heldout" and m["step"] == step]
     return Story(told.get("imported"), told["data"], starts, heldout[-1] if heldout else None)
 
 
-def claim(workdir: pathlib.Path, config: Config, data: list[dict[str, Any]], force: bool) -> None:
+def claim(
+    workdir: pathlib.Path,
+    config: Run,
+    data: list[dict[str, Any]],
+    best: dict[str, Any],
+    force: bool,
+) -> None:
     """Writes config.json, or checks that the run already here is this one.
 
     Args:
@@ -130,6 +142,7 @@ def claim(workdir: pathlib.Path, config: Config, data: list[dict[str, Any]], for
         config: as this start was given it.
         data: for each phase what its rows are, wherever they lie: a digest, and what they were
             made of.
+        best: as `read_best_by` returns it.
         force: go on with a changed config all the same.
 
     Raises:
@@ -153,7 +166,7 @@ def claim(workdir: pathlib.Path, config: Config, data: list[dict[str, Any]], for
                 f"{workdir} holds a run with another config ({'; '.join(differ)}); choose another "
                 "workdir, or --resume=force to go on from its last checkpoint with this one"
             )
-    files.write_json(path, {"config": config_lib.to_dict(config), "data": data})
+    files.write_json(path, {"config": config_lib.to_dict(config), "data": data, "best": best})
 
 
 def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh) -> None:

@@ -330,23 +330,34 @@ SHAPES = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
-@given(SHAPES, st.integers(1, 16), st.sampled_from([*huggingface._CLASSES]))
-def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, name):
-    parts, head = huggingface._CLASSES[name]
-    labels = {"sequence": ("x", "y", "z"), "token": ("O", "B"), "choice": ("score",)}
+PARTS = st.fixed_dictionaries(
+    {
+        "masked_lm": st.booleans(), "next_sentence": st.booleans(), "pooler": st.booleans(),
+        "head": st.sampled_from(["", "sequence", "choice", "token", "span"]),
+    }
+)  # fmt: skip
+HEAD_LABELS = {
+    "": (), "sequence": ("x", "y", "z"), "token": ("O", "B"), "choice": ("score",),
+    "span": ("start", "end"),
+}  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(SHAPES, st.integers(1, 16), PARTS)
+def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, parts):
     size = shape.pop("size")
     config = ModelConfig(
-        **shape, hidden=size * shape["heads"], vocab_multiple=multiple, head=head,
-        labels=labels.get(head, ("start", "end") if head else ()),
-        masked_lm="masked_lm" in parts, next_sentence="next_sentence" in parts,
+        **shape, **parts, hidden=size * shape["heads"], vocab_multiple=multiple,
+        labels=HEAD_LABELS[parts["head"]],
     )  # fmt: skip
-    config.pooler = "pooler" in parts and not config.has_pooler
+    # The pooler by itself is written down only where nothing else needs it.
+    config.pooler = config.pooler and not (
+        config.next_sentence or config.head in ("sequence", "choice")
+    )
     params = random_params(config)
     folder = tmp_path_factory.mktemp("trip")
     run = write_run(folder / "run", config, params)
     exported = export(str(run), folder / "out")
-    assert exported["architectures"] == [name]
     back = source.read(str(folder / "out"))
     # What Hugging Face has no word for.
     assert back.config.model == dataclasses.replace(config, vocab_multiple=1)
@@ -358,6 +369,18 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
         elif path == "masked_lm/decoder":
             wanted[path] = wanted[path][:, :vocab]
     assert_same(back.params, traverse_util.unflatten_dict(wanted, sep="/"))
+    # Nothing is missing there; and if a class has just these parts, it is that.
+    there = {part for part in ("masked_lm", "next_sentence") if parts[part]}
+    there |= {"pooler"} if config.has_pooler else set()
+    there |= {"head"} if config.head else set()
+    exact = [
+        n for n, (p, head) in huggingface._CLASSES.items() if {*p} == there and head == config.head
+    ]
+    assert exported["architectures"] == (exact or exported["architectures"])
+    if there != set():
+        cls = getattr(transformers, exported["architectures"][0])
+        _, info = cls.from_pretrained(folder / "out", output_loading_info=True)
+        assert not info["missing_keys"]
 
 
 @settings(max_examples=12, deadline=None)
@@ -636,6 +659,153 @@ def test_another_tokenizer_is_refused(folder):
         assert expected in refusal(folder)
     path.write_text("{")
     assert "tokenizer.json is not BERT's" in refusal(folder)
+
+
+def test_only_vocab_txt_with_and_without_settings(folder):
+    """`do_lower_case` and its like where they are said, else by the look of the vocabulary."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    saved = folder / "tokenizer_config.json"
+    saved.unlink()
+    assert source.read(str(folder)).vocabulary == Vocabulary(WORDS, True)
+    saved.write_text(json.dumps({"do_lower_case": False, "strip_accents": True}))
+    assert source.read(str(folder)).vocabulary == Vocabulary(WORDS, False, True)
+    saved.write_text(json.dumps({"tokenize_chinese_chars": False}))
+    assert source.read(str(folder)).vocabulary == Vocabulary(WORDS, True, None, False)
+    assert not source.read(str(folder), lowercase=False).vocabulary.lowercase
+    saved.write_text(json.dumps({"strip_accents": "yes"}))
+    assert "strip_accents is 'yes', not true or false" in refusal(folder)
+    saved.write_text(json.dumps({"tokenizer_class": "BertJapaneseTokenizer"}))
+    assert "its tokenizer is a BertJapaneseTokenizer" in refusal(folder)
+    saved.unlink()
+    (folder / "added_tokens.json").write_text(json.dumps({"<new>": 26, "[PAD]": 0}))
+    assert "finds <new> in a text" in refusal(folder)
+
+
+def test_the_settings_beside_a_tokenizer_json_go_first(folder):
+    saved = folder / "tokenizer_config.json"
+    values = json.loads(saved.read_text())
+    for change in ({"do_lower_case": False}, {"strip_accents": False}):
+        saved.write_text(json.dumps({**values, **change}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        text = "The CAT sat É é"
+        assert source.read(str(folder)).vocabulary.encode(text) == theirs(text)["input_ids"]
+
+
+def test_what_a_tokenizer_json_may_hold(folder):
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    entry = {"id": 3, "content": "the", "special": False}
+    path.write_text(json.dumps({**values, "added_tokens": [entry]}))
+    assert "its tokenizer finds the in a text" in refusal(folder)
+    assert len(source.read(str(folder), allow_missing=["added_tokens"]).vocabulary) == len(WORDS)
+    vocab = {("x\ny" if k == "mat" else k): v for k, v in values["model"]["vocab"].items()}
+    path.write_text(json.dumps({**values, "model": {**values["model"], "vocab": vocab}}))
+    assert "a token with a line break" in refusal(folder)
+    path.write_text(json.dumps(values))
+    (folder / "vocab.txt").write_text("\n".join(reversed(WORDS)))
+    assert "hold different vocabularies" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "expected"),
+    [
+        ({"pooling_mode_cls_token": True}, ["Pooling"], ("cls", False, 11)),
+        ({"pooling_mode": "cls"}, ["Pooling"], ("cls", False, 11)),
+        ({"pooling_mode_mean_tokens": True}, ["Pooling", "Normalize"], ("mean", True, 11)),
+        ({"pooling_mode_max_tokens": True}, ["Pooling"], "--allow-unexpected Pooling"),
+        ({"pooling_mode_mean_tokens": True}, ["Pooling", "Dense"], "--allow-unexpected Dense"),
+    ],
+)
+def test_how_a_sentence_encoder_makes_vectors_travels(folder, tmp_path, pooling, kinds, expected):
+    modules = [{"type": f"sentence_transformers.models.{k}", "path": f"x_{k}"} for k in kinds]
+    modules.insert(0, {"type": "sentence_transformers.models.Transformer", "path": ""})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "x_Pooling").mkdir()
+    (folder / "x_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 11}))
+    if isinstance(expected, str):
+        assert expected in refusal(folder)
+        allowed = [expected.split()[-1]]
+        assert source.read(str(folder), allow_unexpected=allowed).config.embed.pooling == "mean"
+        return
+    for where in (folder, tmp_path / "again"):
+        embed = source.read(str(where)).config.embed
+        assert (embed.pooling, embed.normalize, embed.tokens) == expected
+        if where == folder:
+            export(str(folder), tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("names", "head", "labels"),
+    [
+        (("output_weights", "output_bias"), "sequence", ("LABEL_0", "LABEL_1")),
+        (("cls/squad/output_weights", "cls/squad/output_bias"), "span", ("start", "end")),
+    ],
+)
+def test_what_google_fine_tuned(monkeypatch, names, head, labels):
+    from bert_jax.convert import tensorflow1
+
+    def read(folder, prefix, wanted):
+        found = original(folder, prefix, wanted)
+        kept = {k: v for k, v in found.items() if not k.startswith("cls/")}
+        return {**kept, names[0]: np.ones((2, 8), np.float32), names[1]: np.ones(2, np.float32)}
+
+    original = tensorflow1.read
+    monkeypatch.setattr(tensorflow1, "read", read)
+    imported = source.read(str(TF1 / "bert_model.ckpt"))
+    assert (imported.config.model.head, imported.config.model.labels) == (head, labels)
+    np.testing.assert_array_equal(imported.params["classifier"]["kernel"], np.ones((8, 2)))
+
+
+@pytest.mark.parametrize("value", [5, [["x"]], "BertModel", {"a": 1}])
+def test_architectures_of_any_type(folder, value):
+    edit(folder, architectures=value)
+    assert "architectures is" in refusal(folder)
+
+
+def test_odd_sources(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("", ".", "/", "~nobody/x", "x" * 300, "a\0b"):
+        status = cli.main(["import", name, "--out", str(tmp_path / "o")])
+        said = capsys.readouterr().err.strip()
+        assert (status, len(said.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, said)
+    assert cli.main(["import", str(folder), "--out", "/"]) == cli.EXIT_USER_ERROR
+    assert "a folder: --revision is for" in refusal(folder, revision="main")
+    # Beside Hugging Face's files Google's are not needed.
+    shutil.copy(TF1 / "bert_model.ckpt.index", folder)
+    assert source.read(str(folder)).about["format"] == "Hugging Face"
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "a pointer of Git LFS" in refusal(folder)
+    shutil.rmtree(folder / "tokenizer.json", ignore_errors=True)
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        for file in ("bert_config.json", "bert_model.ckpt.index", "vocab.txt"):
+            archive.write(TF1 / file, file)
+        archive.write(
+            TF1 / "bert_model.ckpt.data-00000-of-00001", "bert_model.ckpt.data-00000-of-00001"
+        )
+        archive.writestr("__MACOSX/._bert_model.ckpt.index", b"")
+    assert source.read(str(tmp_path / "z.zip")).config.model.layers == 2
+    data = bytearray((tmp_path / "z.zip").read_bytes())
+    at = data.index(b"[UNK]")
+    data[at] ^= 1
+    (tmp_path / "z.zip").write_bytes(data)
+    assert "the zip is damaged" in refusal(tmp_path / "z.zip")
+
+
+def test_the_cards_metrics_are_of_the_exported_step(ours, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(ours, run)
+    lines = [
+        {"step": step, "split": "heldout", "masked_lm_loss": loss}
+        for step, loss in ((7, 0.7), (9, 0.9))
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    export(str(run), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "at step 7:" in card
+    assert "0.7000" in card
+    assert "0.9000" not in card
 
 
 def test_damaged_weights_are_named(folder, ours, tmp_path):

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from bert_jax import losses, optim
 from bert_jax.attention import attention
-from bert_jax.config import ModelConfig, OptimConfig, model_size
+from bert_jax.config import Config, ModelConfig, OptimConfig, model_size
 from bert_jax.convert.huggingface import from_huggingface, to_huggingface
 from bert_jax.data import rows
 from bert_jax.dropout import dropout
@@ -248,7 +248,9 @@ def test_a_training_run_follows_pytorch():
 
     rng, steps, tokens = np.random.default_rng(3), 100, 24
     config = make_config("L2-H32-A4", vocab_size=40, initializer_stddev=0.02)
-    optimizer = optim.make(OptimConfig(learning_rate=3e-3, warmup_steps=10), steps)
+    optimizer = optim.make(
+        Config(optim=OptimConfig(learning_rate=3e-3, warmup_steps=10), steps=steps)
+    )
     params = jax.tree.map(lambda x: 0.3 * np.array(x), random_params(config, rng))
     model = torch_model(config, params, "gelu")
 
@@ -453,7 +455,7 @@ def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
     assert np.argmax(words, -1).max() < 101
     assert parameter_count(wide, padded) == parameter_count(params, config)
 
-    transform = optim.make(OptimConfig(optimizer=optimizer, warmup_steps=0), 10)
+    transform = optim.make(Config(optim=OptimConfig(optimizer=optimizer, warmup_steps=0), steps=10))
 
     @fast_jit
     def step(params, grads, state):

@@ -7,7 +7,7 @@ import pytest
 from flax import traverse_util
 
 from bert_jax import optim
-from bert_jax.config import OptimConfig, model_size
+from bert_jax.config import Config, OptimConfig, model_size
 from bert_jax.data import rows
 from bert_jax.model import Bert
 
@@ -38,7 +38,7 @@ def problem(seed=0):
 
 
 def train(config, params, gradients):
-    optimizer = optim.make(config, STEPS)
+    optimizer = optim.make(Config(optim=config, steps=STEPS))
     params = jax.tree.map(jnp.asarray, params)
     state = optimizer.init(params)
 

@@ -145,7 +145,7 @@ def run_steps(config, stage, devices, steps):
     mesh = sharding.make_mesh(config.mesh, devices)
     init, shapes = loop.initial_state(config, stage, mesh)
     step = loop.compile_step(config, stage, mesh, shapes)
-    state, seen = init(), []
+    state, seen = init(jax.numpy.uint32(config.seed)), []
     for batch in stage.batches(0, steps, 0, 1):
         state, sums = step(state, evaluate.put(batch, mesh))
         seen.append(evaluate.means(sums))
@@ -393,12 +393,12 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, rows):
 
 
 def test_no_such_run(tmp_path, capsys):
-    for verb in ("evaluate", "fill-mask"):
-        assert "holds no run" in refused(capsys, verb, "--workdir", tmp_path)
+    assert "holds no run" in refused(capsys, "evaluate", "--workdir", tmp_path)
+    assert "holds no checkpoint" in refused(capsys, "fill-mask", "--init", tmp_path)
     assert "holds no metrics.jsonl" in refused(capsys, "report", tmp_path)
 
 
 def test_config_round_trips_through_a_workdir(tmp_path):
     config = Config(phases=(Phase(fraction=0.5), Phase(fraction=0.5)))
-    workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], force=False)
+    workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False)
     assert workdir.read_config(tmp_path) == config

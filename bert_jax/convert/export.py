@@ -11,15 +11,18 @@ import numpy as np
 
 from bert_jax import config as config_lib
 from bert_jax import files, workdir
-from bert_jax.config import Config, EmbedConfig
+from bert_jax.config import EmbedConfig, FinetuneConfig, Run
 from bert_jax.convert import huggingface
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import VOCAB
 from bert_jax.errors import UserError
 from bert_jax.model import parameter_count
 
-# What is written of the heads.
-HEADS = ("all", "masked_lm", "none")
+_PROBLEM_TYPES = {
+    "class": "single_label_classification",
+    "classes": "multi_label_classification",
+    "number": "regression",
+}
 
 
 def export(
@@ -57,6 +60,8 @@ def export(
         parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
         params = {part: params[part] for part in params if part in parts}
     settings = huggingface.huggingface_config(model, vocabulary)
+    if isinstance(config, FinetuneConfig) and model.head == "sequence":
+        settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
     name = settings["architectures"][0]
     if name == "BertModel":  # which writes what the others call bert
@@ -69,7 +74,8 @@ def export(
         tokens = config.embed.tokens or model.positions
         for name, text in huggingface.tokenizer_files(vocabulary, tokens).items():
             files.write(folder / name, text)
-        if config.embed != EmbedConfig():
+        embed = config.embed
+        if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
             _write_sentence_encoder(folder, config)
         files.write(folder / "README.md", card)
     return settings
@@ -84,7 +90,7 @@ def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> No
         save_file(tensors, beside, {"format": "pt", "crc32c": json.dumps(sums)})
 
 
-def _write_sentence_encoder(folder: pathlib.Path, config: Config) -> None:
+def _write_sentence_encoder(folder: pathlib.Path, config: Run) -> None:
     """What sentence-transformers reads, so that it makes the vectors that `bert-jax embed` makes."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if config.embed.normalize else [])]
     modules = [
@@ -112,9 +118,9 @@ def _write_sentence_encoder(folder: pathlib.Path, config: Config) -> None:
         (folder / "2_Normalize").mkdir()
 
 
-def _card(source: str, config: Config, architecture: str, parameters: int, step: int) -> str:
+def _card(source: str, config: Run, architecture: str, parameters: int, step: int) -> str:
     """README.md: what the model is, how to load it, how it was made and measured."""
-    model, told = config.model, workdir.read_story(source)
+    model, told = config.model, workdir.read_story(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
     fill_mask = architecture in ("BertForPreTraining", "BertForMaskedLM")
     lines = [
@@ -146,7 +152,7 @@ def _card(source: str, config: Config, architecture: str, parameters: int, step:
             "",
             f"Imported from {told.imported['format']} files"
             + (f", exactly {known}" if known else "")
-            + f" (`{pathlib.PurePath(told.imported['source']).name}`). The weights are unchanged:",
+            + f" (`{pathlib.PurePath(told.imported['source']).name}`):",
             "",
             *(f"- `{name}` sha256 {digest}" for name, digest in told.imported["sha256"].items()),
             "",
@@ -170,25 +176,26 @@ def _card(source: str, config: Config, architecture: str, parameters: int, step:
         lines += [f"Held-out, at step {told.heldout['step']:,}:", "", "| | |", "|---|---|"]
         lines += [f"| {k} | {v:.4f} |" for k, v in told.heldout.items() if isinstance(v, float)]
         lines.append("")
-    for rows in told.data:
-        train = rows["train"]
+    for made in told.data:
+        if "examples" in made:
+            counts = ", ".join(f"{n:,} {split}" for split, n in made["examples"].items())
+            task = config.task.name or config.task.kind
+            lines += [f"Fine-tuned on {task}: {counts} examples.", ""]
+            continue
+        train = made["train"]
         lines += [
-            f"Rows of T={rows['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
+            f"Rows of T={made['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
             f"sequences, {train['real_tokens']:,} tokens in {train['rows']:,} rows, sentence pairs "
-            f"`{rows['pairs']}`, from",
+            f"`{made['pairs']}`, from",
             "",
             *(
                 f"- `{pathlib.PurePath(s['spec']).name}`: {s['documents']:,} documents"
-                for s in rows["sources"]
+                for s in made["sources"]
             ),
             "",
         ]
-    lines += [
-        "## Config",
-        "",
-        "```json",
-        json.dumps(config_lib.to_dict(config), indent=2),
-        "```",
-        "",
-    ]
+    values = config_lib.to_dict(config)
+    if told.imported:  # of which the rest of the config says nothing
+        values = {"model": values["model"], "embed": values["embed"]}
+    lines += ["## Config", "", "```json", json.dumps(values, indent=2), "```", ""]
     return "\n".join(lines)

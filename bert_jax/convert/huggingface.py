@@ -175,7 +175,8 @@ def from_huggingface(
         if value.shape != (first - padding, *rest):
             misshapen.append(f"{name} is {list(value.shape)}, not {[first - padding, *rest]}")
             continue
-        value = value.astype(np.float32)
+        with np.errstate(over="ignore"):  # told below
+            value = value.astype(np.float32)
         if not np.isfinite(value).all():
             broken.append(name)
         value = np.pad(value, [(0, padding), *[(0, 0) for _ in rest]])
@@ -289,9 +290,12 @@ def model_config(
         UserError: not BERT (said by name), a setting that our BERT does not have, a part missing.
     """
     kind = settings.get("model_type", "bert")
+    classes = settings.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise UserError(f"config.json: architectures is {classes!r}, not a list of names")
     if kind != "bert":
         raise UserError(
-            f"a {kind!r} model ({', '.join(settings.get('architectures') or ['no class named'])}): "
+            f"a {kind!r} model ({', '.join(classes) or 'no class named'}): "
             "only BERT and models of its architecture (model_type 'bert') can be imported"
         )
     refused = {
@@ -304,7 +308,7 @@ def model_config(
         if settings.get(name) not in allowed:
             raise UserError(f"config.json: {name} is {settings[name]!r}, which this BERT is not")
     activation = settings.get("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UserError(
             f"config.json: hidden_act is {activation!r}; known: {', '.join(_ACTIVATIONS)}"
         )
@@ -349,6 +353,8 @@ def _parts(settings, tensors, allow_missing) -> tuple[list[str], str]:
     if "head" in there and not head:
         there.remove("head")  # nobody says what it is: its tensors will be told as unexpected
     missing = [part for part in declared if part not in there]
+    if settings.get("add_pooling_layer") is False:  # as transformers calls it
+        missing = [part for part in missing if part != "pooler"]
     unforgiven = [part for part in missing if part not in allow_missing]
     if unforgiven:
         names = [f"{start}*" for part in unforgiven for start in PARTS[part][:1]]
@@ -397,6 +403,8 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
         "position_embedding_type": "absolute",
         "dtype": "float32",
     }
+    if architecture(config) == "BertModel" and not config.has_pooler:
+        settings["add_pooling_layer"] = False
     if config.head in ("sequence", "token"):
         settings["id2label"] = {str(i): label for i, label in enumerate(config.labels)}
         settings["label2id"] = {label: i for i, label in enumerate(config.labels)}
@@ -404,14 +412,14 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
 
 
 def architecture(config: ModelConfig) -> str:
-    """The class of transformers that has all parts of the model, or the most of them."""
+    """The class of transformers that has most of the model's parts, and no others if one is so."""
     parts = {"pooler": config.has_pooler, "head": bool(config.head)}
     parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
     ours = {part for part, there in parts.items() if there}
 
     def fits(item):
-        (parts, head) = item[1]
-        return head == config.head, len(ours & {*parts}), -len({*parts} - ours)
+        parts, head = item[1]
+        return head == config.head, -len({*parts} - ours), len(ours & {*parts})
 
     return max(_CLASSES.items(), key=fits)[0]
 
@@ -419,8 +427,8 @@ def architecture(config: ModelConfig) -> str:
 # --- Tokenizer ------------------------------------------------------------------------------------
 
 
-def read_tokenizer(text: str) -> Vocabulary:
-    """The vocabulary and settings of a tokenizer.json.
+def read_tokenizer(text: str) -> tuple[Vocabulary, list[str]]:
+    """The vocabulary and settings of a tokenizer.json, and the tokens it adds to BERT's.
 
     Raises:
         ValueError: it is not BERT's tokenizer; says what is different.
@@ -443,17 +451,19 @@ def read_tokenizer(text: str) -> Vocabulary:
     if not normalizer.get("clean_text", True):
         raise ValueError("its clean_text is off")
     ids = dict(model["vocab"])
-    for token in file.get("added_tokens", []):
+    added = [token["content"] for token in file.get("added_tokens") or []]
+    for token in file.get("added_tokens") or []:
         ids.setdefault(token["content"], token["id"])
     tokens = sorted(ids, key=ids.__getitem__)
     if [ids[token] for token in tokens] != list(range(len(tokens))):
         raise ValueError("its ids are not 0, 1, 2, …")
-    return Vocabulary(
+    vocabulary = Vocabulary(
         tuple(tokens),
         bool(normalizer.get("lowercase", True)),
         normalizer.get("strip_accents"),
         bool(normalizer.get("handle_chinese_chars", True)),
     )
+    return vocabulary, [token for token in added if token not in SPECIAL]
 
 
 def tokenizer_files(vocabulary: Vocabulary, tokens: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import json
 import pathlib
 import re
 import zipfile
+import zlib
 from collections.abc import Collection
 from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple
@@ -19,16 +20,12 @@ import numpy as np
 
 from bert_jax import checkpoint, files, workdir
 from bert_jax import config as config_lib
-from bert_jax.config import Config, EmbedConfig
+from bert_jax.config import Config, EmbedConfig, Run
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.data import wordpiece
-from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import Params, parameter_count
-
-# May be missing where the source's own config says that they are there: its parts, or tokens that
-# its vocabulary lacks at the end of the embeddings.
-MAY_BE_MISSING = (*huggingface.PARTS, "tokens")
 
 _OFFICIAL = {  # SHA-256 of Google's files of October 2018
     "58580dc5e0bf0ae0d2efd51d0e8272b2f808857f0a43a88aaf7549da6d7a8a84": "Google's uncased Base",
@@ -36,6 +33,11 @@ _OFFICIAL = {  # SHA-256 of Google's files of October 2018
     "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3": "Google's uncased English",
     "eeaa9875b23b04b4c54ef759d03db9d1ba1554838f8fb26c5d96fa551df93d02": "Google's cased English",
 }
+# None is what old folders have; the others read a tokenizer.json as it is.
+_TOKENIZERS = (
+    *("BertTokenizer", "BertTokenizerFast", None),
+    *("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"),
+)
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -54,8 +56,8 @@ class Imported(NamedTuple):
     Attributes:
         config: the model, and how its authors make vectors with it.
         vocabulary, params: on the host.
-        about: where it comes from: source, format, official (what the files are known to be, or
-            None), vocabulary (likewise), files (name, bytes, sha256), parts, left_out.
+        about: where it comes from: source, format, official (what the weights are known to be, or
+            None), vocabulary (likewise), sha256 (of the files), left_out (tensors).
     """
 
     config: Config
@@ -64,7 +66,7 @@ class Imported(NamedTuple):
     about: dict[str, Any]
 
 
-def open_model(source: str, which: str = "best") -> tuple[Config, Vocabulary, Params, int]:
+def open_model(source: str, which: str = "best") -> tuple[Run, Vocabulary, Params, int]:
     """The model of any source, ready to run.
 
     Args:
@@ -76,6 +78,8 @@ def open_model(source: str, which: str = "best") -> tuple[Config, Vocabulary, Pa
     """
     if workdir.holds_run(source):
         return checkpoint.load_model(source, which)
+    if which not in ("best", "latest"):
+        raise UserError(f"{source} is no run: it has no checkpoint {which!r}")
     config, vocabulary, params, _ = read(source)
     return config, vocabulary, jax.device_put(params, jax.devices()[0]), 0
 
@@ -91,8 +95,9 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
     Raises:
         UserError: as `read`; `out` exists. Nothing is left half-written.
     """
+    files.check_new(out)
+    imported = read(source, **options)
     with files.new_folder(out) as folder:
-        imported = read(source, **options)
         saved = {
             "config": config_lib.to_dict(imported.config),
             "data": [],
@@ -123,8 +128,11 @@ def read(
         revision: branch, tag or commit on the hub.
         vocab: a vocabulary file instead of the source's own.
         lowercase: None: as the source says, or as its vocabulary looks.
-        allow_missing: of `MAY_BE_MISSING`.
-        allow_unexpected: patterns of names of tensors to leave out.
+        allow_missing: what may be missing although the source says that it is there: parts
+            (`huggingface.PARTS`), "tokens" of the vocabulary at the end of the embeddings, and
+            "added_tokens", which its tokenizer finds in a text before anything else.
+        allow_unexpected: patterns of names of tensors, or of modules of sentence-transformers, to
+            leave out.
 
     Raises:
         UserError: not a checkpoint, another architecture, tensors missing, unexpected or of another
@@ -152,12 +160,19 @@ def read(
                 "PATTERN"
             )
         params = huggingface.from_huggingface(canonical, model, names)
-        vocabulary, vocabulary_file = _vocabulary(folder, vocab, lowercase)
+        vocabulary, vocabulary_file = _vocabulary(
+            folder, vocab, lowercase, "added_tokens" in allow_missing
+        )
         vocabulary = _fit(vocabulary, model.vocab_size, "tokens" in allow_missing)
-        config = Config(model=model, embed=_embed_config(folder, model.positions))
+        config = Config(model=model, embed=_embed_config(folder, model.positions, allow_unexpected))
         config_lib.validate(config)
     except UserError as error:
         raise UserError(f"cannot import {source}: {error}") from error
+    except OSError as error:
+        where = f" {pathlib.Path(error.filename).name}" if error.filename else ""
+        raise UserError(f"cannot import {source}: cannot read{where}: {_why(error)}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise UserError(f"cannot import {source}: the zip is damaged ({error})") from None
     used = [*used, *([vocabulary_file] if vocabulary_file else [])]
     sums = {file.name: files.sha256(file) for file in used}
     weights = [_OFFICIAL.get(d) for name, d in sums.items() if not name.startswith("vocab")]
@@ -198,15 +213,20 @@ def describe(imported: Imported) -> str:
 
 def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
     """The folder of the files, and for TensorFlow what their names begin with."""
-    path = pathlib.Path(source).expanduser()
-    if path.with_name(
-        f"{path.name}.index"
-    ).is_file():  # a checkpoint by TensorFlow's way of naming it
-        return path.parent, path.name
-    if path.is_file():
-        return _in_zip(path)
-    if path.is_dir():
-        return path, _tensorflow_prefix(path)
+    try:
+        path = pathlib.Path(source).expanduser()
+        if source and path.is_dir():
+            if revision:
+                raise UserError(f"{source} is a folder: --revision is for models on the hub")
+            return path, "" if _has_hugging_face(path) else _tensorflow_prefix(path)
+        # A checkpoint by TensorFlow's way of naming it.
+        if path.name and path.with_name(f"{path.name}.index").is_file():
+            return path.parent, path.name
+        if path.is_file():
+            return _in_zip(path)
+    except (OSError, RuntimeError) as error:
+        reason = _why(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"cannot read {source}: {reason}") from None
     if re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", source):
         return _download(source, revision), ""
     raise UserError(
@@ -215,10 +235,19 @@ def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
     )
 
 
+def _why(error: OSError) -> str:
+    return error.strerror.lower() if error.strerror else str(error)
+
+
+def _has_hugging_face(folder: pathlib.Path) -> bool:
+    return (folder / "config.json").is_file() and any((folder / n).is_file() for n in _WEIGHTS)
+
+
 def _in_zip(path: pathlib.Path) -> tuple[Traversable, str]:
     try:
         archive = zipfile.ZipFile(path)
-        inside = [n for n in archive.namelist() if pathlib.PurePosixPath(n).suffix == ".index"]
+        names = [n for n in archive.namelist() if not n.startswith("__MACOSX/")]
+        inside = [n for n in names if pathlib.PurePosixPath(n).suffix == ".index"]
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise UserError(
             f"{path} is no folder and no zip ({error}): give the folder that holds the checkpoint"
@@ -345,6 +374,8 @@ def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
         with safetensors.safe_open(file, "numpy") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             sums = json.loads((opened.metadata() or {}).get("crc32c", "{}"))
+            if not isinstance(sums, dict):
+                raise ValueError("its checksums are no table")
     except FileNotFoundError:
         raise UserError(f"{file.name} is missing") from None
     except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
@@ -359,6 +390,8 @@ def _damage(file: pathlib.Path, error: Exception) -> str:
     """What is wrong with a safetensors file: the tensor that is cut, or what the library says."""
     with file.open("rb") as opened:
         data = opened.read(8)
+        if data == b"version ":
+            return "it is only a pointer of Git LFS; fetch the file with `git lfs pull`"
         length, size = int.from_bytes(data, "little"), file.stat().st_size
         if len(data) < 8 or length > size - 8:
             return f"its header of {length:,} bytes is not whole"
@@ -419,23 +452,27 @@ def _google_name(name: str) -> tuple[str, bool]:
 
 
 def _vocabulary(
-    folder: Traversable, vocab: str | None, lowercase: bool | None
+    folder: Traversable, vocab: str | None, lowercase: bool | None, without_added: bool
 ) -> tuple[Vocabulary, Traversable | None]:
     """The vocabulary with the tokenizer's settings, and the file it was read from."""
     if vocab is not None:
         return wordpiece.load(vocab, lowercase), None
     listed, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
-    settings = {}
-    if (saved := folder / "tokenizer_config.json").is_file():
-        settings = _json(saved)
+    saved, extra = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    settings = _json(saved) if saved.is_file() else {}
+    kind = settings.get("tokenizer_class")
+    if kind not in _TOKENIZERS:
+        raise UserError(f"its tokenizer is a {kind}, not BERT's; --vocab FILE takes BERT's instead")
+    added: list[str] = []
     if tokenizer.is_file():
         try:
-            vocabulary = huggingface.read_tokenizer(tokenizer.read_bytes().decode())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            vocabulary, added = huggingface.read_tokenizer(tokenizer.read_bytes().decode())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"tokenizer.json is not BERT's: {' '.join(str(error).split())}"
             ) from None
-        wordpiece.parse(vocabulary.to_bytes(), tokenizer.name)
+        if wordpiece.parse(vocabulary.to_bytes(), tokenizer.name) != vocabulary.tokens:
+            raise UserError("tokenizer.json holds a token with a line break in it")
         if listed.is_file():
             tokens = wordpiece.parse(listed.read_bytes(), listed.name)
             if vocabulary.tokens[: len(tokens)] != tokens:
@@ -445,19 +482,38 @@ def _vocabulary(
         file = tokenizer
     elif listed.is_file():
         tokens = wordpiece.parse(listed.read_bytes(), listed.name)
-        case = settings.get("do_lower_case")
-        vocabulary = Vocabulary(
-            tokens,
-            case if isinstance(case, bool) else wordpiece.looks_lowercase(tokens),
-            settings.get("strip_accents"),
-            bool(settings.get("tokenize_chinese_chars", True)),
-        )
-        file = listed
+        vocabulary, file = Vocabulary(tokens, wordpiece.looks_lowercase(tokens)), listed
+        if extra.is_file():
+            ids = _json(extra)
+            added = sorted((t for t in ids if t not in SPECIAL), key=lambda t: str(ids[t]))
     else:
         raise UserError("it has no vocab.txt and no tokenizer.json; name one with --vocab")
+    if added and not without_added:
+        raise UserError(
+            f"its tokenizer finds {huggingface.some(added)} in a text, which would be taken apart "
+            "here; add --allow-missing added_tokens to go on all the same"
+        )
+    vocabulary = dataclasses.replace(vocabulary, **_settings(settings))
     if lowercase is not None:
         vocabulary = dataclasses.replace(vocabulary, lowercase=lowercase)
     return vocabulary, file
+
+
+def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:
+    """What a tokenizer_config.json says of the tokenizer; it goes before tokenizer.json."""
+    ours = {
+        "do_lower_case": "lowercase",
+        "strip_accents": "strip_accents",
+        "tokenize_chinese_chars": "split_chinese",
+    }
+    found = {}
+    for theirs, name in ours.items():
+        value = saved.get(theirs)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"tokenizer_config.json: {theirs} is {value!r}, not true or false")
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
@@ -474,18 +530,39 @@ def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
     return vocabulary
 
 
-def _embed_config(folder: Traversable, positions: int) -> EmbedConfig:
+def _embed_config(
+    folder: Traversable, positions: int, allow_unexpected: Collection[str]
+) -> EmbedConfig:
     """How a sentence encoder's authors make vectors, as sentence-transformers writes it down."""
     embed = EmbedConfig()
-    if not (folder / "modules.json").is_file():
+    listed = folder / "modules.json"
+    if not listed.is_file():
         return embed
-    text = (folder / "modules.json").read_bytes()
-    embed.normalize = b"Normalize" in text
-    if (file := folder / "1_Pooling" / "config.json").is_file():
+    try:
+        modules = json.loads(listed.read_bytes())
+        kinds = {m["type"].rpartition(".")[2]: folder / (m["path"] or ".") for m in modules}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"modules.json cannot be read: {' '.join(str(error).split())}") from None
+
+    def refuse(name: str, what: str) -> None:
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in allow_unexpected):
+            raise UserError(
+                f"{what}, which vectors here would be made without; add --allow-unexpected {name} "
+                "to go on all the same"
+            )
+
+    for kind in kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
+        refuse(kind, f"it is a sentence encoder with a module {kind}")
+    embed.normalize = "Normalize" in kinds
+    if "Pooling" in kinds and (file := kinds["Pooling"] / "config.json").is_file():
         pooling = _json(file)
-        if pooling.get("pooling_mode_cls_token") or pooling.get("pooling_mode") == "cls":
+        modes = {name.removeprefix("pooling_mode_") for name, on in pooling.items() if on is True}
+        modes = {pooling["pooling_mode"]} if "pooling_mode" in pooling else modes
+        if modes & {"cls_token", "cls"}:
             embed.pooling = "cls"
+        elif not modes & {"mean_tokens", "mean"}:
+            refuse("Pooling", f"its vectors are pooled by {', '.join(map(str, sorted(modes)))}")
     if (file := folder / "sentence_bert_config.json").is_file():
         most = _json(file).get("max_seq_length")
-        embed.tokens = most if isinstance(most, int) and 0 < most <= positions else 0
+        embed.tokens = most if isinstance(most, int) and 3 <= most <= positions else 0
     return embed

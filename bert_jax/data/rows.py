@@ -21,6 +21,7 @@ from bert_jax.errors import UserError
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 NO_LABEL = -1
+SLOTS_UNBOUNDED = 1 << 30
 
 
 class Example(NamedTuple):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from bert_jax import losses
 from bert_jax.config import Config, MaskingConfig, ModelConfig, phase_ends
 from bert_jax.data import rows, wordpiece
-from bert_jax.data.loader import Rows, batches, heldout_batches
+from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.losses import Pair
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 class Pretraining:
     """The `Task` of pretraining on rows of one format."""
 
-    best_by = "masked_lm_loss"
+    best_by, best_is_highest = "masked_lm_loss", False
 
     def __init__(
         self,
@@ -98,6 +98,14 @@ class Pretraining:
         real = inputs.layout.sequence < self.masker.sequences
         found["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return found
+
+    def outputs(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+        """None: all that is measured are means."""
+        return {}
+
+    def score(self, found: list[tuple[Batch, dict[str, np.ndarray]]]) -> dict[str, float]:
+        """None."""
+        return {}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Adds the sum of the objectives and the perplexity, exp of the masked-LM loss."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from bert_jax.data.loader import Batch
@@ -16,8 +17,9 @@ from bert_jax.model import Params
 class Task(Protocol):
     """Inputs, objectives and metrics on rows of one shape."""
 
-    # The pair whose held-out mean decides which checkpoint is best; lower is better.
+    # The held-out metric that decides which checkpoint is best, the highest or the lowest.
     best_by: str
+    best_is_highest: bool
     # Of a training step, for the utilization of the device.
     flops_per_row: float
 
@@ -32,6 +34,12 @@ class Task(Protocol):
 
     def pairs(self, params: Params, inputs: Any, key: Key[Array, ""] | None) -> dict[str, Pair]:
         """Objectives and metrics as (sum, weight); a `key` switches dropout on."""
+
+    def outputs(self, params: Params, inputs: Any) -> dict[str, Array]:
+        """What `score` needs of held-out rows, which are on each array's first axis."""
+
+    def score(self, found: list[tuple[Batch, dict[str, np.ndarray]]]) -> dict[str, float]:
+        """Held-out metrics that are no means, from all batches and their outputs."""
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Means for people: adds what follows from them."""

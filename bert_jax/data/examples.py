@@ -1,0 +1,204 @@
+"""Labelled sequences in memory, and batches of a fixed number of them packed into rows.
+
+Fine-tuning sees exactly the configured number of examples a step, in as few rows as they fit. Which
+examples a step takes is a function of the seed and the step, so the rows of the whole run are known
+before it starts: their number is made the same for all steps, and there is one compilation.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bert_jax.data import rows
+from bert_jax.data.loader import Batch, shuffled
+from bert_jax.data.wordpiece import Vocabulary
+
+NO_EXAMPLE = -1
+
+
+@dataclasses.dataclass
+class Examples:
+    """E examples, each of `group` sequences one after the other (1, or the choices of a question).
+
+    Attributes:
+        tokens: ids of each sequence, [CLS] and [SEP] included; E * group arrays.
+        a_length: of each sequence, how many tokens belong to segment a.
+        targets: what is to be learned, by name: an array [E, ...] for examples.
+        token_targets: likewise for tokens: an array [n] for each sequence.
+        group: sequences an example.
+    """
+
+    tokens: list[np.ndarray]
+    a_length: list[int]
+    targets: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    token_targets: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    group: int = 1
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.group
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example, over its sequences; [E]."""
+        each = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
+        return each.reshape(-1, self.group).sum(1)
+
+
+def pair(
+    vocabulary: Vocabulary, a: Sequence[int], b: Sequence[int] | None, most: int
+) -> tuple[np.ndarray, int, int]:
+    """`[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]` of at most `most` tokens.
+
+    Where they are too many, the longer segment loses its last one until they fit (Google's
+    run_classifier.py, _truncate_seq_pair; of two equal ones it is b).
+
+    Returns:
+        Tokens, how many of them belong to segment a, and how many were cut off.
+    """
+    cls, sep = [vocabulary.cls_id], [vocabulary.sep_id]
+    if b is None:
+        kept = a[: most - 2]
+        return np.array([*cls, *kept, *sep], np.int32), len(kept) + 2, len(a) - len(kept)
+    room = most - 3
+    n_a, n_b = len(a), len(b)
+    over = max(n_a + n_b - room, 0)
+    # As taking one from the longer, one at a time: first the difference, then by turns.
+    from_longer = min(over, abs(n_a - n_b))
+    rest = over - from_longer
+    cut_a = (from_longer if n_a > n_b else 0) + rest // 2
+    cut_b = (from_longer if n_b >= n_a else 0) + rest - rest // 2
+    tokens = [*cls, *a[: n_a - cut_a], *sep, *b[: n_b - cut_b], *sep]
+    return np.array(tokens, np.int32), n_a - cut_a + 2, over
+
+
+class Shape(NamedTuple):
+    """R rows of T tokens for at most S sequences."""
+
+    rows: int
+    tokens: int
+    sequences: int
+
+
+class Plan:
+    """Which examples make up the batch of each step, and the one shape that holds any of them.
+
+    Args:
+        examples: to choose from.
+        batch_size: examples a step.
+        steps: how many.
+        seeds: of the order; the shape holds the batches of every one of them.
+        rows_multiple: R is a multiple of this (devices, accumulation).
+        cost_tokens: T beyond which attention, which is quadratic, weighs more than the rest of a
+            layer; it decides between few long rows and many short ones.
+        shuffle: or in order, once, for evaluation; the last batch may hold fewer.
+        one_a_row: no packing, every sequence in a row of its own; for comparison.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        batch_size: int,
+        steps: int,
+        seeds: Sequence[int] = (0,),
+        *,
+        rows_multiple: int = 1,
+        cost_tokens: int = 4096,
+        shuffle: bool = True,
+        one_a_row: bool = False,
+    ):
+        self.examples, self.batch_size, self.steps = examples, batch_size, steps
+        self._shuffle, self._lengths = shuffle, examples.lengths()
+        self._most = 1 if one_a_row else rows.SLOTS_UNBOUNDED
+        longest = int(self._lengths.max(initial=1))
+        candidates = [-(-longest // 8) * 8]
+        while not one_a_row and candidates[-1] * 2 <= max(512, candidates[0]):
+            candidates.append(candidates[-1] * 2)
+        members = [self.members(step, seed) for seed in seeds for step in range(steps)]
+        found = []
+        for tokens in candidates:
+            packed = [self._pack(some, tokens) for some in members]
+            need = max(map(len, packed), default=1)
+            need = -(-need // rows_multiple) * rows_multiple
+            slots = max((len(row) for bins in packed for row in bins), default=1)
+            shape = Shape(need, tokens, slots * examples.group)
+            found.append((need * tokens * (1 + tokens / cost_tokens), shape))
+        self.shape = min(found)[1]
+
+    def members(self, step: int, seed: int) -> list[int]:
+        """The examples of a step."""
+        first = step * self.batch_size
+        if not self._shuffle:
+            return list(range(first, min(first + self.batch_size, len(self.examples))))
+        places = range(first, first + self.batch_size)
+        return [shuffled(place, len(self.examples), seed) for place in places]
+
+    def _pack(self, members: list[int], tokens: int) -> list[list[int]]:
+        bins = rows.pack_lengths([int(self._lengths[i]) for i in members], tokens, self._most)
+        return [[members[i] for i in row] for row in bins]
+
+    def batch(self, step: int, seed: int) -> Batch:
+        """The rows of a step: the targets, and
+
+        tokens: [R, T]. a_length, length: [R, S]. example: [R, S], which one a sequence belongs to,
+        or `NO_EXAMPLE`.
+        """
+        shape, examples, group = self.shape, self.examples, self.examples.group
+        batch = self.empty()
+        for row, members in enumerate(self._pack(self.members(step, seed), shape.tokens)):
+            start = slot = 0
+            for example in members:
+                for sequence in range(example * group, (example + 1) * group):
+                    tokens = examples.tokens[sequence]
+                    end = start + len(tokens)
+                    batch["tokens"][row, start:end] = tokens
+                    batch["a_length"][row, slot] = examples.a_length[sequence]
+                    batch["length"][row, slot] = len(tokens)
+                    batch["example"][row, slot] = example
+                    for name, values in examples.targets.items():
+                        batch[name][row, slot] = values[example]
+                    for name, each in examples.token_targets.items():
+                        batch[name][row, start:end] = each[sequence]
+                    start, slot = end, slot + 1
+        return batch
+
+    def empty(self) -> Batch:
+        """A batch of padding."""
+        r, t, s = self.shape
+        batch = {
+            "tokens": np.zeros((r, t), np.int32),
+            "a_length": np.zeros((r, s), np.int32),
+            "length": np.zeros((r, s), np.int32),
+            "example": np.full((r, s), NO_EXAMPLE, np.int32),
+        }
+        for name, values in self.examples.targets.items():
+            batch[name] = np.zeros((r, s, *values.shape[1:]), values.dtype)
+        for name in self.examples.token_targets:
+            batch[name] = np.full((r, t), NO_EXAMPLE, np.int32)
+        return batch
+
+    def batches(
+        self, seed: int, first: int, end: int, process: int = 0, processes: int = 1
+    ) -> Iterator[Batch]:
+        """This process's part of the rows of steps [first, end), made ahead in a thread."""
+        local = self.shape.rows // processes
+        import grain
+
+        source = _Steps(self, seed, end, slice(process * local, (process + 1) * local))
+        dataset = grain.MapDataset.source(source)[first:]
+        return iter(
+            dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
+        )
+
+
+class _Steps:
+    """What Grain reads ahead from."""
+
+    def __init__(self, plan: Plan, seed: int, steps: int, part: slice):
+        self._plan, self._seed, self._steps, self._part = plan, seed, steps, part
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> Batch:
+        return {k: v[self._part] for k, v in self._plan.batch(step, self._seed).items()}

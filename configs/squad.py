@@ -1,0 +1,20 @@
+"""Fine-tuning on SQuAD as in the paper (Devlin et al., sections 4.2, 4.3 and A.3).
+
+    --config configs/squad.py:1 --data SQUAD       1.1: 3 epochs at 5e-5
+    --config configs/squad.py:2 --data SQUAD       2.0: 2 epochs at 5e-5
+
+SQUAD is the folder that holds train-v1.1.json and dev-v1.1.json (or -v2.0), or name the files:
+--config.task.train=… --config.task.dev=…
+"""
+
+from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
+
+
+def get_config(argument: str = "1") -> FinetuneConfig:
+    """`argument` is 1 or 2."""
+    return FinetuneConfig(
+        task=TaskConfig(kind="squad", name=f"squad{argument}", tokens=384),
+        epochs=3.0 if argument == "1" else 2.0,
+        optim=OptimConfig(optimizer="adamw", learning_rate=5e-5),
+        batch_size=32 if argument == "1" else 48,
+    )

@@ -1,0 +1,533 @@
+"""Tables of one's own: labels, targets, sequences, scores, files; multiple choice; what is refused."""
+
+import csv
+import io
+import json
+import os
+import pathlib
+import types
+import warnings
+
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from scipy import stats
+from sklearn import metrics as sk
+
+from bert_jax import metrics
+from bert_jax.config import TaskConfig
+from bert_jax.data import wordpiece
+from bert_jax.data.examples import NO_EXAMPLE
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.tasks.choice import Choice
+from bert_jax.tasks.classification import Classification, draw_confusion, probabilities
+from bert_jax.tasks.problem import Problem
+
+WORDS = [f"w{i}" for i in range(30)]
+VOCABULARY = Vocabulary((*SPECIAL, *WORDS), True)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write(path, lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def task(
+    tmp_path, train=("w1\tyes", "w2 w3\tno", "w4\tno"), dev=None, header="text\tlabel", **more
+):
+    files = {"train": write(tmp_path / "train.tsv", [header, *train])} if train else {}
+    if dev is not None:
+        files["dev"] = write(tmp_path / "dev.tsv", [header, *dev])
+    return TaskConfig(**files, **more)
+
+
+def words(ids):
+    return " ".join(VOCABULARY.tokens[i] for i in ids)
+
+
+def refused(config, says, *rest, **more):
+    with pytest.raises(UserError) as error:
+        Classification(config, VOCABULARY, *rest, **more)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def test_one_label(tmp_path):
+    problem = Classification(task(tmp_path, dev=["w5 ,w6\tyes"]), VOCABULARY)
+    assert isinstance(problem, Problem)
+    assert (problem.head, problem.objective, problem.best_by) == ("sequence", "class", "accuracy")
+    assert problem.labels == ("no", "yes")
+    train, dev = problem.splits["train"], problem.splits["dev"]
+    assert train.targets["label"].tolist() == [1, 0, 0]
+    assert train.targets["label"].dtype == np.int32
+    assert [words(x) for x in train.tokens][1] == "[CLS] w2 w3 [SEP]"
+    assert words(dev.tokens[0]) == "[CLS] w5 [UNK] w6 [SEP]"
+    assert train.a_length == [3, 4, 3]
+    assert problem.report == ["train: 3 examples", "dev: 1 examples"]
+
+
+def test_pairs_are_cut_longest_first_and_counted(tmp_path):
+    rows = ["w1 w1 w1 w1 w1\tw2 w2\t0", "w1\tw2\t1", "w1 w1 w1\tw2 w2 w2\t1"]
+    config = task(tmp_path, rows, header="a\tb\tlabel", text_a="a", text_b="b", tokens=8)
+    problem = Classification(config, VOCABULARY)
+    tokens = [words(x) for x in problem.splits["train"].tokens]
+    assert tokens == [
+        "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]",
+        "[CLS] w1 [SEP] w2 [SEP]",
+        "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]",
+    ]
+    assert problem.splits["train"].a_length == [5, 3, 5]
+    assert problem.report == ["train: 3 examples, 2 sequences cut to 8 tokens (3 tokens lost)"]
+
+
+def test_labels_that_are_numbers_are_in_their_order(tmp_path):
+    rows = [f"w1\t{label}" for label in ["10", "9", "-1", "2.5", "9"]]
+    problem = Classification(task(tmp_path, rows), VOCABULARY)
+    assert problem.labels == ("-1", "2.5", "9", "10")
+    assert problem.splits["train"].targets["label"].tolist() == [3, 2, 0, 1, 2]
+
+
+def test_labels_of_json_and_parquet(tmp_path):
+    values = [True, False, 3, 4.0, "x "]
+    lines = [json.dumps({"text": "w1", "label": value}) for value in values]
+    config = TaskConfig(train=write(tmp_path / "a.jsonl", lines))
+    assert Classification(config, VOCABULARY).labels == ("3", "4", "false", "true", "x")
+    parquet.write_table(
+        pyarrow.table({"text": ["w1", "w2"], "label": [1.0, 0.0]}), tmp_path / "a.parquet"
+    )
+    problem = Classification(TaskConfig(train=str(tmp_path / "a.parquet")), VOCABULARY)
+    assert problem.labels == ("0", "1")
+    assert problem.splits["train"].targets["label"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_labels_can_be_named(tmp_path, as_file):
+    names = write(tmp_path / "names.txt", ["yes", "no", "maybe"]) if as_file else "yes, no, maybe"
+    problem = Classification(task(tmp_path, labels=names), VOCABULARY)
+    assert problem.labels == ("yes", "no", "maybe")
+    assert problem.splits["train"].targets["label"].tolist() == [0, 1, 1]
+    assert problem.report[-1] == "no training example of: maybe"
+
+
+def test_several_labels(tmp_path):
+    rows = [
+        {"text": "w1", "label": ["b", "a, c"]},
+        {"text": "w2", "label": []},
+        {"text": "w3", "label": "b| d"},
+        {"text": "w3", "label": "d"},
+    ]
+    config = TaskConfig(
+        train=write(tmp_path / "a.jsonl", map(json.dumps, rows)), objective="classes"
+    )
+    problem = Classification(config, VOCABULARY)
+    assert problem.labels == ("a, c", "b", "d")
+    targets = problem.splits["train"].targets["label"]
+    assert targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 0, 1]]
+    assert targets.dtype == np.float32
+    assert "'a, c' is taken as one label" in problem.report[0]
+    cells = Classification(
+        task(tmp_path, ["w1\ta|b", "w2\t", "w3\tb"], objective="classes"), VOCABULARY
+    )
+    assert cells.splits["train"].targets["label"].tolist() == [[1, 1], [0, 0], [0, 1]]
+    logits = [[3.0, 1.0], [-1.0, -1.0], [0.1, 2.0]]
+    score = cells.score("train", list(np.array(logits, np.float32)))
+    # Of 3 true labels all are found, of 4 found 3 are true; "a" has F1 2/3, "b" 1.
+    assert score["micro_f1"] == pytest.approx(6 / 7)
+    assert score["macro_f1"] == pytest.approx(5 / 6)
+    assert score["exact_match"] == pytest.approx(2 / 3)
+    cells.write("train", list(np.array(logits)), tmp_path)
+    found = [line.split("\t") for line in (tmp_path / "predictions.tsv").read_text().splitlines()]
+    assert [row[:2] for row in found] == [
+        ["index", "label"],
+        ["0", "a|b"],
+        ["1", ""],
+        ["2", "a|b"],
+    ]
+    assert float(found[1][2]) == pytest.approx(1 / (1 + np.exp(-3)), abs=1e-6)
+
+
+def test_numbers(tmp_path):
+    rows = ["w1\t1", "w2\t-2.5", "w3\t1e1"]
+    problem = Classification(
+        task(tmp_path, rows, objective="number", header="text\tgrade", label="grade"), VOCABULARY
+    )
+    assert problem.labels == ("grade",)
+    assert problem.splits["train"].targets["label"].dtype == np.float32
+    logits = [np.array([x], np.float32) for x in (2.0, 0.0, 3.0)]
+    score = problem.score("train", logits)
+    assert score["spearman"] == pytest.approx(1)
+    assert score["mean_squared_error"] == pytest.approx((1 + 6.25 + 49) / 3)
+    problem.write("train", logits, tmp_path / "new" / "folder")
+    out = tmp_path / "new" / "folder"
+    assert (out / "predictions.tsv").read_text() == "index\tgrade\n0\t2\n1\t0\n2\t3\n"
+    assert (out / "scatter.png").read_bytes().startswith(PNG)
+
+
+def test_a_test_set_may_lack_labels(tmp_path):
+    config = task(tmp_path, dev=["w9\tno"])
+    config.test = write(tmp_path / "test.tsv", ["text", "w5", "w6"])
+    problem = Classification(config, VOCABULARY)
+    assert problem.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
+    assert problem.score("test", list(np.zeros((2, 2)))) == {}
+    problem.write("test", list(np.zeros((2, 2))), tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
+    # Only what has a label counts.
+    config.test = write(tmp_path / "test.tsv", ["text\tlabel", "w5\tno", "w6\t", "w7\tno"])
+    problem = Classification(config, VOCABULARY, ["test"])
+    assert problem.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
+    assert list(problem.splits) == ["test"]
+    assert problem.labels == ("no", "yes")  # of the training data all the same
+
+
+@pytest.mark.parametrize("objective", ["class", "classes", "number"])
+def test_unknown_labels_of_every_kind(tmp_path, objective):
+    config = TaskConfig(objective=objective, test=write(tmp_path / "t.tsv", ["text", "w1"]))
+    labels = ("label",) if objective == "number" else ("a", "b", "c")
+    problem = Classification(config, VOCABULARY, labels=labels)
+    logits = list(np.zeros((1, len(labels))))
+    assert problem.score("test", logits) == {}
+    problem.write("test", logits, tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
+
+
+def test_new_texts_for_a_fine_tuned_model(tmp_path, monkeypatch):
+    labels = ("x", "y")
+    table = write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"])
+    problem = Classification(TaskConfig(), VOCABULARY, labels=labels, new=table)
+    assert list(problem.splits) == ["new"]
+    assert [words(x) for x in problem.splits["new"].tokens][1:] == [
+        "[CLS] w2 w3 [SEP]",
+        "[CLS] [SEP]",
+    ]
+    assert problem.splits["new"].targets["label"].tolist() == [1, NO_EXAMPLE, 0]
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"w1\tw2\n\nw3\n")))
+    problem = Classification(TaskConfig(), VOCABULARY, labels=labels, new="-")
+    assert [len(x) for x in problem.splits["new"].tokens] == [4, 2, 3]
+    pairs = write(tmp_path / "new.txt", ["w1\tw2 w3", "w4\t"])
+    problem = Classification(TaskConfig(text_b="b"), VOCABULARY, labels=labels, new=pairs)
+    assert [words(x) for x in problem.splits["new"].tokens] == [
+        "[CLS] w1 [SEP] w2 w3 [SEP]",
+        "[CLS] w4 [SEP] [SEP]",
+    ]
+
+
+def test_a_fine_tuned_model_takes_unlabelled_dev_data(tmp_path):
+    config = TaskConfig(dev=write(tmp_path / "dev.tsv", ["text", "w1"]))
+    problem = Classification(config, VOCABULARY, labels=("x", "y"))
+    assert problem.splits["dev"].targets["label"].tolist() == [NO_EXAMPLE]
+    refused(config, "dev.tsv:2: no 'label' (it has: text)")
+    config = TaskConfig(test=config.dev)
+    refused(config, "no labels in the training data (there is none)")
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "says"),
+    [
+        (["w1\tyes", "\tno"], {}, "train.tsv:3: 'text' is empty"),
+        (["w1\tyes", "w2\t "], {}, "train.tsv:3: 'label' is empty"),
+        (["w1\tyes", "w2"], {}, "train.tsv:3: 1 column where 2 columns are expected"),
+        (["w1\tyes", "w2\tyes"], {}, "only the label 'yes' in "),
+        (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class' (it has: text, label)"),
+        (["w1\tyes"], {"text_b": "other"}, "train.tsv:1: no column 'other'"),
+        (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes' where a number is expected"),
+        (["w1\tnan"], {"objective": "number"}, "train.tsv:2: 'nan' where a number is expected"),
+        (["w1\tyes"], {"labels": "no,maybe"}, "train.tsv:2: the label 'yes' is none of the 2"),
+        (["w1\tyes"], {"labels": "no,no"}, "'no' is there twice"),
+        (["w1\tyes"], {"labels": "no"}, "fewer than two labels"),
+        (["w1\tyes"], {"labels": "no,"}, "config.task.labels: '' is no label"),
+        (["w1\tyes"], {"labels": "names.txt"}, "there is no file names.txt"),
+        (["w1\tyes"], {"test": "texts.txt"}, "texts.txt: .txt has no columns"),
+    ],
+)
+def test_bad_tables_are_told_in_one_line(tmp_path, rows, more, says):
+    refused(task(tmp_path, rows, **more), says)
+
+
+def test_an_unseen_label_names_its_row(tmp_path):
+    config = task(tmp_path, dev=["w1\tyes", "w1\tyess"])
+    refused(
+        config, "dev.tsv:3: the label 'yess' is none of the 2 there are (no, yes); did you mean"
+    )
+    refused(config, "the label 'no' is none of", labels=("yes", "yess"))
+    many = [f"w1\tlabel{i}" for i in range(99)]
+    refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11, label12, label13, label14")
+
+
+def test_lists_are_for_several_labels(tmp_path):
+    row = json.dumps({"text": "w1", "label": ["a"]})
+    refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "a.jsonl:1: a list of labels")
+    row = json.dumps({"text": "w1", "label": [["a"]]})
+    config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="classes")
+    refused(config, "a.jsonl:1: ['a'] is no label")
+    row = json.dumps({"text": "w1", "label": "a\tb"})
+    refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is no label")
+
+
+def test_missing_splits_are_named(tmp_path):
+    refused(task(tmp_path), "no 'dev' split: set config.task.dev", ["dev"])
+    refused(task(tmp_path, dev=[]), "no 'test' split", ["train", "test"])
+
+
+def test_splits_without_rows(tmp_path):
+    refused(task(tmp_path, dev=[]), "dev.tsv (dev) holds no rows")
+    (tmp_path / "new.txt").write_text("")
+    problem = Classification(
+        TaskConfig(), VOCABULARY, labels=("x", "y"), new=str(tmp_path / "new.txt")
+    )
+    assert problem.score("new", []) == {}
+    problem.write("new", [], tmp_path)
+    assert len((tmp_path / "predictions.tsv").read_text().splitlines()) == 1
+    write(tmp_path / "a.csv", [SWAG_HEADER])
+    with pytest.raises(UserError, match=r"a\.csv \(train\) holds no rows"):
+        Choice(TaskConfig(name="swag", train=str(tmp_path / "a.csv")), VOCABULARY)
+
+
+# --- Metrics --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_classification_metrics_are_those_of_the_counts(pairs):
+    truth, predicted = np.array(pairs).T
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = metrics.classification(truth, predicted, 4)
+    counts = np.zeros((4, 4))
+    np.add.at(counts, (truth, predicted), 1)
+    assert found["accuracy"] == pytest.approx(counts.trace() / counts.sum())
+    occurs = counts.sum(0) + counts.sum(1) > 0
+    f1 = 2 * counts.diagonal()[occurs] / (counts.sum(0) + counts.sum(1))[occurs]
+    assert found["macro_f1"] == pytest.approx(f1.mean())
+    # Gorodkin's R_K: the correlation of the one-hot rows.
+    a, b = np.eye(4)[truth], np.eye(4)[predicted]
+    a, b = a - a.mean(0), b - b.mean(0)
+    spread = np.sqrt((a * a).sum() * (b * b).sum())
+    expected = (a * b).sum() / spread if spread > 1e-9 else 0.0
+    assert found["matthews"] == pytest.approx(expected, abs=1e-9)
+    assert "f1" not in found
+
+
+def test_two_classes_by_hand():
+    truth = np.array([1, 1, 1, 0, 0, 0, 0, 0])
+    predicted = np.array([1, 1, 0, 1, 0, 0, 0, 0])
+    found = metrics.classification(truth, predicted, 2)
+    # 2 true and 1 false positive, 1 false negative, 4 true negatives.
+    assert found["accuracy"] == pytest.approx(6 / 8)
+    assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert found["macro_f1"] == pytest.approx((4 / 6 + 8 / 10) / 2)
+    assert found["matthews"] == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
+    assert metrics.classification(truth, np.zeros(8, int), 2)["f1"] == 0
+    assert metrics.classification(truth, np.zeros(8, int), 2)["matthews"] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=1, max_size=20))
+def test_regression_metrics(pairs):
+    truth, predicted = np.array(pairs, np.float32).T
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = metrics.regression(truth, predicted)
+    assert found["mean_squared_error"] == pytest.approx(sk.mean_squared_error(truth, predicted))
+    if np.ptp(truth) and np.ptp(predicted):
+        ranks = [stats.rankdata(x) for x in (truth, predicted)]
+        assert found["pearson"] == pytest.approx(np.corrcoef(truth, predicted)[0, 1], abs=1e-6)
+        assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
+    else:
+        assert found["pearson"] == found["spearman"] == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_several_labels_metrics_are_those_of_the_counts(seed):
+    truth, predicted = np.random.default_rng(seed).random((2, 6, 3)) > 0.6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = metrics.several_labels(truth, predicted)
+    both, either = (truth & predicted).sum(0), truth.sum(0) + predicted.sum(0)
+    assert found["micro_f1"] == pytest.approx(2 * both.sum() / max(either.sum(), 1))
+    assert found["macro_f1"] == pytest.approx((2 * both / np.maximum(either, 1)).mean())
+    assert found["exact_match"] == pytest.approx((truth == predicted).all(1).mean())
+
+
+def test_probabilities_of_any_logits():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = probabilities(np.array([[1000.0, -1000.0], [1.0, 2.0]]))
+        each = probabilities(np.array([[1000.0, -1000.0], [0.0, 2.0]]), "classes")
+    assert np.allclose(found, [[1, 0], [1 / (1 + np.e), np.e / (1 + np.e)]])
+    assert np.allclose(each, [[1, 0], [0.5, 1 / (1 + np.exp(-2))]])
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def test_predictions_come_with_probabilities_and_a_picture(tmp_path):
+    problem = Classification(task(tmp_path), VOCABULARY)
+    logits = [np.array(x, np.float32) for x in ([0.0, 1.0], [2.0, 0.0], [0.0, 0.5])]
+    score = problem.score("train", logits)
+    assert score["accuracy"] == pytest.approx(2 / 3)
+    assert score["f1"] == pytest.approx(2 / 3)
+    problem.write("train", logits, tmp_path / "out")
+    header, *rows = (tmp_path / "out" / "predictions.tsv").read_text().splitlines()
+    assert header == "index\tlabel\tprobability:no\tprobability:yes"
+    assert [row.split("\t")[:2] for row in rows] == [["0", "yes"], ["1", "no"], ["2", "yes"]]
+    assert float(rows[0].split("\t")[3]) == pytest.approx(np.e / (1 + np.e), abs=1e-6)
+    assert (tmp_path / "out" / "confusion.png").read_bytes().startswith(PNG)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write predictions to"):
+        problem.write("train", logits, tmp_path / "file")
+
+
+def test_confusion_counts_rows_by_label(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "bert_jax.tasks.classification.draw_confusion", lambda counts, *_: seen.append(counts)
+    )
+    problem = Classification(task(tmp_path), VOCABULARY)
+    problem.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)
+    assert seen[0].tolist() == [[1, 1], [0, 1]]  # of two "no" one was taken for "yes"
+
+
+@pytest.mark.parametrize("classes", [2, 40])
+def test_confusions_of_few_and_of_many(tmp_path, classes):
+    counts = np.diag(np.arange(classes) * 1000)
+    counts[0, 1] = 3
+    names = ["$x_$", "猫", *(f"a label of some length {i}" * 2 for i in range(classes - 2))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_confusion(counts, names, tmp_path / "c.png")
+    data = (tmp_path / "c.png").read_bytes()
+    width = int.from_bytes(data[16:20], "big")
+    assert data.startswith(PNG)
+    assert 20 * classes < width < 4000
+
+
+# --- Multiple choice ------------------------------------------------------------------------------
+
+SWAG_HEADER = (
+    ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label"
+)
+SWAG = [
+    "0,lsmdc_1,1,w0 w1,w0,w1,gold,w2,w3,w4,w5 w5,3",
+    '1,lsmdc_2,2,"w6, w1","w6, w7",w1,gold,w2,w3,w4,w5,0',
+]
+
+
+def test_swag(tmp_path):
+    write(tmp_path / "train.csv", [SWAG_HEADER, *SWAG])
+    write(tmp_path / "val.csv", [SWAG_HEADER, SWAG[1]])
+    no_labels = [line.rpartition(",")[0] for line in [SWAG_HEADER, *SWAG]]
+    write(tmp_path / "test.csv", no_labels)
+    problem = Choice(TaskConfig(kind="choice", name="swag", data=str(tmp_path)), VOCABULARY)
+    assert isinstance(problem, Problem)
+    assert (problem.head, problem.objective, len(problem.labels)) == ("choice", "class", 1)
+    train = problem.splits["train"]
+    assert (len(train), train.group, len(train.tokens)) == (2, 4, 8)
+    assert [words(x) for x in train.tokens[2:5]] == [
+        "[CLS] w0 [SEP] w1 w4 [SEP]",
+        "[CLS] w0 [SEP] w1 w5 w5 [SEP]",
+        "[CLS] w6 [UNK] w7 [SEP] w1 w2 [SEP]",
+    ]
+    assert train.a_length == [3] * 4 + [5] * 4
+    assert train.targets["label"].tolist() == [3, 0]
+    assert list(problem.splits) == ["train", "dev", "test"]
+    assert problem.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
+    logits = [np.array([0, 0, 0, 1.0]), np.array([0, 2.0, 0, 0])]
+    assert problem.score("train", logits) == {"accuracy": 0.5}
+    assert problem.score("test", logits) == {}
+    problem.write("test", logits, tmp_path / "out")
+    assert (tmp_path / "out" / "predictions.csv").read_text() == ",pred\n0,3\n1,1\n"
+    chances = list(csv.reader((tmp_path / "out" / "probabilities.csv").open()))
+    assert chances[0] == ["index", "ending0", "ending1", "ending2", "ending3"]
+    assert float(chances[1][4]) == pytest.approx(np.e / (np.e + 3), abs=1e-6)
+    assert problem.report[0] == "train: 2 questions"
+
+
+def test_choices_of_ones_own(tmp_path):
+    rows = [
+        {"q": "w1", "yes": "w2", "no, sir": "w3", "label": "no, sir"},
+        {"q": "w1 w1 w1 w1", "yes": "w2 w2", "no, sir": "w3", "label": 0},
+    ]
+    config = TaskConfig(
+        train=write(tmp_path / "a.jsonl", map(json.dumps, rows)),
+        text_a="q",
+        choices=("yes", "no, sir"),
+        tokens=8,
+    )
+    problem = Choice(config, VOCABULARY)
+    train = problem.splits["train"]
+    assert (train.group, train.targets["label"].tolist()) == (2, [1, 0])
+    assert words(train.tokens[2]) == "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]"
+    assert problem.report == ["train: 2 questions, 1 sequences cut to 8 tokens (1 tokens lost)"]
+    half = TaskConfig(
+        train=write(tmp_path / "half.jsonl", [json.dumps({**rows[0], "label": 0.5})]),
+        text_a="q",
+        choices=("yes", "no, sir"),
+    )
+    with pytest.raises(UserError, match=r"half\.jsonl:1: 0\.5 is no choice"):
+        Choice(half, VOCABULARY)
+    problem.write("train", list(np.eye(2)), tmp_path)
+    header = next(csv.reader((tmp_path / "probabilities.csv").open()))
+    assert header == ["index", "yes", "no, sir"]
+    new = write(
+        tmp_path / "new.jsonl", [json.dumps({k: v for k, v in rows[0].items() if k != "label"})]
+    )
+    problem = Choice(config, VOCABULARY, labels=("score",), new=new)
+    assert problem.splits["new"].targets["label"].tolist() == [NO_EXAMPLE]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            SWAG[0].rpartition(",")[0] + ",4",
+            "a.csv:2: '4' is no choice; it must be 0 to 3 or one of",
+        ),
+        (SWAG[0].rpartition(",")[0] + ",", "a.csv:2: 'label' is empty"),
+        (SWAG[0].rpartition(",")[0] + ",1.5", "a.csv:2: '1.5' is no choice"),
+        (SWAG[0].replace("w4", ""), "a.csv:2: 'ending2' is empty"),
+        (SWAG[0].replace("w4", "w4,w4"), "a.csv:2: 13 columns where 12"),
+    ],
+)
+def test_bad_questions_are_told_in_one_line(tmp_path, line, says):
+    path = write(tmp_path / "a.csv", [SWAG_HEADER, line])
+    with pytest.raises(UserError) as error:
+        Choice(TaskConfig(name="swag", train=path), VOCABULARY)
+    assert says in str(error.value)
+
+
+def test_choices_must_be_named(tmp_path):
+    with pytest.raises(UserError, match="name the columns of two choices"):
+        Choice(TaskConfig(train="a.csv"), VOCABULARY)
+    with pytest.raises(UserError, match="no 'dev' split"):
+        Choice(TaskConfig(name="swag", data=str(tmp_path)), VOCABULARY, ["dev"])
+
+
+# --- Real data ------------------------------------------------------------------------------------
+
+
+def test_banking77():
+    folder = os.environ.get("BERT_JAX_DATA")
+    if not folder:
+        pytest.skip("BERT_JAX_DATA is not set: no intent/banking77_train.csv.gz")
+    folder = pathlib.Path(folder) / "intent"
+    config = TaskConfig(
+        train=str(folder / "banking77_train.csv.gz"),
+        dev=str(folder / "banking77_test.csv.gz"),
+        label="category",
+        tokens=64,
+    )
+    vocabulary = wordpiece.load(folder.parent / "vocab" / "bert-base-uncased-vocab.txt")
+    problem = Classification(config, vocabulary)
+    assert len(problem.labels) == 77
+    assert [len(problem.splits[name]) for name in ("train", "dev")] == [10_003, 3_080]
+    text = vocabulary.decode(problem.splits["dev"].tokens[0])
+    assert text == "[CLS] how do i locate my card? [SEP]"

@@ -1,0 +1,588 @@
+"""Fine-tuning: exact batches, packed or not the same, PyTorch's losses, and runs that resume."""
+
+import dataclasses
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import traverse_util
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax import checkpoint, cli, optim
+from bert_jax import train as loop
+from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig
+from bert_jax.convert import source
+from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.finetune import _spread
+from bert_jax.model import shapes
+from bert_jax.tasks import finetuning
+from bert_jax.tasks.finetuning import Finetuning
+from tests.test_train import ALONE, assert_same_run
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+WORDS = (*SPECIAL, *(f"w{i}" for i in range(35)))
+VOCABULARY = Vocabulary(WORDS, True)
+LABELS = {
+    "sequence": ("no", "maybe", "yes"), "choice": ("score",), "token": ("O", "B", "I"),
+    "span": ("start", "end"),
+}  # fmt: skip
+
+
+def random_examples(head, objective="class", count=23, seed=0, longest=20):
+    rng = np.random.default_rng(seed)
+    group = 3 if head == "choice" else 1
+    tokens = [
+        np.array([2, *rng.integers(5, 40, rng.integers(1, longest - 2)), 3], np.int32)
+        for _ in range(count * group)
+    ]
+    a_length = [int(rng.integers(2, len(t) + 1)) for t in tokens]
+    found = Examples(tokens, a_length, group=group)
+    if head == "token":
+        found.token_targets["label"] = [
+            np.where(rng.random(len(t)) < 0.3, NO_EXAMPLE, rng.integers(0, 3, len(t))).astype(
+                np.int32
+            )
+            for t in tokens
+        ]
+    elif head == "span":
+        label = [sorted(rng.integers(0, len(t), 2)) for t in tokens]
+        found.targets["label"] = np.array(label, np.int32)
+    elif objective == "number":
+        found.targets["label"] = rng.normal(size=count).astype(np.float32)
+    elif objective == "classes":
+        found.targets["label"] = rng.integers(0, 2, (count, 3)).astype(np.float32)
+    else:
+        found.targets["label"] = rng.integers(0, 3, count).astype(np.int32)
+    return found
+
+
+class Made:
+    """A `Problem` of random examples."""
+
+    best_by = "score"
+
+    def __init__(self, head, objective="class", **options):
+        self.head, self.objective = head, objective
+        self.labels = ("value",) if objective == "number" else LABELS[head]
+        self.splits = {"train": random_examples(head, objective, **options)}
+        self.report = []
+
+    def score(self, split, logits):
+        return {"score": float(np.mean([np.mean(x) for x in logits]))}
+
+    def write(self, split, logits, folder):
+        (folder / "done").touch()
+
+
+def model_config(problem, **changes):
+    values = dict(
+        layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
+        attention_dropout=0.0, masked_lm=False, next_sentence=False,
+    )  # fmt: skip
+    return ModelConfig(**{**values, "head": problem.head, "labels": problem.labels, **changes})
+
+
+def random_params(config, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes(config))
+
+
+def plans(problem, batch_size=7, steps=5, **options):
+    examples = problem.splits["train"]
+    packed = Plan(examples, batch_size, steps, (0, 1), **options)
+    return packed, Plan(examples, batch_size, steps, (0, 1), one_a_row=True, **options)
+
+
+def loss_and_grads(problem, plan, params, config, step=0):
+    task = Finetuning(config, problem, "train", plan)
+
+    @jax.jit
+    def run(params, batch):
+        def objective(params):
+            inputs = task.inputs(batch, jax.random.key(0))
+            total, weight = task.pairs(params, inputs, None)["loss"]
+            return total / task.weights(inputs)["loss"], weight
+
+        return jax.value_and_grad(objective, has_aux=True)(params)
+
+    (loss, weight), grads = run(params, plan.batch(step, 0))
+    return float(loss), float(weight), jax.device_get(grads)
+
+
+PROBLEMS = [
+    ("sequence", "class"), ("sequence", "number"), ("sequence", "classes"), ("choice", "class"),
+    ("token", "class"), ("span", "class"),
+]  # fmt: skip
+
+
+# --- Batches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+def test_a_batch_is_exactly_its_examples(head, objective):
+    problem = Made(head, objective)
+    examples = problem.splits["train"]
+    packed, single = plans(problem)
+    # A question's choices share a row in any case.
+    assert packed.shape.rows < single.shape.rows or head == "choice"
+    seen = []
+    for step in range(packed.steps):
+        members = packed.members(step, 0)
+        assert len(members) == 7
+        seen += members
+        for plan in (packed, single):
+            batch = plan.batch(step, 0)
+            assert {k: v.shape for k, v in batch.items()} == {
+                k: v.shape for k, v in plan.empty().items()
+            }
+            found = []
+            for row in range(plan.shape.rows):
+                start = 0
+                for slot in np.flatnonzero(batch["length"][row]):
+                    end = start + batch["length"][row, slot]
+                    found.append(
+                        (batch["example"][row, slot], tuple(batch["tokens"][row, start:end]))
+                    )
+                    start = end
+                assert not batch["tokens"][row, start:].any()
+                assert (np.diff(np.flatnonzero(batch["length"][row])) == 1).all()
+            group = examples.group
+            wanted = [
+                (i, tuple(examples.tokens[i * group + j])) for i in members for j in range(group)
+            ]
+            assert sorted(found) == sorted(wanted)
+    # The first epoch and a half: every example once before any comes again.
+    assert sorted(seen[:23]) == list(range(23))
+    assert packed.members(0, 0) != packed.members(0, 1)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    plan = plans(Made("sequence"))[0]
+    whole = list(plan.batches(1, 0, 5))
+    assert len(whole) == 5
+    for a, b in zip(whole[3:], plan.batches(1, 3, 5), strict=True):
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_processes_take_parts_of_the_rows():
+    plan = plans(Made("sequence"), rows_multiple=4)[0]
+    assert plan.shape.rows % 4 == 0
+    (whole,) = plan.batches(0, 0, 1)
+    parts = [next(plan.batches(0, 0, 1, i, 4)) for i in range(4)]
+    for name, value in whole.items():
+        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), value)
+
+
+def test_evaluation_takes_each_once_in_order():
+    examples = random_examples("sequence", count=10)
+    plan = Plan(examples, 4, 3, shuffle=False)
+    assert [plan.members(step, 0) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(5, 30))
+def test_pairs_are_cut_as_google_cuts_them(n_a, n_b, most):
+    a, b = list(range(100, 100 + n_a)), list(range(200, 200 + n_b))
+    tokens, a_length, cut = pair(VOCABULARY, a, b, most)
+    while len(a) + len(b) > most - 3:  # run_classifier.py, _truncate_seq_pair
+        (a if len(a) > len(b) else b).pop()
+    assert tokens.tolist() == [2, *a, 3, *b, 3]
+    assert (a_length, cut) == (len(a) + 2, n_a + n_b - len(a) - len(b))
+    alone, length, cut = pair(VOCABULARY, a, None, 6)
+    assert alone.tolist() == [2, *a[:4], 3]
+    assert (length, cut) == (len(alone), max(len(a) - 4, 0))
+
+
+# --- Objectives -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+def test_packing_changes_nothing(head, objective):
+    problem = Made(head, objective)
+    config = model_config(problem)
+    params = random_params(config)
+    packed, single = plans(problem)
+    for step in (0, 3):
+        one, weight, grads = loss_and_grads(problem, packed, params, config, step)
+        other, other_weight, other_grads = loss_and_grads(problem, single, params, config, step)
+        assert weight == other_weight > 0
+        assert abs(one - other) <= 1e-5
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), grads, other_grads
+        )
+
+
+@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+def test_losses_and_logits_are_those_of_transformers(head, objective):
+    """Their classes, one batch padded to its longest; ours packed."""
+    problem = Made(head, objective, count=7)
+    config = model_config(problem)
+    params = random_params(config)
+    name = {
+        "sequence": "BertForSequenceClassification", "choice": "BertForMultipleChoice",
+        "token": "BertForTokenClassification", "span": "BertForQuestionAnswering",
+    }[head]  # fmt: skip
+    kind = {"number": "regression", "classes": "multi_label_classification"}
+    labels = {} if head in ("choice", "span") else {"num_labels": len(problem.labels)}
+    model = getattr(transformers, name)(
+        transformers.BertConfig(
+            vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
+            intermediate_size=20, max_position_embeddings=64, hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0, problem_type=kind.get(objective), **labels,
+        )
+    ).eval()  # fmt: skip
+    tensors = {k: torch.tensor(v) for k, v in to_huggingface(params, config).items()}
+    model.load_state_dict(tensors)
+    plan = plans(problem, 7, 1)[0]
+    examples, members = problem.splits["train"], plan.members(0, 0)
+    sequences = [i * examples.group + j for i in members for j in range(examples.group)]
+    longest = max(len(examples.tokens[i]) for i in sequences)
+    ids, mask, types = (np.zeros((len(sequences), longest), int) for _ in range(3))
+    for row, i in enumerate(sequences):
+        n = len(examples.tokens[i])
+        ids[row, :n], mask[row, :n], types[row, examples.a_length[i] : n] = examples.tokens[i], 1, 1
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+    inputs = {k: torch.tensor(v) for k, v in inputs.items()}
+    if head == "choice":
+        inputs = {k: v.reshape(len(members), 3, -1) for k, v in inputs.items()}
+    if head == "token":
+        label = np.full((len(members), longest), -100)
+        for row, i in enumerate(members):
+            own = examples.token_targets["label"][i]
+            label[row, : len(own)] = np.where(own == NO_EXAMPLE, -100, own)
+        inputs["labels"] = torch.tensor(label)
+    elif head == "span":
+        label = torch.tensor(examples.targets["label"][members]).long()
+        inputs |= {"start_positions": label[:, 0], "end_positions": label[:, 1]}
+    else:
+        label = torch.tensor(examples.targets["label"][members])
+        inputs["labels"] = label.long() if objective == "class" else label
+    with torch.no_grad():
+        out = model(**inputs)
+        if head == "span":  # theirs scores padding too; ours has none
+            big = torch.finfo(torch.float32).min
+            theirs = [torch.where(inputs["attention_mask"] == 1, x, big) for x in (out.start_logits, out.end_logits)]  # fmt: skip
+            wanted = sum(torch.nn.functional.cross_entropy(x, label[:, i]) for i, x in enumerate(theirs)) / 2  # fmt: skip
+        else:
+            wanted = out.loss
+    loss, _, _ = loss_and_grads(problem, plan, params, config)
+    assert abs(loss - float(wanted)) <= 1e-5
+
+    task = Finetuning(config, problem, "train", plan)
+    batch = plan.batch(0, 0)
+    inputs = task.inputs(jax.device_put(batch), jax.random.key(0))
+    logits = task.outputs(params, inputs)
+    found = task.logits("train", [(batch, jax.device_get(logits))])
+    for row, i in enumerate(members):
+        n = len(examples.tokens[i])
+        if head == "span":
+            theirs = np.stack([out.start_logits[row, :n], out.end_logits[row, :n]], -1)
+        else:
+            theirs = out.logits[row, :n] if head == "token" else out.logits[row]
+        np.testing.assert_allclose(found[i], theirs, rtol=0, atol=1e-5)
+
+
+# --- What is trained ------------------------------------------------------------------------------
+
+
+def test_encoder_and_pooler_are_taken_heads_are_not():
+    start = model_config(Made("sequence"), head="", labels=(), masked_lm=True, next_sentence=True)
+    params = random_params(start)
+    config = FinetuneConfig(model=model_config(Made("sequence")), reset_layers=1)
+    taken, new = finetuning.restored(config, start, params)
+    assert new == ["encoder/layer_1", "classifier"]
+    flat = traverse_util.flatten_dict(taken, sep="/")
+    assert all(
+        not path.startswith(("classifier", "encoder/layer_1/", "masked_lm", "next"))
+        for path in flat
+    )
+    assert "pooler/kernel" in flat
+    assert "encoder/layer_0/attention/query/kernel" in flat
+    config = FinetuneConfig(model=model_config(Made("token")))
+    taken, new = finetuning.restored(config, start, params)
+    assert new == ["classifier"]
+    assert "pooler" not in taken
+    bare = dataclasses.replace(start, next_sentence=False)
+    config = FinetuneConfig(model=model_config(Made("sequence")))
+    assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
+
+
+def test_frozen_layers_stay_and_rates_fall_by_layer():
+    model = model_config(Made("sequence"))
+    params = random_params(model)
+    config = FinetuneConfig(
+        model=model, steps=10, frozen_layers=1,
+        optim=OptimConfig(optimizer="adamw", warmup_steps=0, weight_decay=0.1, layer_decay=0.5, clip_norm=0.0),
+    )  # fmt: skip
+    transform = optim.make(config)
+    grads = jax.tree.map(np.ones_like, params)
+    updates, _ = transform.update(grads, transform.init(params), params)
+    flat = traverse_util.flatten_dict(jax.device_get(updates), sep="/")
+    for path in ("embeddings/word/embedding", "encoder/layer_0/attention/norm/bias"):
+        assert not flat[path].any()
+    assert optim.rate_factors(config, params)["classifier"]["bias"] == 1
+    top = flat["classifier/bias"].mean()
+    np.testing.assert_allclose(
+        flat["encoder/layer_1/attention/norm/bias"].mean(), top / 2, rtol=1e-5
+    )
+    problem = Made("sequence")
+    plan = plans(problem)[0]
+    task = Finetuning(model, problem, "train", plan)
+
+    def loss(params):
+        inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+        return task.pairs(optim.freeze(config, params), inputs, None)["loss"][0]
+
+    grads = traverse_util.flatten_dict(jax.grad(loss)(params), sep="/")
+    assert not np.any(grads["encoder/layer_0/attention/query/kernel"])
+    assert np.any(grads["encoder/layer_1/attention/query/kernel"])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"layers": 3}, "config.model.layers is 3, the checkpoint's is 2"),
+        ({"dropout": 0.3}, None),
+    ],
+)
+def test_the_checkpoint_says_what_the_model_is(change, expected):
+    problem = Made("sequence")
+    start = model_config(problem, head="", labels=())
+    config = FinetuneConfig(model=ModelConfig(**change))
+    if expected:
+        with pytest.raises(UserError, match=expected):
+            finetuning.model_config(config, start, problem)
+    else:
+        found = finetuning.model_config(config, start, problem)
+        assert (found.dropout, found.attention_dropout, found.layers) == (0.3, 0.0, 2)
+        assert found.labels == problem.labels
+
+
+def test_patience_is_a_function_of_the_metrics(tmp_path):
+    best = {"best_by": "f1", "highest": True}
+    config = FinetuneConfig(patience=2)
+    lines = [{"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1, 3, 2, 3, 4])]
+    lines.insert(1, {"step": 0, "split": "train", "f1": 9})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    over = [loop.Patience(config, best, tmp_path, step).is_over for step in range(5)]
+    assert over == [False, False, False, True, False]
+    assert not loop.Patience(Config(), best, tmp_path, 3).is_over
+
+
+def test_spread():
+    assert _spread([0.5, 0.7, 0.9]) == {
+        "mean": pytest.approx(0.7), "sd": pytest.approx(0.2), "median": 0.7, "best": 0.9,
+        "values": [0.5, 0.7, 0.9],
+    }  # fmt: skip
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with train.csv, dev.csv and a vocabulary: the label says which word is there."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("table")
+    for name, count in (("train", 200), ("dev", 40)):
+        lines = ["text,label"]
+        for _ in range(count):
+            label = rng.choice(["no", "yes"])
+            words = [f"w{rng.randrange(2, 30)}" for _ in range(rng.randint(2, 6))]
+            words.insert(rng.randrange(len(words)), "w0" if label == "no" else "w1")
+            lines.append(f"{' '.join(words)},{label}")
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    VOCABULARY.save(folder / "vocab")
+    return folder
+
+
+def arguments(data, workdir, *changes, init="none", options=()):
+    changes = (
+        *("model.layers=2", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
+        *("model.positions=32", "task.tokens=32", "model.initializer_stddev=0.2"),
+        *("epochs=8", "batch_size=16", "optim.learning_rate=1e-2"),
+        *("log_every_steps=5", f"task.train={data}/train.csv", f"task.dev={data}/dev.csv"),
+        *changes,
+    )
+    return [
+        *("finetune", f"--config={CONFIGS / 'table.py'}", "--init", str(init)),
+        *("--vocab", str(data / "vocab"), "--workdir", str(workdir), *options),
+        *(f"--config.{change}" for change in changes),
+    ]
+
+
+def process(*argv):
+    code = "from bert_jax.cli import console; console()"
+    return [sys.executable, "-c", code, *map(str, argv)]
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    assert cli.main(arguments(data, folder)) == 0
+    return folder
+
+
+def test_it_learns_and_says_so(run):
+    found = json.loads((run / "metrics.json").read_text())
+    assert found["dev"]["accuracy"] > 0.9
+    assert found["best_by"] == "accuracy"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {m["step"]: m["accuracy"] for m in lines if m["split"] == "heldout"}
+    assert len(evaluated) == 9  # every epoch of 12 steps and at the end, after 100
+    assert found["dev"]["accuracy"] == pytest.approx(max(evaluated.values()))
+    predictions = (run / "predictions" / "predictions.tsv").read_text().splitlines()
+    assert len(predictions) == 41
+    assert (run / "predictions" / "confusion.png").stat().st_size > 1000
+
+
+def test_evaluate_and_predict_again(run, data, tmp_path, capsys):
+    before = (run / "metrics.json").read_text()
+    (run / "metrics.json").unlink()
+    assert cli.main(["evaluate", "--workdir", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(before)
+    assert (run / "metrics.json").read_text() == before
+    new = tmp_path / "new.txt"
+    new.write_text("w5 w0 w7\nw9 w1 w3\n")
+    assert cli.main(["predict", "--workdir", str(run), "--out", str(tmp_path / "p"), str(new)]) == 0
+    rows = (tmp_path / "p" / "predictions.tsv").read_text().splitlines()
+    assert [row.split("\t")[1] for row in rows[1:]] == ["no", "yes"]
+
+
+def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
+    assert cli.main(["export", "--workdir", str(run), "--out", str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    assert model.config.problem_type == "single_label_classification"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Fine-tuned on classification: 200 train, 40 dev examples." in card
+    classify = transformers.pipeline("text-classification", str(tmp_path / "out"))
+    assert [c["label"] for c in classify(["w5 w0 w7", "w9 w1 w3"])] == ["no", "yes"]
+    back = source.read(str(tmp_path / "out"))
+    config, _, params, _ = checkpoint.load_model(run)
+    assert back.config.model == dataclasses.replace(
+        config.model, **{k: getattr(back.config.model, k) for k in ("tied_decoder",)}
+    )
+    jax.tree.map(np.testing.assert_array_equal, back.params, jax.device_get(params))
+
+
+def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
+    assert cli.main(arguments(data, tmp_path / "w", "epochs=1", init=run)) == 0
+    said = capsys.readouterr().out
+    assert f"from {run}, new: classifier" in said
+    assert "200 train, 40 dev examples" in said
+
+
+def test_killed_it_ends_the_same(run, data, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    changes = ("checkpoint.every_steps=4", "model.dropout=0.1", "accumulation=2", "epochs=2")
+    for folder in (whole, broken):
+        killed = subprocess.Popen(
+            process(*arguments(data, folder, *changes)),
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ALONE,
+        )  # fmt: skip
+        path = folder / "metrics.jsonl"
+        while folder == broken and killed.poll() is None:
+            if path.exists() and len(path.read_bytes().splitlines()) >= 3:
+                time.sleep(0.05)
+                killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == (0 if folder == whole else -signal.SIGKILL)
+    again = subprocess.run(
+        process(*arguments(data, broken, *changes)), capture_output=True, text=True, env=ALONE
+    )
+    assert again.returncode == 0, again.stderr
+    assert "resuming at step" in again.stderr
+    assert_same_run(broken, whole)
+    assert (broken / "metrics.json").read_text() == (whole / "metrics.json").read_text()
+
+
+def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
+    options = ("--seeds", "2")
+    assert cli.main(arguments(data, tmp_path / "both", "epochs=1", options=options)) == 0
+    said = capsys.readouterr()
+    assert said.err.count("compiled the step") == 1
+    assert "±" in said.out
+    summary = json.loads((tmp_path / "both" / "metrics.json").read_text())
+    each = [
+        json.loads((tmp_path / "both" / f"seed_{i}" / "metrics.json").read_text())["dev"][
+            "accuracy"
+        ]
+        for i in range(2)
+    ]
+    assert summary["dev"]["accuracy"]["values"] == each
+    # The shape holds both seeds' batches, so the seed alone is another program: the same to rounding.
+    assert cli.main(arguments(data, tmp_path / "one", "epochs=1", "seed=1")) == 0
+    alone, with_others = (
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / f / "metrics.jsonl").read_text().splitlines()
+        ]
+        for f in ("one", "both/seed_1")
+    )
+    np.testing.assert_allclose(alone, with_others, rtol=1e-4)
+
+
+def test_devices_share_a_batch(data, tmp_path):
+    """On eight devices the run is the one on a single device."""
+    losses = []
+    for i, changes in enumerate(
+        (("mesh.data=8",), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"))
+    ):
+        folder = tmp_path / str(i)
+        off = ("model.dropout=0", "model.attention_dropout=0", "epochs=1")
+        assert cli.main(arguments(data, folder, *off, *changes)) == 0
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["task.train=", "task.labels=no,yes"], "no training examples"),
+        (["task.dev="], "nothing to evaluate on"),
+        (["task.tokens=64"], "config.task.tokens is 64: it must be 8 to 32"),
+        (["frozen_layers=3"], "config.frozen_layers is 3: it must be at most 2"),
+        (["batch_size=3000"], "config.batch_size is 3000, there are only 200 examples"),
+        (["task.label=class"], "class"),
+        (["task.kind=poetry"], "config.task.kind is 'poetry'"),
+    ],
+)
+def test_impossible_runs_are_refused(data, tmp_path, capsys, changes, expected):
+    capsys.readouterr()
+    assert cli.main(arguments(data, tmp_path / "w", *changes)) == cli.EXIT_USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said, said
+    assert expected in said
+    assert not (tmp_path / "w").exists()
+
+
+def test_other_refusals(data, tmp_path, capsys, rows):
+    argv = arguments(data, tmp_path / "w")
+    argv[argv.index("--vocab") + 1] = ""
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    assert "--init none needs a vocabulary" in capsys.readouterr().err
+    wrong = f"--config={CONFIGS / 'pretrain.py'}:mini,128"
+    assert cli.main(["finetune", wrong, "--init", "none", "--workdir", "w"]) == cli.EXIT_USER_ERROR
+    assert "must return a bert_jax.config.FinetuneConfig" in capsys.readouterr().err
+
+
+def test_every_config_file_loads():
+    from bert_jax.config import load
+
+    for name in ("glue.py:sst2", "glue.py:stsb", "squad.py:1", "squad.py:2", "swag.py", "table.py:classes", "tagging.py"):  # fmt: skip
+        config = load([f"--config={CONFIGS / name}"], FinetuneConfig)
+        assert isinstance(config, FinetuneConfig)

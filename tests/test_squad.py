@@ -1,0 +1,652 @@
+"""SQuAD: the official scores, windows and their answers, predictions and files."""
+
+import gzip
+import json
+import os
+import pathlib
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bert_jax.config import TaskConfig
+from bert_jax.data import wordpiece
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.tasks import squad_score
+from bert_jax.tasks.squad import Squad, _slide
+from bert_jax.tasks.squad_score import Answer, Question
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+WORDS = "the who was born when paris france leader john smith japan electronics".split()
+VOCABULARY = Vocabulary(
+    (*SPECIAL, *LETTERS, *(f"##{c}" for c in LETTERS), *"().,?'-", *WORDS, "japanese"), True
+)
+
+
+def question(name="q", answers=("paris",), text="who", context="john was born in paris"):
+    return Question(name, text, context, tuple(Answer(a, max(context.find(a), 0)) for a in answers))
+
+
+def layout(questions, **more):
+    """The questions as SQuAD's JSON."""
+    paragraphs = []
+    for q in questions:
+        found = {"id": q.id, "question": q.text}
+        if q.answers is not None:
+            found["answers"] = [{"text": a.text, "answer_start": a.start} for a in q.answers]
+        paragraphs.append({"context": q.context, "qas": [found]})
+    return {"data": [{"title": "t", "paragraphs": paragraphs}], **more}
+
+
+def save(path, value):
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def squad(tmp_path, questions, split="dev", **fields):
+    path = save(tmp_path / f"{split}.json", layout(questions))
+    fields = {"kind": "squad", "tokens": 32, "question_tokens": 8, "stride_tokens": 7} | fields
+    return Squad(TaskConfig(**{split: path}, **fields), VOCABULARY)
+
+
+# The scores
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Quick, brown fox.", "quick brown fox"),
+        ("a an the", ""),
+        ("Theatre", "theatre"),
+        ("U.S.-led", "usled"),
+        ("the-a", "thea"),  # punctuation goes first
+        ("\u2018the\u2019 x", "\u2018 \u2019 x"),  # only ASCII's punctuation
+        ("Å B", "å b"),
+    ],
+)
+def test_answers_are_normalized_as_the_official_scorers_do(text, expected):
+    assert squad_score.normalize_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("gold", "predicted", "version", "expected"),
+    [
+        ("the Denver Broncos", "Denver Broncos!", 1, (1, 1)),
+        ("Denver Broncos", "Broncos", 1, (0, 2 / 3)),  # P 1, R 1/2
+        ("a b c d", "b c x", 2, (0, 2 * (2 / 3) * (2 / 3) / (4 / 3))),  # "a" is an article
+        ("b b c", "b b b", 2, (0, 2 / 3)),  # two of three are common
+        ("x", "y", 2, (0, 0)),
+        ("the", "a", 1, (1, 0)),  # nothing left: F1 is 0 in 1.1 and 1 in 2.0
+        ("the", "a", 2, (1, 1)),
+        ("", "x", 2, (0, 0)),
+        ("", "", 2, (1, 1)),
+    ],
+)
+def test_one_comparison(gold, predicted, version, expected):
+    assert squad_score.compare(gold, predicted, version) == pytest.approx(expected)
+
+
+def test_version_1_takes_the_best_answer_and_counts_missing_predictions_as_wrong():
+    questions = [question("1", ("paris", "in paris")), question("2"), question("3")]
+    found = squad_score.score(questions, {"1": "in Paris", "2": "born paris"}, 1)
+    assert found == pytest.approx(
+        {"exact": 100 / 3, "f1": 100 * (1 + 2 / 3) / 3, "total": 3, "missing": 1}
+    )
+
+
+def test_version_2_by_hand():
+    questions = [question("a"), question("b"), question("c", ()), question("d", ())]
+    predicted = {"a": "paris", "b": "", "c": "", "d": "paris"}
+    found = squad_score.score(questions, predicted, 2)
+    assert found["exact"] == found["f1"] == 50
+    assert (found["HasAns_exact"], found["NoAns_f1"], found["NoAns_total"]) == (50, 50, 2)
+    # d's odds are above the official threshold of 1, a's are not.
+    odds = {"a": 1.0, "b": 0.0, "c": -5.0, "d": 1.1}
+    found = squad_score.score(questions, predicted, 2, odds)
+    assert found["exact"] == 75
+    assert found["NoAns_exact"] == 100
+    # Silent on d alone: a is right, b "" already, c "".
+    assert (found["best_exact"], found["best_exact_thresh"]) == (75, 1.0)
+    assert squad_score.score(questions, predicted, 2, odds, threshold=0.5)["HasAns_exact"] == 0
+
+
+def naive_thresholds(questions, answers, odds, column):
+    """evaluate-v2.0.py's search, one question after the other."""
+    by_id = {q.id: q for q in questions}
+    now = best = sum(not q.answers for q in questions)
+    threshold = 0.0
+    for name in sorted(odds, key=lambda name: odds[name]):
+        q = by_id[name]
+        if q.answers:
+            pairs = [squad_score.compare(a.text, answers[name], 2) for a in q.answers]
+            now += max(pair[column] for pair in pairs)
+        elif answers[name]:
+            now -= 1
+        if now > best:
+            best, threshold = now, odds[name]
+    return 100 * best / len(questions), threshold
+
+
+cases = st.lists(
+    st.tuples(st.booleans(), st.sampled_from(["paris", "in paris", "x", ""]), st.integers(-4, 4)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(cases)
+def test_thresholds_are_found_as_the_official_search_finds_them(cases):
+    questions = [question(str(i), ("paris",) if has else ()) for i, (has, _, _) in enumerate(cases)]
+    answers = {str(i): text for i, (_, text, _) in enumerate(cases)}
+    odds = {str(i): float(value) for i, (_, _, value) in enumerate(cases)}
+    found = squad_score.best_thresholds(questions, answers, odds)
+    for column, name in enumerate(("exact", "f1")):
+        expected = naive_thresholds(questions, answers, odds, column)
+        assert (found[f"best_{name}"], found[f"best_{name}_thresh"]) == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(cases)
+def test_the_best_threshold_gives_the_best_score_there_is(cases):
+    questions = [question(str(i), ("paris",) if has else ()) for i, (has, _, _) in enumerate(cases)]
+    answers = {str(i): text for i, (_, text, _) in enumerate(cases)}
+    odds = {str(i): i + 1.0 for i in range(len(cases))}  # no ties
+    found = squad_score.best_thresholds(questions, answers, odds)
+    reached = [
+        squad_score.score(questions, answers, 2, odds, threshold)["f1"]
+        for threshold in (*odds.values(), 0.0)
+    ]
+    assert found["best_f1"] == pytest.approx(max(reached))
+    there = squad_score.score(questions, answers, 2, odds, found["best_f1_thresh"])["f1"]
+    assert there == pytest.approx(found["best_f1"])
+
+
+# Reading
+
+
+BROKEN = [
+    ([], "'data' is missing"),
+    ({"data": [{"title": "x"}]}, "data[0]: 'paragraphs'"),
+    ({"data": [{"paragraphs": [{"qas": []}]}]}, "data[0].paragraphs[0]: 'context'"),
+    ({"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]}, "qas[0]: 'id'"),
+    ({"data": [{"paragraphs": [{"context": "x", "qas": [{"id": "Q7"}]}]}]}, "'Q7': 'question'"),
+    ({"data": []}, "no questions"),
+    (layout([question("Q7"), question("Q7")]), "two questions are called 'Q7'"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), BROKEN)
+def test_what_is_not_squad_is_refused_naming_the_place(tmp_path, value, words):
+    path = save(tmp_path / "x.json", value)
+    with pytest.raises(UserError) as error:
+        squad_score.read(path)
+    message = str(error.value)
+    assert message.startswith(path)
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ("paris", "'answers'"),
+        ([{"text": "paris"}], "'answer_start'"),
+        ([{"text": 3, "answer_start": 1}], "'text'"),
+        ([{"answer_start": 1}], "'text'"),
+        (None, "'answers'"),
+    ],
+)
+def test_broken_answers_name_the_question(tmp_path, answers, words):
+    value = layout([question("Q7")])
+    value["data"][0]["paragraphs"][0]["qas"][0]["answers"] = answers
+    with pytest.raises(UserError, match=f"question 'Q7': {words}"):
+        squad_score.read(save(tmp_path / "x.json", value))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"data":\n[,', ":2: not JSON"),
+        (b'{"data": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (gzip.compress(b"{}" * 1000)[:20], "damaged"),
+    ],
+)
+def test_damaged_files(tmp_path, data, words):
+    path = tmp_path / "x.json"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=words):
+        squad_score.read(path)
+
+
+def test_compressed_files_and_half_characters(tmp_path):
+    path = tmp_path / "x.json.gz"
+    path.write_bytes(
+        gzip.compress(json.dumps(layout([question(context="a\ud800 paris")])).encode())
+    )
+    (found,) = squad_score.read(path)
+    assert found.context == "a? paris"  # characters keep their places
+
+
+def test_prediction_files(tmp_path):
+    data = save(tmp_path / "data.json", layout([question("1"), question("2")]))
+    good = save(tmp_path / "good.json", {"1": "paris", "2": "x", "other": "y"})
+    found = squad_score.score_file(data, good, 1)
+    assert found == {"exact": 50, "f1": 50, "total": 2, "missing": 0}
+    odds = save(tmp_path / "odds.json", {"1": -3, "2": 3})
+    assert squad_score.score_file(data, good, 2, odds)["best_f1_thresh"] == -3
+    for value, words in [
+        (["paris"], "not an object"),
+        ({"1": None}, "question '1'"),
+        ({"7": "x"}, "no prediction for any"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            squad_score.score_file(data, save(tmp_path / "bad.json", value), 1)
+    for value in ({"1": 0.5}, {"1": 0.5, "2": float("nan")}, {"1": 0.5, "2": "x"}):
+        with pytest.raises(UserError, match="question '2'"):
+            squad_score.score_file(data, good, 2, save(tmp_path / "bad.json", value))
+    with pytest.raises(UserError, match="no odds"):
+        squad_score.score_file(data, good, 1, odds)
+    for answers, version, words in [((), 1, "no answer"), (None, 2, "no 'answers'")]:
+        q = question("Q7")._replace(answers=answers)
+        with pytest.raises(UserError, match=f"'Q7' has {words}"):
+            squad_score.score_file(save(tmp_path / "none.json", layout([q])), good, version)
+
+
+# Windows
+
+
+@settings(deadline=None)
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 20))
+@example(620, 300, 250)  # a last window so short that its length decides
+def test_windows_cover_the_text_and_each_token_belongs_to_the_one_that_sees_most(n, room, stride):
+    starts, ends, own = _slide(n, room, stride)
+    assert starts[0] == 0
+    assert ends[-1] == n
+    assert all(end - start <= room for start, end in zip(starts, ends, strict=True))
+    steps = np.diff(starts)
+    assert (steps == min(stride, room)).all()
+    owners = {}
+    for w, (low, high) in enumerate(own.tolist()):
+        for place in range(low, high):
+            assert owners.setdefault(place, w) == w
+    for place in range(n):  # run_squad.py, _check_is_max_context
+        best = None
+        for w, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if start <= place < end:
+                score = min(place - start, end - 1 - place) + 0.01 * (end - start)
+                if best is None or score > best[0]:
+                    best = score, w
+        assert owners[place] == best[1]
+
+
+@pytest.mark.parametrize(
+    ("context", "answer", "expected"),
+    [
+        ("the leader was john smith (1895-1943).", "1895", "1895"),
+        ("the Japanese, electronics", "Japan", "Japanese,"),  # all of the word between spaces
+        ("john was born in paris", "born in paris", "born in paris"),
+        ("in  Paris\u00a0france", "Paris france", "Paris\u00a0france"),
+        ("paris", "paris", "paris"),
+        ("x paris paris", " paris ", "paris"),
+        ("(b)-(b)", "b", "b"),
+    ],
+)
+def test_answers_become_spans_of_tokens(tmp_path, context, answer, expected):
+    start = context.find(answer)
+    if start < 0:
+        start = context.find(answer.split()[0])
+    q = Question("q", "who", context, (Answer(answer, start),))
+    problem = squad(tmp_path, [q], "train")
+    ((first, last),) = problem.splits["train"].targets["label"].tolist()
+    logits = [np.zeros((len(problem.splits["train"].tokens[0]), 2), np.float32)]
+    logits[0][first, 0] = logits[0][last, 1] = 9
+    assert problem.predict("train", logits)["q"].answer == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "targets"),
+    [
+        ("h i", [[12, 13], [7, 8], [0, 0], [0, 0]]),
+        ("j k", [[0, 0], [9, 10], [0, 0], [0, 0]]),  # whole in one window only
+        ("x", [[0, 0], [0, 0], [0, 0], [13, 13]]),
+    ],
+)
+def test_windows_look_as_in_the_paper(tmp_path, answer, targets):
+    context = " ".join("abcdefghijklmnopqrstuvwx")
+    q = Question("q", "who was john smith", context, (Answer(answer, context.find(answer)),))
+    problem = squad(tmp_path, [q], "train", tokens=16, question_tokens=3, stride_tokens=5)
+    examples = problem.splits["train"]
+    shown = [VOCABULARY.decode(ids) for ids in examples.tokens]
+    assert shown == [
+        "[CLS] who was john [SEP] a b c d e f g h i j [SEP]",
+        "[CLS] who was john [SEP] f g h i j k l m n o [SEP]",
+        "[CLS] who was john [SEP] k l m n o p q r s t [SEP]",
+        "[CLS] who was john [SEP] p q r s t u v w x [SEP]",
+    ]
+    assert examples.a_length == [5] * 4
+    assert examples.targets["label"].tolist() == targets
+    assert examples.targets["label"].dtype == np.int32
+    assert problem.report == ["train: 1 questions, 4 windows", "train: 1 questions cut to 3 tokens"]
+
+
+def test_answers_that_are_not_there_are_dropped_from_training_only(tmp_path):
+    bad = [
+        question("b1")._replace(answers=(Answer("paris", 0),)),
+        question("b2")._replace(answers=(Answer("paris", 900),)),
+        question("b3")._replace(answers=(Answer("paris", -1),)),
+        question("b4")._replace(answers=(Answer("", 3),)),
+    ]
+    problem = squad(tmp_path, [question("good"), *bad], "train")
+    assert len(problem.splits["train"]) == 1
+    assert any("4 questions dropped" in line and "'b1'" in line for line in problem.report)
+    problem = squad(tmp_path, [question("good"), *bad], "dev")
+    assert problem.splits["dev"].targets["label"].tolist()[1:] == [[-1, -1]] * 4
+    logits = [np.zeros((len(t), 2), np.float32) for t in problem.splits["dev"].tokens]
+    assert problem.score("dev", logits)["total"] == 5
+    with pytest.raises(UserError, match="no question has its answer"):
+        squad(tmp_path, bad, "train")
+
+
+# Predictions
+
+
+def naive(problem, split, logits):
+    """run_squad.py's write_predictions, with slices of the text, in plain loops."""
+    windows, config = problem._windows[split], problem.config
+    result = {}
+    for i, q in enumerate(windows.questions):
+        found, null = [], None
+        for w in np.flatnonzero(windows.question == i):
+            scores = logits[w].tolist()
+            if null is None or sum(scores[0]) < sum(null):
+                null = scores[0]
+            best = [
+                sorted(range(len(scores)), key=lambda t, k=k, s=scores: s[t][k], reverse=True)
+                for k in (0, 1)
+            ]
+            at, first = windows.at[w], windows.first[w]
+            for s in best[0][: config.n_best]:
+                for e in best[1][: config.n_best]:
+                    if s < at or e < at or e >= len(scores) - 1 or e < s:
+                        continue
+                    if e - s + 1 > config.answer_tokens:
+                        continue
+                    low, high = windows.own[w]
+                    if not low <= s - at + first < high:
+                        continue
+                    spans = windows.spans[i]
+                    end = spans[e - at + first, 1]
+                    end += q.context[end : end + 1] == "\u0301"
+                    text = q.context[spans[s - at + first, 0] : end]
+                    found.append((text, scores[s][0], scores[e][1]))
+        if problem.unanswerable:
+            found.append(("", *null))
+        found.sort(key=lambda c: c[1] + c[2], reverse=True)
+        n_best, seen = [], set()
+        for candidate in found:
+            if len(n_best) < config.n_best and candidate[0] not in seen:
+                n_best.append(candidate)
+                seen.add(candidate[0])
+        if problem.unanswerable and "" not in seen:
+            n_best.append(("", *null))
+        result[q.id] = n_best
+    return result
+
+
+contexts = st.just("") | st.lists(
+    st.sampled_from(
+        ["paris", "Japan,", "(1895-1943).", "né", "e\u0301", "a", "x\u00a0y", "\u200b"]
+    ),
+    min_size=8,
+    max_size=20,
+).map(" ".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(contexts, min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(0, 9999),
+    st.sampled_from([0, 2, 4]),
+)
+def test_predictions_are_those_of_a_naive_search(
+    tmp_path_factory, contexts, unanswerable, n_best, longest, seed, silence
+):
+    folder = tmp_path_factory.mktemp("x")
+    questions = [Question(str(i), "who was" * (i + 1), text, ()) for i, text in enumerate(contexts)]
+    problem = squad(
+        folder,
+        questions,
+        "test",
+        name="squad2" if unanswerable else "squad1",
+        tokens=16,
+        question_tokens=4,
+        stride_tokens=4,
+        n_best=n_best,
+        answer_tokens=longest,
+    )
+    rng = np.random.default_rng(seed)
+    logits = [  # halves, so that there are ties
+        rng.integers(-6, 6, (len(t), 2)).astype(np.float32) / 2
+        for t in problem.splits["test"].tokens
+    ]
+    for each in logits:
+        each[0] += silence
+    expected = naive(problem, "test", logits)
+    for name, found in problem.predict("test", logits).items():
+        mine = [tuple(c) for c in found.n_best]
+        assert mine == (expected[name] or [("", 0, 0)])
+        assert all(text in contexts[int(name)] for text, _, _ in mine)
+        if unanswerable:
+            best = next((c for c in mine if c[0]), ("", 0, 0))
+            if n_best > 1 and best[0]:
+                assert found.answer == best[0]
+            null = next(c for c in mine if not c[0])
+            if found.answer == best[0]:
+                assert found.null_odds == null[1] + null[2] - best[1] - best[2]
+
+
+@pytest.mark.parametrize(
+    ("context", "word"),
+    [
+        ("John was born in Pàris, France", "Pàris"),
+        ("le cafe\u0301 x", "cafe\u0301"),  # a letter and its accent are one
+        ("in \U0001f600 10\u202fkm x", "10\u202fkm"),
+        ("İstanbul x", "İstanbul"),
+        ("x zürich/born", "zürich"),
+        ("x 東京 x", "東京"),
+    ],
+)
+def test_predicted_text_is_a_slice_of_the_context(tmp_path, context, word):
+    vocabulary = Vocabulary((*VOCABULARY.tokens, "東", "京"), True)
+    q = Question("q", "who", context, (Answer(word, context.find(word)),))
+    path = save(tmp_path / "x.json", layout([q]))
+    config = TaskConfig(kind="squad", name="squad1", tokens=80, question_tokens=9, dev=path)
+    problem = Squad(config, vocabulary)
+    ((first, last),) = problem.splits["dev"].targets["label"].tolist()
+    assert first > 0
+    logits = np.zeros((len(problem.splits["dev"].tokens[0]), 2), np.float32)
+    logits[first, 0] = logits[last, 1] = 9
+    assert problem.predict("dev", [logits])["q"].answer == word
+    assert problem.score("dev", [logits])["exact"] == 100
+
+
+def both_kinds(n=30, seed=0):
+    rng = random.Random(seed)
+    questions = []
+    for i in range(n):
+        words = [rng.choice(WORDS[1:]) for _ in range(rng.randint(1, 30))]
+        context, k = " ".join(words), rng.randrange(len(words))
+        start = len(" ".join(words[:k])) + (k > 0)
+        questions.append(Question(f"q{i}", "who", context, (Answer(words[k], start),)[: i % 3]))
+    return questions
+
+
+def test_files_give_the_scores_again(tmp_path):
+    questions = both_kinds()
+    problem = squad(tmp_path, questions)
+    assert problem.unanswerable  # no name: the answers say so
+    rng = np.random.default_rng(0)
+    examples = problem.splits["dev"]
+    logits = []
+    for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
+        each = rng.normal(size=(len(tokens), 2)).astype(np.float32)
+        each[first, 0] += rng.choice([0, 3])
+        each[last, 1] += 2
+        logits.append(each)
+    found = problem.score("dev", logits)
+    out = tmp_path / "out"
+    out.mkdir()
+    problem.write("dev", logits, out)
+    data = tmp_path / "dev.json"
+    again = squad_score.score_file(data, out / "predictions.json", 2)
+    assert {k: found[k] for k in again} == again
+    assert 0 < found["HasAns_f1"] < 100
+    assert 0 < found["NoAns_f1"] < 100
+    searched = squad_score.score_file(data, out / "answers.json", 2, out / "null_odds.json")
+    best = {k: v for k, v in found.items() if k.startswith("best")}
+    assert {k: searched[k] for k in best} == best
+    assert found["best_f1"] >= found["f1"]
+    problem.null_threshold = found["best_f1_thresh"]
+    assert problem.score("dev", logits)["f1"] == pytest.approx(found["best_f1"])
+    for name, entries in json.loads((out / "nbest_predictions.json").read_text()).items():
+        assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
+        assert "" in {entry["text"] for entry in entries}
+        scores = np.array([entry["start_logit"] + entry["end_logit"] for entry in entries])
+        ratio = np.exp(scores[0] - scores[-1])
+        assert entries[0]["probability"] / entries[-1]["probability"] == pytest.approx(ratio), name
+
+
+def test_version_1_writes_no_odds(tmp_path):
+    problem = squad(tmp_path, [question()], name="squad1")
+    logits = [np.zeros((len(t), 2), np.float32) for t in problem.splits["dev"].tokens]
+    logits[0][0] = 50  # [CLS] is no answer here
+    out = tmp_path / "out"
+    out.mkdir()
+    problem.write("dev", logits, out)
+    assert sorted(p.name for p in out.iterdir()) == ["nbest_predictions.json", "predictions.json"]
+    assert json.loads((out / "predictions.json").read_text())["q"] != ""
+    assert set(problem.score("dev", logits)) == {"exact", "f1", "total", "missing"}
+
+
+def test_perfect_logits_score_100(tmp_path):
+    problem = squad(tmp_path, both_kinds(40, 1), name="squad2")
+    examples = problem.splits["dev"]
+    logits = []
+    for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
+        each = np.zeros((len(tokens), 2), np.float32)
+        each[first, 0] = each[last, 1] = 9
+        logits.append(each)
+    found = problem.score("dev", logits)
+    assert found["exact"] == found["f1"] == found["best_f1"] == 100
+
+
+def test_new_questions_need_no_answers(tmp_path):
+    for answers in (None, ()):
+        asked = [q._replace(answers=answers) for q in both_kinds(5)]
+        path = save(tmp_path / "new.json", layout(asked))
+        config = TaskConfig(kind="squad", name="squad1", tokens=32, question_tokens=8)
+        problem = Squad(config, VOCABULARY, new=path)
+        examples = problem.splits["new"]
+        assert (examples.targets["label"] == -1).all()
+        logits = [np.zeros((len(t), 2), np.float32) for t in examples.tokens]
+        assert problem.score("new", logits) == {}
+        predictions = problem.predict("new", logits)
+        assert all(predictions[q.id].answer in q.context for q in asked)
+        assert all(predictions[q.id].answer for q in asked)
+
+
+def test_folders_and_splits(tmp_path):
+    save(tmp_path / "train-v2.0.json", layout([question("1"), question("2", ())]))
+    (tmp_path / "dev-v2.0.json.gz").write_bytes(
+        gzip.compress(json.dumps(layout([question("3")])).encode())
+    )
+    config = TaskConfig(kind="squad", name="squad2", data=str(tmp_path))
+    assert set(Squad(config, VOCABULARY).splits) == {"train", "dev"}
+    problem = Squad(config, VOCABULARY, ["dev"], ("start", "end"))
+    assert set(problem.splits) == {"dev"}
+    assert problem.labels == ("start", "end")
+    with pytest.raises(UserError, match="'test'"):
+        Squad(config, VOCABULARY, ["test"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "nothing to read"),
+        ({"data": "tfds", "name": "squad1"}, "JSON files"),
+        ({"dev": "/nowhere.json"}, "/nowhere.json"),
+        ({"tokens": 67, "dev": "x"}, "task.tokens=67"),
+        ({"stride_tokens": 0, "dev": "x"}, "task.stride_tokens=0"),
+    ],
+)
+def test_impossible_configurations(fields, words):
+    with pytest.raises(UserError, match=words):
+        Squad(TaskConfig(kind="squad", **fields), VOCABULARY)
+
+
+def test_training_data_of_the_other_version_are_refused(tmp_path):
+    with pytest.raises(UserError, match="question 'q1' has no answer"):
+        squad(tmp_path, [question(), question("q1", ())], "train", name="squad1")
+    unanswered = [question()._replace(answers=None)]
+    for split in ("train", "dev"):
+        with pytest.raises(UserError, match="question 'q' has no 'answers'"):
+            squad(tmp_path, unanswered, split)
+    path = str(tmp_path / "dev.json")
+    config = TaskConfig(kind="squad", name="squad2", dev=path)
+    problem = Squad(config, VOCABULARY, labels=Squad.labels)  # a fine-tuned model predicts
+    assert problem.score("dev", [np.zeros((len(problem.splits["dev"].tokens[0]), 2))]) == {}
+
+
+# The real file
+
+
+@pytest.fixture(scope="module")
+def dev():
+    path = pathlib.Path(os.environ.get("BERT_JAX_DATA", "/nowhere")) / "squad/dev-v1.1.json.gz"
+    if not path.exists():
+        pytest.skip("needs BERT_JAX_DATA with squad/dev-v1.1.json.gz")
+    return path
+
+
+def test_every_official_answer_scores_100(dev, tmp_path):
+    questions = squad_score.read(dev)
+    assert len(questions) == 10_570
+    path = save(tmp_path / "gold.json", {q.id: q.answers[0].text for q in questions})
+    found = squad_score.score_file(dev, path, 1)
+    assert found["exact"] == found["f1"] == 100
+    # One question's last answer is ".", of which 1.1 finds nothing to overlap.
+    found = squad_score.score(questions, {q.id: q.answers[-1].text for q in questions}, 1)
+    assert found["exact"] == 100
+    assert found["f1"] == pytest.approx(100 * 10_569 / 10_570)
+
+
+def test_official_dev_windows(dev):
+    vocab = dev.parent.parent / "vocab/bert-base-uncased-vocab.txt"
+    if not vocab.exists():
+        pytest.skip("needs BERT_JAX_DATA with vocab/bert-base-uncased-vocab.txt")
+    config = TaskConfig(kind="squad", name="squad1", tokens=384, dev=str(dev))
+    problem = Squad(config, wordpiece.load(vocab))
+    examples = problem.splits["dev"]
+    # As many as run_squad.py makes; none lost.
+    assert problem.report == ["dev: 10,570 questions, 10,833 windows"]
+    assert max(map(len, examples.tokens)) == 384
+    logits = []
+    for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
+        each = np.zeros((len(tokens), 2), np.float32)
+        each[first, 0] = each[last, 1] = 9 * (first > 0)
+        logits.append(each)
+    start = time.monotonic()
+    found = problem.score("dev", logits)
+    assert time.monotonic() - start < 30
+    # What is left are answers that are a part of a token, or longer than 30.
+    assert found["exact"] > 98.5
+    assert found["f1"] > 99

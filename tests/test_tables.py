@@ -1,0 +1,221 @@
+"""Tables: every format and compression gives the same records; what is malformed is told by line."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import types
+
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from bert_jax.data import tables
+from bert_jax.errors import UserError
+
+ROWS = [
+    {"text": 'He said "no", twice.', "other": "a, b", "label": "0"},
+    {"text": "Ünïcode \u2028 and \x85 and\x0cform feed", "other": '"', "label": "1"},
+    {"text": " spaces kept ", "other": "日本", "label": "2"},
+]
+COMPRESSIONS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+    "": bytes,
+}
+
+
+def content(kind, rows=ROWS):
+    if kind == ".jsonl":
+        return "\n\n".join(json.dumps(row) for row in rows)
+    if kind == ".csv":
+        out = io.StringIO()
+        writer = csv.DictWriter(out, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue()
+    return "".join("\t".join(line) + "\n" for line in [rows[0], *(r.values() for r in rows)])
+
+
+def write(path, data):
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kind", [".tsv", ".csv", ".jsonl"])
+def test_reads_every_format_compressed_or_not(tmp_path, kind, compression):
+    data = ("\ufeff" * (kind != ".jsonl") + content(kind)).encode()
+    path = write(tmp_path / f"a.b{kind.upper()}{compression}", COMPRESSIONS[compression](data))
+    read_bytes = []
+    found = list(tables.read(path, ["text"], ["label"], count=read_bytes.append))
+    assert [record.fields for record in found] == ROWS
+    first = 1 if kind == ".jsonl" else 2
+    step = 2 if kind == ".jsonl" else 1
+    assert [r.where for r in found] == [f"{path}:{first + step * i}" for i in range(3)]
+    assert sum(read_bytes) == path.stat().st_size
+
+
+def test_reads_parquet(tmp_path):
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    columns["other"] = pyarrow.array(columns["other"]).dictionary_encode()
+    columns["tags"] = [["a", "b"], [], ["c"]]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    read_bytes = []
+    found = list(
+        tables.read(
+            tmp_path / "a.parquet",
+            ["text", "other"],
+            ["tags"],
+            optional=["label", "nothing"],
+            count=read_bytes.append,
+        )
+    )
+    assert [{k: r.fields[k] for k in ROWS[0]} for r in found] == ROWS
+    assert [r.fields["tags"] for r in found] == columns["tags"]
+    assert found[2].where == f"{tmp_path / 'a.parquet'}: row 3"
+    assert sum(read_bytes) == (tmp_path / "a.parquet").stat().st_size
+    only = next(tables.read(tmp_path / "a.parquet", ["text"]))
+    assert list(only.fields) == ["text"]
+
+
+def test_header_and_quoting_are_arguments(tmp_path):
+    path = write(tmp_path / "a.tsv", '1\t"x\n2\ty"\r\n\n')
+    plain = [r.fields for r in tables.read(path, ["b"], header=["a", "b"])]
+    assert plain == [{"a": "1", "b": '"x'}, {"a": "2", "b": 'y"'}]
+    assert [r.fields for r in tables.read(path, ['"x'])] == [{"1": "2", '"x': 'y"'}]
+    path = write(tmp_path / "b.tsv", 'a\tb\n1\t"x\ty ""z"""\n')
+    quoted = [r.fields for r in tables.read(path, ["b"], quoting=True)]
+    assert quoted == [{"a": "1", "b": 'x\ty "z"'}]
+    path = write(tmp_path / "c.csv", 'a,b\n1,"x"\n')
+    assert next(tables.read(path, ["b"], quoting=False)).fields["b"] == '"x"'
+
+
+def test_fields_over_several_lines_count_as_lines(tmp_path):
+    path = write(tmp_path / "a.csv", 'text,label\n"one\ntwo\r\nthree",0\nfour,1\nfive\n')
+    found = tables.read(path, ["text"])
+    first, second = next(found), next(found)
+    assert first == (f"{path}:2", {"text": "one\ntwo\nthree", "label": "0"})
+    assert second.where == f"{path}:5"
+    with pytest.raises(UserError, match=r"a\.csv:6: 1 column where 2 columns"):
+        next(found)
+
+
+def test_lines_of_text(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt", "one\ttwo\n\nthree\t\n")
+    found = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
+    assert found == ["one\ttwo", "", "three\t"]
+    with pytest.raises(UserError, match=r"a\.txt:3: 'b' is empty"):  # only texts may be
+        list(tables.read(path, ["a"], ["b"], header=["a", "b"], empty=True))
+    pairs = [r.fields for r in tables.read(path, ["a", "b"], header=["a", "b"], empty=True)]
+    assert pairs == [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]
+    stdin = types.SimpleNamespace(buffer=io.BytesIO(b"x\ny\n\xff\n"))
+    monkeypatch.setattr("sys.stdin", stdin)
+    found = tables.read("-", ["t"], kind=".txt", header=["t"])
+    assert [next(found).where, next(found).fields["t"]] == ["standard input:1", "y"]
+    with pytest.raises(UserError, match="standard input:3: not UTF-8"):
+        next(found)
+
+
+def test_rows_of_other_lengths_can_be_left_out(tmp_path):
+    path = write(tmp_path / "a.tsv", "text\tlabel\na\t0\nb\nc\t1\t2\nd\t1\n")
+    told = []
+    assert [r.fields["text"] for r in tables.read(path, ["text"], skip=told.append)] == ["a", "d"]
+    assert [message.split(" where")[0] for message in told] == [
+        f"{path}:3: 1 column",
+        f"{path}:4: 3 columns",
+    ]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.text(st.characters(codec="utf-8", exclude_characters="\0\r")), min_size=2, max_size=2
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_csv_that_python_writes_is_read_back(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([["a", "b"], *rows])
+    found = tables.read(path, ["a", "b"], empty=True)
+    assert [list(record.fields.values()) for record in found] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.tsv", "text\tlabel\na\t0\nb\n", "a.tsv:3: 1 column where 2 columns are expected (text"),
+        ("a.tsv", "text\tlabel\na\t0\t\n", "a.tsv:2: 3 columns where 2"),
+        ("a.tsv", "txt\tlabel\na\t0\n", "a.tsv:1: no column 'text' (it has: txt, label)"),
+        ("a.tsv", "text\tlabel\ttext\na\t0\tb\n", "a.tsv:1: more than one column 'text'"),
+        ("a.tsv", "text\n", "a.tsv:1: no column 'label'"),
+        ("a.tsv", "", "a.tsv is empty"),
+        ("a.tsv", "\n\n", "a.tsv is empty"),
+        ("a.tsv", "text\tlabel\n \t0\n", "a.tsv:2: 'text' is empty"),
+        ("a.tsv", "text\tlabel\na\t\n", "a.tsv:2: 'label' is empty"),
+        ("a.tsv", b"text\tlabel\na\t0\nb\xe4\t1\n", "a.tsv:3: not UTF-8 text (byte 1"),
+        ("a.tsv", "text\tlabel\na\0\t0\n", "a.tsv:2: not text (it holds a NUL)"),
+        ("a.csv", 'text,label\n"a"b,0\n', "a.csv:2: ',' expected after '\"', from this row on"),
+        ("a.csv", 'text,label\na,0\n"b,0\nc,1\n', "a.csv:3: unexpected end of data"),
+        ("a.csv", f'text,label\na,0\n"{"b" * 200_000},0\n', "a.csv:3: field larger than"),
+        ("a.jsonl", '{"text": "a", "label": 0}\n{"text"\n', "a.jsonl:2: not JSON"),
+        ("a.jsonl", '["a", 0]\n', "a.jsonl:1: a JSON list where an object is expected"),
+        ("a.jsonl", '{"text": 1, "label": 0}\n', "a.jsonl:1: no text in 'text'"),
+        ("a.jsonl", '{"text": "a"}\n', "a.jsonl:1: no 'label' (it has: text)"),
+        ("a.jsonl", '{"text": "a", "label": null}\n', "a.jsonl:1: no 'label'"),
+        ("a.tsv.gz", gzip.compress(b"text\tlabel\n" * 99, mtime=0)[:-9], "damaged or cut short"),
+        ("a.parquet", b"PAR1nonsense", "not a whole Parquet file"),
+        ("a.xlsx", b"x", "its name does not say what it is"),
+        ("a.tsv", None, "it does not exist"),
+    ],
+)
+def test_malformed_tables_are_told_in_one_line(tmp_path, name, data, says):
+    if data is not None:
+        write(tmp_path / name, data)
+    with pytest.raises(UserError) as error:
+        list(tables.read(tmp_path / name, ["text"], ["label"]))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"txt": ["a"], "label": [0]}, "no column 'text' (it has: txt, label)"),
+        ({"text": [1.5], "label": [0]}, "the column 'text' holds double, not strings"),
+        ({"text": ["a", None], "label": [0, 1]}, "row 2: no text in 'text'"),
+        ({"text": ["a", " "], "label": [0, 1]}, "row 2: 'text' is empty"),
+        ({"text": ["a", "b"], "label": [None, 1]}, "row 1: no 'label'"),
+    ],
+)
+def test_malformed_parquet_is_told_in_one_line(tmp_path, columns, says):
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UserError) as error:
+        list(tables.read(tmp_path / "a.parquet", ["text"], ["label"]))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_long_lines_are_refused_and_half_characters_mended(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "a\\ud83d", "label": "\\udc00"}\n')
+    (record,) = tables.read(path, ["text"], ["label"])
+    assert record.fields == {"text": "a?", "label": "?"}
+    with pytest.raises(UserError, match=r"a\.jsonl:1: a line of more than 20 bytes"):
+        list(tables.read(path, ["text"], line_bytes=20))
+
+
+def test_reading_stops_when_nobody_reads(tmp_path):
+    path = write(tmp_path / "a.tsv", b"text\n" + b"good\n" * 10 + b"\xff\n")
+    found = tables.read(path, ["text"])
+    assert [next(found).fields["text"] for _ in range(10)] == ["good"] * 10
