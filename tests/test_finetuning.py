@@ -586,3 +586,97 @@ def test_every_config_file_loads():
     for name in ("glue.py:sst2", "glue.py:stsb", "squad.py:1", "squad.py:2", "swag.py", "table.py:classes", "tagging.py"):  # fmt: skip
         config = load([f"--config={CONFIGS / name}"], FinetuneConfig)
         assert isinstance(config, FinetuneConfig)
+
+
+def squad_file(path):
+    questions = [
+        {
+            "id": f"q{i}",
+            "question": f"w{i} ?",
+            "answers": [{"text": f"w{i + 3}", "answer_start": 3 * (i + 3)}],
+        }
+        for i in range(6)
+    ]
+    context = " ".join(f"w{i}" for i in range(10))
+    paragraphs = [{"context": context, "qas": questions}]
+    told = {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+    path.write_text(json.dumps(told))
+
+
+def conll_file(path):
+    path.write_text("w1 B-a\nw2 I-a\nw3 O\n\nw4 O\nw5 B-b\n\n" * 5)
+
+
+def choice_file(path):
+    lines = ["question,first,second,label", *["w1 w2,w3,w4 w5,0", "w6,w7 w8,w9,1"] * 6]
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "file", "changes", "expected"),
+    [
+        (
+            "squad",
+            squad_file,
+            "d.json",
+            ["task.question_tokens=8", "task.stride_tokens=8"],
+            ["nbest_predictions.json", "predictions.json"],
+        ),
+        (
+            "tagging",
+            conll_file,
+            "d.txt",
+            [],
+            ["per_type.tsv", "predictions.conll", "probabilities.jsonl"],
+        ),
+        (
+            "choice",
+            choice_file,
+            "d.csv",
+            ["task.kind=choice", "task.text_a=question", "task.choices=('first','second')"],
+            ["predictions.csv", "probabilities.csv"],
+        ),
+    ],
+)
+def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file, changes, expected):
+    write(tmp_path / file)
+    config = {"squad": "squad.py:1", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
+    files = [f"task.{split}={tmp_path / file}" for split in ("train", "dev")]
+    argv = arguments(data, tmp_path / "w", *files, "epochs=2", "batch_size=4", *changes)
+    argv[1] = f"--config={CONFIGS / config}"
+    assert cli.main(argv) == 0
+    found = json.loads((tmp_path / "w" / "metrics.json").read_text())
+    assert found["best_by"] in found["dev"]
+    assert sorted(p.name for p in (tmp_path / "w" / "predictions").iterdir()) == expected
+    before = (tmp_path / "w" / "predictions" / expected[-1]).read_bytes()
+    capsys.readouterr()
+    if kind == "choice":
+        return
+    name = "squad1" if kind == "squad" else "conll"
+    predictions = (
+        tmp_path / "w" / "predictions" / f"predictions.{'json' if kind == 'squad' else 'conll'}"
+    )
+    assert cli.main(["score", name, str(tmp_path / file), str(predictions)]) == 0
+    said = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(said["f1"]) == pytest.approx(found["dev"]["f1"], abs=1e-4)
+    new = ["predict", "--workdir", str(tmp_path / "w"), "--out", str(tmp_path / "new")]
+    assert cli.main([*new, str(tmp_path / file)]) == 0
+    assert sorted(p.name for p in (tmp_path / "new").iterdir())
+    assert (tmp_path / "w" / "predictions" / expected[-1]).read_bytes() == before
+
+
+def test_scores_of_files(tmp_path, capsys):
+    (tmp_path / "dev.tsv").write_text(
+        "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n1\ta\tc\tnot_entailment\n"
+    )
+    (tmp_path / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n1\tentailment\n")
+    score = ["score", "glue:rte", str(tmp_path / "dev.tsv"), str(tmp_path / "RTE.tsv")]
+    assert cli.main(score) == 0
+    assert "accuracy                 0.5000" in capsys.readouterr().out
+    for benchmark, expected in (("squad3", "no benchmark 'squad3'"), ("glue:xyz", "xyz")):
+        score[1] = benchmark
+        assert cli.main(score) == cli.EXIT_USER_ERROR
+        assert expected in capsys.readouterr().err
+    score[1] = "glue:rte"
+    assert cli.main([*score, "--null-odds", "x"]) == cli.EXIT_USER_ERROR
+    assert "--null-odds is for squad2" in capsys.readouterr().err
