@@ -204,7 +204,8 @@ def test_phase_ends():
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_file_loads(path):
-    assert isinstance(configs.load([f"--config={path}"]), Config)
+    kind = Config if path.stem == "pretrain" else configs.FinetuneConfig
+    assert isinstance(configs.load([f"--config={path}"], kind), kind)
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

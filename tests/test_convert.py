@@ -342,7 +342,7 @@ HEAD_LABELS = {
 }  # fmt: skip
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(SHAPES, st.integers(1, 16), PARTS)
 def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, parts):
     size = shape.pop("size")
@@ -833,7 +833,7 @@ def test_damaged_weights_are_named(folder, ours, tmp_path):
     assert "fails its checksum" in refusal(tmp_path / "out")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_no_damage_is_a_traceback(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("spoilt") / "m"

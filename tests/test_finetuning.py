@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from bert_jax import checkpoint, cli, optim
 from bert_jax import train as loop
-from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig
+from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig, load
 from bert_jax.convert import source
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
@@ -580,12 +580,9 @@ def test_other_refusals(data, tmp_path, capsys, rows):
     assert "must return a bert_jax.config.FinetuneConfig" in capsys.readouterr().err
 
 
-def test_every_config_file_loads():
-    from bert_jax.config import load
-
-    for name in ("glue.py:sst2", "glue.py:stsb", "squad.py:1", "squad.py:2", "swag.py", "table.py:classes", "tagging.py"):  # fmt: skip
-        config = load([f"--config={CONFIGS / name}"], FinetuneConfig)
-        assert isinstance(config, FinetuneConfig)
+@pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
+def test_every_argument_of_the_config_files(name):
+    assert load([f"--config={CONFIGS / name}"], FinetuneConfig)
 
 
 def squad_file(path):
