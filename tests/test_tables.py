@@ -207,6 +207,12 @@ def test_malformed_parquet_is_told_in_one_line(tmp_path, columns, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_quoted_field_may_be_as_long_as_a_line(tmp_path):
+    path = write(tmp_path / "a.csv", f'text,label\n"{"x" * 200_000}",0\n')
+    (record,) = tables.read(path, ["text"], ["label"])
+    assert len(record.fields["text"]) == 200_000
+
+
 def test_long_lines_are_refused_and_half_characters_mended(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a\\ud83d", "label": "\\udc00"}\n')
     (record,) = tables.read(path, ["text"], ["label"])
