@@ -169,7 +169,7 @@ class Classification:
         found = []
         for name in self._names(row):
             if name not in ids:
-                raise UserError(_unseen(row.where, name, self.labels))
+                raise UserError(_unseen(row.where, name, self.labels, bool(self._model_labels)))
             found.append(ids[name])
         if self.objective == "class":
             return found[0] if found else NO_EXAMPLE
@@ -340,13 +340,13 @@ def _label_order(names: Iterable[str]) -> Any:
     return str
 
 
-def _unseen(where: str, name: str, labels: Sequence[str]) -> str:
+def _unseen(where: str, name: str, labels: Sequence[str], learned: bool) -> str:
     shown = ", ".join(labels[:_NAMED_LABELS]) + ", …" * (len(labels) > _NAMED_LABELS)
     nearest = difflib.get_close_matches(name, labels, 1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
         f"{where}: the label {name!r} is none of the {len(labels)} there are ({shown}); {hint}"
-        "mend it, or name all labels in config.task.labels"
+        f"mend it, or {'leave it empty' if learned else 'name all labels in config.task.labels'}"
     )
 
 
