@@ -270,6 +270,9 @@ def test_lists_are_for_several_labels(tmp_path):
     row = json.dumps({"text": "w1", "label": [["a"]]})
     config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="classes")
     refused(config, "a.jsonl:1: ['a'] is no label")
+    row = json.dumps({"text": "w1", "label": 10**400})
+    config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="number")
+    refused(config, "0 where a number is expected")
     row = json.dumps({"text": "w1", "label": "a\tb"})
     refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is no label")
 

@@ -354,7 +354,7 @@ def _number(row: Row) -> float:
     try:
         if isinstance(row.label, str | int | float) and math.isfinite(float(row.label)):
             return float(row.label)
-    except ValueError:
+    except (ValueError, OverflowError):  # JSON may hold whole numbers of any size
         pass
     raise UserError(
         f"{row.where}: {row.label!r} where a number is expected; mend it, or set "
