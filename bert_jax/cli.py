@@ -231,6 +231,15 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--null-odds", metavar="FILE", help="squad2: null_odds.json")
 
     sub = verb(
+        "glue-zip",
+        _glue_zip,
+        "collect predictions for GLUE's test sets into the zip that its server takes",
+        "  bert-jax glue-zip --out glue.zip runs/cola runs/sst2 runs/mnli",
+    )
+    sub.add_argument("folders", nargs="+", metavar="DIR", help="runs, or what predict wrote")
+    sub.add_argument("--out", required=True, metavar="FILE", help="the zip")
+
+    sub = verb(
         "evaluate",
         _evaluate,
         "measure a run again on held-out data",
@@ -495,6 +504,13 @@ def _score(options) -> None:
         print(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
 
 
+def _glue_zip(options) -> None:
+    from bert_jax.tasks import glue
+
+    for line in glue.submission(options.folders, options.out):
+        print(line)
+
+
 def _evaluate(options) -> None:
     from bert_jax import device
 
@@ -505,6 +521,12 @@ def _evaluate(options) -> None:
 
     if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
         from bert_jax import finetune
+
+        if options.rows or options.all:
+            raise UserError(
+                f"--rows and --all are for pretraining; {options.workdir} is measured on all of its "
+                "own task's data"
+            )
 
         summary = finetune.evaluate_run(options.workdir, which=options.checkpoint)
         print(json.dumps(summary) if options.json else finetune.describe(summary))

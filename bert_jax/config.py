@@ -331,6 +331,23 @@ _POSITIVE = (
     "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last optim.layer_decay "
     "epochs task.stride_tokens task.question_tokens task.answer_tokens task.n_best"
 ).split()
+# The benchmarks of each kind of task; "" for data of one's own.
+_GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
+_NAMES = {
+    "classification": ("", *_GLUE),
+    "choice": ("", "swag"),
+    "tagging": ("", "conll"),
+    "squad": ("", "squad1", "squad2"),
+}
+# What follows from something else in fine-tuning, so that setting it would do nothing.
+_FOLLOWS = {
+    "optim.warmup_steps": "config.warmup_fraction",
+    "model.vocab_size": "the vocabulary",
+    **{
+        f"model.{name}": "config.task"
+        for name in ("head", "labels", "masked_lm", "next_sentence", "pooler")
+    },
+}
 # What fine-tuning fills in where it is 0.
 _FILLED_IN = ("steps", "checkpoint.every_steps")
 _NOT_NEGATIVE = (
@@ -381,11 +398,20 @@ def validate(config: Run) -> None:
     if isinstance(config, Config):
         _validate_pretraining(config, require)
     if isinstance(config, FinetuneConfig):
-        tokens = config.task.tokens
-        require(8 <= tokens <= model.positions, "task.tokens", f"8 to {model.positions}")
-        for name in ("frozen_layers", "reset_layers"):
-            most = f"at most {model.layers}, the model's layers"
-            require(getattr(config, name) <= model.layers, name, most)
+        require(config.task.tokens >= 8, "task.tokens", "8 or more")
+        names = _NAMES[config.task.kind]
+        require(config.task.name in names, "task.name", "one of " + ", ".join(map(repr, names)))
+        if model.head:  # else a checkpoint is yet to say how large the model is
+            most = model.positions
+            require(config.task.tokens <= most, "task.tokens", f"8 to {most}")
+            for name, most in (
+                ("frozen_layers", model.layers),
+                ("reset_layers", model.layers - config.frozen_layers),
+            ):
+                what = f"at most {most}, the model's layers"
+                if name == "reset_layers" and config.frozen_layers:
+                    what += " that are not frozen: what starts anew must learn"
+                require(getattr(config, name) <= most, name, what)
 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
@@ -527,6 +553,8 @@ def load(arguments: list[str], kind: type = Config) -> Any:
 
 def _check_key(key: str, config: Run) -> None:
     flat = flatten(config)
+    if isinstance(config, FinetuneConfig) and key in _FOLLOWS:
+        raise UserError(f"config.{key} follows from {_FOLLOWS[key]} when fine-tuning: set that")
     if key in flat:
         return
     if any(name.startswith((f"{key}.", f"{key}[")) for name in flat):

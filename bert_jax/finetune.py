@@ -14,11 +14,12 @@ import jax
 from bert_jax import checkpoint, files, sharding
 from bert_jax.config import FinetuneConfig, MeshConfig, TaskConfig
 from bert_jax.convert.source import open_model
-from bert_jax.data import wordpiece
+from bert_jax.data import tables, wordpiece
 from bert_jax.data.examples import Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.evaluate import outputs
+from bert_jax.metrics import LOWER_IS_BETTER
 from bert_jax.model import Params
 from bert_jax.progress import Progress
 from bert_jax.tasks import finetuning
@@ -45,6 +46,11 @@ def problem_of(
     Raises:
         UserError: a row of the data that is not as it should be; the line names it.
     """
+    if options.get("new") == tables.STANDARD_INPUT and task.kind in ("squad", "choice"):
+        raise UserError(
+            f"lines from standard input say too little for a task of kind {task.kind!r}: name a file "
+            "of the layout it was fine-tuned on"
+        )
     if task.kind == "squad":
         kind = Squad
     elif task.kind == "tagging":
@@ -87,12 +93,19 @@ def finetune(
         Interrupted: stopped and saved.
     """
     folder = pathlib.Path(folder)
+    _require_same_kind(folder, seeds)
     start, params = None, None
     if init == SCRATCH:
         if not vocab:
             raise UserError("--init none needs a vocabulary: add --vocab DIR")
+        if config.reset_layers:
+            raise UserError("config.reset_layers: with --init none all layers start anew already")
         vocabulary = wordpiece.load(vocab)
     else:
+        if vocab:
+            raise UserError(
+                f"--vocab {vocab} is for --init none: {init} has a vocabulary of its own"
+            )
         from_, vocabulary, params, _ = open_model(init, which)
         start, params = from_.model, jax.device_get(params)
     if start is None:
@@ -109,6 +122,7 @@ def finetune(
     begin, new = {}, ["everything"]
     if start is not None:
         begin, new = finetuning.restored(config, start, params)
+    data[0]["start"] = finetuning.weights_digest(begin)
     _tell(problem, config, stage, init, new)
     compiled: dict[int, Any] = {}
     results = []
@@ -124,6 +138,18 @@ def finetune(
     if seeds > 1:
         files.write_json(folder / METRICS, summary)
     return summary
+
+
+def _require_same_kind(folder: pathlib.Path, seeds: int) -> None:
+    """Refuses to mix a run of one seed and the runs of several: both have one metrics.json."""
+    several = sorted(folder.glob("seed_*/config.json"))
+    if several and seeds == 1:
+        raise UserError(
+            f"{folder} holds runs of several seeds ({several[0].parent.name}, …): add --seeds, or "
+            "choose another workdir"
+        )
+    if seeds > 1 and (folder / "config.json").exists():
+        raise UserError(f"{folder} holds a run of one seed: choose another workdir for {seeds}")
 
 
 def _tell(problem: Problem, config: FinetuneConfig, stage, init: str, new: Sequence[str]) -> None:
@@ -170,7 +196,7 @@ def evaluate_run(
                 problem = _tuned(problem, metrics)
                 metrics = problem.score(split, logits)
             found[split] = metrics
-            problem.write(split, logits, _made(folder / PREDICTIONS))
+            problem.write(split, logits, _made(folder / PREDICTIONS / split))
     files.write_json(folder / METRICS, found)
     return found
 
@@ -182,7 +208,7 @@ def _tuned(problem: Problem, dev: dict[str, float]) -> Problem:
 
 def _made(folder: pathlib.Path) -> pathlib.Path:
     with files.one_line_errors(f"cannot write {folder}"):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -224,6 +250,7 @@ def predict_file(
     Raises:
         UserError: no fine-tuned model there, or something in the source that is no such data.
     """
+    files.check_new(out)
     config, vocabulary, params, _ = checkpoint.load_model(folder, which)
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is no fine-tuning run: it has no task to predict")
@@ -231,6 +258,8 @@ def predict_file(
     scored = pathlib.Path(folder) / METRICS
     if scored.exists():
         problem = _tuned(problem, json.loads(scored.read_text()).get("dev", {}))
+    for line in problem.report:
+        print(line, flush=True)
     logits = predict(config, params, problem, "new", MeshConfig())
     with files.new_folder(out) as written:
         problem.write("new", logits, written)
@@ -245,19 +274,20 @@ def _over_seeds(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for split, metrics in results[0].items():
         if isinstance(metrics, dict):
             summary[split] = {
-                name: _spread([r[split][name] for r in results])
+                name: _spread([r[split][name] for r in results], name in LOWER_IS_BETTER)
                 for name, value in metrics.items()
-                if isinstance(value, int | float)
+                # A type of entity that only some seeds find has a score with those alone.
+                if isinstance(value, int | float) and all(name in r[split] for r in results)
             }
     return summary
 
 
-def _spread(values: Sequence[float]) -> dict[str, Any]:
+def _spread(values: Sequence[float], lower_is_better: bool = False) -> dict[str, Any]:
     return {
         "mean": statistics.fmean(values),
         "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
         "median": statistics.median(values),
-        "best": max(values),
+        "best": min(values) if lower_is_better else max(values),
         "values": list(values),
     }
 

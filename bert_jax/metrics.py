@@ -7,6 +7,8 @@ label that neither occurs nor is predicted.
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+LOWER_IS_BETTER = ("mean_squared_error",)
+
 
 def classification(
     truth: Int[np.ndarray, "E"], predicted: Int[np.ndarray, "E"], classes: int

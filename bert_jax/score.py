@@ -27,6 +27,10 @@ def score(
     if kind == "glue":
         from bert_jax.tasks import glue
 
+        if name not in glue.TASKS:
+            raise UserError(
+                f"no benchmark {benchmark!r}: glue:TASK is one of {', '.join(glue.TASKS)}"
+            )
         return glue.score(name, data, predictions)
     if kind == "conll":
         from bert_jax.tasks import conll_score

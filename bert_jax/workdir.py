@@ -141,7 +141,7 @@ def claim(
         workdir: exists and is locked.
         config: as this start was given it.
         data: for each phase what its rows are, wherever they lie: a digest, and what they were
-            made of.
+            made of; of fine-tuning also `start`, a digest of the weights it began with.
         best: as `read_best_by` returns it.
         force: go on with a changed config all the same.
 
@@ -161,6 +161,9 @@ def claim(
         ]
         if [rows["digest"] for rows in before["data"]] != [rows["digest"] for rows in data]:
             differ.append("the rows are not those the run began with")
+        starts = zip(before["data"], data, strict=False)
+        if any("start" in old and old["start"] != new.get("start") for old, new in starts):
+            differ.append("it began from another checkpoint (--init)")
         if differ and not force:
             raise UserError(
                 f"{workdir} holds a run with another config ({'; '.join(differ)}); choose another "

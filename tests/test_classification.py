@@ -1,8 +1,10 @@
 """Tables of one's own: labels, targets, sequences, scores, files; multiple choice; what is refused."""
 
 import csv
+import dataclasses
 import io
 import json
+import math
 import os
 import pathlib
 import types
@@ -257,6 +259,7 @@ def test_an_unseen_label_names_its_row(tmp_path):
         config, "dev.tsv:3: the label 'yess' is none of the 2 there are (no, yes); did you mean"
     )
     refused(config, "the label 'no' is none of", labels=("yes", "yess"))
+    refused(config, "or leave it empty", labels=("yes", "yess"))
     many = [f"w1\tlabel{i}" for i in range(99)]
     refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11, label12, label13, label14")
 
@@ -267,6 +270,9 @@ def test_lists_are_for_several_labels(tmp_path):
     row = json.dumps({"text": "w1", "label": [["a"]]})
     config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="classes")
     refused(config, "a.jsonl:1: ['a'] is no label")
+    row = json.dumps({"text": "w1", "label": 10**400})
+    config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="number")
+    refused(config, "0 where a number is expected")
     row = json.dumps({"text": "w1", "label": "a\tb"})
     refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is no label")
 
@@ -467,13 +473,16 @@ def test_choices_of_ones_own(tmp_path):
     assert (train.group, train.targets["label"].tolist()) == (2, [1, 0])
     assert words(train.tokens[2]) == "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]"
     assert problem.report == ["train: 2 questions, 1 sequences cut to 8 tokens (1 tokens lost)"]
-    half = TaskConfig(
-        train=write(tmp_path / "half.jsonl", [json.dumps({**rows[0], "label": 0.5})]),
-        text_a="q",
-        choices=("yes", "no, sir"),
-    )
-    with pytest.raises(UserError, match=r"half\.jsonl:1: 0\.5 is no choice"):
-        Choice(half, VOCABULARY)
+    for label, said in ((0.5, "0.5"), (math.inf, "inf")):
+        half = TaskConfig(
+            train=write(tmp_path / "half.jsonl", [json.dumps({**rows[0], "label": label})]),
+            text_a="q",
+            choices=("yes", "no, sir"),
+        )
+        with pytest.raises(UserError, match=rf"half\.jsonl:1: {said} is no choice"):
+            Choice(half, VOCABULARY)
+    with pytest.raises(UserError, match="each once"):
+        Choice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)
     problem.write("train", list(np.eye(2)), tmp_path)
     header = next(csv.reader((tmp_path / "probabilities.csv").open()))
     assert header == ["index", "yes", "no, sir"]

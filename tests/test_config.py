@@ -8,7 +8,16 @@ import pytest
 
 from bert_jax import config as configs
 from bert_jax import sharding
-from bert_jax.config import Config, MaskingConfig, MeshConfig, ModelConfig, OptimConfig, Phase
+from bert_jax.config import (
+    Config,
+    FinetuneConfig,
+    MaskingConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    Phase,
+    TaskConfig,
+)
 from bert_jax.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -103,6 +112,38 @@ def test_the_defaults_are_valid_and_berts():
 )
 def test_a_bad_argument_is_named(argument, says):
     assert says in refusal(configs.load, [f"{PRETRAIN}:mini", argument])
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "says"),
+    [
+        ("table.py", ["optim.warmup_steps=5"], "follows from config.warmup_fraction"),
+        ("table.py", ["model.vocab_size=5"], "follows from the vocabulary"),
+        ("table.py", ["model.head=token"], "follows from config.task"),
+        ("table.py", ["model.labels=('a','b')"], "follows from config.task"),
+        ("squad.py:3", [], "config.task.name is 'squad3': it must be one of '', 'squad1'"),
+        ("swag.py:sst2", [], "config.task.name is 'sst2': it must be one of '', 'swag'"),
+        ("table.py", ["task.tokens=7"], "config.task.tokens is 7: it must be 8 or more"),
+        ("table.py", ["frozen_layers=-1"], "config.frozen_layers is -1"),
+    ],
+)
+def test_what_would_do_nothing_in_fine_tuning_is_refused(file, arguments, says):
+    found = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
+    assert says in refusal(configs.load, found, FinetuneConfig)
+
+
+def test_limits_of_a_model_wait_until_it_is_known():
+    """A large checkpoint has more layers than the default model."""
+    changes = dict(frozen_layers=20, task=TaskConfig(tokens=1024))
+    configs.validate(FinetuneConfig(**changes))
+    large = ModelConfig(layers=24, positions=1024, head="sequence", labels=("a", "b"))
+    configs.validate(FinetuneConfig(model=large, reset_layers=4, **changes))
+    assert "config.reset_layers is 5: it must be at most 4, the model's layers that are not " in (
+        refusal(configs.validate, FinetuneConfig(model=large, reset_layers=5, **changes))
+    )
+    assert "config.frozen_layers is 25" in (
+        refusal(configs.validate, FinetuneConfig(model=large, frozen_layers=25))
+    )
 
 
 def test_arguments_set_single_fields():

@@ -1,6 +1,7 @@
 """Fine-tuning: exact batches, packed or not the same, PyTorch's losses, and runs that resume."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import random
@@ -20,13 +21,14 @@ from hypothesis import strategies as st
 
 from bert_jax import checkpoint, cli, optim
 from bert_jax import train as loop
-from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig, load
+from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig, load
 from bert_jax.convert import source
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
-from bert_jax.finetune import _spread
+from bert_jax.finetune import _over_seeds, _spread, problem_of
 from bert_jax.model import shapes
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.finetuning import Finetuning
@@ -166,7 +168,13 @@ def test_a_batch_is_exactly_its_examples(head, objective):
             assert sorted(found) == sorted(wanted)
     # The first epoch and a half: every example once before any comes again.
     assert sorted(seen[:23]) == list(range(23))
-    assert packed.members(0, 0) != packed.members(0, 1)
+
+
+def test_no_seed_and_no_epoch_has_the_order_of_another():
+    plan = Plan(random_examples("sequence"), 23, 0)
+    orders = {tuple(plan.members(epoch, seed)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(23))}
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -296,12 +304,29 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
         np.testing.assert_allclose(found[i], theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+def test_what_has_no_label_is_not_counted(head, objective):
+    problem = Made(head, objective, count=7)
+    config, plan = model_config(problem), Plan(problem.splits["train"], 7, 1)
+    task, params = Finetuning(config, problem, "train", plan), random_params(config)
+    key = jax.random.key(0)
+    measure = jax.jit(lambda batch: task.pairs(params, task.inputs(batch, key), None)["loss"])
+    _, whole = measure(plan.batch(0, 0))
+    label = plan.batch(0, 0)["label"]
+    unknown = np.nan if label.dtype == np.float32 else NO_EXAMPLE
+    nothing, weight = measure({**plan.batch(0, 0), "label": np.full_like(label, unknown)})
+    assert (float(nothing), float(weight)) == (0, 0)
+    assert whole == (sum(np.sum(x >= 0) for x in problem.splits["train"].token_targets["label"])
+                     if head == "token" else 7)  # fmt: skip
+
+
 # --- What is trained ------------------------------------------------------------------------------
 
 
 def test_encoder_and_pooler_are_taken_heads_are_not():
-    start = model_config(Made("sequence"), head="", labels=(), masked_lm=True, next_sentence=True)
+    start = model_config(Made("sequence"), masked_lm=True, next_sentence=True)
     params = random_params(start)
+    assert "classifier" in params  # of another task, with as many labels
     config = FinetuneConfig(model=model_config(Made("sequence")), reset_layers=1)
     taken, new = finetuning.restored(config, start, params)
     assert new == ["encoder/layer_1", "classifier"]
@@ -316,7 +341,7 @@ def test_encoder_and_pooler_are_taken_heads_are_not():
     taken, new = finetuning.restored(config, start, params)
     assert new == ["classifier"]
     assert "pooler" not in taken
-    bare = dataclasses.replace(start, next_sentence=False)
+    bare = dataclasses.replace(start, next_sentence=False, head="", labels=())
     config = FinetuneConfig(model=model_config(Made("sequence")))
     assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
 
@@ -347,9 +372,58 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
         inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
         return task.pairs(optim.freeze(config, params), inputs, None)["loss"][0]
 
-    grads = traverse_util.flatten_dict(jax.grad(loss)(params), sep="/")
+    grads = traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
     assert not np.any(grads["encoder/layer_0/attention/query/kernel"])
     assert np.any(grads["encoder/layer_1/attention/query/kernel"])
+
+
+def test_frozen_layers_do_not_decay_where_rates_do_not_fall():
+    params = {"embeddings": {"word": np.ones(3)}, "classifier": {"kernel": np.ones(3)}}
+    optimizer = OptimConfig(warmup_steps=0, weight_decay=0.1)
+    config = FinetuneConfig(steps=10, frozen_layers=1, optim=optimizer)
+    transform, zeros = optim.make(config), jax.tree.map(np.zeros_like, params)
+    updates, _ = transform.update(zeros, transform.init(params), params)
+    assert not np.any(updates["embeddings"]["word"])
+    assert np.any(updates["classifier"]["kernel"])
+
+
+def staged(**changes):
+    problem = Made("sequence")
+    problem.splits["test"] = random_examples("sequence", count=3)
+    problem.splits["dev"] = random_examples("sequence", count=10, seed=1)
+    config = FinetuneConfig(
+        model=model_config(problem), task=TaskConfig(tokens=20), batch_size=4, **changes
+    )
+    return finetuning.stage(config, problem, [3, 4], 2)
+
+
+def test_a_run_is_as_long_and_evaluated_as_often_as_it_says():
+    config, data, plan, stage = staged(epochs=2.5, warmup_fraction=0.3, accumulation=3)
+    assert config.steps == stage.end_step == plan.steps == 14  # of 23 * 2.5 / 4
+    assert config.optim.warmup_steps == 4
+    assert config.evaluate_every_steps == config.checkpoint.every_steps == 5  # an epoch
+    assert data[0]["examples"] == {"train": 23, "test": 3, "dev": 10}
+    assert stage.batch_size % 6 == 0
+    for batch, other in zip(stage.batches(0, 1), plan.batches(3, 0, 1), strict=True):
+        np.testing.assert_array_equal(batch["example"], other["example"])
+    held_out = [batch["example"][batch["example"] >= 0] for batch in stage.heldout(0, 1)]
+    assert sorted(np.concatenate(held_out)) == list(range(10))  # of dev
+    assert stage.task.best_is_highest
+    config, *_ = staged(steps=7, evaluate_every_steps=3)
+    assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
+    assert staged()[1] == data  # the digest is of the data alone
+
+
+def test_dropout_is_used_in_training_alone():
+    problem = Made("sequence")
+    plan = plans(problem)[0]
+    task = Finetuning(model_config(problem, dropout=0.5), problem, "train", plan)
+    params = random_params(task.model.config)
+    inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+    loss = jax.jit(lambda key: task.pairs(params, inputs, key)["loss"][0])
+    a, b, again = (float(loss(generator_key(jax.random.key(i), "hash"))) for i in (0, 1, 0))
+    assert a == again != b
+    assert float(task.pairs(params, inputs, None)["loss"][0]) not in (a, b)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +442,9 @@ def test_the_checkpoint_says_what_the_model_is(change, expected):
             finetuning.model_config(config, start, problem)
     else:
         found = finetuning.model_config(config, start, problem)
-        assert (found.dropout, found.attention_dropout, found.layers) == (0.3, 0.0, 2)
+        # Of a model pretrained without dropout too: what it is fine-tuned with is the run's choice.
+        assert (start.attention_dropout, found.attention_dropout) == (0.0, 0.1)
+        assert (found.dropout, found.layers) == (0.3, 2)
         assert found.labels == problem.labels
 
 
@@ -388,6 +464,14 @@ def test_spread():
         "mean": pytest.approx(0.7), "sd": pytest.approx(0.2), "median": 0.7, "best": 0.9,
         "values": [0.5, 0.7, 0.9],
     }  # fmt: skip
+    found = [
+        {"seed": 3, "best_by": "f1", "step": 7, "dev": {"f1": f1, "mean_squared_error": f1, **more}}
+        for f1, more in ((0.5, {"f1_x": 0.0}), (0.7, {}))
+    ]
+    summary = _over_seeds(found)
+    assert summary["dev"].keys() == {"f1", "mean_squared_error"}  # f1_x: one seed found such a type
+    assert summary["dev"]["f1"]["best"] == 0.7
+    assert summary["dev"]["mean_squared_error"]["best"] == 0.5
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -405,6 +489,7 @@ def data(tmp_path_factory):
             words.insert(rng.randrange(len(words)), "w0" if label == "no" else "w1")
             lines.append(f"{' '.join(words)},{label}")
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    (folder / "test.csv").write_text("text\nw2 w0\nw1 w4 w5\n")
     VOCABULARY.save(folder / "vocab")
     return folder
 
@@ -419,7 +504,8 @@ def arguments(data, workdir, *changes, init="none", options=()):
     )
     return [
         *("finetune", f"--config={CONFIGS / 'table.py'}", "--init", str(init)),
-        *("--vocab", str(data / "vocab"), "--workdir", str(workdir), *options),
+        *(("--vocab", str(data / "vocab")) if init == "none" else ()),
+        *("--workdir", str(workdir), *options),
         *(f"--config.{change}" for change in changes),
     ]
 
@@ -432,7 +518,7 @@ def process(*argv):
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "run"
-    assert cli.main(arguments(data, folder)) == 0
+    assert cli.main(arguments(data, folder, f"task.test={data}/test.csv")) == 0
     return folder
 
 
@@ -444,9 +530,12 @@ def test_it_learns_and_says_so(run):
     evaluated = {m["step"]: m["accuracy"] for m in lines if m["split"] == "heldout"}
     assert len(evaluated) == 9  # every epoch of 12 steps and at the end, after 100
     assert found["dev"]["accuracy"] == pytest.approx(max(evaluated.values()))
-    predictions = (run / "predictions" / "predictions.tsv").read_text().splitlines()
-    assert len(predictions) == 41
-    assert (run / "predictions" / "confusion.png").stat().st_size > 1000
+    for split, count in (("dev", 40), ("test", 2)):
+        predictions = (run / "predictions" / split / "predictions.tsv").read_text().splitlines()
+        assert len(predictions) == count + 1
+    assert [line.split("\t")[1] for line in predictions[1:]] == ["no", "yes"]
+    assert (run / "predictions" / "dev" / "confusion.png").stat().st_size > 1000
+    assert found["test"] == {}
 
 
 def test_evaluate_and_predict_again(run, data, tmp_path, capsys):
@@ -468,7 +557,7 @@ def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
     assert model.config.id2label == {0: "no", 1: "yes"}
     assert model.config.problem_type == "single_label_classification"
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Fine-tuned on classification: 200 train, 40 dev examples." in card
+    assert "Fine-tuned on classification: 200 train, 40 dev, 2 test examples." in card
     classify = transformers.pipeline("text-classification", str(tmp_path / "out"))
     assert [c["label"] for c in classify(["w5 w0 w7", "w9 w1 w3"])] == ["no", "yes"]
     back = source.read(str(tmp_path / "out"))
@@ -484,6 +573,10 @@ def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"from {run}, new: classifier" in said
     assert "200 train, 40 dev examples" in said
+    # The same command from another checkpoint is another run, not this one finished.
+    refused = arguments(data, tmp_path / "w", "epochs=1", init=tmp_path / "w")
+    assert cli.main(refused) == cli.EXIT_USER_ERROR
+    assert "it began from another checkpoint (--init)" in capsys.readouterr().err
 
 
 def test_killed_it_ends_the_same(run, data, tmp_path):
@@ -557,6 +650,8 @@ def test_devices_share_a_batch(data, tmp_path):
         (["task.tokens=64"], "config.task.tokens is 64: it must be 8 to 32"),
         (["frozen_layers=3"], "config.frozen_layers is 3: it must be at most 2"),
         (["batch_size=3000"], "config.batch_size is 3000, there are only 200 examples"),
+        (["epochs=0.05"], "only 200 examples for 0.05 epochs: not one step"),
+        (["reset_layers=1"], "config.reset_layers: with --init none"),
         (["task.label=class"], "class"),
         (["task.kind=poetry"], "config.task.kind is 'poetry'"),
     ],
@@ -570,14 +665,34 @@ def test_impossible_runs_are_refused(data, tmp_path, capsys, changes, expected):
     assert not (tmp_path / "w").exists()
 
 
-def test_other_refusals(data, tmp_path, capsys, rows):
+def refusal(capsys, *argv):
+    capsys.readouterr()
+    assert cli.main([str(each) for each in argv]) == cli.EXIT_USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said, said
+    return said
+
+
+def test_other_refusals(run, data, tmp_path, capsys):
+    refused = functools.partial(refusal, capsys)
     argv = arguments(data, tmp_path / "w")
     argv[argv.index("--vocab") + 1] = ""
-    assert cli.main(argv) == cli.EXIT_USER_ERROR
-    assert "--init none needs a vocabulary" in capsys.readouterr().err
+    assert "--init none needs a vocabulary" in refused(*argv)
+    argv = [*arguments(data, tmp_path / "w", init=run), "--vocab", str(data / "vocab")]
+    assert "--vocab" in refused(*argv)
+    assert "is for --init none" in refused(*argv)
+    several = arguments(data, run, options=("--seeds", "2"))
+    assert "holds a run of one seed" in refused(*several)
+    (tmp_path / "s" / "seed_4").mkdir(parents=True)
+    (tmp_path / "s" / "seed_4" / "config.json").touch()
+    assert "holds runs of several seeds (seed_4" in refused(*arguments(data, tmp_path / "s"))
+    assert "--rows and --all are for pretraining" in refused("evaluate", "--workdir", run, "--all")
+    assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
+    with pytest.raises(UserError, match="standard input say too little"):
+        problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
     wrong = f"--config={CONFIGS / 'pretrain.py'}:mini,128"
-    assert cli.main(["finetune", wrong, "--init", "none", "--workdir", "w"]) == cli.EXIT_USER_ERROR
-    assert "must return a bert_jax.config.FinetuneConfig" in capsys.readouterr().err
+    said = refused("finetune", wrong, "--init", "none", "--workdir", "w")
+    assert "must return a bert_jax.config.FinetuneConfig" in said
 
 
 @pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
@@ -645,21 +760,20 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     assert cli.main(argv) == 0
     found = json.loads((tmp_path / "w" / "metrics.json").read_text())
     assert found["best_by"] in found["dev"]
-    assert sorted(p.name for p in (tmp_path / "w" / "predictions").iterdir()) == expected
-    before = (tmp_path / "w" / "predictions" / expected[-1]).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "w" / "predictions" / "dev").iterdir()) == expected
+    before = (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes()
     capsys.readouterr()
     if kind == "choice":
         return
     name = "squad2" if kind == "squad" else "conll"
-    predictions = (
-        tmp_path / "w" / "predictions" / f"predictions.{'json' if kind == 'squad' else 'conll'}"
-    )
+    name_of_file = f"predictions.{'json' if kind == 'squad' else 'conll'}"
+    predictions = tmp_path / "w" / "predictions" / "dev" / name_of_file
     assert cli.main(["score", name, str(tmp_path / file), str(predictions)]) == 0
     said = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert float(said["f1"]) == pytest.approx(found["dev"]["f1"], abs=1e-4)
     new = ["predict", "--workdir", str(tmp_path / "w"), "--out", str(tmp_path / "new")]
     assert cli.main([*new, str(tmp_path / file)]) == 0
-    assert (tmp_path / "w" / "predictions" / expected[-1]).read_bytes() == before
+    assert (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes() == before
     if kind == "squad":  # what was best on the dev set decides on new questions too
         assert found["dev"]["f1"] == pytest.approx(found["dev"]["best_f1"])
         for threshold, all_answered in ((-1e9, False), (1e9, True)):
@@ -679,7 +793,10 @@ def test_scores_of_files(tmp_path, capsys):
     score = ["score", "glue:rte", str(tmp_path / "dev.tsv"), str(tmp_path / "RTE.tsv")]
     assert cli.main(score) == 0
     assert "accuracy                 0.5000" in capsys.readouterr().out
-    for benchmark, expected in (("squad3", "no benchmark 'squad3'"), ("glue:xyz", "xyz")):
+    for benchmark, expected in (
+        ("squad3", "no benchmark 'squad3'"),
+        ("glue:xyz", "no benchmark 'glue:xyz': glue:TASK is one of cola"),
+    ):
         score[1] = benchmark
         assert cli.main(score) == cli.EXIT_USER_ERROR
         assert expected in capsys.readouterr().err

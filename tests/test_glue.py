@@ -396,7 +396,13 @@ def test_bad_files_are_told_in_one_line(folder):
         "train.tsv:1: 2 columns where 4 columns are expected (source, label, mark", folder, "cola"
     )
     with pytest.raises(UserError, match=r"qnli is about a pair: set config\.task\.text_b"):
-        Glue(TaskConfig(name="qnli"), VOCABULARY, labels=("a", "b"), new="new.txt")
+        Glue(TaskConfig(name="qnli", text_a="q"), VOCABULARY, labels=("a", "b"), new="new.txt")
+
+
+def test_lines_of_pairs_need_no_names_of_columns(tmp_path):
+    lines = write(tmp_path / "new.txt", ("w3", "w4"))
+    problem = Glue(TaskConfig(name="qnli"), VOCABULARY, labels=("a", "b"), new=str(lines))
+    assert VOCABULARY.decode(problem.splits["new"].tokens[0]) == "[CLS] w3 [SEP] w4 [SEP]"
 
 
 # --- TensorFlow Datasets --------------------------------------------------------------------------

@@ -247,7 +247,8 @@ def test_prediction_files(tmp_path):
     ]:
         with pytest.raises(UserError, match=words):
             squad_score.score_file(data, save(tmp_path / "bad.json", value), 1)
-    for value in ({"1": 0.5}, {"1": 0.5, "2": float("nan")}, {"1": 0.5, "2": "x"}):
+    for odd in ({}, {"2": float("nan")}, {"2": "x"}, {"2": 10**400}):
+        value = {"1": 0.5, **odd}
         with pytest.raises(UserError, match="question '2'"):
             squad_score.score_file(data, good, 2, save(tmp_path / "bad.json", value))
     with pytest.raises(UserError, match="no odds"):

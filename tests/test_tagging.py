@@ -379,6 +379,8 @@ def test_bad_tags_name_the_line(tmp_path):
     plain = write(tmp_path / "c.txt", [[("x", "NN"), ("y", "VB")]])
     config = TaskConfig(kind="tagging", train=plain, dev=dev)
     assert errors(dev, Tagging, config, VOCABULARY).startswith("FILE:1: the label 'B-ORG'")
+    message = errors(path, tagging, tmp_path, [[("a", "O"), ("b", "O")]])
+    assert message.startswith("FILE: every word has the tag 'O'")
     path.write_text("alone\n")
     config = TaskConfig(kind="tagging", train=str(path))
     assert errors(path, Tagging, config, VOCABULARY).startswith("FILE:1: 1 columns, expected at")
@@ -513,6 +515,20 @@ def test_new_text_needs_no_tags(tmp_path, monkeypatch):
         assert [[row[0] for row in some] for some in rows] == [kept[0], kept[2]]
         assert all(len(row) == 2 and row[1] in labels for some in rows for row in some)
         assert not (out / "per_type.tsv").exists()
+
+
+def test_new_columns_are_known_by_their_tags_whatever_their_name(tmp_path):
+    config, path = TaskConfig(kind="tagging"), tmp_path / "test.txt"
+    for text, expected in (
+        ("john B-x\nsaw O\n\nhe O\n", [["john", "saw"], ["he"]]),
+        ("john\nsaw\n\nhe\n", [["john", "saw"], ["he"]]),
+        ("john saw\nhe left\n", [["john", "saw"], ["he", "left"]]),
+        ("saw type O\nhe left\n", [["saw", "type", "O"], ["he", "left"]]),
+        ("one\n\ntwo\n", [["one"], [], ["two"]]),  # lines, one of them empty
+    ):
+        path.write_text(text)
+        problem = Tagging(config, VOCABULARY, labels=("O", "B-x", "I-x"), new=str(path))
+        assert problem._sentences["new"].words == expected, text
 
 
 def test_a_test_file_may_lack_tags(tmp_path):

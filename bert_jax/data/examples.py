@@ -137,7 +137,10 @@ class Plan:
         if not self._shuffle:
             return list(range(first, min(first + self.batch_size, len(self.examples))))
         places = range(first, first + self.batch_size)
-        return [shuffled(place, len(self.examples), seed) for place in places]
+        # `shuffled` counts its epochs on from the seed: neighboring seeds would take one another's
+        # orders, an epoch apart. A large odd number (2**32 over the golden ratio) lays them apart.
+        apart = seed * 0x9E3779B1 % 2**32
+        return [shuffled(place, len(self.examples), apart) for place in places]
 
     def _pack(self, members: list[int], tokens: int) -> list[list[int]]:
         bins = rows.pack_lengths([int(self._lengths[i]) for i in members], tokens, self._most)

@@ -136,6 +136,7 @@ def _plain(found: Iterator[str], path: object, delimiter: str) -> Iterator[tuple
 
 
 def _quoted(found: Iterator[str], path: object, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+    csv.field_size_limit(LINE_BYTES)  # its own is 128 KiB; lines are bounded already
     # With their ends again: a quoted field may go over several lines.
     reader = csv.reader((f"{line}\n" for line in found), delimiter=delimiter, strict=True)
     while True:

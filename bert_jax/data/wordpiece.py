@@ -13,7 +13,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -32,6 +32,18 @@ SETTINGS = "vocab.json"
 CONTINUATION = "##"
 _WORD_CHARACTERS = 100  # BERT: a longer word is [UNK]
 _BATCH_TEXTS = 1000
+
+
+class Encoded(NamedTuple):
+    """A text as n word pieces.
+
+    Attributes:
+        ids: of the pieces.
+        spans: where in the text each begins and ends, in characters.
+    """
+
+    ids: Int[np.ndarray, "n"]
+    spans: Int[np.ndarray, "n 2"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +147,18 @@ class Vocabulary:
             ids.append(self.sep_id)
         return ids
 
-    def encode_all(self, texts: Sequence[str]) -> Iterator["tokenizers.Encoding"]:
-        """Of each text its `ids`, without [CLS] and [SEP], and their `offsets` in its characters."""
+    def encode_all(self, texts: Sequence[str]) -> list[Encoded]:
+        """Of each text its ids, without [CLS] and [SEP], and where they stand in it."""
+        encoded = []
         with Progress("tokenizing", len(texts), "texts") as progress:
             # Some at a time: the library's objects take far more memory than what is in them.
             for start in range(0, len(texts), _BATCH_TEXTS):
                 part = list(texts[start : start + _BATCH_TEXTS])
-                yield from self._tokenizer.encode_batch(part, add_special_tokens=False)
+                for found in self._tokenizer.encode_batch(part, add_special_tokens=False):
+                    spans = np.array(found.offsets, np.int32).reshape(-1, 2)
+                    encoded.append(Encoded(np.array(found.ids, np.int32), spans))
                 progress.advance(len(part))
+        return encoded
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
         """Ids to text for people: words put together again, special tokens shown."""

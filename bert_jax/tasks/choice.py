@@ -63,9 +63,10 @@ class Choice:
         self.choices = tuple(config.choices)
         if config.name == "swag":
             self._a, self._b, self._label, self.choices = "sent1", "sent2", "label", _ENDINGS
-        if len(self.choices) < 2:
+        if len(self.choices) < 2 or len({*self.choices}) < len(self.choices):
             raise UserError(
-                f"config.task.choices is {self.choices!r}: name the columns of two choices or more"
+                f"config.task.choices is {self.choices!r}: name the columns of two choices or more, "
+                "each once"
             )
         self.labels = labels or ("score",)
         self.report: list[str] = []
@@ -109,7 +110,7 @@ class Choice:
             place = int(value) if isinstance(value, str | int | float) else -1
             if 0 <= place < len(self.choices) and place == float(value):
                 return place
-        except ValueError:
+        except (ValueError, OverflowError):  # JSON may hold an Infinity
             pass
         raise UserError(
             f"{where}: {value!r} is no choice; it must be 0 to {len(self.choices) - 1} or one of "

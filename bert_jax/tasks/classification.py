@@ -168,7 +168,7 @@ class Classification:
         found = []
         for name in self._names(row):
             if name not in ids:
-                raise UserError(_unseen(row.where, name, self.labels))
+                raise UserError(_unseen(row.where, name, self.labels, bool(self._model_labels)))
             found.append(ids[name])
         if self.objective == "class":
             return found[0] if found else NO_EXAMPLE
@@ -339,13 +339,13 @@ def _label_order(names: Iterable[str]) -> Any:
     return str
 
 
-def _unseen(where: str, name: str, labels: Sequence[str]) -> str:
+def _unseen(where: str, name: str, labels: Sequence[str], learned: bool) -> str:
     shown = ", ".join(labels[:_NAMED_LABELS]) + ", …" * (len(labels) > _NAMED_LABELS)
     nearest = difflib.get_close_matches(name, labels, 1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
         f"{where}: the label {name!r} is none of the {len(labels)} there are ({shown}); {hint}"
-        "mend it, or name all labels in config.task.labels"
+        f"mend it, or {'leave it empty' if learned else 'name all labels in config.task.labels'}"
     )
 
 
@@ -353,7 +353,7 @@ def _number(row: Row) -> float:
     try:
         if isinstance(row.label, str | int | float) and math.isfinite(float(row.label)):
             return float(row.label)
-    except ValueError:
+    except (ValueError, OverflowError):  # JSON may hold whole numbers of any size
         pass
     raise UserError(
         f"{row.where}: {row.label!r} where a number is expected; mend it, or set "
@@ -371,10 +371,10 @@ def encode(
     """
     tokens, a_length, cut, lost = [], [], 0, 0
     texts = [text for pair_ in zip(a, b, strict=True) for text in pair_ if text is not None]
-    found = vocabulary.encode_all(texts)
+    found = iter(vocabulary.encode_all(texts))
     for text_b in b:
-        first = next(found).ids
-        second = None if text_b is None else next(found).ids
+        first = next(found).ids.tolist()
+        second = None if text_b is None else next(found).ids.tolist()
         ids, length, over = pair(vocabulary, first, second, most)
         tokens.append(ids)
         a_length.append(length)

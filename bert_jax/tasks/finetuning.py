@@ -172,7 +172,8 @@ def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Arr
     return total, jnp.sum(weights)
 
 
-# What a run may choose about a model that is there already.
+# What is the run's own and not the model's: taken from the config also where there is a checkpoint,
+# for one that was pretrained without dropout could never be given any.
 _FREE = ("dropout", "attention_dropout", "dropout_generator", "dtype", "layer_loop", "remat")
 
 
@@ -188,11 +189,9 @@ def model_config(
     model = copy.deepcopy(asked if start is None else start)
     for field in dataclasses.fields(ModelConfig):
         value = getattr(asked, field.name)
-        if start is None or value == getattr(default, field.name):
-            continue
         if field.name in _FREE:
             setattr(model, field.name, value)
-        elif value != getattr(start, field.name):
+        elif value not in (getattr(default, field.name), getattr(model, field.name)):
             raise UserError(
                 f"config.model.{field.name} is {value!r}, the checkpoint's is "
                 f"{getattr(start, field.name)!r}: leave it out, or train with --init none"
@@ -257,13 +256,14 @@ def stage(
     examples = problem.splits.get("train")
     if not examples:
         raise UserError("there are no training examples: name them, config.task.data or .train")
-    if len(examples) < config.batch_size and config.epochs * len(examples) < config.batch_size:
-        raise UserError(
-            f"config.batch_size is {config.batch_size}, there are only {len(examples)} examples"
-        )
     an_epoch = max(len(examples) // config.batch_size, 1)
     # As run_classifier.py counts.
     config.steps = config.steps or int(len(examples) / config.batch_size * config.epochs)
+    if not config.steps:
+        raise UserError(
+            f"config.batch_size is {config.batch_size}, there are only {len(examples)} examples for "
+            f"{config.epochs:g} epochs: not one step; lower it, or raise config.epochs"
+        )
     config.optim.warmup_steps = int(config.steps * config.warmup_fraction)
     config.evaluate_every_steps = config.evaluate_every_steps or an_epoch
     config.checkpoint.every_steps = config.checkpoint.every_steps or config.evaluate_every_steps
@@ -324,6 +324,15 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
         shuffle=False,
         one_a_row=config.one_a_row,
     )
+
+
+def weights_digest(params: Params) -> str:
+    """Of the parameters that a run begins with; "" where all are random."""
+    sums, flat = hashlib.sha256(), traverse_util.flatten_dict(params, sep="/")
+    for path in sorted(flat):
+        sums.update(path.encode())
+        sums.update(np.asarray(flat[path]).tobytes())
+    return sums.hexdigest() if flat else ""
 
 
 def digest(problem: Problem) -> str:

@@ -128,7 +128,7 @@ class Glue(Classification):
     ):
         self.task, self._files = _task(config.name), config
         texts = (config.text_a, *([config.text_b] if config.text_b else []))
-        if not new or (texts == ("text",) and tables.kind_of(new) != ".txt"):
+        if not new or texts == ("text",):
             texts = self.task.texts
         if new and len(texts) != len(self.task.texts):
             what = "a pair: set config.task.text_b too" if len(texts) == 1 else "one text"

@@ -140,11 +140,8 @@ class Squad:
     ) -> tuple[Examples, _Windows]:
         config = self.config
         sep = np.array([vocabulary.sep_id], np.int32)
-        contexts = {}
         distinct = list(dict.fromkeys(question.context for question in questions))
-        for text, found in zip(distinct, vocabulary.encode_all(distinct), strict=True):
-            spans = np.array(found.offsets, np.int32).reshape(-1, 2)
-            contexts[text] = np.array(found.ids, np.int32), spans
+        contexts = dict(zip(distinct, vocabulary.encode_all(distinct), strict=True))
         asked = vocabulary.encode_all([question.text for question in questions])
         golds = [question.answers[0].text if question.answers else "" for question in questions]
         gold_ids = vocabulary.encode_all(golds)
@@ -348,7 +345,7 @@ def _paths(config: TaskConfig, splits: Collection[str] | None) -> dict[str, path
 
 
 def _find(
-    question: Question, ids: np.ndarray, spans: np.ndarray, answer_ids: Sequence[int]
+    question: Question, ids: np.ndarray, spans: np.ndarray, answer_ids: np.ndarray
 ) -> tuple[int, int] | None:
     """First and last token of the answer within its context; None where it is not there.
 

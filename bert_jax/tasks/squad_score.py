@@ -7,10 +7,10 @@ answered" and can look for the threshold that decides so best.
 
 import collections
 import json
-import math
 import pathlib
 import re
 import string
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from bert_jax.errors import UserError
 
 # What evaluate-v2.0.py takes where it is given no other: odds above it mean "no answer".
 OFFICIAL_THRESHOLD = 1.0
+_LARGEST = sys.float_info.max  # JSON may hold whole numbers of any size
 
 
 class Answer(NamedTuple):
@@ -250,7 +251,7 @@ def read_null_odds(path: str | pathlib.Path) -> dict[str, float]:
     Raises:
         UserError: not such a file; names the question.
     """
-    found = _by_id(path, "a number", lambda v: isinstance(v, int | float) and math.isfinite(v))
+    found = _by_id(path, "a number", lambda v: isinstance(v, int | float) and abs(v) < _LARGEST)
     return {name: float(value) for name, value in found.items()}
 
 

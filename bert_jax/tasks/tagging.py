@@ -75,7 +75,8 @@ class Tagging:
                 `config.labels`, or those of the training data, to which belong both B-type and
                 I-type of every type.
             new: a file to predict on; the only split then is "new". "-", .txt, .jsonl and .parquet
-                hold a text a line, words between spaces; any other, columns.
+                hold a text a line, words between spaces; any other, columns, and so does a .txt of
+                a word a line, alone or with a known label at the end.
 
         Raises:
             UserError: no such file or split; rows that are no words with tags; a tag that is not
@@ -111,6 +112,11 @@ class Tagging:
         self.labels = known or _labels_of(
             tag for sentence in read["train"] for tag in sentence.column(self._tag)
         )
+        if len(self.labels) < 2:
+            raise UserError(
+                f"{paths.get('train')}: every word has the tag {self.labels[0]!r}: there is nothing "
+                "to learn; look at its last column, or set config.task.label to another's number"
+            )
         self.of_entities = conll_score.are_entities(self.labels)
         self.best_by = "f1" if self.of_entities else "accuracy"
         self.splits: dict[str, Examples] = {}
@@ -174,7 +180,11 @@ class Tagging:
         """The words of each line or sentence."""
         path = pathlib.Path(source)
         suffixes = [s.lower() for s in path.suffixes if s.lower() not in compressed.SUFFIXES]
-        if source == "-" or (suffixes and suffixes[-1] in (".txt", ".jsonl", ".parquet")):
+        lines = source == "-" or (suffixes and suffixes[-1] in (".txt", ".jsonl", ".parquet"))
+        if lines and suffixes[-1:] == [".txt"] and self._holds_columns(path):
+            self.report.append(f"new: {source} is read as columns, for every line is one word")
+            lines = False
+        if lines:
             for text, _ in texts.read(source, self.config.text_a).texts:
                 yield text.split()
         else:
@@ -182,6 +192,19 @@ class Tagging:
                 if self._word >= len(sentence.rows[0]):
                     raise UserError(f"{path}:{sentence.line}: no column {self._word + 1} for words")
                 yield sentence.column(self._word)
+
+    def _holds_columns(self, path: pathlib.Path) -> bool:
+        """Whether a .txt, of texts by its name, is what training took by that name.
+
+        Every line is then a single word, or ends in a known label.
+        """
+        try:
+            sentences = conll_score.read(path)
+        except UserError:  # not equally many on each line
+            return False
+        if len(sentences[0].rows[0]) == 1:
+            return any(len(sentence.rows) > 1 for sentence in sentences)
+        return all(set(self.labels).issuperset(sentence.column(-1)) for sentence in sentences)
 
     def _add(
         self,
@@ -348,9 +371,9 @@ def _pieces(
     for word, found in zip(distinct, vocabulary.encode_all(distinct), strict=True):
         if len(found.ids) > most:
             cut.add(word)
-        elif not found.ids:
+        elif not len(found.ids):
             unknown.add(word)
-        pieces[word] = found.ids[:most] or [vocabulary.unk_id]
+        pieces[word] = found.ids[:most].tolist() or [vocabulary.unk_id]
     flat = [word for some in words for word in some]
     return pieces, sum(word in cut for word in flat), sum(word in unknown for word in flat)
 
