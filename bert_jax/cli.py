@@ -124,7 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         "prepare",
         _prepare,
         "turn text into shards of rows",
-        "  bert-jax prepare --vocab vocab --out rows128 --tokens 128 --sequences 4 'wiki/*.gz'",
+        "  bert-jax prepare --vocab vocab --out rows128 --tokens 128 --sequences 4 'wiki/*.gz'\n"
+        "  bert-jax prepare --vocab vocab --out /nfs/rows128 --runner beam --beam runner=FlinkRunner \\\n"
+        "    --beam flink_master=flink:8081 '/nfs/wiki/*.gz'",
     )
     sub.add_argument("sources", nargs="+", metavar="SOURCE", help=sources_help)
     sub.add_argument("--vocab", required=True, help="vocab.txt, or a folder that holds it")
@@ -150,6 +152,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--language", default="en", help="for splitting sentences (default en)")
     sub.add_argument("--workers", type=int, default=None, help="processes (default: all cores)")
     sub.add_argument("--force", action="store_true", help="replace rows made with other settings")
+    sub.add_argument(
+        "--runner",
+        choices=("local", "beam"),
+        default="local",
+        help="beam: an Apache Beam pipeline, the same bytes; its workers must reach the sources and "
+        "--out by the same paths",
+    )
+    sub.add_argument(
+        "--beam",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of Beam's, such as runner=FlinkRunner; may be repeated",
+    )
 
     sub = verb(
         "pretrain",

@@ -9,6 +9,7 @@ in any process. A `Report` collects how much was read and what was odd about it.
 import array
 import dataclasses
 import difflib
+import functools
 import glob
 import hashlib
 import html
@@ -46,6 +47,7 @@ SENTENCE_CHARACTERS = 10_000
 # What is looked at to tell a file's kind, and whether it is text at all.
 _HEAD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
+_REPEATS = "a long line repeats an earlier one"
 
 
 class RawDocument(NamedTuple):
@@ -86,7 +88,7 @@ class Source:
 
 
 class _SeenLines:
-    """Counts lines that were there before, in a table of fixed size (16 MB).
+    """Finds lines that were there before, in a table of fixed size (16 MB).
 
     A newer line takes an older one's slot, so among many millions of lines some repetitions are
     missed; none is invented, save for one in 2^64.
@@ -95,24 +97,25 @@ class _SeenLines:
     def __init__(self, slots: int = 1 << 21):
         self._table = array.array("Q", bytes(8 * slots))
 
-    def look(self, document: RawDocument, source: str, report: "Report") -> None:
+    def again(self, lines: Iterable[tuple[int, int]]) -> Iterator[int]:
+        """The numbers of those of (fingerprint, line number) that were there before."""
         table, slots = self._table, len(self._table)
-        repeated = 0
-        for number, line in enumerate(document.text.split("\n")):
-            # Short lines repeat in any text, and lines of markup and tables in any wiki.
-            if len(line) > 40 and line[0].isalpha():
-                data = line.encode()
-                fingerprint = zlib.crc32(data) << 32 | zlib.adler32(data)
-                slot = fingerprint % slots
-                if table[slot] == fingerprint:
-                    repeated += 1
-                    place = number if repeated == 1 else place
-                table[slot] = fingerprint
-        if repeated:
-            by_line = document.kind in ("google", "books", "wikiextractor")
-            line = document.line + (place if by_line else 0)
-            where = f"{document.file}:{line}"
-            report.tell(source, "a long line repeats an earlier one", "kept it", where, repeated)
+        for fingerprint, number in lines:
+            slot = fingerprint % slots
+            if table[slot] == fingerprint:
+                yield number
+            table[slot] = fingerprint
+
+
+def long_lines(document: RawDocument) -> Iterator[tuple[int, int]]:
+    """(64-bit fingerprint, line number in the file) of lines that seldom come twice in good text."""
+    by_line = document.kind in ("google", "books", "wikiextractor")
+    for number, line in enumerate(document.text.split("\n")):
+        # Short lines repeat in any text, and lines of markup and tables in any wiki.
+        if len(line) > 40 and line[0].isalpha():
+            data = line.encode()
+            fingerprint = zlib.crc32(data) << 32 | zlib.adler32(data)
+            yield fingerprint, document.line + (number if by_line else 0)
 
 
 @dataclasses.dataclass
@@ -129,7 +132,55 @@ class Report:
     documents: int = 0
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
-    _lines_seen: _SeenLines = dataclasses.field(default_factory=_SeenLines)
+    _seen: _SeenLines | None = None
+    # Of the last source: documents read, those of one sentence, where the first of them is.
+    _read: int = 0
+    _singles: int = 0
+    _single: str = ""
+
+    def begin(self, source: Source) -> None:
+        """What follows is of this source, until `end`."""
+        entry = {"spec": source.spec, "kinds": [], "files": len(source.files), "bytes": 0}
+        self.sources.append({**entry, "documents": 0})
+        self._read, self._singles, self._single = 0, 0, ""
+
+    def end(self) -> None:
+        """The last source has been read.
+
+        Raises:
+            UserError: there was no text in it.
+        """
+        spec = self.sources[-1]["spec"]
+        if not self._read:
+            raise UserError(f"source {spec!r} holds no text; check its files")
+        if self._singles > 1 and self._singles >= 0.9 * self._read:
+            self.tell(
+                spec,
+                "a blank line follows nearly every sentence, so documents have one sentence",
+                "went on, but all next sentences would be random; blank lines belong between documents",
+                self._single,
+                self._singles,
+            )
+
+    def add(self, part: "Report") -> None:
+        """Adds what was read elsewhere of the last source's next files."""
+        entry, more = self.sources[-1], part.sources[-1]
+        entry["kinds"] += [kind for kind in more["kinds"] if kind not in entry["kinds"]]
+        entry["bytes"] += more["bytes"]
+        entry["documents"] += more["documents"]
+        self.bytes_read += part.bytes_read
+        self.documents += part.documents
+        self._read += part._read
+        self._singles += part._singles
+        self._single = self._single or part._single
+        for (source, problem), (where, count, consequence) in part._problems.items():
+            self.tell(source, problem, consequence, where, count)
+
+    def look(self, file: str, lines: Iterable[tuple[int, int]]) -> None:
+        """Tells which of the last source's next `long_lines`, all of one file, were there before."""
+        self._seen = self._seen or _SeenLines()
+        for number in self._seen.again(lines):
+            self.tell(self.sources[-1]["spec"], _REPEATS, "kept it", f"{file}:{number}")
 
     def count(self, size: int) -> None:
         """Adds to the bytes read."""
@@ -142,10 +193,15 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line a problem: the first place, what, how often, and what was done about it."""
+        """One line a problem: the first place, what, how often, and what was done about it.
+
+        Repeated lines come last, because who reads files side by side finds them at the end.
+        """
         return tuple(
             f"{where}: {problem} ({count:,} in {source}); {consequence}"
-            for (source, problem), (where, count, consequence) in self._problems.items()
+            for (source, problem), (where, count, consequence) in sorted(
+                self._problems.items(), key=lambda item: item[0][1] == _REPEATS
+            )
         )
 
 
@@ -226,39 +282,42 @@ def read(source: Source, report: Report) -> Iterator[RawDocument]:
     Raises:
         UserError: a file that is not text, is damaged or has no such field; no text at all.
     """
-    entry = {"spec": source.spec, "kinds": [], "files": len(source.files), "bytes": 0}
-    entry["documents"] = 0
-    report.sources.append(entry)
-    bytes_before = report.bytes_read
-    reader = _Reader(source, report)
+    report.begin(source)
+    for document in read_files(source, source.files, report):
+        report.look(document.file, long_lines(document))
+        yield document
+    report.end()
+
+
+def read_files(
+    source: Source, files: Iterable[pathlib.Path], report: Report
+) -> Iterator[RawDocument]:
+    """Streams the documents of some of a source's files, as `read` would reach them.
+
+    Does all that `read` does but looking for repeated lines, which takes the files before.
+
+    Args:
+        source: which `report` has begun.
+        files: consecutive ones of the source's; none for "tfds", which is read whole.
+    """
+    entry = report.sources[-1]
+    before = report.bytes_read
     whole, share = divmod(source.weight, 1)
-    single: list[RawDocument] = []  # the first document of one sentence, where there is one
-    singles = seen = 0
-    for document in _pieces(reader.documents(), source.spec, report):
+    documents = _Reader(source, report).documents(files)
+    for document in _pieces(documents, source.spec, report):
         if document.kind not in entry["kinds"]:
             entry["kinds"].append(document.kind)
-        entry["bytes"] = report.bytes_read - bytes_before
-        seen += 1
-        report._lines_seen.look(document, source.spec, report)
+        entry["bytes"] = report.bytes_read - before
+        report._read += 1
         if document.kind == "google" and "\n" not in document.text:
-            single = single or [document]
-            singles += 1
+            report._single = report._single or f"{document.file}:{document.line}"
+            report._singles += 1
         copies = int(whole) + (share > 0 and _fraction(document.text) < share)
         if copies:
             report.documents += 1
             entry["documents"] += 1
             yield document._replace(copies=copies)
-    entry["bytes"] = report.bytes_read - bytes_before
-    if not seen:
-        raise UserError(f"source {source.spec!r} holds no text; check its files")
-    if singles > 1 and singles >= 0.9 * seen:
-        report.tell(
-            source.spec,
-            "a blank line follows nearly every sentence, so documents have one sentence",
-            "went on, but all next sentences would be random; blank lines belong between documents",
-            f"{single[0].file}:{single[0].line}",
-            singles,
-        )
+    entry["bytes"] = report.bytes_read - before
 
 
 def sentences(document: RawDocument, language: str = "en") -> list[str]:
@@ -348,23 +407,21 @@ class _Reader:
 
     def __init__(self, source: Source, report: Report):
         self._source, self._report = source, report
-        self._text_kind = None  # "google" or "books", from the first file that is plain text
 
-    def documents(self) -> Iterator[RawDocument]:
+    def documents(self, files: Iterable[pathlib.Path]) -> Iterator[RawDocument]:
         if self._source.kind == "tfds":
             for record, text in self._tfds():
                 yield RawDocument(text, "tfds", self._source.pattern, record)
-        for path in self._source.files:
+        for path in files:
             with damage(path):
                 yield from self._documents_of(path)
 
     def _documents_of(self, path: pathlib.Path) -> Iterator[RawDocument]:
-        with decompressed(path) as stream:  # not counted: it is read again below
-            head = stream.read(_HEAD_BYTES)
+        head = _head(path)  # not counted: it is read again below
         if not head.strip():
             self._tell(path, 1, "a file is empty", "went on without it")
             return
-        kind = self._source.kind or self._kind_of(path, head)
+        kind = self._source.kind or _marked_kind(path, head) or self._text_kind
         if kind == "parquet":
             found = self._parquet(path)
         else:
@@ -391,26 +448,16 @@ class _Reader:
     def _tell(self, path, line: int, problem: str, consequence: str) -> None:
         self._report.tell(self._source.spec, problem, consequence, f"{path}:{line}")
 
-    def _kind_of(self, path: pathlib.Path, head: bytes) -> str:
-        if head.startswith(b"PAR1"):
-            return "parquet"
-        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if b"<mediawiki" in start[:1000]:
-            return "mediawiki"
-        if start.startswith(b"<doc "):
-            return "wikiextractor"
-        if start.startswith(b"<?xml"):
-            raise UserError(
-                f"{path} is XML but no MediaWiki dump (no <mediawiki> element at its start); "
-                "convert it to text first"
-            )
-        if start.startswith(b"{"):
-            fields = re.findall(rb'"(\w+)"\s*:', start.split(b"\n")[0])
-            return "wikiextractor-json" if {b"url", b"title"} <= set(fields) else "jsonl"
-        _check_is_text(path, head)
-        if self._text_kind is None:
-            self._text_kind = _kind_of_text(head.decode("utf-8", "replace"))
-        return self._text_kind
+    @functools.cached_property
+    def _text_kind(self) -> str:
+        """ "google" or "books", from the source's first file that is plain text."""
+        for path in self._source.files:
+            with damage(path):
+                head = _head(path)
+            if head.strip() and _marked_kind(path, head) is None:
+                _check_is_text(path, head)
+                break
+        return _kind_of_text(head.decode("utf-8", "replace"))
 
     def _lines(self, path: pathlib.Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, str]]:
         """The file's lines with their numbers, without their ends; bad bytes become U+FFFD.
@@ -675,6 +722,31 @@ def _check_is_text(path: pathlib.Path, head: bytes) -> None:
             f"{path}:{head.count(10, 0, at) + 1}: not UTF-8 text (from byte {at:,} on, {bad:,} bad "
             f"bytes in the first {len(head):,}); convert it, e.g. iconv -f LATIN1 -t UTF-8 {path}"
         )
+
+
+def _head(path: pathlib.Path) -> bytes:
+    with decompressed(path) as stream:
+        return stream.read(_HEAD_BYTES)
+
+
+def _marked_kind(path: pathlib.Path, head: bytes) -> str | None:
+    """The kind of a file whose first bytes tell; None for plain text."""
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if b"<mediawiki" in start[:1000]:
+        return "mediawiki"
+    if start.startswith(b"<doc "):
+        return "wikiextractor"
+    if start.startswith(b"<?xml"):
+        raise UserError(
+            f"{path} is XML but no MediaWiki dump (no <mediawiki> element at its start); "
+            "convert it to text first"
+        )
+    if start.startswith(b"{"):
+        fields = re.findall(rb'"(\w+)"\s*:', start.split(b"\n")[0])
+        return "wikiextractor-json" if {b"url", b"title"} <= set(fields) else "jsonl"
+    return None
 
 
 def _kind_of_text(head: str) -> str:

@@ -10,6 +10,10 @@ Every piece is a file that appears whole or not at all, and its random numbers d
 and its place only. So the bytes are the same with any number of workers, and after a kill the work
 goes on with the pieces that are missing. No process ever holds more than a piece; next sentences
 from anywhere in the corpus are read from disk as they are drawn.
+
+Apache Beam's workers (beam.py) do the same pieces of stage 2. In stage 1 they read the files
+themselves, a batch of files being a piece, so that no text passes through the machine that started
+them; where chunks end shows nowhere in the rows.
 """
 
 import array
@@ -25,13 +29,14 @@ import json
 import multiprocessing
 import os
 import pathlib
+import pickle
 import random
 import shutil
 import signal
 import string
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, NamedTuple
@@ -54,11 +59,15 @@ from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
 PAIRS = ("nsp", "none")
+RUNNERS = ("local", "beam")
 UNKNOWN_FRACTION = 0.2  # beyond this share of [UNK] the vocabulary does not fit the text
 
 # One of these at a time is what a worker holds: 1 MB of text, 8,192 sequences.
 _CHUNK_CHARACTERS = 1 << 20
 _WINDOW_SEQUENCES = 1 << 13
+# What a worker that reads files takes at a time, as they lie on disk; the least multiple of it that
+# files make. Its chunks are numbered from a multiple of _BATCH_CHUNKS, more than any has.
+_BATCH_BYTES, _BATCH_CHUNKS = 1 << 24, 10**6
 # A shard is a 64th of the corpus within these bounds, in tokens.
 _SHARDS, _LEAST_SHARD_TOKENS, _MOST_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 # Words whose pieces a worker remembers (about 20 MB), and up to which length.
@@ -69,9 +78,9 @@ _WRITER_OPTIONS = "group_size:1,uncompressed"
 # A document among the tokenized ones: hash of its text, the chunk it is in, the byte there at
 # which the bounds of its sentences stand, how many sentences and tokens.
 _DOCUMENT = np.dtype(
-    [("hash", "<u8"), ("at", "<u8"), ("chunk", "<u4"), ("sentences", "<u4"), ("tokens", "<u4")]
+    [("hash", "<u8"), ("at", "<u8"), ("chunk", "<u8"), ("sentences", "<u4"), ("tokens", "<u4")]
 )
-_DOCUMENT_STRUCT = struct.Struct("<QQIII")
+_DOCUMENT_STRUCT = struct.Struct("<QQQII")
 _FOOTER = struct.Struct("<II")  # documents, bytes of statistics
 
 
@@ -80,6 +89,7 @@ class _Job:
     """What a worker needs to know."""
 
     folder: pathlib.Path  # working folder
+    sources: tuple[corpus.Source, ...]
     vocabulary: wordpiece.Vocabulary
     format: RowFormat
     pairs: str
@@ -94,8 +104,23 @@ class _Job:
     def chunk(self, number: int) -> pathlib.Path:
         return self.folder / f"{number:06}.tokens"
 
+    def lines(self, chunk: int) -> pathlib.Path:
+        return self.folder / f"{chunk:06}.lines"
+
+    def batch(self, number: int) -> pathlib.Path:
+        return self.folder / f"{number:06}.batch"
+
     def index(self, split: str) -> pathlib.Path:
         return self.folder / f"{split}.index"
+
+
+class _Batch(NamedTuple):
+    """Files [first, end) of a source, to be read and tokenized by one worker."""
+
+    number: int
+    source: int
+    first: int
+    end: int
 
 
 class _Unit(NamedTuple):
@@ -123,6 +148,8 @@ def prepare(
     lowercase: bool | None = None,
     language: str = "en",
     workers: int | None = None,
+    runner: str = "local",
+    beam: Sequence[str] = (),
     force: bool = False,
 ) -> Manifest:
     """Turns text into a folder of rows, with BERT's instance algorithm.
@@ -148,6 +175,9 @@ def prepare(
         lowercase: None to go by the vocabulary.
         language: of the sentence splitter, two letters.
         workers: processes; None for one a core, 1 to work in this one. Changes nothing else.
+        runner: "local" for processes here; "beam" for an Apache Beam pipeline, whose workers must
+            reach sources and `out` by the same paths. Changes nothing else.
+        beam: options of Beam's, each NAME=VALUE or a NAME alone.
         force: replace rows of other settings.
 
     Returns:
@@ -158,6 +188,7 @@ def prepare(
             documents for "nsp"; `out` holds other rows or is in use; a full disk.
     """
     _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, workers)
+    _check_runner(runner, beam, workers)
     vocabulary = wordpiece.load(vocab, lowercase)
     parsed = [corpus.parse_source(source) for source in sources]
     if not parsed:
@@ -178,6 +209,7 @@ def prepare(
     out = pathlib.Path(out)
     job = _Job(
         out / ".partial",
+        tuple(parsed),
         vocabulary,
         RowFormat(tokens, sequences, len(vocabulary)),
         pairs,
@@ -193,9 +225,9 @@ def prepare(
         ):  # just now, or all but tidied up
             shutil.rmtree(job.folder)
             return manifest
-        _keep_or_discard(job.folder, settings, parsed, vocabulary)
-        with _Workers(job, workers or _cores()) as pool:
-            plan = _tokenize_all(job, pool, parsed, heldout_fraction)
+        _keep_or_discard(job, settings, runner)
+        with _pool(job, workers, runner, beam) as pool:
+            plan = _tokenize_all(job, pool, heldout_fraction)
             units = {
                 "train": _units("train", plan["starts"]["train"], passes),
                 "heldout": _units("heldout", plan["starts"]["heldout"], 1),
@@ -227,6 +259,22 @@ def _check(
         raise UserError(f"short_fraction is {short_fraction}; it lies from 0 to 1")
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; it takes at least 1")
+
+
+def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None:
+    if runner not in RUNNERS:
+        raise UserError(f"runner is {runner!r}; choose one of {', '.join(RUNNERS)}")
+    if runner == "beam":
+        if workers is not None:
+            raise UserError(
+                "workers is for the local runner; Beam's runners have options of their own, "
+                "such as --beam direct_num_workers=4"
+            )
+        from bert_jax.data import beam as beam_runner
+
+        beam_runner.options(beam)
+    elif beam:
+        raise UserError(f"--beam {beam[0]} is an option of Beam's: add --runner beam")
 
 
 def _cores() -> int:
@@ -265,17 +313,14 @@ def _finished(
     )
 
 
-def _keep_or_discard(
-    folder: pathlib.Path,
-    settings: dict[str, Any],
-    sources: list[corpus.Source],
-    vocabulary: wordpiece.Vocabulary,
-) -> None:
+def _keep_or_discard(job: _Job, settings: dict[str, Any], runner: str) -> None:
     """Empties the working folder unless what it holds was made from the same input and settings."""
-    stats = [(str(file), file.stat()) for source in sources for file in source.files]
+    stats = [(str(file), file.stat()) for source in job.sources for file in source.files]
     files_read = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    content = json.dumps([settings, files_read, vocabulary.sha256, _CHUNK_CHARACTERS])
+    sizes = [_CHUNK_CHARACTERS, _BATCH_BYTES]
+    content = json.dumps([settings, files_read, job.vocabulary.sha256, runner, sizes])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
+    folder = job.folder
     path = folder / "fingerprint"
     if path.exists() and path.read_text() == fingerprint:
         return
@@ -289,31 +334,15 @@ def _keep_or_discard(
 # Stage 1: documents to chunks of tokens.
 
 
-def _tokenize_all(
-    job: _Job, pool: "_Workers", sources: list[corpus.Source], heldout_fraction: float
-) -> dict[str, Any]:
+def _tokenize_all(job: _Job, pool: "_Workers", heldout_fraction: float) -> dict[str, Any]:
     """Tokenizes what is not yet tokenized and plans the rest; returns what `_plan` does."""
     path = job.folder / "plan.json"
     if path.exists():
         return json.loads(path.read_text())
     report = corpus.Report()
-    chunks = 0
-
-    with Progress("tokenizing", corpus.total_bytes(sources), "B") as progress:
-
-        def missing() -> Iterator[tuple[int, tuple[int, list[corpus.RawDocument]]]]:
-            nonlocal chunks
-            bytes_before = 0
-            for documents in _chunks(sources, report):
-                size, bytes_before = report.bytes_read - bytes_before, report.bytes_read
-                number, chunks = chunks, chunks + 1
-                if job.chunk(number).exists():
-                    progress.advance(size)
-                else:
-                    yield size, (number, documents)
-
-        for size, _ in pool.run("tokenize", missing()):
-            progress.advance(size)
+    tokenize = _tokenize_chunks if isinstance(pool, _Workers) else _tokenize_batches
+    with Progress("tokenizing", corpus.total_bytes(job.sources), "B") as progress:
+        chunks = tokenize(job, pool, report, progress)
     plan = _plan(job, chunks, heldout_fraction)
     plan["sources"] = report.sources
     plan["warnings"] = [*report.warnings, *plan["warnings"]]
@@ -321,19 +350,84 @@ def _tokenize_all(
     return plan
 
 
-def _chunks(
-    sources: list[corpus.Source], report: corpus.Report
-) -> Iterator[list[corpus.RawDocument]]:
+def _tokenize_chunks(
+    job: _Job, pool: "_Workers", report: corpus.Report, progress: Progress
+) -> Sequence[int]:
+    """Reads the sources and has workers tokenize them; returns the chunks' numbers in order."""
+    chunks = 0
+
+    def missing() -> Iterator[tuple[int, tuple[int, list[corpus.RawDocument]]]]:
+        nonlocal chunks
+        bytes_before = 0
+        documents = itertools.chain.from_iterable(
+            corpus.read(source, report) for source in job.sources
+        )
+        for chunk in _chunks(documents):
+            size, bytes_before = report.bytes_read - bytes_before, report.bytes_read
+            number, chunks = chunks, chunks + 1
+            if job.chunk(number).exists():
+                progress.advance(size)
+            else:
+                yield size, (number, chunk)
+
+    for size, _ in pool.run("tokenize", missing()):
+        progress.advance(size)
+    return range(chunks)
+
+
+def _tokenize_batches(
+    job: _Job, pool: Any, report: corpus.Report, progress: Progress
+) -> Sequence[int]:
+    """Has workers read and tokenize the sources; returns the chunks' numbers in order."""
+    batches = list(_batches(job.sources))
+    missing = []
+    for batch in batches:
+        size = sum(f.stat().st_size for f in job.sources[batch.source].files[slice(*batch[2:])])
+        if job.batch(batch.number).exists():
+            progress.advance(size)
+        else:
+            missing.append((size, (batch,)))
+    for size, _ in pool.run("tokenize_files", missing):
+        progress.advance(size)
+    chunks: list[int] = []
+    for number, group in itertools.groupby(batches, key=lambda batch: batch.source):
+        report.begin(job.sources[number])
+        for batch in group:
+            part, end = pickle.loads(job.batch(batch.number).read_bytes())
+            report.add(part)
+            first = batch.number * _BATCH_CHUNKS
+            for chunk in range(first, end):
+                for file, *columns in pickle.loads(job.lines(chunk).read_bytes()):
+                    report.look(file, zip(*columns, strict=True))
+            chunks += range(first, end)
+        report.end()
+    return chunks
+
+
+def _batches(sources: Sequence[corpus.Source]) -> Iterator[_Batch]:
+    """Consecutive files of a source, of `_BATCH_BYTES` or a little more; "tfds" is one batch."""
+    numbers = itertools.count()
+    for i, source in enumerate(sources):
+        first = size = 0
+        for end, file in enumerate(source.files, 1):
+            size += file.stat().st_size
+            if size >= _BATCH_BYTES:
+                yield _Batch(next(numbers), i, first, end)
+                first, size = end, 0
+        if first < len(source.files) or not source.files:
+            yield _Batch(next(numbers), i, first, len(source.files))
+
+
+def _chunks(documents: Iterable[corpus.RawDocument]) -> Iterator[list[corpus.RawDocument]]:
     """Consecutive documents of about `_CHUNK_CHARACTERS` in all."""
     chunk: list[corpus.RawDocument] = []
     size = 0
-    for source in sources:
-        for document in corpus.read(source, report):
-            chunk.append(document)
-            size += len(document.text)
-            if size >= _CHUNK_CHARACTERS:
-                yield chunk
-                chunk, size = [], 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.text)
+        if size >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
     if chunk:
         yield chunk
 
@@ -348,7 +442,7 @@ def _read_table(path: pathlib.Path) -> tuple[np.ndarray, dict[str, list[int]]]:
         return np.frombuffer(file.read(size), _DOCUMENT), json.loads(file.read(statistics))
 
 
-def _plan(job: _Job, chunks: int, heldout_fraction: float) -> dict[str, Any]:
+def _plan(job: _Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str, Any]:
     """Divides the documents into splits and units and writes each split's index.
 
     Returns:
@@ -360,7 +454,7 @@ def _plan(job: _Job, chunks: int, heldout_fraction: float) -> dict[str, Any]:
     mostly_unknown: list[tuple[float, str]] = []
     by_file = (
         (file, counts)
-        for number in range(chunks)
+        for number in chunks
         for file, counts in _read_table(job.chunk(number))[1].items()
     )
     for file, group in itertools.groupby(by_file, key=lambda item: item[0]):
@@ -369,7 +463,7 @@ def _plan(job: _Job, chunks: int, heldout_fraction: float) -> dict[str, Any]:
         unknown["missed"] += missed
         if missed > UNKNOWN_FRACTION * total:
             mostly_unknown.append((missed / total, file))
-    for number in range(chunks):
+    for number in chunks:
         table, _ = _read_table(job.chunk(number))
         documents += len(table)
         tokens += int(table["tokens"].sum())
@@ -420,7 +514,7 @@ def _plan(job: _Job, chunks: int, heldout_fraction: float) -> dict[str, Any]:
         count = dict.fromkeys(starts, 0)
         size = dict.fromkeys(starts, 0)
         unit = dict.fromkeys(starts, -1)
-        for number in range(chunks):
+        for number in chunks:
             table, _ = _read_table(job.chunk(number))
             heldout = table["hash"] < np.uint64(threshold)
             for split, part in (("train", table[~heldout]), ("heldout", table[heldout])):
@@ -580,6 +674,24 @@ class _Worker:
             file.write(encoded)
             file.write(_FOOTER.pack(len(table), len(encoded)))
 
+    def tokenize_files(self, batch: _Batch) -> None:
+        """Writes a batch's chunks, beside each its `long_lines`, then what was read."""
+        job, source = self._job, self._job.sources[batch.source]
+        report = corpus.Report()
+        report.begin(source)
+        end = batch.number * _BATCH_CHUNKS
+        paths = source.files[batch.first : batch.end]
+        for chunk in _chunks(corpus.read_files(source, paths, report)):
+            self.tokenize(end, chunk)
+            lines = []
+            for file, documents in itertools.groupby(chunk, key=lambda document: document.file):
+                found = itertools.chain.from_iterable(map(corpus.long_lines, documents))
+                columns = zip(*found, strict=True)
+                lines.append((file, *(array.array("Q", column) for column in columns)))
+            files.write(job.lines(end), pickle.dumps(lines))
+            end += 1
+        files.write(job.batch(batch.number), pickle.dumps((report, end)))
+
     def write_shard(self, unit: _Unit) -> None:
         """Writes a unit's rows, then beside them what they are (`_finish` reads it)."""
         from array_record.python.array_record_module import ArrayRecordWriter
@@ -646,6 +758,19 @@ def _start_worker(job: _Job) -> None:
 
 def _call_worker(method: str, arguments: tuple) -> Any:
     return _worker.call(method, arguments)
+
+
+def _call(job: _Job, method: str, arguments: tuple) -> None:
+    _Worker(job).call(method, arguments)
+
+
+def _pool(job: _Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
+    """What has a `run` as `_Workers` has."""
+    if runner == "local":
+        return _Workers(job, workers or _cores())
+    from bert_jax.data.beam import Pipelines
+
+    return Pipelines(functools.partial(_call, job), job.folder / "error", beam)
 
 
 class _Workers:

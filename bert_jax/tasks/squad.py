@@ -12,7 +12,7 @@ import dataclasses
 import json
 import pathlib
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np

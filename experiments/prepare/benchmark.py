@@ -3,6 +3,7 @@
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt [--rounds 3]
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt --memory
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt --fill
+    python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt --beam   # extra beam
 
 Each run appends its numbers to results.jsonl beside this file and writes README.md's tables anew
 from all of them. Give it the machine to itself.
@@ -312,6 +313,43 @@ def measure_fill(text, vocab):
     return {"what": "fill", "megabytes": round(text.stat().st_size / 1e6, 2), "fill": fill}
 
 
+BEAM = {
+    "local": [],
+    "Beam, in this process": ["--runner", "beam"],
+    "Beam, 2 threads": ["--runner", "beam", "--beam", "direct_num_workers=2",
+                        "--beam", "direct_running_mode=multi_threading"],
+    "Beam, 2 processes": ["--runner", "beam", "--beam", "direct_num_workers=2",
+                          "--beam", "direct_running_mode=multi_processing"],
+}  # fmt: skip
+
+
+def measure_beam(text, vocab, parts=8):
+    """The same rows by either runner, of the text cut into files; are they the same bytes?
+
+    Each file is a source, because small files of one source are read together.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        documents = text.read_text().split("\n\n")
+        size = -(-len(documents) // parts)
+        sources = []
+        for i in range(0, len(documents), size):
+            sources.append(folder / f"{i:09}.txt")
+            sources[-1].write_text("\n\n".join(documents[i : i + size]) + "\n")
+        for name, options in BEAM.items():
+            out = folder / name
+            command = [sys.executable, "-c", "from bert_jax.cli import console; console()"]
+            command += ["prepare", *map(str, sources), "--vocab", str(vocab), "--out", str(out)]
+            command += ["--sequences", "4", *options]
+            subprocess.run(command, check=True, capture_output=True)
+            content = {path.name: path.read_bytes() for path in out.iterdir()}
+            local = content if name == "local" else local
+            shards = sum(file.endswith(".arrayrecord") for file in content)
+            found[name] = content == local
+    return {"what": "beam", "batches": len(sources), "shards": shards, "same_bytes": found}
+
+
 def spread(values):
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
@@ -360,6 +398,17 @@ def readme(results):
                 f"| {r['megabytes']} MB | {r['parent_mb']} | {r['worker_mb']} |"
                 for r in (result["1x"], result["10x"])
             ]
+        elif result["what"] == "beam":
+            lines += [
+                f"{result['batches']} files tokenized apart and {result['shards']} shards.",
+                "",
+                "| | the local runner's bytes |",
+                "|---|---|",
+            ]
+            lines += [
+                f"| {name} | {'yes' if same else 'NO'} |"
+                for name, same in result["same_bytes"].items()
+            ]
         else:
             lines += ["| setting | real tokens / tokens of rows |", "|---|---|"]
             lines += [f"| {name} | {fill:.1%} |" for name, fill in result["fill"].items()]
@@ -373,6 +422,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--fill", action="store_true")
+    parser.add_argument("--beam", action="store_true")
     parser.add_argument("--once", metavar="OUT", help="only prepare, for the others to measure")
     arguments = parser.parse_args()
     if arguments.once:
@@ -380,6 +430,8 @@ def main():
         return
     if arguments.memory:
         result = measure_memory(arguments.text, arguments.vocab)
+    elif arguments.beam:
+        result = measure_beam(arguments.text, arguments.vocab)
     elif arguments.fill:
         result = measure_fill(arguments.text, arguments.vocab)
     else:

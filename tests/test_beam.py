@@ -1,0 +1,258 @@
+"""Rows made by Apache Beam's workers: the bytes, the manifest and the errors of the local runner."""
+
+import errno
+import gzip
+import json
+import os
+import pathlib
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bert_jax import cli
+from bert_jax.data import prepare as module
+from bert_jax.data import wordpiece
+from bert_jax.data.prepare import prepare
+from bert_jax.errors import UserError
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+REPEATED = "Some lines are longer than forty letters and come again"
+
+OPTIONS = [
+    {"tokens": 64, "heldout_fraction": 0.2},
+    {"tokens": 64, "sequences": 4, "passes": 2, "seed": 5},
+    {"tokens": 32, "pairs": "none", "heldout_fraction": 0.0},
+    {"tokens": 48, "pairs": "none", "sequences": 3, "short_fraction": 0.5, "lowercase": False},
+]
+
+
+@pytest.fixture
+def installed():
+    """Skips where Apache Beam is not installed."""
+    pytest.importorskip("apache_beam", reason="Apache Beam is missing: pip install -e '.[beam]'")
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many chunks, batches and shards of little text."""
+    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 1500)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """(sources, vocabulary): files of several kinds and sizes, much of it odd."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
+
+    def document(number):
+        lines = [
+            " ".join(f"d{number}w{rng.randrange(8)}" for _ in range(rng.randint(3, 14)))
+            for _ in range(rng.randint(2, 12))
+        ]
+        if number % 3 == 0:
+            lines.insert(0, f"{REPEATED} d{number % 9}w1")
+        return "\n".join(lines)
+
+    (folder / "plain").mkdir()
+    for i in range(8):  # one of them is empty, one has bad bytes
+        content = "\n\n".join(document(5 * i + j) for j in range(1 + 4 * (i % 3)) if i != 4)
+        (folder / f"plain/{i}.txt").write_bytes(content.encode() + b"\xff\n" * (i == 5))
+    for i in range(3):
+        lines = [json.dumps({"text": document(40 + 4 * i + j)}) for j in range(4)]
+        with gzip.open(folder / f"{i}.jsonl.gz", "wt") as file:
+            file.write("\n".join([*lines, '{"text": " "}', "{no JSON"]) + "\n")
+    words = [f"d{d}w{w}" for d in range(52) for w in range(8)]
+    wordpiece.Vocabulary((*SPECIAL, *words, *REPEATED.lower().split()), True).save(folder / "v")
+    sources = [f"{folder}/plain", f"{folder}/*.gz@1.5", f"google:{folder}/plain/2.txt@0.5"]
+    return sources, str(folder / "v")
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
+
+
+class Shuffled:
+    """Does the pieces in any order, some of them twice, as Beam's runners may."""
+
+    def __init__(self, job, rng):
+        self._job, self._rng = job, rng
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def run(self, method, tasks):
+        tasks = list(tasks)
+        again = self._rng.sample(tasks, self._rng.randint(0, len(tasks)))
+        for _, arguments in self._rng.sample(tasks + again, len(tasks) + len(again)):
+            module._call(self._job, method, arguments)
+        yield from ((tag, None) for tag, _ in tasks)
+
+
+def shuffled(sources, vocab, out, rng, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_check_runner", lambda *_: None)
+        patch.setattr(module, "_pool", lambda job, *_: Shuffled(job, rng))
+        return prepare(sources, vocab, out, runner="beam", **options)
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from(OPTIONS),
+    st.permutations(range(3)),
+    st.sampled_from([1, 2000, 6000, 100_000]),
+    st.sampled_from([800, 2500, 100_000]),
+)
+def test_bytes_depend_on_no_order_of_the_work(
+    tmp_path_factory, text, small_pieces, rng, options, order, batch_bytes, chunk_characters
+):
+    sources, vocab = [text[0][i] for i in order], text[1]
+    folder = tmp_path_factory.mktemp("rows")
+    local = prepare(sources, vocab, folder / "local", workers=1, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BATCH_BYTES", batch_bytes)
+        patch.setattr(module, "_CHUNK_CHARACTERS", chunk_characters)
+        there = shuffled(sources, vocab, folder / "there", rng, **options)
+    assert there == local
+    assert content(folder / "there") == content(folder / "local")
+
+
+def test_the_text_is_as_odd_as_it_should_be(tmp_path, text, small_pieces):
+    """Else the equality of warnings would say little."""
+    manifest = prepare(*text, tmp_path / "rows", workers=1)
+    told = "\n".join(manifest.warnings)
+    for problem in ("is empty", "not UTF-8", "not JSON", "a text is empty", "a long line repeats"):
+        assert problem in told
+    assert told.count("a long line repeats") == 3  # in one source of an earlier one's, too
+    batches = list(module._batches([module.corpus.parse_source(s) for s in text[0]]))
+    assert len(batches) > 4
+    assert any(batch.end - batch.first > 1 for batch in batches)
+    assert len(manifest.train.shards) > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "beam"),
+    [
+        (OPTIONS[1], ["direct_num_workers=3", "direct_running_mode=multi_threading"]),
+        (OPTIONS[3], []),
+    ],
+)
+def test_beam_writes_the_same_bytes(tmp_path, text, small_pieces, installed, options, beam):
+    prepare(*text, tmp_path / "local", workers=1, **options)
+    prepare(*text, tmp_path / "beam", runner="beam", beam=beam, **options)
+    assert content(tmp_path / "beam") == content(tmp_path / "local")
+
+
+def broken(kind, folder):
+    """A source that cannot be read."""
+    if kind == "no field":
+        (folder / "b.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
+        return str(folder / "b.jsonl")
+    (folder / "b.txt").write_text(" \n\n")
+    return str(folder / "b.txt")
+
+
+@pytest.mark.parametrize("kind", ["no field", "no text"])
+def test_bad_text_is_the_local_runners_line(tmp_path, text, small_pieces, installed, kind, capfd):
+    sources, vocab = text
+    bad = broken(kind, tmp_path)
+    with pytest.raises(UserError) as local:
+        prepare([*sources, bad], vocab, tmp_path / "local", workers=1)
+    capfd.readouterr()
+    with pytest.raises(UserError) as there:
+        prepare([*sources, bad], vocab, tmp_path / "beam", runner="beam")
+    assert str(there.value) == str(local.value)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not (tmp_path / "beam" / "manifest.json").exists()
+
+
+def test_a_full_disk_is_one_line_and_what_is_done_is_kept(
+    tmp_path, text, small_pieces, installed, monkeypatch
+):
+    prepare(*text, tmp_path / "whole", workers=1)
+    out, real, left = tmp_path / "rows", os.fsync, 40
+
+    def full(handle):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="the disk is full") as error:
+            prepare(*text, out, runner="beam")
+    assert "\n" not in str(error.value)
+    done = {path.name for path in out.glob(".partial/*.batch")}
+    assert done
+    began = []
+    original = module._Worker.tokenize_files
+    monkeypatch.setattr(
+        module._Worker, "tokenize_files", lambda w, b: (began.append(b.number), original(w, b))[1]
+    )
+    prepare(*text, out, runner="beam")
+    assert not {f"{number:06}.batch" for number in began} & done
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_work_of_the_other_runner_is_discarded(tmp_path, text, small_pieces, monkeypatch):
+    out = tmp_path / "rows"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_plan", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shuffled(*text, out, random.Random(0))
+    prepare(*text, out, workers=1)
+    prepare(*text, tmp_path / "whole", workers=1)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_without_beam_it_says_what_to_install(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
+    sources, vocab = text
+    out = str(tmp_path / "rows")
+    command = ["prepare", *sources, "--vocab", vocab, "--out", out, "--runner", "beam"]
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'bert-jax[beam]'" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"runner": "spark"}, "choose one of local, beam"),
+        ({"runner": "beam", "workers": 2}, "--beam direct_num_workers"),
+        ({"beam": ["runner=FlinkRunner"]}, "add --runner beam"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, text, options, line):
+    with pytest.raises(UserError, match=line):
+        prepare(*text, tmp_path / "rows", **options)
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("direct_num_worker=2", "did you mean 'direct_num_workers'"),
+        ("direct_num_workers=two", "invalid int value: 'two'"),
+        ("runner=Sparkle", "Sparkle"),
+    ],
+)
+def test_beams_own_options_are_checked(tmp_path, text, installed, option, line):
+    with pytest.raises(UserError, match=line) as error:
+        prepare(*text, tmp_path / "rows", runner="beam", beam=[option])
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "rows" / "manifest.json").exists()
