@@ -203,7 +203,7 @@ def tpu_vm(
     Raises:
         UserError: an accelerator whose runtime is not known.
     """
-    runtime = runtime or next((r for a, r in _RUNTIMES.items() if accelerator.startswith(a)), "")
+    runtime = runtime or _runtime(accelerator)
     if not runtime:
         raise UserError(
             f"--accelerator {accelerator}: known are {', '.join(a + 'N' for a in _RUNTIMES)}; "
@@ -324,11 +324,14 @@ def sky(
         extra: arguments to `sky jobs launch`: --infra, --memory, …
     """
     mounts = {BUCKET: {"source": bucket, "mode": "MOUNT"}} if bucket else {}
+    # Without it SkyPilot gives some slices the software of others.
+    runtime = _runtime(accelerator.removeprefix("tpu-")) if accelerator.startswith("tpu-") else ""
     values = {
         "name": name,
         "nodes": nodes,
         "checkout": str(CHECKOUT),
         "accelerator": accelerator,
+        "software": {"runtime_version": runtime} if runtime else {},
         "spot": spot,
         "mounts": mounts,
     }
@@ -467,6 +470,10 @@ def _name(workdir: str) -> str:
     """A name that every engine allows."""
     words = re.sub(r"[^a-z0-9]+", "-", pathlib.PurePath(workdir).name.lower()).strip("-")
     return (words if words[:1].isalpha() else f"bert-{words}")[:40].strip("-")
+
+
+def _runtime(accelerator: str) -> str:
+    return next((r for start, r in _RUNTIMES.items() if accelerator.startswith(start)), "")
 
 
 def _here() -> list[str]:

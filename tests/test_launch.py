@@ -482,6 +482,8 @@ def test_skypilot_takes_the_job(options):
     jsonschema.validate(config, schemas.get_task_schema())
     jsonschema.validate(config["resources"], schemas.get_resources_schema())
     assert config["resources"]["job_recovery"] == {"recover_on_exit_codes": [75]}
+    software = {"runtime_version": "v2-alpha-tpuv5-lite"} if "bucket" in options else {}
+    assert config["resources"]["accelerator_args"] == software
     assert config["num_nodes"] == options.get("nodes", 1)
     if "bucket" in options:
         mount = config["file_mounts"]["/bucket"]
