@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import pathlib
 import statistics
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from bert_jax.model import Params
 from bert_jax.progress import Progress
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.problem import Logits, Problem
+from bert_jax.tasks.squad import Squad
 from bert_jax.train import train
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"
@@ -44,7 +46,7 @@ def problem_of(
         UserError: a row of the data that is not as it should be; the line names it.
     """
     if task.kind == "squad":
-        from bert_jax.tasks.squad import Squad as kind
+        kind = Squad
     elif task.kind == "tagging":
         from bert_jax.tasks.tagging import Tagging as kind
     elif task.kind == "choice":
@@ -164,10 +166,18 @@ def evaluate_run(
         if split != "train" and len(examples):
             logits = predict(config, params, problem, split, mesh or MeshConfig())
             metrics = problem.score(split, logits) if has_labels(examples) else {}
+            if split == "dev" and _tuned(problem, metrics) is not problem:
+                problem = _tuned(problem, metrics)
+                metrics = problem.score(split, logits)
             found[split] = metrics
             problem.write(split, logits, _made(folder / PREDICTIONS))
     files.write_json(folder / METRICS, found)
     return found
+
+
+def _tuned(problem: Problem, dev: dict[str, float]) -> Problem:
+    """Predicting as was found best on the dev set: SQuAD 2.0's threshold for no answer."""
+    return problem.tuned(dev) if isinstance(problem, Squad) else problem
 
 
 def _made(folder: pathlib.Path) -> pathlib.Path:
@@ -218,6 +228,9 @@ def predict_file(
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is no fine-tuning run: it has no task to predict")
     problem = problem_of(config.task, vocabulary, config.model.labels, new=source)
+    scored = pathlib.Path(folder) / METRICS
+    if scored.exists():
+        problem = _tuned(problem, json.loads(scored.read_text()).get("dev", {}))
     logits = predict(config, params, problem, "new", MeshConfig())
     with files.new_folder(out) as written:
         problem.write("new", logits, written)

@@ -4,6 +4,7 @@ import sys
 import time
 
 LOG_EVERY_SECONDS = 15.0
+SILENT_SECONDS = 0.5  # in a log, work that is over so soon is not worth a line
 
 
 class Progress:
@@ -55,7 +56,7 @@ class Progress:
     def __exit__(self, *error) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._done > self._begun:
+        elif self._done > self._begun and time.monotonic() - self._start > SILENT_SECONDS:
             self._log()
 
     def advance(self, units: int = 1) -> None:

@@ -594,9 +594,10 @@ def squad_file(path):
         }
         for i in range(6)
     ]
+    questions += [{"id": f"n{i}", "question": "w9 ?", "answers": []} for i in range(8)]
     context = " ".join(f"w{i}" for i in range(10))
     paragraphs = [{"context": context, "qas": questions}]
-    told = {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+    told = {"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}
     path.write_text(json.dumps(told))
 
 
@@ -617,7 +618,7 @@ def choice_file(path):
             squad_file,
             "d.json",
             ["task.question_tokens=8", "task.stride_tokens=8"],
-            ["nbest_predictions.json", "predictions.json"],
+            ["answers.json", "nbest_predictions.json", "null_odds.json", "predictions.json"],
         ),
         (
             "tagging",
@@ -637,7 +638,7 @@ def choice_file(path):
 )
 def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file, changes, expected):
     write(tmp_path / file)
-    config = {"squad": "squad.py:1", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
+    config = {"squad": "squad.py:2", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
     files = [f"task.{split}={tmp_path / file}" for split in ("train", "dev")]
     argv = arguments(data, tmp_path / "w", *files, "epochs=2", "batch_size=4", *changes)
     argv[1] = f"--config={CONFIGS / config}"
@@ -649,7 +650,7 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     capsys.readouterr()
     if kind == "choice":
         return
-    name = "squad1" if kind == "squad" else "conll"
+    name = "squad2" if kind == "squad" else "conll"
     predictions = (
         tmp_path / "w" / "predictions" / f"predictions.{'json' if kind == 'squad' else 'conll'}"
     )
@@ -658,8 +659,16 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     assert float(said["f1"]) == pytest.approx(found["dev"]["f1"], abs=1e-4)
     new = ["predict", "--workdir", str(tmp_path / "w"), "--out", str(tmp_path / "new")]
     assert cli.main([*new, str(tmp_path / file)]) == 0
-    assert sorted(p.name for p in (tmp_path / "new").iterdir())
     assert (tmp_path / "w" / "predictions" / expected[-1]).read_bytes() == before
+    if kind == "squad":  # what was best on the dev set decides on new questions too
+        assert found["dev"]["f1"] == pytest.approx(found["dev"]["best_f1"])
+        for threshold, all_answered in ((-1e9, False), (1e9, True)):
+            found["dev"]["best_f1_thresh"] = threshold
+            (tmp_path / "w" / "metrics.json").write_text(json.dumps(found))
+            new[4] = str(tmp_path / f"new{threshold}")
+            assert cli.main([*new, str(tmp_path / file)]) == 0
+            answers = json.loads((tmp_path / new[4] / "predictions.json").read_text())
+            assert {bool(text) for text in answers.values()} == {all_answered}
 
 
 def test_scores_of_files(tmp_path, capsys):

@@ -515,8 +515,8 @@ def test_files_give_the_scores_again(tmp_path):
     best = {k: v for k, v in found.items() if k.startswith("best")}
     assert {k: searched[k] for k in best} == best
     assert found["best_f1"] >= found["f1"]
-    problem.null_threshold = found["best_f1_thresh"]
-    assert problem.score("dev", logits)["f1"] == pytest.approx(found["best_f1"])
+    assert problem.tuned(found).score("dev", logits)["f1"] == pytest.approx(found["best_f1"])
+    assert problem.score("dev", logits) == found  # and this one is as it was
     for name, entries in json.loads((out / "nbest_predictions.json").read_text()).items():
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
         assert "" in {entry["text"] for entry in entries}

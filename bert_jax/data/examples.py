@@ -14,6 +14,7 @@ import numpy as np
 from bert_jax.data import rows
 from bert_jax.data.loader import Batch, shuffled
 from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.progress import Progress
 
 NO_EXAMPLE = -1
 
@@ -114,13 +115,18 @@ class Plan:
         candidates = [-(-longest // 8) * 8]
         while not one_a_row and candidates[-1] * 2 <= max(512, candidates[0]):
             candidates.append(candidates[-1] * 2)
-        members = [self.members(step, seed) for seed in seeds for step in range(steps)]
+        most = {tokens: [1, 1] for tokens in candidates}  # rows, and examples a row
+        with Progress("planning", len(seeds) * steps, "batches") as progress:
+            for seed in seeds:
+                for step in range(steps):
+                    members = self.members(step, seed)
+                    for tokens, (need, slots) in most.items():
+                        packed = self._pack(members, tokens)
+                        most[tokens] = [max(need, len(packed)), max([slots, *map(len, packed)])]
+                    progress.advance()
         found = []
-        for tokens in candidates:
-            packed = [self._pack(some, tokens) for some in members]
-            need = max(map(len, packed), default=1)
+        for tokens, (need, slots) in most.items():
             need = -(-need // rows_multiple) * rows_multiple
-            slots = max((len(row) for bins in packed for row in bins), default=1)
             shape = Shape(need, tokens, slots * examples.group)
             found.append((need * tokens * (1 + tokens / cost_tokens), shape))
         self.shape = min(found)[1]

@@ -31,6 +31,7 @@ VOCAB = "vocab.txt"
 SETTINGS = "vocab.json"
 CONTINUATION = "##"
 _WORD_CHARACTERS = 100  # BERT: a longer word is [UNK]
+_BATCH_TEXTS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,15 @@ class Vocabulary:
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids
             ids.append(self.sep_id)
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator["tokenizers.Encoding"]:
+        """Of each text its `ids`, without [CLS] and [SEP], and their `offsets` in its characters."""
+        with Progress("tokenizing", len(texts), "texts") as progress:
+            # Some at a time: the library's objects take far more memory than what is in them.
+            for start in range(0, len(texts), _BATCH_TEXTS):
+                part = list(texts[start : start + _BATCH_TEXTS])
+                yield from self._tokenizer.encode_batch(part, add_special_tokens=False)
+                progress.advance(len(part))
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
         """Ids to text for people: words put together again, special tokens shown."""

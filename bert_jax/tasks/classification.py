@@ -27,7 +27,6 @@ NEW = "new"
 # Between several labels in one cell. A JSON or Parquet list needs none.
 SEPARATOR = "|"
 THRESHOLD = 0.5
-_BATCH_TEXTS = 10_000
 _NAMED_LABELS = 12  # in messages
 
 
@@ -370,25 +369,18 @@ def encode(
     Returns:
         The sequences, how many tokens of each belong to segment a, and, for people, what was cut.
     """
-    tokenizer = vocabulary.tokenizer()
     tokens, a_length, cut, lost = [], [], 0, 0
-    for start in range(0, len(a), _BATCH_TEXTS):
-        part_a, part_b = a[start : start + _BATCH_TEXTS], b[start : start + _BATCH_TEXTS]
-        ids_a = _ids(tokenizer, part_a)
-        ids_b = iter(_ids(tokenizer, [text for text in part_b if text is not None]))
-        for first, text_b in zip(ids_a, part_b, strict=True):
-            ids, length, over = pair(
-                vocabulary, first, None if text_b is None else next(ids_b), most
-            )
-            tokens.append(ids)
-            a_length.append(length)
-            cut, lost = cut + (over > 0), lost + over
+    texts = [text for pair_ in zip(a, b, strict=True) for text in pair_ if text is not None]
+    found = vocabulary.encode_all(texts)
+    for text_b in b:
+        first = next(found).ids
+        second = None if text_b is None else next(found).ids
+        ids, length, over = pair(vocabulary, first, second, most)
+        tokens.append(ids)
+        a_length.append(length)
+        cut, lost = cut + (over > 0), lost + over
     note = f", {cut:,} sequences cut to {most} tokens ({lost:,} tokens lost)" if cut else ""
     return tokens, a_length, note
-
-
-def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    return [x.ids for x in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def probabilities(

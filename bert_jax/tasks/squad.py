@@ -7,11 +7,12 @@ remembers which characters each token came from: what is predicted is always a s
 """
 
 import collections
+import copy
 import dataclasses
 import json
 import pathlib
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,8 +80,7 @@ class Squad:
 
     Attributes:
         unanswerable: whether "" is a possible prediction (2.0).
-        null_threshold: with odds of no answer above it, "" is predicted; `score`'s
-            best_f1_thresh is the one to take.
+        null_threshold: with odds of no answer above it, "" is predicted; 0 until it is `tuned`.
     """
 
     head, labels, objective, best_by = "span", ("start", "end"), "class", "f1"
@@ -138,15 +138,16 @@ class Squad:
     def _read(
         self, split: str, questions: list[Question], vocabulary: Vocabulary
     ) -> tuple[Examples, _Windows]:
-        config, tokenizer = self.config, vocabulary.tokenizer()
+        config = self.config
         sep = np.array([vocabulary.sep_id], np.int32)
         contexts = {}
         distinct = list(dict.fromkeys(question.context for question in questions))
-        for text, encoding in zip(distinct, _encode(tokenizer, distinct), strict=True):
-            contexts[text] = encoding
-        asked = _encode(tokenizer, [question.text for question in questions])
+        for text, found in zip(distinct, vocabulary.encode_all(distinct), strict=True):
+            spans = np.array(found.offsets, np.int32).reshape(-1, 2)
+            contexts[text] = np.array(found.ids, np.int32), spans
+        asked = vocabulary.encode_all([question.text for question in questions])
         golds = [question.answers[0].text if question.answers else "" for question in questions]
-        gold_ids = _encode(tokenizer, golds)
+        gold_ids = vocabulary.encode_all(golds)
         # An empty list of answers says something only where others are not empty.
         given = [question.answers for question in questions]
         labelled = None not in given and (any if self.unanswerable else all)(given)
@@ -154,12 +155,13 @@ class Squad:
         windows = collections.defaultdict(list)
         tokens, a_length, targets = [], [], []
         cut, lost, several = 0, [], 0
-        for question, (asked_ids, _), (gold, _) in zip(questions, asked, gold_ids, strict=True):
+        for question, asked_, gold in zip(questions, asked, gold_ids, strict=True):
+            asked_ids = asked_.ids
             ids, spans = contexts[question.context]
             answer = None
             if labelled and question.answers:
                 several += len(question.answers) > 1
-                answer = _find(question, ids, spans, gold)
+                answer = _find(question, ids, spans, gold.ids)
                 if answer is None:
                     lost.append(question.id)
                     if split == "train":
@@ -250,6 +252,14 @@ class Squad:
             predictions[question.id] = Prediction(best.text, n_best or [best], odds)
         return predictions
 
+    def tuned(self, dev: dict[str, float]) -> "Squad":
+        """The same with what was found best on the dev set (`score`): the threshold, if any."""
+        if "best_f1_thresh" not in dev:
+            return self
+        copied = copy.copy(self)
+        copied.unanswerable, copied.null_threshold = True, dev["best_f1_thresh"]
+        return copied
+
     def _texts(self, predictions: dict[str, Prediction]) -> dict[str, str]:
         """What goes into a prediction file."""
         return {
@@ -337,15 +347,8 @@ def _paths(config: TaskConfig, splits: Collection[str] | None) -> dict[str, path
     return {s: path for s, path in paths.items() if splits is None or s in splits}
 
 
-def _encode(tokenizer, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids [n] of each text, and where in it they begin and end [n, 2], in characters."""
-    for i in range(0, len(texts), 1000):  # the library's objects take far more memory
-        for found in tokenizer.encode_batch(texts[i : i + 1000], add_special_tokens=False):
-            yield np.array(found.ids, np.int32), np.array(found.offsets, np.int32).reshape(-1, 2)
-
-
 def _find(
-    question: Question, ids: np.ndarray, spans: np.ndarray, answer_ids: np.ndarray
+    question: Question, ids: np.ndarray, spans: np.ndarray, answer_ids: Sequence[int]
 ) -> tuple[int, int] | None:
     """First and last token of the answer within its context; None where it is not there.
 

@@ -345,8 +345,7 @@ def _pieces(
     """
     distinct = list(dict.fromkeys(word for some in words for word in some))
     pieces, cut, unknown = {}, set(), set()
-    encoded = vocabulary.tokenizer().encode_batch(distinct, add_special_tokens=False)
-    for word, found in zip(distinct, encoded, strict=True):
+    for word, found in zip(distinct, vocabulary.encode_all(distinct), strict=True):
         if len(found.ids) > most:
             cut.add(word)
         elif not found.ids:

