@@ -551,7 +551,7 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
             break
         if restart < plan.restarts:
             _say(f"status {status}, run again (restart {restart + 1} of {plan.restarts})")
-    if interrupted and plan.after:
+    if interrupted and plan.note:  # it is on machines of its own
         _say("the run goes on without this command, and the same command follows it again")
         status = STOPPED
     else:
