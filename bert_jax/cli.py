@@ -44,8 +44,13 @@ def _quieten() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a verb and returns the exit status: 0, 2 for a user's error, 75 for saved and stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    command = []
+    if arguments[:1] == ["launch"] and "--" in arguments:  # what follows is another command
+        at = arguments.index("--")
+        arguments, command = arguments[:at], arguments[at + 1 :]
     config, rest = _split_config(arguments)
     options = _parser().parse_args(rest)
+    options.command = command
     if config and not getattr(options, "takes_config", False):
         _parser().error(f"{options.verb} takes no --config")
     options.config = config
@@ -380,6 +385,40 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--overlap", type=int, metavar="TOKENS", help="of windows (default 64)")
 
     sub = verb(
+        "launch",
+        _launch,
+        "run pretrain or finetune on many machines, or in several processes on this one",
+        "  bert-jax launch --on tpu-vm --accelerator v5litepod-16 --zone us-west4-a --spot --bucket gs://mine \\\n"
+        "    -- pretrain --config configs/pretrain.py:base,128 --rows /bucket/rows128 --workdir /bucket/runs/base\n"
+        "  bert-jax launch --on slurm --nodes 4 --gpus 8 --extra=--partition=long -- pretrain …\n"
+        "  bert-jax launch --on local --processes 2 --dry-run -- pretrain …\n\n"
+        "An engine refuses options that are not its own. Each runs the command again after status 75.",
+    )
+    sub.add_argument(
+        "--on", required=True, choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print what would be done, as a script")
+    sub.add_argument("--name", help="of the job, slice or workload (default: the workdir's)")
+    # No defaults here: they are the engines' own, and what is not given is not passed on.
+    engine = sub.add_argument_group("of one engine or another", argument_default=argparse.SUPPRESS)
+    engine.add_argument("--restarts", type=int, metavar="N", help="runs after the first, at most")
+    engine.add_argument("--extra", action="append", metavar="ARG", help="for its command; repeated")
+    engine.add_argument("--accelerator", metavar="KIND", help="v5litepod-16 (sky: H100:8)")
+    engine.add_argument("--zone", help="such as us-west4-a (tpu-vm, gke)")
+    engine.add_argument("--project", help="default: gcloud's (tpu-vm, gke)")
+    engine.add_argument("--spot", action="store_true", help="machines that may be taken back")
+    engine.add_argument("--bucket", metavar="gs://NAME", help="mounted at /bucket (tpu-vm, sky)")
+    engine.add_argument("--runtime", help="a TPU VM's software (tpu-vm)")
+    engine.add_argument("--keep", action="store_true", help="do not delete the slice (tpu-vm)")
+    engine.add_argument("--cluster", help="GKE cluster (gke)")
+    engine.add_argument("--slices", type=int, metavar="N", help="TPU slices (gke)")
+    engine.add_argument("--image", help="container with bert-jax (gke; default: this checkout)")
+    engine.add_argument("--nodes", type=int, metavar="N", help="machines (slurm, sky)")
+    engine.add_argument("--gpus", type=int, metavar="N", help="a machine, a process each (slurm)")
+    engine.add_argument("--processes", type=int, metavar="N", help="default 2 (local)")
+    engine.add_argument("--devices", type=int, metavar="N", help="CPU devices a process (local)")
+
+    sub = verb(
         "report",
         _report,
         "draw the loss curves of runs",
@@ -644,6 +683,34 @@ def _embed(options) -> None:
     )
     counts = embed_file(embedder, options.source, options.out, options.column)
     print(f"{options.out}: {counts}")
+
+
+def _launch(options) -> int | None:
+    from bert_jax import config as config_lib
+    from bert_jax import launch
+
+    kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
+    if options.command[:1] not in ([verb] for verb in kinds):
+        raise UserError(
+            "give pretrain or finetune with its arguments after --, as in: bert-jax launch "
+            f"--on {options.on} -- pretrain --config configs/pretrain.py:base --rows … --workdir …"
+        )
+    # What is wrong with the command is said here, and not by a machine that took a day to get.
+    config, rest = _split_config(options.command)
+    launched = _parser().parse_args(rest)
+    config_lib.load(config, kinds[launched.verb])
+
+    given = vars(options).copy()
+    for name in ("verb", "run", "takes_config", "config", "command", "on", "dry_run", "name"):
+        del given[name]
+    file = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
+    plan = launch.plan(
+        options.on, options.command, file.partition(":")[0], launched.workdir, options.name, given
+    )
+    if options.dry_run:
+        print(launch.script(plan))
+        return None
+    return launch.run(plan)
 
 
 def _report(options) -> None:

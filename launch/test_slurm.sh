@@ -1,0 +1,297 @@
+#!/usr/bin/env bash
+# `bert-jax launch --on slurm` on a real Slurm: the daemons, on this machine's loopback, for as long
+# as it takes. Jobs of two tasks are stopped, preempted, killed and refused, and must end as they
+# should: first small programs that count, then, with --train, real training.
+#
+#   apt-get install slurm-wlm munge        (Debian, as root)
+#   launch/test_slurm.sh [--train] [--tasks N] [--python PYTHON] [--out experiments/launch]
+#
+# Writes what was seen to slurm.log in the folder. Needs no accelerator; minutes on two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+checkout=$PWD python=python3 out=experiments/launch tasks=2 train=""
+while [ $# -gt 0 ]; do
+  case $1 in
+    --train)
+      train=yes
+      shift
+      continue
+      ;;
+    --python) python=$(command -v "$2") ;;
+    --out) out=$2 ;;
+    --tasks) tasks=$2 ;;
+    *) echo "test_slurm.sh: unknown $1" >&2 && exit 2 ;;
+  esac
+  shift 2
+done
+for program in slurmctld slurmd munged sbatch; do
+  command -v "$program" >/dev/null || { echo "no $program: apt-get install slurm-wlm munge" >&2 && exit 2; }
+done
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+
+work=$(mktemp -d)
+chmod 755 "$work"
+export SLURM_CONF=$work/slurm.conf PYTHONPATH=$checkout JAX_PLATFORMS=cpu
+export XLA_FLAGS=--xla_backend_optimization_level=0 BERT_JAX_CACHE=$work/cache
+pids=()
+finish() {
+  cp "$work/log" "$out/slurm.log" 2>/dev/null || true
+  # The daemons go last: without them nothing would end a job that is left.
+  for job in $(squeue --noheader --format=%A 2>/dev/null); do
+    scancel --signal=KILL --full "$job" && scancel "$job" || true
+  done
+  for _ in $(seq 30); do
+    [ -n "$(squeue --noheader 2>/dev/null)" ] || break
+    sleep 1
+  done
+  [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2>/dev/null || true
+  wait 2>/dev/null || true
+  rm -rf "$work"
+}
+trap finish EXIT
+
+say() { echo "$*" | tee -a "$work/log"; }
+fail() {
+  say "FAILED: $*"
+  tail -n 40 "$work"/slurm-*.out "$work"/slurmctld.log >&2 || true
+  exit 1
+}
+
+daemons() {
+  mkdir -p "$work"/{munge,state,spool}
+  chmod 700 "$work/munge"
+  dd if=/dev/urandom of="$work/munge/key" bs=64 count=1 status=none
+  chmod 400 "$work/munge/key"
+  munged --foreground --force --key-file="$work/munge/key" --socket="$work/munge.socket" \
+    --pid-file="$work/munge/pid" --log-file="$work/munge/log" --seed-file="$work/munge/seed" 2>/dev/null &
+  pids+=($!)
+  cat >"$SLURM_CONF" <<EOF
+ClusterName=loopback
+SlurmctldHost=localhost
+SlurmUser=$(id -un)
+SlurmdUser=$(id -un)
+AuthType=auth/munge
+AuthInfo=socket=$work/munge.socket,cred_expire=10
+StateSaveLocation=$work/state
+SlurmdSpoolDir=$work/spool
+SlurmctldPidFile=$work/slurmctld.pid
+SlurmdPidFile=$work/slurmd.pid
+SlurmctldLogFile=$work/slurmctld.log
+SlurmdLogFile=$work/slurmd.log
+SlurmctldPort=16817
+SlurmdPort=16818
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
+SelectType=select/linear
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=60
+NodeName=localhost NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
+PartitionName=low Nodes=localhost Default=YES MaxTime=60 PriorityTier=1 GraceTime=120
+PartitionName=high Nodes=localhost MaxTime=60 PriorityTier=10
+EOF
+  slurmctld -D >/dev/null 2>&1 &
+  pids+=($!)
+  slurmd -D -N localhost >/dev/null 2>&1 &
+  pids+=($!)
+  until sinfo --noheader --format=%T 2>/dev/null | grep -q idle; do
+    sleep 1
+    [ "$((++waited))" -lt 60 ] || fail "the daemons do not come up"
+  done
+  say "Slurm $(sinfo --version | cut -d ' ' -f 2), one node, $(nproc) CPUs"
+}
+waited=0
+
+# Of a job: its field as scontrol knows it.
+field() { scontrol show job "$1" 2>/dev/null | grep -o "\b$2=[^ ]*" | head -n 1 | cut -d = -f 2; }
+
+# A task of a counting job: a number a step in its own file, and the step saved where SIGTERM finds
+# it. The argument is what task 1 does at step 20 of the first run, if anything.
+cat >"$work/count.py" <<'EOF'
+import os, pathlib, signal, sys, time
+rank, saved = os.environ["SLURM_PROCID"], pathlib.Path(f"{sys.argv[1]}.{os.environ['SLURM_PROCID']}")
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+step = len(saved.read_text().split()) if saved.exists() else 0
+first = "SLURM_RESTART_COUNT" not in os.environ
+assert os.environ["BERT_JAX_DISTRIBUTED"] == "auto"
+while step < 60:
+    with saved.open("a") as file:
+        print(step, file=file)
+    step += 1
+    time.sleep(0.1)
+    if step == 20 and first and rank == "1" and sys.argv[2:]:
+        os.kill(os.getpid(), 9) if sys.argv[2] == "kill" else sys.exit(int(sys.argv[2]))
+    if stop:
+        time.sleep(1)  # saving takes a while
+        sys.exit(75)
+EOF
+
+# count NAME [AT-20]: submits a counting job; sets `job`.
+count() {
+  job=$(cd "$work" && sbatch --parsable --job-name="$1" --ntasks-per-node=2 --time=30 \
+    "$checkout/launch/slurm.sh" 3 "$python" "$work/count.py" "$work/$1" "${@:2}")
+  say "$1: job $job"
+}
+
+# until_counted NAME N: its last task has come to step N.
+until_counted() {
+  until [ -s "$work/$1.1" ] && [ "$(wc -l <"$work/$1.1")" -ge "$2" ]; do sleep 0.1; done
+}
+
+# counted NAME: every task has counted to 60 without a gap or a repetition.
+counted() {
+  local i
+  for i in 0 1; do
+    seq 0 59 | cmp - "$work/$1.$i" || fail "$1: task $i did not go on where it was"
+  done
+  say "  both tasks counted from 0 to 59, each number once"
+}
+
+# ended RESTARTS [EXIT-CODE]: how the job should have.
+ended() {
+  local found
+  found="$(field "$job" Restarts) $(field "$job" ExitCode)"
+  [ "$found" = "$1 ${2:-0:0}" ] || fail "job $job: restarts and status are $found"
+}
+
+# pretrain NAME: submits a run; sets `job`.
+pretrain() {
+  local name=$1
+  shift
+  local printed
+  printed=$(cd "$work" && "$python" -m bert_jax launch --on slurm --name "$name" --restarts 3 \
+    --extra="--ntasks-per-node=$tasks" --extra=--time=30 -- \
+    pretrain --config "$checkout/configs/pretrain.py:L2-H32-A2,32" --rows "$work/rows" \
+    --config.batch_size=8 --config.steps=400 --config.optim.warmup_steps=5 \
+    --config.log_every_steps=5 --config.evaluate_rows=16 --config.evaluate_every_steps=200 \
+    --config.checkpoint.every_steps=100 --workdir "$work/$name" "$@" 2>>"$work/launch.err") ||
+    fail "launch: $(tail -n 1 "$work/launch.err")"
+  job=${printed##* }
+  say "$name: job $job"
+}
+
+# until_lines NAME N: the run has written N lines of metrics.
+until_lines() {
+  local file=$work/$1/metrics.jsonl
+  until [ -s "$file" ] && [ "$(wc -l <"$file")" -ge "$2" ]; do
+    sleep 0.1
+    case $(field "$job" JobState) in FAILED | CANCELLED) fail "$1 ended early" ;; esac
+  done
+}
+
+# until_state JOB STATE: and says so.
+until_state() {
+  local state
+  while true; do
+    state=$(field "$1" JobState)
+    [ "$state" != "$2" ] || break
+    case $state in FAILED | CANCELLED | COMPLETED) fail "job $1 is $state, not $2" ;; esac
+    sleep 0.2
+  done
+  say "  job $1: $2, exit status $(field "$1" ExitCode), restarts $(field "$1" Restarts)"
+}
+
+data() {
+  "$python" - "$work" <<'EOF'
+import pathlib, random, sys
+from bert_jax.data import prepare, wordpiece
+rng, work = random.Random(0), pathlib.Path(sys.argv[1])
+nouns, verbs = "king river book city horse letter ship garden".split(), "sees finds builds leaves".split()
+text = "\n\n".join("\n".join(f"The {rng.choice(nouns)} {rng.choice(verbs)} the {rng.choice(nouns)}."
+                             for _ in range(rng.randint(4, 30))) for _ in range(60))
+(work / "text.txt").write_text(text + "\n")
+wordpiece.train([str(work / "text.txt")], str(work / "vocab"), size=120)
+prepare.prepare([str(work / "text.txt")], str(work / "vocab"), str(work / "rows"), tokens=32,
+                sequences=3, heldout_fraction=0.1, workers=1)
+EOF
+}
+
+# same NAME: as the run that nobody stopped, bit for bit.
+same() {
+  cmp "$work/run-whole/metrics.jsonl" "$work/$1/metrics.jsonl" || fail "$1: other metrics"
+  "$python" - "$work/run-whole" "$work/$1" <<'EOF' || fail "$1: other parameters"
+import sys, jax, numpy as np
+from bert_jax import checkpoint
+(a, step), (b, also) = [checkpoint.load_model(f, "latest")[2:4] for f in sys.argv[1:]]
+assert step == also == 400, (step, also)
+for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+EOF
+  say "  $1: metrics.jsonl and parameters at step 400 are those of the run nobody stopped, bit for bit"
+}
+
+daemons
+
+count whole
+until_state "$job" COMPLETED
+ended 0
+counted whole
+
+count stopped
+until_counted stopped 10
+scancel --signal=TERM "$job"
+say "  SIGTERM to its tasks"
+until_state "$job" COMPLETED
+ended 1
+counted stopped
+
+count preempted
+until_counted preempted 10
+urgent=$(sbatch --parsable --partition=high --output=/dev/null --wrap="sleep 1")
+say "  preempted by job $urgent"
+until_state "$urgent" COMPLETED
+until_state "$job" COMPLETED
+ended 1
+counted preempted
+
+count killed kill # the other task is stopped; both go on
+until_state "$job" COMPLETED
+ended 1
+
+count mistaken 2 # the other task is stopped and ends with 75
+until_state "$job" FAILED
+ended 0 2:0
+
+count cancelled
+until_counted cancelled 10
+scancel "$job"
+until_state "$job" CANCELLED
+sleep 3
+[ "$(field "$job" JobState) $(field "$job" Restarts)" = "CANCELLED 0" ] || fail "cancelled: goes on"
+
+if [ -n "$train" ]; then
+  data >/dev/null
+
+  pretrain run-whole
+  until_state "$job" COMPLETED
+
+  pretrain run-stopped
+  until_lines run-stopped 20
+  scancel --signal=TERM "$job"
+  say "  SIGTERM after $(wc -l <"$work/run-stopped/metrics.jsonl") lines of metrics"
+  until_state "$job" COMPLETED
+  ended 1
+  grep -h "launch: status 75" "$work/slurm-$job.out" | while read -r line; do say "  $line"; done
+  same run-stopped
+
+  pretrain run-preempted
+  until_lines run-preempted 20
+  urgent=$(sbatch --parsable --partition=high --output=/dev/null --wrap="sleep 1")
+  say "  preempted by job $urgent after $(wc -l <"$work/run-preempted/metrics.jsonl") lines of metrics"
+  until_state "$urgent" COMPLETED
+  until_state "$job" COMPLETED
+  ended 1
+  same run-preempted
+
+  pretrain run-mistaken --config.phases[0].rows=/nowhere
+  until_state "$job" FAILED
+  ended 0 2:0
+fi
+
+say "all as it should be"
