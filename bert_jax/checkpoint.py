@@ -192,7 +192,7 @@ def load_model(
     else:
         kept = ", ".join(map(str, steps))
         raise UserError(f"{folder} has no checkpoint {which!r}: best, latest, or one of {kept}")
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = checkpoints.restore_params(step, abstract(shapes(config.model), here))
     checkpoints.close()
     return config, wordpiece.load(folder), params, step

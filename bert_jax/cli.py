@@ -20,6 +20,8 @@ def console() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if status == EXIT_USER_ERROR:
+        if "bert_jax.distributed" in sys.modules:
+            sys.modules["bert_jax.distributed"].leave()
         os._exit(status)  # exit handlers would try to write once more and print tracebacks
     sys.exit(status)
 
@@ -492,8 +494,9 @@ def _pretrain(options) -> int | None:
         for phase, rows in zip(config.phases, options.rows, strict=True):
             phase.rows = rows
 
-    from bert_jax import device
+    from bert_jax import device, distributed
 
+    distributed.start()
     device.start(config.platform)
 
     from bert_jax.tasks import pretraining
@@ -517,8 +520,9 @@ def _finetune(options) -> int | None:
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds}: it must be 1 or more")
 
-    from bert_jax import device
+    from bert_jax import device, distributed
 
+    distributed.start()
     device.start(config.platform)
 
     from bert_jax import finetune

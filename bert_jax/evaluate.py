@@ -38,7 +38,7 @@ def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[
 
     def evaluate(params: Params) -> dict[str, float]:
         total, found = None, []
-        for i, batch in enumerate(stage.heldout(jax.process_index(), jax.process_count())):
+        for i, batch in enumerate(stage.heldout(*sharding.row_part(mesh))):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
             pairs, outputs = measure(params, put(batch, mesh), key)
             total = pairs if total is None else jax.tree.map(jnp.add, total, pairs)

@@ -18,7 +18,12 @@ class Progress:
         total: how many units it takes, or None where nobody knows.
         unit: the name of a unit; "B" shows sizes as MB and MB/s.
         done: units already there when the work starts (a resumed run).
+
+    Attributes:
+        shown: False where another process speaks for all.
     """
+
+    shown = True
 
     def __init__(self, title: str, total: int | None, unit: str, done: int = 0):
         self._title, self._total, self._unit = title, total, unit
@@ -29,7 +34,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._start = self._logged = time.monotonic()
-        if sys.stderr.isatty():
+        if self.shown and sys.stderr.isatty():
             from rich import console, progress  # imported where shown: it costs 0.1 s
 
             sizes = (
@@ -77,12 +82,14 @@ class Progress:
         """Prints a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
-        else:
+        elif self.shown:
             print(line, file=sys.stderr, flush=True)
 
     def _log(self) -> None:
         now = time.monotonic()
         self._logged = now
+        if not self.shown:
+            return
         rate = (self._done - self._begun) / max(now - self._start, 1e-9)
         scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
         text = f"{self._title}: {self._done / scale:,.0f}"

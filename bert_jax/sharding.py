@@ -37,7 +37,10 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     Raises:
         UserError: the axes do not multiply to the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    # Those of a process next to each other, so that its part of the rows is one stretch.
+    devices = sorted(
+        jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id)
+    )
     sizes = [config.data, config.fsdp, config.tensor]
     named = f"data={config.data}, fsdp={config.fsdp}, tensor={config.tensor}"
     fixed = int(np.prod([size for size in sizes if size != -1]))
@@ -55,6 +58,29 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
 def row_shards(mesh: Mesh) -> int:
     """Over how many places rows are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def row_part(mesh: Mesh) -> tuple[int, int]:
+    """Which part of how many of every batch this process holds.
+
+    Processes that differ by their place on the tensor axis alone hold the same part.
+
+    Raises:
+        UserError: its devices hold no such part.
+    """
+    shards = mesh.devices.reshape(row_shards(mesh), -1)
+    own = [
+        i
+        for i, row in enumerate(shards)
+        if any(d.process_index == jax.process_index() for d in row)
+    ]
+    parts = len(shards) // len(own)
+    if own != list(range(own[0], own[0] + len(own))) or own[0] % len(own):
+        raise UserError(
+            f"config.mesh ({dict(mesh.shape)}) cuts across the {jax.process_count()} processes: "
+            f"tensor must divide the {jax.local_device_count()} devices of one, or be a multiple"
+        )
+    return own[0] // len(own), parts
 
 
 def check_batch(mesh: Mesh, batch_size: int, accumulation: int) -> None:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import traverse_util
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import checkpoint, files, optim, sharding, workdir
+from bert_jax import checkpoint, distributed, files, optim, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import Run
 from bert_jax.data.wordpiece import Vocabulary
@@ -175,16 +176,22 @@ def train(
     best = {"best_by": stages[0].task.best_by, "highest": stages[0].task.best_is_highest}
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.only_process(folder))
-        workdir.claim(folder, config, data, best, force)
-        vocabulary.save(folder)
+
+        def claim() -> None:
+            stack.enter_context(files.only_process(folder))
+            workdir.claim(folder, config, data, best, force)
+            vocabulary.save(folder)
+
+        distributed.require_same(workdir.identity(config, data))
+        distributed.first("the workdir", claim)
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
         step = max(checkpoints.steps(), default=0)
+        distributed.require_same({"the newest checkpoint in the workdir": step})
         if step >= config.steps or Patience(config, best, folder, step).is_over:
             print(f"{folder} is finished: it stands at step {step:,} of {config.steps:,}")
             return
-        seed = jax.device_put(jnp.uint32(config.seed), shapes.seed.sharding)
+        seed = jax.device_put(np.uint32(config.seed), shapes.seed.sharding)
         if step:
             training = {"step": shapes.step, "optimizer": shapes.optimizer, "sums": shapes.sums}
             params, training = checkpoints.restore(step, shapes.params, training)
@@ -192,11 +199,13 @@ def train(
         else:
             state = init(seed)
             state = state._replace(params=_start_from(state.params, start or {}, shapes.params))
-        workdir.record_start(folder, step, mesh)
+        distributed.first("starts.jsonl", lambda: workdir.record_start(folder, step, mesh))
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
         log = stack.enter_context(Log(folder, step, config, mesh, progress))
         patience = Patience(config, best, folder, step)
         interrupted = stack.enter_context(interrupts(progress))
+        stopping = distributed.Stopping(STEPS_AHEAD)
+        watch = stack.enter_context(distributed.Watch())
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
 
@@ -214,12 +223,13 @@ def train(
                 train_step, measure = compiled[number]
                 log.begin(stage, step)
                 batches = stage.batches(
-                    step - first, stage.end_step - first, jax.process_index(), jax.process_count()
+                    step - first, stage.end_step - first, *sharding.row_part(mesh)
                 )
                 running: collections.deque[Any] = collections.deque()
                 for batch in batches:
                     state, sums = train_step(state, put(batch, mesh))
                     step += 1
+                    watch.step = step
                     progress.advance()
                     running.append(sums)
                     if len(running) > STEPS_AHEAD:
@@ -234,7 +244,7 @@ def train(
                         evaluated = log.heldout(step, measure(state.params))
                         patience.look(evaluated)
                     at_end = at_end or patience.is_over
-                    stop = interrupted()
+                    stop = stopping(interrupted())
                     if at_end or stop or step % config.checkpoint.every_steps == 0:
                         # The metrics up to here must survive whatever the checkpoint survives.
                         log.sync()

@@ -128,6 +128,27 @@ def read_story(folder: str | pathlib.Path, step: int) -> Story:
     return Story(told.get("imported"), told["data"], starts, heldout[-1] if heldout else None)
 
 
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _commit() -> str | None:
+    found = subprocess.run(
+        ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or None
+
+
+def identity(config: Run, data: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all processes of a run must have in common, by a name for people."""
+    settings = {f"config.{key}": value for key, value in config_lib.flatten(config).items()}
+    digests = {f"data of phase {i}": rows["digest"] for i, rows in enumerate(data)}
+    return {**settings, **digests, **_versions(), "commit": _commit()}
+
+
 def claim(
     workdir: pathlib.Path,
     config: Run,
@@ -174,17 +195,11 @@ def claim(
 
 def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh) -> None:
     """Appends to starts.jsonl what this start of the run is."""
-    commit = subprocess.run(
-        ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     start = {
         "step": step,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": commit or None,
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "commit": _commit(),
+        "versions": _versions(),
         "python": platform.python_version(),
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
         "mesh": dict(mesh.shape),

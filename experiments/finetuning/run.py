@@ -21,7 +21,6 @@ import pathlib
 import platform
 import statistics
 import subprocess
-import time
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -121,11 +120,13 @@ def run(name, start, seeds, changes):
         *(f"--config.{setting}" for setting in settings),
     ]
     print(" ".join(command), flush=True)
-    begun, load = time.monotonic(), os.getloadavg()[0]
+    load = os.getloadavg()[0]
     subprocess.run(command, check=True, cwd=ROOT)
     found = json.loads((folder / "metrics.json").read_text())
     value = found["dev"][metric]
-    own = folder / f"seed_{found['seeds'][0]}" if seeds > 1 else folder
+    runs = [folder / f"seed_{seed}" for seed in found["seeds"]] if seeds > 1 else [folder]
+    own = runs[0]
+    seconds = [line["seconds"] for r in runs for line in read_lines(r / "speed.jsonl")]
     told = json.loads((own / "config.json").read_text())
     names = ("bert-jax", "jax", "flax", "optax", "numpy")
     return {
@@ -137,7 +138,7 @@ def run(name, start, seeds, changes):
         "steps": told["config"]["steps"],
         "epochs": told["config"]["epochs"],
         "learning_rate": told["config"]["optim"]["learning_rate"],
-        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "minutes": round(sum(seconds) / 60, 1),
         "load_average": round(load, 2),
         "command": " ".join(command)
         .replace(str(minilm()), "MINILM")
@@ -195,7 +196,7 @@ def readme(results, trainer):
                 f"| {r['set']} | {r['metric']} | {spread(own[0])} | {spread(r['values'])} | "
                 f"{statistics.fmean(own[0]) - statistics.fmean(r['values']):+.2g} |"
             )
-    lines += ["", "| set | start | examples | steps | epochs | minutes | load at the start |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "| set | start | examples | steps | epochs | minutes of steps | load at the start |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for r in results:
         cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", r["epochs"], r["minutes"], r["load_average"]]  # fmt: skip
         lines.append(f"| {r['set']} | {r['start']} | {' | '.join(map(str, cells))} |")
@@ -227,7 +228,7 @@ def main():
         for start in arguments.starts:
             result = run(name, start, arguments.seeds, arguments.change)
             key = (result["set"], result["start"])
-            results = [r for r in results if (r["set"], r["start"]) != key] + [result]
+            results = [r for r in read_lines(path) if (r["set"], r["start"]) != key] + [result]
             path.write_text("".join(json.dumps(r) + "\n" for r in results))
     (HERE / "README.md").write_text(readme(results, read_lines(HERE / "trainer.jsonl")))
 

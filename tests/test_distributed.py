@@ -1,0 +1,207 @@
+"""Several real processes as one run: the same numbers, kills, other counts, and who is missing."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, distributed, sharding, workdir
+from bert_jax.config import Config, MeshConfig
+from bert_jax.errors import UserError
+from tests.test_train import ALONE, command, pretrain
+
+STEPS = ("steps=60", "checkpoint.every_steps=20", "evaluate_every_steps=60", "log_every_steps=5")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(argv, count, **environment):
+    """So many processes that make one run."""
+    address, processes = f"127.0.0.1:{free_port()}", []
+    for i in range(count):
+        own = {
+            "BERT_JAX_COORDINATOR": address,
+            "BERT_JAX_PROCESSES": str(count),
+            "BERT_JAX_PROCESS": str(i),
+            **environment,
+        }
+        processes.append(
+            subprocess.Popen(
+                argv(i) if callable(argv) else argv,
+                env={**ALONE, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
+
+def ends(processes):
+    """Their exit statuses and what they said on standard error."""
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return workdir.read_lines(path) if path.exists() else []
+
+
+def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_path, rows):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    alone = pretrain(whole, [rows()], *STEPS)
+    assert alone.returncode == 0, alone.stderr
+
+    argv = command(parts, [rows()], *STEPS)
+    processes = start(argv, 2, BERT_JAX_LOST_SECONDS="6")
+    while len(lines(parts)) < 6:  # step 30
+        assert all(process.poll() is None for process in processes), ends(processes)
+        time.sleep(0.01)
+    processes[1].kill()
+    (first, _), (said, _) = ends(processes)
+    assert first == distributed.EXIT_RUN_AGAIN == cli.EXIT_INTERRUPTED, said
+    assert "process 1 of 2 has given no sign of life" in said
+    assert said.strip().endswith("run the same command to go on")
+
+    status, said = ends(start(argv, 4))
+    assert status == [0] * 4, said
+    assert "resuming at step 20 of 60" in said[0]
+    assert "train:" not in "".join(said[1:])  # one speaks for all
+    for a, b in zip(lines(whole), lines(parts), strict=True):
+        assert a["step"] == b["step"]
+        assert a["real_fraction"] == b["real_fraction"]  # the same rows: counts are exact
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+    params, there = (checkpoint.load_model(folder, "latest")[2] for folder in (whole, parts))
+    for a, b in zip(*map(jax.tree.leaves, (params, there)), strict=True):
+        # Sums over processes are in another order, and Adam divides by what is near 0 at first.
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5)
+    assert [s["processes"] for s in workdir.read_lines(parts / "starts.jsonl")] == [2, 4]
+
+
+def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
+    folder = tmp_path / "w"
+    argv = command(folder, [rows()], "steps=100000", "checkpoint.every_steps=100000")
+    processes = start(argv, 2)
+    while len(lines(folder)) < 2:
+        assert all(process.poll() is None for process in processes), ends(processes)
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGTERM)
+    status, said = ends(processes)
+    assert status == [cli.EXIT_INTERRUPTED] * 2, said
+    steps = {re.search(r"saved step ([\d,]+)", text)[1] for text in said}
+    assert len(steps) == 1
+    kept = [int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()]
+    assert kept == [int(steps.pop().replace(",", ""))]
+
+
+def test_processes_that_were_told_different_things(tmp_path, rows):
+    def argv(i):
+        return command(tmp_path / "w", [rows()], f"optim.learning_rate={i + 1}e-3")
+
+    status, said = ends(start(argv, 2))
+    assert status == [cli.EXIT_USER_ERROR] * 2, said
+    for text in said:
+        assert "processes 0 and 1 differ (config.optim.learning_rate: 0.001 and 0.002)" in text
+    assert not (tmp_path / "w" / "config.json").exists()
+
+
+@pytest.mark.parametrize(("here", "expected"), [(0, "process 0 of 2"), (1, "process 1 of 2")])
+def test_one_that_does_not_come(here, expected):
+    code = "from bert_jax import distributed; distributed.start()"
+    environment = {
+        "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "BERT_JAX_PROCESSES": "2",
+        "BERT_JAX_PROCESS": str(here),
+        "BERT_JAX_JOIN_SECONDS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**ALONE, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == cli.EXIT_USER_ERROR
+    (line,) = [text for text in done.stderr.splitlines() if text.startswith("bert-jax")]
+    assert f"{expected} waited 1 s for the others (coordinator 127.0.0.1" in line
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PROCESS": "0"}, "BERT_JAX_PROCESS without BERT_JAX_COORDINATOR, BERT_JAX_PROCESSES"),
+        ({"COORDINATOR": "a:1", "PROCESSES": "2", "PROCESS": "2"}, "it must be 0 to 1"),
+        ({"COORDINATOR": "a:1", "PROCESSES": "x", "PROCESS": "2"}, "must be a number"),
+        ({"COORDINATOR": "a", "PROCESSES": "2", "PROCESS": "1"}, "it must be HOST:PORT"),
+        ({"DISTRIBUTED": "yes"}, "it may be 'auto'"),
+    ],
+)
+def test_an_incomplete_environment(monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(f"BERT_JAX_{name}", value)
+    before = jax.config.jax_enable_preemption_service
+    try:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            distributed.start()
+    finally:
+        jax.config.update("jax_enable_preemption_service", before)
+
+
+def test_without_an_environment_there_is_one_process():
+    assert not [name for name in os.environ if name.startswith("BERT_JAX_P")]
+    distributed.start()
+    assert distributed.gather("x", "text") == ["text"]
+    assert distributed.Stopping(2)(True)
+    assert not distributed.Stopping(2)(False)
+    distributed.require_same({"a": 1})
+
+    def refuse():
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        distributed.first("x", refuse)
+
+
+def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
+    def device(number, process):
+        there = mock.create_autospec(jax.Device, instance=True)
+        there.id, there.process_index = number, process
+        return there
+
+    # Numbered as a TPU slice may be: a process's devices are not next to each other.
+    devices = [device(i, (i // 2) % 4) for i in range(16)]
+    for axes, parts in (((16, 1, 1), 4), ((2, 8, 1), 4), ((4, 1, 4), 4), ((2, 1, 8), 2)):
+        mesh = sharding.make_mesh(MeshConfig(*axes), devices)
+        found = []
+        for process in range(4):
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            found.append(sharding.row_part(mesh))
+        assert {of for _, of in found} == {parts}
+        assert sorted({part for part, _ in found}) == list(range(parts))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    odd = [device(i, min(i // 3, 3)) for i in range(12)]
+    mesh = sharding.make_mesh(MeshConfig(6, 1, 2), odd)
+    with pytest.raises(UserError, match="cuts across the 4 processes"):
+        sharding.row_part(mesh)
+
+
+def test_what_is_compared_between_processes():
+    told = workdir.identity(Config(), [{"digest": "d"}])
+    assert json.loads(json.dumps(told, default=str))["data of phase 0"] == "d"
+    assert {"jax", "config.optim.learning_rate", "commit"} <= set(told)
