@@ -356,7 +356,7 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
     ("change", "expected"),
     [
         ({"layers": 3}, "config.model.layers is 3, the checkpoint's is 2"),
-        ({"dropout": 0.3}, None),
+        ({"dropout": 0.3, "attention": "splash"}, None),
     ],
 )
 def test_the_checkpoint_says_what_the_model_is(change, expected):
@@ -369,6 +369,7 @@ def test_the_checkpoint_says_what_the_model_is(change, expected):
     else:
         found = finetuning.model_config(config, start, problem)
         assert (found.dropout, found.attention_dropout, found.layers) == (0.3, 0.0, 2)
+        assert (found.attention, start.attention) == ("splash", "xla")
         assert found.labels == problem.labels
 
 

@@ -173,7 +173,15 @@ def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Arr
 
 
 # What a run may choose about a model that is there already.
-_FREE = ("dropout", "attention_dropout", "dropout_generator", "dtype", "layer_loop", "remat")
+_FREE = (
+    "dropout",
+    "attention_dropout",
+    "dropout_generator",
+    "attention",
+    "dtype",
+    "layer_loop",
+    "remat",
+)
 
 
 def model_config(
