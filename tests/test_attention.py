@@ -84,7 +84,13 @@ def test_every_device_attends_in_its_own_rows_and_heads(implementation):
 
 def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
     """With dropout where a kernel does not see it."""
-    monkeypatch.setattr(model, "attention", functools.partial(attention, interpret=True))
+    used = []
+
+    def watched(*args):
+        used.append(args[-1])
+        return attention(*args, interpret=True)
+
+    monkeypatch.setattr(model, "attention", watched)
     small = ModelConfig(
         layers=2, hidden=32, heads=2, feed_forward=48, vocab_size=30, attention_dropout=0.0,
         layer_loop="scanned",
@@ -104,11 +110,14 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
         return jax.grad(loss)(params)
 
     wanted = jax.jit(gradient, static_argnums=3)(params, tokens, length, "xla")
+    assert set(used) == {"xla"}
+    used.clear()
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
     places = [sharding.shardings(mesh, params), sharding.rows(mesh), sharding.rows(mesh)]
     with jax.set_mesh(mesh):
         inputs = jax.device_put([params, tokens, length], places)
         found = jax.jit(gradient, static_argnums=3)(*inputs, "splash")
+    assert set(used) == {"splash"}
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), found, wanted)
 
 
