@@ -1,13 +1,22 @@
-"""Attention over packed rows: one function, whatever computes it.
+"""Attention over packed rows: one function, and what may compute it.
+
+"xla" runs everywhere, in any float, with dropout. The others are kernels that never write down the
+T² scores of a head; each is for one kind of hardware (`KERNELS`), none has dropout inside.
 
 Shapes: B rows, T tokens a row, N heads, K head size.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from bert_jax import sharding
+from bert_jax.config import ModelConfig
 from bert_jax.dropout import dropout
+from bert_jax.errors import UserError
 
 
 def attention(
@@ -17,6 +26,8 @@ def attention(
     sequence: Int[Array, "B T"],
     dropout_rate: float,
     dropout_key: Key[Array, ""] | None,
+    implementation: str,
+    interpret: bool = False,
 ) -> Float[Array, "B T N K"]:
     """Scaled dot-product attention in which a token sees its own sequence only.
 
@@ -24,10 +35,34 @@ def attention(
 
     Args:
         query, key, value: projections of the hidden states.
-        sequence: which sequence of its row a token belongs to (`rows.Layout.sequence`).
+        sequence: which sequence of its row a token belongs to (`rows.Layout.sequence`), from 0 on.
         dropout_rate: of the attention probabilities (Vaswani et al., section 5.4, as BERT uses it).
         dropout_key: None switches dropout off.
+        implementation: "xla" or one of `KERNELS`, which `check` has let through.
+        interpret: compute a Pallas kernel in Pallas' interpreter, on any hardware.
+
+    Raises:
+        ValueError: dropout with a kernel.
     """
+    if implementation == "xla":
+        return _xla(query, key, value, sequence, dropout_rate, dropout_key)
+    if dropout_rate and dropout_key is not None:
+        raise ValueError(f"attention {implementation!r} has no dropout")
+    kernel = KERNELS[implementation]
+    tokens = query.shape[1]
+    missing = -tokens % kernel.block_tokens
+
+    def run(query, key, value, sequence):
+        return kernel.run(query, key, value, sequence, interpret)
+
+    if missing:
+        filling = [(0, 0), (0, missing), (0, 0), (0, 0)]
+        query, key, value = (jnp.pad(x, filling) for x in (query, key, value))
+        sequence = jnp.pad(sequence, filling[:2], constant_values=-1)  # a sequence of its own
+    return sharding.on_each_device(run)(query, key, value, sequence)[:, :tokens]
+
+
+def _xla(query, key, value, sequence, dropout_rate, dropout_key):
     # Heads before tokens, the small operand scaled, and the sum divided by after the product with
     # the values: a CPU takes half the time of the same in textbook order.
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
@@ -41,3 +76,107 @@ def attention(
     kept = dropout(exponentials.astype(value.dtype), dropout_rate, dropout_key)
     found = jnp.einsum("bntu,bnuk->bntk", kept, value) / total.astype(value.dtype)
     return found.swapaxes(1, 2)
+
+
+def _cudnn(query, key, value, sequence, interpret):
+    # It knows of no sequences: which token sees which is told as a mask, the same for all heads.
+    # Its gradients add up in any order: the same bits twice need --xla_gpu_deterministic_ops.
+    same = sequence[:, None, :, None] == sequence[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=same, implementation="cudnn")
+
+
+def _pallas(query, key, value, sequence, interpret):
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    return mha(query, key, value, sequence, query.shape[-1] ** -0.5, interpret=interpret)
+
+
+def _splash(query, key, value, sequence, interpret):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    heads, tokens = query.shape[2], query.shape[1]
+    block = next(size for size in (512, 256, 128) if tokens % size == 0)
+    sizes = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+    run = splash.make_splash_mha(
+        splash.MultiHeadMask([splash.FullMask((tokens, tokens))] * heads),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    query = query * query.shape[-1] ** -0.5
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    return jax.vmap(run)(query, key, value, splash.SegmentIds(sequence, sequence)).swapaxes(1, 2)
+
+
+class Kernel(NamedTuple):
+    """What computes attention on one kind of hardware.
+
+    Attributes:
+        run: (query, key, value, sequence, interpret) to the result, on one device.
+        platform: "gpu" or "tpu".
+        dtypes: of queries, keys and values.
+        head_sizes: K.
+        block_tokens: T is filled up to a multiple of it.
+    """
+
+    run: Callable[..., Array]
+    platform: str
+    dtypes: tuple[str, ...]
+    head_sizes: range
+    block_tokens: int
+
+
+KERNELS = {
+    # cuDNN's fused attention (`jax.nn.dot_product_attention`).
+    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64),
+    # jax.experimental.pallas.ops.gpu.attention, through Triton.
+    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128),
+    # jax.experimental.pallas.ops.tpu.splash_attention, through Mosaic.
+    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128),
+}
+
+
+def check(model: ModelConfig, platform: str, tensor: int) -> None:
+    """Refuses to train a model with an attention that cannot compute it.
+
+    Args:
+        model: its `attention` is the one to check.
+        platform: of the devices, "cpu", "gpu" or "tpu".
+        tensor: over how many of them heads are split.
+
+    Raises:
+        UserError: says what the chosen one needs.
+    """
+    chosen = model.attention
+    if chosen == "xla":
+        return
+    kernel = KERNELS[chosen]
+    chosen = f"config.model.attention={chosen!r}"
+    if platform != kernel.platform:
+        fit = ["xla", *(name for name, k in KERNELS.items() if k.platform == platform)]
+        raise UserError(
+            f"{chosen} runs on a {kernel.platform} only, this is a {platform}: here "
+            f"it can be {' or '.join(map(repr, fit))}"
+        )
+    if model.attention_dropout:
+        raise UserError(
+            f"config.model.attention_dropout is {model.attention_dropout}: {chosen} has no dropout "
+            "that is a function of seed and step, so it must be 0, or the attention 'xla'"
+        )
+    if model.dtype not in kernel.dtypes:
+        raise UserError(
+            f"config.model.dtype is {model.dtype!r}: {chosen} computes in "
+            f"{' or '.join(map(repr, kernel.dtypes))} only"
+        )
+    sizes = kernel.head_sizes
+    if model.hidden // model.heads not in sizes:
+        raise UserError(
+            f"config.model.hidden / heads is {model.hidden // model.heads}: {chosen} takes head "
+            f"sizes {sizes[0]}, {sizes[1]}, … {sizes[-1]}"
+        )
+    if model.heads % tensor:
+        raise UserError(
+            f"config.mesh.tensor is {tensor}: {chosen} computes whole heads on a "
+            f"device, so it must divide config.model.heads={model.heads}"
+        )

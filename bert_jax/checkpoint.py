@@ -170,12 +170,13 @@ def load_model(
         which: "best" (by the held-out metric of its task), "latest", or a step.
 
     Returns:
-        Its config, vocabulary, parameters and step.
+        Its config, with the attention that runs anywhere, vocabulary, parameters and step.
 
     Raises:
         UserError: no run there, or no such checkpoint.
     """
     config = workdir.read_config(folder)
+    config.model.attention = "xla"
     checkpoints = Checkpoints(
         pathlib.Path(folder) / "checkpoints",
         config.checkpoint,

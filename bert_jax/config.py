@@ -42,6 +42,10 @@ class ModelConfig:
     # counter-based hash, nearly free), "threefry" (JAX's own, dear on CPU) or "rbg" (the
     # accelerator's own; its bits differ between kinds of devices and meshes).
     dropout_generator: str = "hash"
+    # What computes attention while training: "xla" anywhere, "cudnn" or "pallas" on GPUs, "splash"
+    # on TPUs. The last three want attention_dropout 0; what else is refused at the start. A
+    # checkpoint is used with "xla", whatever it was trained with, for that runs anywhere.
+    attention: str = "xla"
     layer_norm_epsilon: float = 1e-12
     initializer_stddev: float = 0.02
     # A LayerNorm after the last layer; BERT's layers end in one already.
@@ -313,6 +317,7 @@ def model_size(name: str) -> ModelConfig:
 
 _CHOICES = {
     "model.activation": ("gelu", "gelu_tanh", "relu"),
+    "model.attention": ("xla", "cudnn", "pallas", "splash"),
     "model.dtype": ("float32", "bfloat16"),
     "model.head": HEADS,
     "embed.pooling": ("mean", "cls", "none"),

@@ -40,7 +40,8 @@ def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[
         total, found = None, []
         for i, batch in enumerate(stage.heldout(*sharding.row_part(mesh))):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
-            pairs, outputs = measure(params, put(batch, mesh), key)
+            with jax.set_mesh(mesh):
+                pairs, outputs = measure(params, put(batch, mesh), key)
             total = pairs if total is None else jax.tree.map(jnp.add, total, pairs)
             if outputs:
                 found.append((_everywhere(batch), _everywhere(outputs)))

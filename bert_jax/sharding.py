@@ -1,11 +1,13 @@
 """The device mesh, and one table that says where every parameter lies."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from bert_jax.config import MeshConfig
 from bert_jax.errors import UserError
@@ -13,6 +15,8 @@ from bert_jax.errors import UserError
 AXES = ("data", "fsdp", "tensor")
 # Rows are split over both axes that hold different data.
 ROWS = PartitionSpec(("data", "fsdp"))
+# Queries, keys and values, [B T N K].
+HEADS = PartitionSpec(("data", "fsdp"), None, "tensor")
 
 # The first pattern found in a parameter's path decides; optimizer state ends in the same paths.
 TABLE = (
@@ -121,6 +125,21 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
 def rows(mesh: Mesh) -> NamedSharding:
     """Where a batch of rows lies: its first axis split over data and fsdp."""
     return NamedSharding(mesh, ROWS)
+
+
+def on_each_device(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """Splits a kernel, which the compiler cannot: each device attends in its own rows and heads.
+
+    Args:
+        attend: (query, key, value [B T N K], sequence [B T]) to [B T N K], on one device.
+
+    Returns:
+        The same on the mesh in force (`jax.set_mesh`) while it is traced; without one, `attend`.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return attend
+    places = (HEADS, HEADS, HEADS, ROWS)
+    return jax.shard_map(attend, in_specs=places, out_specs=HEADS, check_vma=False)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

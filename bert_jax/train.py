@@ -20,7 +20,7 @@ import optax
 from flax import traverse_util
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import checkpoint, distributed, files, optim, sharding, workdir
+from bert_jax import attention, checkpoint, distributed, files, optim, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import Run
 from bert_jax.data.wordpiece import Vocabulary
@@ -130,7 +130,8 @@ def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Stat
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), sharding.replicated(mesh)),
     )
-    return step.lower(state, batch).compile()
+    with jax.set_mesh(mesh):
+        return step.lower(state, batch).compile()
 
 
 def compile_stage(
@@ -172,6 +173,7 @@ def train(
     mesh = sharding.make_mesh(config.mesh)
     for stage in stages:
         sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
+    attention.check(config.model, mesh.devices.flat[0].platform, mesh.shape["tensor"])
     init, shapes = initial_state(config, stages[0], mesh)
     best = {"best_by": stages[0].task.best_by, "highest": stages[0].task.best_is_highest}
 

@@ -430,7 +430,7 @@ def test_dropout_is_used_in_training_alone():
     ("change", "expected"),
     [
         ({"layers": 3}, "config.model.layers is 3, the checkpoint's is 2"),
-        ({"dropout": 0.3}, None),
+        ({"dropout": 0.3, "attention": "splash"}, None),
     ],
 )
 def test_the_checkpoint_says_what_the_model_is(change, expected):
@@ -445,6 +445,7 @@ def test_the_checkpoint_says_what_the_model_is(change, expected):
         # Of a model pretrained without dropout too: what it is fine-tuned with is the run's choice.
         assert (start.attention_dropout, found.attention_dropout) == (0.0, 0.1)
         assert (found.dropout, found.layers) == (0.3, 2)
+        assert (found.attention, start.attention) == ("splash", "xla")
         assert found.labels == problem.labels
 
 

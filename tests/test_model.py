@@ -380,7 +380,7 @@ def test_attention_by_hand():
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 1, 5, 1, 4), np.float32)
     sequence = jnp.array([[0, 0, 1, 1, 2]])
-    got = attention(*map(jnp.asarray, (q, k, v)), sequence, 0.0, None)[0, :, 0]
+    got = attention(*map(jnp.asarray, (q, k, v)), sequence, 0.0, None, "xla")[0, :, 0]
     for group in ([0, 1], [2, 3], [4]):
         scores = np.exp(q[0, group, 0] @ k[0, group, 0].T / 2)
         wanted = scores / scores.sum(1, keepdims=True) @ v[0, group, 0]

@@ -261,6 +261,11 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     assert finished.returncode == 0
     assert len(workdir.read_lines(folder / "metrics.jsonl")) == len(lines)
 
+    told = json.loads((folder / "config.json").read_text())
+    told["config"]["model"]["attention"] = "splash"
+    (folder / "config.json").write_text(json.dumps(told))
+    assert checkpoint.load_model(folder)[0].model.attention == "xla", "trained on a TPU, used here"
+
 
 def refused(capsys, *argv):
     capsys.readouterr()  # the progress of rows made for this test
@@ -282,6 +287,8 @@ def refused(capsys, *argv):
         (["phases[0].tokens=64"], "T=32, config.phases[0].tokens is 64"),
         (["mesh.data=3"], "does not fit 8 devices"),
         (["mesh.data=8", "batch_size=12"], "not divisible by 8"),
+        (["model.attention=splash"], "'splash' runs on a tpu only, this is a cpu: here it can be"),
+        (["model.attention=flash"], "config.model.attention is 'flash': it must be one of 'xla'"),
     ],
 )
 def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, changes, expected):

@@ -174,7 +174,15 @@ def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Arr
 
 # What is the run's own and not the model's: taken from the config also where there is a checkpoint,
 # for one that was pretrained without dropout could never be given any.
-_FREE = ("dropout", "attention_dropout", "dropout_generator", "dtype", "layer_loop", "remat")
+_FREE = (
+    "dropout",
+    "attention_dropout",
+    "dropout_generator",
+    "attention",
+    "dtype",
+    "layer_loop",
+    "remat",
+)
 
 
 def model_config(

@@ -1,0 +1,275 @@
+"""Attention's kernels: equal to XLA's in Pallas' interpreter, lowered for their hardware, refused.
+
+No accelerator is needed: where a kernel cannot even be interpreted (cuDNN), what is handed to the
+hardware is looked at.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bert_jax import model, sharding
+from bert_jax import train as loop
+from bert_jax.attention import KERNELS, attention, check
+from bert_jax.checkpoint import abstract
+from bert_jax.config import Config, MeshConfig, ModelConfig, Phase, model_size
+from bert_jax.data.rows import layout
+from bert_jax.errors import UserError
+from bert_jax.tasks import pretraining
+
+PALLAS = ("pallas", "splash")
+
+
+def make_inputs(tokens, heads=2, size=16, rows=2, dtype=jnp.float32):
+    """Queries, keys, values, a cotangent, and sequences: packed ones with padding, or one a row."""
+    rng = np.random.default_rng(tokens)
+    arrays = rng.standard_normal((4, rows, tokens, heads, size), np.float32)
+    sequence = np.zeros((rows, tokens), np.int32)
+    for start, number in ((3, 1), (tokens // 2, 2), (tokens - 9, 3)):  # 3 is padding
+        sequence[::2, start:] = number
+    return [jnp.asarray(x, dtype) for x in arrays], jnp.asarray(sequence)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def value_and_gradients(arrays, sequence, implementation, interpret=True):
+    *inputs, cotangent = arrays
+    value, gradients = jax.vjp(
+        lambda q, k, v: attention(q, k, v, sequence, 0.0, None, implementation, interpret), *inputs
+    )
+    return value, *gradients(cotangent)
+
+
+@pytest.mark.parametrize("implementation", PALLAS)
+def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation):
+    arrays, sequence = make_inputs(150, size=24)
+    wanted = value_and_gradients(arrays, sequence, "xla")
+    for ours, theirs in zip(
+        value_and_gradients(arrays, sequence, implementation), wanted, strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", PALLAS)
+def test_a_kernel_rounds_no_worse_than_xla(implementation):
+    """In bfloat16, against float32."""
+    exact = value_and_gradients(*make_inputs(128, size=64), "xla")
+    inputs = make_inputs(128, size=64, dtype=jnp.bfloat16)
+    ours, theirs = (value_and_gradients(*inputs, name) for name in (implementation, "xla"))
+    for a, b, wanted in zip(ours, theirs, exact, strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert np.abs(a - wanted).max() < 1.5 * np.abs(b - wanted).max()
+
+
+@pytest.mark.parametrize("implementation", PALLAS)
+def test_every_device_attends_in_its_own_rows_and_heads(implementation):
+    arrays, sequence = make_inputs(128, heads=4, rows=4)
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    places = [jax.NamedSharding(mesh, sharding.HEADS)] * 4, sharding.rows(mesh)
+    with jax.set_mesh(mesh):
+        compiled = value_and_gradients.lower(
+            *abstract((arrays, sequence), places), implementation
+        ).compile()
+    found = compiled(*jax.device_put((arrays, sequence), places))
+    wanted = value_and_gradients(arrays, sequence, "xla")
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        assert ours.sharding.spec == sharding.HEADS
+    assert "all-" not in compiled.as_text()
+
+
+def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
+    """With dropout where a kernel does not see it."""
+    used = []
+
+    def watched(*args):
+        used.append(args[-1])
+        return attention(*args, interpret=True)
+
+    monkeypatch.setattr(model, "attention", watched)
+    small = ModelConfig(
+        layers=2, hidden=32, heads=2, feed_forward=48, vocab_size=30, attention_dropout=0.0,
+        layer_loop="scanned",
+    )  # fmt: skip
+    tokens = jnp.arange(4 * 40).reshape(4, 40) % 30
+    length = jnp.array([[20, 13], [40, 0], [5, 34], [1, 2]])
+    params = model.init_params(small, jax.random.key(0))
+
+    def gradient(params, tokens, length, name):
+        def loss(params):
+            bert = model.Bert(dataclasses.replace(small, attention=name))
+            packed = layout(length, length, 40)
+            key = jax.random.key(1)
+            hidden = bert.apply({"params": params}, tokens, packed, key, method="encode")
+            return jnp.sum(hidden[..., 0] ** 2)
+
+        return jax.grad(loss)(params)
+
+    wanted = jax.jit(gradient, static_argnums=3)(params, tokens, length, "xla")
+    assert set(used) == {"xla"}
+    used.clear()
+    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    places = [sharding.shardings(mesh, params), sharding.rows(mesh), sharding.rows(mesh)]
+    with jax.set_mesh(mesh):
+        inputs = jax.device_put([params, tokens, length], places)
+        found = jax.jit(gradient, static_argnums=3)(*inputs, "splash")
+    assert set(used) == {"splash"}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), found, wanted)
+
+
+class Watching(pretraining.Pretraining):
+    """A task that only looks at the mesh it is traced on."""
+
+    seen: ClassVar[list[dict[str, int]]] = []
+
+    def init(self, key):
+        return {"kernel": jnp.ones(3)}
+
+    def inputs(self, batch, key):
+        return batch["length"]
+
+    def weights(self, inputs):
+        return {"masked_lm_loss": jnp.float32(1)}
+
+    def pairs(self, params, inputs, key):
+        self.seen.append(dict(jax.sharding.get_abstract_mesh().shape))
+        return {"masked_lm_loss": (jnp.sum(params["kernel"]), jnp.float32(1))}
+
+    def outputs(self, params, inputs):
+        return {}
+
+
+def small_run(rows, **changes):
+    """A run's config with the vocabulary's size, and its stage, without dropout in attention."""
+    config = Config(
+        model=dataclasses.replace(model_size("L2-H32-A2"), attention_dropout=0.0, **changes),
+        phases=(Phase(rows=str(rows())),),
+        batch_size=4,
+        evaluate_rows=4,
+    )
+    config, _, _, (stage,) = pretraining.stages(config)
+    return config, stage
+
+
+def test_training_and_evaluation_know_their_mesh(rows):
+    config, stage = small_run(rows)
+    stage.task.__class__ = Watching
+    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    init, shapes = loop.initial_state(config, stage, mesh)
+    Watching.seen.clear()
+    _, measure = loop.compile_stage(config, stage, mesh, shapes)
+    measure(init(jnp.uint32(0)).params)
+    assert Watching.seen == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform", "calls"),
+    [
+        ("pallas", "cuda", ["mha_forward", "mha_backward"]),
+        ("splash", "tpu", ["tpu_custom_call"]),
+        (
+            "cudnn",
+            "cuda",
+            ["__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("],
+        ),
+    ],
+)
+def test_a_kernel_is_what_its_hardware_gets(monkeypatch, implementation, platform, calls):
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
+    inputs = make_inputs(96, dtype=jnp.bfloat16)
+    traced = value_and_gradients.trace(*inputs, implementation, False)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    for call in calls:
+        assert call in text
+    if implementation == "cudnn":  # the mask, T filled up, goes in forward and backward
+        assert (
+            sum("tensor<2x1x128x128xbf16>" in line for line in text.split("\n") if "fmha" in line)
+            == 2
+        )
+    assert "exponential" not in text, "XLA's softmax beside the kernel's"
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2"])
+def test_a_sharded_step_compiles_for_tpu(rows, topology):
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: install bert-jax[tpu]")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(topology, "tpu").devices
+    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), devices)
+    config, stage = small_run(rows, attention="splash", dtype="bfloat16")
+    check(config.model, devices[0].platform, mesh.shape["tensor"])
+    _, shapes = loop.initial_state(config, stage, mesh)
+    text = loop.compile_step(config, stage, mesh, shapes).as_text()
+    for kernel in ("fwd", "dq", "dkv"):
+        assert f"splash_mha_{kernel}" in text
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def refusal(platform, tensor=1, **changes):
+    values = {"attention_dropout": 0.0, "dtype": "bfloat16", **changes}
+    with pytest.raises(UserError) as error:
+        check(ModelConfig(**values), platform, tensor)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+PLATFORMS = {name: kernel.platform for name, kernel in KERNELS.items()}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_kernel_cannot_do_is_refused(name):
+    platform = PLATFORMS[name]
+    check(ModelConfig(attention=name, attention_dropout=0.0, dtype="bfloat16"), platform, 4)
+    chosen = f"config.model.attention='{name}'"
+    said = refusal(platform, attention=name, attention_dropout=0.1)
+    assert said.startswith(f"config.model.attention_dropout is 0.1: {chosen} has no dropout")
+    said = refusal(platform, attention=name, hidden=520, heads=2)
+    takes = {"cudnn": "8, 16, … 128", "pallas": "16, 24, … 128", "splash": "1, 2, … 256"}
+    assert said == f"config.model.hidden / heads is 260: {chosen} takes head sizes {takes[name]}"
+    if name != "splash":
+        assert "heads is 12" in refusal(platform, attention=name, hidden=120, heads=10)
+    said = refusal(platform, tensor=5, attention=name)
+    assert said.startswith(f"config.mesh.tensor is 5: {chosen} computes whole heads")
+    assert "config.model.heads=12" in said
+    float32 = ModelConfig(attention=name, attention_dropout=0.0, dtype="float32")
+    if name == "splash":
+        check(float32, platform, 1)
+    else:
+        said = refusal(platform, attention=name, dtype="float32")
+        assert said == f"config.model.dtype is 'float32': {chosen} computes in 'bfloat16' only"
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "instead"),
+    [
+        ("cudnn", "cpu", "'xla'"),
+        ("pallas", "tpu", "'xla' or 'splash'"),
+        ("splash", "gpu", "'xla' or 'cudnn' or 'pallas'"),
+        ("splash", "cpu", "'xla'"),
+    ],
+)
+def test_other_hardware_is_refused_with_what_it_can_do(name, platform, instead):
+    assert refusal(platform, attention=name) == (
+        f"config.model.attention='{name}' runs on a {PLATFORMS[name]} only, this is a {platform}: "
+        f"here it can be {instead}"
+    )
+
+
+def test_xla_is_never_refused():
+    for platform in ("cpu", "gpu", "tpu"):
+        check(ModelConfig(hidden=36, heads=12), platform, 5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_dropout_with_a_kernel_is_an_error_and_nothing_else(name):
+    (*inputs, _), sequence = make_inputs(128)
+    with pytest.raises(ValueError, match="has no dropout"):
+        attention(*inputs, sequence, 0.1, jax.random.key(0), name)
