@@ -85,11 +85,13 @@ class Program:
     """Totals of one run on one chip.
 
     Attributes:
+        argument_bytes: of its arguments, without the padding that their layout adds.
         matrix_flops: of matrix products and convolutions, 2 a multiply-add.
         traffic_bytes: read from and written to main memory, each array once an instruction.
         collectives: in no order.
     """
 
+    argument_bytes: int = 0
     matrix_flops: float = 0.0
     traffic_bytes: float = 0.0
     collectives: list[Collective] = dataclasses.field(default_factory=list)
@@ -117,7 +119,9 @@ class _Reader:
                 current[instruction.name] = instruction
 
     def program(self) -> Program:
-        program = Program()
+        entry = self.computations[self.entry].values()
+        arguments = [shape for i in entry if i.op == "parameter" for shape in i.shapes]
+        program = Program(sum(shape.bytes for shape in arguments))
         # An asynchronous collective may appear several times (start, beside other work, done)
         # under one channel.
         channels: dict[str, Collective] = {}

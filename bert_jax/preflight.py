@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax import device, hlo, sharding
+from bert_jax import checkpoint, device, hlo, sharding
 from bert_jax.config import Config
 from bert_jax.device import Chip
 from bert_jax.errors import UserError
@@ -146,7 +146,7 @@ def tpu_devices(topology: Topology) -> Sequence[jax.Device]:
     # Otherwise libtpu asks the network and the user which TPU this machine has.
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "none",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_MIN_LOG_LEVEL": "3",
         "TPU_STDERR_LOG_LEVEL": "3",
@@ -182,10 +182,13 @@ class Place(NamedTuple):
     coordinates: tuple[int, ...]
 
 
-def places(topology: Topology, devices: Sequence[jax.Device] | None) -> list[Place]:
-    """Of each chip, in the mesh's order."""
-    if devices is None:
+def places(topology: Topology, devices: Sequence[jax.Device] | None = None) -> list[Place]:
+    """Of each chip, in the mesh's order: of given devices, else in the order of coordinates."""
+    if not topology.is_tpu:
         return [Place(i // GPUS_A_NODE, ()) for i in range(topology.chips)]
+    if devices is None:
+        inside = [tuple(map(int, place)) for place in np.ndindex(*topology.shape)]
+        return [Place(i, place) for i in range(topology.slices) for place in inside]
     axes = len(topology.shape)
     return [Place(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
 
@@ -222,7 +225,7 @@ def network_seconds(topology: Topology, where: list[Place], collective: Collecti
 # Formulae
 
 
-def activation_bytes(config: Config, stage: Stage, rows: float) -> float:
+def activation_bytes(config: Config, stage: Stage, rows: int | float) -> float:
     """What a layer's backward pass needs of `rows` rows, all layers, and the logits.
 
     34 D + 5 N T bytes a token and layer at 2 bytes a number (Korthikanti et al., arXiv 2205.05198,
@@ -317,12 +320,12 @@ def preflight(
         where = places(topology, list(mesh.devices.flat))
     else:
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
-        where = places(topology, None)
+        where = places(topology)
     for stage in stages:
         sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
     found, first_step = [], 0
-    for phase, stage in zip(config.phases, stages, strict=True):
-        entry = _phase(config, stage, topology, mesh, sizes, where)
+    for i, (phase, stage) in enumerate(zip(config.phases, stages, strict=True)):
+        entry = _phase(config, i, stage, topology, mesh, sizes, where)
         steps = stage.end_step - first_step
         hours = steps * entry["roofline"]["step_seconds"] / 3600
         entry |= {"steps": steps, "hours": hours, "chip_hours": hours * topology.chips}
@@ -350,6 +353,7 @@ def preflight(
 
 def _phase(
     config: Config,
+    i: int,
     stage: Stage,
     topology: Topology,
     mesh: Any,
@@ -357,62 +361,46 @@ def _phase(
     where: list[Place],
 ) -> dict[str, Any]:
     chip, model = topology.chip, config.model
-    state = _state_shapes(config, stage, mesh)
-    batch = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(mesh))
-        for name, x in stage.batch_shape.items()
-    }
+    state = _placed(initial_state(config, stage, mesh)[1], mesh)
+    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
     params = sharding.bytes_per_device(state.params)
+    state_bytes = sharding.bytes_per_device((state, batch))
     memory: dict[str, Any] = {
         "parameters": params,
         "optimizer": sharding.bytes_per_device(state.optimizer),
         "batch": sharding.bytes_per_device(batch),
     }
-    state_bytes = sharding.bytes_per_device((state, batch))
+    formula_flops = stage.task.flops_per_row * stage.batch_size / topology.chips
+    flops: dict[str, Any] = {"formula": formula_flops, "compiled": None, "cost_analysis": None}
     compiled, compile_seconds, needed = None, None, None
     if topology.is_tpu:
-        print(
-            f"compiling the step of {stage.batch_size} rows of T={stage.tokens} for {topology.name}"
-            + ("" if model.layer_loop == "scanned" else " (--config.model.layer_loop=scanned is quicker)"),
-            file=sys.stderr,
-            flush=True,
-        )  # fmt: skip
         begun = time.monotonic()
-        try:
-            compiled = compile_step(config, stage, mesh, state)
-        except jax.errors.JaxRuntimeError as error:
-            needed = needed_bytes(str(error), state_bytes)
-            if needed is None:
-                raise
+        compiled, needed = _compile(config, stage, topology, mesh, state)
         compile_seconds = time.monotonic() - begun
-    formula_flops = stage.task.flops_per_row * stage.batch_size / topology.chips
-    flops: dict[str, float | None] = {
-        "formula": formula_flops,
-        "compiled": None,
-        "cost_analysis": None,
-    }
     if compiled is not None:
         told, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
-        memory["temporaries"] = told.temp_size_in_bytes
-        memory["program"] = told.generated_code_size_in_bytes
         arguments = told.argument_size_in_bytes
-        total = arguments + told.output_size_in_bytes - told.alias_size_in_bytes
-        memory["arguments"] = arguments
-        memory["total"] = total + memory["temporaries"] + memory["program"]
-        flops["compiled"] = program.matrix_flops
+        new = told.output_size_in_bytes - told.alias_size_in_bytes
+        memory |= {
+            "padding": arguments - program.argument_bytes,
+            "temporaries": told.temp_size_in_bytes,
+            "program": told.generated_code_size_in_bytes,
+            "arguments": arguments,
+        }
+        memory["total"] = arguments + new + memory["temporaries"] + memory["program"]
+        flops["compiled"] = computed = program.matrix_flops
         flops["cost_analysis"] = (compiled.cost_analysis() or {}).get("flops")
         collectives, traffic = program.collectives, program.traffic_bytes
-        computed = program.matrix_flops
     else:
-        expected = expected_temporaries(config, stage, sizes, params)
-        memory["temporaries"] = expected if needed is None else needed - state_bytes
+        memory["temporaries"] = (
+            needed - state_bytes if needed else expected_temporaries(config, stage, sizes, params)
+        )
         memory["total"] = state_bytes + memory["temporaries"]
         collectives = expected_collectives(config, stage, sizes, params)
         traffic = expected_traffic(config, stage, sizes, params)
         computed = formula_flops * (4 / 3 if model.remat == "full" else 1)
-    memory["capacity"] = chip.memory_bytes
-    fits = compiled is not None or (needed is None and memory["total"] <= chip.memory_bytes)
-    sent: dict[str, dict[str, float]] = {}
+    fits = compiled is not None or (not needed and memory["total"] <= chip.memory_bytes)
+    sent: dict[str, dict[str, Any]] = {}
     for one in collectives:
         kind = sent.setdefault(one.kind, {"bytes": 0.0, "times": 0, "seconds": 0.0})
         kind["bytes"] += one.sent_bytes
@@ -422,6 +410,9 @@ def _phase(
     peak = chip.flops / (1 if topology.is_tpu or model.dtype == "bfloat16" else 2)
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
     times = roofline(chip._replace(flops=peak), computed, traffic, network)
+    change = None
+    if not fits:
+        change = would_fit(config, i, stage, topology, state, memory["temporaries"])
     return {
         "tokens": stage.tokens,
         "sequences": stage.task.masker.sequences,
@@ -429,9 +420,9 @@ def _phase(
         "accumulation": stage.accumulation,
         "method": "formula" if compiled is None else "compiled",
         "compile_seconds": compile_seconds,
-        "memory": memory,
+        "memory": {**memory, "capacity": chip.memory_bytes},
         "fits": fits,
-        "would_fit": None if fits else would_fit(config, stage, topology, memory["temporaries"]),
+        "would_fit": change,
         "flops": flops,
         "traffic": traffic,
         "collectives": sent,
@@ -440,9 +431,30 @@ def _phase(
     }
 
 
-def _state_shapes(config: Config, stage: Stage, mesh: Any) -> State:
-    _, state = initial_state(config, stage, mesh)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+def _compile(
+    config: Config, stage: Stage, topology: Topology, mesh: Any, state: State
+) -> tuple[Any, float | None]:
+    """The compiled step, or None and the bytes it would have taken."""
+    hint = "--config.model.layer_loop=scanned compiles sooner"
+    print(
+        f"compiling the step of {stage.batch_size} rows of T={stage.tokens} for {topology.name}, "
+        f"which takes minutes{'' if config.model.layer_loop == 'scanned' else f'; {hint}'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        return compile_step(config, stage, mesh, state), None
+    except jax.errors.JaxRuntimeError as error:
+        needed = needed_bytes(str(error))
+        if needed is None:
+            raise
+        return None, needed
+
+
+def _placed(state: State, mesh: Any) -> State:
+    """The shapes of a state on a mesh."""
+    placed = checkpoint.abstract(state, sharding.shardings(mesh, state))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
         try:
             leaf.sharding.shard_shape(leaf.shape)
         except ValueError as error:
@@ -451,17 +463,20 @@ def _state_shapes(config: Config, stage: Stage, mesh: Any) -> State:
                 f"config.mesh does not divide {name} of shape {leaf.shape}: choose other fsdp and "
                 "tensor sizes (--config.model.vocab_multiple=128 pads the vocabulary)"
             ) from error
-    return state
+    return placed
 
 
-def needed_bytes(message: str, state_bytes: int) -> float | None:
-    """What a program would have needed, from the compiler's refusal; None if it refused otherwise."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    if whole := re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message):
-        return float(whole.group(1)) * units[whole.group(2)]
-    if temporaries := re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", message):
-        return state_bytes + float(temporaries.group(1)) * units[temporaries.group(2)]
-    return None
+def needed_bytes(message: str) -> float | None:
+    """What a program would have taken, arguments and all, from the compiler's refusal.
+
+    None if it refused for another reason.
+    """
+    # What this message calls HLO temporaries has arguments and results in it.
+    said = r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm"
+    if not (found := re.search(said, message)):
+        return None
+    number, unit = (part for part in found.groups() if part)
+    return float(number) * 2.0 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit]
 
 
 def roofline(chip: Chip, flops: float, traffic: float, network: float) -> dict[str, Any]:
@@ -476,8 +491,11 @@ def roofline(chip: Chip, flops: float, traffic: float, network: float) -> dict[s
     return {**times, **step, "peak_flops": chip.flops}
 
 
-def _changes(config: Config, stage: Stage, chips: int) -> Iterator[tuple[str, Config, int]]:
+def _changes(config: Config, i: int, stage: Stage, chips: int) -> Iterator[tuple[str, Config, int]]:
     """Ways to need less memory, cheapest first: (arguments, config, accumulation)."""
+    # A phase that has a setting of its own takes no notice of the run's.
+    own = config.phases[i].accumulation
+    setting = f"--config.phases[{i}].accumulation" if own else "--config.accumulation"
     parts = [2**i for i in range(1, 11) if stage.batch_size % (2**i * stage.accumulation) == 0]
     shards = [2**i for i in range(1, 11) if chips % 2**i == 0]
 
@@ -493,7 +511,7 @@ def _changes(config: Config, stage: Stage, chips: int) -> Iterator[tuple[str, Co
         yield f"--config.model.remat={remat}", changed(remat, 0), stage.accumulation
     for part in parts:
         total = part * stage.accumulation
-        yield f"--config.accumulation={total}", changed(config.model.remat, 0), total
+        yield f"{setting}={total}", changed(config.model.remat, 0), total
     for fsdp in shards:
         yield f"--config.mesh.fsdp={fsdp}", changed(config.model.remat, fsdp), stage.accumulation
     for fsdp in [0, *shards]:
@@ -501,40 +519,33 @@ def _changes(config: Config, stage: Stage, chips: int) -> Iterator[tuple[str, Co
             total = part * stage.accumulation
             named = f"--config.mesh.fsdp={fsdp} " if fsdp else ""
             yield (
-                f"{named}--config.model.remat=full --config.accumulation={total}",
+                f"{named}--config.model.remat=full {setting}={total}",
                 changed("full", fsdp),
                 total,
             )
 
 
 def would_fit(
-    config: Config, stage: Stage, topology: Topology, temporaries: float
+    config: Config, i: int, stage: Stage, topology: Topology, state: State, temporaries: int | float
 ) -> dict[str, Any] | None:
-    """The first change that by estimate would fit, and the total bytes it would take.
+    """The first change that by estimate would make phase i fit, and the total bytes it would take.
 
     The formula's temporaries are scaled by what the present program is known to need.
     """
-
-    def state_bytes(config: Config, sizes: tuple[int, int, int]) -> tuple[int, int]:
-        mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
-        state = _state_shapes(config, stage, mesh)
-        return sharding.bytes_per_device(state), sharding.bytes_per_device(state.params)
-
+    params = sharding.bytes_per_device(state.params)
     sizes = sharding.mesh_sizes(config.mesh, topology.chips)
-    params = state_bytes(config, sizes)[1]
     scale = temporaries / expected_temporaries(config, stage, sizes, params)
-    known: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for arguments, other, parts in _changes(config, stage, topology.chips):
+    for arguments, other, parts in _changes(config, i, stage, topology.chips):
         try:
             sizes = sharding.mesh_sizes(other.mesh, topology.chips)
             mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
             sharding.check_batch(mesh, stage.batch_size, parts)
-            if sizes not in known:
-                known[sizes] = state_bytes(other, sizes)
+            placed = _placed(state, mesh)
         except UserError:
             continue
-        total, params = known[sizes]
+        params = sharding.bytes_per_device(placed.params)
         part = dataclasses.replace(stage, accumulation=parts)
+        total = sharding.bytes_per_device(placed)
         total += scale * expected_temporaries(other, part, sizes, params)
         if total <= topology.chip.memory_bytes:
             return {"arguments": arguments, "total": total}
@@ -559,7 +570,7 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", total, f"data sheet: {report['source']}"])
 
 
-def _size(count: float) -> str:
+def _size(count: int | float) -> str:
     power = 2 if count < 2**30 else 3
     return f"{count / 1024**power:,.2f} {'MiB' if power == 2 else 'GiB'}"
 
@@ -580,7 +591,7 @@ def _describe_phase(i: int, phase: dict[str, Any], report: dict[str, Any], chip:
         f"T={phase['tokens']}, S={phase['sequences']}; {how}",
         "  memory a chip",
     ]
-    for name in ("parameters", "optimizer", "batch", "temporaries", "program"):
+    for name in ("parameters", "optimizer", "batch", "padding", "temporaries", "program"):
         if name in memory:
             lines.append(f"    {name:14} {_size(memory[name]):>12}")
     verdict = "fits" if phase["fits"] else "DOES NOT FIT"

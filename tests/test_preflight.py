@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import cli, device, hlo, preflight, sharding
+from bert_jax import checkpoint, cli, device, hlo, preflight, sharding, train
 from bert_jax.config import Config, ModelConfig, Phase
 from bert_jax.errors import UserError
 from bert_jax.hlo import Collective
@@ -138,14 +138,7 @@ def test_products_written_as_convolutions(left, right, result, attributes, flops
 
 def all_reduce(size, topology):
     """An all-reduce over all chips of a topology, and where they are."""
-    islands, shape = topology.slices, topology.shape
-    where = [
-        preflight.Place(island, tuple(map(int, place)))
-        for island in range(islands)
-        for place in np.ndindex(*shape)
-    ]
-    if not topology.is_tpu:
-        where = preflight.places(topology, None)
+    where = preflight.places(topology)
     return Collective("all-reduce", size, np.arange(len(where))[None], 1), where
 
 
@@ -185,6 +178,17 @@ def test_roofline_by_hand():
     assert preflight.roofline(chip, 0.0, 0.0, 2.0)["bound"] == "network"
 
 
+def test_the_compiler_s_refusal_is_understood():
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+        "(17.75G) exceeds available HBM (15.75G)."
+    )
+    assert preflight.needed_bytes(message) == 17.75 * 2**30
+    message = "Ran out of memory in memory space hbm. Used 512.50M of 15.75G hbm. Exceeded"
+    assert preflight.needed_bytes(message) == 512.5 * 2**20
+    assert preflight.needed_bytes("INTERNAL: something else") is None
+
+
 def test_data_sheets_are_found_by_device_kind():
     assert device.chip("TPU v5 lite").flops == 197e12
     assert device.chip("TPU v5").flops == device.chip("TPU v5p").flops == 459e12
@@ -195,7 +199,7 @@ def test_data_sheets_are_found_by_device_kind():
 def miniature(**model):
     return Config(
         model=ModelConfig(
-            layers=3, hidden=128, heads=2, feed_forward=512, vocab_size=1024, positions=128, **model
+            layers=2, hidden=128, heads=2, feed_forward=512, vocab_size=1024, positions=128, **model
         ),
         phases=(Phase(tokens=128),),
         batch_size=64,
@@ -235,7 +239,8 @@ def test_gpus_are_told_by_formula(capsys):
     assert report["dollars"] == pytest.approx(2 * 8 * report["hours"])
     assert report["hours"] == pytest.approx(1e6 * phase["roofline"]["step_seconds"] / 3600)
     assert phase["memory"]["parameters"] == 4 * report["parameters"]
-    assert phase["memory"]["optimizer"] == 8 * report["parameters"]
+    # Two moments, and the schedule's count of steps.
+    assert phase["memory"]["optimizer"] == 8 * report["parameters"] + 4
     sent = phase["collectives"]["all-reduce"]["bytes"]
     assert sent == pytest.approx(2 * 7 / 8 * 4 * report["parameters"])
 
@@ -249,9 +254,6 @@ def test_what_does_not_fit_is_told_what_would(capsys):
     assert change
     status, out, _ = run(capsys, *many, *change)
     assert status == 0, (change, out)
-    status, out, _ = run(capsys, "--topology", "h100:1", "--config.model.hidden=524288")
-    assert status == 1
-    assert "take more chips" in out
 
 
 @pytest.mark.parametrize(
@@ -287,47 +289,43 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The miniature on a v5e:2x2, unrolled and fsdp=2, scanned and data alone."""
-    unrolled = miniature()
-    unrolled.mesh.fsdp = 2
-    topology = preflight.parse_topology("v5e:2x2")
-    both = preflight.preflight(unrolled, topology)
-    return unrolled, both, preflight.preflight(miniature(layer_loop="scanned"), topology)
+    """The miniature on a v5e:2x2: its config, and what is told of it."""
+    config = miniature(layer_loop="scanned")
+    config.mesh.fsdp = 2
+    report = preflight.preflight(config, preflight.parse_topology("v5e:2x2"))
+    return config, report["phases"][0]
 
 
 @needs_libtpu
 def test_the_compiler_holds_what_sharding_says(compiled):
-    config, report, _ = compiled
-    topology = preflight.parse_topology("v5e:2x2")
-    mesh = sharding.make_mesh(config.mesh, list(preflight.tpu_devices(topology)))
-    config, (stage,) = pretraining.stages_without_rows(config, 1)
-    state = preflight._state_shapes(config, stage, mesh)
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.rows(mesh)),
-        stage.batch_shape,
-    )
-    memory = report["phases"][0]["memory"]
-    assert memory["arguments"] == sharding.bytes_per_device((state, batch))
-    assert report["phases"][0]["fits"]
+    config, phase = compiled
+    _, (stage,) = pretraining.stages_without_rows(config, 1)
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
+    _, state = train.initial_state(config, stage, mesh)
+    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
+    memory = phase["memory"]
+    expected = sharding.bytes_per_device((state, batch))
+    # Small arrays are padded to the chip's tiles.
+    assert memory["arguments"] - memory["padding"] == expected
+    assert 0 <= memory["padding"] < 0.02 * expected
+    assert phase["fits"]
 
 
 @needs_libtpu
-def test_flops_are_the_formulas_unrolled_and_scanned(compiled):
-    _, sharded, scanned = compiled
-    for report in (sharded, scanned):
-        (phase,) = report["phases"]
-        assert phase["flops"]["compiled"] == pytest.approx(phase["flops"]["formula"], rel=0.05)
-    # XLA's own count agrees where there are no loops: it adds what is not matrix products.
-    assert (
-        scanned["phases"][0]["flops"]["cost_analysis"] < scanned["phases"][0]["flops"]["compiled"]
-    )
+def test_the_compiler_multiplies_what_the_formula_says(compiled):
+    _, phase = compiled
+    flops = phase["flops"]
+    assert flops["compiled"] == pytest.approx(flops["formula"], rel=1e-6)
+    # XLA's own count takes the layers' loops once.
+    assert flops["cost_analysis"] < 0.8 * flops["compiled"]
 
 
 @needs_libtpu
-def test_collectives_are_those_of_the_mesh(compiled):
-    _, sharded, scanned = compiled
-    (phase,) = scanned["phases"]
-    sent = phase["collectives"]["all-reduce"]["bytes"]
-    assert sent == pytest.approx(2 * 3 / 4 * phase["memory"]["parameters"], rel=0.05)
-    (phase,) = sharded["phases"]
+def test_the_compiler_exchanges_what_the_mesh_says(compiled):
+    config, phase = compiled
     assert {"all-gather", "all-reduce"} <= phase["collectives"].keys()
+    gathered = phase["collectives"]["all-gather"]
+    # Every sharded parameter is gathered from the other half, once or once in each direction.
+    kernels = config.model.layers * 12 * config.model.hidden**2 * 4
+    assert kernels / 2 <= gathered["bytes"] <= 2 * (kernels + 4 * 2 * config.model.vocab_size * 128)
+    assert 0 < phase["roofline"]["network_seconds"] < 1
