@@ -149,8 +149,8 @@ def recipe_table(results, size, slices, predict_one, steps):
             cells = {tokens: predict_one("recipe", size, tokens, name) for tokens in steps}
             if None in cells.values():
                 return [*lines, "", "nothing compiled yet"]
-            hours = "–"
-            spent = "–"
+            hours = "-"
+            spent = "-"
             if all(cell["times"] for cell in cells.values()):
                 seconds = sum(
                     steps[tokens] * cell["times"]["step_seconds"] for tokens, cell in cells.items()
@@ -226,7 +226,7 @@ def lamb_table(predict_one, r):
         cells = [predict_one("lamb", "large", tokens, name) for tokens, _, _ in r.LAMB]
         if None in cells:
             continue
-        minutes = "–"
+        minutes = "-"
         if all(cell["times"] for cell in cells):
             seconds = sum(
                 steps * cell["times"]["step_seconds"]
@@ -264,7 +264,7 @@ def refused(compiled):
             and all(x[k] == r[k] for k in ("run", "size", "tokens", "topology"))
         ]  # fmt: skip
         named = phase["would_fit"]
-        then = "–"
+        then = "-"
         if same:
             total = same[0]["report"]["phases"][0]["memory"]["total"] / GIB
             then = f"{'fits' if same[0]['report']['fits'] else 'does not fit'}, {total:.2f}"

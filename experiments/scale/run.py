@@ -40,8 +40,8 @@ SLICES = {
     "v4": ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16"),
     "v6e": ("2x2", "4x4", "8x8", "16x16", "16x16,slices=4"),
 }
-# You et al., arXiv 1904.00962, table 1 and section 4.1: 65,536 sequences of 128 for 9/10 of the epochs,
-# then 32,768 of 512; 8,599 steps in 76.19 minutes on a TPU v3 pod of 1,024 chips.
+# You et al., arXiv 1904.00962, table 1: 65,536 sequences of 128, then 32,768 of 512, 8,599 steps in
+# 76.19 minutes on a TPU v3 pod of 1,024 chips; nine in ten sequences are short, which splits the steps so.
 LAMB = ((128, 65_536, 7_038), (512, 32_768, 1_561))
 LAMB_MINUTES, LAMB_CHIPS, V3_FLOPS = 76.19, 1024, 123e12
 
