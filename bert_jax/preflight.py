@@ -11,6 +11,7 @@ perfectly. A real step takes longer.
 import collections
 import copy
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -535,17 +536,21 @@ def would_fit(
     params = sharding.bytes_per_device(state.params)
     sizes = sharding.mesh_sizes(config.mesh, topology.chips)
     scale = temporaries / expected_temporaries(config, stage, sizes, params)
+
+    @functools.cache
+    def place(sizes: tuple[int, int, int]) -> tuple[int, int]:
+        placed = _placed(state, jax.sharding.AbstractMesh(sizes, sharding.AXES))
+        return sharding.bytes_per_device(placed), sharding.bytes_per_device(placed.params)
+
     for arguments, other, parts in _changes(config, i, stage, topology.chips):
         try:
             sizes = sharding.mesh_sizes(other.mesh, topology.chips)
             mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
             sharding.check_batch(mesh, stage.batch_size, parts)
-            placed = _placed(state, mesh)
+            total, params = place(sizes)
         except UserError:
             continue
-        params = sharding.bytes_per_device(placed.params)
         part = dataclasses.replace(stage, accumulation=parts)
-        total = sharding.bytes_per_device(placed)
         total += scale * expected_temporaries(other, part, sizes, params)
         if total <= topology.chip.memory_bytes:
             return {"arguments": arguments, "total": total}

@@ -1,11 +1,12 @@
 """README.md from results.jsonl: compiles nothing, extrapolates what was not compiled and marks it."""
 
+import functools
 import math
 import pathlib
 
 import jax
 
-from bert_jax import preflight, sharding, train
+from bert_jax import checkpoint, preflight, sharding, train
 from bert_jax.tasks import pretraining
 
 GIB, MIB = 2**30, 2**20
@@ -22,21 +23,42 @@ def known_fits(results, run, size, tokens):
     }
 
 
-def expected(config, topology):
+@functools.cache
+def state_shapes(size, optimizer):
+    """The state's shapes, which neither T nor the mesh change; slow to make."""
+    import run as r
+
+    config = r.recipe(size, 128, 1)
+    config.optim.optimizer = optimizer
+    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
+    return train.initial_state(config, stage, mesh)[1]
+
+
+@functools.cache
+def state_bytes(size, optimizer, sizes):
+    """Bytes of a chip's state and of its parameters."""
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
+    shapes = state_shapes(size, optimizer)
+    state = checkpoint.abstract(shapes, sharding.shardings(mesh, shapes))
+    return sharding.bytes_per_device(state), sharding.bytes_per_device(state.params)
+
+
+def expected(size, config, topology):
     """A one-phase config by formula on a topology: state, temporaries, traffic, collectives."""
     config, (stage,) = pretraining.stages_without_rows(config, 1)
     sizes = sharding.mesh_sizes(config.mesh, topology.chips)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
-    _, state = train.initial_state(config, stage, mesh)
-    params = sharding.bytes_per_device(state.params)
+    optimizer = config.optim.optimizer
+    state, params = state_bytes(size, optimizer, sizes)
     where = preflight.places(topology)
     collectives = preflight.expected_collectives(config, stage, sizes, params)
     return {
         "config": config,
         "stage": stage,
-        "state_shapes": state,
-        "state": sharding.bytes_per_device(state),
+        "state_shapes": state_shapes(size, optimizer),
+        "state": state,
         "temporaries": preflight.expected_temporaries(config, stage, sizes, params),
         "traffic": preflight.expected_traffic(config, stage, sizes, params),
         "flops": stage.task.flops_per_row
@@ -78,7 +100,7 @@ def predict(results, run, make, apply, size, tokens, name):
     base_topology = preflight.parse_topology(nearest)
     base_config = make(size, tokens, base_topology.chips, origin["run"])
     apply(base_config, origin["change"])
-    base = expected(base_config, base_topology)
+    base = expected(size, base_config, base_topology)
     sent = sum(kind["bytes"] for kind in phase["collectives"].values())
     scales = {
         "temporaries": phase["memory"]["temporaries"] / base["temporaries"],
@@ -86,7 +108,7 @@ def predict(results, run, make, apply, size, tokens, name):
         "network": sent / base["sent"] if base["sent"] else 1.0,
     }
     config, change = make(size, tokens, topology.chips, run), ""
-    here = expected(config, topology)
+    here = expected(size, config, topology)
     temporaries = here["temporaries"] * scales["temporaries"]
     total = here["state"] + temporaries
     if total > topology.chip.memory_bytes:
@@ -97,7 +119,7 @@ def predict(results, run, make, apply, size, tokens, name):
             return {"how": f"e {nearest}", "change": None, "total": total, "times": None}
         change, total = found["arguments"], found["total"]
         apply(config, change)
-        here = expected(config, topology)
+        here = expected(size, config, topology)
     times = preflight.roofline(
         topology.chip,
         float(here["flops"]),

@@ -115,11 +115,19 @@ def apply(config: Config, arguments: str) -> None:
         setattr(target, name, int(value) if value.isdigit() else value)
 
 
+def change_of(report: dict) -> str:
+    """The arguments that would make a one-phase run fit."""
+    named = report["phases"][0]["would_fit"]
+    return named["arguments"] if named else ""
+
+
 def compile_all(minutes: float) -> None:
     """Compiles what is planned and not yet in results.jsonl, for so many minutes."""
     device.start("cpu")
     known = {
-        (r["run"], r["size"], r["tokens"], r["topology"]) for r in results() if "topology" in r
+        (r["run"], r["size"], r["tokens"], r["topology"])
+        for r in results()
+        if "topology" in r and (r["report"]["fits"] or r["change"] or not change_of(r["report"]))
     }
     until = time.monotonic() + 60 * minutes
     for run, size, tokens, name in plan():
@@ -133,16 +141,13 @@ def compile_all(minutes: float) -> None:
         change = ""
         while True:
             report = preflight.preflight(config, topology)
-            (phase,) = report["phases"]
             record(run=run, size=size, tokens=tokens, topology=name, change=change, report=report)
-            print(
-                json.dumps(
-                    [run, size, tokens, name, change, phase["fits"], phase["compile_seconds"]]
-                )
-            )
-            if phase["fits"] or change or not phase["would_fit"]:
+            seconds = report["phases"][0]["compile_seconds"]
+            verdict = "fits" if report["fits"] else "does not fit"
+            print(run, size, tokens, name, change, f"{verdict}, {seconds:.0f} s", flush=True)
+            if report["fits"] or change or not change_of(report):
                 break
-            change = phase["would_fit"]["arguments"]
+            change = change_of(report)
             config = copy.deepcopy(config)
             apply(config, change)
 
