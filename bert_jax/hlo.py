@@ -18,6 +18,7 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
     "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "iota",
 }  # fmt: skip
+_SLICES = ("slice", "dynamic-slice", "gather")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
@@ -192,20 +193,44 @@ class _Reader:
         """Main memory read and written by an instruction outside fusions."""
         if i.op in _FREE or i.op.endswith("-done") or "AllocateBuffer" in i.attributes:
             return 0
-        fused = self.computations.get(_attribute(i, "calls")) if i.op == "fusion" else None
-        if fused is not None:
-            inputs = [p for p in fused.values() if p.op == "parameter"]
-            inputs.sort(key=lambda p: int(p.attributes.partition(")")[0]))
-            read = sum(_read(fused, p) for p in inputs)
+        if i.op == "fusion":
+            fused = self.computations[_attribute(i, "calls")]
+            read = sum(
+                self._read(fused, p)
+                for p in fused.values()
+                if p.op == "parameter" and p.shapes and not p.shapes[0].space
+            )
             return read + sum(_written(fused, i))
         arrays = [computation[name].shapes for name in i.operands if name in computation]
         operands = [shapes[0] for shapes in arrays if shapes]
-        if i.op in ("dynamic-slice", "gather"):
+        if i.op in _SLICES:
             return (not operands[0].space) * i.shapes[0].bytes + i.shapes[0].traffic
+        if i.op == "slice-start":  # its result, after the operand, is what is moved
+            return (not operands[0].space) * i.shapes[1].bytes + i.shapes[1].traffic
         if i.op == "dynamic-update-slice":
             return 2 * (not operands[0].space) * operands[1].bytes
         written = i.shapes[:1] if i.op.endswith("-start") else i.shapes
         return sum(s.traffic for s in operands) + sum(s.traffic for s in written)
+
+    def _read(self, fused: dict[str, Instruction], value: Instruction) -> int:
+        """Of an operand of a fusion what is read: where only slices are used, those."""
+        whole, total = value.shapes[0].bytes, 0
+        for user in fused.values():
+            if value.name not in user.operands:
+                continue
+            is_first = user.operands[0] == value.name
+            if user.op in _SLICES and is_first:
+                total += user.shapes[0].bytes
+            elif user.op == "bitcast" and not user.is_root:
+                total += self._read(fused, user)
+            elif user.op == "fusion":
+                inner = self.computations[_attribute(user, "calls")]
+                for p in inner.values():
+                    if p.op == "parameter" and user.operands[_number(p)] == value.name:
+                        total += self._read(inner, p)
+            elif not (user.op == "dynamic-update-slice" and is_first):
+                return whole
+        return min(total, whole)
 
     def _collective(
         self, computation: dict[str, Instruction], i: Instruction, kind: str, times: int
@@ -246,23 +271,13 @@ def _shape(kind: str, dimensions: str, layout: str) -> Shape:
     return Shape(kind, sizes, int(space.group(1)) if space else 0)
 
 
+def _number(parameter: Instruction) -> int:
+    return int(parameter.attributes.partition(")")[0])
+
+
 def _attribute(instruction: Instruction, name: str) -> str:
     found = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.attributes)
     return found.group(1) if found else ""
-
-
-def _read(fused: dict[str, Instruction], parameter: Instruction) -> int:
-    """Of a fusion's operand what is read: slices of it only, where only slices are used."""
-    space = parameter.shapes[0].space if parameter.shapes else 0
-    total = 0
-    for user in fused.values():
-        if parameter.name not in user.operands:
-            continue
-        if user.op in ("dynamic-slice", "gather") and user.operands[0] == parameter.name:
-            total += 0 if space else user.shapes[0].bytes
-        elif not (user.op == "dynamic-update-slice" and user.operands[0] == parameter.name):
-            return parameter.shapes[0].traffic if parameter.shapes else 0
-    return total
 
 
 def _written(fused: dict[str, Instruction], fusion: Instruction) -> list[int]:
