@@ -655,7 +655,7 @@ def _preflight(options) -> int:
     from bert_jax import device, preflight
 
     topologies = [preflight.parse_topology(text) for text in options.topology]
-    device.start("cpu")
+    device.start("cpu", cache=False)
     fits = True
     for i, topology in enumerate(topologies):
         report = preflight.preflight(

@@ -97,8 +97,11 @@ CHIPS = {
 }
 
 
-def start(platform: str) -> None:
+def start(platform: str, cache: bool = True) -> None:
     """Chooses the platform ("" takes the best there is) and turns on the compilation cache.
+
+    Without `cache` there is none: programs for hardware that is not here can be written to it but
+    not read again.
 
     Compiled programs are kept in `$BERT_JAX_CACHE`, or `~/.cache/bert_jax`, so a restart of an
     unchanged run does not compile again.
@@ -106,8 +109,8 @@ def start(platform: str) -> None:
     Raises:
         UserError: a platform was named that is not there.
     """
-    cache = os.environ.get("BERT_JAX_CACHE") or pathlib.Path.home() / ".cache" / "bert_jax"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    folder = os.environ.get("BERT_JAX_CACHE") or pathlib.Path.home() / ".cache" / "bert_jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))

@@ -123,7 +123,7 @@ def change_of(report: dict) -> str:
 
 def compile_all(minutes: float) -> None:
     """Compiles what is planned and not yet in results.jsonl, for so many minutes."""
-    device.start("cpu")
+    device.start("cpu", cache=False)
     known = {
         (r["run"], r["size"], r["tokens"], r["topology"])
         for r in results()
@@ -157,7 +157,7 @@ def compile_all(minutes: float) -> None:
 
 def memory_of(name: str, changes: str) -> dict:
     """Runs three steps in this process: the compiler's bytes and how far the process grew."""
-    device.start("cpu")
+    device.start("cpu", cache=False)
     config = Config(model=model_size(name), phases=(Phase(tokens=128),), batch_size=32)
     config.model.vocab_size = pretraining.USUAL_VOCAB_SIZE
     config.model.layer_loop = "scanned"
@@ -223,7 +223,7 @@ def memory_all() -> None:
 
 def loops() -> None:
     """The same model scanned and unrolled, with and without recomputation, on v5e:2x2."""
-    device.start("cpu")
+    device.start("cpu", cache=False)
     known = {(r["layer_loop"], r["remat"]) for r in results() if r["run"] == "loops"}
     topology = preflight.parse_topology("v5e:2x2")
     for remat in ("none", "full"):
