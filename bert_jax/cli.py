@@ -9,6 +9,8 @@ import threading
 from bert_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
+# preflight: the run does not fit the hardware.
+EXIT_DOES_NOT_FIT = 1
 # BSD's EX_TEMPFAIL: stopped by a signal with everything saved; run the same command again.
 EXIT_INTERRUPTED = 75
 
@@ -44,7 +46,10 @@ def _quieten() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a verb and returns the exit status: 0, 2 for a user's error, 75 for saved and stopped."""
+    """Runs a verb and returns the exit status: 0, 2 for a user's error, 75 for saved and stopped.
+
+    1 is preflight's: it does not fit.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     command = []
     if arguments[:1] == ["launch"] and "--" in arguments:  # what follows is another command
@@ -421,6 +426,31 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--devices", type=int, metavar="N", help="CPU devices a process (local)")
 
     sub = verb(
+        "preflight",
+        _preflight,
+        "tell memory, time and cost of a run on hardware that is not here",
+        "  bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4\n"
+        "  bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \\\n"
+        "    --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20\n\n"
+        "exit status: 0 it fits everywhere, 1 it does not, 2 a mistake told in one line",
+        takes_config=True,
+    )
+    _config_arguments(sub)
+    sub.add_argument(
+        "--topology",
+        action="append",
+        required=True,
+        metavar="KIND:SHAPE",
+        help="v4, v5e, v5p or v6e with a slice's shape, v5e:16x16,slices=4, or h100:64; repeatable",
+    )
+    sub.add_argument("--rows", action="append", default=[], metavar="DIR", help="as pretrain's")
+    sub.add_argument(
+        "--sequences", type=int, default=1, help="most a row, where there are no rows (default 1)"
+    )
+    sub.add_argument("--dollars-per-chip-hour", type=float, metavar="X", help="tell the price")
+    sub.add_argument("--json", action="store_true", help="print a JSON line a topology")
+
+    sub = verb(
         "report",
         _report,
         "draw the loss curves of runs",
@@ -484,15 +514,7 @@ def _pretrain(options) -> int | None:
     from bert_jax import config as config_lib
 
     config = config_lib.load(options.config)
-    if options.rows:
-        if len(options.rows) != len(config.phases):
-            raise UserError(
-                f"{len(options.rows)} --rows for the config's {len(config.phases)} phases "
-                f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): give one a phase, or "
-                "choose a config of one phase, such as configs/pretrain.py:base,128"
-            )
-        for phase, rows in zip(config.phases, options.rows, strict=True):
-            phase.rows = rows
+    _take_rows(config, options.rows)
 
     from bert_jax import device, distributed
 
@@ -509,6 +531,18 @@ def _pretrain(options) -> int | None:
         print(f"bert-jax pretrain: {stopped}; run the same command to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
     return None
+
+
+def _take_rows(config, folders: list[str]) -> None:
+    """`--rows`, once a phase, into the config."""
+    if folders and len(folders) != len(config.phases):
+        raise UserError(
+            f"{len(folders)} --rows for the config's {len(config.phases)} phases "
+            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): give one a phase, or "
+            "choose a config of one phase, such as configs/pretrain.py:base,128"
+        )
+    for phase, rows in zip(config.phases, folders, strict=bool(folders)):
+        phase.rows = rows
 
 
 def _finetune(options) -> int | None:
@@ -715,6 +749,33 @@ def _launch(options) -> int | None:
         print(launch.script(plan))
         return None
     return launch.run(plan)
+
+
+def _preflight(options) -> int:
+    from bert_jax import config as config_lib
+
+    config = config_lib.load(options.config)
+    _take_rows(config, options.rows)
+    if options.sequences < 1:
+        raise UserError(f"--sequences {options.sequences}: it must be 1 or more")
+    if options.dollars_per_chip_hour is not None and options.dollars_per_chip_hour <= 0:
+        raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: a price above 0")
+
+    from bert_jax import device, preflight
+
+    topologies = [preflight.parse_topology(text) for text in options.topology]
+    device.start("cpu", cache=False)
+    fits = True
+    for i, topology in enumerate(topologies):
+        report = preflight.preflight(
+            config, topology, options.sequences, options.dollars_per_chip_hour
+        )
+        fits = fits and report["fits"]
+        if options.json:
+            print(json.dumps(report), flush=True)
+        else:
+            print(("\n" if i else "") + preflight.describe(report), flush=True)
+    return 0 if fits else EXIT_DOES_NOT_FIT
 
 
 def _report(options) -> None:

@@ -1,27 +1,107 @@
-"""The accelerator: choosing it, its peak, and the cache of compiled programs."""
+"""The accelerator: choosing it, its data sheet, and the cache of compiled programs."""
 
 import os
 import pathlib
+from typing import NamedTuple
 
 import jax
 
 from bert_jax.errors import UserError
 
-# Dense bfloat16 FLOP/s a device by what `device_kind` begins with, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
+
+class Chip(NamedTuple):
+    """What a chip can do, from its maker's data sheet.
+
+    Attributes:
+        flops: dense bfloat16 FLOP/s.
+        memory_bytes: what a program may take.
+        memory_bandwidth: bytes/s of main memory.
+        link_bandwidth: bytes/s one way of a link to a neighbor (TPU) or to the node's switch (GPU).
+        network_bandwidth: bytes/s one way of a chip's share of the network between slices or nodes;
+            0 if nobody tells.
+        source: of all of these.
+    """
+
+    flops: float
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    source: str
+
+
+_GIB = 2**30
+_CLOUD = "docs.cloud.google.com/tpu/docs"
+# A TPU's memory is what libtpu 0.0.42's compiler says is available; a link's bandwidth is the chip's
+# divided by its ports and, where it is given for both directions, by 2.
+_V5P = Chip(
+    459e12,
+    int(95.74 * _GIB),
+    2765e9,
+    100e9,
+    6.25e9,
+    f"{_CLOUD}/v5p: 1,200 GB/s both ways over 6 links; 50 Gbit/s between slices",
+)
+# By what `device_kind` begins with.
+CHIPS = {
+    "TPU v4": Chip(
+        275e12,
+        int(30.75 * _GIB),
+        1200e9,
+        50e9,
+        0.0,
+        f"{_CLOUD}/v4; links: Jouppi et al., arXiv 2304.01964, table 4",
+    ),
+    "TPU v5 lite": Chip(
+        197e12,
+        int(15.75 * _GIB),
+        819e9,
+        50e9,
+        3.125e9,
+        f"{_CLOUD}/v5e: 400 GB/s both ways over 4 links; 6.4 Tbit/s a pod of 256 between slices",
+    ),
+    "TPU v5p": _V5P,
+    "TPU v5": _V5P,
+    "TPU v6 lite": Chip(
+        918e12,
+        int(31.25 * _GIB),
+        1638e9,
+        100e9,
+        12.5e9,
+        f"{_CLOUD}/v6e: 800 GB/s both ways over 4 links; 4 x 200 Gbit/s a host of 8 between slices",
+    ),
+    "NVIDIA A100": Chip(
+        312e12,
+        80 * 10**9,
+        2039e9,
+        300e9,
+        25e9,
+        "NVIDIA A100 80GB SXM data sheet; DGX A100: 8 x 200 Gbit/s a node",
+    ),
+    "NVIDIA H100": Chip(
+        989e12,
+        80 * 10**9,
+        3350e9,
+        450e9,
+        50e9,
+        "NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gbit/s a node",
+    ),
+    "NVIDIA H200": Chip(
+        989e12,
+        141 * 10**9,
+        4800e9,
+        450e9,
+        50e9,
+        "NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s a node",
+    ),
 }
 
 
-def start(platform: str) -> None:
+def start(platform: str, cache: bool = True) -> None:
     """Chooses the platform ("" takes the best there is) and turns on the compilation cache.
+
+    Without `cache` there is none: programs for hardware that is not here can be written to it but
+    not read again.
 
     Compiled programs are kept in `$BERT_JAX_CACHE`, or `~/.cache/bert_jax`, so a restart of an
     unchanged run does not compile again.
@@ -29,8 +109,8 @@ def start(platform: str) -> None:
     Raises:
         UserError: a platform was named that is not there.
     """
-    cache = os.environ.get("BERT_JAX_CACHE") or pathlib.Path.home() / ".cache" / "bert_jax"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    folder = os.environ.get("BERT_JAX_CACHE") or pathlib.Path.home() / ".cache" / "bert_jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
@@ -49,5 +129,10 @@ def start(platform: str) -> None:
 
 def peak_flops() -> float | None:
     """bfloat16 FLOP/s of one device, None where nobody has looked it up (any CPU)."""
-    kind = jax.devices()[0].device_kind
-    return next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    found = chip(jax.devices()[0].device_kind)
+    return found.flops if found else None
+
+
+def chip(kind: str) -> Chip | None:
+    """The data sheet of a `device_kind`, None where nobody has looked it up (any CPU)."""
+    return next((chip for name, chip in CHIPS.items() if kind.startswith(name)), None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from bert_jax.config import MeshConfig
@@ -35,6 +35,26 @@ TABLE = (
 )
 
 
+def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, int, int]:
+    """The size of each of `AXES` for a number of devices.
+
+    Raises:
+        UserError: the axes do not multiply to it.
+    """
+    sizes = [config.data, config.fsdp, config.tensor]
+    named = f"data={config.data}, fsdp={config.fsdp}, tensor={config.tensor}"
+    fixed = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes and devices % fixed == 0:
+        sizes[sizes.index(-1)] = devices // fixed
+    if np.prod(sizes) != devices:
+        divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+        raise UserError(
+            f"config.mesh ({named}) does not fit {devices} devices: "
+            f"sizes must multiply to that, so each is one of {divisors}"
+        )
+    return tuple(sizes)
+
+
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges the devices (all there are by default) as configured.
 
@@ -45,21 +65,10 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     devices = sorted(
         jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id)
     )
-    sizes = [config.data, config.fsdp, config.tensor]
-    named = f"data={config.data}, fsdp={config.fsdp}, tensor={config.tensor}"
-    fixed = int(np.prod([size for size in sizes if size != -1]))
-    if -1 in sizes and len(devices) % fixed == 0:
-        sizes[sizes.index(-1)] = len(devices) // fixed
-    if np.prod(sizes) != len(devices):
-        divisors = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
-        raise UserError(
-            f"config.mesh ({named}) does not fit {len(devices)} devices: "
-            f"sizes must multiply to that, so each is one of {divisors}"
-        )
-    return Mesh(np.array(devices).reshape(sizes), AXES)
+    return Mesh(np.array(devices).reshape(mesh_sizes(config, len(devices))), AXES)
 
 
-def row_shards(mesh: Mesh) -> int:
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
     """Over how many places rows are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
@@ -87,7 +96,7 @@ def row_part(mesh: Mesh) -> tuple[int, int]:
     return own[0] // len(own), parts
 
 
-def check_batch(mesh: Mesh, batch_size: int, accumulation: int) -> None:
+def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -> None:
     """Refuses a batch that the mesh cannot split evenly.
 
     Raises:
@@ -113,7 +122,7 @@ def specs(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def shardings(mesh: Mesh, tree: Any) -> Any:
+def shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
     """The `NamedSharding` of every leaf of a tree of parameters or optimizer state."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
@@ -122,7 +131,7 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
     )
 
 
-def rows(mesh: Mesh) -> NamedSharding:
+def rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Where a batch of rows lies: its first axis split over data and fsdp."""
     return NamedSharding(mesh, ROWS)
 
@@ -142,6 +151,14 @@ def on_each_device(attend: Callable[..., Array]) -> Callable[..., Array]:
     return jax.shard_map(attend, in_specs=places, out_specs=HEADS, check_vma=False)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays or shapes with shardings."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )

@@ -100,7 +100,9 @@ def make_step(config: Run, task: Task, accumulation: int):
     return step
 
 
-def initial_state(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> tuple[Any, State]:
+def initial_state(
+    config: Run, stage: Stage, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> tuple[Any, State]:
     """A jitted function from the seed to the state at step 0, and the state's shapes on the mesh."""
     task, optimizer = stage.task, optim.make(config)
     params = jax.eval_shape(task.init, jax.random.key(0))

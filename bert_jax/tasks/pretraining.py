@@ -1,6 +1,7 @@
 """Masked LM and next sentence (Devlin et al., section 3.1)."""
 
 import copy
+import dataclasses
 import functools
 import hashlib
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from bert_jax.masking import Masked, Masker
 from bert_jax.model import Bert, Params, flops_per_row, init_params
 from bert_jax.tasks.stage import Stage
 
+# BERT's uncased vocabulary.
+USUAL_VOCAB_SIZE = 30_522
 OBJECTIVES = ("masked_lm_loss", "next_sentence_loss")
 
 
@@ -151,34 +154,85 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
         vocabulary = vocabulary or wordpiece.load(phase.rows)
         config.model.vocab_size = manifest.vocab_size
         data.append(_describe(manifest))
-        batch_size = phase.batch_size or config.batch_size
-        task = Pretraining(
-            config.model,
-            config.masking,
-            manifest.format,
-            vocabulary.mask_id,
-            vocabulary.continuation(),
+        stage = _stage(
+            config, i, end, manifest.format, vocabulary.mask_id, vocabulary.continuation()
         )
-        parts = phase.accumulation or config.accumulation
         found.append(
-            Stage(
-                task=task,
-                tokens=manifest.tokens,
-                batch_size=batch_size,
-                accumulation=parts,
-                batch_shape={
-                    name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
-                    for name, value in train.empty(1).items()
-                },
-                end_step=end,
-                batches=functools.partial(batches, train, batch_size, config.seed),
+            dataclasses.replace(
+                stage,
+                batches=functools.partial(batches, train, stage.batch_size, config.seed),
                 # No larger than a part, which is what is known to fit the device.
                 heldout=functools.partial(
-                    heldout_batches, heldout, batch_size // parts, config.evaluate_rows
+                    heldout_batches,
+                    heldout,
+                    stage.batch_size // stage.accumulation,
+                    config.evaluate_rows,
                 ),
             )
         )
     return config, vocabulary, data, found
+
+
+def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[Stage]]:
+    """Stages of the shapes that `stages` would give, to compile on a machine that has no data.
+
+    Where a phase names rows, their manifest tells T, S and the vocabulary's size.
+
+    Args:
+        config: validated.
+        sequences: S of the phases that name no rows.
+
+    Returns:
+        The config with the vocabulary's size filled in, `USUAL_VOCAB_SIZE` if nothing tells it; the
+        stages, without batches.
+
+    Raises:
+        UserError: a phase has neither rows nor tokens.
+    """
+    config = copy.deepcopy(config)
+    manifests = [rows.read_manifest(phase.rows) if phase.rows else None for phase in config.phases]
+    told = [manifest.vocab_size for manifest in manifests if manifest]
+    for i, manifest in enumerate(manifests):
+        if manifest:
+            _check_rows(config, i, manifest, "")
+        elif not config.phases[i].tokens:
+            raise UserError(
+                f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
+            )
+    config.model.vocab_size = config.model.vocab_size or (told or [USUAL_VOCAB_SIZE])[0]
+    vocab_size, found = config.model.vocab_size, []
+    for i, end in enumerate(phase_ends(config)):
+        without = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
+        row_format = manifests[i].format if manifests[i] else without
+        found.append(_stage(config, i, end, row_format, 0, np.zeros(vocab_size, bool)))
+    return config, found
+
+
+def _stage(
+    config: Config,
+    i: int,
+    end: int,
+    row_format: rows.RowFormat,
+    mask_id: int,
+    continuation: np.ndarray,
+) -> Stage:
+    """Phase i as a stage without batches."""
+    phase = config.phases[i]
+    batch_size = phase.batch_size or config.batch_size
+    empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
+    return Stage(
+        task=Pretraining(config.model, config.masking, row_format, mask_id, continuation),
+        tokens=row_format.tokens,
+        batch_size=batch_size,
+        accumulation=phase.accumulation or config.accumulation,
+        batch_shape={
+            name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
+            for name, value in empty.items()
+        },
+        end_step=end,
+        batches=lambda *_: iter(()),
+        heldout=lambda *_: iter(()),
+    )
 
 
 def _describe(manifest: rows.Manifest) -> dict[str, Any]:

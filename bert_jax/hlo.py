@@ -1,0 +1,364 @@
+"""What a compiled program does in one run on one chip: matrix products, memory traffic, collectives.
+
+XLA's own cost analysis counts the body of a loop once. This reads the compiled program's text (HLO)
+and counts a body as often as it runs.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Instructions that move nothing by themselves.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
+    "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "iota",
+}  # fmt: skip
+_SLICES = ("slice", "dynamic-slice", "gather")
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_CALLED = re.compile(
+    r"\b(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|branch_computations=\{([^}]*)\}"
+)
+
+
+class Shape(NamedTuple):
+    """An array in memory."""
+
+    type: str
+    dimensions: tuple[int, ...]
+    # 0 is the chip's main memory; others (a TPU's VMEM, scalar memory) cost no main-memory traffic.
+    space: int
+
+    @property
+    def bytes(self) -> int:
+        """Size without padding."""
+        found = re.search(r"\d+", self.type)
+        bits = _BITS[self.type] if self.type in _BITS else int(found.group()) if found else 0
+        return math.prod(self.dimensions) * bits // 8
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of main memory."""
+        return 0 if self.space else self.bytes
+
+
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
+    op: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+
+class Collective(NamedTuple):
+    """A collective operation as one chip sees it."""
+
+    kind: str
+    # Of the whole array that is reduced, gathered or exchanged within a group.
+    bytes: int
+    # Who takes part together, as places in the mesh; each row is a group.
+    groups: np.ndarray
+    # How often a run of the program does it.
+    times: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a chip sends in all: rings, which no network without broadcast can beat."""
+        n = self.groups.shape[1]
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}
+        return self.times * self.bytes * share.get(self.kind, (n - 1) / n)
+
+
+@dataclasses.dataclass
+class Program:
+    """Totals of one run on one chip.
+
+    Attributes:
+        argument_bytes: of its arguments, without the padding that their layout adds.
+        matrix_flops: of matrix products and convolutions, 2 a multiply-add.
+        traffic_bytes: read from and written to main memory, each array once an instruction.
+        collectives: in no order.
+    """
+
+    argument_bytes: int = 0
+    matrix_flops: float = 0.0
+    traffic_bytes: float = 0.0
+    collectives: list[Collective] = dataclasses.field(default_factory=list)
+
+
+def read(text: str) -> Program:
+    """Counts a compiled program's text (`jax.stages.Compiled.as_text`)."""
+    return _Reader(text).program()
+
+
+class _Reader:
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        current: dict[str, Instruction] | None = None
+        for line in text.splitlines():
+            if current is None:
+                if head := _COMPUTATION.match(line):
+                    current = self.computations[head.group(2)] = {}
+                    self.entry = head.group(2) if head.group(1) else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif found := _INSTRUCTION.match(line):
+                instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
+                current[instruction.name] = instruction
+
+    def program(self) -> Program:
+        entry = self.computations[self.entry].values()
+        arguments = [shape for i in entry if i.op == "parameter" for shape in i.shapes]
+        program = Program(sum(shape.bytes for shape in arguments))
+        # An asynchronous collective may appear several times (start, beside other work, done)
+        # under one channel.
+        channels: dict[str, Collective] = {}
+        for name, times, fused in self._runs():
+            computation = self.computations[name]
+            reduce_scatters = "all-reduce-scatter" in name
+            for instruction in computation.values():
+                program.matrix_flops += times * self._matrix_flops(computation, instruction)
+                if not fused:
+                    program.traffic_bytes += times * self._traffic(computation, instruction)
+                kind = instruction.op.removesuffix("-start")
+                if kind in COLLECTIVES:
+                    if reduce_scatters and kind == "all-reduce":
+                        kind = "reduce-scatter"
+                    found = self._collective(computation, instruction, kind, times)
+                    if found.groups.shape[1] > 1:
+                        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+                        key = channel.group(1) if channel else f"{name} {instruction.name}"
+                        before = channels.get(key)
+                        if before is None or before.times < times:
+                            channels[key] = found
+        program.collectives = list(channels.values())
+        return program
+
+    def _runs(self) -> list[tuple[str, int, bool]]:
+        """Computations that run: (name, how often, whether inside a fusion)."""
+        runs, waiting = [], [(self.entry, 1, False)]
+        while waiting:
+            name, times, fused = waiting.pop()
+            runs.append((name, times, fused))
+            for instruction in self.computations[name].values():
+                op = instruction.op
+                if op == "while":
+                    waiting.append((_attribute(instruction, "body"), times * self._trips(instruction), fused))  # fmt: skip
+                elif op in ("fusion", "call", "conditional", "async-start"):
+                    # Of a conditional every branch is counted, as if each ran.
+                    for one, several in _CALLED.findall(instruction.attributes):
+                        for called in re.findall(r"[\w.\-]+", several) or [one]:
+                            waiting.append((called, times, fused or op == "fusion"))
+        return runs
+
+    def _trips(self, instruction: Instruction) -> int:
+        """How often a loop runs: told, or the bound of a counter from 0 that the condition has."""
+        if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes):
+            return int(told.group(1))
+        condition = self.computations[_attribute(instruction, "condition")]
+        fused = [self.computations[_attribute(i, "calls")] for i in condition.values() if i.op == "fusion"]  # fmt: skip
+        bounds = [
+            int(found.group(1))
+            for computation in [condition, *fused]
+            for i in computation.values()
+            if i.op == "constant" and (found := re.match(r"(\d+)\)", i.attributes))
+        ]
+        return max(bounds, default=1)
+
+    def _matrix_flops(self, computation: dict[str, Instruction], i: Instruction) -> float:
+        if i.op == "dot":
+            left = computation[i.operands[0]].shapes[0].dimensions
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+            summed = math.prod(left[int(d)] for d in contracted.group(1).split(",") if d)
+            return 2.0 * math.prod(i.shapes[0].dimensions) * summed
+        if i.op == "convolution":
+            left, right = (computation[name].shapes[0].dimensions for name in i.operands[:2])
+            return _convolution_flops(left, right, i.shapes[0].dimensions, i.attributes)
+        return 0.0
+
+    def _traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:
+        """Main memory read and written by an instruction outside fusions."""
+        if i.op in _FREE or i.op.endswith("-done") or "AllocateBuffer" in i.attributes:
+            return 0
+        if i.op == "fusion":
+            fused = self.computations[_attribute(i, "calls")]
+            read = sum(
+                self._read(fused, p)
+                for p in fused.values()
+                if p.op == "parameter" and p.shapes and not p.shapes[0].space
+            )
+            return read + sum(_written(fused, i))
+        arrays = [computation[name].shapes for name in i.operands if name in computation]
+        operands = [shapes[0] for shapes in arrays if shapes]
+        if i.op in _SLICES:
+            return (not operands[0].space) * i.shapes[0].bytes + i.shapes[0].traffic
+        if i.op == "slice-start":  # its result, after the operand, is what is moved
+            return (not operands[0].space) * i.shapes[1].bytes + i.shapes[1].traffic
+        if i.op == "dynamic-update-slice":
+            return 2 * (not operands[0].space) * operands[1].bytes
+        written = i.shapes[:1] if i.op.endswith("-start") else i.shapes
+        return sum(s.traffic for s in operands) + sum(s.traffic for s in written)
+
+    def _read(self, fused: dict[str, Instruction], value: Instruction) -> int:
+        """Of an operand of a fusion what is read: where only slices are used, those."""
+        whole, total = value.shapes[0].bytes, 0
+        for user in fused.values():
+            if value.name not in user.operands:
+                continue
+            is_first = user.operands[0] == value.name
+            if user.op in _SLICES and is_first:
+                total += user.shapes[0].bytes
+            elif user.op == "bitcast" and not user.is_root:
+                total += self._read(fused, user)
+            elif user.op == "fusion":
+                inner = self.computations[_attribute(user, "calls")]
+                for p in inner.values():
+                    if p.op == "parameter" and user.operands[_number(p)] == value.name:
+                        total += self._read(inner, p)
+            elif not (user.op == "dynamic-update-slice" and is_first):
+                return whole
+        return min(total, whole)
+
+    def _collective(
+        self, computation: dict[str, Instruction], i: Instruction, kind: str, times: int
+    ) -> Collective:
+        size = sum(s.bytes for name in i.operands for s in computation[name].shapes)
+        if kind == "collective-permute":
+            pairs = re.search(r"source_target_pairs=\{(.*?\})\}", i.attributes).group(1)
+            groups = np.array([p.split(",") for p in re.findall(r"\{([\d,]+)\}", pairs)], int)
+            return Collective(kind, size, groups, times)
+        groups = replica_groups(i.attributes)
+        return Collective(
+            kind, size * groups.shape[1] if kind == "all-gather" else size, groups, times
+        )
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    # A type (an array, or a tuple of types in parentheses), then op(operands), attributes.
+    kind, rest = _split(rest, " ")
+    op, _, rest = rest.partition("(")
+    shapes = tuple(_shape(*found) for found in _ARRAY.findall(kind))
+    operands = tuple(re.findall(r"%([\w.\-]+)", _split(rest, ")")[0]))
+    return Instruction(name, op, shapes, operands, rest, is_root)
+
+
+def _split(text: str, end: str) -> tuple[str, str]:
+    """What is before and after the first `end` outside of brackets."""
+    depth = 0
+    for place, character in enumerate(text):
+        if character == end and depth == 0:
+            return text[:place], text[place + 1 :]
+        depth += (character in "({[") - (character in ")}]")
+    return text, ""
+
+
+def _shape(kind: str, dimensions: str, layout: str) -> Shape:
+    space = re.search(r"S\((\d+)\)", layout)
+    sizes = tuple(int(d) for d in dimensions.split(",") if d)
+    return Shape(kind, sizes, int(space.group(1)) if space else 0)
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.attributes.partition(")")[0])
+
+
+def _attribute(instruction: Instruction, name: str) -> str:
+    found = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.attributes)
+    return found.group(1) if found else ""
+
+
+def _written(fused: dict[str, Instruction], fusion: Instruction) -> list[int]:
+    """Of each of a fusion's results what is written: a slice, where it updates one in place."""
+    root = next(i for i in fused.values() if i.is_root)
+    results = [fused[name] for name in root.operands] if root.op == "tuple" else [root]
+    written = []
+    for result, shape in zip(results, fusion.shapes, strict=False):
+        while result.op == "bitcast":
+            result = fused[result.operands[0]]
+        if result.op == "dynamic-update-slice":
+            written.append(0 if shape.space else fused[result.operands[1]].shapes[0].bytes)
+        else:
+            written.append(shape.traffic)
+    return written
+
+
+def _convolution_flops(
+    left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], attributes: str
+) -> float:
+    """As XLA's HloCostAnalysis counts: window places that fall on real elements only.
+
+    TPUs run matrix products as convolutions; batch dimensions become dilated windows.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes).groups()
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", re.search(r"window=\{([^}]*)\}", attributes).group(1)) if "window={" in attributes else ())  # fmt: skip
+    spatial = sorted(c for c in labels[0] if c.isdigit())
+
+    def option(name: str, default: int) -> list[int]:
+        return [int(v) for v in window[name].split("x")] if name in window else [default] * len(spatial)  # fmt: skip
+
+    low = [int(p.split("_")[0]) for p in window["pad"].split("x")] if "pad" in window else [0] * len(spatial)  # fmt: skip
+    sizes, strides = option("size", 1), option("stride", 1)
+    left_dilation, right_dilation = option("lhs_dilate", 1), option("rhs_dilate", 1)
+    valid = 1
+    for d, label in enumerate(spatial):
+        extent = left[labels[0].index(label)]
+        place = (
+            np.arange(result[labels[2].index(label)])[:, None] * strides[d]
+            - low[d]
+            + np.arange(sizes[d])[None, :] * right_dilation[d]
+        )
+        real = (place % left_dilation[d] == 0) & (place >= 0)
+        valid *= int(np.sum(real & (place // left_dilation[d] < extent)))
+    groups = re.search(r"batch_group_count=(\d+)", attributes)
+    batch = left[labels[0].index("b")] / (int(groups.group(1)) if groups else 1)
+    # The kernel's input features are those of one feature group already.
+    return 2.0 * batch * right[labels[1].index("i")] * right[labels[1].index("o")] * valid
+
+
+@functools.cache
+def replica_groups(attributes: str) -> np.ndarray:
+    """The groups of a collective, one a row, from any of the ways HLO writes them.
+
+    `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`, or `mesh['a'=2,'b'=2], device_ids=(…)
+    {'a'}`: groups along the named axes of a mesh.
+    """
+    text = attributes[attributes.index("replica_groups=") + len("replica_groups=") :]
+    if text.startswith("mesh["):
+        axes = re.findall(r"'([^']*)'=(\d+)", text[: text.index("]")])
+        names, sizes = [a for a, _ in axes], [int(n) for _, n in axes]
+        rest = text[text.index("]") + 1 :]
+        ids = re.match(r", device_ids=\((.*?\]?(?:T\([\d,]*\))?)\)", rest)
+        order = _iota(ids.group(1)) if ids else np.arange(math.prod(sizes))
+        along = re.search(r"\{((?:'[^']*'(?::\([^)]*\)\d+)?(?:, ?)?)*)\}", rest).group(1)
+        if ":" in along:
+            raise ValueError(f"part of a mesh axis in {text[:120]}")
+        chosen = [names.index(a) for a in re.findall(r"'([^']*)'", along)]
+        others = [i for i in range(len(names)) if i not in chosen]
+        grid = order.reshape(sizes).transpose(*others, *chosen)
+        return grid.reshape(-1, math.prod(sizes[i] for i in chosen))
+    if text.startswith("{"):
+        groups = re.findall(r"\{([\d,]+)\}", text[: text.index("}}") + 1]) if "}}" in text else []
+        return np.array([g.split(",") for g in groups], int) if groups else np.zeros((1, 1), int)
+    shape, source = re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text).groups()
+    return _iota(source).reshape([int(d) for d in shape.split(",")])
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: 0, 1, … in that shape, transposed so, flat."""
+    shape, order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    shape = [int(d) for d in shape.split(",")]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return (ids.transpose([int(d) for d in order.split(",")]) if order else ids).ravel()

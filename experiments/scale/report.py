@@ -1,0 +1,357 @@
+"""README.md from results.jsonl: compiles nothing, extrapolates what was not compiled and marks it."""
+
+import functools
+import math
+import pathlib
+
+import jax
+
+from bert_jax import checkpoint, preflight, sharding, train
+from bert_jax.tasks import pretraining
+
+GIB, MIB = 2**30, 2**20
+
+
+def known_fits(results, run, size, tokens):
+    """Compiled programs that fit, by topology."""
+    return {
+        r["topology"]: r
+        for r in results
+        if (r["run"], r.get("size"), r.get("tokens")) == (run, size, tokens)
+        and "topology" in r
+        and r["report"]["fits"]
+    }
+
+
+@functools.cache
+def state_shapes(size, optimizer):
+    """The state's shapes, which neither T nor the mesh change; slow to make."""
+    import run as r
+
+    config = r.recipe(size, 128, 1)
+    config.optim.optimizer = optimizer
+    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
+    return train.initial_state(config, stage, mesh)[1]
+
+
+@functools.cache
+def state_bytes(size, optimizer, sizes):
+    """Bytes of a chip's state and of its parameters."""
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
+    shapes = state_shapes(size, optimizer)
+    state = checkpoint.abstract(shapes, sharding.shardings(mesh, shapes))
+    return sharding.bytes_per_device(state), sharding.bytes_per_device(state.params)
+
+
+def expected(size, config, topology):
+    """A one-phase config by formula on a topology: state, temporaries, traffic, collectives."""
+    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    sizes = sharding.mesh_sizes(config.mesh, topology.chips)
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
+    sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
+    optimizer = config.optim.optimizer
+    state, params = state_bytes(size, optimizer, sizes)
+    where = preflight.places(topology)
+    collectives = preflight.expected_collectives(config, stage, sizes, params)
+    return {
+        "config": config,
+        "stage": stage,
+        "state_shapes": state_shapes(size, optimizer),
+        "state": state,
+        "temporaries": preflight.expected_temporaries(config, stage, sizes, params),
+        "traffic": preflight.expected_traffic(config, stage, sizes, params),
+        "flops": stage.task.flops_per_row
+        * stage.batch_size
+        / topology.chips
+        * (4 / 3 if config.model.remat == "full" else 1),
+        "sent": sum(one.sent_bytes for one in collectives),
+        "network": sum(preflight.network_seconds(topology, where, one) for one in collectives),
+    }
+
+
+def predict(results, run, make, apply, size, tokens, name):
+    """A cell of the table: compiled if it was, else from the nearest compiled program.
+
+    What the formulae say is scaled by what they miss on that program.
+    """
+    known = known_fits(results, run, size, tokens)
+    if name in known:
+        found = known[name]
+        (phase,) = found["report"]["phases"]
+        return {
+            "how": "c",
+            "change": found["change"],
+            "total": phase["memory"]["total"],
+            "times": phase["roofline"],
+        }
+    topology = preflight.parse_topology(name)
+    candidates = known or known_fits(results, "recipe", size, tokens)
+    if not candidates:
+        return None
+
+    def distance(other):
+        place = preflight.parse_topology(other)
+        return (place.kind != topology.kind, abs(math.log(place.chips / topology.chips)))
+
+    nearest = min(candidates, key=distance)
+    origin = candidates[nearest]
+    (phase,) = origin["report"]["phases"]
+    base_topology = preflight.parse_topology(nearest)
+    base_config = make(size, tokens, base_topology.chips, origin["run"])
+    apply(base_config, origin["change"])
+    base = expected(size, base_config, base_topology)
+    sent = sum(kind["bytes"] for kind in phase["collectives"].values())
+    scales = {
+        "temporaries": phase["memory"]["temporaries"] / base["temporaries"],
+        "traffic": phase["traffic"] / base["traffic"],
+        "network": sent / base["sent"] if base["sent"] else 1.0,
+    }
+    config, change = make(size, tokens, topology.chips, run), ""
+    here = expected(size, config, topology)
+    temporaries = here["temporaries"] * scales["temporaries"]
+    total = here["state"] + temporaries
+    if total > topology.chip.memory_bytes:
+        found = preflight.would_fit(
+            here["config"], 0, here["stage"], topology, here["state_shapes"], temporaries
+        )
+        if found is None:
+            return {"how": f"e {nearest}", "change": None, "total": total, "times": None}
+        change, total = found["arguments"], found["total"]
+        apply(config, change)
+        here = expected(size, config, topology)
+    times = preflight.roofline(
+        topology.chip,
+        float(here["flops"]),
+        here["traffic"] * scales["traffic"],
+        float(here["network"] * scales["network"]),
+    )
+    return {"how": f"e {nearest}", "change": change, "total": total, "times": times}
+
+
+def short(change):
+    """Settings without what is the same in all."""
+    return (
+        change.replace("--config.model.", "").replace("--config.mesh.", "").replace("--config.", "")
+    )
+
+
+def milliseconds(cell):
+    """A step, and what bounds it."""
+    if cell["times"] is None:
+        return "does not fit"
+    return f"{cell['times']['step_seconds'] * 1e3:.3g} {cell['times']['bound']}"
+
+
+def memory(cell):
+    """Total bytes of a chip, with the change that made it fit."""
+    changed = f" with {short(cell['change'])}" if cell["change"] else ""
+    return f"{cell['total'] / GIB:.2f}{changed}"
+
+
+def how(cells):
+    """Whether each was compiled."""
+    return ", ".join("compiled" if c["how"] == "c" else f"from {c['how'][2:]}" for c in cells)
+
+
+def recipe_table(results, size, slices, predict_one, steps):
+    """The paper's recipe of one size on all slices."""
+    lines = [
+        f"### {size}",
+        "",
+        "| slice | chips | GiB T=128 | GiB T=512 | ms a step T=128 | ms a step T=512 | hours | chip-hours | program T=128, T=512 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    dominated = []
+    for kind, shapes in slices.items():
+        first = dict.fromkeys(steps)
+        for shape in shapes:
+            name = f"{kind}:{shape}"
+            topology = preflight.parse_topology(name)
+            cells = {tokens: predict_one("recipe", size, tokens, name) for tokens in steps}
+            if None in cells.values():
+                return [*lines, "", "nothing compiled yet"]
+            hours = "-"
+            spent = "-"
+            if all(cell["times"] for cell in cells.values()):
+                seconds = sum(
+                    steps[tokens] * cell["times"]["step_seconds"] for tokens, cell in cells.items()
+                )
+                hours = f"{seconds / 3600:.3g}"
+                spent = f"{seconds / 3600 * topology.chips:.4g}"
+            for tokens, cell in cells.items():
+                if cell["times"] and cell["times"]["bound"] == "network" and not first[tokens]:
+                    first[tokens] = topology.chips
+            both = list(cells.values())
+            lines.append(
+                f"| {name} | {topology.chips:,} | {memory(both[0])} | {memory(both[1])} | "
+                f"{milliseconds(both[0])} | {milliseconds(both[1])} | {hours} | {spent} | {how(both)} |"
+            )
+        told = ", ".join(
+            f"T={tokens} from {chips:,} chips" if chips else f"T={tokens} not up to 1,024"
+            for tokens, chips in first.items()
+        )
+        dominated.append(f"- {kind}: {told}")
+    return [*lines, "", "Where the network bounds a step:", "", *dominated]
+
+
+def write(results, path: pathlib.Path):
+    """The page."""
+    import run as r
+
+    def make(size, tokens, chips, run):
+        return r.lamb(tokens) if run == "lamb" else r.recipe(size, tokens, chips)
+
+    def predict_one(run, size, tokens, name):
+        return predict(results, run, make, r.apply, size, tokens, name)
+
+    compiled = [x for x in results if "topology" in x]
+    lines = [
+        "# scale: BERT-base and -large on TPU slices that are not here",
+        "",
+        "Written by `run.py report` from results.jsonl; what is compiled and how to go on is at the top",
+        "of run.py. The training step in bfloat16, layers scanned, S=1, batch 256, data parallel (past 256",
+        "chips a row is shared by chips/256: tensor). Memory is a chip's. Times are rooflines, the longest of computing,",
+        "memory and network at data-sheet rates: what no step can beat, not what one takes. The run is the",
+        "paper's million steps, 900,000 at T=128 and 100,000 at T=512.",
+        "",
+        f"{len(compiled)} programs compiled so far"
+        + (f" (JAX {compiled[-1]['jax']}, libtpu {compiled[-1]['libtpu']})" if compiled else "")
+        + ". The last column says which numbers come from a program compiled for that very slice; `from X`",
+        "is extrapolated: formulae, scaled by what they miss on the program compiled for X.",
+        "",
+    ]
+    for size in ("base", "large"):
+        lines += [*recipe_table(results, size, r.SLICES, predict_one, r.RECIPE_STEPS), ""]
+    lines += lamb_table(predict_one, r)
+    lines += refused(compiled)
+    lines += loops_table(results)
+    lines += memory_table(results)
+    path.write_text("\n".join(lines).rstrip() + "\n")
+    print(path)
+
+
+def lamb_table(predict_one, r):
+    """The 76-minute run."""
+    flops = 0.0
+    lines = [
+        "## LAMB: 76 minutes",
+        "",
+        "BERT-large, 7,038 steps of 65,536 rows of T=128 and 1,561 of 32,768 of T=512 (You et al.,",
+        "arXiv 1904.00962) on 1,024 chips.",
+        "",
+        "| slice | GiB T=128 | GiB T=512 | ms a step T=128 | ms a step T=512 | minutes | program T=128, T=512 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, shapes in r.SLICES.items():
+        name = f"{kind}:{shapes[4]}"
+        cells = [predict_one("lamb", "large", tokens, name) for tokens, _, _ in r.LAMB]
+        if None in cells:
+            continue
+        minutes = "-"
+        if all(cell["times"] for cell in cells):
+            seconds = sum(
+                steps * cell["times"]["step_seconds"]
+                for (_, _, steps), cell in zip(r.LAMB, cells, strict=True)
+            )
+            minutes = f"{seconds / 60:.1f}"
+        lines.append(
+            f"| {name} | {memory(cells[0])} | {memory(cells[1])} | {milliseconds(cells[0])} | "
+            f"{milliseconds(cells[1])} | {minutes} | {how(cells)} |"
+        )
+    for tokens, batch_size, steps in r.LAMB:
+        _, (stage,) = pretraining.stages_without_rows(r.lamb(tokens), 1)
+        flops += stage.task.flops_per_row * batch_size * steps
+    least = flops / (r.LAMB_CHIPS * r.V3_FLOPS) / 60
+    lines += [
+        "",
+        f"The published run took {r.LAMB_MINUTES} minutes on 1,024 TPU v3 chips. Our formula counts "
+        f"{flops:.3g} FLOPs, {least:.1f} minutes at the 123 TFLOP/s of a v3 chip: that run used "
+        f"{least / r.LAMB_MINUTES:.0%} of the peak. It tells how far a real run may be from a roofline.",
+        "",
+    ]
+    return lines
+
+
+def refused(compiled):
+    """What did not fit, and whether the change preflight named did."""
+    lines = []
+    for r in compiled:
+        if r["report"]["fits"]:
+            continue
+        (phase,) = r["report"]["phases"]
+        same = [
+            x for x in compiled
+            if x["change"] and not r["change"]
+            and all(x[k] == r[k] for k in ("run", "size", "tokens", "topology"))
+        ]  # fmt: skip
+        named = phase["would_fit"]
+        then = "-"
+        if same:
+            total = same[0]["report"]["phases"][0]["memory"]["total"] / GIB
+            then = f"{'fits' if same[0]['report']['fits'] else 'does not fit'}, {total:.2f}"
+        lines.append(
+            f"| {r['run']} {r['size']} T={r['tokens']} {r['topology']} {short(r['change'])} | "
+            f"{phase['memory']['total'] / GIB:.2f} | "
+            f"{short(named['arguments']) if named else 'nothing'} | "
+            f"{named['total'] / GIB if named else 0:.2f} | {then} |"
+        )
+    if not lines:
+        return []
+    return [
+        "## What did not fit, and the change that preflight named",
+        "",
+        "| run | GiB the compiler wanted | change | GiB estimated | compiled |",
+        "|---|---|---|---|---|",
+        *lines,
+        "",
+    ]
+
+
+def loops_table(results):
+    """Scanned beside unrolled."""
+    found = [r for r in results if r["run"] == "loops"]
+    if not found:
+        return []
+    lines = [
+        "## Scanned and unrolled",
+        "",
+        "`small` (4 layers), T=128, batch 256 on v5e:2x2: what compiling the layers as a loop changes. FLOPs",
+        "are of matrix products, loops counted as often as they run; XLA's cost analysis counts them once.",
+        "",
+        "| layers | remat | FLOPs formula | compiled | XLA's cost analysis | temporaries MiB | memory traffic GB | sent GB | compile s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in found:
+        (phase,) = r["report"]["phases"]
+        sent = sum(kind["bytes"] for kind in phase["collectives"].values())
+        flops = phase["flops"]
+        lines.append(
+            f"| {r['layer_loop']} | {r['remat']} | {flops['formula']:.5g} | {flops['compiled']:.5g} | "
+            f"{flops['cost_analysis']:.5g} | {phase['memory']['temporaries'] / MIB:,.0f} | "
+            f"{phase['traffic'] / 1e9:.3g} | {sent / 1e9:.3g} | {phase['compile_seconds']:.0f} |"
+        )
+    return [*lines, ""]
+
+
+def memory_table(results):
+    """Predicted and measured on a CPU."""
+    found = [r for r in results if r["run"] == "memory"]
+    if not found:
+        return []
+    lines = [
+        "## Memory, predicted and measured",
+        "",
+        "On a CPU, where it can be measured: what the compiler says a step needs (arguments and",
+        "temporaries) and how far the process grew at most while three steps ran (float32, scanned, T=128).",
+        "",
+        "| model | settings | arguments MiB | temporaries MiB | predicted MiB | measured MiB | measured / predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in found:
+        lines.append(
+            f"| {r['size']} | {short(r['changes']) or 'batch_size=' + str(r['batch_size'])} | "
+            f"{r['state'] / MIB:,.0f} | {r['temporaries'] / MIB:,.0f} | {r['predicted'] / MIB:,.0f} | "
+            f"{r['measured'] / MIB:,.0f} | {r['measured'] / r['predicted']:.2f} |"
+        )
+    return [*lines, ""]

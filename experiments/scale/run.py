@@ -1,0 +1,266 @@
+"""BERT-base and -large on TPU slices from 4 to 1,024 chips, without a TPU.
+
+    python experiments/scale/run.py compile [--minutes 30]   # what results.jsonl lacks
+    python experiments/scale/run.py memory                   # predicted and measured, on this CPU
+    python experiments/scale/run.py loops                    # a scanned program beside an unrolled one
+    python experiments/scale/run.py report                   # README.md from results.jsonl
+
+Needs `pip install -e '.[tpu]'`. `compile` has libtpu compile the training step (bfloat16, layers
+scanned, S=1, vocabulary padded to 30,592) for every slice of `PLAN`, the most telling first; what does
+not fit is compiled again with the change that preflight names. `report` compiles nothing: slices that
+were not compiled are extrapolated from the nearest that was, and marked.
+"""
+
+import argparse
+import copy
+import ctypes
+import json
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bert_jax import device, preflight, sharding, train
+from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
+from bert_jax.tasks import pretraining
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results.jsonl"
+RECIPE_STEPS = {128: 900_000, 512: 100_000}
+CHIPS = (4, 16, 64, 256, 1024)
+SLICES = {
+    "v5e": ("2x2", "4x4", "8x8", "16x16", "16x16,slices=4"),
+    "v5p": ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16"),
+    "v4": ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16"),
+    "v6e": ("2x2", "4x4", "8x8", "16x16", "16x16,slices=4"),
+}
+# You et al., arXiv 1904.00962, table 1: 65,536 sequences of 128, then 32,768 of 512, 8,599 steps in
+# 76.19 minutes on a TPU v3 pod of 1,024 chips; nine in ten sequences are short, which splits the steps so.
+LAMB = ((128, 65_536, 7_038), (512, 32_768, 1_561))
+LAMB_MINUTES, LAMB_CHIPS, V3_FLOPS = 76.19, 1024, 123e12
+
+
+def recipe(size: str, tokens: int, chips: int) -> Config:
+    """One phase of the paper's recipe. Past 256 chips a row is shared by several."""
+    config = Config(model=model_size(size), phases=(Phase(tokens=tokens),))
+    config.steps = RECIPE_STEPS[tokens]
+    config.mesh.tensor = max(chips // config.batch_size, 1)
+    return usual(config)
+
+
+def lamb(tokens: int) -> Config:
+    """One phase of the 76-minute run."""
+    _, batch_size, steps = next(phase for phase in LAMB if phase[0] == tokens)
+    config = Config(model=model_size("large"), phases=(Phase(tokens=tokens),))
+    config.optim = OptimConfig(optimizer="lamb")
+    config.batch_size, config.steps = batch_size, steps
+    return usual(config)
+
+
+def usual(config: Config) -> Config:
+    """What all have in common."""
+    config.model.vocab_size = pretraining.USUAL_VOCAB_SIZE
+    config.model.vocab_multiple = 128
+    config.model.dtype = "bfloat16"
+    config.model.layer_loop = "scanned"
+    validate(config)
+    return config
+
+
+def plan() -> list[tuple[str, str, int, str]]:
+    """(run, size, T, topology), the most telling first."""
+    found = []
+    for index in (2, 0, 3, 1, 4):
+        for kind, shapes in SLICES.items():
+            for size in ("base", "large"):
+                for tokens in (128, 512):
+                    found.append(("recipe", size, tokens, f"{kind}:{shapes[index]}"))
+        if index == 2:
+            for kind in SLICES:
+                for tokens in (128, 512):
+                    found.append(("lamb", "large", tokens, f"{kind}:{SLICES[kind][4]}"))
+    return found
+
+
+def results() -> list[dict]:
+    """The lines of results.jsonl."""
+    return (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
+
+
+def record(**entry) -> None:
+    """Appends a line, with what made it."""
+    import importlib.metadata
+
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    versions["python"] = platform.python_version()
+    with RESULTS.open("a") as file:
+        file.write(json.dumps({**entry, **versions, "when": time.strftime("%Y-%m-%d")}) + "\n")
+
+
+def apply(config: Config, arguments: str) -> None:
+    """`--config.model.remat=full …` onto a config."""
+    for path, value in re.findall(r"--config\.([\w.]+)=(\w+)", arguments):
+        *groups, name = path.split(".")
+        target = config
+        for group in groups:
+            target = getattr(target, group)
+        setattr(target, name, int(value) if value.isdigit() else value)
+
+
+def change_of(report: dict) -> str:
+    """The arguments that would make a one-phase run fit."""
+    named = report["phases"][0]["would_fit"]
+    return named["arguments"] if named else ""
+
+
+def compile_all(minutes: float) -> None:
+    """Compiles what is planned and not yet in results.jsonl, for so many minutes."""
+    device.start("cpu", cache=False)
+    known = {
+        (r["run"], r["size"], r["tokens"], r["topology"])
+        for r in results()
+        if "topology" in r and (r["report"]["fits"] or r["change"] or not change_of(r["report"]))
+    }
+    until = time.monotonic() + 60 * minutes
+    for run, size, tokens, name in plan():
+        if (run, size, tokens, name) in known:
+            continue
+        if time.monotonic() > until:
+            print("time is up; run again to go on")
+            return
+        topology = preflight.parse_topology(name)
+        config = lamb(tokens) if run == "lamb" else recipe(size, tokens, topology.chips)
+        change = ""
+        while True:
+            report = preflight.preflight(config, topology)
+            record(run=run, size=size, tokens=tokens, topology=name, change=change, report=report)
+            seconds = report["phases"][0]["compile_seconds"]
+            verdict = "fits" if report["fits"] else "does not fit"
+            print(run, size, tokens, name, change, f"{verdict}, {seconds:.0f} s", flush=True)
+            if report["fits"] or change or not change_of(report):
+                break
+            change = change_of(report)
+            config = copy.deepcopy(config)
+            apply(config, change)
+
+
+# Memory, predicted and measured on this CPU
+
+
+def memory_of(name: str, changes: str) -> dict:
+    """Runs three steps in this process: the compiler's bytes and how far the process grew."""
+    device.start("cpu", cache=False)
+    config = Config(model=model_size(name), phases=(Phase(tokens=128),), batch_size=32)
+    config.model.vocab_size = pretraining.USUAL_VOCAB_SIZE
+    config.model.layer_loop = "scanned"
+    apply(config, changes)
+    validate(config)
+    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    mesh = sharding.make_mesh(config.mesh, jax.devices("cpu")[:1])
+    init, shapes = train.initial_state(config, stage, mesh)
+    step = train.compile_step(config, stage, mesh, shapes)
+    init = init.lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
+    told = step.memory_analysis()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    def memory(field: str) -> int:
+        status = pathlib.Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
+
+    rng = np.random.default_rng(0)
+    batch = {k: np.zeros(x.shape, x.dtype) for k, x in stage.batch_shape.items()}
+    batch["tokens"] = rng.integers(1000, 30000, batch["tokens"].shape).astype(batch["tokens"].dtype)
+    batch["length"][:], batch["a_length"][:] = 128, 64
+    before = memory("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    state = init(jnp.uint32(0))
+    for _ in range(3):
+        state, sums = step(
+            state, {k: jax.device_put(v, sharding.rows(mesh)) for k, v in batch.items()}
+        )
+        jax.block_until_ready(sums)
+    predicted = (
+        told.argument_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
+        + told.temp_size_in_bytes
+    )  # fmt: skip
+    return {
+        "run": "memory", "size": name, "tokens": 128, "batch_size": 32, "changes": changes,
+        "state": told.argument_size_in_bytes, "temporaries": told.temp_size_in_bytes,
+        "predicted": predicted, "measured": memory("VmHWM") - before,
+    }  # fmt: skip
+
+
+MEMORY = (
+    ("mini", ""),
+    ("small", ""),
+    ("medium", ""),
+    ("medium", "--config.model.remat=full"),
+    ("medium", "--config.accumulation=4"),
+    ("medium", "--config.batch_size=8"),
+    ("base", "--config.batch_size=8"),
+)
+
+
+def memory_all() -> None:
+    """Each in a process of its own, for a process seldom gives memory back."""
+    known = {(r["size"], r["changes"]) for r in results() if r["run"] == "memory"}
+    for name, changes in MEMORY:
+        if (name, changes) not in known:
+            command = [sys.executable, __file__, "one", name, changes]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            record(**found)
+            print(found)
+
+
+def loops() -> None:
+    """The same model scanned and unrolled, with and without recomputation, on v5e:2x2."""
+    device.start("cpu", cache=False)
+    known = {(r["layer_loop"], r["remat"]) for r in results() if r["run"] == "loops"}
+    topology = preflight.parse_topology("v5e:2x2")
+    for remat in ("none", "full"):
+        for layer_loop in ("scanned", "unrolled"):
+            if (layer_loop, remat) in known:
+                continue
+            config = recipe("small", 128, 4)
+            config.model.layer_loop, config.model.remat = layer_loop, remat
+            report = preflight.preflight(config, topology)
+            record(run="loops", size="small", layer_loop=layer_loop, remat=remat, report=report)
+            print(layer_loop, remat, report["phases"][0]["compile_seconds"])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("compile").add_argument("--minutes", type=float, default=30)
+    for name in ("memory", "loops", "report"):
+        verbs.add_parser(name)
+    one = verbs.add_parser("one")
+    one.add_argument("name")
+    one.add_argument("changes")
+    options = parser.parse_args()
+    if options.verb == "compile":
+        compile_all(options.minutes)
+    elif options.verb == "memory":
+        memory_all()
+    elif options.verb == "loops":
+        loops()
+    elif options.verb == "one":
+        print(json.dumps(memory_of(options.name, options.changes)))
+    else:
+        from report import write  # beside this file
+
+        write(results(), HERE / "README.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""What is said of hardware that is not here: reading compiled programs, rooflines, libtpu's compiler."""
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, device, hlo, preflight, sharding, train
+from bert_jax.config import Config, ModelConfig, Phase
+from bert_jax.errors import UserError
+from bert_jax.hlo import Collective
+from bert_jax.tasks import pretraining
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (pip install 'bert-jax[tpu]', 210 MB): it is what compiles for TPUs",
+)
+
+# Two layers of a loop of 3, an asynchronous all-gather that shows up twice, a reduce-scatter as TPUs
+# write it, a batched product as a convolution, arrays in VMEM (`S(1)`).
+PROGRAM = """HloModule step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%all-reduce-scatter.1 (input: f32[256,64]) -> f32[128,64] {
+  %input = f32[256,64]{1,0:T(8,128)} parameter(0)
+  %zero = s32[] constant(0)
+  %all-reduce.9 = f32[256,64]{1,0} all-reduce(%input), channel_id=3, replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %dynamic-slice.9 = f32[128,64]{1,0} dynamic-slice(%all-reduce.9, %zero, %zero), dynamic_slice_sizes={128,64}
+}
+
+%fused_gather (p0: bf16[32,64]) -> bf16[64,64] {
+  %p0 = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %all-gather.2 = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} all-gather(%p0), channel_id=5, replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=2], device_ids=([2,2]T(1,0)) {'axis_0'}, dimensions={0}
+}
+
+%fused_slice (p0.2: bf16[3,64,64], p1.2: s32[]) -> bf16[1,64,64] {
+  %p0.2 = bf16[3,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1.2 = s32[] parameter(1)
+  %zero.2 = s32[] constant(0)
+  ROOT %slice.2 = bf16[1,64,64]{2,1,0} dynamic-slice(%p0.2, %p1.2, %zero.2, %zero.2), dynamic_slice_sizes={1,64,64}
+}
+
+%fused_product (p0.1: bf16[3,64,64], p1.1: s32[], p2.1: bf16[16,64]) -> bf16[16,64] {
+  %p0.1 = bf16[3,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1.1 = s32[] parameter(1)
+  %p2.1 = bf16[16,64]{1,0:T(8,128)(2,1)} parameter(2)
+  %zero.1 = s32[] constant(0)
+  %weights = bf16[1,64,64]{2,1,0} fusion(%p0.1, %p1.1), kind=kLoop, calls=%fused_slice
+  %flat = bf16[64,64]{1,0} bitcast(%weights)
+  ROOT %product = bf16[16,64]{1,0:T(8,128)(2,1)} convolution(%p2.1, %flat), dim_labels=bf_io->bf
+}
+
+%body (state: (s32[], bf16[16,64], bf16[3,64,64])) -> (s32[], bf16[16,64], bf16[3,64,64]) {
+  %state = (s32[]{:T(128)}, bf16[16,64]{1,0}, /*index=2*/bf16[3,64,64]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %h = bf16[16,64]{1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
+  %w = bf16[3,64,64]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=2
+  %one = s32[] constant(1)
+  %part = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} custom-call(), custom_call_target="AllocateBuffer"
+  %started = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%part), kind=kCustom, calls=%fused_gather
+  %all-gather.3 = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} all-gather(%part), channel_id=5, replica_groups=[2,2]<=[4], dimensions={0}
+  %next = bf16[16,64]{1,0:T(8,128)(2,1)} fusion(%w, %i, %h), kind=kOutput, calls=%fused_product
+  %j = s32[]{:S(6)} add(%i, %one)
+  ROOT %out = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) tuple(%j, %next, %w)
+}
+
+%condition (state.1: (s32[], bf16[16,64], bf16[3,64,64])) -> pred[] {
+  %state.1 = (s32[]{:T(128)}, bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %bound = s32[]{:T(128)} constant(3)
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %bound), direction=LT
+}
+
+ENTRY %main (a: bf16[16,64], b: bf16[3,64,64], c: f32[256,64], q: f32[2,8,4], k: f32[2,4,16]) -> bf16[16,64] {
+  %a = bf16[16,64]{1,0} parameter(0)
+  %b = bf16[3,64,64]{2,1,0} parameter(1)
+  %c = f32[256,64]{1,0} parameter(2)
+  %q = f32[2,8,4]{2,1,0:S(1)} parameter(3)
+  %k = f32[2,4,16]{2,1,0:S(1)} parameter(4)
+  %start = s32[] constant(0)
+  %grads = f32[128,64]{1,0} fusion(%c), kind=kCustom, calls=%all-reduce-scatter.1
+  %scores = f32[2,8,16]{2,1,0:S(1)} dot(%q, %k), lhs_batch_dims={0}, rhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}
+  %tuple = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) tuple(%start, %a, %b)
+  %while.1 = (s32[], bf16[16,64]{1,0}, bf16[3,64,64]{2,1,0}) while(%tuple), condition=%condition, body=%body
+  ROOT %result = bf16[16,64]{1,0} get-tuple-element(%while.1), index=1
+}
+"""
+
+
+def test_a_program_is_counted_with_its_loops():
+    program = hlo.read(PROGRAM)
+    loop, once = 2 * 16 * 64 * 64, 2 * 2 * 8 * 16 * 4
+    assert program.matrix_flops == 3 * loop + once
+    # A layer reads its slice of the weights, not all three, and hidden states, and writes the latter.
+    layer = 2 * (64 * 64 + 2 * 16 * 64) + 3 * 4  # and the counter: twice read, in VMEM once written
+    reduced = 4 * (256 + 128) * 64
+    assert program.traffic_bytes == pytest.approx(3 * layer + reduced, abs=3 * 8)
+    found = {c.kind: c for c in program.collectives}
+    assert len(program.collectives) == 2
+    gathered, scattered = found["all-gather"], found["reduce-scatter"]
+    assert (gathered.bytes, gathered.times) == (64 * 64 * 2, 3)
+    assert gathered.groups.tolist() == [[0, 1], [2, 3]]
+    assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
+    assert (scattered.bytes, scattered.times, scattered.sent_bytes) == (256 * 256, 1, 256 * 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,2},{1,3}}, x", [[0, 2], [1, 3]]),
+        ("[2,2]<=[4], x", [[0, 1], [2, 3]]),
+        ("[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2] {'a'}, x", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2] {'a','b'}, x", [[0, 1, 2, 3]]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3]]),
+        ("{}, x", [[0]]),
+    ],
+)
+def test_every_way_to_write_groups(text, groups):
+    assert hlo.replica_groups(f"channel_id=1, replica_groups={text}").tolist() == groups
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "attributes", "flops"),
+    [
+        ((128, 64), (64, 32), (128, 32), "dim_labels=bf_io->bf", 2 * 128 * 64 * 32),
+        # Batches of products, as TPUs write them: windows of which one place each is real.
+        ((2, 128, 4, 64), (2, 128, 4, 64), (2, 4, 128, 128),
+         "window={size=2x4 stride=1x3 lhs_dilate=2x4}, dim_labels=0b1f_0o1i->01bf",
+         2 * 2 * 4 * 128 * 128 * 64),
+        # A window of 3 over 5 places with a border of 1: 13 of its 15 places are real.
+        ((1, 5, 1), (3, 1, 1), (1, 5, 1), "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 13),
+    ],
+)  # fmt: skip
+def test_products_written_as_convolutions(left, right, result, attributes, flops):
+    assert hlo._convolution_flops(left, right, result, attributes) == flops
+
+
+def all_reduce(size, topology):
+    """An all-reduce over all chips of a topology, and where they are."""
+    where = preflight.places(topology)
+    return Collective("all-reduce", size, np.arange(len(where))[None], 1), where
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("v5e:4x4", 2 * 15 / 16 / (2 * 50)),  # a mesh: a corner has two links
+        ("v5e:16x16", 2 * 255 / 256 / (4 * 50)),  # a torus: four
+        ("v5p:4x4x4", 2 * 63 / 64 / (6 * 100)),
+        ("v5p:2x2x1", 2 * 3 / 4 / (2 * 100)),
+        ("v4:2x2x4", 2 * 15 / 16 / (3 * 50)),  # the long axis is closed only if all are
+        ("v5e:16x16,slices=2", 2 * 255 / 256 / (4 * 50) + 1 / 256 / 3.125),
+        ("h100:8", 2 * 7 / 8 / 450),
+        ("h100:16", 2 * 7 / 8 / 450 + 1 / 8 / 50),
+    ],
+)
+def test_network_time_by_hand(text, seconds):
+    topology = preflight.parse_topology(text)
+    collective, where = all_reduce(10**9, topology)
+    assert preflight.network_seconds(topology, where, collective) == pytest.approx(seconds)
+
+
+def test_a_group_along_one_axis_has_that_axis_links():
+    topology = preflight.parse_topology("v5p:4x4x4")
+    _, where = all_reduce(1, topology)
+    row = Collective("all-gather", 10**9, np.arange(64).reshape(16, 4), 5)
+    seconds = preflight.network_seconds(topology, where, row)
+    assert seconds == pytest.approx(5 * 3 / 4 / (2 * 100))
+
+
+def test_roofline_by_hand():
+    chip = device.CHIPS["TPU v5 lite"]
+    found = preflight.roofline(chip, flops=197e12, traffic=819e9 / 2, network=0.25)
+    assert found["compute_seconds"] == pytest.approx(1)
+    assert found["memory_seconds"] == pytest.approx(0.5)
+    assert (found["step_seconds"], found["bound"]) == (found["compute_seconds"], "compute")
+    assert preflight.roofline(chip, 0.0, 0.0, 2.0)["bound"] == "network"
+
+
+def test_the_compiler_s_refusal_is_understood():
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+        "(17.75G) exceeds available HBM (15.75G)."
+    )
+    assert preflight.needed_bytes(message) == 17.75 * 2**30
+    message = "Ran out of memory in memory space hbm. Used 512.50M of 15.75G hbm. Exceeded"
+    assert preflight.needed_bytes(message) == 512.5 * 2**20
+    assert preflight.needed_bytes("INTERNAL: something else") is None
+
+
+def test_data_sheets_are_found_by_device_kind():
+    assert device.chip("TPU v5 lite").flops == 197e12
+    assert device.chip("TPU v5").flops == device.chip("TPU v5p").flops == 459e12
+    assert device.chip("NVIDIA H100 80GB HBM3").memory_bytes == 80 * 10**9
+    assert device.chip("cpu") is None
+
+
+def miniature(**model):
+    return Config(
+        model=ModelConfig(
+            layers=2, hidden=128, heads=2, feed_forward=512, vocab_size=1024, positions=128, **model
+        ),
+        phases=(Phase(tokens=128),),
+        batch_size=64,
+        steps=100,
+    )
+
+
+def test_stages_without_rows_are_those_with(rows):
+    config = miniature(layer_loop="scanned")
+    config.model.vocab_size = 0
+    config.phases[0].tokens = 32
+    config.phases[0].rows = str(rows(32, 3))
+    full, _, _, (expected,) = pretraining.stages(config)
+    empty, (found,) = pretraining.stages_without_rows(config, 1)
+    assert found.batch_shape == expected.batch_shape
+    assert found.task.flops_per_row == expected.task.flops_per_row
+    assert empty.model.vocab_size == full.model.vocab_size
+    config.phases[0].rows, config.model.vocab_size = "", full.model.vocab_size
+    _, (without,) = pretraining.stages_without_rows(config, 3)
+    assert without.batch_shape == expected.batch_shape
+
+
+def run(capsys, *arguments):
+    status = cli.main(["preflight", "--config", "configs/pretrain.py:tiny,128", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_gpus_are_told_by_formula(capsys):
+    status, out, _ = run(capsys, "--topology", "h100:8", "--dollars-per-chip-hour", "2")
+    assert status == 0
+    assert "BY FORMULA, not compiled" in out
+    assert "assumed: a vocabulary of 30,522" in out
+    status, out, _ = run(capsys, "--topology", "h100:8", "--json", "--dollars-per-chip-hour", "2")
+    report = json.loads(out)
+    (phase,) = report["phases"]
+    assert report["dollars"] == pytest.approx(2 * 8 * report["hours"])
+    assert report["hours"] == pytest.approx(1e6 * phase["roofline"]["step_seconds"] / 3600)
+    assert phase["memory"]["parameters"] == 4 * report["parameters"]
+    # Two moments, and the schedule's count of steps.
+    assert phase["memory"]["optimizer"] == 8 * report["parameters"] + 4
+    sent = phase["collectives"]["all-reduce"]["bytes"]
+    assert sent == pytest.approx(2 * 7 / 8 * 4 * report["parameters"])
+
+
+def test_what_does_not_fit_is_told_what_would(capsys):
+    many = ["--topology", "h100:1", "--config.batch_size=131072"]
+    status, out, _ = run(capsys, *many)
+    assert status == 1
+    assert "DOES NOT FIT" in out
+    change = out.split("by estimate ")[1].split(" would fit")[0].split()
+    assert change
+    status, out, _ = run(capsys, *many, *change)
+    assert status == 0, (change, out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--topology", "v9:4x4"], "known are v4, v5e, v5p, v6e"),
+        (["--topology", "v5p"], "such as v4:2x2x1, v5e:4x4, v5p:4x4x4"),
+        (["--topology", "v5p:4x4"], "v5p takes a shape such as v5p:4x4x4"),
+        (["--topology", "v5e:32x32"], "v5e:16x16,slices=4"),
+        (["--topology", "h100:8,slices=2"], "slices are not known for h100"),
+        (["--topology", "h100:8", "--config.mesh.fsdp=3"], "does not fit 8 devices"),
+        (["--topology", "h100:8", "--config.mesh.tensor=8"], "vocab_multiple"),
+        (["--topology", "h100:8", "--config.batch_size=12"], "16 would be"),
+        (["--topology", "h100:8", "--config.phases[0].tokens=0"], "phase 0 has neither rows"),
+        (["--topology", "h100:8", "--sequences", "0"], "--sequences 0"),
+        (["--topology", "h100:8", "--dollars-per-chip-hour", "-1"], "a price above 0"),
+        (["--topology", "h100:8", "--rows", "a", "--rows", "b"], "2 --rows for the config's 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(capsys, arguments, told):
+    status, out, err = run(capsys, *arguments)
+    assert status == 2
+    assert told in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'bert-jax\[tpu\]'"):
+        preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The miniature on a v5e:2x2: its config, and what is told of it."""
+    config = miniature(layer_loop="scanned")
+    config.mesh.fsdp = 2
+    report = preflight.preflight(config, preflight.parse_topology("v5e:2x2"))
+    return config, report["phases"][0]
+
+
+@needs_libtpu
+def test_the_compiler_holds_what_sharding_says(compiled):
+    config, phase = compiled
+    _, (stage,) = pretraining.stages_without_rows(config, 1)
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
+    _, state = train.initial_state(config, stage, mesh)
+    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
+    memory = phase["memory"]
+    expected = sharding.bytes_per_device((state, batch))
+    # What is padded to the chip's tiles comes on top.
+    assert memory["arguments"] - memory["padding"] == expected
+    assert 0 <= memory["padding"] < expected
+    assert phase["fits"]
+
+
+@needs_libtpu
+def test_the_compiler_multiplies_what_the_formula_says(compiled):
+    _, phase = compiled
+    flops = phase["flops"]
+    assert flops["compiled"] == pytest.approx(flops["formula"], rel=1e-6)
+    # XLA's own count takes the layers' loops once.
+    assert flops["cost_analysis"] < 0.8 * flops["compiled"]
+
+
+@needs_libtpu
+def test_the_compiler_exchanges_what_the_mesh_says(compiled):
+    config, phase = compiled
+    assert {"all-gather", "all-reduce"} <= phase["collectives"].keys()
+    gathered = phase["collectives"]["all-gather"]
+    # Every sharded kernel is gathered from the other half at least once.
+    kernels = config.model.layers * 12 * config.model.hidden**2 * 4
+    assert gathered["bytes"] >= kernels / 2
+    assert 0 < phase["roofline"]["network_seconds"] < 1
