@@ -92,6 +92,11 @@ def finetune(
         UserError: something a person can mend.
         Interrupted: stopped and saved.
     """
+    if jax.process_count() > 1:
+        raise UserError(
+            "fine-tuning runs in one process, on all the devices of one machine: start it once, "
+            "without BERT_JAX_COORDINATOR"
+        )
     folder = pathlib.Path(folder)
     _require_same_kind(folder, seeds)
     start, params = None, None

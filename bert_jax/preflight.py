@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, device, hlo, sharding
+from bert_jax import attention, checkpoint, device, hlo, sharding
 from bert_jax.config import Config
 from bert_jax.device import Chip
 from bert_jax.errors import UserError
@@ -318,6 +318,7 @@ def preflight(
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
+        attention.check(config.model, "tpu", mesh.shape["tensor"])
         where = places(topology, list(mesh.devices.flat))
     else:
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)

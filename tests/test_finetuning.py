@@ -28,7 +28,7 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
-from bert_jax.finetune import _over_seeds, _spread, problem_of
+from bert_jax.finetune import _over_seeds, _spread, finetune, problem_of
 from bert_jax.model import shapes
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.finetuning import Finetuning
@@ -108,7 +108,8 @@ def plans(problem, batch_size=7, steps=5, **options):
     return packed, Plan(examples, batch_size, steps, (0, 1), one_a_row=True, **options)
 
 
-def loss_and_grads(problem, plan, params, config, step=0):
+def loss_and_grads(problem, plan, params, config, steps=(0,)):
+    """Of each step's batch."""
     task = Finetuning(config, problem, "train", plan)
 
     @jax.jit
@@ -120,8 +121,9 @@ def loss_and_grads(problem, plan, params, config, step=0):
 
         return jax.value_and_grad(objective, has_aux=True)(params)
 
-    (loss, weight), grads = run(params, plan.batch(step, 0))
-    return float(loss), float(weight), jax.device_get(grads)
+    for step in steps:
+        (loss, weight), grads = run(params, plan.batch(step, 0))
+        yield float(loss), float(weight), jax.device_get(grads)
 
 
 PROBLEMS = [
@@ -224,9 +226,11 @@ def test_packing_changes_nothing(head, objective):
     config = model_config(problem)
     params = random_params(config)
     packed, single = plans(problem)
-    for step in (0, 3):
-        one, weight, grads = loss_and_grads(problem, packed, params, config, step)
-        other, other_weight, other_grads = loss_and_grads(problem, single, params, config, step)
+    for (one, weight, grads), (other, other_weight, other_grads) in zip(
+        loss_and_grads(problem, packed, params, config, (0, 3)),
+        loss_and_grads(problem, single, params, config, (0, 3)),
+        strict=True,
+    ):
         assert weight == other_weight > 0
         assert abs(one - other) <= 1e-5
         jax.tree.map(
@@ -287,7 +291,7 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
             wanted = sum(torch.nn.functional.cross_entropy(x, label[:, i]) for i, x in enumerate(theirs)) / 2  # fmt: skip
         else:
             wanted = out.loss
-    loss, _, _ = loss_and_grads(problem, plan, params, config)
+    ((loss, _, _),) = loss_and_grads(problem, plan, params, config)
     assert abs(loss - float(wanted)) <= 1e-5
 
     task = Finetuning(config, problem, "train", plan)
@@ -458,6 +462,12 @@ def test_patience_is_a_function_of_the_metrics(tmp_path):
     over = [loop.Patience(config, best, tmp_path, step).is_over for step in range(5)]
     assert over == [False, False, False, True, False]
     assert not loop.Patience(Config(), best, tmp_path, 3).is_over
+
+
+def test_several_processes_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="fine-tuning runs in one process"):
+        finetune(FinetuneConfig(), "none", tmp_path / "w")
 
 
 def test_spread():
