@@ -57,10 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
         arguments, command = arguments[:at], arguments[at + 1 :]
     config, rest = _split_config(arguments)
     options = _parser().parse_args(rest)
-    options.command = command
     if config and not getattr(options, "takes_config", False):
         _parser().error(f"{options.verb} takes no --config")
     options.config = config
+    if options.verb == "launch":
+        options.command = command
     try:
         return options.run(options) or 0
     except UserError as error:

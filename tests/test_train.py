@@ -154,7 +154,6 @@ def run_steps(config, stage, devices, steps):
 
 
 LAYOUTS = [
-    (2, MeshConfig()),
     (8, MeshConfig()),
     (8, MeshConfig(data=1, fsdp=8)),
     (8, MeshConfig(data=4, tensor=2)),

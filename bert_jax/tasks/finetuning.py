@@ -264,6 +264,7 @@ def stage(
     examples = problem.splits.get("train")
     if not examples:
         raise UserError("there are no training examples: name them, config.task.data or .train")
+    split = evaluated_split(problem)
     an_epoch = max(len(examples) // config.batch_size, 1)
     # As run_classifier.py counts.
     config.steps = config.steps or int(len(examples) / config.batch_size * config.epochs)
@@ -286,7 +287,6 @@ def stage(
         cost_tokens=_cost_tokens(config.model),
         one_a_row=config.one_a_row,
     )
-    split = evaluated_split(problem)
     task = Finetuning(config.model, problem, split, plan)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
     only = Stage(
