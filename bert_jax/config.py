@@ -215,7 +215,7 @@ class TaskConfig:
     # words) or "squad" (answers in a text).
     kind: str = "classification"
     # A benchmark: "cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "squad1",
-    # "squad2", "swag", "conll"; "" for files of one's own.
+    # "squad2", "swag"; "" for files of one's own.
     name: str = ""
     # The folder of a benchmark's files, or "tfds".
     data: str = ""
@@ -341,7 +341,7 @@ _GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
 _NAMES = {
     "classification": ("", *_GLUE),
     "choice": ("", "swag"),
-    "tagging": ("", "conll"),
+    "tagging": ("",),
     "squad": ("", "squad1", "squad2"),
 }
 # What follows from something else in fine-tuning, so that setting it would do nothing.

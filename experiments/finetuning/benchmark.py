@@ -45,7 +45,7 @@ from bert_jax.train import compile_step, initial_state
 HERE = pathlib.Path(__file__).parent
 THREADS, BATCH = 2, 32
 # Steps a turn: a few seconds each.
-STEPS = {"sst2": 20, "clinc150": 20, "qnli": 6, "squad1": 2}
+STEPS = {"sst2": 10, "clinc150": 10, "qnli": 4, "squad1": 2}
 
 
 def load(name):
