@@ -253,10 +253,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sets", nargs="*", default=list(STEPS), help="none: all")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page", action="store_true", help="only write the page again")
     arguments = parser.parse_args()
     path = HERE / "benchmark.jsonl"
     results = read_lines(path)
-    for name in arguments.sets:
+    for name in [] if arguments.page else arguments.sets:
         results = [r for r in results if r["set"] != name]
         for result in measure(name, arguments.rounds):
             print(name, result["round"], result["what"], result["examples_per_second"], flush=True)
