@@ -230,6 +230,9 @@ def main():
         for start in arguments.starts:
             result = run(name, start, arguments.seeds, arguments.change)
             key = (result["set"], result["start"])
+            for before in results:  # what was finished is only read again
+                if (before["set"], before["start"]) == key:
+                    result["load_average"] = before["load_average"]
             results = [r for r in read_lines(path) if (r["set"], r["start"]) != key] + [result]
             path.write_text("".join(json.dumps(r) + "\n" for r in results))
     (HERE / "README.md").write_text(readme(results, read_lines(HERE / "trainer.jsonl")))
