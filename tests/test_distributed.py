@@ -108,6 +108,29 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
     assert kept == [int(steps.pop().replace(",", ""))]
 
 
+def test_a_step_that_does_not_end(tmp_path):
+    """Both give signs of life, and neither moves: all end, and it is told who stands where."""
+    code = (
+        "import sys, time\n"
+        "from bert_jax import distributed\n"
+        "distributed.start()\n"
+        "with distributed.Watch() as watch:\n"
+        "    watch.step = int(sys.argv[1])\n"
+        "    time.sleep(200)\n"
+    )
+    processes = start(
+        lambda i: [sys.executable, "-c", code, str(7 - i)],
+        2,
+        BERT_JAX_LOST_SECONDS="6",
+        BERT_JAX_STUCK_SECONDS="3",
+    )
+    status, said = ends(processes)
+    assert status == [distributed.EXIT_RUN_AGAIN] * 2, said
+    for text in said:
+        assert "no step for" in text
+        assert "(processes by step: 0 at 7, 1 at 6); run the same command to go on" in text
+
+
 def test_processes_that_were_told_different_things(tmp_path, rows):
     def argv(i):
         return command(tmp_path / "w", [rows()], f"optim.learning_rate={i + 1}e-3")
