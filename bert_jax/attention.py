@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax import sharding
 from bert_jax.config import ModelConfig
@@ -28,6 +28,7 @@ def attention(
     dropout_key: Key[Array, ""] | None,
     implementation: str,
     interpret: bool = False,
+    causal: bool = False,
 ) -> Float[Array, "B T N K"]:
     """Scaled dot-product attention in which a token sees its own sequence only.
 
@@ -40,12 +41,13 @@ def attention(
         dropout_key: None switches dropout off.
         implementation: "xla" or one of `KERNELS`, which `check` has let through.
         interpret: compute a Pallas kernel in Pallas' interpreter, on any hardware.
+        causal: of its sequence a token sees itself and what is before it.
 
     Raises:
         ValueError: dropout with a kernel.
     """
     if implementation == "xla":
-        return _xla(query, key, value, sequence, dropout_rate, dropout_key)
+        return _xla(query, key, value, sequence, dropout_rate, dropout_key, causal)
     if dropout_rate and dropout_key is not None:
         raise ValueError(f"attention {implementation!r} has no dropout")
     kernel = KERNELS[implementation]
@@ -53,7 +55,7 @@ def attention(
     missing = -tokens % kernel.block_tokens
 
     def run(query, key, value, sequence):
-        return kernel.run(query, key, value, sequence, interpret)
+        return kernel.run(query, key, value, sequence, interpret, causal)
 
     if missing:
         filling = [(0, 0), (0, missing), (0, 0), (0, 0)]
@@ -62,14 +64,21 @@ def attention(
     return sharding.on_each_device(run)(query, key, value, sequence)[:, :tokens]
 
 
-def _xla(query, key, value, sequence, dropout_rate, dropout_key):
+def _sees(sequence: Int[Array, "B T"], causal: bool) -> Bool[Array, "B 1 T T"]:
+    """Which token (third axis) sees which (fourth)."""
+    same = sequence[:, None, :, None] == sequence[:, None, None, :]
+    # A row holds its sequences in their order, so what is before in one is before in the row.
+    return jnp.tril(same) if causal else same
+
+
+def _xla(query, key, value, sequence, dropout_rate, dropout_key, causal):
     # Heads before tokens, the small operand scaled, and the sum divided by after the product with
     # the values: a CPU takes half the time of the same in textbook order.
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     scores = jnp.einsum("bntk,bnuk->bntu", query * query.shape[-1] ** -0.5, key)
-    same = sequence[:, None, :, None] == sequence[:, None, None, :]
     # The softmax is in float32: its sum over hundreds of tokens loses too much in bfloat16.
-    scores = jnp.where(same, scores.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+    least = jnp.finfo(jnp.float32).min
+    scores = jnp.where(_sees(sequence, causal), scores.astype(jnp.float32), least)
     largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     exponentials = jnp.exp(scores - largest)
     total = exponentials.sum(-1, keepdims=True)
@@ -78,27 +87,28 @@ def _xla(query, key, value, sequence, dropout_rate, dropout_key):
     return found.swapaxes(1, 2)
 
 
-def _cudnn(query, key, value, sequence, interpret):
+def _cudnn(query, key, value, sequence, interpret, causal):
     # It knows of no sequences: which token sees which is told as a mask, the same for all heads.
     # Its gradients add up in any order: the same bits twice need --xla_gpu_deterministic_ops.
-    same = sequence[:, None, :, None] == sequence[:, None, None, :]
-    return jax.nn.dot_product_attention(query, key, value, mask=same, implementation="cudnn")
+    mask = _sees(sequence, causal)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
 
 
-def _pallas(query, key, value, sequence, interpret):
+def _pallas(query, key, value, sequence, interpret, causal):
     from jax.experimental.pallas.ops.gpu.attention import mha
 
-    return mha(query, key, value, sequence, query.shape[-1] ** -0.5, interpret=interpret)
+    return mha(query, key, value, sequence, query.shape[-1] ** -0.5, causal, interpret=interpret)
 
 
-def _splash(query, key, value, sequence, interpret):
+def _splash(query, key, value, sequence, interpret, causal):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     heads, tokens = query.shape[2], query.shape[1]
     block = next(size for size in (512, 256, 128) if tokens % size == 0)
     sizes = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+    mask = splash.CausalMask if causal else splash.FullMask
     run = splash.make_splash_mha(
-        splash.MultiHeadMask([splash.FullMask((tokens, tokens))] * heads),
+        splash.MultiHeadMask([mask((tokens, tokens))] * heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block)),
         head_shards=1,
         q_seq_shards=1,
@@ -113,7 +123,7 @@ class Kernel(NamedTuple):
     """What computes attention on one kind of hardware.
 
     Attributes:
-        run: (query, key, value, sequence, interpret) to the result, on one device.
+        run: (query, key, value, sequence, interpret, causal) to the result, on one device.
         platform: "gpu" or "tpu".
         dtypes: of queries, keys and values.
         head_sizes: K.

@@ -16,6 +16,7 @@ from bert_jax.errors import UserError
 
 HEADS = ("", "sequence", "choice", "token", "span")
 POOLED_HEADS = ("sequence", "choice")
+FEATURES = ("", "embeddings", "second-to-last", "last", "weighted-last4", "last4", "weighted-all")
 
 
 @dataclasses.dataclass
@@ -50,8 +51,13 @@ class ModelConfig:
     initializer_stddev: float = 0.02
     # A LayerNorm after the last layer; BERT's layers end in one already.
     final_norm: bool = False
-    # The masked-LM head: dense + activation + LayerNorm before the decoder, and the decoder is the
-    # embedding table.
+    # A left-to-right model ("LTR", section 5.1): a token sees itself and what is before it in its
+    # sequence, and pretraining predicts every next token instead of masked ones. [CLS] then sees
+    # nothing: next_sentence must be false, what is pooled is each sequence's last token ([SEP]), and
+    # SQuAD 2.0's score of no answer, which is [CLS]'s, is the same for all questions.
+    causal: bool = False
+    # The masked-LM head (a causal model's for the next token): dense + activation + LayerNorm before
+    # the decoder, and the decoder is the embedding table.
     masked_lm: bool = True
     transform: bool = True
     tied_decoder: bool = True
@@ -65,6 +71,14 @@ class ModelConfig:
     head: str = ""
     # What its outputs are called, in order.
     labels: tuple[str, ...] = ()
+    # Fine-tuning: so many layers of a bidirectional LSTM from random weights below the head, `hidden`
+    # wide in each direction (sections 5.1 and 5.3). It begins anew with every sequence.
+    lstm_layers: int = 0
+    # Fine-tuning: what the head (or the LSTM) stands on (section 5.3, table 7). "" is the last layer,
+    # all of the encoder being trained. The others are hidden states of an encoder that stays as it
+    # is: "embeddings", "second-to-last", "last", "last4" (concatenated), "weighted-last4" and
+    # "weighted-all" (of all layers; sums with learned weights, as ELMo's).
+    features: str = ""
     # What activations are computed in; parameters and the optimizer stay float32.
     dtype: str = "float32"
     # "unrolled" compiles every layer (faster steps), "scanned" one (faster compilation). Same
@@ -76,8 +90,23 @@ class ModelConfig:
 
     @property
     def has_pooler(self) -> bool:
-        """Whether there is a pooler, for itself or for a head."""
-        return self.pooler or self.next_sentence or self.head in POOLED_HEADS
+        """Whether there is a pooler, for itself or for a head.
+
+        It is of the encoder's last layer: a head on an LSTM or on features takes their vectors as
+        they are.
+        """
+        pools = self.head in POOLED_HEADS and not (self.lstm_layers or self.features)
+        return self.pooler or self.next_sentence or pools
+
+    @property
+    def feature_layers(self) -> list[int]:
+        """Which hidden states `features` are made of, as `layer_numbers` numbers them.
+
+        Raises:
+            UserError: the model has too few layers.
+        """
+        name = self.features.removeprefix("weighted-")
+        return layer_numbers(name, self.layers, "config.model.features")
 
 
 @dataclasses.dataclass
@@ -154,8 +183,8 @@ class CheckpointConfig:
     # Fine-tuning: 0 saves after every evaluation.
     every_steps: int = 1_000
     keep_last: int = 2
-    # Besides the last ones, the best checkpoints: lowest held-out masked-LM loss, or the
-    # fine-tuned task's own metric.
+    # Besides the last ones, the best checkpoints: lowest held-out loss on words (masked or next
+    # ones), or the fine-tuned task's own metric.
     keep_best: int = 1
 
 
@@ -315,10 +344,48 @@ def model_size(name: str) -> ModelConfig:
     return ModelConfig(layers=layers, hidden=hidden, heads=heads, feed_forward=4 * hidden)
 
 
+def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> list[int]:
+    """The hidden states that a setting names, of a model with `count` layers.
+
+    Args:
+        layers: as `EmbedConfig.layers` says.
+        count: L.
+        key: what the setting is called in an error.
+
+    Returns:
+        Numbers from 0 (the embeddings) to `count` (the last layer), in the order given. "all" are
+        1 to `count`.
+
+    Raises:
+        UserError: no such layer.
+    """
+    named = {
+        "last": [-1],
+        "second-to-last": [-2],
+        "last4": [-4, -3, -2, -1],
+        "all": list(range(1, count + 1)),
+        "embeddings": [0],
+    }
+    try:
+        numbers = named[layers] if layers in named else [int(x) for x in layers.split(",")]
+    except ValueError:
+        raise UserError(
+            f"{key} is {layers!r}: it must be one of {', '.join(named)}, or numbers like -4,-1"
+        ) from None
+    for number in numbers:
+        if not -count <= number <= count:
+            raise UserError(
+                f"{key} is {layers!r}: the model has no layer {number}, only 0 (the embeddings) to "
+                f"{count}, or {-count} to -1 from the end"
+            )
+    return [number + (count + 1) * (number < 0) for number in numbers]
+
+
 _CHOICES = {
     "model.activation": ("gelu", "gelu_tanh", "relu"),
     "model.attention": ("xla", "cudnn", "pallas", "splash"),
     "model.dtype": ("float32", "bfloat16"),
+    "model.features": FEATURES,
     "model.head": HEADS,
     "embed.pooling": ("mean", "cls", "none"),
     "model.dropout_generator": ("hash", "threefry", "rbg"),
@@ -356,7 +423,8 @@ _FOLLOWS = {
 # What fine-tuning fills in where it is 0.
 _FILLED_IN = ("steps", "checkpoint.every_steps")
 _NOT_NEGATIVE = (
-    "model.vocab_size model.segments model.initializer_stddev masking.most_predictions seed "
+    "model.vocab_size model.segments model.initializer_stddev model.lstm_layers "
+    "masking.most_predictions seed "
     "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
     "evaluate_rows checkpoint.keep_best embed.tokens patience frozen_layers reset_layers"
 ).split()
@@ -406,9 +474,16 @@ def validate(config: Run) -> None:
         require(config.task.tokens >= 8, "task.tokens", "8 or more")
         names = _NAMES[config.task.kind]
         require(config.task.name in names, "task.name", "one of " + ", ".join(map(repr, names)))
+        if model.features:
+            stays = f"config.model.features={model.features!r} leaves the encoder as it is"
+            for name in ("frozen_layers", "reset_layers"):
+                require(getattr(config, name) == 0, name, f"0, for {stays}")
+            require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, for {stays}")
         if model.head:  # else a checkpoint is yet to say how large the model is
             most = model.positions
             require(config.task.tokens <= most, "task.tokens", f"8 to {most}")
+            if model.features:
+                _ = model.feature_layers  # raises where there are too few
             for name, most in (
                 ("frozen_layers", model.layers),
                 ("reset_layers", model.layers - config.frozen_layers),
@@ -421,6 +496,15 @@ def validate(config: Run) -> None:
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
     model, masking = config.model, config.masking
+    for name, nothing in (("lstm_layers", 0), ("features", "")):
+        what = f"{nothing!r} in pretraining, for it is of fine-tuned heads"
+        require(getattr(model, name) == nothing, f"model.{name}", what)
+    if model.causal:
+        what = "false with config.model.causal=true, where [CLS] sees nothing but itself"
+        require(not model.next_sentence, "model.next_sentence", what)
+        for name, value in dataclasses.asdict(MaskingConfig()).items():
+            what = f"{value!r}, as by default, with config.model.causal=true, which masks nothing"
+            require(getattr(masking, name) == value, f"masking.{name}", what)
     require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
     split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
     if min(split) < 0 or abs(sum(split) - 1) > 1e-6:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import files, sharding
-from bert_jax.config import MeshConfig, Run
+from bert_jax.config import MeshConfig, Run, layer_numbers
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
@@ -98,39 +98,6 @@ def windows(length: int, room: int, overlap: int) -> list[Window]:
     between = [(a + b + room + 1) // 2 for a, b in itertools.pairwise(starts)]
     bounds = [0, *between, length]
     return list(map(Window, starts, bounds, bounds[1:]))
-
-
-def layer_numbers(layers: str, count: int) -> list[int]:
-    """The hidden states that `config.embed.layers` names, of a model with `count` layers.
-
-    Returns:
-        Numbers from 0 (the embeddings) to `count` (the last layer), in the order given. "all" are
-        1 to `count`.
-
-    Raises:
-        UserError: no such layer.
-    """
-    named = {
-        "last": [-1],
-        "second-to-last": [-2],
-        "last4": [-4, -3, -2, -1],
-        "all": list(range(1, count + 1)),
-        "embeddings": [0],
-    }
-    try:
-        numbers = named[layers] if layers in named else [int(x) for x in layers.split(",")]
-    except ValueError:
-        raise UserError(
-            f"config.embed.layers is {layers!r}: it must be one of {', '.join(named)}, or numbers "
-            "like -4,-1"
-        ) from None
-    for number in numbers:
-        if not -count <= number <= count:
-            raise UserError(
-                f"config.embed.layers is {layers!r}: the model has no layer {number}, only 0 (the "
-                f"embeddings) to {count}, or {-count} to -1 from the end"
-            )
-    return [number + (count + 1) * (number < 0) for number in numbers]
 
 
 class _Piece(NamedTuple):
@@ -223,6 +190,11 @@ class Embedder:
                 f"windows of {most} tokens cannot overlap by {overlap_tokens}: choose 0 to {most - 3}"
             )
         layers = layer_numbers(embed.layers, model.layers)
+        if model.causal and embed.pooling == "cls":
+            raise UserError(
+                "config.embed.pooling is 'cls': [CLS] of a causal model sees nothing but itself; it "
+                "can be 'mean' or 'none'"
+            )
         if weights and len(weights) != len(layers):
             raise UserError(
                 f"{len(weights)} weights for {len(layers)} layers (config.embed.layers is "

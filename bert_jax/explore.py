@@ -33,13 +33,18 @@ class MaskFiller:
         source, which: as `convert.source.open_model` takes them.
 
     Raises:
-        UserError: what `open_model` raises; a model without a masked-LM head.
+        UserError: what `open_model` raises; a model without a masked-LM head, or a causal one.
     """
 
     def __init__(self, source: str | pathlib.Path, which: str = "best"):
         self.config, self.vocabulary, self._params, self.step = open_model(str(source), which)
         if not self.config.model.masked_lm:
             raise UserError(f"{source} has no masked-LM head: it cannot fill in masks")
+        if self.config.model.causal:
+            raise UserError(
+                f"{source} reads from left to right (config.model.causal): it predicts next tokens and "
+                "cannot fill in masks"
+            )
         model = Bert(self.config.model)
         self._apply = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])
 

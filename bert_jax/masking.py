@@ -1,7 +1,8 @@
-"""Masked-LM corruption on the device, fresh at every step (Devlin et al., section 3.1).
+"""What to predict: masked tokens (Devlin et al., section 3.1), or the next ones (section 5.1, "LTR").
 
-Of each sequence's n tokens, round(rate * n) are chosen, at least 1 and at most a cap, never [CLS] or
-[SEP]. Of the chosen, 80% become [MASK], 10% stay and 10% become a random token.
+The corruption happens on the device, fresh at every step. Of each sequence's n tokens,
+round(rate * n) are chosen, at least 1 and at most a cap, never [CLS] or [SEP]. Of the chosen, 80%
+become [MASK], 10% stay and 10% become a random token.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from bert_jax.data.rows import Layout
 
 
 class Masked(NamedTuple):
-    """Corrupted rows and what to predict. P is `Masker.predictions`."""
+    """Rows as the model sees them and what to predict. P is `Masker.predictions`."""
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B P"]
@@ -36,6 +37,40 @@ def most_predictions(config: MaskingConfig, tokens: int) -> int:
     if config.rate == 0.15 and tokens in recipe:
         return recipe[tokens]
     return math.ceil(config.rate * tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class NextTokens:
+    """In the place of a `Masker`: leaves rows as they are and asks each token for the one after it.
+
+    Asked is whatever has a next token in its own sequence: [CLS] for the first word, and the last
+    word for [SEP]; never padding.
+
+    Attributes:
+        tokens, sequences: T, S.
+    """
+
+    tokens: int
+    sequences: int
+
+    @property
+    def predictions(self) -> int:
+        """P: all but the row's last."""
+        return self.tokens - 1
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        length: Int[Array, "B S"],
+        a_length: Int[Array, "B S"],
+        layout: Layout,
+        key: Key[Array, ""],
+    ) -> Masked:
+        """A function of the rows alone."""
+        sequence, following = layout.sequence[:, :-1], layout.sequence[:, 1:]
+        asked = (sequence == following) & (sequence < self.sequences)
+        positions = jnp.broadcast_to(jnp.arange(self.predictions), sequence.shape)
+        return Masked(tokens, positions, tokens[:, 1:], asked.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

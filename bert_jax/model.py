@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.attention import attention
 from bert_jax.config import POOLED_HEADS, ModelConfig
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         q, k, v = (_dense(c, heads, name)(x) for name in ("query", "key", "value"))
         # Shapes of parameters are all that is wanted of the one token that a model begins with.
         how = "xla" if self.is_initializing() else c.attention
-        y = attention(q, k, v, sequence, c.attention_dropout, _fold(key, 0), how)
+        y = attention(q, k, v, sequence, c.attention_dropout, _fold(key, 0), how, causal=c.causal)
         y = _dense(c, c.hidden, "output", axis=(-2, -1))(y)
         return _norm(c, "norm")(x + dropout(y, c.dropout, _fold(key, 1)))
 
@@ -178,9 +178,10 @@ class Encoder(nn.Module):
         """What comes out of the last layer alone, or of `every` layer from the first on."""
         c = self.config
         if self.is_initializing():
+            states = []
             for i in range(c.layers):
                 x = Layer(c, name=f"layer_{i}")(x, sequence, None)
-            states = [x]
+                states.append(x)
         else:
             states = self._run(x, sequence, key, every)
         if c.final_norm:
@@ -242,6 +243,91 @@ class MaskedLM(nn.Module):
         return jnp.where(jnp.arange(vocab) < c.vocab_size, logits, jnp.finfo(jnp.float32).min)
 
 
+class Mixture(nn.Module):
+    """A sum of layers with learned weights, at first their mean (Peters et al., ELMo, equation 1)."""
+
+    @nn.compact
+    def __call__(self, states: list[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
+        weights = self.param("weights", nn.initializers.zeros, (len(states),), jnp.float32)
+        scale = self.param("scale", nn.initializers.ones, (), jnp.float32)
+        weights = scale * jax.nn.softmax(weights)
+        return sum(weight * state for weight, state in zip(weights, states, strict=True))
+
+
+class Lstm(nn.Module):
+    """An LSTM in one direction, `hidden` wide, that begins anew where told to.
+
+    Gates are in PyTorch's order: input, forget, cell, output. The forget gate's bias begins at 1, so
+    that a cell keeps most of itself (Jozefowicz et al. 2015), and kernels uniform within one over the
+    root of how many come in.
+    """
+
+    config: ModelConfig
+    reverse: bool
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T n"], begins: Bool[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        c, d = self.config, self.config.hidden
+        uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+        def forget(key, shape, dtype):
+            return jnp.zeros(shape, dtype).at[d : 2 * d].set(1)
+
+        # What comes from below is one product for all tokens; only the rest waits for its turn.
+        enters = nn.Dense(4 * d, dtype=c.dtype, kernel_init=uniform, bias_init=forget, name="input")
+        below = enters(x).astype(jnp.float32).swapaxes(0, 1)
+        recurrent = self.param("recurrent", uniform, (d, 4 * d), jnp.float32).astype(c.dtype)
+
+        def step(state, item):
+            # The state is float32: it is added to once a token.
+            below, begins = item
+            hidden, cell = (jnp.where(begins[:, None], 0, part) for part in state)
+            gates = below + jnp.einsum(
+                "bd,dg->bg", hidden.astype(c.dtype), recurrent, preferred_element_type=jnp.float32
+            )
+            enter, keep, new, leave = jnp.split(gates, 4, axis=1)
+            cell = jax.nn.sigmoid(keep) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+            hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+            return (hidden, cell), hidden
+
+        zeros = jnp.zeros((len(x), d), jnp.float32)
+        _, hidden = jax.lax.scan(step, (zeros, zeros), (below, begins.T), reverse=self.reverse)
+        return hidden.swapaxes(0, 1).astype(x.dtype)
+
+
+class BiLstmLayer(nn.Module):
+    """Both directions, one after the other in the last axis, each sequence by itself."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T n"], sequence: Int[Array, "B T"]
+    ) -> Float[Array, "B T m"]:
+        edge = sequence[:, 1:] != sequence[:, :-1]
+        first = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
+        last = jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True)
+        forward = Lstm(self.config, reverse=False, name="forward")(x, first)
+        backward = Lstm(self.config, reverse=True, name="backward")(x, last)
+        return jnp.concatenate([forward, backward], -1)
+
+
+class BiLstm(nn.Module):
+    """The stack between the encoder and a fine-tuned head (sections 5.1 and 5.3)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T n"], sequence: Int[Array, "B T"]
+    ) -> Float[Array, "B T m"]:
+        for i in range(self.config.lstm_layers):
+            x = BiLstmLayer(self.config, name=f"layer_{i}")(x, sequence)
+        return x
+
+
 class Bert(nn.Module):
     """The encoder with its pooler and whichever heads the config names."""
 
@@ -257,6 +343,10 @@ class Bert(nn.Module):
             self.pooler = _dense(c, c.hidden)
         if c.next_sentence:
             self.next_sentence = _dense(c, 2)
+        if c.features.startswith("weighted-"):
+            self.features = Mixture()
+        if c.lstm_layers:
+            self.lstm = BiLstm(c)
         if c.head:
             self.classifier = _dense(c, len(c.labels))
 
@@ -274,8 +364,19 @@ class Bert(nn.Module):
         x = self.embeddings(tokens, layout, None)
         return [x, *self.encoder(x, layout.sequence, None, every=True)]
 
+    def frozen_features(self, tokens: Int[Array, "B T"], layout: Layout) -> Float[Array, "B T n"]:
+        """The hidden states that `config.features` names (section 5.3), n is D or 4 D.
+
+        Without dropout, and no gradient goes below them.
+        """
+        states = jax.lax.stop_gradient(self.hidden_states(tokens, layout))
+        states = [states[i] for i in self.config.feature_layers]
+        if self.config.features.startswith("weighted-"):
+            return self.features(states)
+        return jnp.concatenate(states, -1)
+
     def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """dense + tanh on every sequence's [CLS]."""
+        """dense + tanh on every sequence's [CLS], or whichever token `cls` says."""
         return jnp.tanh(self.pooler(gather(hidden, cls)))
 
     def __call__(
@@ -303,12 +404,21 @@ class Bert(nn.Module):
     ) -> Float[Array, "B n C"]:
         """The fine-tuned head's logits (section 4): n is S, pooled [CLS]s, or T, tokens.
 
-        Which of the two follows from `config.head`; see there.
+        Which of the two follows from `config.head`; see there. The pooler's dense + tanh belongs to
+        the encoder's last layer: of an LSTM or of features the token's vector is taken as it is.
         """
-        hidden = self.encode(tokens, layout, _fold(key, 0))
-        if self.config.head in POOLED_HEADS:
-            hidden = self.pool(hidden, layout.cls)
-        hidden = dropout(hidden, self.config.dropout, _fold(key, 1))
+        c = self.config
+        if c.features:
+            hidden = self.frozen_features(tokens, layout)
+        else:
+            hidden = self.encode(tokens, layout, _fold(key, 0))
+        if c.lstm_layers:
+            hidden = self.lstm(hidden, layout.sequence)
+        if c.head in POOLED_HEADS:
+            place = last_tokens(layout) if c.causal else layout.cls
+            on_encoder = not (c.features or c.lstm_layers)
+            hidden = self.pool(hidden, place) if on_encoder else gather(hidden, place)
+        hidden = dropout(hidden, c.dropout, _fold(key, 1))
         return self.classifier(hidden).astype(jnp.float32)
 
     def touch(self, tokens: Int[Array, "B T"], layout: Layout, positions: Int[Array, "B P"]):
@@ -337,6 +447,13 @@ def gather(hidden: Float[Array, "B T D"], index: Int[Array, "B P"]) -> Float[Arr
     return jnp.take_along_axis(hidden, index[:, :, None], axis=1)
 
 
+def last_tokens(layout: Layout) -> Int[Array, "B S"]:
+    """Where each sequence ends; for an unused slot, some valid token."""
+    slots = jnp.arange(layout.cls.shape[1])
+    through = jnp.sum(layout.sequence[:, None, :] <= slots[:, None], axis=2)
+    return jnp.maximum(through - 1, 0)
+
+
 def parameter_count(params: Params, config: ModelConfig) -> int:
     """Scalars in `params`, the padding of the vocabulary not counted."""
     total = sum(x.size for x in jax.tree.leaves(params))
@@ -348,10 +465,20 @@ def parameter_count(params: Params, config: ModelConfig) -> int:
 def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions: int) -> float:
     """Floating-point operations of a training step on one row: three times the matrix products forward.
 
-    Counts 2 a multiply-add. Attention counts all T² pairs, as dense implementations compute them.
+    Counts 2 a multiply-add. Attention counts all T² pairs, as dense implementations compute them, of
+    a causal model too. Layers below `config.features` are counted once, those above not at all.
+    Fine-tuned heads are left out, LSTMs are not.
     """
     d, f = config.hidden, config.feed_forward
     layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)
     head = predictions * 2 * d * (config.vocab_size + d * config.transform)
     pooler = sequences * 2 * d * (d + 2) if config.next_sentence else 0
-    return 3.0 * (config.layers * layer + head + pooler)
+    encoder, width = 3.0 * config.layers * layer, d
+    if config.features:
+        encoder = max(config.feature_layers) * layer
+        width = 4 * d if config.features == "last4" else d
+    lstm = 0
+    for _ in range(config.lstm_layers):
+        lstm += tokens * 16 * d * (width + d)  # two directions of four gates
+        width = 2 * d
+    return encoder + 3.0 * (head + pooler + lstm)

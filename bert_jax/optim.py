@@ -35,12 +35,13 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 def decay_mask(params: Params) -> Params:
     """True for the parameters that weight decay (and LAMB's trust ratio) applies to.
 
-    Biases and LayerNorm are left out (`exclude_from_weight_decay` in Google's code).
+    Biases and LayerNorm are left out (`exclude_from_weight_decay` in Google's code), and so are the
+    few weights of a sum of layers.
     """
 
     def decays(path, _):
         names = [str(key.key) for key in path]
-        return names[-1] not in ("bias", "scale")
+        return names[-1] not in ("bias", "scale", "weights")
 
     return jax.tree_util.tree_map_with_path(decays, params)
 
@@ -79,13 +80,16 @@ def _layer(path: tuple, layers: int) -> int:
 def rate_factors(config: Run, params: Params) -> Params:
     """For each parameter what the learning rate is multiplied by: decay by layer, 0 where frozen.
 
-    Layer-wise decay as ELECTRA fine-tunes with (Clark et al., arXiv 2003.10555).
+    Layer-wise decay as ELECTRA fine-tunes with (Clark et al., arXiv 2003.10555). Where heads stand on
+    features the whole encoder is frozen.
     """
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
 
     def factor(path, _):
         layer = _layer(path, layers)
         if frozen and layer <= frozen:
+            return 0.0
+        if config.model.features and path[0].key in ("embeddings", "encoder"):
             return 0.0
         return config.optim.layer_decay ** (layers + 1 - layer)
 
@@ -114,7 +118,7 @@ def make(run: Run) -> optax.GradientTransformation:
     if config.optimizer == "lamb":
         parts.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
     parts.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
-    if config.layer_decay != 1 or getattr(run, "frozen_layers", 0):
+    if config.layer_decay != 1 or getattr(run, "frozen_layers", 0) or run.model.features:
         parts.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(

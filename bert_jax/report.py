@@ -7,7 +7,9 @@ from bert_jax.errors import UserError
 
 
 def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
-    """Draws the masked-LM loss of runs by step, training and held-out, to a PNG, SVG or PDF.
+    """Draws pretraining runs' loss on words by step, training and held-out, to a PNG, SVG or PDF.
+
+    It is that of the masked words, or of a causal model's next ones.
 
     Raises:
         UserError: a workdir without metrics, or a picture that cannot be written.
@@ -25,11 +27,15 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
             ("train", {"lw": 1, "alpha": 0.6}),
             ("heldout", {"marker": "o", "ms": 4}),
         ):
-            points = [(x["step"], x["masked_lm_loss"]) for x in lines if x["split"] == split]
+            points = [
+                (x["step"], x["masked_lm_loss" if "masked_lm_loss" in x else "next_token_loss"])
+                for x in lines
+                if x["split"] == split
+            ]
             if points:
                 label = f"{name}, {'held-out' if split == 'heldout' else 'training'}"
                 axes.plot(*zip(*points, strict=True), color=f"C{i}", label=label, **style)
-    axes.set(xlabel="step", ylabel="masked-LM loss (nats a token)")
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

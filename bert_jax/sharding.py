@@ -28,7 +28,8 @@ TABLE = (
     (r"feed_forward/intermediate/kernel$", PartitionSpec("fsdp", "tensor")),
     (r"feed_forward/intermediate/bias$", PartitionSpec("tensor")),
     (r"feed_forward/output/kernel$", PartitionSpec("tensor", "fsdp")),
-    (r"(transform|pooler)/kernel$", PartitionSpec("fsdp", None)),
+    # An LSTM's other kernel is wanted once a token, so it lies whole on every device.
+    (r"(transform|pooler|lstm/.*/input)/kernel$", PartitionSpec("fsdp", None)),
     (r"masked_lm/decoder$", PartitionSpec("fsdp", "tensor")),
     (r"masked_lm/bias$", PartitionSpec("tensor")),
     (r"", PartitionSpec()),

@@ -35,23 +35,39 @@ def make_inputs(tokens, heads=2, size=16, rows=2, dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in arrays], jnp.asarray(sequence)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def value_and_gradients(arrays, sequence, implementation, interpret=True):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def value_and_gradients(arrays, sequence, implementation, interpret=True, causal=False):
     *inputs, cotangent = arrays
-    value, gradients = jax.vjp(
-        lambda q, k, v: attention(q, k, v, sequence, 0.0, None, implementation, interpret), *inputs
-    )
+    settings = (sequence, 0.0, None, implementation, interpret, causal)
+    value, gradients = jax.vjp(lambda q, k, v: attention(q, k, v, *settings), *inputs)
     return value, *gradients(cotangent)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", PALLAS)
-def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation):
+def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation, causal):
     arrays, sequence = make_inputs(150, size=24)
-    wanted = value_and_gradients(arrays, sequence, "xla")
+    wanted = value_and_gradients(arrays, sequence, "xla", True, causal)
     for ours, theirs in zip(
-        value_and_gradients(arrays, sequence, implementation), wanted, strict=True
+        value_and_gradients(arrays, sequence, implementation, True, causal), wanted, strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch):
+    """What goes to cuDNN, computed by XLA."""
+    theirs = jax.nn.dot_product_attention
+
+    def by_xla(*arrays, mask, implementation):
+        assert implementation == "cudnn"
+        return theirs(*arrays, mask=mask, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    (*inputs, _), sequence = make_inputs(128)
+    found, wanted = (
+        attention(*inputs, sequence, 0.0, None, name, causal=True) for name in ("cudnn", "xla")
+    )
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("implementation", PALLAS)
@@ -86,9 +102,9 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
     """With dropout where a kernel does not see it."""
     used = []
 
-    def watched(*args):
+    def watched(*args, causal):
         used.append(args[-1])
-        return attention(*args, interpret=True)
+        return attention(*args, interpret=True, causal=causal)
 
     monkeypatch.setattr(model, "attention", watched)
     small = ModelConfig(

@@ -56,6 +56,27 @@ def refusal(call, *arguments) -> str:
         (Config(optim=OptimConfig(beta2=1.0)), "config.optim.beta2"),
         (Config(optim=OptimConfig(warmup_steps=-1)), "config.optim.warmup_steps"),
         (Config(masking=MaskingConfig(rate=0.0)), "config.masking.rate"),
+        (
+            Config(model=ModelConfig(causal=True)),
+            "config.model.next_sentence is True: it must be f",
+        ),
+        (
+            Config(
+                model=ModelConfig(causal=True, next_sentence=False),
+                masking=MaskingConfig(whole_word=True),
+            ),
+            "config.masking.whole_word is True: it must be False, as by default",
+        ),
+        (
+            Config(model=ModelConfig(lstm_layers=2)),
+            "config.model.lstm_layers is 2: it must be 0 in",
+        ),
+        (Config(model=ModelConfig(lstm_layers=-1)), "config.model.lstm_layers is -1"),
+        (
+            Config(model=ModelConfig(features="last")),
+            "config.model.features is 'last': it must be ''",
+        ),
+        (Config(model=ModelConfig(features="first")), "config.model.features is 'first'"),
         (Config(masking=MaskingConfig(mask_fraction=0.9)), "config.masking"),
         (
             Config(masking=MaskingConfig(mask_fraction=1.1, same_fraction=-0.2)),
@@ -130,6 +151,30 @@ def test_a_bad_argument_is_named(argument, says):
 def test_what_would_do_nothing_in_fine_tuning_is_refused(file, arguments, says):
     found = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
     assert says in refusal(configs.load, found, FinetuneConfig)
+
+
+def test_what_a_frozen_encoder_has_no_use_for_is_refused():
+    model = ModelConfig(features="weighted-last4")
+    configs.validate(FinetuneConfig(model=model))
+    for changes in (
+        {"frozen_layers": 1},
+        {"reset_layers": 1},
+        {"optim": OptimConfig(layer_decay=0.9)},
+    ):
+        said = refusal(configs.validate, FinetuneConfig(model=model, **changes))
+        assert "for config.model.features='weighted-last4' leaves the encoder as it is" in said
+        configs.validate(FinetuneConfig(**changes))
+    shallow = dataclasses.replace(model, layers=3, head="sequence", labels=("a", "b"))
+    assert "config.model.features is 'last4': the model has no layer -4" in (
+        refusal(configs.validate, FinetuneConfig(model=shallow))
+    )
+
+
+def test_a_config_from_before_a_setting_has_its_default():
+    values = json.loads(json.dumps(configs.to_dict(FinetuneConfig())))
+    for name in ("causal", "lstm_layers", "features"):
+        del values["model"][name]
+    assert configs.flatten(configs.from_dict(values)) == configs.flatten(FinetuneConfig())
 
 
 def test_limits_of_a_model_wait_until_it_is_known():

@@ -543,6 +543,14 @@ def test_impossible_settings_are_refused(settings, says):
     assert says in str(error.value)
 
 
+def test_cls_of_a_model_that_reads_from_left_to_right_is_refused():
+    model = dataclasses.replace(MODEL, causal=True)
+    for pooling in ("mean", "none"):
+        Embedder(Config(model=model, embed=EmbedConfig(pooling=pooling)), VOCABULARY, params())
+    with pytest.raises(UserError, match="of a causal model sees nothing but itself"):
+        Embedder(Config(model=model, embed=EmbedConfig(pooling="cls")), VOCABULARY, params())
+
+
 def test_a_failure_midway_leaves_nothing(source, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")

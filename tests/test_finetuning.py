@@ -5,12 +5,14 @@ import functools
 import json
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -19,17 +21,27 @@ from flax import traverse_util
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax import checkpoint, cli, optim
+from bert_jax import checkpoint, cli, model, optim
 from bert_jax import train as loop
-from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig, load
+from bert_jax.config import (
+    FEATURES,
+    CheckpointConfig,
+    Config,
+    FinetuneConfig,
+    ModelConfig,
+    OptimConfig,
+    TaskConfig,
+    load,
+)
 from bert_jax.convert import source
 from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
 from bert_jax.finetune import _over_seeds, _spread, finetune, problem_of
-from bert_jax.model import shapes
+from bert_jax.model import Bert, BiLstm, init_params, shapes
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.finetuning import Finetuning
 from tests.test_train import ALONE, assert_same_run
@@ -220,10 +232,24 @@ def test_pairs_are_cut_as_google_cuts_them(n_a, n_b, most):
 # --- Objectives -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_packing_changes_nothing(head, objective):
+# What may stand between encoder and head, for some kind of head each.
+ABOVE = [
+    ("sequence", {"causal": True}),
+    ("choice", {"causal": True, "lstm_layers": 1}),
+    ("span", {"lstm_layers": 1}),
+    ("token", {"lstm_layers": 2, "features": "weighted-all"}),
+    ("sequence", {"lstm_layers": 2, "features": "second-to-last"}),
+    ("choice", {"features": "last4", "layers": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("head", "objective", "changes"),
+    [*((*problem, {}) for problem in PROBLEMS), *((head, "class", c) for head, c in ABOVE)],
+)
+def test_packing_changes_nothing(head, objective, changes):
     problem = Made(head, objective)
-    config = model_config(problem)
+    config = model_config(problem, **changes)
     params = random_params(config)
     packed, single = plans(problem)
     for (one, weight, grads), (other, other_weight, other_grads) in zip(
@@ -350,6 +376,123 @@ def test_encoder_and_pooler_are_taken_heads_are_not():
     assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
 
 
+def test_what_stands_above_the_encoder_starts_anew():
+    start = model_config(Made("sequence"), lstm_layers=2, features="weighted-all")
+    asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
+    model = finetuning.model_config(asked, start, Made("sequence"))
+    assert (model.lstm_layers, model.features) == (1, "")  # the run's own, not the checkpoint's
+    for changes, new in (
+        ({"lstm_layers": 2, "features": "weighted-all"}, ["classifier", "features", "lstm"]),
+        ({"features": "last"}, ["classifier"]),
+        ({}, ["classifier", "pooler"]),
+    ):
+        config = FinetuneConfig(model=model_config(Made("sequence"), **changes))
+        taken, found = finetuning.restored(config, start, random_params(start))
+        assert found == new
+        assert taken.keys() == {"embeddings", "encoder"}
+        assert {*shapes(config.model)} - {*taken} == {*new}
+
+
+def test_a_causal_checkpoint_stays_causal():
+    start = model_config(Made("sequence"), causal=True)
+    assert finetuning.model_config(FinetuneConfig(), start, Made("token")).causal
+    asked = FinetuneConfig(model=ModelConfig(causal=True))
+    with pytest.raises(
+        UserError, match=r"config\.model\.causal is True, the checkpoint's is False"
+    ):
+        finetuning.model_config(asked, model_config(Made("sequence")), Made("sequence"))
+
+
+def states_and_logits(config, params, length):
+    """All hidden states and the logits of random rows, and the rows' layout."""
+    rng = np.random.default_rng(1)
+    tokens = jnp.asarray(rng.integers(1, 40, (len(length), int(length.sum(1).max()) + 2)))
+    layout = rows.layout(jnp.asarray(length), jnp.asarray(length), tokens.shape[1])
+    bert = functools.partial(Bert(config).apply, {"params": params}, tokens, layout)
+    return bert(method=Bert.hidden_states), bert(method=Bert.classify), layout
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_pooled(causal):
+    """The first token, or the last where only that sees all; the pooler is of the last layer alone."""
+    length = np.array([[5, 9], [12, 3]])
+    places = length.cumsum(1) - 1 if causal else length.cumsum(1) - length
+    for changes in ({}, {"lstm_layers": 1}, {"features": "second-to-last"}):
+        config = model_config(Made("sequence"), causal=causal, **changes)
+        params = random_params(config)
+        states, logits, layout = states_and_logits(config, params, length)
+        assert ("pooler" in params) == (not changes)
+        x = states[1] if config.features else states[2]
+        if config.lstm_layers:
+            x = BiLstm(config).apply({"params": params["lstm"]}, x, layout.sequence)
+        x = np.take_along_axis(np.array(x), places[:, :, None], 1)
+        if not changes:
+            x = np.tanh(x @ params["pooler"]["kernel"] + params["pooler"]["bias"])
+        wanted = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FEATURES[1:])
+def test_which_features(name):
+    config = model_config(Made("token"), layers=5, features=name)
+    params = random_params(config)
+    states, logits, _ = states_and_logits(config, params, np.array([[7]]))
+    if name.startswith("weighted-"):
+        weights = np.exp(params["features"]["weights"])
+        weights *= params["features"]["scale"] / weights.sum()
+        own = states[1:] if name == "weighted-all" else states[2:]
+        x = sum(w * state for w, state in zip(weights, own, strict=True))
+    else:
+        own = {"embeddings": states[:1], "second-to-last": states[4:5], "last": states[5:]}
+        x = np.concatenate(own.get(name, states[2:]), -1)
+    wanted = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5)
+
+
+def test_weighted_features_begin_as_the_mean():
+    config = model_config(Made("token"), features="weighted-all")
+    start = init_params(config, jax.random.key(0))["features"]
+    assert start.keys() == {"weights", "scale"}
+    np.testing.assert_array_equal(start["weights"], np.zeros(2))
+    assert start["scale"] == 1
+
+
+@pytest.mark.parametrize("head", ["token", "sequence"])
+def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
+    problem = Made(head)
+    plan = plans(problem)[0]
+    config = model_config(problem, features="weighted-all", dropout=0.5, attention_dropout=0.5)
+    params = random_params(config)
+    run = FinetuneConfig(model=config)
+    task = Finetuning(config, problem, "train", plan)
+    inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+    for frozen in (optim.freeze, lambda _, params: params):
+
+        def loss(params, frozen=frozen):
+            return task.pairs(frozen(run, params), inputs, None)["loss"][0]
+
+        grads = traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
+        for path, value in grads.items():
+            assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path
+    seen = []
+
+    def watched(x, rate, key):
+        seen.append(key)
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "dropout", watched)
+        Bert(config).apply(
+            {"params": params},
+            inputs.tokens,
+            inputs.layout,
+            jax.random.key(0),
+            method=Bert.classify,
+        )
+    # On the embeddings, twice a layer, and on what goes into the head.
+    assert [key is not None for key in seen] == [False] * 5 + [True]
+
+
 def test_frozen_layers_stay_and_rates_fall_by_layer():
     model = model_config(Made("sequence"))
     params = random_params(model)
@@ -389,6 +532,18 @@ def test_frozen_layers_do_not_decay_where_rates_do_not_fall():
     updates, _ = transform.update(zeros, transform.init(params), params)
     assert not np.any(updates["embeddings"]["word"])
     assert np.any(updates["classifier"]["kernel"])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_an_encoder_of_features_does_not_decay(optimizer):
+    model = model_config(Made("sequence"), features="last", final_norm=True, lstm_layers=1)
+    params = random_params(model)
+    optimizer = OptimConfig(optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
+    config = FinetuneConfig(model=model, steps=10, optim=optimizer)
+    transform, ones = optim.make(config), jax.tree.map(np.ones_like, params)
+    updates, _ = transform.update(ones, transform.init(params), params)
+    for path, value in traverse_util.flatten_dict(updates, sep="/").items():
+        assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path
 
 
 def staged(**changes):
@@ -579,6 +734,52 @@ def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back.params, jax.device_get(params))
 
 
+def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
+    """Two seeds; then the first again from the middle, and its predictions from what is saved."""
+    changes = (
+        *("model.features=weighted-all", "model.lstm_layers=2", "epochs=1", "model.dropout=0.1"),
+        *("optim.weight_decay=0.5", "checkpoint.every_steps=4", "checkpoint.keep_last=9"),
+    )
+    argv = arguments(data, tmp_path / "both", *changes, init=run, options=("--seeds", "2"))
+    assert cli.main(argv) == 0
+    said = capsys.readouterr()
+    assert f"from {run}, new: classifier, features, lstm" in said.out
+    assert said.err.count("compiled the step") == 1
+    before = traverse_util.flatten_dict(checkpoint.load_model(run)[2], sep="/")
+    found = []
+    for seed in range(2):
+        folder = tmp_path / "both" / f"seed_{seed}"
+        after = traverse_util.flatten_dict(checkpoint.load_model(folder, "latest")[2], sep="/")
+        assert "pooler/kernel" in before.keys() - after.keys()
+        found.append(after)
+        for path in after.keys() & before.keys() - {"classifier/kernel", "classifier/bias"}:
+            np.testing.assert_array_equal(
+                np.array(after[path]).view(np.uint32), np.array(before[path]).view(np.uint32), path
+            )
+    assert {path.split("/")[0] for path in after.keys() - before.keys()} == {"features", "lstm"}
+    for path in after.keys() - before.keys():
+        assert np.any(found[0][path] != found[1][path]), path
+    assert np.any(after["features/weights"] != 0)
+
+    whole, broken = tmp_path / "both" / "seed_0", tmp_path / "broken" / "seed_0"
+    shutil.copytree(tmp_path / "both", tmp_path / "broken")
+    for step in checkpoint.Checkpoints(broken / "checkpoints", CheckpointConfig()).steps():
+        if step > 4:
+            shutil.rmtree(broken / "checkpoints" / str(step))
+    argv[argv.index("--workdir") + 1] = str(tmp_path / "broken")
+    assert cli.main(argv) == 0
+    assert "resuming at step 4" in capsys.readouterr().err
+    assert_same_run(broken, whole)
+
+    scored = (whole / "metrics.json").read_text()
+    assert cli.main(["evaluate", "--workdir", str(whole), "--json"]) == 0
+    assert (whole / "metrics.json").read_text() == scored
+    out = tmp_path / "out"
+    said = refusal(capsys, "export", "--workdir", whole, "--out", out)
+    assert said.endswith("config.model.lstm_layers is 2: transformers' BERT has no such model")
+    assert cli.main(["export", "--workdir", str(whole), "--out", str(out), "--heads", "none"]) == 0
+
+
 def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
     assert cli.main(arguments(data, tmp_path / "w", "epochs=1", init=run)) == 0
     said = capsys.readouterr().out
@@ -639,7 +840,8 @@ def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
     np.testing.assert_allclose(alone, with_others, rtol=1e-4)
 
 
-def test_devices_share_a_batch(data, tmp_path):
+@pytest.mark.parametrize("more", [(), ("model.lstm_layers=1", "model.causal=true")])
+def test_devices_share_a_batch(data, tmp_path, more):
     """On eight devices the run is the one on a single device."""
     losses = []
     for i, changes in enumerate(
@@ -647,7 +849,7 @@ def test_devices_share_a_batch(data, tmp_path):
     ):
         folder = tmp_path / str(i)
         off = ("model.dropout=0", "model.attention_dropout=0", "epochs=1")
-        assert cli.main(arguments(data, folder, *off, *changes)) == 0
+        assert cli.main(arguments(data, folder, *off, *changes, *more)) == 0
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)

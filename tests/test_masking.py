@@ -1,4 +1,4 @@
-"""Masking: how many, which, what becomes of them, and the same on any number of devices."""
+"""Masking: how many, which, what becomes of them, the same on any number of devices; next tokens."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bert_jax import sharding
 from bert_jax.config import MaskingConfig, MeshConfig
 from bert_jax.data import rows
-from bert_jax.masking import Masker, most_predictions
+from bert_jax.masking import Masker, NextTokens, most_predictions
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 
@@ -247,3 +247,25 @@ def test_a_word_is_masked_whole_or_not_at_all():
         assert float(got.weights.sum()) == 2
         seen.update(np.array(got.positions[0]).tolist())
     assert seen == {4, 5, 6}
+
+
+# --- Next tokens ----------------------------------------------------------------------------------
+
+
+def test_every_token_with_a_next_one_in_its_sequence_is_asked_for_it():
+    tokens, length, a_length = random_rows(np.random.default_rng(6))
+    ask = NextTokens(T, S)
+    got = run(ask)(*map(jnp.asarray, (tokens, length, a_length)), jax.random.key(0))
+    np.testing.assert_array_equal(got.tokens, tokens)
+    assert got.labels.shape == (len(tokens), ask.predictions)
+    for row in range(len(tokens)):
+        wanted, start = [], 0
+        for n in length[row].tolist():
+            wanted += [(i, tokens[row, i + 1]) for i in range(start, start + n - 1)]
+            start += n
+        asked = np.array(got.weights[row]) > 0
+        places = np.array(got.positions[row])[asked]
+        labels = np.array(got.labels[row])[asked]
+        assert list(zip(places.tolist(), labels.tolist(), strict=True)) == wanted
+        assert SEP in labels
+        assert CLS not in labels

@@ -13,14 +13,25 @@ from flax import traverse_util
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import print_saved_residuals
+from jax.sharding import PartitionSpec
 
-from bert_jax import losses, optim
+from bert_jax import losses, optim, sharding
 from bert_jax.attention import attention
 from bert_jax.config import Config, ModelConfig, OptimConfig, model_size
 from bert_jax.convert.huggingface import from_huggingface, to_huggingface
 from bert_jax.data import rows
 from bert_jax.dropout import dropout
-from bert_jax.model import Bert, Embeddings, flops_per_row, padded_vocab, parameter_count
+from bert_jax.masking import NextTokens
+from bert_jax.model import (
+    Bert,
+    BiLstm,
+    Embeddings,
+    flops_per_row,
+    init_params,
+    last_tokens,
+    padded_vocab,
+    parameter_count,
+)
 
 # Compiling takes half as long with little optimization, and small models run no slower.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -357,8 +368,10 @@ def test_packed_rows_equal_their_sequences_one_to_a_row(reference):
     assert_trees_close(grads, single_grads, 1e-5)
 
 
-def test_nothing_leaks_between_packed_sequences():
-    config, rng = make_config(), np.random.default_rng(4)
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_leaks_between_packed_sequences(causal):
+    """Nor, in a causal model, from a token to those before it."""
+    config, rng = make_config(causal=causal, next_sentence=False), np.random.default_rng(4)
     batch = make_batch(rng, [[20, 17, 6]], 48)
     params = random_params(config, rng)
     encode = jax.jit(
@@ -372,7 +385,8 @@ def test_nothing_leaks_between_packed_sequences():
         place = int(np.flatnonzero(sequence == changed)[2])
         after = encode(batch.tokens.at[0, place].add(1))
         moved = np.any(np.array(before != after)[0], axis=1)
-        np.testing.assert_array_equal(moved, sequence == changed)
+        later = np.arange(48) >= (place if causal else 0)
+        np.testing.assert_array_equal(moved, (sequence == changed) & later)
 
 
 def test_attention_by_hand():
@@ -385,6 +399,183 @@ def test_attention_by_hand():
         scores = np.exp(q[0, group, 0] @ k[0, group, 0].T / 2)
         wanted = scores / scores.sum(1, keepdims=True) @ v[0, group, 0]
         np.testing.assert_allclose(got[np.array(group)], wanted, rtol=1e-5)
+
+
+# --- From left to right ---------------------------------------------------------------------------
+
+
+def next_token_loss(config):
+    """params, tokens, lengths [B, S] → mean loss of every next token."""
+
+    def loss(params, tokens, length):
+        layout = rows.layout(length, length, tokens.shape[1])
+        ask = NextTokens(tokens.shape[1], length.shape[1])
+        asked = ask(tokens, length, length, layout, jax.random.key(0))
+        words, _ = Bert(config).apply({"params": params}, asked.tokens, layout, asked.positions)
+        total, weight = losses.cross_entropy(words, asked.labels, asked.weights)
+        return total / weight
+
+    return loss
+
+
+def test_a_causal_model_is_their_decoder():
+    """Hidden states of all layers, the loss of every next token and its gradients."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    rng = np.random.default_rng(11)
+    config = make_config("L3-H32-A4", causal=True, next_sentence=False)
+    params, length = random_params(config, rng), np.array([[30], [12], [5]])
+    tokens = rng.integers(1, 101, (3, 30)) * (np.arange(30) < length)
+    model = transformers.BertLMHeadModel(
+        transformers.BertConfig(
+            vocab_size=101, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+            intermediate_size=128, max_position_embeddings=64, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, is_decoder=True, attn_implementation="eager",
+        )
+    )  # fmt: skip
+    tensors = {name: torch.tensor(x) for name, x in to_huggingface(params, config).items()}
+    assert not model.load_state_dict(tensors, strict=False).unexpected_keys
+    model.tie_weights()
+    real = np.arange(30) < length
+    output = model(
+        input_ids=torch.tensor(tokens),
+        attention_mask=torch.tensor(real.astype(int)),
+        labels=torch.tensor(np.where(real, tokens, -100)),  # it shifts them itself
+        output_hidden_states=True,
+    )
+    output.loss.backward()
+
+    layout = rows.layout(length, length, 30)
+    states = fast_jit(functools.partial(Bert(config).apply, method=Bert.hidden_states))(
+        {"params": params}, tokens, layout
+    )
+    for ours, theirs in zip(states, output.hidden_states, strict=True):
+        np.testing.assert_allclose(ours[real], theirs.detach().numpy()[real], rtol=0, atol=1e-5)
+    loss, grads = fast_jit(jax.value_and_grad(next_token_loss(config)))(params, tokens, length)
+    assert abs(float(loss) - output.loss.item()) <= 1e-5
+    ours = to_huggingface(grads, config)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(ours[name], parameter.grad, rtol=0, atol=1e-5, err_msg=name)
+
+
+def unpacked(tokens, length):
+    """The rows' sequences one to a row, as long as the rows."""
+    found, lengths = [], []
+    for row, own in zip(tokens, length, strict=True):
+        start = 0
+        for n in own[own > 0]:
+            found.append(np.pad(row[start : start + n], (0, len(row) - n)))
+            lengths.append([n])
+            start += n
+    return np.array(found), np.array(lengths)
+
+
+def test_packed_next_tokens_are_those_of_the_sequences_one_to_a_row():
+    rng, length = np.random.default_rng(12), np.array([[9, 14, 7], [25, 1, 3], [4, 0, 0]])
+    config = make_config(causal=True, next_sentence=False)
+    params = random_params(config, rng)
+    tokens = rng.integers(1, 101, (3, 32)) * (np.arange(32) < length.sum(1, keepdims=True))
+    run = fast_jit(jax.value_and_grad(next_token_loss(config)))
+    (loss, grads), (other, other_grads) = (
+        run(params, *batch) for batch in ((tokens, length), unpacked(tokens, length))
+    )
+    assert abs(loss - other) <= 1e-5
+    assert_trees_close(grads, other_grads, 1e-5)
+
+
+def test_last_tokens():
+    length = jnp.array([[3, 4, 0], [8, 0, 0], [2, 2, 1]])
+    layout = rows.layout(length, length, 8)
+    found = np.array(last_tokens(layout))
+    np.testing.assert_array_equal(found[:, 0], [2, 7, 1])
+    np.testing.assert_array_equal(found[[0, 2], 1], [6, 3])
+    assert found[2, 2] == 4
+    assert ((found >= 0) & (found < 8)).all()
+
+
+# --- The LSTM -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
+    """Outputs, and the gradients of weights and of inputs."""
+    torch = pytest.importorskip("torch")
+    rng, width, d = np.random.default_rng(13), 5, 6
+    config = make_config(hidden=d, heads=1, lstm_layers=layers)
+    length, tokens = np.array([[4, 7, 1], [12, 0, 0]]), 14
+    sequence = jnp.asarray(rows.layout(length, length, tokens).sequence)
+    x, cotangent = (rng.standard_normal((2, tokens, n), np.float32) for n in (width, 2 * d))
+    cotangent *= np.array(sequence < 3)[:, :, None]
+    start = jax.eval_shape(BiLstm(config).init, jax.random.key(0), x, sequence)["params"]
+    params = jax.tree.map(lambda leaf: 0.5 * rng.standard_normal(leaf.shape, np.float32), start)
+
+    theirs = torch.nn.LSTM(width, d, layers, bidirectional=True, batch_first=True)
+    for i in range(layers):
+        for direction, end in (("forward", ""), ("backward", "_reverse")):
+            ours = params[f"layer_{i}"][direction]
+            for name, value in {
+                "weight_ih": ours["input"]["kernel"].T, "bias_ih": ours["input"]["bias"],
+                "weight_hh": ours["recurrent"].T, "bias_hh": np.zeros(4 * d),
+            }.items():  # fmt: skip
+                getattr(theirs, f"{name}_l{i}{end}").data = torch.tensor(value, dtype=torch.float32)
+
+    value, backward = jax.vjp(
+        lambda p, x: BiLstm(config).apply({"params": p}, x, sequence), params, jnp.asarray(x)
+    )
+    grads, x_grad = backward(jnp.asarray(cotangent))
+    for row in range(2):
+        begin = 0
+        for n in length[row][length[row] > 0]:
+            here = slice(begin, begin + n)
+            own = torch.tensor(x[None, row, here], requires_grad=True)
+            out, _ = theirs(own)
+            np.testing.assert_allclose(value[row, here], out[0].detach(), rtol=0, atol=1e-5)
+            out.backward(torch.tensor(cotangent[None, row, here]))
+            np.testing.assert_allclose(x_grad[row, here], own.grad[0], rtol=0, atol=1e-5)
+            begin += n
+    for i in range(layers):
+        for direction, end in (("forward", ""), ("backward", "_reverse")):
+            ours = grads[f"layer_{i}"][direction]
+            for name, found in {
+                "weight_ih": ours["input"]["kernel"].T, "bias_ih": ours["input"]["bias"],
+                "weight_hh": ours["recurrent"].T,
+            }.items():  # fmt: skip
+                wanted = getattr(theirs, f"{name}_l{i}{end}").grad
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+
+
+def test_how_an_lstm_begins():
+    config = make_config(hidden=64, heads=1, lstm_layers=2)
+    x = jnp.zeros((1, 3, 100))
+    params = flat(BiLstm(config).init(jax.random.key(0), x, jnp.zeros((1, 3), jnp.int32))["params"])
+    assert len(params) == 2 * 2 * 3
+    for path, value in params.items():
+        if path.endswith("bias"):
+            np.testing.assert_array_equal(value, np.repeat([0, 1, 0, 0], 64))
+        else:
+            # Uniform within one over the root of how many come in.
+            most = len(value) ** -0.5
+            assert 0.95 * most < np.abs(value).max() <= most, path
+            assert abs(value.std() / most - 3**-0.5) < 0.05, path
+    kernels = [np.array(x).ravel()[:64] for path, x in params.items() if not path.endswith("bias")]
+    assert len({x.tobytes() for x in kernels}) == len(kernels)
+
+
+def test_where_an_lstm_lies():
+    """What is wanted once a token is whole everywhere."""
+    config = make_config(lstm_layers=2, head="token", labels=("a", "b"), features="weighted-all")
+    start = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    split = {
+        path: spec
+        for path, spec in flat(sharding.specs(start)).items()
+        if path.startswith(("lstm", "features")) and spec != PartitionSpec()
+    }
+    assert {path.partition("/")[2] for path in split} == {
+        f"layer_{i}/{direction}/input/kernel"
+        for i in range(2)
+        for direction in ("forward", "backward")
+    }
+    assert {*split.values()} == {PartitionSpec("fsdp", None)}
 
 
 # --- Ways of computing the same -------------------------------------------------------------------
@@ -634,3 +825,25 @@ def test_flops(name, tokens, predictions, gigaflops):
     assert a_token == pytest.approx(formula, rel=1e-6)
     double = flops_per_row(config, tokens, 2, predictions) / tokens
     assert double - a_token == pytest.approx(3 * 2 * d * (d + 2) / t, rel=1e-3)
+
+
+def test_flops_of_what_stands_on_an_encoder():
+    """The encoder of features is run once and only as far as they reach; LSTMs are trained."""
+    config = dataclasses.replace(
+        model_size("L12-H64-A1"), vocab_size=100, next_sentence=False, masked_lm=False
+    )
+    plain = flops_per_row(config, 16, 1, 0)
+
+    def with_(**changes):
+        return flops_per_row(dataclasses.replace(config, **changes), 16, 1, 0)
+
+    assert with_(features="last") == plain / 3
+    assert with_(features="second-to-last") == pytest.approx(11 / 12 * plain / 3)
+    assert with_(features="embeddings") == 0
+    # Of a token: four gates in two directions, from what is below and from the token before.
+    lstm = 3 * 16 * 2 * (2 * 64 * 4 * 64 + 2 * 64 * 4 * 64)
+    upper = 3 * 16 * 2 * (2 * 128 * 4 * 64 + 2 * 64 * 4 * 64)
+    assert with_(lstm_layers=2) == plain + lstm + upper
+    wide = 3 * 16 * 2 * (2 * 256 * 4 * 64 + 2 * 64 * 4 * 64)
+    assert with_(lstm_layers=1, features="last4") == plain / 3 + wide
+    assert with_(lstm_layers=1, features="weighted-all") == plain / 3 + lstm

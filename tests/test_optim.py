@@ -9,7 +9,7 @@ from flax import traverse_util
 from bert_jax import optim
 from bert_jax.config import Config, OptimConfig, model_size
 from bert_jax.data import rows
-from bert_jax.model import Bert
+from bert_jax.model import Bert, shapes
 
 RATE, STEPS = 0.01, 8
 
@@ -170,6 +170,25 @@ def test_what_decays_in_a_bert():
             not {"masked_lm/bias", "embeddings/norm/scale", f"{layer}/attention/norm/bias"} & decays
         )
         assert ("masked_lm/decoder" in decays) == (not config.tied_decoder)
+
+
+def test_what_decays_above_an_encoder():
+    config = model_size("L2-H8-A2")
+    config.vocab_size, config.masked_lm, config.next_sentence = 10, False, False
+    config.head, config.labels = "sequence", ("a", "b")
+    config.lstm_layers, config.features = 2, "weighted-all"
+    mask = traverse_util.flatten_dict(optim.decay_mask(shapes(config)), sep="/")
+    above = {p: yes for p, yes in mask.items() if not p.startswith(("embeddings", "encoder"))}
+    assert {path for path, yes in above.items() if yes} == {
+        "classifier/kernel",
+        *(
+            f"lstm/layer_{i}/{direction}/{kernel}"
+            for i in range(2)
+            for direction in ("forward", "backward")
+            for kernel in ("input/kernel", "recurrent")
+        ),
+    }
+    assert {"features/weights", "features/scale", "lstm/layer_1/backward/input/bias"} <= {*above}
 
 
 def test_linear_schedule_is_berts():

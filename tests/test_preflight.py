@@ -252,6 +252,21 @@ def test_gpus_are_told_by_formula(capsys):
     assert sent == pytest.approx(2 * 7 / 8 * 4 * report["parameters"])
 
 
+def test_a_left_to_right_model_is_told(capsys):
+    def told(*arguments):
+        status, out, _ = run(capsys, "--topology", "h100:8", "--json", *arguments)
+        assert status == 0
+        (phase,) = json.loads(out)["phases"]
+        return phase["flops"]["formula"], phase["memory"]["temporaries"]
+
+    without = "--config.model.next_sentence=false"
+    (flops, memory), (more, larger) = told(without), told(without, "--config.model.causal=true")
+    # 127 predictions a row instead of 19, of 256 rows on 8 chips.
+    a_prediction = 3 * 2 * 128 * (30_522 + 128)
+    assert more - flops == pytest.approx(256 / 8 * (127 - 19) * a_prediction)
+    assert larger - memory == pytest.approx(256 / 8 * (127 - 19) * 8 * 30_522)
+
+
 def test_what_does_not_fit_is_told_what_would(capsys):
     many = ["--topology", "h100:1", "--config.batch_size=131072"]
     status, out, _ = run(capsys, *many)

@@ -303,6 +303,47 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     assert checkpoint.load_model(folder)[0].model.attention == "xla", "trained on a TPU, used here"
 
 
+def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys):
+    folder, changes = tmp_path / "run", ("model.causal=true", "model.next_sentence=false")
+    changes += ("steps=60", "evaluate_every_steps=30", "checkpoint.every_steps=30")
+    argv = ["pretrain", *arguments(*changes, "optim.learning_rate=5e-3"), "--rows", str(rows())]
+    assert cli.main([*argv, "--workdir", str(folder)]) == 0
+    assert "held-out next token " in capsys.readouterr().err
+    lines = workdir.read_lines(folder / "metrics.jsonl")
+    assert not [name for line in lines for name in line if "masked" in name]
+    first, *_, last = lines
+    assert last["split"] == "heldout"
+    assert last["next_token_loss"] == last["loss"] < 0.8 * first["next_token_loss"]
+    assert last["next_token_perplexity"] == pytest.approx(np.exp(last["loss"]))
+    assert 0.1 < last["next_token_accuracy"] < 1
+    best = {"best_by": "next_token_loss", "highest": False}
+    assert workdir.read_best_by(folder) == best
+    evaluate_again = ["evaluate", "--workdir", str(folder), "--checkpoint", "latest", "--json"]
+    assert cli.main(evaluate_again) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["next_token_loss"] == pytest.approx(last["next_token_loss"], rel=1e-5)
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "curve.png")]) == 0
+    said = refused(capsys, "fill-mask", "--workdir", folder, "The king [MASK].")
+    assert "reads from left to right (config.model.causal)" in said
+    assert cli.main(["export", "--workdir", str(folder), "--out", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| next_token_loss |" in card
+    assert "`BertLMHeadModel`" in card
+
+
+def test_next_tokens_are_counted_in_the_formula(rows):
+    """P is all of a row but its last token."""
+    counts = []
+    for changes in ((), ("model.causal=true",)):
+        config = load(arguments("model.next_sentence=false", *changes))
+        config.phases = (Phase(rows=str(rows())),)
+        config, _, _, (stage,) = pretraining.stages(config)
+        counts.append((stage.task.masker.predictions, stage.task.flops_per_row))
+    (masked, flops), (following, more) = counts
+    assert following == 31
+    assert more - flops == 3 * (31 - masked) * 2 * 32 * (150 + 32)
+
+
 def refused(capsys, *argv):
     capsys.readouterr()  # the progress of rows made for this test
     status = cli.main([str(a) for a in argv])

@@ -34,8 +34,9 @@ def export(
         source: a run, an imported checkpoint or whatever `open_model` takes.
         out: a new folder.
         which: of a run, its checkpoint.
-        heads: "all", "masked_lm" (a `BertForMaskedLM`) or "none" (a `BertModel`). transformers lists
-            weights that the class which is loaded does not have; this leaves them out.
+        heads: "all", "masked_lm" (a `BertForMaskedLM`, of a causal model a `BertLMHeadModel`) or
+            "none" (a `BertModel`). transformers lists weights that the class which is loaded does not
+            have; this leaves them out.
 
     Returns:
         config.json's content.
@@ -51,10 +52,13 @@ def export(
         model = dataclasses.replace(
             model,
             masked_lm=model.masked_lm and heads == "masked_lm",
-            pooler=model.has_pooler and heads == "none",
+            # Of a causal model it belongs to its head: theirs stands on another token.
+            pooler=model.has_pooler and heads == "none" and not model.causal,
             next_sentence=False,
             head="",
             labels=(),
+            lstm_layers=0,
+            features="",
         )
         parts = {"embeddings", "encoder"}
         parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
@@ -122,11 +126,16 @@ def _card(source: str, config: Run, architecture: str, parameters: int, step: in
     """README.md: what the model is, how to load it, how it was made and measured."""
     model, told = config.model, workdir.read_story(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
-    fill_mask = architecture in ("BertForPreTraining", "BertForMaskedLM")
+    pipelines = {
+        "BertForPreTraining": "fill-mask",
+        "BertForMaskedLM": "fill-mask",
+        "BertLMHeadModel": "text-generation",
+    }
+    pipeline = pipelines.get(architecture)
     lines = [
         "---",
         "library_name: transformers",
-        *(["pipeline_tag: fill-mask"] if fill_mask else []),
+        *([f"pipeline_tag: {pipeline}"] if pipeline else []),
         "tags:",
         "- bert",
         "- jax",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from bert_jax.config import ModelConfig
+from bert_jax.config import POOLED_HEADS, ModelConfig
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import Params, padded_vocab, shapes
@@ -59,6 +59,7 @@ _CLASSES = {
     "BertModel": (("pooler",), ""),
     "BertForPreTraining": (("pooler", "masked_lm", "next_sentence"), ""),
     "BertForMaskedLM": (("masked_lm",), ""),
+    "BertLMHeadModel": (("masked_lm",), ""),
     "BertForNextSentencePrediction": (("pooler", "next_sentence"), ""),
     "BertForSequenceClassification": (("pooler", "head"), "sequence"),
     "BertForMultipleChoice": (("pooler", "head"), "choice"),
@@ -79,6 +80,7 @@ _SETTINGS = {
     "layer_norm_epsilon": "layer_norm_eps",
     "initializer_stddev": "initializer_range",
     "tied_decoder": "tie_word_embeddings",
+    "causal": "is_decoder",
 }
 # The first of theirs that ours has the meaning of is written back.
 _ACTIVATIONS = {
@@ -300,7 +302,6 @@ def model_config(
         )
     refused = {
         "position_embedding_type": ("absolute", None),
-        "is_decoder": (False, None),
         "add_cross_attention": (False, None),
         "pruned_heads": ({}, None),
     }
@@ -335,6 +336,14 @@ def model_config(
             f"num_attention_heads {values['heads']}"
         )
     parts, head = _parts(settings, tensors, allow_missing)
+    if values["causal"]:
+        if "next_sentence" in parts or head in POOLED_HEADS:
+            raise UserError(
+                "config.json: is_decoder is True and a head stands on [CLS], which then sees nothing; "
+                "causal models here have theirs on the last token"
+            )
+        # It would stand on another token here. If there is one, it is told as unexpected.
+        parts = [part for part in parts if part != "pooler"]
     values["masked_lm"] = "masked_lm" in parts
     values["next_sentence"] = "next_sentence" in parts
     if "head" in parts:
@@ -385,14 +394,21 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     Raises:
         UserError: transformers' BERT cannot be this model; the line says why.
     """
+    if config.causal and config.has_pooler:
+        raise UserError(
+            "config.model.causal is True and what is pooled is the last token: transformers' BERT pools "
+            "the first"
+        )
     impossible = {
+        "lstm_layers": config.lstm_layers,
+        "features": config.features,
         "final_norm": config.final_norm,
         "transform": config.masked_lm and not config.transform,
         "segments": not config.segments,
     }
     for key in (key for key, is_so in impossible.items() if is_so):
         raise UserError(
-            f"config.model.{key} is {getattr(config, key)}: transformers' BERT has no such model"
+            f"config.model.{key} is {getattr(config, key)!r}: transformers' BERT has no such model"
         )
     settings: dict[str, Any] = {
         "architectures": [architecture(config)],
@@ -413,6 +429,8 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
 
 def architecture(config: ModelConfig) -> str:
     """The class of transformers that has most of the model's parts, and no others if one is so."""
+    if config.causal and config.masked_lm:
+        return "BertLMHeadModel"
     parts = {"pooler": config.has_pooler, "head": bool(config.head)}
     parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
     ours = {part for part, there in parts.items() if there}

@@ -173,8 +173,11 @@ def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Arr
 
 
 # What is the run's own and not the model's: taken from the config also where there is a checkpoint,
-# for one that was pretrained without dropout could never be given any.
+# for one that was pretrained without dropout could never be given any, and what stands between
+# encoder and head starts anew with the head.
 _FREE = (
+    "lstm_layers",
+    "features",
     "dropout",
     "attention_dropout",
     "dropout_generator",
@@ -217,7 +220,7 @@ def model_config(
 def restored(
     config: FinetuneConfig, start: ModelConfig, params: Params
 ) -> tuple[Params, list[str]]:
-    """Of a checkpoint's parameters those to begin with: encoder and pooler, not heads.
+    """Of a checkpoint's parameters those to begin with: encoder and pooler, not what heads have.
 
     Args:
         config: with the model to fine-tune.
@@ -231,6 +234,10 @@ def restored(
     new = [f"encoder/layer_{i}" for i in range(model.layers) if i not in kept] + ["classifier"]
     if model.has_pooler and not start.has_pooler:
         new.append("pooler")
+    if model.features.startswith("weighted-"):
+        new.append("features")
+    if model.lstm_layers:
+        new.append("lstm")
     taken = {
         path: value
         for path, value in traverse_util.flatten_dict(params, sep="/").items()

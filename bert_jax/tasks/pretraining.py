@@ -1,4 +1,4 @@
-"""Masked LM and next sentence (Devlin et al., section 3.1)."""
+"""Masked LM and next sentence (Devlin et al., section 3.1), or next tokens (section 5.1)."""
 
 import copy
 import dataclasses
@@ -18,13 +18,13 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.losses import Pair
-from bert_jax.masking import Masked, Masker
+from bert_jax.masking import Masked, Masker, NextTokens
 from bert_jax.model import Bert, Params, flops_per_row, init_params
 from bert_jax.tasks.stage import Stage
 
 # BERT's uncased vocabulary.
 USUAL_VOCAB_SIZE = 30_522
-OBJECTIVES = ("masked_lm_loss", "next_sentence_loss")
+OBJECTIVES = ("masked_lm_loss", "next_token_loss", "next_sentence_loss")
 
 
 class Inputs(NamedTuple):
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 class Pretraining:
     """The `Task` of pretraining on rows of one format."""
 
-    best_by, best_is_highest = "masked_lm_loss", False
+    best_is_highest = False
 
     def __init__(
         self,
@@ -51,14 +51,20 @@ class Pretraining:
     ):
         """`mask_id` and `continuation` ([V], `##…` pieces) come from the vocabulary."""
         self.model = Bert(model)
-        self.masker = Masker(
-            masking,
-            row_format.tokens,
-            row_format.sequences,
-            model.vocab_size,
-            mask_id,
-            continuation,
-        )
+        # What the loss on words is of, as metrics call it.
+        self._words = "next_token" if model.causal else "masked_lm"
+        self.best_by = f"{self._words}_loss"
+        if model.causal:
+            self.masker = NextTokens(row_format.tokens, row_format.sequences)
+        else:
+            self.masker = Masker(
+                masking,
+                row_format.tokens,
+                row_format.sequences,
+                model.vocab_size,
+                mask_id,
+                continuation,
+            )
         self._tokens = row_format.tokens
         self.flops_per_row = flops_per_row(
             model, row_format.tokens, row_format.sequences, self.masker.predictions
@@ -69,7 +75,7 @@ class Pretraining:
         return init_params(self.model.config, key)
 
     def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
-        """Rows to masked inputs, on the device."""
+        """Rows to inputs, masked unless the model is causal, on the device."""
         batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
         length, a_length = batch["length"], batch["a_length"]
         layout = rows.layout(length, a_length, self._tokens)
@@ -79,7 +85,7 @@ class Pretraining:
 
     def weights(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """What each objective is divided by, for a whole batch before it is split into parts."""
-        weights = {"masked_lm_loss": jnp.sum(inputs.masked.weights)}
+        weights = {self.best_by: jnp.sum(inputs.masked.weights)}
         if self.model.config.next_sentence:
             weights["next_sentence_loss"] = jnp.sum(inputs.label_weights)
         return weights
@@ -91,8 +97,8 @@ class Pretraining:
             {"params": params}, masked.tokens, inputs.layout, masked.positions, key
         )
         found: dict[str, Any] = {
-            "masked_lm_loss": losses.cross_entropy(words, masked.labels, masked.weights),
-            "masked_lm_accuracy": losses.accuracy(words, masked.labels, masked.weights),
+            self.best_by: losses.cross_entropy(words, masked.labels, masked.weights),
+            f"{self._words}_accuracy": losses.accuracy(words, masked.labels, masked.weights),
         }
         if sentences is not None:
             labels = (sentences, inputs.labels, inputs.label_weights)
@@ -111,14 +117,16 @@ class Pretraining:
         return {}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Adds the sum of the objectives and the perplexity, exp of the masked-LM loss."""
+        """Adds the sum of the objectives and the perplexity, exp of the loss on words."""
         objectives = [means[name] for name in OBJECTIVES if name in means]
-        perplexity = float(np.exp(min(means["masked_lm_loss"], 700.0)))
-        return {"loss": sum(objectives), **means, "masked_lm_perplexity": perplexity}
+        perplexity = float(np.exp(min(means[self.best_by], 700.0)))
+        return {"loss": sum(objectives), **means, f"{self._words}_perplexity": perplexity}
 
     def describe(self, summary: dict[str, float]) -> str:
-        """Masked-LM loss and accuracy, and next-sentence accuracy if it is learned."""
-        text = f"mlm {summary['masked_lm_loss']:.3f} acc {summary['masked_lm_accuracy']:.1%}"
+        """Loss and accuracy on words, and next-sentence accuracy if it is learned."""
+        name, accuracy = self._words, summary[f"{self._words}_accuracy"]
+        short = "next token" if name == "next_token" else "mlm"
+        text = f"{short} {summary[self.best_by]:.3f} acc {accuracy:.1%}"
         if "next_sentence_accuracy" in summary:
             text += f" nsp {summary['next_sentence_accuracy']:.1%}"
         return text
