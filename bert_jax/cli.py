@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["launch"] and "--" in arguments:  # what follows is another command
         at = arguments.index("--")
         arguments, command = arguments[:at], arguments[at + 1 :]
-    config, rest = _split_config(arguments)
+    from bert_jax.config import split
+
+    config, rest = split(arguments)
     options = _parser().parse_args(rest)
     if config and not getattr(options, "takes_config", False):
         _parser().error(f"{options.verb} takes no --config")
@@ -73,25 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         return 0
-
-
-def _split_config(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """`--config FILE`, `--config.key=value` and `--config.key value` apart from the rest."""
-    config, rest, waiting = [], [], ""
-    for argument in arguments:
-        if waiting:
-            config.append(f"{waiting}={argument}")
-            waiting = ""
-        elif argument == "--config" or argument.startswith(("--config=", "--config.")):
-            if "=" in argument:
-                config.append(argument)
-            else:
-                waiting = argument
-        else:
-            rest.append(argument)
-    if waiting:
-        rest.append(waiting)  # argparse will say that it lacks a value
-    return config, rest
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -452,12 +435,64 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON line a topology")
 
     sub = verb(
+        "sweep",
+        _sweep,
+        "run all that an experiment is made of, here or elsewhere",
+        "  bert-jax sweep experiments/table6_model_size --dry-run\n"
+        "  bert-jax sweep experiments/table6_model_size --data ../data --jobs 2\n"
+        "  bert-jax sweep experiments/table1_glue --scale paper --init bert-base-uncased \\\n"
+        "    --on slurm --launch=--gpus=8 --jobs 20 --runs /shared/runs\n\n"
+        "What is finished is skipped, what was interrupted goes on; a line a point goes to the\n"
+        "experiment's results.jsonl. exit status: 0 all done, 1 something failed, 75 stopped",
+    )
+    sub.add_argument("file", metavar="SWEEP", help="a sweep.py, or the folder that holds it")
+    sub.add_argument("--scale", choices=("small", "paper"), default="small", help="default small")
+    sub.add_argument(
+        "--data", default=os.environ.get("BERT_JAX_DATA", ""), metavar="DIR",
+        help="texts and tasks (default: $BERT_JAX_DATA)",
+    )  # fmt: skip
+    sub.add_argument("--init", default="", metavar="DIR", help="what to fine-tune, if it asks")
+    sub.add_argument("--seeds", type=int, default=0, metavar="N", help="default: the sweep's own")
+    sub.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN",
+        help="points by name, with * and ?, and what they need; may be repeated",
+    )  # fmt: skip
+    sub.add_argument("--dry-run", action="store_true", help="list the points, commands and costs")
+    sub.add_argument(
+        "--topology", metavar="KIND:SHAPE", help="with --dry-run: hardware to tell times for"
+    )
+    sub.add_argument("--jobs", type=int, default=1, metavar="N", help="points at a time (1)")
+    sub.add_argument(
+        "--runs", default="runs/sweeps", metavar="DIR",
+        help="folder for all that is made, shared by sweeps (default %(default)s)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--search", type=int, default=0, metavar="N", help="N trials of its get_trial, by Optuna"
+    )
+    sub.add_argument(
+        "--on", default="local", choices=("tpu-vm", "gke", "slurm", "sky", "local"),
+        help="engine for pretrain and finetune (default local: processes here); it must see the data "
+        "and --runs by the same paths",
+    )  # fmt: skip
+    sub.add_argument(
+        "--launch",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="for `bert-jax launch`; repeated",
+    )
+    sub.add_argument("--resubmit", action="store_true", help="queue jobs again that have not ended")
+
+    sub = verb(
         "report",
         _report,
-        "draw the loss curves of runs",
-        "  bert-jax report runs/mini runs/small --out curves.png",
+        "draw the loss curves of runs, or write an experiment's tables",
+        "  bert-jax report runs/mini runs/small --out curves.png\n"
+        "  bert-jax report experiments/table6_model_size",
     )
-    sub.add_argument("workdirs", nargs="+", metavar="DIR", help="folders of runs")
+    sub.add_argument(
+        "folders", nargs="+", metavar="DIR", help="runs, or experiments with a sweep.py"
+    )
     sub.add_argument("--out", default="curves.png", help="picture, by its suffix (curves.png)")
     return parser
 
@@ -735,7 +770,7 @@ def _launch(options) -> int | None:
             f"--on {options.on} -- pretrain --config configs/pretrain.py:base --rows … --workdir …"
         )
     # What is wrong with the command is said here, and not by a machine that took a day to get.
-    config, rest = _split_config(options.command)
+    config, rest = config_lib.split(options.command)
     launched = _parser().parse_args(rest)
     config_lib.load(config, kinds[launched.verb])
 
@@ -780,6 +815,47 @@ def _preflight(options) -> int:
 
 
 def _report(options) -> None:
+    import pathlib
+
     from bert_jax import report
 
-    print(report.loss_curve(options.workdirs, options.out))
+    experiments = [f for f in options.folders if (pathlib.Path(f) / "sweep.py").exists()]
+    for folder in experiments:
+        print(report.write_experiment(folder))
+    if len(experiments) < len(options.folders):
+        runs = [folder for folder in options.folders if folder not in experiments]
+        print(report.loss_curve(runs, options.out))
+
+
+def _sweep(options) -> int | None:
+    import pathlib
+
+    from bert_jax import sweep
+
+    for name in ("jobs", "seeds", "search"):
+        if getattr(options, name) < (name == "jobs"):
+            raise UserError(f"--{name} {getattr(options, name)}: it must be above 0")
+    if options.topology and not options.dry_run:
+        raise UserError("--topology tells times for other hardware: add --dry-run")
+    if options.launch and options.on == "local":
+        raise UserError(f"--launch {options.launch[0]} is for another engine: add --on")
+    given = sweep.Given(
+        options.scale, pathlib.Path(options.data).absolute(), options.init, options.seeds
+    )
+    found = sweep.select(sweep.load(options.file, given), options.only)
+    engine = sweep.Engine(options.on, options.launch, options.jobs)
+    runs = pathlib.Path(options.runs)
+    if options.dry_run:
+        print(sweep.describe(found, runs.absolute(), engine, _speed(options.topology)))
+        return None
+    return sweep.run(found, runs, engine, resubmit=options.resubmit, trials=options.search)
+
+
+def _speed(topology: str | None) -> float:
+    """FLOP/s to expect of a topology, 0 for this machine."""
+    if not topology:
+        return 0.0
+    from bert_jax import preflight, sweep
+
+    there = preflight.parse_topology(topology)
+    return there.chips * there.chip.flops * sweep.UTILIZATION

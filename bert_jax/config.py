@@ -588,6 +588,25 @@ def _build(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**values)
 
 
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """`--config FILE`, `--config.key=value` and `--config.key value` of a command line, and the rest."""
+    config, rest, waiting = [], [], ""
+    for argument in arguments:
+        if waiting:
+            config.append(f"{waiting}={argument}")
+            waiting = ""
+        elif argument == "--config" or argument.startswith(("--config=", "--config.")):
+            if "=" in argument:
+                config.append(argument)
+            else:
+                waiting = argument
+        else:
+            rest.append(argument)
+    if waiting:
+        rest.append(waiting)  # argparse will say that it lacks a value
+    return config, rest
+
+
 def load(arguments: list[str], kind: type = Config) -> Any:
     """The config of `--config FILE[:ARGUMENT]` and `--config.key=value` arguments, validated.
 

@@ -140,11 +140,11 @@ def sha256(path: str | os.PathLike | Traversable) -> str:
 
 
 @contextlib.contextmanager
-def only_process(folder: str | os.PathLike) -> Iterator[None]:
+def only_process(folder: str | os.PathLike) -> Iterator[int]:
     """Holds the file `LOCK` in a folder for as long as the block runs, creating the folder if need be.
 
     The kernel releases the lock when its owner dies, however it dies, so a crash leaves nothing
-    to clean up.
+    to clean up. A child that is given the yielded file descriptor owns it too.
 
     Raises:
         UserError: another live process holds it; the line names that process.
@@ -166,4 +166,4 @@ def only_process(folder: str | os.PathLike) -> Iterator[None]:
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        yield file.fileno()

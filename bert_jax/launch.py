@@ -131,7 +131,7 @@ def local(
 
     return Plan(
         processes=[
-            Process([*_here(), *command], environment(i), f"[{i}] ") for i in range(processes)
+            Process([*here(), *command], environment(i), f"[{i}] ") for i in range(processes)
         ],
         again=frozenset({STOPPED, *KILLED}),
         restarts=restarts,
@@ -163,7 +163,7 @@ def slurm(
     script = str(SCRIPTS / "slurm.sh")
     submit = ["sbatch", f"--job-name={name}", *sizes, *extra]
     return Plan(
-        before=[[*submit, script, str(restarts), *_here(), *command]],
+        before=[[*submit, script, str(restarts), *here(), *command]],
         note=f"follow: tail -F slurm-JOB.out; state: squeue --name {name}; stop: scancel --name {name}",
     )
 
@@ -404,7 +404,7 @@ def plan(
         raise UserError(
             f"--name {name}: up to 40 small letters, digits and hyphens, a letter first"
         )
-    return engine(command, name or _name(workdir), **options)
+    return engine(command, name or job_name(pathlib.PurePath(workdir).name), **options)
 
 
 def _check_value(what: str, value: str) -> None:
@@ -466,18 +466,18 @@ def _check_committed() -> None:
         )
 
 
-def _name(workdir: str) -> str:
-    """A name that every engine allows."""
-    words = re.sub(r"[^a-z0-9]+", "-", pathlib.PurePath(workdir).name.lower()).strip("-")
-    return (words if words[:1].isalpha() else f"bert-{words}")[:40].strip("-")
+def job_name(text: str, most: int = 40) -> str:
+    """A name like a text that every engine allows."""
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"bert-{words}")[:most].strip("-")
 
 
 def _runtime(accelerator: str) -> str:
     return next((r for start, r in _RUNTIMES.items() if accelerator.startswith(start)), "")
 
 
-def _here() -> list[str]:
-    """`bert-jax`, by this Python, wherever its folder is shared."""
+def here() -> list[str]:
+    """The command `bert-jax`, by this Python, wherever its folder is shared."""
     return [sys.executable, "-m", "bert_jax"]
 
 
@@ -581,7 +581,7 @@ def together(processes: Sequence[Process], stop_seconds: float = STOP_SECONDS) -
     running: list[subprocess.Popen] = []
     pumps: list[threading.Thread] = []
     failed: list[int] = []
-    with _signals() as received:
+    with signals() as received:
         passed_on, deadline = 0, float("inf")
         try:
             for process in processes:
@@ -590,7 +590,7 @@ def together(processes: Sequence[Process], stop_seconds: float = STOP_SECONDS) -
             while running:
                 ended = [child for child in running if child.poll() is not None]
                 running = [child for child in running if child not in ended]
-                bad = sorted(_status(child) for child in ended if child.returncode)
+                bad = sorted(exit_status(child) for child in ended if child.returncode)
                 if bad and not failed and running:
                     _say(
                         f"a process ended with status {bad[-1]}: stopping the other {len(running)}"
@@ -615,7 +615,7 @@ def together(processes: Sequence[Process], stop_seconds: float = STOP_SECONDS) -
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def signals() -> Iterator[list[int]]:
     """The list of the SIGINTs and SIGTERMs that come during the block."""
     received: list[int] = []
     old = {
@@ -664,7 +664,7 @@ def _send(children: Sequence[subprocess.Popen], number: int) -> None:
             child.send_signal(number)
 
 
-def _status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
+def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
     """As a shell tells it."""
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
@@ -673,7 +673,7 @@ def _first_failure(commands: Sequence[Sequence[str]]) -> tuple[Sequence[str], in
     """Runs commands up to the first that fails; it and its status, or nothing and 0."""
     for command in commands:
         _say("$ " + shlex.join(command))
-        if status := _status(subprocess.run(command, check=False)):
+        if status := exit_status(subprocess.run(command, check=False)):
             return command, status
     return (), 0
 

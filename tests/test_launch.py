@@ -719,9 +719,9 @@ def test_a_submission_that_is_refused(bench):
 
 @ON
 def test_names(on):
-    assert launch._name("/s/Run_7 (b)") == "run-7-b"
-    assert launch._name("/s/128") == "bert-128"
-    assert launch._name("/s/日") == "bert"
+    assert launch.job_name("Run_7 (b)") == "run-7-b"
+    assert launch.job_name("128") == "bert-128"
+    assert launch.job_name("日") == "bert"
     text = launch.script(plan(on, name="fine-1"))
     assert on == "local" or "fine-1" in text
 

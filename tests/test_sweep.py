@@ -1,0 +1,537 @@
+"""Sweeps: order, sharing, kills, failures, other engines, searches, results, and what a README shows."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from bert_jax import cli, report, sweep, workdir
+from bert_jax.config import Config, Phase, model_size
+from bert_jax.errors import UserError
+from bert_jax.model import flops_per_row
+from bert_jax.report import Claim, Claims, Column, Curves, Table
+from bert_jax.sweep import Engine, Given, Place, Point
+from tests.test_train import ALONE
+
+# Stands for any long work: notes its start, waits until a file is there, then writes its metrics.
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+name, folder, *rest = sys.argv[1:-2]
+folder, out = pathlib.Path(folder), pathlib.Path(sys.argv[-1])
+with open(folder / "calls", "a") as file:
+    file.write(f"{name} {os.getpid()}\\n")
+def stop(*_):
+    (folder / f"{name}.saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+if "again" in rest and not (folder / "again").exists():
+    (folder / "again").touch()
+    sys.exit(75)
+while "waits" in rest and not (folder / "go").exists():
+    time.sleep(0.01)
+if "meets" in rest:  # ends only where another runs at the same time
+    (folder / f"{name}.here").touch()
+    while len(list(folder.glob("*.here"))) < 2:
+        time.sleep(0.01)
+if "fails" in rest:
+    print("bert-jax: the one line that says why", file=sys.stderr)
+    sys.exit(2)
+out.mkdir(parents=True, exist_ok=True)
+(out / "metrics.json").write_text(json.dumps({"score": float(len(name))}))
+"""
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """A script, and a function that makes a point of it."""
+    script = tmp_path / "work.py"
+    script.write_text(SCRIPT)
+
+    def make(name, *more, facts=None):
+        return Point(name, ("python", script, name, tmp_path, *more), facts or {})
+
+    make.folder = tmp_path
+    make.calls = lambda: [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    return make
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """Writes a sweep.py and gives its path."""
+
+    def write(text, name="one"):
+        folder = tmp_path / "experiments" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sweep.py").write_text("from bert_jax.sweep import Point, grid\n" + text)
+        return folder / "sweep.py"
+
+    return write
+
+
+def go(points, tmp_path, jobs=1, **options):
+    """Runs points in this process; the status and the results."""
+    folder = tmp_path / "experiment"
+    folder.mkdir(exist_ok=True)
+    given = Given(data=tmp_path / "data")
+    found = sweep.Sweep(
+        folder / "sweep.py",
+        given,
+        sweep.ordered("x", points, given.data),
+        options.pop("module", None),
+    )
+    engine = options.pop("engine", Engine(jobs=jobs))
+    status = sweep.run(found, tmp_path / "runs", engine, **options)
+    return status, sweep.Results(folder).read()
+
+
+# Reading
+
+
+def test_what_a_point_needs_comes_first_and_once(bench):
+    a = bench("a")
+    b, c = bench("b", a), bench("c", a)
+    names = [p.name for p in sweep.ordered("x", [bench("d", c, b), c, a], pathlib.Path())]
+    assert names == ["a", "c", "b", "d"]
+
+
+def test_a_hash_is_of_all_that_leads_to_a_folder_and_of_no_path():
+    def points(data, option):
+        rows = Point("rows", ("prepare", f"{data}/text/*.gz", "--tokens", option))
+        model = Point("m", ("pretrain", "--rows", rows), {"any": 1})
+        return [p.digest(pathlib.Path(data)) for p in (rows, model)]
+
+    assert points("/here/data", 128) == points("/elsewhere", 128)
+    assert not set(points("/here", 128)) & set(points("/here", 64))
+    other = Point("m", ("pretrain", "--rows", "/here/data2"))
+    assert "/here/data2" in other.told("/here/data")  # the folder's name, not its beginning
+    assert Point("x", ("python", "/d")).told("/d") == ["python", "$BERT_JAX_DATA"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1", "is no sweep: it has no get_points"),
+        ("def get_points(given): return [1 / 0]", "get_points: ZeroDivisionError"),
+        ("def get_points(given): return [3]", "yielded 3, which is no Point"),
+        ("def get_points(given): return [Point('a', ('embed', 'x'))]", "'embed' is not among"),
+        (
+            "def get_points(given): return [Point('a', ('vocab', n)) for n in 'xy']",
+            "two different points are called 'a'",
+        ),
+        ("import nothing_of_that_name", "cannot load"),
+        (None, "there is no sweep"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read(file_of, capsys, text, expected):
+    path = file_of(text or "")
+    if text is None:
+        path.unlink()
+    assert cli.main(["sweep", str(path), "--dry-run"]) == cli.EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+@for_all(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+@settings(max_examples=20)
+def test_a_grid_is_every_combination(sizes):
+    choices = {f"c{i}": list(range(n)) for i, n in enumerate(sizes)}
+    found = sweep.grid(**choices)
+    assert len({tuple(p.items()) for p in found}) == len(found)
+    expected = 1
+    for n in sizes:
+        expected *= n
+    assert len(found) == expected
+
+
+def test_random_draws_follow_from_their_seed():
+    def draw(seed):
+        return sweep.sample(200, seed, rate=(1e-5, 1e-2, "log"), size=[1, 2, 3], part=(0.0, 1.0))
+
+    found = draw(1)
+    assert found == draw(1) != draw(2)
+    assert {p["size"] for p in found} == {1, 2, 3}
+    assert all(1e-5 <= p["rate"] <= 1e-2 and 0 <= p["part"] <= 1 for p in found)
+    assert 1e-4 < statistics.median(p["rate"] for p in found) < 1e-3  # of the logarithm
+
+
+# Running
+
+
+def test_each_is_run_once_and_leaves_a_line(bench, tmp_path):
+    points = [bench("bb", bench("a"), facts={"size": 2}), bench("ccc", bench("a"))]
+    status, results = go(points, tmp_path)
+    assert status == 0
+    assert sorted(bench.calls()) == ["a", "bb", "ccc"]
+    by = {line["point"]: line for line in results}
+    assert by["bb"]["metrics"] == {"score": 2.0}
+    assert by["bb"]["facts"] == {"size": 2}
+    assert {"digest", "command", "wall_seconds", "jax", "cores", "scale"} <= by["bb"].keys()
+    again, same = go(points, tmp_path)
+    assert (again, same) == (0, results)
+    assert len(bench.calls()) == 3
+
+
+def test_what_two_sweeps_share_is_done_once(bench, tmp_path):
+    first = bench("a")
+    go([first], tmp_path)
+    renamed = dataclasses.replace(first, name="called_otherwise")
+    status, results = go([bench("b", renamed)], tmp_path)
+    assert status == 0
+    assert bench.calls() == ["a", "b"]
+    assert {line["point"] for line in results} == {"a", "b"}  # one line a point, whatever its name
+
+
+def test_a_failure_stops_only_what_stands_on_it(bench, tmp_path, capsys):
+    bad = bench("bad", "fails")
+    status, results = go([bench("c", bench("b", bad)), bench("good")], tmp_path)
+    assert status == 1
+    assert [line["point"] for line in results] == ["good"]
+    said = capsys.readouterr().err
+    assert "bad failed: bert-jax: the one line that says why (" in said
+    assert "not run because of that: b, c" in said
+    assert "1 of 4 points done" in said
+
+
+def test_so_many_at_a_time(bench, tmp_path):
+    status, _ = go([bench("x", "meets"), bench("y", "meets")], tmp_path, jobs=2)
+    assert status == 0
+
+
+def test_one_that_was_stopped_by_others_is_started_again(bench, tmp_path):
+    status, results = go([bench("a", "again")], tmp_path)
+    assert (status, bench.calls()) == (0, ["a", "a"])
+    assert results[0]["attempts"] == 2
+
+
+def background(tmp_path, file, *options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "bert_jax", "sweep", str(file), "--runs", str(tmp_path / "runs"),
+         *options],
+        env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+WAITING = """
+def get_points(given):
+    a = Point("a", ("python", given.data / "work.py", "a", given.data))
+    return [Point("b", ("python", given.data / "work.py", "b", given.data, "waits", a))]
+"""
+
+
+def test_killed_the_same_command_goes_on(bench, tmp_path, file_of):
+    file = file_of(WAITING)
+    process = background(tmp_path, file, "--data", str(tmp_path))
+    wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
+    process.kill()
+    process.wait()
+    os.kill(int((tmp_path / "calls").read_text().split()[-1]), signal.SIGKILL)
+    (tmp_path / "go").touch()
+    process = background(tmp_path, file, "--data", str(tmp_path))
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert bench.calls() == ["a", "b", "b"]
+    assert "1 of 2 points are done already" in said
+    assert [line["point"] for line in sweep.Results(file.parent).read()] == ["a", "b"]
+
+
+def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of):
+    file = file_of(WAITING)
+    process = background(tmp_path, file, "--data", str(tmp_path))
+    wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
+    process.kill()
+    process.wait()
+    process = background(tmp_path, file, "--data", str(tmp_path))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=4)
+    assert bench.calls() == ["a", "b"]
+    (tmp_path / "go").touch()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert bench.calls() == ["a", "b", "b"]  # a second time, which finds the first one's work
+
+
+def test_a_signal_is_passed_on_and_waited_for(bench, tmp_path, file_of):
+    file = file_of(WAITING)
+    process = background(tmp_path, file, "--data", str(tmp_path))
+    wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
+    time.sleep(0.3)  # the script sets its handler after its call
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == cli.EXIT_INTERRUPTED, said
+    assert (tmp_path / "b.saved").exists()
+    assert said.endswith("stopped; the same command goes on\n")
+
+
+def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
+    one, two = (
+        background(tmp_path, file_of(WAITING, name), "--data", str(tmp_path))
+        for name in ("one", "two")
+    )
+    wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls())
+    time.sleep(1)
+    (tmp_path / "go").touch()
+    for process in (one, two):
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert bench.calls() == ["a", "b"]
+    for name in ("one", "two"):
+        lines = sweep.Results(tmp_path / "experiments" / name).read()
+        assert [line["point"] for line in lines] == ["a", "b"]
+
+
+def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, file_of):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/jobs\n')
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setitem(ALONE, "PATH", f"{programs}:{os.environ['PATH']}")
+    file = file_of(
+        "def get_points(given):\n"
+        "    yield Point('m', ('pretrain', '--config', 'configs/pretrain.py:mini,128', '--rows', 'r',"
+        " '--config.steps=7'))\n"
+    )
+    options = ("--on", "slurm", "--launch=--gpus=4", "--data", str(tmp_path))
+    for _ in range(2):  # the second one finds the job queued
+        process = background(tmp_path, file, *options)
+        wait_for((tmp_path / "jobs").exists, process)
+        (folder,) = (tmp_path / "runs").glob("m-*")
+        wait_for((folder / "attempts.jsonl").exists, process)
+        owner = f"pid {process.pid} "
+        wait_for(lambda path=folder / "lock", owner=owner: owner in path.read_text(), process)
+        time.sleep(1)
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == cli.EXIT_INTERRUPTED
+    (job,) = (tmp_path / "jobs").read_text().splitlines()
+    assert "--gpus-per-node=4" in job
+    assert f"--job-name={folder.name} " in job  # m-HASH
+    assert job.endswith(f"--config.steps=7 --workdir {folder / 'out'}")
+
+    place = Place(sweep.load(file, Given(data=tmp_path)).points[0], tmp_path / "runs", tmp_path)
+    assert place.is_submitted
+    out = place.out
+    out.mkdir()
+    config = Config(model=model_size("mini"), phases=(Phase(rows="r"),), steps=7)
+    workdir.claim(out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False)
+    assert not place.is_done
+    (out / "checkpoints" / "7").mkdir(parents=True)
+    assert place.is_done
+
+
+# Costs and results
+
+
+@pytest.mark.parametrize("size", ["L2-H128-A2", "base", "L24-H1024-A16"])
+def test_a_cost_is_that_of_the_formula(size):
+    rows = Point("rows", ("prepare", "text", "--tokens", 128, "--sequences", 1))
+    changes = ("--config.steps=1000", "--config.batch_size=64")
+    config = f"configs/pretrain.py:{size},128"
+    point = Point("m", ("pretrain", "--config", config, "--rows", rows, *changes))
+    told = sweep.cost(point, Given(), [], speed=1e12)
+    model = dataclasses.replace(model_size(size), vocab_size=30_522)
+    expected = 64_000 * flops_per_row(model, 128, 1, 20)
+    assert told.flops == pytest.approx(expected, rel=0.1)
+    assert told.seconds == pytest.approx(told.flops / 1e12)
+
+
+def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
+    file = file_of(WAITING)
+    options = ["--data", str(tmp_path), "--runs", str(tmp_path / "runs"), "--dry-run"]
+    assert cli.main(["sweep", str(file), *options]) == 0
+    said = capsys.readouterr().out
+    assert "2 points, 2 to run" in said
+    assert not (tmp_path / "calls").exists()
+    assert not (tmp_path / "runs").exists()
+    assert cli.main(["sweep", str(file), *options, "--only", "a"]) == 0
+    assert "1 points, 1 to run" in capsys.readouterr().out
+    assert cli.main(["sweep", str(file), *options, "--only", "zz"]) == cli.EXIT_USER_ERROR
+    assert "no point is called zz; there are: a, b" in capsys.readouterr().err
+
+
+REAL = """
+def get_points(given):
+    text = given.data / "text.txt"
+    vocab = Point("vocab", ("vocab", text, "--size", 150))
+    rows = Point("rows", ("prepare", text, "--vocab", vocab, "--tokens", 32, "--sequences", 2,
+        "--heldout-fraction", 0.2))
+    model = Point("L1-H16-A2", ("pretrain", "--config", "configs/pretrain.py:L1-H16-A2,32",
+        "--rows", rows, "--config.steps=6", "--config.batch_size=4", "--config.evaluate_rows=8",
+        "--config.evaluate_every_steps=3", "--config.log_every_steps=2"), {"layers": 1})
+    yield Point("L1-H16-A2/mine", ("finetune", "--config", "configs/table.py", "--init", model,
+        "--config.task.train", given.data / "train.csv", "--config.task.dev",
+        given.data / "train.csv", "--config.task.tokens=32", "--seeds", 2, "--config.epochs=1",
+        "--config.batch_size=4"), {"layers": 1, "task": "mine"})
+"""
+
+
+def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "text.txt").write_text(corpus.read_text())
+    lines = ["text,label", *(f"the king {i},{'ab'[i % 2]}" for i in range(8))]
+    (data / "train.csv").write_text("\n".join(lines) + "\n")
+    file = file_of(REAL)
+    process = background(tmp_path, file, "--data", str(data))
+    _, said = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    vocab, rows, model, *seeds = sweep.Results(file.parent).read()
+    assert (vocab["point"], rows["point"]) == ("vocab", "rows")
+    assert rows["metrics"]["train_rows"] > 0
+    assert str(tmp_path) not in json.dumps([vocab, rows, model, seeds])
+    assert "$BERT_JAX_DATA/text.txt" in rows["command"]
+    out = next((tmp_path / "runs").glob("L1-H16-A2-*")) / "out"
+    heldout = [m for m in workdir.read_lines(out / "metrics.jsonl") if m["split"] == "heldout"]
+    assert model["curve"]["step"] == [3, 6]
+    assert model["curve"]["loss"] == [m["masked_lm_loss"] for m in heldout]
+    assert model["metrics"]["masked_lm_perplexity"] == heldout[-1]["masked_lm_perplexity"]
+    assert model["step"] == 6
+    assert 6 * 4 * 32 * 0.7 < model["real_tokens"] <= 6 * 4 * 32
+    assert model["config"]["steps"] == 6
+    assert [line["seed"] for line in seeds] == [0, 1]
+    assert all(line["metrics"]["dev.accuracy"] >= 0 and line["step"] > 0 for line in seeds)
+    assert {line["config_hash"] for line in seeds} != {model["config_hash"]}
+
+
+# Searching
+
+
+class Objective:
+    """A sweep's file that has something to search."""
+
+    OBJECTIVE = "score"
+
+    def __init__(self, make):
+        self._make = make
+
+    def get_trial(self, given, trial):
+        length = trial.suggest_int("length", 1, 9)
+        return self._make("n" * length, trial.number)
+
+
+def test_a_search_finds_and_remembers(bench, tmp_path, capsys):
+    pytest.importorskip("optuna")
+    module = Objective(bench)
+    status, results = go([], tmp_path, jobs=2, module=module, trials=5)
+    assert status == 0
+    best = max(line["metrics"]["score"] for line in results)
+    assert f"best of 5: {best:g} with {{'length': {best:.0f}}}" in capsys.readouterr().out
+    assert [line["facts"]["trial"] for line in results] != []
+    assert (tmp_path / "experiment" / "study.journal").exists()
+    go([], tmp_path, module=module, trials=5)
+    assert len(bench.calls()) == 5
+    go([], tmp_path, module=module, trials=7)
+    assert len(bench.calls()) == 7
+
+
+def test_a_search_of_a_sweep_that_has_none(bench, tmp_path):
+    with pytest.raises(UserError, match="has nothing to search: it needs get_trial"):
+        go([], tmp_path, trials=1)
+
+
+# What a README shows
+
+
+def line(score, seed=0, **facts):
+    return {"facts": facts, "metrics": {"score": score}, "seed": seed, "digest": str(facts)}
+
+
+RESULTS = [
+    *(line(0.5 + 0.01 * i, i, size=1) for i in range(3)),
+    *(line(0.8 + 0.01 * i, i, size=2) for i in range(3)),
+    line(0.9, size=3),
+    *(line(0.51 + 0.01 * i, i, size=4) for i in range(3)),
+]
+TABLE = Table(
+    {name: {"size": size} for name, size in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5))},
+    {"score": Column("score")},
+    {"a": {"score": 60.0}, "b": {"score": 70.0}},
+    "size",
+)
+
+
+def test_a_table_has_means_deviations_seeds_and_the_papers_numbers():
+    text = TABLE.markdown(RESULTS, pathlib.Path())
+    assert "| size | score |\n|---|---|\n" in text
+    assert "| a | 51.0 ± 1.0 (3) [60.0] |" in text
+    assert "| c | 90.0 |" in text
+    assert "| e | not run |" in text
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        (Claim("score", "b", "a"), "(paper: 70.0 and 60.0): **so it is**, by 30.0"),
+        (Claim("score", "a", "b"), "**the other way round**, by 30.0"),
+        (Claim("score", "a", "b", lower=True), "**so it is**"),
+        # Apart by 1.0; the error of each mean is 1/sqrt(3), so sqrt(2/3) = 0.82 together.
+        (Claim("score", "d", "a"), "cannot be told here (apart by 1.0, standard error 0.82)"),
+        (Claim("score", "c", "a"), "so it is, by 39.0; one seed, which tells little"),
+        (Claim("score", "e", "a"), "not run"),
+    ],
+)
+def test_what_the_paper_orders(claim, expected):
+    assert expected in Claims(TABLE, [claim]).markdown(RESULTS, pathlib.Path())
+
+
+def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):
+    results = [
+        {**line(0, i, kind="x"), "curve": {"step": [1, 2], "loss": [3.0 + i, 2.0 + i]}}
+        for i in range(2)
+    ]
+    curves = Curves("c.svg", {"x": {"kind": "x"}}, "step", "loss", ("step", "loss"))
+    assert curves.points(results, {"kind": "x"}) == [(1, 3.5), (2, 2.5)]
+    assert curves.markdown(results, tmp_path) == "![loss by step](c.svg)"
+    first = (tmp_path / "c.svg").read_bytes()
+    curves.markdown(results, tmp_path)
+    assert (tmp_path / "c.svg").read_bytes() == first
+    by_size = Curves("d.svg", {"all": {}}, "size", "score", ("size", "score"))
+    assert by_size.points(RESULTS, {})[:2] == [(1, pytest.approx(0.51)), (2, pytest.approx(0.81))]
+    assert by_size.markdown([], tmp_path) == "not run"
+
+
+BLOCKS = """
+from bert_jax.report import Column, Table
+
+def get_points(given):
+    return []
+
+def get_blocks(results):
+    return {"sizes": Table({"a": {"size": 1}}, {"score": Column("score")})}
+"""
+
+
+def test_a_readme_is_written_around_its_words(file_of, capsys):
+    folder = file_of(BLOCKS).parent
+    readme = folder / "README.md"
+    readme.write_text("# Mine\n\n<!-- sizes -->\nold\n<!-- /sizes -->\n\nAfter.\n")
+    sweep.Results(folder).add([line(0.5, size=1)])
+    assert cli.main(["report", str(folder)]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Mine\n\n<!-- sizes -->\n|  | score |\n|---|---|\n| a | 50.0 |\n<!--")
+    assert text.endswith("\n\nAfter.\n")
+    assert report.experiment(folder) == text
+    for wrong, expected in (
+        ("<!-- other -->\n<!-- /other -->\n" + text, "knows no block 'other'"),
+        ("# Mine\n", "has no lines <!-- sizes --> and <!-- /sizes -->"),
+    ):
+        readme.write_text(wrong)
+        assert cli.main(["report", str(folder)]) == cli.EXIT_USER_ERROR
+        assert expected in capsys.readouterr().err
