@@ -4,6 +4,7 @@ import collections
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,15 +72,20 @@ class Log:
         while self._waiting and all(x.is_ready() for x in jax.tree.leaves(self._waiting[0][1])):
             self._read()
 
-    def heldout(self, step: int, found: dict[str, float]) -> dict[str, float]:
-        """Writes held-out means and returns them with what the task adds to them."""
+    def heldout(self, step: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Writes held-out means and returns them with what the task adds to them.
+
+        The time that `measure` takes is no step's; the steps so far must be done.
+        """
         self._read_all()
+        begun = time.monotonic()
+        found = measure()
+        self._clock = (self._clock[0], self._clock[1] + time.monotonic() - begun)
         if not found:
             return {}
         summary = self._stage.task.summarize(found)
         self._write(step, "heldout", summary)
         self._progress.say(f"step {step:,}: held-out {self._stage.task.describe(summary)}")
-        self._clock = (step, time.monotonic())  # the time that evaluation took is no step's
         return summary
 
     def sync(self) -> None:
@@ -116,12 +122,13 @@ class Log:
             "steps_per_second": (step - before[0]) / seconds,
             "tokens_per_second": tokens,
             "real_tokens_per_second": tokens * summary["real_fraction"],
+            "flops_per_second": rows * self._stage.task.flops_per_row / seconds,
         }
         note = f" {tokens * summary['real_fraction']:,.0f} real tok/s {summary['real_fraction']:.0%} real"
         peak = device.peak_flops()
         if peak:
-            flops = rows * self._stage.task.flops_per_row / seconds
-            speed["model_flops_utilization"] = flops / (peak * self._devices)
+            used = speed["flops_per_second"] / (peak * self._devices)
+            speed["model_flops_utilization"] = used
             note += f" {speed['model_flops_utilization']:.0%} MFU"
         self._speed.append(speed)
         for name, value in speed.items():

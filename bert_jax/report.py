@@ -99,7 +99,7 @@ class Column:
 
     metric: str
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    factor: float = 100.0
+    factor: float | int = 100.0
     digits: int = 1
 
     def cell(self, values: Sequence[float]) -> str:
@@ -143,7 +143,7 @@ class Table:
                     cell += f" [{self.paper[label][name]}]"
                 cells.append(cell)
             lines.append(f"| {label} | {' | '.join(cells)} |")
-        if self.paper:
+        if any(self.paper.get(label, {}).keys() & self.columns.keys() for label in self.rows):
             lines += ["", "In brackets: the paper's."]
         return "\n".join(lines)
 

@@ -104,6 +104,7 @@ class Point:
     name: str
     command: Sequence[Any]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _digests: dict[str, str] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def verb(self) -> str:
@@ -125,12 +126,20 @@ class Point:
         ]
 
     def digest(self, data: pathlib.Path | str) -> str:
-        """A hash of the command and those that it stands on, wherever the data lie."""
-        parts = [
-            part.digest(data) if isinstance(part, Point) else told
-            for part, told in zip(self.command, self.told(data), strict=True)
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
+        """A hash of the command and those that it stands on, wherever the data lie.
+
+        Of a script it is a hash of the program too.
+        """
+        if str(data) not in self._digests:
+            parts = [
+                part.digest(data) if isinstance(part, Point) else told
+                for part, told in zip(self.command, self.told(data), strict=True)
+            ]
+            if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
+                parts.append(files.sha256(str(self.command[1])))
+            found = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
+            self._digests[str(data)] = found
+        return self._digests[str(data)]
 
 
 def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:
@@ -574,14 +583,14 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         step = heldout["step"]
         told["curve"] = _curve(lines, speed)
     tokens = sum(line["real_tokens_per_second"] * line["seconds"] for line in speed)
-    padded = sum(line["tokens_per_second"] * line["seconds"] for line in speed)
+    flops = sum(line["flops_per_second"] * line["seconds"] for line in speed)
     return {
         "seed": config.seed,
         "step": step,
         "metrics": metrics,
         "step_seconds": round(sum(line["seconds"] for line in speed), 1),
         "real_tokens": round(tokens),
-        "flops": _flops_a_token(config.model, config) * padded,
+        "flops": flops,
         "config": json.loads(content),
         "config_hash": hashlib.sha256(content.encode()).hexdigest()[:10],
         "commit": starts[-1]["commit"],
@@ -609,7 +618,7 @@ def _curve(lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]]) -> 
 
 
 def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
-    """Of training: the layers' matrix products, and the vocabulary's head on what is predicted."""
+    """Of training, roughly: the layers' dense products, the vocabulary's head on what is predicted."""
     d, f = model.hidden, model.feed_forward
     layers = model.layers * (8 * d * d + 4 * d * f)
     if isinstance(config, FinetuneConfig):
@@ -630,8 +639,12 @@ class Results:
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
         """Appends those that are not there yet."""
-        there = {(line["digest"], line.get("seed")) for line in self.read()}
-        new = [line for line in lines if (line["digest"], line.get("seed")) not in there]
+
+        def key(line: dict[str, Any]) -> tuple:
+            return line["digest"], line.get("scale"), line.get("seed")
+
+        there = set(map(key, self.read()))
+        new = [line for line in lines if key(line) not in there]
         if new:
             with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in new))
@@ -676,6 +689,7 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
     if kind is Config:
         ends = [0, *config_lib.phase_ends(config)]
         rows = [part for part in point.needs if part.verb == "prepare"]
+        model.vocab_size = model.vocab_size or _vocab_size(rows)
         tokens = sum(
             (end - begin)
             * (phase.batch_size or config.batch_size)
@@ -697,6 +711,12 @@ def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
     parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
     settings, rest = config_lib.split(parts)
     return (config_lib.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
+
+
+def _vocab_size(rows: Sequence[Point]) -> int:
+    """Of the vocabulary that rows are made with, 0 if nothing tells it."""
+    vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
+    return int(_read(vocabs[0])[1].get("--size", USUAL_VOCAB_SIZE)) if vocabs else 0
 
 
 def _tokens_of(rows: Point | None) -> int:
@@ -885,7 +905,13 @@ def run(
     results = Results(sweep.path.parent)
 
     def done(place: Place) -> None:
-        results.add(lines_of(place, given))
+        try:
+            results.add(lines_of(place, given))
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise UserError(
+                f"cannot read what {place.point.name} has left in {place.out}: {error!r}; remove "
+                f"{place.folder} to run it again"
+            ) from error
 
     scheduler = Scheduler(runs, given, engine, resubmit, done)
     with files.one_line_errors(f"cannot use the folder {runs}"):

@@ -7,6 +7,7 @@ checkpoint and ends as if nothing had happened, bit for bit.
 
 import collections
 import contextlib
+import functools
 import pathlib
 import signal
 import time
@@ -245,7 +246,8 @@ def train(
                     evaluated = None
                     every = config.evaluate_every_steps
                     if at_end or (every and step % every == 0):
-                        evaluated = log.heldout(step, measure(state.params))
+                        jax.block_until_ready(sums)
+                        evaluated = log.heldout(step, functools.partial(measure, state.params))
                         patience.look(evaluated)
                     at_end = at_end or patience.is_over
                     stop = stopping(interrupted())
