@@ -1,0 +1,91 @@
+"""Context: in which layers is the same word another vector in another sense?"""
+
+import dataclasses
+
+import recipes
+
+from bert_jax import files
+from bert_jax.report import Runs
+from bert_jax.sweep import Point
+
+WORDS = ("right", "bank", "spring")
+
+
+def get_points(given):
+    """The model, and what it makes of the sentences."""
+    name = "somebody's" if given.init else "base"
+    model = given.init or recipes.base(given)
+    yield Point(
+        "senses", ("python", "experiments/context/senses.py", "--init", model), {"of": name}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """For each layer and word how often the nearest sentence has the same sense."""
+
+    def markdown(self, results, folder):
+        """A row a layer."""
+        found = [line["metrics"] for line in results if "of" in line["facts"]]
+        if not found:
+            return "not run"
+        told = found[-1]
+        lines = [f"| layer | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
+        for layer in range(len(told[WORDS[0]]["neighbor"])):
+            cells = [
+                f"{100 * told[word]['neighbor'][layer]:.0f}% ({told[word]['silhouette'][layer]:.2f})"
+                for word in WORDS
+            ]
+            name = "0, the embeddings" if layer == 0 else layer
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        for name, key in (("chance", "chance"), ("chance, 95 in 100 below", "chance_high")):
+            cells = [f"{100 * told[word][key]:.0f}%" for word in WORDS]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Every sentence's vector of the word in the plane of the two main components."""
+
+    file: str
+
+    def markdown(self, results, folder):
+        """The embeddings, the layer in the middle, and the last one."""
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        found = [line["metrics"] for line in results if "of" in line["facts"]]
+        if not found:
+            return "not run"
+        told = found[-1]
+        last = len(told[WORDS[0]]["neighbor"]) - 1
+        layers = sorted({0, (last + 1) // 2, last})
+        with rc_context({"svg.hashsalt": "bert_jax"}):
+            figure = Figure(figsize=(3 * len(layers), 3 * len(WORDS)), layout="constrained")
+            axes = figure.subplots(len(WORDS), len(layers), squeeze=False)
+            for row, word in zip(axes, WORDS, strict=True):
+                senses = told[word]["senses"]
+                for plot, layer in zip(row, layers, strict=True):
+                    for sense in dict.fromkeys(senses):
+                        own = [
+                            place
+                            for place, each in zip(told[word]["places"][layer], senses, strict=True)
+                            if each == sense
+                        ]
+                        plot.scatter(*zip(*own, strict=True), s=12, label=sense)
+                    plot.set(title=f"{word}, layer {layer}", xticks=[], yticks=[])
+                row[0].legend(frameon=False, fontsize="small")
+            with files.replacing(folder / self.file) as beside:
+                figure.savefig(beside, format="svg", metadata={"Date": None})
+        return f"![vectors of {', '.join(WORDS)}]({self.file})"
+
+
+def get_blocks(results):
+    """For each scale the table and the picture."""
+    blocks = {}
+    for scale in recipes.SCALES:
+        blocks[scale] = recipes.At(scale, Layers())
+        blocks[f"{scale}_picture"] = recipes.At(scale, Picture(f"{scale}.svg"))
+        blocks[f"{scale}_runs"] = recipes.At(scale, Runs())
+    return blocks

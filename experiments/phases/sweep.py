@@ -1,0 +1,48 @@
+"""Phases: is it as good, and cheaper, to train on short rows first and on long ones at the end?"""
+
+import recipes
+
+from bert_jax.report import Claim, Column, Table
+
+BOTH, LONG = "128, then 512", "512 only"
+# The last phase sees 512 x 0.1 of 512 x 0.1 + 128 x 0.9 tokens in the paper. The small runs have
+# steps of 1,024 tokens throughout, and in the last phase as large a share of them.
+LONG_SHARE = 0.3
+# As many tokens as 900,000 steps of 128 and 100,000 of 512.
+PAPER_STEPS = 325_000
+
+
+def get_points(given):
+    """Two runs over as many tokens that end on the same rows."""
+    if given.scale == "paper":
+        yield recipes.base(given, BOTH)
+        yield recipes.pretrained(
+            given, LONG, "base,512", {"steps": PAPER_STEPS}, [recipes.rows(given, 512)]
+        )
+        return
+    long = recipes.rows(given, 512)
+    changes = {
+        "phases[0].fraction": 1 - LONG_SHARE,
+        "phases[1].fraction": LONG_SHARE,
+        "phases[1].batch_size": 2,
+    }
+    config = f"{recipes.SMALL_SIZE},128,512"
+    yield recipes.pretrained(given, BOTH, config, changes, [recipes.rows(given), long])
+    config = f"{recipes.SMALL_SIZE},512"
+    yield recipes.pretrained(given, LONG, config, {"batch_size": 2}, [long])
+
+
+def get_blocks(results):
+    """The end of both runs, and their curves by tokens and by the clock."""
+    series = {label: {"model": label} for label in (BOTH, LONG)}
+    loss = "held-out loss at T=512"
+    columns = {
+        loss: Column("masked_lm_loss", factor=1.0, digits=3),
+        "next sentence": Column("next_sentence_accuracy"),
+        "million real tokens": Column("tokens", factor=1.0),
+        "minutes of steps": Column("minutes", factor=1.0),
+    }
+    faster = [Claim("minutes of steps", BOTH, LONG, lower=True)]
+    return recipes.page(
+        small=(Table(series, columns), faster), paper=(Table(series, columns), faster)
+    ) | recipes.curves(series)

@@ -1,0 +1,543 @@
+"""What the experiments share: texts, rows, pretraining, tasks to fine-tune on, parts of their pages.
+
+The scale "paper" finds in the folder of `--data`:
+
+text/wikipedia/*                English Wikipedia, as WikiExtractor or MediaWiki leave it
+text/books/*                    BooksCorpus, a file a book
+glue/CoLA, SST-2, MRPC, …       GLUE's files; MNLI's diagnostic set in glue/diagnostic
+squad/                          train-v1.1.json, dev-v1.1.json, train-v2.0.json, dev-v2.0.json
+swag/                           train.csv, val.csv, test.csv
+conll2003/                      train.txt, valid.txt, test.txt with -DOCSTART- between documents
+
+The scale "small" finds there
+
+text/wikipedia/*.gz, text/books/*.gz    some hundred megabytes of it
+glue/SST-2, CoLA, RTE, QNLI             of QNLI train_sample_8999.tsv.gz and dev.tsv.gz
+squad/                                  train-v1.1.rebuilt.json.gz, dev-v1.1.json.gz
+ner/                                    wnut17train.conll.gz, emerging.dev.conll.gz (WNUT-17)
+intent/                                 banking77_train.csv.gz, banking77_test.csv.gz
+
+Where a task of the paper is not among these, a set is made of what there is:
+
+    python experiments/recipes.py squad1 DATA --out FOLDER      a sample of SQuAD 1.1's paragraphs
+    python experiments/recipes.py squad2 DATA --out FOLDER      some of its questions unanswerable
+    python experiments/recipes.py endings DATA --out FOLDER     which sentence of four comes next
+"""
+
+import argparse
+import csv
+import dataclasses
+import gzip
+import itertools
+import json
+import pathlib
+import random
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bert_jax.errors import UserError
+from bert_jax.report import Block, Claim, Claims, Curves, Line, Runs, Table
+from bert_jax.sweep import SCALES, Given, Point
+
+# --- Pretraining ----------------------------------------------------------------------------------
+
+# The model of the small scale and its pretraining: 8,000 steps of 1,024 tokens, ten minutes on two
+# cores. Small batches, because a model leaves the plateau of word frequencies after some number of
+# steps, whatever they hold. No dropout, because no row is seen twice.
+SMALL_SIZE = "L4-H128-A2"
+_SMALL_STEPS, _PAPER_STEPS = 8_000, 1_000_000
+_SMALL = {
+    "batch_size": 8,
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "optim.optimizer": "adamw",
+    "optim.learning_rate": 1e-3,
+    "evaluate_rows": 512,
+}
+# The defaults are the paper's; these change no result but for bfloat16's rounding.
+_PAPER = {
+    "model.dtype": "bfloat16",
+    "model.layer_loop": "scanned",
+    "model.vocab_multiple": 128,
+    "evaluate_every_steps": 10_000,
+    "checkpoint.every_steps": 5_000,
+}
+CAUSAL = {"model.causal": "true", "model.next_sentence": "false"}
+
+
+def steps(given: Given) -> int:
+    """Of a pretraining run."""
+    return _PAPER_STEPS if given.scale == "paper" else _SMALL_STEPS
+
+
+def checkpoints(given: Given) -> list[int]:
+    """Every tenth part of a run that `base` and `left_to_right` keep."""
+    return [steps(given) * i // 10 for i in range(1, 11)]
+
+
+def texts(given: Given) -> list[str]:
+    """The sources to pretrain on."""
+    suffix = "" if given.scale == "paper" else ".gz"
+    folder = given.data / "text"
+    return [f"{folder}/wikipedia/*{suffix}", f"books:{folder}/books/*{suffix}"]
+
+
+def vocabulary(given: Given, cased: bool = False) -> Point:
+    """Of the sizes of Google's, or of 8,192 word pieces."""
+    size = (28_996 if cased else 30_522) if given.scale == "paper" else 8_192
+    case = ["--cased"] if cased else []
+    return Point(
+        f"vocab{'-cased' if cased else ''}", ("vocab", "--size", size, *case, *texts(given))
+    )
+
+
+def rows(
+    given: Given,
+    tokens: int = 128,
+    cased: bool = False,
+    sequences: int = 0,
+    name: str = "",
+    more: Sequence[Any] = (),
+) -> Point:
+    """The text in rows: one sequence a row in the paper, else packed, unless `sequences` says."""
+    paper = given.scale == "paper"
+    # Google's program draws sequences from the text ten times.
+    passes = ["--passes", 10] if paper else []
+    sequences = sequences or (1 if paper else tokens // 32)
+    command = ("--vocab", vocabulary(given, cased), "--tokens", tokens, "--sequences", sequences)
+    name = name or f"rows{tokens}{'-cased' if cased else ''}"
+    return Point(name, ("prepare", *command, *passes, *more, *texts(given)))
+
+
+def settings(changes: Mapping[str, Any]) -> list[str]:
+    """As arguments."""
+    return [f"--config.{key}={value}" for key, value in changes.items()]
+
+
+def pretrained(
+    given: Given,
+    name: str,
+    config: str = "",
+    changes: Mapping[str, Any] | None = None,
+    on: Sequence[Point] = (),
+    **facts: Any,
+) -> Point:
+    """A pretraining run.
+
+    Args:
+        name: of the point and, as "model", in its facts.
+        config: the argument of configs/pretrain.py; "" for the paper's base or the small model.
+        changes: of settings.
+        on: rows, for each phase; () for the usual ones.
+        facts: more of them.
+
+    Raises:
+        UserError: the sweep was asked for another's checkpoint.
+    """
+    if given.init:
+        raise UserError(f"--init {given.init}: this experiment is about its own pretraining")
+    usual = dict(_PAPER) if given.scale == "paper" else dict(_SMALL)
+    if given.scale == "small":
+        count = (changes or {}).get("steps", _SMALL_STEPS)
+        every = {"optim.warmup_steps": count // 20, "evaluate_every_steps": count // 20}
+        usual |= {"steps": count, **every, "checkpoint.every_steps": count // 10}
+    paper = given.scale == "paper"
+    config = config or ("base" if paper else f"{SMALL_SIZE},128")
+    on = on or ([rows(given), rows(given, 512)] if paper else [rows(given)])
+    folders = [part for point in on for part in ("--rows", point)]
+    command = ("pretrain", "--config", f"configs/pretrain.py:{config}", *folders)
+    return Point(name, (*command, *settings(usual | (changes or {}))), {"model": name, **facts})
+
+
+def _kept(given: Given) -> dict[str, int]:
+    """Settings with which checkpoints stay from a whole run, for `checkpoints`."""
+    if given.scale == "paper":
+        return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
+    return {"checkpoint.every_steps": _SMALL_STEPS // 10, "checkpoint.keep_last": 10}
+
+
+def base(given: Given, name: str = "base") -> Point:
+    """The model that most experiments begin with, pretrained once for all of them."""
+    return pretrained(given, name, changes=_kept(given))
+
+
+def left_to_right(given: Given, name: str = "left-to-right, no NSP") -> Point:
+    """The same without masks and next sentences, every token seeing what is before it."""
+    return pretrained(given, name, changes=_kept(given) | CAUSAL)
+
+
+def large(given: Given, name: str = "large") -> Point:
+    """The paper's larger model."""
+    return pretrained(given, name, "large")
+
+
+def cased(given: Given, size: str) -> Point:
+    """The paper's models for named entities, whose vocabulary has capitals (section 5.3)."""
+    on = [rows(given, 128, cased=True), rows(given, 512, cased=True)]
+    return pretrained(given, f"{size}, cased", size, on=on)
+
+
+# --- Fine-tuning ----------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A set to fine-tune on.
+
+    Attributes:
+        metric: what settings are picked by; of GLUE its own score.
+        config: the file and its argument.
+        options: besides, with {data} for the folder of the data.
+        settings: that are the task's own.
+        made: the set that this file makes of what there is.
+    """
+
+    metric: str
+    config: str
+    options: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = {}
+    made: str = ""
+
+
+def _glue(name: str, metric: str = "dev.accuracy", *options: str, **changes: Any) -> Task:
+    return Task(metric, f"configs/glue.py:{name}", ("--data", "{data}/glue", *options), changes)
+
+
+_QNLI = "--config.task.train={data}/glue/QNLI/train_sample_8999.tsv.gz"
+_BANKING77 = (
+    "--config.task.train={data}/intent/banking77_train.csv.gz",
+    "--config.task.dev={data}/intent/banking77_test.csv.gz",
+)
+_WNUT17 = (
+    "--config.task.train={data}/ner/wnut17train.conll.gz",
+    "--config.task.dev={data}/ner/emerging.dev.conll.gz",
+)
+TASKS: dict[str, dict[str, Task]] = {
+    "small": {
+        "SST-2": _glue("sst2", epochs=0.25),
+        "CoLA": _glue("cola", "dev.matthews"),
+        "RTE": _glue("rte"),
+        "QNLI": _glue("qnli", "dev.accuracy", _QNLI, epochs=1),
+        "Banking77": Task(
+            "dev.accuracy", "configs/table.py", _BANKING77, {"task.label": "category", "epochs": 3}
+        ),
+        # Its sentences are short: half as many steps for an LSTM.
+        "NER": Task(
+            "dev.f1",
+            "configs/tagging.py",
+            _WNUT17,
+            {"task.tokens": 64, "batch_size": 16, "epochs": 4},
+        ),
+        "SQuAD": Task("dev.f1", "configs/squad.py:1", (), {"epochs": 2}, "squad1"),
+        "SQuAD 2.0": Task("dev.f1", "configs/squad.py:2", (), {"epochs": 2}, "squad2"),
+        "SWAG": Task("dev.accuracy", "configs/swag.py", (), {"epochs": 2}, "endings"),
+    },
+    "paper": {
+        "MNLI": _glue("mnli"),
+        "QQP": _glue("qqp", "dev.accuracy_f1"),
+        "QNLI": _glue("qnli"),
+        "SST-2": _glue("sst2"),
+        "CoLA": _glue("cola", "dev.matthews"),
+        "STS-B": _glue("stsb", "dev.pearson_spearman"),
+        "MRPC": _glue("mrpc", "dev.accuracy_f1"),
+        "RTE": _glue("rte"),
+        "NER": Task(
+            "dev.f1",
+            "configs/tagging.py",
+            ("--data", "{data}/conll2003"),
+            {"task.tokens": 512, "task.document_context": "true"},
+        ),
+        "SQuAD": Task("dev.f1", "configs/squad.py:1", ("--data", "{data}/squad")),
+        "SQuAD 2.0": Task("dev.f1", "configs/squad.py:2", ("--data", "{data}/squad")),
+        "SWAG": Task("dev.accuracy", "configs/swag.py", ("--data", "{data}/swag")),
+    },
+}
+# What fine-tuning on features gets, whose LSTM has everything to learn.
+LSTM = {"model.lstm_layers": 2, "optim.learning_rate": 1e-3}
+PRETRAINED, RANDOM = "pretrained", "random weights"
+
+
+def starts(given: Given, capitals: bool = False) -> dict[str, list[Any]]:
+    """What to fine-tune, by label: somebody's checkpoint, the paper's two models, or the small one.
+
+    Args:
+        given: with `init` it is that one alone.
+        capitals: the paper's models are `cased`.
+    """
+    if given.init:
+        return {pathlib.Path(given.init).name: ["--init", given.init]}
+    if given.scale == "paper":
+        both = {"base": base(given), "large": large(given)}
+        if capitals:
+            both = {size: cased(given, size) for size in both}
+        return {label: ["--init", point] for label, point in both.items()}
+    layers, hidden, heads = (int(number) for number in re.findall(r"\d+", SMALL_SIZE))
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": 4 * hidden}
+    size = settings({f"model.{name}": value for name, value in shape.items()})
+    return {
+        PRETRAINED: ["--init", base(given)],
+        RANDOM: ["--init", "none", "--vocab", vocabulary(given), *size],
+    }
+
+
+def finetuned(
+    given: Given,
+    label: str,
+    start: Sequence[Any],
+    task: str,
+    changes: Mapping[str, Any] | None = None,
+    more: str = "",
+    **facts: Any,
+) -> Point:
+    """A fine-tuning run of several seeds.
+
+    Args:
+        label: of the model.
+        start: arguments that say where it begins.
+        task: one of `TASKS` of this scale.
+        changes: of settings.
+        more: what its name has besides model and task.
+        facts: besides model and task.
+    """
+    told = TASKS[given.scale][task]
+    if given.scale == "paper":
+        usual: dict[str, Any] = {"model.dtype": "bfloat16"}
+    else:  # small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4)
+        rate = 5e-5 if given.init else 3e-4
+        usual = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
+    options = [option.format(data=given.data) for option in told.options]
+    if told.made:
+        options += ["--data", made(given, told.made)]
+    seeds = given.seeds or (5 if given.scale == "paper" else 3)
+    command = ("finetune", "--config", told.config, *options, *start, "--seeds", seeds)
+    changed = usual | dict(told.settings) | (changes or {})
+    name = "/".join(filter(None, (label, task, more)))
+    return Point(name, (*command, *settings(changed)), {"model": label, "task": task, **facts})
+
+
+def made(given: Given, name: str) -> Point:
+    """A set that this file makes."""
+    return Point(name, ("python", "experiments/recipes.py", name, given.data))
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """A block of one scale's results; of each grid the setting that did best on dev.
+
+    Minutes and millions of tokens of a run are among its metrics.
+    """
+
+    scale: str
+    block: Block
+
+    def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
+        """The block's."""
+        own = [line for line in results if line["scale"] == self.scale]
+        return self.block.markdown(picked([_with_clock(line) for line in own]), folder)
+
+
+def _with_clock(line: Line) -> Line:
+    if "step_seconds" not in line:
+        return line
+    clock = {"minutes": line["step_seconds"] / 60, "tokens": line["real_tokens"] / 1e6}
+    return {**line, "metrics": {**line["metrics"], **clock}}
+
+
+def picked(results: Sequence[Line]) -> list[Line]:
+    """Of lines with a "setting" those whose setting has the best mean on dev for model and task."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for line in results:
+        facts = line["facts"]
+        if "setting" in facts:
+            value = line["metrics"][TASKS[line["scale"]][facts["task"]].metric]
+            tried = found.setdefault((facts["model"], facts["task"]), {})
+            tried.setdefault(facts["setting"], []).append(value)
+    best = {
+        where: max(tried, key=lambda setting: statistics.fmean(tried[setting]))
+        for where, tried in found.items()
+    }
+    return [
+        line
+        for line in results
+        if "setting" not in (facts := line["facts"])
+        or facts["setting"] == best[facts["model"], facts["task"]]
+    ]
+
+
+def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
+    """For each scale its table, what of the paper's order is seen in it, and what that cost."""
+    blocks: dict[str, Block] = {}
+    for scale, (table, claims) in scales.items():
+        blocks[scale] = At(scale, table)
+        if claims:
+            blocks[f"{scale}_claims"] = At(scale, Claims(table, claims))
+        blocks[f"{scale}_runs"] = At(scale, Runs())
+    return blocks
+
+
+def curves(series: Mapping[str, Mapping[str, Any]]) -> dict[str, Block]:
+    """For each scale pictures of pretraining runs, by what they have seen and by the clock."""
+    axes = {"tokens": ("real_tokens", "real tokens"), "clock": ("seconds", "seconds of steps")}
+    return {
+        f"{scale}_{name}": At(
+            scale,
+            Curves(f"{scale}_{name}.svg", series, x, "loss", (label, "held-out masked-LM loss")),
+        )
+        for scale in SCALES
+        for name, (x, label) in axes.items()
+    }
+
+
+def models(results: Sequence[Line], scale: str, *usual: str) -> list[str]:
+    """Labels of the models that a table shows: the usual ones, and others that have results."""
+    facts = [line["facts"] for line in results if line["scale"] == scale]
+    return list(dict.fromkeys([*usual, *(each["model"] for each in facts if "task" in each)]))
+
+
+def sizes(labels: Sequence[str]) -> dict[str, str]:
+    """Whose numbers of the paper stand beside a model's: large's if it is called so, else base's."""
+    return {label: "large" if "large" in label else "base" for label in labels if label != RANDOM}
+
+
+def comparison(
+    results: Sequence[Line],
+    paper: Mapping[str, Mapping[str, float]],
+    small_columns: Mapping[str, Any],
+    paper_columns: Mapping[str, Any],
+) -> dict[str, Block]:
+    """The page of an experiment about models that are fine-tuned: large, base, a small one, others."""
+
+    def table(scale: str, columns: Mapping[str, Any], *usual: str) -> Table:
+        labels = models(results, scale, *usual)
+        facts = {label: {"model": label} for label in labels}
+        beside = {label: paper.get(size, {}) for label, size in sizes(labels).items()}
+        return Table(facts, columns, beside, "model")
+
+    small = table("small", small_columns, PRETRAINED, RANDOM)
+    large_ = table("paper", paper_columns, "base", "large")
+    return page(
+        small=(small, [Claim(column, PRETRAINED, RANDOM) for column in small_columns]),
+        paper=(large_, [Claim(column, "large", "base") for column in paper_columns]),
+    )
+
+
+# --- Sets made of what there is -------------------------------------------------------------------
+
+# One paragraph of SQuAD in so many is taken: the whole takes hours on two cores.
+_SQUAD_STRIDE = {"train": 24, "dev": 8}
+_SQUAD_FILES = {"train": "train-v1.1.rebuilt", "dev": "dev-v1.1"}
+_CHOICES, _ENDINGS = 4, {"train": 4_000, "val": 2_000}
+
+
+def squad1(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """A sample of SQuAD 1.1's paragraphs, laid out as SQuAD is; questions by split."""
+    return _squad(data, out, "1.1")
+
+
+def squad2(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """The same, of which every third question is asked of another paragraph and has no answer."""
+    return _squad(data, out, "2.0")
+
+
+def _squad(data: pathlib.Path, out: pathlib.Path, version: str) -> dict[str, int]:
+    counts = {}
+    for split, name in _SQUAD_FILES.items():
+        with gzip.open(data / "squad" / f"{name}.json.gz") as file:
+            told = json.load(file)
+        places, number, counts[split] = itertools.count(), itertools.count(), 0
+        for article in told["data"]:
+            stride, every = _SQUAD_STRIDE[split], article["paragraphs"]
+            here = [i for i in range(len(every)) if next(places) % stride == 0]
+            article["paragraphs"] = [
+                paragraph
+                for i in here
+                for paragraph in (
+                    [every[i]] if version == "1.1" else _unanswerable(every, i, number)
+                )
+            ]
+            counts[split] += sum(len(p["qas"]) for p in article["paragraphs"])
+        told["version"] = version
+        (out / f"{split}-v{version}.json").write_text(json.dumps(told))
+    return counts
+
+
+def _unanswerable(
+    paragraphs: Sequence[dict[str, Any]], i: int, number: Iterator[int]
+) -> list[dict[str, Any]]:
+    """A paragraph with two in three of its questions, and its neighbor with the third.
+
+    The neighbor is of the same article; a question stays where the neighbor holds its answer.
+    """
+    neighbor = paragraphs[(i + 1) % len(paragraphs)]["context"]
+    answered, moved = [], []
+    for question in paragraphs[i]["qas"]:
+        absent = all(answer["text"] not in neighbor for answer in question["answers"])
+        if next(number) % 3 == 0 and absent:
+            moved.append({**question, "answers": [], "is_impossible": True})
+        else:
+            answered.append({**question, "is_impossible": False})
+    found = [{**paragraphs[i], "qas": answered}, {"context": neighbor, "qas": moved}]
+    return [paragraph for paragraph in found if paragraph["qas"]]
+
+
+def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
+    """Questions laid out as SWAG: which of four sentences of an article follows a given one.
+
+    The articles of train and val are different ones.
+    """
+    draw, found = random.Random(0), []
+    for path in sorted((data / "text" / "wikipedia").glob("*.gz")):
+        with gzip.open(path, "rt") as file:
+            text = file.read()
+        for article in text.split("</doc>"):
+            lines = [line for line in article.splitlines() if line.endswith(".")]
+            paragraphs = [re.split(r"(?<=[.!?]) (?=[A-Z])", line) for line in lines]
+            every = [sentence for each in paragraphs for sentence in each if _fits(sentence)]
+            pairs = [
+                pair
+                for each in paragraphs
+                for pair in itertools.pairwise(each)
+                if all(map(_fits, pair))
+            ]
+            if len(every) < 4 * _CHOICES or len(pairs) < 4:
+                continue
+            for first, second in draw.sample(pairs, 4):
+                others = [sentence for sentence in every if sentence not in (first, second)]
+                found.append((first, second, draw.sample(others, _CHOICES - 1)))
+    counts, start = {}, 0
+    for split, most in _ENDINGS.items():
+        own = found[start : start + most]
+        start += most
+        counts[split] = len(own)
+        with open(out / f"{split}.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["sent1", "sent2", *(f"ending{i}" for i in range(_CHOICES)), "label"])
+            for first, second, others in own:
+                label = draw.randrange(_CHOICES)
+                writer.writerow([first, "", *others[:label], second, *others[label:], label])
+    return counts
+
+
+def _fits(sentence: str) -> bool:
+    return 30 <= len(sentence) <= 200
+
+
+def main() -> None:
+    """Makes a set and says in metrics.json how many questions it has."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=("squad1", "squad2", "endings"))
+    parser.add_argument("data", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    make = {"squad1": squad1, "squad2": squad2, "endings": endings}[options.name]
+    counts = make(options.data, options.out)
+    (options.out / "metrics.json").write_text(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

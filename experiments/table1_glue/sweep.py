@@ -1,0 +1,101 @@
+"""Table 1: what does one pretrained model reach on each of GLUE's tasks?
+
+Every task is fine-tuned at every point of a grid; what is best on dev is shown and, at the scale
+"paper", goes into the zip for GLUE's server (submit.py).
+"""
+
+import dataclasses
+
+import recipes
+
+from bert_jax.report import Column
+from bert_jax.sweep import Point, grid
+
+# Section A.3, with section 4.1's fourth rate; what 4.1 tried itself is batch 32 and 3 epochs.
+GRID = {
+    "small": {"rate": ("1e-3", "3e-4", "1e-4")},
+    "paper": {
+        "rate": ("5e-5", "4e-5", "3e-5", "2e-5"),
+        "batch": (16, 32),
+        "epochs": (2, 3, 4),
+    },
+}
+SETTINGS = {"rate": "optim.learning_rate", "batch": "batch_size", "epochs": "epochs"}
+TASKS = {
+    "small": ("SST-2", "CoLA", "RTE", "QNLI"),
+    "paper": ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"),
+}
+NAMES = ("MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE")
+PAPER = {
+    "base": dict(zip(NAMES, (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4), strict=True)),
+    "large": dict(zip(NAMES, (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1), strict=True)),
+}
+METRICS = {"QQP": "dev.f1", "MRPC": "dev.f1", "STS-B": "dev.spearman", "CoLA": "dev.matthews"}
+OBJECTIVE = "dev.accuracy"
+
+
+def get_points(given):
+    """For each model and task the grid; for each model a submission."""
+    tried = GRID[given.scale]
+    if given.scale == "small" and given.init:  # the small models' rates are too high for it
+        tried = {"rate": GRID["paper"]["rate"]}
+    for model, start in recipes.starts(given).items():
+        points = []
+        for task in TASKS[given.scale]:
+            for chosen in grid(**tried):
+                setting = "-".join(f"{name}{value}" for name, value in chosen.items())
+                changes = {SETTINGS[name]: value for name, value in chosen.items()}
+                point = recipes.finetuned(
+                    given, model, start, task, changes, setting, setting=setting
+                )
+                points.append(point)
+        if given.scale == "small":  # has no test sets
+            yield from points
+        else:
+            script = ("python", "experiments/table1_glue/submit.py", given.data / "glue")
+            yield Point(f"{model}/submission", (*script, *points), {"model": model})
+
+
+def get_trial(given, trial):
+    """The rate and the batch of SST-2, searched."""
+    model, start = next(iter(recipes.starts(given).items()))
+    changes = {
+        "optim.learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
+        "batch_size": trial.suggest_categorical("batch_size", [16, 32, 64]),
+    }
+    point = recipes.finetuned(given, model, start, "SST-2", changes)
+    return dataclasses.replace(point, facts={"searched": model})  # no row of the table
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Which point of the grid is shown, and what it reached on dev."""
+
+    def markdown(self, results, folder):
+        """A line a model and task."""
+        chosen = {
+            (line["facts"]["model"], line["facts"]["task"]): line["facts"]["setting"]
+            for line in results
+            if "setting" in line["facts"]
+        }
+        if not chosen:
+            return "not run"
+        lines = [f"| {model} | {task} | {setting} |" for (model, task), setting in chosen.items()]
+        return "\n".join(["| model | task | setting |", "|---|---|---|", *lines])
+
+
+def get_blocks(results):
+    """Tables of the chosen settings."""
+
+    def column(task, metric=None):
+        return Column(metric or METRICS.get(task, "dev.accuracy"), {"task": task})
+
+    matched = {
+        "MNLI-m": column("MNLI"),
+        "MNLI-mm": column("MNLI", "dev_mismatched.accuracy"),
+    }
+    small = {task: column(task) for task in TASKS["small"]}
+    paper = matched | {task: column(task) for task in TASKS["paper"][1:]}
+    blocks = recipes.comparison(results, PAPER, small, paper)
+    chosen = {f"{scale}_settings": recipes.At(scale, Settings()) for scale in GRID}
+    return blocks | chosen

@@ -1,0 +1,83 @@
+"""Table 6: what do more layers, a larger hidden size, more heads give, the text being the same?"""
+
+import recipes
+
+from bert_jax.report import Claim, Column, Curves, Table
+
+# L/H/A. Of the small ones three depths at two widths and three widths at one depth.
+SIZES = {
+    "small": (
+        "2/64/1", "4/64/1", "8/64/1", "2/128/2", "4/128/2", "4/128/8", "8/128/2", "4/256/4",
+    ),
+    "paper": ("3/768/12", "6/768/3", "6/768/12", "12/768/12", "12/1024/16", "24/1024/16"),
+}  # fmt: skip
+STEPS = 5_000  # of the small ones, 5 million tokens
+TASKS = {"small": ("SST-2", "Banking77"), "paper": ("MNLI", "MRPC", "SST-2")}
+COLUMNS = ("perplexity", "MNLI", "MRPC", "SST-2")
+NUMBERS = (
+    (5.84, 77.9, 79.8, 88.4),
+    (5.24, 80.6, 82.2, 90.7),
+    (4.68, 81.9, 84.8, 91.3),
+    (3.99, 84.4, 86.7, 92.9),
+    (3.54, 85.7, 86.9, 93.3),
+    (3.23, 86.6, 87.8, 93.7),
+)
+PAPER = {
+    size: dict(zip(COLUMNS, numbers, strict=True))
+    for size, numbers in zip(SIZES["paper"], NUMBERS, strict=True)
+}
+# Larger in one of the three, and smaller.
+LARGER = {
+    "small": [
+        ("4/64/1", "2/64/1"), ("8/64/1", "4/64/1"), ("4/128/2", "2/128/2"), ("8/128/2", "4/128/2"),
+        ("4/128/2", "4/64/1"), ("4/256/4", "4/128/2"), ("4/128/8", "4/128/2"),
+    ],
+    "paper": [
+        ("6/768/12", "3/768/12"), ("12/768/12", "6/768/12"), ("6/768/12", "6/768/3"),
+        ("12/1024/16", "12/768/12"), ("24/1024/16", "12/1024/16"),
+    ],
+}  # fmt: skip
+
+
+def pretrained(given, size):
+    """A model of a size; those that the paper calls base and large are theirs."""
+    if given.scale == "paper" and size in ("12/768/12", "24/1024/16"):
+        return recipes.base(given, size) if size == "12/768/12" else recipes.large(given, size)
+    config = "L{}-H{}-A{}".format(*size.split("/"))
+    if given.scale == "paper":
+        return recipes.pretrained(given, size, config)
+    return recipes.pretrained(given, size, f"{config},128", {"steps": STEPS})
+
+
+def get_points(given):
+    """Every size, and every size on every task."""
+    for size in SIZES[given.scale]:
+        model = pretrained(given, size)
+        yield model
+        for task in TASKS[given.scale]:
+            yield recipes.finetuned(given, size, ["--init", model], task)
+
+
+def get_blocks(results):
+    """The table, larger against smaller, and the curves of pretraining."""
+
+    def told(scale):
+        tasks = {task: Column("dev.accuracy", {"task": task}) for task in TASKS[scale]}
+        columns = {"perplexity": Column("masked_lm_perplexity", factor=1.0, digits=2), **tasks}
+        rows = {size: {"model": size} for size in SIZES[scale]}
+        table = Table(rows, columns, PAPER if scale == "paper" else {}, "L/H/A")
+        claims = [
+            Claim(column, large, small, lower=column == "perplexity")
+            for large, small in LARGER[scale]
+            for column in columns
+        ]
+        return table, claims
+
+    def curves(scale):
+        series = {size: {"model": size} for size in SIZES[scale]}
+        labels = ("real tokens", "held-out masked-LM loss")
+        return recipes.At(scale, Curves(f"{scale}.svg", series, "real_tokens", "loss", labels))
+
+    return recipes.page(small=told("small"), paper=told("paper")) | {
+        f"{scale}_curves": curves(scale) for scale in SIZES
+    }

@@ -1,0 +1,70 @@
+"""Table 7: does a BERT that stays as it is give features as good as one that is fine-tuned (NER)?"""
+
+import recipes
+
+from bert_jax.report import Claim, Column, Table
+
+FEATURES = {
+    "embeddings": "embeddings",
+    "second-to-last": "second-to-last layer",
+    "last": "last layer",
+    "weighted-last4": "weighted last four",
+    "last4": "concatenated last four",
+    "weighted-all": "weighted all",
+}
+NUMBERS = (91.0, 95.6, 94.9, 95.9, 96.1, 95.5)
+PAPER = {
+    "base, fine-tuned": {"dev": 96.4, "test": 92.4},
+    "large, fine-tuned": {"dev": 96.6, "test": 92.8},
+    **{
+        f"base, {name}": {"dev": value}
+        for name, value in zip(FEATURES.values(), NUMBERS, strict=True)
+    },
+}
+FINE_TUNED = "fine-tuned"
+
+
+def tried(model):
+    """The features that a model is asked for: the paper has none of large's, and random ones are noise."""
+    if model == recipes.RANDOM or "large" in model:
+        return {}
+    names = dict(FEATURES)
+    if model == recipes.PRETRAINED:  # its last four layers are all
+        del names["weighted-all"]
+    return names
+
+
+def get_points(given):
+    """Each model fine-tuned, and as it is below a two-layer BiLSTM."""
+    for model, start in recipes.starts(given, capitals=True).items():
+        yield recipes.finetuned(given, model, start, "NER", more=FINE_TUNED, features=FINE_TUNED)
+        for features, name in tried(model).items():
+            changes = recipes.LSTM | {"model.features": features}
+            yield recipes.finetuned(given, model, start, "NER", changes, features, features=name)
+
+
+def get_blocks(results):
+    """F1 on dev and test, and the paper's order of what to take."""
+
+    def told(scale, columns, first, other):
+        rows, paper = {}, {}
+        for model in recipes.models(results, scale, first, other):
+            for name in (FINE_TUNED, *tried(model).values()):
+                rows[f"{model}, {name}"] = {"model": model, "features": name}
+                for size in recipes.sizes([model]).values():
+                    paper[f"{model}, {name}"] = PAPER.get(f"{size}, {name}", {})
+        best = f"{first}, {FEATURES['last4']}"
+        claims = [
+            Claim("dev", best, f"{first}, {FEATURES[name]}")
+            for name in ("embeddings", "last", "second-to-last", "weighted-last4")
+        ]
+        return Table(rows, columns, paper, "model"), [
+            Claim("dev", f"{first}, {FINE_TUNED}", best),
+            *claims,
+        ]
+
+    dev, test = Column("dev.f1"), Column("test.f1")
+    return recipes.page(
+        small=told("small", {"dev": dev}, recipes.PRETRAINED, recipes.RANDOM),
+        paper=told("paper", {"dev": dev, "test": test}, "base", "large"),
+    )

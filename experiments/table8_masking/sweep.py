@@ -1,0 +1,60 @@
+"""Table 8: what becomes of the tokens to predict: [MASK], themselves, or random ones?"""
+
+import recipes
+
+from bert_jax.report import Claim, Column, Table
+
+# Percent of [MASK], of the token itself, of a random one.
+MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")
+USUAL = MIXES[0]
+SENTENCES = {"small": "SST-2", "paper": "MNLI"}
+NUMBERS = (
+    (84.2, 95.4, 94.9),
+    (84.3, 94.9, 94.0),
+    (84.1, 95.2, 94.6),
+    (84.4, 95.2, 94.7),
+    (83.7, 94.8, 94.6),
+    (83.6, 94.9, 94.6),
+)
+COLUMNS = ("MNLI", "NER, fine-tuned", "NER, features")
+PAPER = {
+    mix: dict(zip(COLUMNS, numbers, strict=True))
+    for mix, numbers in zip(MIXES, NUMBERS, strict=True)
+}
+
+
+def pretrained(given, mix):
+    """The usual mix is everybody's base."""
+    if mix == USUAL:
+        return recipes.base(given, mix)
+    names = ("mask_fraction", "same_fraction", "random_fraction")
+    shares = (int(percent) / 100 for percent in mix.split("/"))
+    changes = {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
+    return recipes.pretrained(given, mix, changes=changes)
+
+
+def get_points(given):
+    """Each mix on sentences and on entities; features are the last four layers, as in the paper."""
+    lstm = recipes.LSTM | {"model.features": "last4"}
+    for mix in MIXES:
+        start = ["--init", pretrained(given, mix)]
+        yield recipes.finetuned(given, mix, start, SENTENCES[given.scale])
+        yield recipes.finetuned(given, mix, start, "NER", more="fine-tuned", by="fine-tuned")
+        yield recipes.finetuned(given, mix, start, "NER", lstm, "features", by="features")
+
+
+def get_blocks(results):
+    """The table, and the usual mix against the others."""
+
+    def told(scale):
+        task = SENTENCES[scale]
+        columns = {task: Column("dev.accuracy", {"task": task})}
+        for by in ("fine-tuned", "features"):
+            columns[f"NER, {by}"] = Column("dev.f1", {"task": "NER", "by": by})
+        rows = {mix: {"model": mix} for mix in MIXES}
+        claims = [Claim(COLUMNS[2], USUAL, mix) for mix in MIXES[1:]]
+        # That all is [MASK] should hurt features most, which never see one; that nothing is, all.
+        claims += [Claim(COLUMNS[1], USUAL, "100/0/0"), Claim(task, USUAL, "0/0/100")]
+        return Table(rows, columns, PAPER, "MASK/SAME/RANDOM"), claims
+
+    return recipes.page(small=told("small"), paper=told("paper"))

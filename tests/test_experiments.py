@@ -1,0 +1,432 @@
+"""The paper's experiments: every command can be read, sizes are the paper's, pages are their results'."""
+
+import functools
+import itertools
+import json
+import pathlib
+import re
+import shutil
+
+import matplotlib
+import numpy as np
+import pytest
+
+from bert_jax import cli, report, sweep
+from bert_jax import config as config_lib
+from bert_jax.config import Config, FinetuneConfig
+from bert_jax.errors import UserError
+from bert_jax.sweep import SCALES, Given
+
+ROOT = pathlib.Path(__file__).parent.parent / "experiments"
+NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
+DATA = pathlib.Path("/nowhere/data")
+# Experiments about models that somebody else may have pretrained.
+OF_ANYBODY = (
+    "context", "table1_glue", "table2_squad11", "table3_squad20", "table4_swag", "table7_ner",
+)  # fmt: skip
+NOT_RUN = "not run"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Commands name configs/ from there."""
+    monkeypatch.chdir(ROOT.parent)
+
+
+@functools.cache
+def load(name: str, scale: str, init: str = "") -> sweep.Sweep:
+    return sweep.load(ROOT / name, Given(scale, DATA, init))
+
+
+@functools.cache
+def read_config(arguments: tuple[str, ...], kind: type):
+    return config_lib.load(list(arguments), kind)
+
+
+@functools.cache
+def parser():
+    return cli._parser()
+
+
+def split(point: sweep.Point):
+    """A point's settings, and its options as the command line reads them."""
+    folder = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
+    config, rest = config_lib.split([*point.told(DATA), folder, "x"])
+    return tuple(config), parser().parse_args(rest)
+
+
+def config_of(point: sweep.Point):
+    """What its settings make."""
+    kinds = {"pretrain": Config, "finetune": FinetuneConfig}
+    return read_config(split(point)[0], kinds[point.verb])
+
+
+def pretraining(name: str, scale: str) -> dict[str, Config]:
+    """By point the configs of pretraining."""
+    points = load(name, scale).points
+    return {point.name: config_of(point) for point in points if point.verb == "pretrain"}
+
+
+def finetuning(name: str, scale: str, init: str = "") -> dict[str, FinetuneConfig]:
+    """By point the configs of fine-tuning."""
+    points = load(name, scale, init).points
+    return {point.name: config_of(point) for point in points if point.verb == "finetune"}
+
+
+def shape(config: Config) -> tuple[int, int, int]:
+    return config.model.layers, config.model.hidden, config.model.heads
+
+
+# --- Points ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_can_be_read_without_the_data(name, scale):
+    points = load(name, scale).points
+    assert len({point.name for point in points}) == len(points)
+    read_ = set()
+    for point in points:
+        if point.verb == "python":
+            assert (ROOT.parent / point.command[1]).is_file()
+            continue
+        settings, _ = split(point)
+        kind = (point.verb, settings[:1], *(each.partition("=")[0] for each in settings))
+        if point.verb == "pretrain" or (point.verb == "finetune" and kind not in read_):
+            config_of(point)
+        read_.add(kind)  # of a grid one is enough
+        if point.verb == "pretrain":
+            rows = [split(needed)[1].tokens for needed in point.needs]
+            assert rows == [phase.tokens for phase in config_of(point).phases]
+
+
+def test_results_of_two_points_are_never_taken_for_one():
+    """One command under two names has one line a seed in the results, with one of the facts."""
+    for name, scale in itertools.product(NAMES, SCALES):
+        digests = [point.digest(DATA) for point in load(name, scale).points]
+        assert len({*digests}) == len(digests), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_somebodys_checkpoint_is_fine_tuned_or_refused(name, scale):
+    if name not in OF_ANYBODY:
+        with pytest.raises(UserError, match="its own pretraining"):
+            sweep.load(ROOT / name, Given(scale, DATA, "google-bert/bert-base-uncased"))
+        return
+    points = load(name, scale, "google-bert/bert-base-uncased").points
+    assert {point.verb for point in points} <= {"finetune", "python"}
+    starts = {split(point)[1].init for point in points if point.verb == "finetune"}
+    assert starts <= {"google-bert/bert-base-uncased"}
+
+
+def test_experiments_share_what_they_have_in_common():
+    def digest(name, point, scale):
+        return next(p for p in load(name, scale).points if p.name == point).digest(DATA)
+
+    for scale in SCALES:
+        shared = {digest(name, "base", scale) for name in ("table2_squad11", "table5_ablations")}
+        shared |= {
+            digest("table8_masking", "80/10/10", scale),
+            digest("figure5_steps", "base", scale),
+        }
+        assert len(shared) == 1
+        causal = {
+            digest(name, "left-to-right, no NSP", scale)
+            for name in ("table5_ablations", "figure5_steps")
+        }
+        assert len(causal) == 1
+    assert digest("table6_model_size", "12/768/12", "paper") in shared
+
+
+# --- The paper's recipe ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", set(NAMES) - {"packing", "phases"})
+def test_pretraining_is_the_papers(name):
+    for config in pretraining(name, "paper").values():
+        assert (config.steps, config.batch_size) == (1_000_000, 256)
+        assert [(p.tokens, p.fraction, p.batch_size) for p in config.phases] == [
+            (128, 0.9, 0),
+            (512, 0.1, 0),
+        ]
+        optim = config.optim
+        assert (optim.optimizer, optim.learning_rate, optim.warmup_steps) == ("adam", 1e-4, 10_000)
+        assert (config.model.dropout, config.masking.rate) == (0.1, 0.15)
+    for point in load(name, "paper").points:
+        if point.verb == "prepare":
+            options = split(point)[1]
+            assert (options.sequences, options.short_fraction, options.pairs) == (1, 0.1, "nsp")
+
+
+def test_sizes_are_the_papers():
+    assert {shape(config) for config in pretraining("table1_glue", "paper").values()} == {
+        (12, 768, 12),
+        (24, 1024, 16),
+    }
+    assert [shape(config) for config in pretraining("table6_model_size", "paper").values()] == [
+        (3, 768, 12),
+        (6, 768, 3),
+        (6, 768, 12),
+        (12, 768, 12),
+        (12, 1024, 16),
+        (24, 1024, 16),
+    ]
+    vocabularies = {
+        name: split(next(p for p in load(name, "paper").points if p.verb == "vocab"))[1]
+        for name in ("table1_glue", "table7_ner")
+    }
+    assert vocabularies["table1_glue"].size == 30_522
+    assert (vocabularies["table7_ner"].size, vocabularies["table7_ner"].cased) == (28_996, True)
+
+
+def test_glue_is_tried_on_the_whole_grid():
+    tried: dict[tuple[str, str], set] = {}
+    for point in load("table1_glue", "paper").points:
+        if point.verb == "finetune":
+            settings = dict(each.removeprefix("--config").split("=") for each in split(point)[0])
+            names = (".batch_size", ".optim.learning_rate", ".epochs")
+            own = tried.setdefault((point.facts["model"], settings[""].partition(":")[2]), set())
+            own.add(tuple(float(settings[name]) for name in names))
+    names = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
+    assert tried.keys() == {*itertools.product(("base", "large"), names)}
+    grid = {*itertools.product((16, 32), (5e-5, 4e-5, 3e-5, 2e-5), (2, 3, 4))}
+    assert all(own == grid for own in tried.values())
+    submissions = [p for p in load("table1_glue", "paper").points if p.verb == "python"]
+    assert [len(point.needs) for point in submissions] == [192, 192]
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "rate", "batch"),
+    [
+        ("table2_squad11", 3, 5e-5, 32),
+        ("table3_squad20", 2, 5e-5, 48),
+        ("table4_swag", 3, 2e-5, 16),
+    ],
+)
+def test_fine_tuning_is_the_papers(name, epochs, rate, batch):
+    (config,) = finetuning(name, "paper", "google-bert/bert-base-uncased").values()
+    assert (config.epochs, config.optim.learning_rate, config.batch_size) == (epochs, rate, batch)
+
+
+def test_what_is_ablated_is_what_the_paper_ablates():
+    full, without, causal = pretraining("table5_ablations", "paper").values()
+    assert full.model.next_sentence
+    assert not full.model.causal
+    assert not without.model.next_sentence
+    assert not without.model.causal
+    assert causal.model.causal
+    assert not causal.model.next_sentence
+    assert finetuning("table5_ablations", "paper")["+ BiLSTM/SQuAD"].model.lstm_layers == 1
+
+
+def test_features_are_the_papers():
+    for name, config in finetuning("table7_ner", "paper").items():
+        assert config.task.document_context
+        fine_tuned = name.endswith("fine-tuned")
+        assert (config.model.features == "") == fine_tuned
+        assert config.model.lstm_layers == (0 if fine_tuned else 2)
+    kinds = {config.model.features for config in finetuning("table7_ner", "paper").values()}
+    assert kinds == {*config_lib.FEATURES}
+    assert {c.model.features for c in finetuning("table8_masking", "paper").values()} == {
+        "",
+        "last4",
+    }
+
+
+def test_mixes_are_the_papers():
+    for scale in SCALES:
+        mixes = {
+            name: (c.masking.mask_fraction, c.masking.same_fraction, c.masking.random_fraction)
+            for name, c in pretraining("table8_masking", scale).items()
+        }
+        assert mixes == {
+            "80/10/10": (0.8, 0.1, 0.1),
+            "100/0/0": (1, 0, 0),
+            "80/0/20": (0.8, 0, 0.2),
+            "80/20/0": (0.8, 0.2, 0),
+            "0/20/80": (0, 0.2, 0.8),
+            "0/0/100": (0, 0, 1),
+        }
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_checkpoints_along_the_way_are_kept(scale):
+    kept = pretraining("figure5_steps", scale).values()
+    for point in load("figure5_steps", scale).points:
+        if point.verb == "finetune":
+            step = int(split(point)[1].checkpoint)
+            for config in kept:
+                every, last = config.checkpoint.every_steps, config.checkpoint.keep_last
+                assert step % every == 0
+                assert step > config.steps - every * last
+
+
+def test_small_sizes_see_equal_tokens_in_three_depths_and_widths():
+    configs = pretraining("table6_model_size", "small").values()
+    assert len(configs) >= 8
+    assert len({(c.steps, c.batch_size, c.phases[0].tokens) for c in configs}) == 1
+    shapes = {shape(config) for config in configs}
+    assert max(len({d for d, w, _ in shapes if w == width}) for _, width, _ in shapes) >= 3
+    assert max(len({w for d, w, _ in shapes if d == depth}) for depth, _, _ in shapes) >= 3
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_phases_see_equal_tokens(scale):
+    tokens = []
+    for config in pretraining("phases", scale).values():
+        ends = [0, *config_lib.phase_ends(config)]
+        tokens.append(
+            sum(
+                (end - begin) * (phase.batch_size or config.batch_size) * phase.tokens
+                for begin, end, phase in zip(ends, ends[1:], config.phases, strict=False)
+            )
+        )
+    assert tokens[0] == tokens[1]
+
+
+# --- Sets made of what there is -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    sweep.module_of(ROOT / NAMES[0] / "sweep.py")
+    import recipes
+
+    return recipes
+
+
+def test_unanswerable_questions_are_asked_of_a_neighbor(recipes):
+    def paragraph(text, *answers):
+        questions = [{"id": a, "question": a, "answers": [{"text": a}]} for a in answers]
+        return {"context": text, "qas": questions}
+
+    article = [paragraph("one two three", "one", "two", "three"), paragraph("one four", "four")]
+    own, other = recipes._unanswerable(article, 0, iter([1, 3, 2]))
+    assert [q["id"] for q in own["qas"]] == ["one", "three"]
+    assert other["context"] == "one four"
+    assert [(q["id"], q["answers"], q["is_impossible"]) for q in other["qas"]] == [
+        ("two", [], True)
+    ]
+    # Where the neighbor holds the answer the question stays.
+    (own,) = recipes._unanswerable(article, 0, iter([3, 1, 2]))
+    assert [q["id"] for q in own["qas"]] == ["one", "two", "three"]
+
+
+def test_the_best_setting_of_each_grid_is_shown(recipes):
+    def line(model, setting, value):
+        facts = {"model": model, "task": "RTE", "setting": setting}
+        return {"scale": "small", "facts": facts, "metrics": {"dev.accuracy": value}}
+
+    lines = [line("a", "x", 0.9), line("a", "x", 0.5), line("a", "y", 0.8), line("b", "x", 0.1)]
+    other = {"scale": "small", "facts": {"model": "a"}, "metrics": {}}
+    assert recipes.picked([*lines, other]) == [lines[2], lines[3], other]
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+def copy(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """An experiment that a test may write to."""
+    shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_are_what_their_results_say(name, tmp_path):
+    folder = copy(tmp_path, name)
+    text = report.experiment(folder)
+    assert (ROOT / name / "README.md").read_text() == text
+    for picture in re.findall(r"!\[.*\]\((\w+\.svg)\)", text):
+        recorded = (ROOT / name / picture).read_text()
+        if f"Matplotlib v{matplotlib.__version__}," in recorded:  # another draws it otherwise
+            assert recorded == (folder / picture).read_text()
+
+
+def made_up(name: str, scale: str) -> list[dict]:
+    """Results of all points of a sweep."""
+    measures = {
+        "pretrain": ("masked_lm_loss", "masked_lm_perplexity", "next_sentence_accuracy"),
+        "finetune": tuple(
+            f"{split}.{metric}"
+            for split in ("dev", "dev_mismatched", "test")
+            for metric in (
+                "accuracy", "accuracy_f1", "exact", "f1", "HasAns_f1", "matthews", "NoAns_f1",
+                "pearson_spearman", "spearman",
+            )
+        ),
+    }  # fmt: skip
+    lines = []
+    for i, point in enumerate(load(name, scale).points):
+        line = {"point": point.name, "scale": scale, "facts": point.facts, "metrics": {}}
+        if point.verb in measures:
+            line |= {
+                "seed": 0,
+                "step": 9,
+                "real_tokens": 9,
+                "step_seconds": 9,
+                "load": 1,
+                "cores": 1,
+            }
+            line |= {"devices": "1 cpu", "commit": "", "metrics": dict.fromkeys(measures[point.verb], i / 1e3)}  # fmt: skip
+        if point.verb == "pretrain":
+            line["curve"] = {"step": [1], "real_tokens": [1], "seconds": [1], "loss": [i]}
+        if point.name == "senses":
+            line["metrics"] = senses()
+        lines.append(line)
+    return lines
+
+
+def senses() -> dict:
+    """What senses.py measures of random vectors, the senses well apart in the last of two layers."""
+    module = sweep.module_of(ROOT / "context" / "senses.py")
+    draw, found = np.random.default_rng(0), {}
+    for word, sentences in module.read().items():
+        own = [sense for sense, _ in sentences]
+        vectors = draw.normal(size=(len(own), 2, 8))
+        vectors[:, 1, 0] += 20.0 * (np.array(own) == own[0])
+        vectors[:, 1, 1] += 20.0 * (np.array(own) != own[0])
+        found[word] = module.measure(vectors, own)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cell_has_a_point(name, tmp_path):
+    folder = copy(tmp_path, name)
+    lines = [line for scale in SCALES for line in made_up(name, scale)]
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report.experiment(folder)
+    assert NOT_RUN not in text, re.findall(rf".*{NOT_RUN}.*", text)
+
+
+def test_a_number_that_is_not_the_results_is_found(tmp_path):
+    folder = copy(tmp_path, "table6_model_size")
+    (folder / "results.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in made_up("table6_model_size", "small"))
+    )
+    report.write_experiment(folder)
+    text = (folder / "README.md").read_text()
+    assert report.experiment(folder) == text
+    block = text.index("| 4/128/2 |")
+    digit = re.search(r"\d\.\d", text[block:]).start() + block
+    changed = f"{text[:digit]}{(int(text[digit]) + 1) % 10}{text[digit + 1 :]}"
+    (folder / "README.md").write_text(changed)
+    assert report.experiment(folder) == text != changed
+
+
+def test_senses_that_are_apart_are_found_apart():
+    for told in senses().values():
+        assert told["neighbor"][1] == 1 > told["neighbor"][0]
+        assert told["silhouette"][1] > 0.5 > abs(told["silhouette"][0])
+        assert 0.4 < told["chance"] < told["chance_high"] < 0.75
+
+
+def test_sentences_hold_their_word_once():
+    read_ = sweep.module_of(ROOT / "context" / "senses.py").read()
+    counts: dict[tuple[str, str], int] = {}
+    for word, sentences in read_.items():
+        for sense, sentence in sentences:
+            assert len(re.findall(rf"\b{word}\b", sentence)) == 1, sentence
+            counts[word, sense] = counts.get((word, sense), 0) + 1
+    assert len(read_) >= 2
+    assert min(counts.values()) >= 20
