@@ -142,7 +142,7 @@ def test_experiments_share_what_they_have_in_common():
 # --- The paper's recipe ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", set(NAMES) - {"packing", "phases"})
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"packing", "phases"}))
 def test_pretraining_is_the_papers(name):
     for config in pretraining(name, "paper").values():
         assert (config.steps, config.batch_size) == (1_000_000, 256)
