@@ -255,7 +255,7 @@ def in_a_pod(command):
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
 def test_any_value_arrives_as_it_is(on, worker, bench, values, monkeypatch):
     assume(not any("://" in value for value in values))
-    monkeypatch.setattr(launch, "_here", lambda: [str(bench.bin / "bert-jax")])
+    monkeypatch.setattr(launch, "here", lambda: [str(bench.bin / "bert-jax")])
     arguments = [*values, *(f"--config.task.data={value}" for value in values)]
     made = plan(on, *arguments, **({"processes": 1} if on == "local" else {}))
     assert worker(on, made) == [*COMMAND, "/shared/runs/one", *arguments]
@@ -535,7 +535,7 @@ def test_local_processes_know_each_other_and_say_who_speaks(capsys, monkeypatch)
         "print(e['BERT_JAX_PROCESS'], e['BERT_JAX_PROCESSES'], e['BERT_JAX_COORDINATOR'], e['XLA_FLAGS']);"
         "sys.stderr.write('no newline')"
     )
-    monkeypatch.setattr(launch, "_here", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(launch, "here", lambda: [sys.executable, "-c", code])
     monkeypatch.setenv("XLA_FLAGS", "--old")
     assert launch.run(plan("local", processes=3, devices=4)) == 0
     told = capsys.readouterr()
@@ -628,7 +628,7 @@ def test_local_runs_again(statuses, restarts, last, runs, bench, monkeypatch):
     file.write_text("\n".join(statuses.split()) + "\n")
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
     program = bench.program("bert-jax", body)
-    monkeypatch.setattr(launch, "_here", lambda: [str(program)])
+    monkeypatch.setattr(launch, "here", lambda: [str(program)])
     assert launch.run(plan("local", processes=1, restarts=restarts)) == last
     assert len(bench.calls()) == runs
 
