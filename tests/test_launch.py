@@ -46,7 +46,7 @@ def checkout(tmp_path_factory):
     """A committed checkout of a few files."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "configs", folder / "configs")
-    (folder / ".gitignore").write_text("/.launch/\n")
+    (folder / ".gitignore").write_text("/.launch/\n__pycache__/\n")
     git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "--quiet"], check=True)
     subprocess.run([*git, "add", "."], check=True)
