@@ -214,7 +214,7 @@ def memory_all() -> None:
     known = {(r["size"], r["changes"]) for r in results() if r["run"] == "memory"}
     for name, changes in MEMORY:
         if (name, changes) not in known:
-            command = [sys.executable, __file__, "one", name, changes]
+            command = [sys.executable, __file__, "one", "--", name, changes]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             record(**found)
