@@ -839,6 +839,12 @@ def _sweep(options) -> int | None:
         raise UserError("--topology tells times for other hardware: add --dry-run")
     if options.launch and options.on == "local":
         raise UserError(f"--launch {options.launch[0]} is for another engine: add --on")
+    if options.resubmit and options.on not in sweep.HANDED_OVER:
+        raise UserError(
+            "--resubmit is for engines that queue jobs: " + ", ".join(sweep.HANDED_OVER)
+        )
+    if options.search and (options.dry_run or options.only):
+        raise UserError("--search makes its own points: leave out --dry-run and --only")
     given = sweep.Given(
         options.scale, pathlib.Path(options.data).absolute(), options.init, options.seeds
     )

@@ -65,7 +65,7 @@ _FOLDER_OPTION = {
 # Verbs that other engines run; all else is done here.
 _LAUNCHED = ("pretrain", "finetune")
 # Engines that queue a job and return: it is over when its workdir says so.
-_HANDED_OVER = ("slurm", "gke", "sky")
+HANDED_OVER = ("slurm", "gke", "sky")
 # A run that is stopped by others (75) is started again so many times.
 _RESTARTS = 100
 _LOOK_SECONDS = 0.2
@@ -351,7 +351,7 @@ class Engine(NamedTuple):
 
     def hands_over(self, point: Point) -> bool:
         """Whether its command returns before the point is run."""
-        return self.on in _HANDED_OVER and point.verb in _LAUNCHED
+        return self.on in HANDED_OVER and point.verb in _LAUNCHED
 
 
 class _Running(NamedTuple):
@@ -419,10 +419,6 @@ class Scheduler:
     def is_stopping(self) -> bool:
         """Whether nothing more is started."""
         return self._stopping
-
-    def begun(self, name: str) -> float:
-        """When a running point was started, 0 for others."""
-        return self._running[name].begun if name in self._running else 0.0
 
     @property
     def is_over(self) -> bool:
@@ -778,7 +774,7 @@ def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.
 # The table that is shown
 
 
-def note_of(place: Place, begun: float, now: float) -> dict[str, str]:
+def note_of(place: Place, now: float) -> dict[str, str]:
     """What a running point says of itself: step, loss, time left."""
     runs = sorted(place.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     path = runs[-1] if runs else place.out / "metrics.jsonl"
@@ -792,11 +788,9 @@ def note_of(place: Place, begun: float, now: float) -> dict[str, str]:
         return {}
     line = json.loads(lines[-1])
     steps = json.loads((path.parent / "config.json").read_text())["config"]["steps"]
-    first = 0
-    if (path.parent / "starts.jsonl").exists():
-        first = workdir.read_lines(path.parent / "starts.jsonl")[-1]["step"]
-    done = line["step"] - first
-    began = (path.parent / "starts.jsonl").stat().st_mtime
+    starts = path.parent / "starts.jsonl"
+    done = line["step"] - workdir.read_lines(starts)[-1]["step"]
+    began = starts.stat().st_mtime
     left = (steps - line["step"]) * (now - began) / done if done > 0 else None
     loss = next((v for k, v in line.items() if k.endswith("loss")), None)
     return {
@@ -869,8 +863,8 @@ class Display:
             shown.add_row(f"… {hidden} more")
         now = time.time()
         for name in names[hidden:]:
-            running = self._scheduler.begun(name)
-            note = note_of(self._scheduler.places[name], running, now) if running else {}
+            running = states[name] == "running"
+            note = note_of(self._scheduler.places[name], now) if running else {}
             if states[name] == "failed":
                 note = {"note": self._scheduler.places[name].last_words()[-80:]}
             cells = [note.get(key, "") for key in ("step", "loss", "left", "note")]

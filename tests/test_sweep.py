@@ -390,6 +390,24 @@ def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
     assert "no point is called zz; there are: a, b" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--resubmit"], "--resubmit is for engines that queue jobs: slurm, gke, sky"),
+        (["--search", "3", "--only", "a"], "--search makes its own points"),
+        (["--search", "3", "--dry-run"], "--search makes its own points"),
+        (["--topology", "v5e:2x2"], "add --dry-run"),
+        (["--launch=--gpus=8"], "is for another engine: add --on"),
+        (["--jobs", "0"], "--jobs 0: it must be above 0"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(file_of, tmp_path, capsys, options, expected):
+    argv = ["sweep", str(file_of(WAITING)), "--data", str(tmp_path), *options]
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
 REAL = """
 def get_points(given):
     text = given.data / "text.txt"
