@@ -831,6 +831,7 @@ def _sweep(options) -> int | None:
     import pathlib
 
     from bert_jax import sweep
+    from bert_jax.sweep import cost, run, scheduler
 
     for name in ("jobs", "seeds", "search"):
         if getattr(options, name) < (name == "jobs"):
@@ -839,9 +840,9 @@ def _sweep(options) -> int | None:
         raise UserError("--topology tells times for other hardware: add --dry-run")
     if options.launch and options.on == "local":
         raise UserError(f"--launch {options.launch[0]} is for another engine: add --on")
-    if options.resubmit and options.on not in sweep.HANDED_OVER:
+    if options.resubmit and options.on not in scheduler.HANDED_OVER:
         raise UserError(
-            "--resubmit is for engines that queue jobs: " + ", ".join(sweep.HANDED_OVER)
+            "--resubmit is for engines that queue jobs: " + ", ".join(scheduler.HANDED_OVER)
         )
     if options.search and (options.dry_run or options.only):
         raise UserError("--search makes its own points: leave out --dry-run and --only")
@@ -849,19 +850,20 @@ def _sweep(options) -> int | None:
         options.scale, pathlib.Path(options.data).absolute(), options.init, options.seeds
     )
     found = sweep.select(sweep.load(options.file, given), options.only)
-    engine = sweep.Engine(options.on, options.launch, options.jobs)
+    engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
-        print(sweep.describe(found, runs.absolute(), engine, _speed(options.topology)))
+        print(cost.describe(found, runs.absolute(), engine, _speed(options.topology)))
         return None
-    return sweep.run(found, runs, engine, resubmit=options.resubmit, trials=options.search)
+    return run.run(found, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
 def _speed(topology: str | None) -> float:
     """FLOP/s to expect of a topology, 0 for this machine."""
     if not topology:
         return 0.0
-    from bert_jax import preflight, sweep
+    from bert_jax import preflight
+    from bert_jax.sweep.cost import UTILIZATION
 
     there = preflight.parse_topology(topology)
-    return there.chips * there.chip.flops * sweep.UTILIZATION
+    return there.chips * there.chip.flops * UTILIZATION

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from bert_jax import files, sweep, workdir
 from bert_jax.errors import UserError
+from bert_jax.sweep.results import Results
 
 Line = dict[str, Any]
 
@@ -290,7 +291,7 @@ def experiment(folder: str | pathlib.Path) -> str:
     readme = folder / "README.md"
     if not readme.exists():
         raise UserError(f"{folder} has no README.md to write the tables into")
-    results = sweep.Results(folder).read()
+    results = Results(folder).read()
     blocks = module.get_blocks(results) if hasattr(module, "get_blocks") else {}
     text = readme.read_text()
     for name in re.findall(r"^<!-- (\w+) -->$", text, re.MULTILINE):

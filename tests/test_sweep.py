@@ -20,7 +20,11 @@ from bert_jax.config import Config, Phase, model_size
 from bert_jax.errors import UserError
 from bert_jax.model import flops_per_row
 from bert_jax.report import Claim, Claims, Column, Curves, Table
-from bert_jax.sweep import Engine, Given, Place, Point
+from bert_jax.sweep import Given, Point
+from bert_jax.sweep.cost import cost
+from bert_jax.sweep.results import Results
+from bert_jax.sweep.run import run
+from bert_jax.sweep.scheduler import Engine, Place
 from bert_jax.tasks import pretraining
 from tests.test_train import ALONE
 
@@ -98,8 +102,8 @@ def go(points, tmp_path, jobs=1, **options):
         options.pop("module", None),
     )
     engine = options.pop("engine", Engine(jobs=jobs))
-    status = sweep.run(found, tmp_path / "runs", engine, **options)
-    return status, sweep.Results(folder).read()
+    status = run(found, tmp_path / "runs", engine, **options)
+    return status, Results(folder).read()
 
 
 # Reading
@@ -273,7 +277,7 @@ def test_killed_the_same_command_goes_on(bench, tmp_path, file_of):
     assert process.returncode == 0, said
     assert bench.calls() == ["a", "b", "b"]
     assert "1 of 2 points are done already" in said
-    assert [line["point"] for line in sweep.Results(file.parent).read()] == ["a", "b"]
+    assert [line["point"] for line in Results(file.parent).read()] == ["a", "b"]
 
 
 def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of):
@@ -316,7 +320,7 @@ def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
         assert process.returncode == 0, said
     assert bench.calls() == ["a", "b"]
     for name in ("one", "two"):
-        lines = sweep.Results(tmp_path / "experiments" / name).read()
+        lines = Results(tmp_path / "experiments" / name).read()
         assert [line["point"] for line in lines] == ["a", "b"]
 
 
@@ -369,7 +373,7 @@ def test_a_cost_is_that_of_the_formula(size):
     changes = ("--config.steps=1000", "--config.batch_size=64")
     config = f"configs/pretrain.py:{size},128"
     point = Point("m", ("pretrain", "--config", config, "--rows", rows, *changes))
-    told = sweep.cost(point, Given(), [], speed=1e12)
+    told = cost(point, Given(), [], speed=1e12)
     model = dataclasses.replace(model_size(size), vocab_size=1000)
     expected = 64_000 * flops_per_row(model, 128, 1, 20)
     assert told.flops == pytest.approx(expected, rel=0.2)  # scores of pairs are left out
@@ -434,7 +438,7 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     process = background(tmp_path, file, "--data", str(data))
     _, said = process.communicate(timeout=500)
     assert process.returncode == 0, said
-    vocab, rows, model, *seeds = sweep.Results(file.parent).read()
+    vocab, rows, model, *seeds = Results(file.parent).read()
     assert (vocab["point"], rows["point"]) == ("vocab", "rows")
     assert rows["metrics"]["train_rows"] > 0
     assert str(tmp_path) not in json.dumps([vocab, rows, model, seeds])
@@ -581,7 +585,7 @@ def test_a_readme_is_written_around_its_words(file_of, capsys):
     folder = file_of(BLOCKS).parent
     readme = folder / "README.md"
     readme.write_text("# Mine\n\n<!-- sizes -->\nold\n<!-- /sizes -->\n\nAfter.\n")
-    sweep.Results(folder).add([line(0.5, size=1)])
+    Results(folder).add([line(0.5, size=1)])
     assert cli.main(["report", str(folder)]) == 0
     text = readme.read_text()
     assert text.startswith("# Mine\n\n<!-- sizes -->\n|  | score |\n|---|---|\n| a | 50.0 |\n<!--")

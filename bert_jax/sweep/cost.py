@@ -1,0 +1,154 @@
+"""What points will cost, roughly."""
+
+import itertools
+import os
+import pathlib
+import shlex
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bert_jax import config as config_lib
+from bert_jax.config import Config, FinetuneConfig
+from bert_jax.data.compressed import SUFFIXES
+from bert_jax.sweep.points import Given, Point, Sweep
+from bert_jax.sweep.results import Results
+from bert_jax.sweep.scheduler import LAUNCHED, Engine, Place
+from bert_jax.tasks import glue
+from bert_jax.tasks.pretraining import USUAL_VOCAB_SIZE
+
+# Of a chip's data-sheet FLOP/s, for estimates where nothing was measured; of a CPU core's, 32-bit.
+UTILIZATION, _CORE_FLOPS = 0.4, 4e10
+_BYTES_A_TOKEN, _COMPRESSION = 5.0, 3.0
+
+
+class Cost(NamedTuple):
+    """An estimate.
+
+    Attributes:
+        flops: of training; 0 where it is not training.
+        seconds: None where there is nothing to tell it by.
+    """
+
+    flops: float
+    seconds: float | None
+
+
+def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: float) -> Cost:
+    """What a point will cost, roughly: its matrix products at a speed.
+
+    A pretraining run's are known. A fine-tuning run's follow from the bytes of its training file.
+
+    Args:
+        point: not yet run.
+        given: for the data's folder.
+        results: of the same sweep, measured before: the same kind of thing takes as long.
+        speed: FLOP/s of what will run it; 0 takes what the results say, else a guess for this CPU.
+    """
+    before = [r for r in results if r["command"].split()[1:2] == [point.verb]]
+    if point.verb not in LAUNCHED:
+        times = [r["wall_seconds"] for r in before]
+        return Cost(0.0, statistics.median(times) if times else None)
+    kind = Config if point.verb == "pretrain" else FinetuneConfig
+    config, options = _read(point, kind)
+    model, seeds = config.model, int(options.get("--seeds", 1))
+    for start in point.needs:
+        if kind is FinetuneConfig and start.verb == "pretrain":
+            model = _read(start, Config)[0].model
+    if kind is Config:
+        ends = [0, *config_lib.phase_ends(config)]
+        rows = [part for part in point.needs if part.verb == "prepare"]
+        model.vocab_size = model.vocab_size or _vocab_size(rows)
+        tokens = sum(
+            (end - begin)
+            * (phase.batch_size or config.batch_size)
+            * (phase.tokens or _tokens_of(rows[i] if i < len(rows) else None))
+            for i, (begin, end, phase) in enumerate(
+                zip(ends, ends[1:], config.phases, strict=False)
+            )
+        )
+    else:
+        tokens = _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs * seeds
+    flops = _flops_a_token(model, config) * tokens
+    measured = [r["flops"] / r["step_seconds"] for r in before if r.get("step_seconds")]
+    speed = speed or (statistics.median(measured) if measured else _core_flops())
+    return Cost(flops, flops / speed if flops else None)
+
+
+def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
+    """Of training, roughly: the layers' dense products, the vocabulary's head on what is predicted."""
+    d, f = model.hidden, model.feed_forward
+    layers = model.layers * (8 * d * d + 4 * d * f)
+    if isinstance(config, FinetuneConfig):
+        return 3.0 * layers
+    predicted = 1.0 if model.causal else config.masking.rate
+    return 3.0 * (layers + predicted * 2 * d * (model.vocab_size or USUAL_VOCAB_SIZE))
+
+
+def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
+    """A command's config, and its other options by name."""
+    parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
+    settings, rest = config_lib.split(parts)
+    return (config_lib.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
+
+
+def _vocab_size(rows: Sequence[Point]) -> int:
+    """Of the vocabulary that rows are made with, 0 if nothing tells it."""
+    vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
+    return int(_read(vocabs[0])[1].get("--size", USUAL_VOCAB_SIZE)) if vocabs else 0
+
+
+def _tokens_of(rows: Point | None) -> int:
+    return int(_read(rows)[1].get("--tokens", 128)) if rows else 128
+
+
+def _training_bytes(config: FinetuneConfig, given: Given) -> float:
+    """Of text in a training file; 0 where it is not here."""
+    paths = [pathlib.Path(config.task.train)] if config.task.train else []
+    if not paths and config.task.name in glue.TASKS:
+        folder = glue.TASKS[config.task.name].folder
+        paths = sorted((given.data / "glue" / folder).glob("train.tsv*"))
+    return sum(
+        path.stat().st_size * (_COMPRESSION if path.suffix in SUFFIXES else 1)
+        for path in paths
+        if path.is_file()
+    )
+
+
+def _core_flops() -> float:
+    return _CORE_FLOPS * (os.cpu_count() or 1)
+
+
+def duration(seconds: float | None) -> str:
+    """For people."""
+    if seconds is None:
+        return "?"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.0) -> str:
+    """What `--dry-run` prints: every point, what it would run and what that may cost."""
+    results = Results(sweep.path.parent).read()
+    places = {p.name: Place(p, runs, sweep.given.data) for p in sweep.points}
+    lines, total, unknown = [], 0.0, 0
+    for point in sweep.points:
+        place = places[point.name]
+        if place.is_done:
+            lines.append(f"{point.name}: done, {place.folder}")
+            continue
+        told = cost(point, sweep.given, results, speed)
+        unknown += told.seconds is None
+        total += told.seconds or 0
+        flops = f", {told.flops:.2g} FLOP" if told.flops else ""
+        lines.append(f"{point.name}: about {duration(told.seconds)}{flops}")
+        lines.append(f"  {shlex.join(engine.command(point, places))}")
+    left = sum(not place.is_done for place in places.values())
+    rest = f", and {unknown} of which nothing is known" if unknown else ""
+    lines.append(
+        f"{len(sweep.points)} points, {left} to run: about {duration(total)} one after the other{rest}"
+    )
+    return "\n".join(lines)
