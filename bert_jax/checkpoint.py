@@ -129,6 +129,14 @@ class Checkpoints:
         ]
         return min(scored)[1] if scored else self.steps()[-1]
 
+    def forget_after(self, step: int) -> int:
+        """Deletes the steps after one, and returns the newest that is left; 0 for none."""
+        self.wait()
+        with self._errors("delete from"):
+            for later in [s for s in self.steps() if s > step]:
+                self._manager.delete(later)
+        return max(self.steps(), default=0)
+
     def close(self) -> None:
         """Waits for saves and lets go of the folder's threads."""
         with self._errors("save to"):

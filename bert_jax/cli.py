@@ -9,8 +9,8 @@ import threading
 from bert_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
-# preflight: the run does not fit the hardware.
-EXIT_DOES_NOT_FIT = 1
+# preflight: the run does not fit the hardware. replay: the step came out differently.
+EXIT_NO = 1
 # BSD's EX_TEMPFAIL: stopped by a signal with everything saved; run the same command again.
 EXIT_INTERRUPTED = 75
 
@@ -48,7 +48,7 @@ def _quieten() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a verb and returns the exit status: 0, 2 for a user's error, 75 for saved and stopped.
 
-    1 is preflight's: it does not fit.
+    1 is preflight's and replay's: it does not fit, it is not the same.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     command = []
@@ -262,6 +262,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--rows", metavar="DIR", help="rows (default: those of its last phase)")
     _which_argument(sub)
     sub.add_argument("--all", action="store_true", help="all held-out rows, not the run's choice")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+    sub = verb(
+        "replay",
+        _replay,
+        "compute a step that went wrong again, from what a run wrote down of it",
+        "  bert-jax replay runs/mini\n  bert-jax replay runs/mini --step 4711 --json",
+    )
+    sub.add_argument("workdir", metavar="DIR", help="folder of the run")
+    sub.add_argument("--step", type=int, help="of an incident (default: the first)")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = verb(
@@ -672,6 +682,22 @@ def _evaluate(options) -> None:
             print(f"  {name:24} {value:.4f}")
 
 
+def _replay(options) -> int:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax import replay
+
+    found = replay.replay(options.workdir, options.step)
+    if options.json:
+        told = {"recorded": found.incident.told, "replayed": found.said, "same": found.same}
+        print(json.dumps(told))
+    else:
+        print(replay.describe(found))
+    return 0 if found.same else EXIT_NO
+
+
 def _fill_mask(options) -> None:
     from bert_jax import device
 
@@ -811,7 +837,7 @@ def _preflight(options) -> int:
             print(json.dumps(report), flush=True)
         else:
             print(("\n" if i else "") + preflight.describe(report), flush=True)
-    return 0 if fits else EXIT_DOES_NOT_FIT
+    return 0 if fits else EXIT_NO
 
 
 def _report(options) -> None:

@@ -189,6 +189,26 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass
+class GuardConfig:
+    """What a run does when its numbers go wrong (`bert_jax.guard`)."""
+
+    # A loss or gradient that is not finite: "stop" before the step, "skip" (go on without its
+    # batch) or "rollback" (go on from the checkpoint before, without its batch and those of
+    # rollback_steps steps before it).
+    nonfinite: str = "stop"
+    # A loss or gradient norm that is `sigmas` standard deviations above the mean of the last 128
+    # steps: the same, or "report" (say so and go on), or "off".
+    spike: str = "report"
+    sigmas: float = 10.0
+    rollback_steps: int = 16
+    # More than so many steps that went wrong end the run, whatever the policy.
+    most_incidents: int = 100
+    # Every so many steps the step is computed twice; results that differ, by faulty hardware or a
+    # race, end the run. 0 never.
+    probe_every_steps: int = 0
+
+
+@dataclasses.dataclass
 class EmbedConfig:
     """How `bert-jax embed` makes vectors of texts; an imported sentence encoder brings its own."""
 
@@ -211,6 +231,7 @@ class Run:
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     embed: EmbedConfig = dataclasses.field(default_factory=EmbedConfig)
     # Everything random (initial weights, order, masks, dropout) is a function of this and the step.
     seed: int = 0
@@ -388,6 +409,8 @@ _CHOICES = {
     "model.features": FEATURES,
     "model.head": HEADS,
     "embed.pooling": ("mean", "cls", "none"),
+    "guard.nonfinite": ("stop", "skip", "rollback"),
+    "guard.spike": ("off", "report", "stop", "skip", "rollback"),
     "model.dropout_generator": ("hash", "threefry", "rbg"),
     "model.layer_loop": ("unrolled", "scanned"),
     "model.remat": ("none", "dots", "full"),
@@ -401,7 +424,7 @@ _POSITIVE = (
     "model.layers model.hidden model.heads model.feed_forward model.vocab_multiple model.positions "
     "model.layer_norm_epsilon optim.learning_rate optim.epsilon optim.power steps batch_size "
     "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last optim.layer_decay "
-    "epochs task.stride_tokens task.question_tokens task.answer_tokens task.n_best"
+    "guard.sigmas epochs task.stride_tokens task.question_tokens task.answer_tokens task.n_best"
 ).split()
 # The benchmarks of each kind of task; "" for data of one's own.
 _GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
@@ -424,7 +447,7 @@ _FOLLOWS = {
 _FILLED_IN = ("steps", "checkpoint.every_steps")
 _NOT_NEGATIVE = (
     "model.vocab_size model.segments model.initializer_stddev model.lstm_layers "
-    "masking.most_predictions seed "
+    "masking.most_predictions seed guard.rollback_steps guard.most_incidents guard.probe_every_steps "
     "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
     "evaluate_rows checkpoint.keep_best embed.tokens patience frozen_layers reset_layers"
 ).split()

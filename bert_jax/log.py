@@ -1,6 +1,5 @@
-"""Metrics of a run on their way to files, TensorBoard and the terminal, without stalling the device."""
+"""Metrics of a run on their way to files, TensorBoard and the terminal."""
 
-import collections
 import pathlib
 import sys
 import time
@@ -19,8 +18,7 @@ from bert_jax.tasks.stage import Stage
 class Log:
     """Writes metrics.jsonl and speed.jsonl, TensorBoard events and the progress bar's note.
 
-    Training metrics are handed over as device arrays and read once they are there; `sync` reads
-    what is left. Only the first process writes.
+    Only the first process writes.
 
     Args:
         folder: the workdir.
@@ -41,7 +39,6 @@ class Log:
         self._config, self._progress = config, progress
         self._devices = mesh.size
         self._schedule = optim.schedule(config.optim, config.steps)
-        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
         self._clock = (step, time.monotonic())
         self._writes = jax.process_index() == 0
         if self._writes:
@@ -59,25 +56,22 @@ class Log:
 
     def begin(self, stage: Stage, step: int) -> None:
         """From here on, `step`, the steps are of this stage."""
-        self._read_all()
         self._stage, self._clock = stage, (step, time.monotonic())
 
     def training(self, step: int, sums: dict[str, Any]) -> None:
-        """Hands over the sums of the window that ends with `step`."""
-        jax.tree.map(lambda x: x.copy_to_host_async(), sums)
-        self._waiting.append((step, sums))
-
-    def poll(self) -> None:
-        """Writes what the device has finished by now, without waiting for it."""
-        while self._waiting and all(x.is_ready() for x in jax.tree.leaves(self._waiting[0][1])):
-            self._read()
+        """Writes the means of the window that ends with `step`, which the device has finished."""
+        summary = self._stage.task.summarize(means(sums))
+        # The rate that the window's last step was taken with.
+        summary["learning_rate"] = float(self._schedule(step - 1))
+        self._write(step, "train", summary)
+        note = self._stage.task.describe(summary)
+        self._progress.note(note + self._measure(step, summary))
 
     def heldout(self, step: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Writes held-out means and returns them with what the task adds to them.
 
         The time that `measure` takes is no step's; the steps so far must be done.
         """
-        self._read_all()
         begun = time.monotonic()
         found = measure()
         self._clock = (self._clock[0], self._clock[1] + time.monotonic() - begun)
@@ -89,24 +83,10 @@ class Log:
         return summary
 
     def sync(self) -> None:
-        """Writes everything handed over so far so that it survives a power failure."""
-        self._read_all()
+        """Makes everything so far survive a power failure."""
         if self._writes:
             self._metrics.sync()
             self._board.flush()
-
-    def _read_all(self) -> None:
-        while self._waiting:
-            self._read()
-
-    def _read(self) -> None:
-        step, sums = self._waiting.popleft()
-        summary = self._stage.task.summarize(means(sums))
-        # The rate that the window's last step was taken with.
-        summary["learning_rate"] = float(self._schedule(step - 1))
-        self._write(step, "train", summary)
-        note = self._stage.task.describe(summary)
-        self._progress.note(note + self._measure(step, summary))
 
     def _measure(self, step: int, summary: dict[str, float]) -> str:
         now = time.monotonic()

@@ -65,7 +65,7 @@ class Progress:
             self._log()
 
     def advance(self, units: int = 1) -> None:
-        """Moves on by `units`."""
+        """Moves on by `units`, or back."""
         self._done += units
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)

@@ -21,16 +21,18 @@ import optax
 from flax import traverse_util
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import attention, checkpoint, distributed, files, optim, sharding, workdir
+from bert_jax import attention, checkpoint, distributed, files, guard, optim, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import Run
+from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.dropout import generator_key
+from bert_jax.errors import UserError
 from bert_jax.evaluate import evaluator, put
 from bert_jax.log import Log
 from bert_jax.model import Params
 from bert_jax.progress import Progress
-from bert_jax.tasks.stage import Stage, Task
+from bert_jax.tasks.stage import Stage
 
 # Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop quickly.
 STEPS_AHEAD = 2
@@ -51,18 +53,30 @@ class State(NamedTuple):
     sums: dict[str, Any]
     # config.seed; here so that runs of several seeds share a compilation.
     seed: UInt[Array, ""]
+    recent: guard.Recent
 
 
-def make_step(config: Run, task: Task, accumulation: int):
-    """The training step: (state, rows) to (state, sums of the metrics since the last log)."""
+def _parts(state: State) -> tuple[Params, dict[str, Any]]:
+    """A state as checkpoints keep it: the parameters, and the rest but for the seed."""
+    rest = state._asdict()
+    del rest["params"], rest["seed"]
+    return state.params, rest
+
+
+def make_step(config: Run, stage: Stage):
+    """The training step: (state, rows) to (state, sums of the metrics since the last log, `Seen`).
+
+    A step whose numbers are wrong changes nothing, nor does any after it until `advance`.
+    """
     optimizer = optim.make(config)
+    task, accumulation = stage.task, stage.accumulation
 
     def objective(params, inputs, key, weights):
         pairs = task.pairs(optim.freeze(config, params), inputs, key)
         loss = sum(pairs[name][0] / jnp.maximum(weight, 1) for name, weight in weights.items())
-        return loss, pairs
+        return loss, {**pairs, "_loss": (loss, jnp.float32(0))}
 
-    def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Any], guard.Seen]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         input_key, dropout_key = jax.random.split(key)
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
@@ -89,16 +103,42 @@ def make_step(config: Run, task: Task, accumulation: int):
             )
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (grads, pairs), _ = jax.lax.scan(add_part, zeros, (jnp.arange(accumulation), parts))
+        loss, _ = pairs.pop("_loss")
+        recent, seen = guard.judge(
+            config.guard,
+            guard.of_phase(state.recent, state.step == stage.first_step),
+            state.step,
+            loss,
+            grads,
+        )
         pairs["gradient_norm"] = (optax.global_norm(grads), jnp.float32(1))
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        first_of_window = state.step % config.log_every_steps == 0
-        sums = jax.tree.map(
-            lambda total, new: jnp.where(first_of_window, 0, total) + new, state.sums, pairs
-        )
-        return State(state.step + 1, params, optimizer_state, sums, state.seed), sums
+        sums = jax.tree.map(jnp.add, _of_window(config, state), pairs)
+        after = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
+        state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, after)
+        return state._replace(recent=state.recent._replace(halted=recent.halted)), sums, seen
 
     return step
+
+
+def _of_window(config: Run, state: State) -> dict[str, Any]:
+    """The sums that the state's step adds to."""
+    first = state.step % config.log_every_steps == 0
+    return jax.tree.map(lambda total: jnp.where(first, 0, total), state.sums)
+
+
+def make_advance(config: Run, stage: Stage):
+    """What takes the place of a step whose batch is left out: (state) to (state, sums)."""
+
+    def advance(state: State) -> tuple[State, dict[str, Any]]:
+        sums = _of_window(config, state)
+        recent = guard.of_phase(state.recent, state.step == stage.first_step)._replace(
+            halted=jnp.array(False)
+        )
+        return state._replace(step=state.step + 1, sums=sums, recent=recent), sums
+
+    return advance
 
 
 def initial_state(
@@ -118,7 +158,7 @@ def initial_state(
     def init(seed: UInt[Array, ""]) -> State:
         params = task.init(jax.random.key(seed))
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pairs)
-        return State(jnp.int32(0), params, optimizer.init(params), sums, seed)
+        return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.begin())
 
     shapes = jax.eval_shape(init, jnp.uint32(0))
     shardings = sharding.shardings(mesh, shapes)
@@ -129,19 +169,58 @@ def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Stat
     """The training step of a stage, compiled; `state` gives shapes and shardings."""
     batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
     step = jax.jit(
-        make_step(config, stage.task, stage.accumulation),
+        make_step(config, stage),
         donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state), sharding.replicated(mesh)),
+        out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
     )
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile()
 
 
-def compile_stage(
-    config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State
-) -> tuple[Any, Callable[[Params], dict[str, float]]]:
-    """The training step of a stage and its held-out evaluation; they do not depend on the seed."""
-    return compile_step(config, stage, mesh, state), evaluator(stage, mesh)
+def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> State:
+    """The state of a checkpoint, shaped and sharded as `shapes`."""
+    params, rest = checkpoints.restore(step, *_parts(shapes))
+    return State(params=params, seed=_placed_seed(seed, shapes), **rest)
+
+
+def _placed_seed(seed: int, shapes: State) -> UInt[Array, ""]:
+    return jax.device_put(np.uint32(seed), shapes.seed.sharding)
+
+
+def _shardings(state: State) -> State:
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+class Compiled(NamedTuple):
+    """What a stage runs; it does not depend on the seed.
+
+    Attributes:
+        step, advance: as `make_step` and `make_advance` make them; the state is donated.
+        fingerprint: (state, batch) to checksums of the parameters after the step.
+        measure: the held-out evaluation.
+    """
+
+    step: Callable[..., tuple[State, dict[str, Any], guard.Seen]]
+    advance: Callable[[State], tuple[State, dict[str, Any]]]
+    fingerprint: Callable[..., dict[str, Array]]
+    measure: Callable[[Params], dict[str, float]]
+
+
+def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Compiled:
+    """The step, and what is compiled when it is first called."""
+    step, everywhere = make_step(config, stage), sharding.replicated(mesh)
+    return Compiled(
+        compile_step(config, stage, mesh, state),
+        jax.jit(
+            make_advance(config, stage),
+            donate_argnums=0,
+            out_shardings=(_shardings(state), everywhere),
+        ),
+        jax.jit(
+            lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=everywhere
+        ),
+        evaluator(stage, mesh),
+    )
 
 
 def train(
@@ -196,77 +275,30 @@ def train(
         if step >= config.steps or Patience(config, best, folder, step).is_over:
             print(f"{folder} is finished: it stands at step {step:,} of {config.steps:,}")
             return
-        seed = jax.device_put(np.uint32(config.seed), shapes.seed.sharding)
-        if step:
-            training = {"step": shapes.step, "optimizer": shapes.optimizer, "sums": shapes.sums}
-            params, training = checkpoints.restore(step, shapes.params, training)
-            state = State(params=params, seed=seed, **training)
-        else:
-            state = init(seed)
-            state = state._replace(params=_start_from(state.params, start or {}, shapes.params))
+
+        def state_at(step: int) -> State:
+            if step:
+                return restore(checkpoints, step, shapes, config.seed)
+            state = init(_placed_seed(config.seed, shapes))
+            return state._replace(params=_start_from(state.params, start or {}, shapes.params))
+
         distributed.first("starts.jsonl", lambda: workdir.record_start(folder, step, mesh))
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
-        log = stack.enter_context(Log(folder, step, config, mesh, progress))
-        patience = Patience(config, best, folder, step)
         interrupted = stack.enter_context(interrupts(progress))
-        stopping = distributed.Stopping(STEPS_AHEAD)
         watch = stack.enter_context(distributed.Watch())
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
-
-        first = 0
-        for number, stage in enumerate(stages):
-            if step < stage.end_step:
-                if number not in compiled:
-                    begun = time.monotonic()
-                    compiled[number] = compile_stage(config, stage, mesh, shapes)
-                    seconds = time.monotonic() - begun
-                    progress.say(
-                        f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
-                        f"in {seconds:.1f} s"
-                    )
-                train_step, measure = compiled[number]
-                log.begin(stage, step)
-                batches = stage.batches(
-                    step - first, stage.end_step - first, *sharding.row_part(mesh)
-                )
-                running: collections.deque[Any] = collections.deque()
-                for batch in batches:
-                    state, sums = train_step(state, put(batch, mesh))
-                    step += 1
-                    watch.step = step
-                    progress.advance()
-                    running.append(sums)
-                    if len(running) > STEPS_AHEAD:
-                        jax.block_until_ready(running.popleft())
-                    log.poll()
-                    at_end = step == config.steps
-                    if step % config.log_every_steps == 0 or at_end:
-                        log.training(step, sums)
-                    evaluated = None
-                    every = config.evaluate_every_steps
-                    if at_end or (every and step % every == 0):
-                        jax.block_until_ready(sums)
-                        evaluated = log.heldout(step, functools.partial(measure, state.params))
-                        patience.look(evaluated)
-                    at_end = at_end or patience.is_over
-                    stop = stopping(interrupted())
-                    if at_end or stop or step % config.checkpoint.every_steps == 0:
-                        # The metrics up to here must survive whatever the checkpoint survives.
-                        log.sync()
-                        training = {
-                            "step": state.step,
-                            "optimizer": state.optimizer,
-                            "sums": state.sums,
-                        }
-                        checkpoints.save(step, state.params, training, evaluated or None)
-                    if stop:
-                        checkpoints.wait()
-                        raise Interrupted(f"saved step {step:,} of {config.steps:,} in {folder}")
-                    if patience.is_over:
-                        progress.say(f"no better for {config.patience} evaluations: stopping")
-                        return
-            first = stage.end_step
+        loop = _Loop(config, mesh, stages, shapes, folder, checkpoints, compiled, progress, watch)
+        loop.step, loop.state = step, state_at(step)
+        while True:
+            with Log(folder, loop.step, config, mesh, progress) as log:
+                patience = Patience(config, best, folder, loop.step)
+                try:
+                    return loop.run(log, patience, interrupted)
+                except guard.Alarm as alarm:
+                    to = loop.answer(alarm)
+            if to is not None:
+                loop.step, loop.state = to, state_at(to)
 
 
 def _start_from(params: Params, start: Params, shapes: Params) -> Params:
@@ -329,3 +361,169 @@ def interrupts(progress: Progress) -> Iterator[Callable[[], bool]]:
         yield lambda: bool(caught)
     finally:
         restore()
+
+
+class _Loop:
+    """The steps of a run, from wherever `step` and `state` stand.
+
+    Attributes:
+        step: how many are dispatched.
+        state: after them, but for those that are left out.
+    """
+
+    step: int
+    state: State
+
+    def __init__(
+        self,
+        config: Run,
+        mesh: jax.sharding.Mesh,
+        stages: list[Stage],
+        shapes: State,
+        folder: pathlib.Path,
+        checkpoints: Checkpoints,
+        compiled: dict[int, Compiled],
+        progress: Progress,
+        watch: distributed.Watch,
+    ):
+        self._config, self._mesh = config, mesh
+        self._stages, self._shapes = stages, shapes
+        self._folder, self._checkpoints, self._compiled = folder, checkpoints, compiled
+        self._progress, self._watch = progress, watch
+        self._guard = guard.Guard(config.guard, folder)
+        self._stopping = distributed.Stopping(STEPS_AHEAD)
+        self._running: collections.deque[Any] = collections.deque()
+
+    def run(self, log: Log, patience: Patience, interrupted: Callable[[], bool]) -> None:
+        """Goes on to the end.
+
+        Raises:
+            Alarm: a step was left out.
+            Interrupted: a signal came and the state is saved.
+        """
+        self._running.clear()
+        while self.step < self._config.steps:
+            number = next(i for i, s in enumerate(self._stages) if self.step < s.end_step)
+            stage = self._stages[number]
+            if number not in self._compiled:
+                self._compiled[number] = self._compile(stage)
+            log.begin(stage, self.step)
+            part = sharding.row_part(self._mesh)
+            wanted = (self.step - stage.first_step, stage.end_step - stage.first_step)
+            for batch in stage.batches(*wanted, *part):
+                self._dispatch(stage, self._compiled[number], batch)
+                if self._look_around(log, patience, interrupted, self._compiled[number]):
+                    return
+
+    def _compile(self, stage: Stage) -> Compiled:
+        begun = time.monotonic()
+        compiled = compile_stage(self._config, stage, self._mesh, self._shapes)
+        self._progress.say(
+            f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
+            f"in {time.monotonic() - begun:.1f} s"
+        )
+        return compiled
+
+    def _dispatch(self, stage: Stage, compiled: Compiled, batch: Batch) -> None:
+        """Sends the next step to the device."""
+        seen = None
+        if self.step in self._guard.skipped:
+            self.state, sums = compiled.advance(self.state)
+        else:
+            rows, every = put(batch, self._mesh), self._config.guard.probe_every_steps
+            if every and self.step % every == 0:
+                with jax.set_mesh(self._mesh):
+                    guard.probe(self.step, lambda: compiled.fingerprint(self.state, rows))
+            self.state, sums, seen = compiled.step(self.state, rows)
+        self.step += 1
+        self._running.append((self.step, sums, seen))
+
+    def _look_around(
+        self,
+        log: Log,
+        patience: Patience,
+        interrupted: Callable[[], bool],
+        compiled: Compiled,
+    ) -> bool:
+        """After a step: metrics, evaluation, saving, signals; whether the run is over."""
+        config, step = self._config, self.step
+        self._watch.step = step
+        self._progress.advance()
+        at_end = step == config.steps
+        every = config.evaluate_every_steps
+        evaluates = at_end or bool(every and step % every == 0)
+        stop = self._stopping(interrupted())
+        saves = at_end or stop or step % config.checkpoint.every_steps == 0
+        # What is evaluated or saved must have been looked at.
+        while len(self._running) > (0 if evaluates or saves else STEPS_AHEAD):
+            self._retire(log)
+        evaluated = None
+        if evaluates:
+            evaluated = log.heldout(step, lambda: compiled.measure(self.state.params))
+            patience.look(evaluated)
+        if saves or patience.is_over:
+            # The metrics up to here must survive whatever the checkpoint survives.
+            log.sync()
+            self._checkpoints.save(step, *_parts(self.state), evaluated or None)
+        if stop:
+            self._checkpoints.wait()
+            raise Interrupted(f"saved step {step:,} of {config.steps:,} in {self._folder}")
+        if patience.is_over:
+            self._progress.say(f"no better for {config.patience} evaluations: stopping")
+        return patience.is_over
+
+    def _retire(self, log: Log) -> None:
+        """Waits for the oldest step that runs and looks at what it says."""
+        step, sums, seen = self._running.popleft()
+        jax.block_until_ready(sums)
+        if seen is not None and (said := self._guard.look(step - 1, seen)):
+            self._guard.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
+            self._progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
+        if step % self._config.log_every_steps == 0 or step == self._config.steps:
+            log.training(step, sums)
+
+    def _batch(self, step: int) -> Batch:
+        """All rows of a step."""
+        stage = next(s for s in self._stages if step < s.end_step)
+        return next(stage.batches(step - stage.first_step, step + 1 - stage.first_step, 0, 1))
+
+    def answer(self, alarm: guard.Alarm) -> int | None:
+        """Does what the config says to an alarm.
+
+        Returns:
+            The step to go back to; None to go on here.
+
+        Raises:
+            UserError: to stop.
+        """
+        step, config = alarm.step, self._config.guard
+        self._progress.advance(step - self.step)
+        # As it stood before that step.
+        halted = jax.device_put(np.bool_(False), self.state.recent.halted.sharding)
+        self.state = self.state._replace(recent=self.state.recent._replace(halted=halted))
+        self.step = step
+        place = self._guard.record(step, alarm.kind, alarm.said, self._batch(step))
+        self._guard.keep_state(place, step, *_parts(self.state))
+        what = f"step {step:,}: {guard.sentence(guard.KINDS[alarm.kind], alarm.said)}"
+        policy = self._guard.policy(alarm.kind)
+        if policy == "skip":
+            self._guard.skip([step])
+            self._progress.say(f"{what}; its batch is left out")
+            return None
+        if policy == "rollback":
+            first = max(step - config.rollback_steps, 0)
+            self._guard.skip(range(first, step + 1))
+            to = self._checkpoints.forget_after(first)
+            self._progress.advance(to - step)
+            self._progress.say(
+                f"{what}; back to step {to:,}, and the batches from step {first:,} on are left out"
+            )
+            return to
+        if step and step not in self._checkpoints.steps():
+            self._checkpoints.save(step, *_parts(self.state))
+        self._checkpoints.wait()
+        raise UserError(
+            f"{what}; the weights are those before it. Look at {place}, try `bert-jax replay "
+            f"{self._folder}`, and go on with another config or without this batch "
+            f"(--config.guard.{guard.KINDS[alarm.kind]}=skip)"
+        )

@@ -7,6 +7,8 @@ metrics.jsonl     training and held-out metrics by step; the same, bit for bit, 
                   was killed and restarted
 speed.jsonl       what the clock says: seconds, tokens a second; differs from run to run
 checkpoints/      by step
+skipped.json, incidents/
+                  of a run whose numbers went wrong (`bert_jax.guard`)
 tensorboard/      the same curves as events
 lock              held while a process trains here
 """
@@ -32,7 +34,7 @@ from bert_jax.errors import UserError
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # What may differ between the starts of one run without making it another run.
-_FREE = ("platform", "mesh.", "checkpoint.", "embed.")
+_FREE = ("platform", "mesh.", "checkpoint.", "embed.", "guard.")
 
 
 class Lines:

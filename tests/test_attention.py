@@ -177,7 +177,7 @@ def test_training_and_evaluation_know_their_mesh(rows):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
     init, shapes = loop.initial_state(config, stage, mesh)
     Watching.seen.clear()
-    _, measure = loop.compile_stage(config, stage, mesh, shapes)
+    measure = loop.compile_stage(config, stage, mesh, shapes).measure
     measure(init(jnp.uint32(0)).params)
     assert Watching.seen == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
 

@@ -148,7 +148,7 @@ def run_steps(config, stage, devices, steps):
     step = loop.compile_step(config, stage, mesh, shapes)
     state, seen = init(jax.numpy.uint32(config.seed)), []
     for batch in stage.batches(0, steps, 0, 1):
-        state, sums = step(state, evaluate.put(batch, mesh))
+        state, sums, _ = step(state, evaluate.put(batch, mesh))
         seen.append(evaluate.means(sums))
     return jax.device_get(state.params), seen
 

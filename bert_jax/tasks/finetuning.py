@@ -302,6 +302,7 @@ def stage(
         batch_size=plan.shape.rows,
         accumulation=config.accumulation,
         batch_shape={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in plan.empty().items()},
+        first_step=0,
         end_step=config.steps,
         batches=functools.partial(plan.batches, seeds[0]),
         heldout=functools.partial(held_out.batches, 0, 0, held_out.steps),

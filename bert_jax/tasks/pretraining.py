@@ -148,7 +148,7 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
     found: list[Stage] = []
     data: list[dict[str, Any]] = []
     vocabulary = None
-    for i, (phase, end) in enumerate(zip(config.phases, phase_ends(config), strict=True)):
+    for i, phase in enumerate(config.phases):
         if not phase.rows:
             raise UserError(
                 f"phase {i} has no rows: add --rows DIR (once a phase, in order), or "
@@ -162,9 +162,7 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
         vocabulary = vocabulary or wordpiece.load(phase.rows)
         config.model.vocab_size = manifest.vocab_size
         data.append(_describe(manifest))
-        stage = _stage(
-            config, i, end, manifest.format, vocabulary.mask_id, vocabulary.continuation()
-        )
+        stage = _stage(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
         found.append(
             dataclasses.replace(
                 stage,
@@ -209,23 +207,31 @@ def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[St
             )
     config.model.vocab_size = config.model.vocab_size or (told or [USUAL_VOCAB_SIZE])[0]
     vocab_size, found = config.model.vocab_size, []
-    for i, end in enumerate(phase_ends(config)):
+    for i in range(len(config.phases)):
         without = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
         row_format = manifests[i].format if manifests[i] else without
-        found.append(_stage(config, i, end, row_format, 0, np.zeros(vocab_size, bool)))
+        found.append(_stage(config, i, row_format, 0, np.zeros(vocab_size, bool)))
     return config, found
+
+
+def stage_of(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Stage:
+    """The stage of a run's step, known from a batch of its rows, without batches of its own."""
+    tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
+    row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
+    i = next(i for i, end in enumerate(phase_ends(config)) if step < end)
+    return _stage(config, i, row_format, vocabulary.mask_id, vocabulary.continuation())
 
 
 def _stage(
     config: Config,
     i: int,
-    end: int,
     row_format: rows.RowFormat,
     mask_id: int,
     continuation: np.ndarray,
 ) -> Stage:
     """Phase i as a stage without batches."""
     phase = config.phases[i]
+    first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
     return Stage(
@@ -237,6 +243,7 @@ def _stage(
             name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
             for name, value in empty.items()
         },
+        first_step=first,
         end_step=end,
         batches=lambda *_: iter(()),
         heldout=lambda *_: iter(()),

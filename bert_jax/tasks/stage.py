@@ -50,7 +50,7 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps up to `end_step` on one task.
+    """Steps from `first_step` up to `end_step` on one task.
 
     Attributes:
         task: what to learn.
@@ -58,6 +58,7 @@ class Stage:
         batch_size: rows a step over all devices and hosts.
         accumulation: parts a batch is computed in.
         batch_shape: shapes and types of a global batch.
+        first_step: the first step of this stage.
         end_step: the first step that is no longer of this stage.
         batches: (first, end, process, processes) to a process's batches of those steps, counted
             from the start of the stage.
@@ -69,6 +70,7 @@ class Stage:
     batch_size: int
     accumulation: int
     batch_shape: dict[str, jax.ShapeDtypeStruct]
+    first_step: int
     end_step: int
     batches: Callable[[int, int, int, int], Iterator[Batch]]
     heldout: Callable[[int, int], Iterator[Batch]]

@@ -26,22 +26,24 @@ class Layers:
 
     def markdown(self, results, folder):
         """A row a layer."""
-        found = [line["metrics"] for line in results if "of" in line["facts"]]
-        if not found:
-            return "not run"
-        told = found[-1]
-        lines = [f"| layer | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
-        for layer in range(len(told[WORDS[0]]["neighbor"])):
-            cells = [
-                f"{100 * told[word]['neighbor'][layer]:.0f}% ({told[word]['silhouette'][layer]:.2f})"
-                for word in WORDS
-            ]
-            name = "0, the embeddings" if layer == 0 else layer
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        for name, key in (("chance", "chance"), ("chance, 95 in 100 below", "chance_high")):
-            cells = [f"{100 * told[word][key]:.0f}%" for word in WORDS]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        return "\n".join(lines)
+        found = {line["facts"]["of"]: line["metrics"] for line in results if "of" in line["facts"]}
+        return "\n\n".join(_table(of, told) for of, told in found.items()) or "not run"
+
+
+def _table(of, told):
+    """Of one model."""
+    lines = [f"| layer of {of} | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
+    for layer in range(len(told[WORDS[0]]["neighbor"])):
+        cells = [
+            f"{100 * told[word]['neighbor'][layer]:.0f}% ({told[word]['silhouette'][layer]:.2f})"
+            for word in WORDS
+        ]
+        name = "0, the embeddings" if layer == 0 else layer
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, key in (("chance", "chance"), ("chance, 95 in 100 below", "chance_high")):
+        cells = [f"{100 * told[word][key]:.0f}%" for word in WORDS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,255 @@
+"""Numbers that go wrong: every policy, what is written down, replaying it, resuming after it."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_train import arguments, assert_same_run, final_arrays
+
+from bert_jax import cli, guard, replay, sharding, workdir
+from bert_jax import train as loop
+from bert_jax.config import GuardConfig, Phase, load
+from bert_jax.errors import UserError
+from bert_jax.tasks import pretraining
+
+BAD = 17  # the step whose batch is poisoned
+SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
+
+
+def poisoned(stage, bad):
+    """The stage with sentence labels that cannot be in the batches of some steps: their loss is NaN."""
+
+    def batches(first, end, process, processes):
+        for step, batch in enumerate(stage.batches(first, end, process, processes), first):
+            if step + stage.first_step in bad:
+                batch = {**batch, "label": np.full_like(batch["label"], 7)}
+            yield batch
+
+    return dataclasses.replace(stage, batches=batches)
+
+
+# What is not compiled into a step.
+HOST = ("guard.nonfinite", "guard.rollback", "guard.most", "guard.probe", "checkpoint.")
+COMPILED = {}
+
+
+def run(folder, rows, *changes, bad=(BAD,), compiled=None):
+    """Trains in this process on rows of T=32; runs of the same step share its compilation."""
+    config = load(arguments(*SHORT, *changes))
+    config.phases = (Phase(rows=str(rows())),)
+    config, vocabulary, data, stages = pretraining.stages(config)
+    stages = [poisoned(stage, set(bad)) for stage in stages]
+    if compiled is None:
+        same = tuple(change for change in changes if not change.startswith(HOST))
+        compiled = COMPILED.setdefault(same, {})
+    loop.train(config, vocabulary, data, stages, folder, compiled=compiled)
+
+
+def trained(folder):
+    """The steps of the lines about training."""
+    lines = workdir.read_lines(folder / "metrics.jsonl")
+    return [line["step"] for line in lines if line["split"] == "train"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    """Eight on two cores are slow."""
+    make = sharding.make_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "make_mesh", lambda config: make(config, jax.devices()[:1]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("guard") / "skip"
+    run(folder, rows, "guard.nonfinite=skip", "checkpoint.keep_last=5")
+    return folder
+
+
+def test_stop_leaves_the_weights_before_the_step(tmp_path, rows):
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "bad", rows)
+    message = str(error.value)
+    assert "\n" not in message
+    assert f"step {BAD}: not finite: loss nan" in message
+    run(tmp_path / "good", rows, f"checkpoint.every_steps={BAD}", "checkpoint.keep_last=9", bad=())
+    shutil.rmtree(tmp_path / "good" / "checkpoints" / "30")
+    for a, b in zip(*map(final_arrays, (tmp_path / "bad", tmp_path / "good")), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert trained(tmp_path / "bad") == [5, 10, 15]
+    # Once more it stops at the same place; with another policy it goes on from there.
+    with pytest.raises(UserError, match=f"step {BAD}: not finite"):
+        run(tmp_path / "bad", rows)
+    run(tmp_path / "bad", rows, "guard.nonfinite=skip")
+    assert trained(tmp_path / "bad") == [5, 10, 15, 20, 25, 30]
+
+
+def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
+    folder = tmp_path / "run"
+    with pytest.raises(UserError):
+        run(folder, rows, "accumulation=2")
+    incident = guard.read_incident(folder)
+    assert incident.step == BAD
+    assert incident.told["kind"] == "nonfinite"
+    assert set(incident.told["gradient_norms"]) >= {"embeddings", "layer_0", "layer_1", "masked_lm"}
+    assert math.isnan(incident.told["loss"])
+    norms = incident.told["gradient_norms"].values()
+    assert incident.told["gradient_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
+    assert (incident.batch["label"] == 7).all()
+    assert len(incident.batch["tokens"]) == 8
+    assert cli.main(["replay", str(folder)]) == 0
+    assert "the same, bit for bit" in capsys.readouterr().out
+    # With what should have been there, the same step is a good one, and not the same.
+    healthy = {**incident.batch, "label": np.zeros_like(incident.batch["label"])}
+    place = folder / "incidents" / f"step_{BAD}"
+    np.savez_compressed(place / "batch.npz", **healthy)
+    found = replay.replay(folder)
+    assert not found.same
+    assert math.isfinite(found.said["loss"])
+    assert cli.main(["replay", str(folder), "--json"]) == cli.EXIT_NO
+    assert json.loads(capsys.readouterr().out)["same"] is False
+    shutil.rmtree(place / "state")
+    assert cli.main(["replay", str(folder)]) == cli.EXIT_USER_ERROR
+    assert cli.main(["replay", str(folder), "--step", "3"]) == cli.EXIT_USER_ERROR
+
+
+def test_skip_is_the_run_without_that_step(skipping, rows):
+    assert json.loads((skipping / "skipped.json").read_text()) == [BAD]
+    assert trained(skipping) == [5, 10, 15, 20, 25, 30]
+    config = load(arguments(*SHORT))
+    config.phases = (Phase(rows=str(rows())),)
+    config, _, _, (stage,) = pretraining.stages(config)
+    mesh = sharding.make_mesh(config.mesh)
+    init, shapes = loop.initial_state(config, stage, mesh)
+    compiled = loop.compile_stage(config, stage, mesh, shapes)
+    state = init(jnp.uint32(config.seed))
+    for step, batch in enumerate(stage.batches(0, 30, 0, 1)):
+        if step == BAD:
+            state = state._replace(step=state.step + 1)
+        else:
+            state, *_ = compiled.step(state, loop.put(batch, mesh))
+    found = final_arrays(skipping)[1]
+    for a, b in zip(found, jax.tree.leaves(jax.device_get(state.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_resuming_before_a_skipped_step_skips_it_again(skipping, tmp_path, rows, nonfinite):
+    folder = tmp_path / "run"
+    shutil.copytree(skipping, folder)
+    for step in (20, 30):
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    # What was left out stays so, whatever the policy is by now.
+    run(folder, rows, f"guard.nonfinite={nonfinite}", "checkpoint.keep_last=5")
+    assert_same_run(folder, skipping)
+
+
+def test_rollback_leaves_out_the_steps_before_too(tmp_path, rows):
+    back, known = tmp_path / "back", tmp_path / "known"
+    run(back, rows, "guard.nonfinite=rollback", "guard.rollback_steps=4")
+    assert json.loads((back / "skipped.json").read_text()) == [13, 14, 15, 16, 17]
+    known.mkdir()
+    (known / "skipped.json").write_text("[13, 14, 15, 16, 17]")
+    run(known, rows)
+    assert_same_run(back, known)
+    assert trained(back) == [5, 10, 15, 20, 25, 30]
+
+
+def test_rollback_to_the_very_beginning(tmp_path, rows):
+    run(tmp_path, rows, "guard.nonfinite=rollback", bad=(3,))
+    assert json.loads((tmp_path / "skipped.json").read_text()) == [0, 1, 2, 3]
+    assert trained(tmp_path) == [5, 10, 15, 20, 25, 30]
+
+
+def test_too_many_incidents_end_the_run(tmp_path, rows):
+    changes = ("guard.nonfinite=skip", "guard.most_incidents=3")
+    with pytest.raises(UserError, match=r"4 steps went wrong, more than .*most_incidents=3"):
+        run(tmp_path, rows, *changes, bad=range(12, 20))
+    assert guard.incidents(tmp_path) == [12, 13, 14, 15]
+    # Only some keep the state, which is as large as a checkpoint.
+    assert len(list(tmp_path.glob("incidents/*/state"))) == 3
+
+
+def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
+    changes = ("steps=180", "log_every_steps=1", "guard.sigmas=1", "checkpoint.every_steps=200")
+    run(tmp_path / "report", rows, *changes, bad=())
+    lines = workdir.read_lines(tmp_path / "report" / "metrics.jsonl")
+    figures = np.array([
+        [line["loss"], line["gradient_norm"]] for line in lines if line["split"] == "train"
+    ])  # fmt: skip
+    usual, expected = list(figures[: guard.WINDOW]), []
+    for step in range(guard.WINDOW, len(figures)):
+        window = np.array(usual)
+        if (figures[step] > window.mean(0) + 1.0 * window.std(0)).any():
+            expected.append(step)
+        else:
+            usual[step % guard.WINDOW] = figures[step]
+    assert expected
+    assert guard.incidents(tmp_path / "report") == expected
+    assert f"step {expected[0]}: a spike: loss" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"step {expected[0]}: a spike"):
+        run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
+    assert replay.replay(tmp_path / "stop").same
+    run(tmp_path / "off", rows, *changes, "guard.spike=off", bad=())
+    assert not (tmp_path / "off" / "incidents").exists()
+    one, other = (final_arrays(tmp_path / name)[1] for name in ("off", "report"))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_another_phase_is_compared_with_itself_only():
+    config, grads = GuardConfig(spike="stop"), {"embeddings": jnp.ones(4)}
+    usual = guard.Recent(jnp.ones((guard.WINDOW, 2)), jnp.array(False))
+    usual = guard.of_phase(usual, jnp.array(False))
+    loss = jnp.float32(3)
+    recent, seen = guard.judge(config, usual, jnp.int32(200), loss, grads)
+    assert int(seen.kind) == guard.SPIKE
+    assert bool(recent.halted)
+    new = guard.of_phase(usual, jnp.array(True))
+    recent, seen = guard.judge(config, new, jnp.int32(200), loss, grads)
+    assert int(seen.kind) == guard.FINE
+    np.testing.assert_array_equal(recent.figures[200 % guard.WINDOW], [3, 2])
+    assert jnp.isnan(recent.figures).sum() == 2 * (guard.WINDOW - 1)
+
+
+def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch, capsys):
+    run(tmp_path / "without", rows, bad=())
+    run(tmp_path / "with", rows, "guard.probe_every_steps=4", bad=())
+    assert_same_run(tmp_path / "with", tmp_path / "without")
+    calls = []
+
+    def faulty(compiled, *arguments):
+        """A bit of one layer flips in the 6th computation: the second of step 8."""
+        found = jax.device_get(compiled(*arguments))
+        calls.append(1)
+        return {**found, "layer_1": found["layer_1"] ^ (len(calls) == 6)}
+
+    compile_stage = loop.compile_stage
+
+    def compile_faulty(*arguments):
+        compiled = compile_stage(*arguments)
+        return compiled._replace(fingerprint=lambda *a: faulty(compiled.fingerprint, *a))
+
+    monkeypatch.setattr(loop, "compile_stage", compile_faulty)
+    with pytest.raises(UserError, match="step 8: computed twice, the step differs in layer_1;"):
+        run(tmp_path / "fault", rows, "guard.probe_every_steps=4", bad=(), compiled={})
+    monkeypatch.undo()
+    assert cli.main(["replay", str(tmp_path / "fault")]) == 0
+    assert "probe" in capsys.readouterr().out
+
+
+def test_the_checksum_sees_any_bit_and_any_exchange():
+    x = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+    sums = lambda a: int(guard.bits({"pooler": {"kernel": jnp.array(a)}})["pooler"])  # noqa: E731
+    for bit in range(32):
+        changed = x.copy()
+        changed.view(np.uint32)[3, 4] ^= np.uint32(1) << np.uint32(bit)
+        assert sums(changed) != sums(x)
+    exchanged = x.copy()
+    exchanged[0, 0], exchanged[4, 6] = x[4, 6], x[0, 0]
+    assert sums(exchanged) != sums(x)
