@@ -1,8 +1,19 @@
-"""Orbax checkpoints of a run: saved while the next steps run, committed by a rename, kept by policy."""
+"""Orbax checkpoints of a run: saved while the next steps run, sealed and committed by a rename.
+
+A step's folder is there as a whole or not at all, and its manifest says what every file in it must
+be; nothing is read from a folder that is not as it says.
+"""
 
 import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
 import pathlib
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +31,148 @@ from bert_jax.model import Params, shapes
 # The optimizer's copy of the parameters' size is kept apart, so that fine-tuning and prediction
 # read the parameters alone.
 PARAMS, TRAINING = "params", "training"
+METRICS = "metrics"  # as Orbax calls them
+MANIFEST = "manifest.json"
+
+# A step that is to go is renamed to this folder's first, or a kill would leave a part of it behind.
+_REMOVED = "removed"
+# Beside the steps once there has been one: none is there yet, or none is left?
+_SAVED = "saved"
+
+
+def seal(folder: pathlib.Path) -> None:
+    """Writes the manifest of a step's folder: bytes and SHA-256 of every file, all made durable."""
+    listed = {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, files.sha256(path)]
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+    }
+    files.write_json(folder / MANIFEST, {"sha256": _digest(listed), "files": listed})
+    files.sync_below(folder)
+
+
+def _digest(listed: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+
+
+def damage(folder: pathlib.Path, items: Collection[str] | None = None) -> str | None:
+    """The first file of a step's folder that is not as it was saved, in words; None if all are.
+
+    Args:
+        folder: `WORKDIR/checkpoints/STEP`.
+        items: look at these and at the files that belong to none; None looks at all.
+
+    Raises:
+        UserError: the folder may not be read.
+    """
+    with files.one_line_errors(f"cannot read {folder}"):
+        try:
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            listed = manifest["files"]
+            if manifest["sha256"] != _digest(listed):
+                return f"{MANIFEST} fails its checksum"
+        except FileNotFoundError:
+            return f"{MANIFEST} is missing"
+        except (ValueError, TypeError, KeyError):
+            return f"{MANIFEST} is damaged"
+        found = {
+            path.relative_to(folder).as_posix(): path.stat().st_size
+            for path in folder.rglob("*")
+            if not path.is_dir() and path != folder / MANIFEST
+        }
+        names = [
+            name
+            for name in sorted(listed.keys() | found.keys())
+            if items is None or "/" not in name or name.split("/")[0] in items
+        ]
+        for name in names:
+            if name not in found:
+                return f"{name} is missing"
+            if name not in listed:
+                return f"{name} is not in {MANIFEST}"
+            if found[name] != listed[name][0]:
+                return f"{name} has {found[name]:,} bytes instead of {listed[name][0]:,}"
+        for name in names:
+            try:
+                if files.sha256(folder / name) != listed[name][1]:
+                    return f"{name} fails its checksum"
+            except OSError as error:
+                if error.errno != errno.EIO:  # a broken disk
+                    raise
+                return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+    """The committed steps in `WORKDIR/checkpoints`, oldest first."""
+    return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal())
+
+
+def set_aside_damaged(folder: pathlib.Path) -> None:
+    """Before a run goes on: moves checkpoints it cannot go on from to `WORKDIR/damaged`, and says so.
+
+    The newest whole one is read to the end. Older ones are there to be kept or removed by their
+    metrics, so of them only those are looked at.
+
+    Args:
+        folder: the workdir; no other process may use it.
+
+    Raises:
+        UserError: the run has had checkpoints, and none is whole; nothing is moved then.
+    """
+    checkpoints, aside, newest = folder / "checkpoints", folder / "damaged", None
+    damaged = {}
+    for step in reversed(_steps(checkpoints)):
+        found = damage(checkpoints / str(step), None if newest is None else [METRICS])
+        if found:
+            damaged[step] = found
+        elif newest is None:
+            newest = step
+    anew = "to begin anew, choose another workdir or remove this one"
+    if newest is None and damaged:
+        each = "; ".join(f"step {step}: {found}" for step, found in damaged.items())
+        raise UserError(f"every checkpoint in {checkpoints} is damaged ({each}): {anew}")
+    gone = not checkpoints.exists() and (folder / "starts.jsonl").exists()
+    if newest is None and (gone or aside.exists() or (checkpoints / _SAVED).exists()):
+        raise UserError(f"the run in {folder} has lost its checkpoints: put one back, or {anew}")
+    for step, found in damaged.items():
+        names = itertools.chain([str(step)], (f"{step}.{i}" for i in itertools.count(2)))
+        target = next(path for name in names if not (path := aside / name).exists())
+        with files.one_line_errors(f"cannot move {checkpoints / str(step)} to {target}"):
+            aside.mkdir(exist_ok=True)
+            os.replace(checkpoints / str(step), target)
+            files.sync_folder(aside)
+            files.sync_folder(checkpoints)
+        print(
+            f"the checkpoint of step {step:,} is damaged ({found}): moved to {target}; "
+            f"going on from step {newest:,}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The folder of a step while it is saved: sealed before it takes its name.
+
+    On process 0 alone, in Orbax's thread, when all processes have written their parts. Orbax uses
+    the class for the folders of the items inside as well; those have no metadata.
+    """
+
+    async def create(self) -> Any:
+        if self._checkpoint_metadata_store:
+            shutil.rmtree(self.get_final().parent / _REMOVED, ignore_errors=True)
+        return await super().create()
+
+    async def finalize(self) -> None:
+        if not self._checkpoint_metadata_store:
+            return await super().finalize()
+        # Not super's: it writes another file and renames in one go.
+        self._checkpoint_metadata_store.wait_until_finished()
+        seal(pathlib.Path(self.get()))
+        os.rename(self.get(), self.get_final())
+        checkpoints = pathlib.Path(self.get_final().parent)
+        (checkpoints / _SAVED).touch()
+        files.sync_folder(checkpoints)
 
 
 class Checkpoints:
@@ -44,6 +197,7 @@ class Checkpoints:
         # Orbax narrates every save, and a failed one at length before it raises what we report.
         logging.set_verbosity(logging.FATAL)
         self.folder = pathlib.Path(folder).absolute()
+        self._read_only = read_only
         self._best_by, self._sign = best_by, -1 if highest else 1
         keep: list[Any] = [managers.LatestN(config.keep_last)]
         if config.keep_best:
@@ -57,9 +211,13 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy(keep),
+            best_fn=lambda metrics: metrics[best_by],  # without one it saves no metrics
+            temporary_path_class=_Sealed,
+            todelete_subdir=_REMOVED,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
+            lightweight_initialize=read_only,  # or it would read metrics that may be damaged
         )
         with self._errors("open"):
             self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -102,6 +260,19 @@ class Checkpoints:
         with self._errors("save to"):
             self._manager.wait_until_finished()
 
+    def verify(self, step: int, *items: str) -> None:
+        """Refuses a step of which a file of one of `items` is damaged.
+
+        Raises:
+            UserError: names the file, and the other steps.
+        """
+        if found := damage(self.folder / str(step), items):
+            others = ", ".join(str(other) for other in self.steps() if other != step)
+            raise UserError(
+                f"the checkpoint of step {step} in {self.folder} is damaged ({found}): "
+                + (f"ask for another step ({others})" if others else "there is no other")
+            )
+
     def restore(self, step: int, params: Params, training: Any) -> tuple[Params, Any]:
         """Reads a step into arrays shaped and sharded as the arguments (`jax.ShapeDtypeStruct`)."""
         args = ocp.args.Composite(
@@ -121,12 +292,16 @@ class Checkpoints:
             return self._manager.restore(step, args=args)[PARAMS]
 
     def best_step(self) -> int:
-        """The kept step with the best held-out metric, or the newest if none was evaluated."""
-        scored = [
-            (self._sign * self._manager.metrics(step)[self._best_by], step)
-            for step in self.steps()
-            if (self.folder / str(step) / "metrics").exists()
-        ]
+        """The kept step with the best held-out metric, or the newest if none was evaluated.
+
+        Raises:
+            UserError: the metrics of a step are damaged.
+        """
+        scored = []
+        for step in self.steps():
+            self.verify(step, METRICS)
+            if metrics := self._manager.metrics(step):
+                scored.append((self._sign * metrics[self._best_by], step))
         return min(scored)[1] if scored else self.steps()[-1]
 
     def forget_after(self, step: int) -> int:
@@ -141,6 +316,8 @@ class Checkpoints:
         """Waits for saves and lets go of the folder's threads."""
         with self._errors("save to"):
             self._manager.close()
+        if not self._read_only and jax.process_index() == 0:
+            shutil.rmtree(self.folder / _REMOVED, ignore_errors=True)
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -181,7 +358,7 @@ def load_model(
         Its config, with the attention that runs anywhere, vocabulary, parameters and step.
 
     Raises:
-        UserError: no run there, or no such checkpoint.
+        UserError: no run there, no such checkpoint, or a damaged one.
     """
     config = workdir.read_config(folder)
     config.model.attention = "xla"
@@ -201,6 +378,7 @@ def load_model(
     else:
         kept = ", ".join(map(str, steps))
         raise UserError(f"{folder} has no checkpoint {which!r}: best, latest, or one of {kept}")
+    checkpoints.verify(step, PARAMS)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = checkpoints.restore_params(step, abstract(shapes(config.model), here))
     checkpoints.close()

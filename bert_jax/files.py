@@ -100,12 +100,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
                         shutil.rmtree(old) if old.is_dir() else old.unlink()
                 yield beside
                 (beside / LOCK).unlink()
-                for file in beside.rglob("*"):
-                    if file.is_dir():
-                        sync_folder(file)
-                    else:
-                        with open(file, "rb") as written:
-                            os.fsync(written.fileno())
+                sync_below(beside)
                 os.replace(beside, path)
                 sync_folder(path.parent)
         except BaseException:
@@ -131,6 +126,16 @@ def sync_folder(folder: str | os.PathLike) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_below(folder: pathlib.Path) -> None:
+    """Makes a folder and all that is in it durable."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with open(path, "rb") as written:
+                os.fsync(written.fileno())
 
 
 def sha256(path: str | os.PathLike | Traversable) -> str:

@@ -268,6 +268,7 @@ def train(
 
         distributed.require_same(workdir.identity(config, data))
         distributed.first("the workdir", claim)
+        distributed.first("the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
         step = max(checkpoints.steps(), default=0)

@@ -1,0 +1,411 @@
+"""Checkpoints that are damaged, halved, slow, or have no room: none is used, none is lost."""
+
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, files, workdir
+from bert_jax import train as loop
+from bert_jax.checkpoint import Checkpoints
+from bert_jax.config import CheckpointConfig, Phase, load
+from bert_jax.errors import UserError
+from bert_jax.tasks import pretraining
+from tests.test_distributed import ends, start
+from tests.test_train import ALONE, arguments, assert_same_run, command, refused
+
+CHANGES = (
+    *("steps=6", "evaluate_every_steps=2", "log_every_steps=2", "evaluate_rows=8"),
+    *("checkpoint.every_steps=2", "checkpoint.keep_last=9"),
+)
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def delete(path):
+    path.unlink()
+
+
+DAMAGES = (cut, flip, zero, delete)
+# Every kind of file there is in a step, as a glob that finds one or more.
+KINDS = sorted(
+    [
+        "_CHECKPOINT_METADATA",
+        "manifest.json",
+        "metrics/metrics",
+        "params/_METADATA",
+        "params/d/*",
+        "params/ocdbt.process_0/d/*",
+        "training/ocdbt.process_0/d/*",
+        "training/ocdbt.process_0/manifest.ocdbt",
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def run(rows, tmp_path_factory):
+    """A finished run of 6 steps, and a function that starts it again in another folder."""
+    config = load(arguments(*CHANGES))
+    config.phases = (Phase(rows=str(rows())),)
+    config, vocabulary, data, stages = pretraining.stages(config)
+    compiled = {}
+
+    def go_on(folder):
+        loop.train(config, vocabulary, data, stages, folder, compiled=compiled)
+        return folder
+
+    return go_on(tmp_path_factory.mktemp("run") / "whole"), go_on
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """The run once more, to be damaged."""
+    return pathlib.Path(shutil.copytree(run[0], tmp_path / "copy"))
+
+
+def step(folder, number=6):
+    return folder / "checkpoints" / str(number)
+
+
+def steps(folder):
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+
+
+def assert_whole_run(folder, run):
+    """It has ended as `run`, and each of its checkpoints is whole."""
+    assert_same_run(folder, run)
+    kept = steps(folder / "checkpoints")
+    assert kept == steps(run / "checkpoints") == [2, 4, 6]
+    for number in kept:
+        assert checkpoint.damage(step(folder, number)) is None
+    assert checkpoint.load_model(folder)[3] == checkpoint.load_model(run)[3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    list(zip(KINDS, itertools.cycle(DAMAGES), strict=False)),
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(run, copy, capfd, kind, harm):
+    whole, go_on = run
+    path = max(step(copy).glob(kind), key=lambda path: path.stat().st_size)
+    name = path.relative_to(step(copy)).as_posix()
+    harm(path)
+    go_on(copy)
+    said = capfd.readouterr().err.splitlines()
+    assert f"the checkpoint of step 6 is damaged ({name} " in said[0]
+    assert said[0].endswith(f"moved to {copy}/damaged/6; going on from step 4")
+    assert said[1] == "resuming at step 4 of 6"
+    assert steps(copy / "damaged") == [6]
+    assert_whole_run(copy, whole)
+
+
+def test_every_damage_of_every_file_is_found(copy):
+    folder = step(copy)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for kind in KINDS:
+        assert set(folder.glob(kind)) & set(paths), kind
+    assert len(paths) > len(KINDS)
+    for path, harm in itertools.product(paths, DAMAGES):
+        content, name = path.read_bytes(), path.relative_to(folder).as_posix()
+        harm(path)
+        assert checkpoint.damage(folder).startswith(f"{name} "), harm
+        item = name.split("/")[0]
+        for items in ([checkpoint.PARAMS], [checkpoint.METRICS], []):
+            concerns = "/" not in name or item in items
+            assert bool(checkpoint.damage(folder, items)) == concerns
+        path.write_bytes(content)
+    (folder / "params" / "new").touch()
+    assert checkpoint.damage(folder) == "params/new is not in manifest.json"
+
+
+def test_metadata_without_data(run, copy, capfd):
+    whole, go_on = run
+    for folder in sorted(step(copy).glob("*/**/d")):
+        shutil.rmtree(folder)
+    go_on(copy)
+    assert "is missing): moved to" in capfd.readouterr().err
+    assert_whole_run(copy, whole)
+
+
+def test_several_are_damaged_and_a_second_time(run, copy, capfd):
+    whole, go_on = run
+    flip(step(copy, 6) / "manifest.json")
+    delete(step(copy, 4) / "_CHECKPOINT_METADATA")
+    go_on(copy)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(" is ")[0] for line in said[:2]] == [
+        "the checkpoint of step 6",
+        "the checkpoint of step 4",
+    ]
+    assert all(line.endswith("going on from step 2") for line in said[:2])
+    zero(step(copy, 6) / "manifest.json")
+    zero(step(copy, 2) / "metrics" / "metrics")  # an older one, which would spoil what is best
+    go_on(copy)
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].endswith(f"moved to {copy}/damaged/6.2; going on from step 4")
+    assert said[1].endswith(f"moved to {copy}/damaged/2; going on from step 4")
+    assert sorted(p.name for p in (copy / "damaged").iterdir()) == ["2", "4", "6", "6.2"]
+    assert_same_run(copy, whole)
+
+
+def test_it_never_starts_over_silently(run, copy, tmp_path):
+    whole, go_on = run
+
+    def refusal():
+        with pytest.raises(UserError) as caught:
+            go_on(copy)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    lines = (copy / "metrics.jsonl").read_bytes()
+    for number in (2, 4, 6):
+        flip(step(copy, number) / "_CHECKPOINT_METADATA")
+    said = refusal()
+    for number in (2, 4, 6):
+        assert f"step {number}: _CHECKPOINT_METADATA fails its checksum" in said
+    assert refusal() == said
+    assert steps(copy / "checkpoints") == [2, 4, 6]
+    for number in (2, 4, 6):
+        shutil.rmtree(step(copy, number))
+    assert "has lost its checkpoints" in refusal()
+    shutil.rmtree(copy / "checkpoints")
+    assert "has lost its checkpoints" in refusal()
+    (copy / "checkpoints").mkdir()
+    (copy / "damaged").mkdir()
+    assert "has lost its checkpoints" in refusal()
+    assert (copy / "metrics.jsonl").read_bytes() == lines
+    # As a kill before the first save leaves it.
+    (copy / "damaged").rmdir()
+    go_on(copy)
+    assert_whole_run(copy, whole)
+
+
+def test_readers_refuse_what_is_damaged_and_take_no_other(run, copy, tmp_path, capsys):
+    data = max(step(copy).glob("params/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size)
+    flip(data)
+    flip(step(copy) / "training" / "_METADATA")
+    out = tmp_path / "out"
+    for verb in (
+        ("evaluate", "--workdir", copy, "--checkpoint", "latest"),
+        ("evaluate", "--workdir", copy, "--checkpoint", "6"),
+        ("fill-mask", "--init", copy, "--checkpoint", "latest", "The king [MASK]."),
+        ("export", "--workdir", copy, "--out", out, "--checkpoint", "latest"),
+    ):
+        said = refused(capsys, *verb)
+        assert f"the checkpoint of step 6 in {copy}/checkpoints is damaged" in said
+        assert f"({data.relative_to(step(copy))} fails its checksum)" in said
+        assert said.endswith("ask for another step (2, 4)")
+    assert not out.exists()
+    assert checkpoint.load_model(copy, "4")[3] == 4
+    shutil.rmtree(step(copy, 2))
+    shutil.rmtree(step(copy, 4))
+    assert refused(capsys, *verb).endswith("there is no other")
+    flip(data)  # back
+    assert checkpoint.load_model(copy, "latest")[3] == 6, "what is not read does not matter"
+    cut(step(copy) / "metrics" / "metrics")
+    assert checkpoint.load_model(copy, "latest")[3] == 6
+    assert "metrics/metrics has" in refused(capsys, "evaluate", "--workdir", copy)
+
+
+PARAMS = {"a": {"kernel": jnp.arange(24.0).reshape(4, 6)}, "b": jnp.ones(3)}
+
+
+def params_of(number):
+    return jax.tree.map(lambda x: x + number, PARAMS)
+
+
+def save(checkpoints, number, **options):
+    training = {"step": jnp.int32(number), "moments": PARAMS}
+    checkpoints.save(number, params_of(number), training, **options)
+
+
+def test_the_best_is_known_after_a_restart(tmp_path):
+    for highest, best in ((False, 2), (True, 3)):
+        folder = tmp_path / str(highest)
+        options = {"best_by": "f1", "highest": highest}
+        config = CheckpointConfig(keep_last=1)
+        for number, f1 in enumerate((0.5, 0.25, 0.75, 0.5, 0.5), start=1):
+            checkpoints = Checkpoints(folder, config, **options)
+            save(checkpoints, number, heldout={"f1": f1})
+            checkpoints.close()
+        assert steps(folder) == [best, 5]
+        reader = Checkpoints(folder, config, **options, read_only=True)
+        assert reader.best_step() == best
+
+
+def test_what_goes_is_whole_until_it_is_gone(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
+    for number in (1, 2, 3):
+        save(checkpoints, number)
+        checkpoints.wait()
+        assert steps(tmp_path) == [number]
+        for gone in steps(tmp_path / "removed") if number > 1 else []:
+            assert gone == number - 1
+            assert checkpoint.damage(tmp_path / "removed" / str(gone)) is None
+    checkpoints.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "saved"]
+
+
+def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):
+    config = CheckpointConfig(keep_last=1)
+    checkpoints = Checkpoints(tmp_path, config)
+    save(checkpoints, 1)
+    checkpoints.wait()
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "seal", full)
+        save(checkpoints, 2)
+        with pytest.raises(UserError, match="the disk is full"):
+            checkpoints.wait()
+    again = Checkpoints(tmp_path, config)
+    assert again.steps() == [1]
+    assert checkpoint.damage(tmp_path / "1") is None
+    save(again, 2)
+    again.close()
+    assert steps(tmp_path) == [2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "saved"]
+
+
+def test_saves_slower_than_their_interval_wait(tmp_path, monkeypatch):
+    busy, seal = threading.Lock(), checkpoint.seal
+
+    def slow(folder):
+        assert busy.acquire(blocking=False), "two saves at a time"
+        time.sleep(0.2)
+        seal(folder)
+        busy.release()
+
+    monkeypatch.setattr(checkpoint, "seal", slow)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=9))
+    for number in range(1, 6):
+        save(checkpoints, number)
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2, 3, 4, 5]
+    for number in checkpoints.steps():
+        assert checkpoint.damage(tmp_path / str(number)) is None
+        found = checkpoints.restore_params(number, jax.eval_shape(lambda: PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, found, params_of(number))
+    checkpoints.close()
+
+
+def test_a_disk_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    save(checkpoints, 1)
+    checkpoints.close()
+    for number, words in ((5, "cannot be read"), (13, None)):
+
+        def failing(path, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(files, "sha256", failing)
+        if words:
+            assert words in checkpoint.damage(tmp_path / "1")
+        else:
+            with pytest.raises(UserError, match="permission denied"):
+                checkpoint.damage(tmp_path / "1")
+
+
+def test_a_lock_dies_with_its_owner(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from bert_jax import files\n"
+        f"with files.only_process({str(tmp_path)!r}):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "held\n"
+    for _ in range(2):  # refused twice: a refusal takes nothing from its owner
+        with pytest.raises(UserError, match=f"pid {owner.pid} on"), files.only_process(tmp_path):
+            pass
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    with files.only_process(tmp_path):
+        assert f"pid {os.getpid()} on" in (tmp_path / files.LOCK).read_text()
+
+
+def test_several_processes_agree(rows, copy):
+    """The first looks and moves; all go on from the same step."""
+    flip(step(copy) / "manifest.json")
+    argv = command(copy, [rows()], *CHANGES)
+    status, said = ends(start(argv, 2))
+    assert status == [0, 0], said
+    assert f"moved to {copy}/damaged/6; going on from step 4" in said[0]
+    assert "damaged" not in said[1]
+    assert [line["step"] for line in workdir.read_lines(copy / "starts.jsonl")] == [0, 4]
+    assert steps(copy / "checkpoints") == [2, 4, 6]
+    assert checkpoint.damage(step(copy)) is None
+
+
+def test_no_room_then_room_then_read_only(tmp_path, rows):
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    folder = mounted / "run"
+    changes = ("steps=40", "checkpoint.every_steps=2", "checkpoint.keep_last=99")
+    unshare = ("unshare", "--user", "--map-root-user", "--mount")
+    # A file system in a namespace of its own, gone with the processes.
+    script = (
+        f'mount -t tmpfs -o size=3m tmpfs {mounted} || exit 99; "$@"; echo status $?; '
+        f"cp -r {folder} {tmp_path}/full; mount -o remount,size=64m {mounted}; "
+        f'"$@"; echo status $?; mount -o remount,ro {mounted}; "$@"; echo status $?; '
+        f"{sys.executable} -m bert_jax evaluate --workdir {folder} --checkpoint latest --json; "
+        f"echo status $?; cp -r {folder} {tmp_path}/done"
+    )
+    try:
+        done = subprocess.run(
+            [*unshare, "sh", "-c", script, "sh", *command(folder, [rows()], *changes)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+            env=ALONE,
+        )
+    except FileNotFoundError:
+        pytest.skip("needs the command unshare to make a small file system")
+    if done.returncode in (1, 99):
+        pytest.skip(f"no small file system can be made here: {done.stderr.strip()[-200:]}")
+    statuses = [line for line in done.stdout.splitlines() if line.startswith("status")]
+    assert statuses == ["status 2", "status 0", "status 2", "status 0"], done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    said = done.stderr.splitlines()
+    (full,) = [line for line in said if "the disk is full" in line]
+    assert "cannot save step" in full
+    kept = steps(tmp_path / "full" / "checkpoints")
+    assert kept
+    for number in kept:
+        assert checkpoint.damage(step(tmp_path / "full", number)) is None
+    assert f"resuming at step {kept[-1]} of 40" in said
+    assert steps(tmp_path / "done" / "checkpoints") == list(range(2, 41, 2))
+    assert f"cannot use the folder {folder}: the file system is read-only" in said[-1]
+    evaluated = json.loads(done.stdout.splitlines()[-2])
+    last = workdir.read_lines(tmp_path / "done" / "metrics.jsonl")[-1]
+    assert evaluated["masked_lm_loss"] == pytest.approx(last["masked_lm_loss"], rel=1e-5)
+    assert cli.main(["evaluate", "--workdir", str(tmp_path / "done"), "--json"]) == 0
