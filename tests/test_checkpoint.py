@@ -19,7 +19,7 @@ import pytest
 from bert_jax import checkpoint, cli, files, workdir
 from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import CheckpointConfig, Phase, load
+from bert_jax.config import CheckpointConfig, load
 from bert_jax.errors import UserError
 from bert_jax.tasks import pretraining
 from tests.test_distributed import ends, start
@@ -70,7 +70,7 @@ KINDS = sorted(
 def run(rows, tmp_path_factory):
     """A finished run of 6 steps, and a function that starts it again in another folder."""
     config = load(arguments(*CHANGES))
-    config.phases = (Phase(rows=str(rows())),)
+    config.phases[0].rows = str(rows())
     config, vocabulary, data, stages = pretraining.stages(config)
     compiled = {}
 
