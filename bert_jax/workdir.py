@@ -7,8 +7,9 @@ metrics.jsonl     training and held-out metrics by step; the same, bit for bit, 
                   was killed and restarted
 speed.jsonl       what the clock says: seconds, tokens a second; differs from run to run
 checkpoints/      by step
-skipped.json, incidents/
-                  of a run whose numbers went wrong (`bert_jax.guard`)
+damaged/          steps whose files were no longer what was saved, set aside
+skipped.json      steps whose batches were left out, and what was seen at each of them, of a run
+incidents/        whose numbers went wrong (`bert_jax.guard`)
 tensorboard/      the same curves as events
 lock              held while a process trains here
 """
