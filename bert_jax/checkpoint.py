@@ -304,13 +304,15 @@ class Checkpoints:
                 scored.append((self._sign * metrics[self._best_by], step))
         return min(scored)[1] if scored else self.steps()[-1]
 
-    def forget_after(self, step: int) -> int:
-        """Deletes the steps after one, and returns the newest that is left; 0 for none."""
+    def forget_after(self, step: int) -> None:
+        """Deletes the steps after one."""
         self.wait()
+        left = [s for s in self.steps() if s <= step]
+        if not left and jax.process_index() == 0:  # as before the first: none is lost
+            (self.folder / _SAVED).unlink(missing_ok=True)
         with self._errors("delete from"):
-            for later in [s for s in self.steps() if s > step]:
+            for later in self.steps()[len(left) :]:
                 self._manager.delete(later)
-        return max(self.steps(), default=0)
 
     def close(self) -> None:
         """Waits for saves and lets go of the folder's threads."""

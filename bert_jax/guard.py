@@ -5,7 +5,7 @@ the steps before, it leaves the state as it was and so does every step that is a
 the loop then stops, leaves the batch out, or goes back (`GuardConfig`). Decisions are files of the
 workdir, so a run that is killed and started again makes the same ones:
 
-skipped.json               the steps whose batches were left out
+skipped.json               the steps whose batches were left out, and whether the run is to go back
 incidents/step_N/          what was seen at step N, the batch, and the state before it, for `replay`
     incident.json, batch.npz, state/
 """
@@ -158,7 +158,8 @@ class Guard:
     def __init__(self, config: GuardConfig, folder: pathlib.Path):
         self._config, self._folder = config, folder
         path = folder / SKIPPED
-        self.skipped: set[int] = set(json.loads(path.read_text())) if path.exists() else set()
+        told = json.loads(path.read_text()) if path.exists() else {"steps": [], "back_to": None}
+        self.skipped, self._back_to = set(told["steps"]), told["back_to"]
 
     def look(self, step: int, seen: Seen) -> dict[str, Any]:
         """What to say of a finished step, {} if it was fine.
@@ -212,13 +213,24 @@ class Guard:
                 kept.save(step, params, training)
             kept.close()
 
-    def skip(self, steps: Iterable[int]) -> None:
-        """Leaves the batches of some steps out, from now on and in every later start."""
+    def skip(self, steps: Iterable[int], back_to: int | None = None) -> None:
+        """Leaves the batches of some steps out, from now on and in every later start.
+
+        Args:
+            steps: their numbers.
+            back_to: no checkpoint after this step is to be gone on from (`go_back`).
+        """
         self.skipped.update(steps)
+        self._back_to = back_to
+        told = {"steps": sorted(self.skipped), "back_to": back_to}
         path = self._folder / SKIPPED
-        distributed.first(
-            "the steps left out", lambda: files.write_json(path, sorted(self.skipped))
-        )
+        distributed.first("the steps left out", lambda: files.write_json(path, told))
+
+    def go_back(self, checkpoints: Checkpoints) -> None:
+        """Deletes the checkpoints that `skip` said are not to be gone on from, also after a kill."""
+        if self._back_to is not None:
+            checkpoints.forget_after(self._back_to)
+            self.skip([])
 
 
 def describe(seen: Seen) -> dict[str, Any]:

@@ -271,6 +271,8 @@ def train(
         distributed.first("the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
+        keeper = guard.Guard(config.guard, folder)
+        keeper.go_back(checkpoints)
         step = max(checkpoints.steps(), default=0)
         distributed.require_same({"the newest checkpoint in the workdir": step})
         if step >= config.steps or Patience(config, best, folder, step).is_over:
@@ -289,7 +291,9 @@ def train(
         watch = stack.enter_context(distributed.Watch())
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
-        loop = _Loop(config, mesh, stages, shapes, folder, checkpoints, compiled, progress, watch)
+        loop = _Loop(
+            config, mesh, stages, shapes, folder, checkpoints, keeper, compiled, progress, watch
+        )
         loop.step, loop.state = step, state_at(step)
         while True:
             with Log(folder, loop.step, config, mesh, progress) as log:
@@ -383,6 +387,7 @@ class _Loop:
         shapes: State,
         folder: pathlib.Path,
         checkpoints: Checkpoints,
+        keeper: guard.Guard,
         compiled: dict[int, Compiled],
         progress: Progress,
         watch: distributed.Watch,
@@ -391,7 +396,7 @@ class _Loop:
         self._stages, self._shapes = stages, shapes
         self._folder, self._checkpoints, self._compiled = folder, checkpoints, compiled
         self._progress, self._watch = progress, watch
-        self._guard = guard.Guard(config.guard, folder)
+        self._guard = keeper
         self._stopping = distributed.Stopping(STEPS_AHEAD)
         self._running: collections.deque[Any] = collections.deque()
 
@@ -513,8 +518,9 @@ class _Loop:
             return None
         if policy == "rollback":
             first = max(step - config.rollback_steps, 0)
-            self._guard.skip(range(first, step + 1))
-            to = self._checkpoints.forget_after(first)
+            self._guard.skip(range(first, step + 1), back_to=first)
+            self._guard.go_back(self._checkpoints)
+            to = max(self._checkpoints.steps(), default=0)
             self._progress.advance(to - step)
             self._progress.say(
                 f"{what}; back to step {to:,}, and the batches from step {first:,} on are left out"

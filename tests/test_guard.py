@@ -50,6 +50,10 @@ def run(folder, rows, *changes, bad=(BAD,), compiled=None):
     loop.train(config, vocabulary, data, stages, folder, compiled=compiled)
 
 
+def skipped(folder):
+    return json.loads((folder / "skipped.json").read_text())["steps"]
+
+
 def trained(folder):
     """The steps of the lines about training."""
     lines = workdir.read_lines(folder / "metrics.jsonl")
@@ -120,7 +124,7 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
 
 
 def test_skip_is_the_run_without_that_step(skipping, rows):
-    assert json.loads((skipping / "skipped.json").read_text()) == [BAD]
+    assert skipped(skipping) == [BAD]
     assert trained(skipping) == [5, 10, 15, 20, 25, 30]
     config = load(arguments(*SHORT))
     config.phases = (Phase(rows=str(rows())),)
@@ -153,17 +157,40 @@ def test_resuming_before_a_skipped_step_skips_it_again(skipping, tmp_path, rows,
 def test_rollback_leaves_out_the_steps_before_too(tmp_path, rows):
     back, known = tmp_path / "back", tmp_path / "known"
     run(back, rows, "guard.nonfinite=rollback", "guard.rollback_steps=4")
-    assert json.loads((back / "skipped.json").read_text()) == [13, 14, 15, 16, 17]
+    assert skipped(back) == [13, 14, 15, 16, 17]
     known.mkdir()
-    (known / "skipped.json").write_text("[13, 14, 15, 16, 17]")
+    shutil.copy(back / "skipped.json", known)
     run(known, rows)
     assert_same_run(back, known)
     assert trained(back) == [5, 10, 15, 20, 25, 30]
 
 
+def test_a_rollback_that_was_killed_is_carried_out(tmp_path, rows, monkeypatch):
+    changes = ("guard.nonfinite=rollback", "guard.rollback_steps=16")
+    run(tmp_path / "whole", rows, *changes)
+    with monkeypatch.context() as patch:
+        # The decision is written, and then the process is gone.
+        patch.setattr(guard.Guard, "skip", killed_after(guard.Guard.skip))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "killed", rows, *changes)
+    assert (tmp_path / "killed" / "checkpoints" / "10").exists()
+    run(tmp_path / "killed", rows, *changes)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def killed_after(call):
+    """A function that does its work and is interrupted."""
+
+    def wrapped(*arguments, **options):
+        call(*arguments, **options)
+        raise KeyboardInterrupt
+
+    return wrapped
+
+
 def test_rollback_to_the_very_beginning(tmp_path, rows):
     run(tmp_path, rows, "guard.nonfinite=rollback", bad=(3,))
-    assert json.loads((tmp_path / "skipped.json").read_text()) == [0, 1, 2, 3]
+    assert skipped(tmp_path) == [0, 1, 2, 3]
     assert trained(tmp_path) == [5, 10, 15, 20, 25, 30]
 
 

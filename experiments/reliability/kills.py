@@ -1,0 +1,348 @@
+"""Real runs, killed at moments that hurt, and started again until they end as if nothing had happened.
+
+    python experiments/reliability/kills.py --kills 100 [--seed 0] [--only pretrain finetune]
+
+Everything is made here: a text from a grammar, a vocabulary, rows, a table to fine-tune on. Each
+command first runs undisturbed. Then it is started, killed by SIGKILL at a moment drawn from
+`MOMENTS`, started again, …, and at last left alone; what it leaves must be what the undisturbed run
+left, bit for bit: arrays of every checkpoint that is kept, metrics.jsonl, shards, exported files.
+A line a kill goes to kills.jsonl, and `report.py` writes README.md from it.
+"""
+
+import argparse
+import filecmp
+import importlib.metadata
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+TRAINED = ("pretrain", "finetune")
+# A run of some hundred steps is killed so many times before it may end.
+KILLS_A_RUN = 4
+POLL_SECONDS = 0.001
+NOUNS = "king river mountain book child city teacher horse garden winter letter ship".split()
+VERBS = "sees follows remembers leaves finds builds crosses describes".split()
+
+
+# --- What is run ----------------------------------------------------------------------------------
+
+
+def corpus(folder: pathlib.Path) -> None:
+    """Text, vocabulary, rows of T=32 and 64, and a table with a label a line."""
+    rng = random.Random(0)
+
+    def sentence() -> str:
+        return f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} the {rng.choice(NOUNS)}."
+
+    texts = ("\n".join(sentence() for _ in range(rng.randint(4, 30))) for _ in range(200))
+    (folder / "text.txt").write_text("\n\n".join(texts) + "\n")
+    for name, count in (("train", 300), ("dev", 60)):
+        lines = [f"{text},{'ship' in text}" for text in (sentence() for _ in range(count))]
+        (folder / f"{name}.csv").write_text("\n".join(["text,label", *lines]) + "\n")
+    text, vocab = folder / "text.txt", folder / "vocab"
+    call("vocab", "--out", vocab, "--size", 150, text)
+    for tokens in (32, 64):
+        call("prepare", *rows(folder, tokens), "--out", folder / f"rows{tokens}")
+
+
+def rows(data: pathlib.Path, tokens: int) -> list:
+    """Arguments of `prepare`."""
+    shape = ["--tokens", tokens, "--sequences", 4, "--heldout-fraction", 0.1, "--passes", 3]
+    return ["--vocab", data / "vocab", *shape, data / "text.txt"]
+
+
+PRETRAIN = (
+    "model.positions=64 batch_size=8 steps=240 log_every_steps=5 evaluate_every_steps=16 "
+    "evaluate_rows=32 optim.warmup_steps=5 optim.learning_rate=1e-3 checkpoint.every_steps=9 "
+    "phases[0].fraction=0.6 phases[1].fraction=0.4 phases[1].batch_size=4"
+).split()
+FINETUNE = "epochs=8 batch_size=8 task.tokens=16 checkpoint.every_steps=13 evaluate_every_steps=20"
+
+
+def commands(data: pathlib.Path) -> dict[str, Callable[[pathlib.Path], list]]:
+    """For each scenario what is run to make a folder."""
+    config = ROOT / "configs"
+
+    def pretrain(out):
+        phases = ["--rows", data / "rows32", "--rows", data / "rows64"]
+        changes = [f"--config.{change}" for change in PRETRAIN]
+        return [
+            *("pretrain", f"--config={config}/pretrain.py:L2-H32-A2,32,64"),
+            *(*changes, *phases, "--workdir", out),
+        ]
+
+    def finetune(out):
+        size = "model.layers=2 model.hidden=32 model.heads=2 model.feed_forward=64"
+        files = [f"task.{split}={data / split}.csv" for split in ("train", "dev")]
+        changes = [f"--config.{change}" for change in [*FINETUNE.split(), *size.split(), *files]]
+        start = ["--init", "none", "--vocab", data / "vocab"]
+        return ["finetune", f"--config={config}/table.py", *start, *changes, "--workdir", out]
+
+    def prepare(out):
+        return ["prepare", *rows(data, 32), "--out", out]
+
+    def export(out):
+        return ["export", "--workdir", data / "pretrain", "--out", out]
+
+    def import_(out):
+        return ["import", data / "export", "--out", out]
+
+    return {
+        "pretrain": pretrain,
+        "finetune": finetune,
+        "prepare": prepare,
+        "export": export,
+        "import": import_,
+    }
+
+
+def environment() -> dict[str, str]:
+    # Most of a start is compiling: little optimization, and a cache of this harness's own.
+    flags = "--xla_backend_optimization_level=0"
+    cache = os.path.join(tempfile.gettempdir(), "bert_jax_kills_cache")
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "BERT_JAX_CACHE": cache}
+
+
+def start(command: list) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bert_jax", *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+
+
+def call(*command) -> None:
+    process = start(list(command))
+    said, _ = process.communicate(timeout=600)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: status {process.returncode}\n{said}")
+
+
+# --- When it is killed ----------------------------------------------------------------------------
+
+
+def names(folder: pathlib.Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.exists() else set()
+
+
+def saving(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """A checkpoint is being written."""
+    return lambda: any("tmp" in name for name in names(out / "checkpoints"))
+
+
+def sealed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """A checkpoint is written to the end, manifest and all, and has not taken its place."""
+
+    def now() -> bool:
+        tmp = (name for name in names(out / "checkpoints") if "tmp" in name)
+        return any((out / "checkpoints" / name / "manifest.json").exists() for name in tmp)
+
+    return now
+
+
+def committed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """A checkpoint has just taken its place, and an old one is about to be deleted."""
+    before = names(out / "checkpoints")
+    return lambda: any(name.isdigit() for name in names(out / "checkpoints") - before)
+
+
+def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """An old checkpoint has lost a file."""
+    folder, seen = out / "checkpoints", set()
+
+    def now() -> bool:
+        nonlocal seen
+        here = {name for name in names(folder) if name.isdigit()}
+        gone, seen = seen - here, here
+        return bool(gone)
+
+    return now
+
+
+def line_of(out: pathlib.Path, wanted: Callable[[dict], bool]) -> Callable[[], bool]:
+    """A new line of metrics.jsonl is as wanted."""
+    path = out / "metrics.jsonl"
+    begun = path.stat().st_size if path.exists() else 0
+
+    def now() -> bool:
+        if not path.exists() or path.stat().st_size <= begun:
+            return False
+        try:
+            return wanted(json.loads(path.read_text().splitlines()[-1]))
+        except (ValueError, IndexError):
+            return False
+
+    return now
+
+
+def evaluating(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """The last line before an evaluation has been written."""
+    return line_of(out, lambda line: line["split"] == "train" and line["step"] % 16 >= 11)
+
+
+def phase(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """The steps around a change of phase."""
+    return line_of(out, lambda line: 135 <= line["step"] <= 150)
+
+
+def first_step(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """The run has begun, and no step is done."""
+    starts = out / "starts.jsonl"
+    before = starts.stat().st_size if starts.exists() else 0
+    return lambda: starts.exists() and starts.stat().st_size > before
+
+
+def any_time(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """Any moment of a start."""
+    at = time.monotonic() + rng.uniform(0, 12)
+    return lambda: time.monotonic() > at
+
+
+def writing(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """Something is beside the folder that is to be."""
+    partial = out.parent / f".{out.name}.partial"
+    return lambda: partial.exists() and any(name != "lock" for name in names(partial))
+
+
+TRAINING = (
+    *(saving, saving, sealed, sealed, committed, committed, deleting),
+    *(evaluating, phase, first_step, any_time),
+)
+MOMENTS = {
+    "pretrain": TRAINING,
+    "finetune": tuple(moment for moment in TRAINING if moment is not phase),
+    "prepare": (writing, writing, any_time),
+    "export": (writing, writing, any_time),
+    "import": (writing, writing, any_time),
+}
+
+
+def kill_once(command: list, out: pathlib.Path, moment, rng: random.Random) -> bool:
+    """Starts the command and kills it at the moment; False if it ended first."""
+    due, delay = moment(out, rng), rng.uniform(0, 0.03)
+    process = start(command)
+    while process.poll() is None:
+        if due():
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            return process.returncode == -signal.SIGKILL
+        time.sleep(POLL_SECONDS)
+    said = process.communicate()[0]
+    if process.returncode:
+        raise SystemExit(f"{command[0]}: status {process.returncode} after a kill\n{said}")
+    return False
+
+
+# --- What it must leave ---------------------------------------------------------------------------
+
+
+def differences(scenario: str, out: pathlib.Path, reference: pathlib.Path) -> list[str]:
+    """What is not as in the undisturbed run's folder."""
+    if scenario in (*TRAINED, "import"):
+        return trained_differences(out, reference)
+    found = sorted(str(p.relative_to(reference)) for p in reference.rglob("*") if p.is_file())
+    here = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    if here != found:
+        return ["the list of files"]
+    return [name for name in found if not filecmp.cmp(out / name, reference / name, shallow=False)]
+
+
+def trained_differences(out: pathlib.Path, reference: pathlib.Path) -> list[str]:
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    differ = []
+    for name in ("metrics.jsonl", "metrics.json", "vocab.txt"):
+        if (reference / name).exists() and not filecmp.cmp(
+            out / name, reference / name, shallow=False
+        ):
+            differ.append(name)
+    steps = [sorted(n for n in names(f / "checkpoints") if n.isdigit()) for f in (out, reference)]
+    if steps[0] != steps[1]:
+        return [*differ, f"the checkpoints that are kept: {steps[0]}, not {steps[1]}"]
+    for step in steps[0]:
+        for item in ("params", "training"):
+            if (reference / "checkpoints" / step / item).exists():
+                one, other = (
+                    jax.tree.leaves(
+                        ocp.StandardCheckpointer().restore(
+                            f.absolute() / "checkpoints" / step / item
+                        )
+                    )
+                    for f in (out, reference)
+                )
+                if len(one) != len(other) or not all(
+                    np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True)
+                ):
+                    differ.append(f"step {step}: {item}")
+    return differ
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=MOMENTS, default=list(MOMENTS))
+    options = parser.parse_args()
+    rng, results = random.Random(options.seed), HERE / "kills.jsonl"
+    done = 0
+    with tempfile.TemporaryDirectory(prefix="bert_jax_kills_") as temporary:
+        folder = pathlib.Path(temporary)
+        corpus(folder)
+        make = commands(folder)
+        for scenario in make:  # in this order, for one stands on another
+            if scenario in options.only or scenario in ("pretrain", "export"):
+                call(*make[scenario](folder / scenario))
+        # Training is where there is most to lose: three times as often as the others.
+        weights = [3 if scenario in TRAINED else 1 for scenario in options.only]
+        number = 0
+        while done < options.kills:
+            scenario = rng.choices(options.only, weights)[0]
+            number += 1
+            out = folder / f"{scenario}_{number}"
+            lines = []
+            for _ in range(KILLS_A_RUN):
+                moment = rng.choice(MOMENTS[scenario])
+                if not kill_once(make[scenario](out), out, moment, rng):
+                    break
+                lines.append({"command": scenario, "moment": moment.__name__})
+            # What makes a new folder is done when there is one; a run goes on to its end.
+            if scenario in TRAINED or not out.exists():
+                call(*make[scenario](out))
+            differ = differences(scenario, out, folder / scenario)
+            starts = out / "starts.jsonl"
+            resumed = (
+                [json.loads(line)["step"] for line in starts.read_text().splitlines()]
+                if starts.exists()
+                else []
+            )
+            with open(results, "a") as file:
+                for line in lines:
+                    line |= {"seed": options.seed, "run": number, "resumed_at": resumed,
+                             "differs": differ, "jax": importlib.metadata.version("jax")}  # fmt: skip
+                    file.write(json.dumps(line) + "\n")
+            done += len(lines)
+            print(f"{done} kills; {scenario}: {', '.join(line['moment'] for line in lines)}: "
+                  f"{'differs in ' + ', '.join(differ) if differ else 'the same'}", flush=True)  # fmt: skip
+            if differ:
+                shutil.copytree(out, HERE / "differs", dirs_exist_ok=True)
+                raise SystemExit(f"{scenario}: {differ}")
+            shutil.rmtree(out)
+
+
+if __name__ == "__main__":
+    main()

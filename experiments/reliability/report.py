@@ -1,0 +1,96 @@
+"""README.md and leaks.svg from kills.jsonl and leaks.jsonl.
+
+python experiments/reliability/report.py
+"""
+
+import collections
+import json
+import pathlib
+
+from bert_jax import files
+
+HERE = pathlib.Path(__file__).parent
+HELD = {
+    "memory_bytes": ("memory, MB", 1e6),
+    "disk_bytes": ("checkpoints on disk, MB", 1e6),
+    "open_files": ("open files", 1),
+    "threads": ("threads", 1),
+}
+# Compiling, the first evaluation and the first save are behind a run by then.
+WARM = 0.2
+
+
+def read(name):
+    path = HERE / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kills(lines):
+    """A row a command, a column a moment."""
+    if not lines:
+        return ["not run"]
+    counts = collections.Counter((line["command"], line["moment"]) for line in lines)
+    commands, moments = (sorted({key[i] for key in counts}) for i in range(2))
+    differ = [line for line in lines if line["differs"]]
+    table = [
+        f"| | {' | '.join(moment.replace('_', ' ') for moment in moments)} | all |",
+        f"|---|{'---|' * (len(moments) + 1)}",
+    ]
+    for command in commands:
+        own = [counts[command, moment] for moment in moments]
+        table.append(f"| {command} | {' | '.join(str(n or '') for n in own)} | {sum(own)} |")
+    runs = len({(line["seed"], line["command"], line["run"]) for line in lines})
+    seeds = ", ".join(str(seed) for seed in sorted({line["seed"] for line in lines}))
+    return [
+        f"{len(lines)} kills in {runs} runs (seed {seeds}); {len(differ)} of them in runs that ended "
+        "otherwise than the undisturbed one.",
+        "",
+        *table,
+    ]
+
+
+def leaks(lines):
+    """Each thing held at the end of the warm-up and at the end of the run, and the picture."""
+    if not lines:
+        return ["not run"]
+    end = lines[-1]["step"]
+    warm = [line for line in lines if line["step"] >= WARM * end]
+    tenth = max(len(warm) // 10, 1)
+    table = [f"| | steps {warm[0]['step']:,} to {warm[tenth - 1]['step']:,} | the last as many | most |",
+             "|---|---|---|---|"]  # fmt: skip
+    for key, (name, unit) in HELD.items():
+        values = [line[key] / unit for line in warm]
+        first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
+        table.append(f"| {name} | {first:,.1f} | {last:,.1f} | {max(values):,.1f} |")
+    draw(lines)
+    return [f"{end:,} steps, {len(lines):,} looks.", "", *table, "", "![what is held](leaks.svg)"]
+
+
+def draw(lines):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "bert_jax"}):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        for axis, (key, (name, unit)) in zip(figure.subplots(2, 2).flat, HELD.items(), strict=True):
+            axis.plot([line["step"] for line in lines], [line[key] / unit for line in lines])
+            axis.set(title=name, xlabel="step", ylim=(0, None))
+        with files.replacing(HERE / "leaks.svg") as beside:
+            figure.savefig(beside, format="svg", metadata={"Date": None})
+
+
+def main():
+    path = HERE / "README.md"
+    text = path.read_text()
+    for name, lines in (
+        ("kills", kills(read("kills.jsonl"))),
+        ("leaks", leaks(read("leaks.jsonl"))),
+    ):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{chr(10).join(lines)}\n{end}{rest.split(end)[1]}"
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
