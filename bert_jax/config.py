@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -253,6 +254,10 @@ class Config(Run):
 
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
     phases: tuple[Phase, ...] = (Phase(),)
+    # Records of the rows that fail their checksum: "stop" with an error that names the first, or
+    # "skip": tell each and put a row of padding, which weighs nothing, in its place, so that all
+    # other rows stay where they were.
+    damaged_rows: str = "stop"
     # 0 takes all held-out rows.
     evaluate_rows: int = 2_048
 
@@ -409,6 +414,7 @@ _CHOICES = {
     "model.features": FEATURES,
     "model.head": HEADS,
     "embed.pooling": ("mean", "cls", "none"),
+    "damaged_rows": ("stop", "skip"),
     "guard.nonfinite": ("stop", "skip", "rollback"),
     "guard.spike": ("off", "report", "stop", "skip", "rollback"),
     "model.dropout_generator": ("hash", "threefry", "rbg"),
@@ -471,6 +477,8 @@ def validate(config: Run) -> None:
     for key, value in flat.items():
         if isinstance(value, float):
             require(math.isfinite(value), key, "finite")
+        if isinstance(value, int) and key != "seed":  # steps and shapes are counted in int32
+            require(abs(value) < 2**31, key, "below 2**31")
     for key, choices in _CHOICES.items():
         require(flat.get(key) in (None, *choices), key, "one of " + ", ".join(map(repr, choices)))
     may_be_0 = _FILLED_IN if isinstance(config, FinetuneConfig) else ()
@@ -585,30 +593,55 @@ def to_dict(config: Run) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_dict(values: Mapping[str, Any]) -> Run:
+def from_dict(values: Any) -> Run:
     """The inverse of `to_dict`, a `FinetuneConfig` where there is a task, else a `Config`.
 
     Raises:
-        UserError: a field that this version does not have.
+        UserError: a field that this version does not have, or of another type.
     """
     try:
-        kind = FinetuneConfig if "task" in values else Config
-        return _build(kind, values)
-    except (TypeError, KeyError) as error:
+        if not isinstance(values, Mapping) or not values.keys() & {"task", "phases"}:
+            raise ValueError("it has neither task nor phases")
+        return build(FinetuneConfig if "task" in values else Config, values, "config")
+    except ValueError as error:
         raise UserError(f"not a config of this version of bert_jax: {error}") from None
 
 
-def _build(kind: type, values: Mapping[str, Any]) -> Any:
-    values = dict(values)
-    for field in dataclasses.fields(kind):
-        value = values.get(field.name)
-        if field.name == "phases":
-            values["phases"] = tuple(_build(Phase, phase) for phase in values["phases"])
-        elif dataclasses.is_dataclass(field.type) and value is not None:
-            values[field.name] = _build(field.type, value)
-        elif isinstance(value, list):
-            values[field.name] = tuple(value)
-    return kind(**values)
+def build(kind: Any, value: Any, where: str) -> Any:
+    """The inverse of `dataclasses.asdict`, also for what has been JSON in between.
+
+    Args:
+        kind: a dataclass, or the type of one's field: plain ones, `tuple[kind, ...]`, `Any`.
+        value: plain values.
+        where: what to call it in an error.
+
+    Raises:
+        ValueError: a value of another type, a field that is missing or unknown; names it.
+    """
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        fields = {field.name: field.type for field in dataclasses.fields(kind)}
+        for name in value:
+            if name not in fields:
+                raise ValueError(f"{where} has an unknown field {name!r}")
+        found = {name: build(fields[name], v, f"{where}.{name}") for name, v in value.items()}
+        try:
+            return kind(**found)
+        except TypeError as error:  # which are missing
+            raise ValueError(f"{where}: {error}") from None
+    if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+        item = typing.get_args(kind)[0]
+        return tuple(build(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if kind is float and type(value) is int and abs(value) < 1 << 53:
+        return float(value)
+    fits = isinstance(value, typing.get_origin(kind) or kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where} is {str(value)[:80]!r}, which is no {_KINDS.get(kind, 'group')}")
+    return value
+
+
+_KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -678,8 +711,9 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     except Exception as error:  # a config file is a program: anything may come out of it
         text = " ".join(str(error).split())
         raise UserError(f"cannot load {file[0][9:]}: {type(error).__name__}: {text}") from error
-    validate(values.config)
-    return values.config
+    config = from_dict(to_dict(values.config))  # a config file may have put anything anywhere
+    validate(config)
+    return config
 
 
 def _check_key(key: str, config: Run) -> None:

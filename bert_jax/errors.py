@@ -7,3 +7,7 @@ class UserError(Exception):
     The message is one line that says what is wrong, where, and what to do about it.
     `bert-jax` prints it without a traceback and exits with status 2.
     """
+
+    def __init__(self, message: str):
+        # It may quote a file, whose line breaks and terminal codes are for nobody's terminal.
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))

@@ -35,7 +35,7 @@ from bert_jax.errors import UserError
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # What may differ between the starts of one run without making it another run.
-_FREE = ("platform", "mesh.", "checkpoint.", "embed.", "guard.")
+_FREE = ("platform", "mesh.", "checkpoint.", "embed.", "guard.", "damaged_rows")
 
 
 class Lines:
@@ -83,7 +83,7 @@ def read_config(workdir: str | pathlib.Path) -> Run:
         return config_lib.from_dict(json.loads(path.read_text())["config"])
     except FileNotFoundError:
         raise UserError(f"{workdir} holds no run: it has no config.json") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
@@ -91,7 +91,7 @@ def holds_run(folder: str | pathlib.Path) -> bool:
     """Whether the config.json in a folder is ours: a run's or an imported checkpoint's."""
     try:
         return "config" in json.loads((pathlib.Path(folder) / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 

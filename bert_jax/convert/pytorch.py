@@ -39,6 +39,8 @@ _STORAGES = {
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _PIECE_BYTES = 1 << 22
+# How often a file's bytes may stand in its tensors: tied weights do twice.
+_SHARING = 8
 
 
 class _Bounded:
@@ -96,10 +98,14 @@ def read(file: Traversable) -> dict[str, np.ndarray]:
         stream.seek(0)
         load = _load_zip if is_zip else _load_legacy
         tensors, storages = load(stream, file_bytes)
-        return {
+        arrays = {
             name: _array(name, tensor, storages[tensor.storage.key], file_bytes)
             for name, tensor in tensors.items()
         }
+        # Some copy will not share memory as the file does.
+        if sum(array.nbytes for array in arrays.values()) > _SHARING * file_bytes:
+            raise ValueError("its tensors share more of their bytes than any model's do")
+        return arrays
 
 
 @contextlib.contextmanager

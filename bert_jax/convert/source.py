@@ -23,6 +23,7 @@ from bert_jax import config as config_lib
 from bert_jax.config import Config, EmbedConfig, Run
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.data import wordpiece
+from bert_jax.data.compressed import SETTINGS_BYTES, whole
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import Params, parameter_count
@@ -48,6 +49,9 @@ _BESIDE_WEIGHTS = (
     *("config.json", "bert_config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
     *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
 )
+
+# Weights are nearly random bytes: a zip of them is about as large as they are.
+_UNPACKED = 20
 
 
 class Imported(NamedTuple):
@@ -246,6 +250,10 @@ def _has_hugging_face(folder: pathlib.Path) -> bool:
 def _in_zip(path: pathlib.Path) -> tuple[Traversable, str]:
     try:
         archive = zipfile.ZipFile(path)
+        declared, size = sum(m.file_size for m in archive.infolist()), path.stat().st_size
+        if declared > _UNPACKED * size + SETTINGS_BYTES:
+            raise UserError(f"{path} says it unpacks to {declared:,} bytes, and it has {size:,}: no "
+                            "checkpoint is packed so tightly; download it again")  # fmt: skip
         names = [n for n in archive.namelist() if not n.startswith("__MACOSX/")]
         inside = [n for n in names if pathlib.PurePosixPath(n).suffix == ".index"]
     except (zipfile.BadZipFile, OSError, ValueError) as error:
@@ -322,9 +330,14 @@ def _cached(name: str, revision: str | None, error: Exception) -> pathlib.Path:
 # --- What is in them ------------------------------------------------------------------------------
 
 
+def _bytes(file: Traversable) -> bytes:
+    with file.open("rb") as stream:
+        return whole(stream, file.name)
+
+
 def _json(file: Traversable) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(_bytes(file))
     except (OSError, ValueError, RecursionError, zipfile.BadZipFile) as error:
         raise UserError(f"{file.name} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
@@ -358,12 +371,17 @@ def _hugging_face(folder: Traversable) -> tuple[dict, dict[str, np.ndarray], lis
 def _shards(index: pathlib.Path) -> list[str]:
     """The files that an index names, which are beside it."""
     names = _json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+    if not isinstance(names, dict):
         raise UserError(f"{index.name} names no files")
     for name in names.values():
-        if pathlib.PurePath(name).name != name or name in ("", ".."):
+        if not _is_beside(name):
             raise UserError(f"{index.name} names {name!r}, which is no file beside it")
     return sorted(set(names.values()))
+
+
+def _is_beside(name: Any) -> bool:
+    """Whether this is the name of something beside the file that holds it, and no path elsewhere."""
+    return isinstance(name, str) and pathlib.PurePath(name).name == name and name not in ("", "..")
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
@@ -378,7 +396,7 @@ def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
                 raise ValueError("its checksums are no table")
     except FileNotFoundError:
         raise UserError(f"{file.name} is missing") from None
-    except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file.name} is damaged: {_damage(file, error)}") from None
     for name, value in tensors.items():
         if name in sums and google_crc32c.value(value.tobytes()) != sums[name]:
@@ -466,7 +484,7 @@ def _vocabulary(
     added: list[str] = []
     if tokenizer.is_file():
         try:
-            vocabulary, added = huggingface.read_tokenizer(tokenizer.read_bytes().decode())
+            vocabulary, added = huggingface.read_tokenizer(_bytes(tokenizer).decode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"tokenizer.json is not BERT's: {' '.join(str(error).split())}"
@@ -474,14 +492,14 @@ def _vocabulary(
         if wordpiece.parse(vocabulary.to_bytes(), tokenizer.name) != vocabulary.tokens:
             raise UserError("tokenizer.json holds a token with a line break in it")
         if listed.is_file():
-            tokens = wordpiece.parse(listed.read_bytes(), listed.name)
+            tokens = wordpiece.parse(_bytes(listed), listed.name)
             if vocabulary.tokens[: len(tokens)] != tokens:
                 raise UserError(
                     "vocab.txt and tokenizer.json hold different vocabularies: remove one"
                 )
         file = tokenizer
     elif listed.is_file():
-        tokens = wordpiece.parse(listed.read_bytes(), listed.name)
+        tokens = wordpiece.parse(_bytes(listed), listed.name)
         vocabulary, file = Vocabulary(tokens, wordpiece.looks_lowercase(tokens)), listed
         if extra.is_file():
             ids = _json(extra)
@@ -539,8 +557,8 @@ def _embed_config(
     if not listed.is_file():
         return embed
     try:
-        modules = json.loads(listed.read_bytes())
-        kinds = {m["type"].rpartition(".")[2]: folder / (m["path"] or ".") for m in modules}
+        modules = json.loads(_bytes(listed))
+        kinds = {m["type"].rpartition(".")[2]: m["path"] or "" for m in modules}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"modules.json cannot be read: {' '.join(str(error).split())}") from None
 
@@ -554,10 +572,13 @@ def _embed_config(
     for kind in kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
         refuse(kind, f"it is a sentence encoder with a module {kind}")
     embed.normalize = "Normalize" in kinds
-    if "Pooling" in kinds and (file := kinds["Pooling"] / "config.json").is_file():
+    where = kinds.get("Pooling", "")
+    if where and not _is_beside(where):
+        raise UserError(f"modules.json names {where!r}, which is no folder beside it")
+    if "Pooling" in kinds and (file := folder / where / "config.json").is_file():
         pooling = _json(file)
         modes = {name.removeprefix("pooling_mode_") for name, on in pooling.items() if on is True}
-        modes = {pooling["pooling_mode"]} if "pooling_mode" in pooling else modes
+        modes = {str(pooling["pooling_mode"])} if "pooling_mode" in pooling else modes
         if modes & {"cls_token", "cls"}:
             embed.pooling = "cls"
         elif not modes & {"mean_tokens", "mean"}:

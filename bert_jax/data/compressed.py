@@ -8,12 +8,16 @@ import lzma
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator
+from typing import IO
 
 from bert_jax.errors import UserError
 from bert_jax.files import one_line_errors
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _BLOCK_BYTES = 1 << 20
+# Of a file that is read whole: far more than any description of a model or of rows takes, and than
+# any benchmark's file. A few compressed bytes can stand for more memory than there is.
+SETTINGS_BYTES, DATA_BYTES = 1 << 26, 1 << 30
 
 
 def decompressed(
@@ -37,6 +41,24 @@ def decompressed(
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
         return io.BufferedReader(_ZstdFile(file), _BLOCK_BYTES)
     return file
+
+
+def whole(stream: IO[bytes], where: object, most_bytes: int = SETTINGS_BYTES) -> bytes:
+    """All of a stream.
+
+    Raises:
+        UserError: there is more of it than `most_bytes`; `where` says of what.
+    """
+    blocks, size = [], 0
+    while block := stream.read(_BLOCK_BYTES):
+        blocks.append(block)
+        size += len(block)
+        if size > most_bytes:
+            raise UserError(
+                f"{where}: more than {most_bytes >> 20:,} MB, decompressed, which no such file has; "
+                "check that it is the right one"
+            )
+    return b"".join(blocks)
 
 
 @contextlib.contextmanager

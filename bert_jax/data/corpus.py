@@ -557,7 +557,7 @@ class _Reader:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self._tell(path, number, "a line is not JSON", "went on without it")
                 continue
             if not isinstance(value, dict) or not isinstance(value.get("text"), str):
@@ -652,8 +652,8 @@ class _Reader:
                             yield number, text
                         else:
                             self._tell(path, number, "a text is empty", "went on without it")
-                    self._report.bytes_read = before + size * number // rows
-        except pyarrow.ArrowInvalid as error:
+                    self._report.bytes_read = before + size * number // max(rows, number)
+        except (pyarrow.ArrowException, OSError) as error:
             raise UserError(
                 f"{path}: not a whole Parquet file ({str(error).splitlines()[0][:200]}); "
                 "copy or download it again"

@@ -6,7 +6,9 @@ there are, so resuming needs the step number and nothing else.
 
 import concurrent.futures
 import pathlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,24 +29,33 @@ class Rows:
         len(): rows in the split.
     """
 
-    def __init__(self, folder: str | pathlib.Path, split: str):
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        split: str,
+        skip: Callable[[str], None] | None = None,
+    ):
         """Opens `split` ("train" or "heldout").
 
-        Raises:
-            UserError: not a folder of rows, or a shard that is missing or cut short.
-        """
-        from grain.sources import ArrayRecordDataSource
+        Args:
+            folder: of rows.
+            split: which.
+            skip: is told of each damaged record, once, from whatever thread reads it; the record
+                is then read as a row of padding. Without it that is an error.
 
-        self._folder = pathlib.Path(folder)
+        Raises:
+            UserError: not a folder of rows, or a shard that is missing, cut short or unreadable.
+        """
+        self._folder, self._skip = pathlib.Path(folder), skip
+        self._told: set[int] = set()
+        self._telling = threading.Lock()
         self.manifest: Manifest = read_manifest(folder)
         self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
         for shard in self._shards:
             self._check_size(shard)
         self._format: RowFormat = self.manifest.format
         self._starts = np.cumsum([0] + [shard.rows for shard in self._shards])
-        # Grain does without a path when there is nothing to read.
-        paths = [str(self._folder / shard.name) for shard in self._shards]
-        self._source = ArrayRecordDataSource(paths) if paths else []
+        self._source = self._open(self._shards)
         if len(self._source) != len(self):
             raise UserError(
                 f"{folder}: the shards of {split} hold {len(self._source)} rows, the manifest says "
@@ -66,8 +77,26 @@ class Rows:
                 "it is cut short or altered; prepare the rows again"
             )
 
+    def _open(self, shards: Sequence[Shard]) -> Any:
+        from grain.sources import ArrayRecordDataSource
+
+        paths = [str(self._folder / shard.name) for shard in shards]
+        try:
+            # Grain does without a path when there is nothing to read.
+            return ArrayRecordDataSource(paths) if paths else []
+        except Exception as error:  # of many kinds, and silent about which file
+            if len(shards) > 1:
+                for shard in shards:
+                    self._open([shard])
+            raise UserError(
+                f"cannot open the shard {paths[0]} ({' '.join(str(error).split())}): its index is "
+                "damaged; prepare the rows again"
+            ) from None
+
     def verify(self) -> None:
         """Reads every shard once and compares its SHA-256 with the manifest's.
+
+        An altered shard of the right size is told where damaged records are skipped.
 
         Raises:
             UserError: names the altered file.
@@ -75,32 +104,46 @@ class Rows:
         with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
             digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
             for shard, digest in zip(self._shards, digests, strict=True):
-                if digest != shard.sha256:
-                    raise UserError(
-                        f"the shard {self._folder / shard.name} fails its checksum: it was altered; "
-                        "prepare the rows again"
-                    )
+                if digest == shard.sha256:
+                    continue
+                altered = (
+                    f"the shard {self._folder / shard.name} fails its checksum: it was altered"
+                )
+                if self._skip is None:
+                    raise UserError(f"{altered}; prepare the rows again")
+                self._skip(f"{altered}; records that are damaged will be skipped")
 
     def read(self, indices: Sequence[int]) -> Batch:
         """The rows at `indices` as arrays (`RowFormat.decode`).
 
         Raises:
-            UserError: a record is damaged; names its shard and record.
+            UserError: a record is damaged and not to be skipped; names its shard and record. Its
+                shard is no longer there or whole, which is an error always.
         """
         try:
             return self._format.decode(self._source.__getitems__(list(map(int, indices))))
-        except Exception:  # the reader's own errors are of many kinds; find the culprit one by one
-            for index in indices:
-                try:
-                    self._format.decode(self._source.__getitems__([int(index)]))
-                except Exception as error:
-                    shard = int(np.searchsorted(self._starts, index, "right")) - 1
-                    place = self._folder / self._shards[shard].name
-                    raise UserError(
-                        f"record {index - self._starts[shard]} of the shard {place} is damaged "
-                        f"({' '.join(str(error).split())}); prepare the rows again"
-                    ) from None
-            raise
+        except Exception:  # the reader's own errors are of many kinds; find the culprits one by one
+            rows = [self._read_or_skip(int(index)) for index in indices]
+            return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+    def _read_or_skip(self, index: int) -> Batch:
+        try:
+            return self._format.decode([self._source[index]])
+        except Exception as error:
+            number = int(np.searchsorted(self._starts, index, "right")) - 1
+            shard = self._shards[number]
+            self._check_size(shard)
+            damaged = (
+                f"record {index - self._starts[number]} of the shard {self._folder / shard.name} is "
+                f"damaged ({' '.join(str(error).split())})"
+            )
+            if self._skip is None:
+                raise UserError(f"{damaged}; prepare the rows again") from None
+        with self._telling:
+            if index not in self._told:
+                self._told.add(index)
+                self._skip(f"{damaged}; skipped it: a row of padding is in its place")
+        return self.empty(1)
 
     def empty(self, rows: int) -> Batch:
         """`rows` rows of padding."""

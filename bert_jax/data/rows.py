@@ -9,6 +9,7 @@ where it is used and never stored.
 import dataclasses
 import json
 import pathlib
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from bert_jax.config import build
+from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -276,25 +279,39 @@ def read_manifest(folder: str | pathlib.Path) -> Manifest:
     """
     path = pathlib.Path(folder) / MANIFEST
     try:
-        fields = json.loads(path.read_text())
+        with path.open("rb") as file:
+            fields = json.loads(whole(file, path))
     except FileNotFoundError:
         raise UserError(
             f"{folder} is not a folder of rows: it has no {MANIFEST}; make one with `bert-jax prepare`"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}; prepare the rows again") from None
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path} is of version {version}, this program reads {FORMAT_VERSION}; "
+            f"{path} is of version {str(version)[:80]}, this program reads {FORMAT_VERSION}; "
             "prepare the rows again"
         )
     try:
-        for split in ("train", "heldout"):
-            shards = tuple(Shard(**shard) for shard in fields[split]["shards"])
-            fields[split] = Split(**{**fields[split], "shards": shards})
-        for name in ("sources", "length_histogram", "warnings"):
-            fields[name] = tuple(fields[name])
-        return Manifest(**fields)
-    except (TypeError, KeyError) as error:
+        manifest = build(Manifest, fields, "it")
+        _check(manifest)
+        return manifest
+    except ValueError as error:
         raise UserError(f"{path} is not a manifest of rows ({error}); prepare again") from None
+
+
+def _check(manifest: Manifest) -> None:
+    """Refuses what `prepare` cannot have written: what follows trusts it with memory and paths."""
+    if not 1 <= manifest.sequences <= manifest.tokens < 1 << 16:
+        raise ValueError(f"rows of {manifest.tokens} tokens, {manifest.sequences} sequences")
+    if not 1 <= manifest.vocab_size < 1 << 31:
+        raise ValueError(f"a vocabulary of {manifest.vocab_size}")
+    for split in (manifest.train, manifest.heldout):
+        for shard in split.shards:
+            if not re.fullmatch(r"[\w-]+\.arrayrecord", shard.name):
+                raise ValueError(f"a shard called {shard.name!r}")
+            if not (0 <= shard.rows < 1 << 48 and shard.bytes >= 0):
+                raise ValueError(f"{shard.name} of {shard.rows} rows, {shard.bytes} bytes")
+        if split.rows != sum(shard.rows for shard in split.shards):
+            raise ValueError("its shards have other rows than it says")

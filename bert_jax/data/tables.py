@@ -243,8 +243,12 @@ def _parquet(
                             raise UserError(
                                 f"{where}: no UTF-8 text in {name!r}; mend or remove that row"
                             ) from None
+                        except (ValueError, OverflowError) as error:  # such as a date after 9999
+                            raise UserError(
+                                f"{where}: {name!r} cannot be read ({error}); mend or remove that row"
+                            ) from None
                     if count is not None:
-                        by_now = size * number // table.metadata.num_rows
+                        by_now = size * number // max(table.metadata.num_rows, number)
                         count(by_now - before)
                         before = by_now
                     yield Record(where, fields)

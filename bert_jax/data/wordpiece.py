@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 
 from bert_jax import files
 from bert_jax.data import corpus
+from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
@@ -192,10 +193,11 @@ def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
         UserError: no such file, not a vocabulary, a special token missing, a token twice.
     """
     path = pathlib.Path(path)
-    if path.is_dir():
-        path = path / VOCAB
     try:
-        data = path.read_bytes()
+        if path.is_dir():
+            path = path / VOCAB
+        with path.open("rb") as file:
+            data = whole(file, path)
     except FileNotFoundError:
         raise UserError(
             f"no vocabulary at {path}; make one with `bert-jax vocab` or name a vocab.txt"
@@ -257,10 +259,11 @@ def looks_lowercase(tokens: Sequence[str]) -> bool:
 def _saved_settings(path: pathlib.Path) -> dict[str, bool | None]:
     allowed = {"lowercase": (bool,), "strip_accents": (bool, type(None)), "split_chinese": (bool,)}
     try:
-        found = json.loads(path.read_text())
+        with path.open("rb") as file:
+            found = json.loads(whole(file, path))
         if "lowercase" in found and all(isinstance(found[k], allowed[k]) for k in found):
             return found
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass
     raise UserError(f'{path} does not say {{"lowercase": true}} or false; write that or remove it')
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bert_jax.data.compressed import damage, decompressed
+from bert_jax.data.compressed import DATA_BYTES, damage, decompressed, whole
 from bert_jax.errors import UserError
 
 OUTSIDE = "O"
@@ -46,7 +46,7 @@ def read(path: str | pathlib.Path) -> list[Sentence]:
     """
     path = pathlib.Path(path)
     with damage(path), decompressed(path) as stream:
-        data = stream.read()
+        data = whole(stream, path, DATA_BYTES)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -145,6 +146,7 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
     config = copy.deepcopy(config)
     if not config.model.masked_lm or config.model.head:
         raise UserError("config.model: pretraining needs masked_lm=True and head=''")
+    skip = _warn if config.damaged_rows == "skip" else None
     found: list[Stage] = []
     data: list[dict[str, Any]] = []
     vocabulary = None
@@ -154,12 +156,18 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
                 f"phase {i} has no rows: add --rows DIR (once a phase, in order), or "
                 f"--config.phases[{i}].rows=DIR; make them with `bert-jax prepare`"
             )
-        train, heldout = Rows(phase.rows, "train"), Rows(phase.rows, "heldout")
+        train, heldout = (Rows(phase.rows, split, skip) for split in ("train", "heldout"))
         train.verify()
         heldout.verify()
         manifest = train.manifest
         _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
-        vocabulary = vocabulary or wordpiece.load(phase.rows)
+        if vocabulary is None:
+            vocabulary = wordpiece.load(phase.rows)
+            if vocabulary.sha256 != manifest.vocab_sha256:
+                raise UserError(
+                    f"phase {i}: {phase.rows}: {wordpiece.VOCAB} is not the one its rows were made "
+                    "with; put that back, or prepare the rows again"
+                )
         config.model.vocab_size = manifest.vocab_size
         data.append(_describe(manifest))
         stage = _stage(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
@@ -177,6 +185,11 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
             )
         )
     return config, vocabulary, data, found
+
+
+def _warn(line: str) -> None:
+    """Every process speaks for itself: each reads rows that no other one sees."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[Stage]]:

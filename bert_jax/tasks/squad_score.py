@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bert_jax.data.compressed import damage, decompressed
+from bert_jax.data.compressed import DATA_BYTES, damage, decompressed, whole
 from bert_jax.errors import UserError
 
 # What evaluate-v2.0.py takes where it is given no other: odds above it mean "no answer".
@@ -112,7 +112,7 @@ def _answers(found: dict, where: str) -> tuple[Answer, ...] | None:
 def _json(path: str | pathlib.Path) -> Any:
     path = pathlib.Path(path)
     with damage(path), decompressed(path) as stream:
-        data = stream.read()
+        data = whole(stream, path, DATA_BYTES)
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:

@@ -1,0 +1,267 @@
+"""Damaged shards and manifests: what is damaged never becomes a row, and is told once."""
+
+import collections
+import json
+import os
+import pathlib
+import random
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_jax.config import Config, Phase
+from bert_jax.data import loader
+from bert_jax.data.rows import read_manifest
+from bert_jax.errors import UserError
+from bert_jax.tasks import pretraining
+
+FLIPS = int(os.environ.get("BERT_JAX_SOAK", 1)) * 100
+
+
+@pytest.fixture
+def folder(rows, tmp_path):
+    """A copy to damage."""
+    return pathlib.Path(shutil.copytree(rows(), tmp_path / "rows"))
+
+
+def shard_of(folder, split="train"):
+    (path,) = sorted(folder.glob(f"{split}-*.arrayrecord"))
+    return path
+
+
+def all_rows(opened):
+    parts = [range(i, min(i + 8, len(opened))) for i in range(0, len(opened), 8)]
+    read = [opened.read(part) for part in parts]
+    return {name: np.concatenate([part[name] for part in read]) for name in read[0]}
+
+
+def records(opened):
+    """Every record's bytes, as they stand in the shard."""
+    return opened._source.__getitems__(list(range(len(opened))))
+
+
+def flip(path, at, bit=0):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def reseal(path, changed):
+    """Writes the shard anew with a record that ArrayRecord itself has nothing against."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    size = path.stat().st_size
+    writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+    for record in changed:
+        writer.write(record)
+    writer.close()
+    assert path.stat().st_size == size
+
+
+def damage(path, opened, number, part):
+    """Flips a bit of a record's payload, of its frame before it, or of its checksum alone."""
+    every = records(opened)
+    if part == "checksum":
+        every[number] = every[number][:-1] + bytes([every[number][-1] ^ 1])
+        reseal(path, every)
+    else:
+        flip(path, path.read_bytes().index(every[number]) + {"payload": 5, "frame": -15}[part])
+
+
+def same_but(clean, found, empty):
+    """Whether batches are equal but for one row, which is padding."""
+    for name, values in clean.items():
+        wanted = values.copy()
+        wanted[empty] = -1 if name == "label" else 0
+        np.testing.assert_array_equal(found[name], wanted)
+    assert not found["length"][empty].any()
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize("part", ["payload", "frame", "checksum"])
+def test_a_damaged_record_is_refused_or_skipped_by_name(folder, part, split):
+    opened = loader.Rows(folder, split)
+    clean, path = all_rows(opened), shard_of(folder, split)
+    damage(path, opened, 3, part)
+    with pytest.raises(UserError, match=f"record 3 of the shard {path} is damaged .*prepare"):
+        all_rows(loader.Rows(folder, split))
+    with pytest.raises(UserError, match=f"{path} fails its checksum"):
+        loader.Rows(folder, split).verify()
+    told = []
+    skipping = loader.Rows(folder, split, told.append)
+    same_but(clean, all_rows(skipping), 3)
+    same_but(clean, all_rows(skipping), 3)
+    (line,) = told
+    assert line.startswith(f"record 3 of the shard {path} is damaged")
+    skipping.verify()
+    assert f"{path} fails its checksum" in told[1]
+
+
+def test_every_other_row_of_every_batch_stays_where_it_was(folder):
+    """Read ahead in threads, over two epochs."""
+    opened = loader.Rows(folder, "train")
+    steps = 2 * len(opened) // 8
+    clean = list(loader.batches(opened, 8, 1, 0, steps))
+    damage(shard_of(folder), opened, 3, "payload")
+    told = []
+    found = list(loader.batches(loader.Rows(folder, "train", told.append), 8, 1, 0, steps))
+    order = [loader.shuffled(place, len(opened), 1) for place in range(steps * 8)]
+    hit = [place for place, row in enumerate(order) if row == 3]
+    assert hit
+    for step in range(steps):
+        same_but(
+            clean[step], found[step], [place - 8 * step for place in hit if place // 8 == step]
+        )
+    assert len(told) == 1
+
+
+def test_each_process_skips_its_own(folder):
+    opened = loader.Rows(folder, "heldout")
+    clean = [list(loader.heldout_batches(opened, 8, 0, process, 2)) for process in (0, 1)]
+    damage(shard_of(folder, "heldout"), opened, 3, "payload")
+    told = collections.defaultdict(list)
+    for process in (0, 1):
+        skipping = loader.Rows(folder, "heldout", told[process].append)
+        found = list(loader.heldout_batches(skipping, 8, 0, process, 2))
+        assert [batch["length"].shape for batch in found] == [
+            batch["length"].shape for batch in clean[process]
+        ]
+        differ = sum(
+            (a["length"] != b["length"]).any(1).sum()
+            for a, b in zip(clean[process], found, strict=True)
+        )
+        assert differ == len(told[process])
+    assert sum(map(len, told.values())) == 1
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_the_policy_of_a_run(folder, policy, capsys):
+    """A bit that flips while it runs, in a row of the first batch."""
+    config = Config(phases=(Phase(rows=str(folder)),), batch_size=8, damaged_rows=policy)
+    _, _, _, (stage,) = pretraining.stages(config)
+    (clean,) = stage.batches(0, 1, 0, 1)
+    opened = loader.Rows(folder, "train")
+    number = loader.shuffled(5, len(opened), config.seed)
+    damage(shard_of(folder), opened, number, "frame")
+    _ = capsys.readouterr()
+    if policy == "stop":
+        with pytest.raises(UserError, match=f"record {number} of the shard"):
+            list(stage.batches(0, 1, 0, 1))
+        with pytest.raises(UserError, match="fails its checksum"):
+            pretraining.stages(config)
+        return
+    _, _, _, (stage,) = pretraining.stages(config)
+    for _ in range(2):
+        (found,) = stage.batches(0, 1, 0, 1)
+        same_but(clean, found, 5)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith("warning: ") for line in said] == [True, True]
+    assert "fails its checksum" in said[0]
+    assert f"record {number} of the shard" in said[1]
+
+
+@pytest.mark.parametrize("skip", [None, print])
+def test_a_whole_shard_is_never_skipped(folder, skip):
+    opened = loader.Rows(folder, "train", skip)
+    path = shard_of(folder)
+    data = path.read_bytes()
+    last = records(opened)[-1]
+    flip(path, data.index(last) + len(last) + 60)  # in the index, which comes after the records
+    with pytest.raises(UserError, match=f"cannot open the shard {path} .*index is damaged"):
+        loader.Rows(folder, "train", skip)
+    path.write_bytes(data[:2000])
+    for read in (lambda: loader.Rows(folder, "train", skip), lambda: all_rows(opened)):
+        with pytest.raises(UserError, match=f"{path} has 2000 bytes.* cut short"):
+            read()
+    path.unlink()
+    with pytest.raises(UserError, match=f"cannot read the shard {path}: it does not exist"):
+        loader.Rows(folder, "train", skip)
+
+
+def test_a_changed_vocabulary_is_refused(folder):
+    config = Config(phases=(Phase(rows=str(folder)),), batch_size=8)
+    path = folder / "vocab.txt"
+    path.write_text(path.read_text().replace("##", "#", 1))
+    with pytest.raises(UserError, match=r"vocab\.txt is not the one its rows were made with"):
+        pretraining.stages(config)
+
+
+def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
+    opened = loader.Rows(folder, "train")
+    clean, path = all_rows(opened), shard_of(folder)
+    data = path.read_bytes()
+    # Most of a small shard is zeros up to the next block: half of the bits are from the rest.
+    used = [i for i, byte in enumerate(data) if byte]
+    rng, outcomes = random.Random(7), collections.Counter()
+    for number in range(FLIPS):
+        path.write_bytes(data)
+        at = rng.choice(used) if number % 2 else rng.randrange(len(data))
+        flip(path, at, rng.randrange(8))
+        told = []
+        try:
+            skipping = loader.Rows(folder, "train", told.append)
+        except UserError:
+            outcomes["refused"] += 1
+            continue
+        found = all_rows(skipping)
+        empty = [int(line.split()[1]) for line in told]
+        same_but(clean, found, empty)
+        outcomes["skipped" if told else "no difference"] += 1
+    assert {"refused", "skipped", "no difference"} <= {*outcomes}, outcomes
+
+
+# --- Manifests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def manifest(rows):
+    return read_manifest(rows()).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.update(tokens=10**12), "1000000000000 tokens"),
+        (lambda m: m.update(sequences=0), "0 sequences"),
+        (lambda m: m.update(vocab_size=1 << 40), "vocabulary"),
+        (lambda m: m.update(tokens="32"), "whole number"),
+        (lambda m: m["train"]["shards"][0].update(name="../../etc/passwd"), "etc/passwd"),
+        (lambda m: m["train"]["shards"][0].update(name="/x.arrayrecord"), "/x"),
+        (lambda m: m["train"]["shards"][0].update(rows=-1), "-1 rows"),
+        (lambda m: m["train"].update(rows=10**12), "other rows"),
+        (lambda m: m["train"]["shards"].append(None), "shards"),
+    ],
+)
+def test_a_manifest_that_cannot_be(manifest, tmp_path, change, says):
+    changed = json.loads(json.dumps(manifest))
+    change(changed)
+    (tmp_path / "manifest.json").write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="not a manifest of rows") as error:
+        read_manifest(tmp_path)
+    assert says in str(error.value)
+
+
+def test_a_manifest_of_more_rows_than_there_are(folder, manifest):
+    changed = json.loads(json.dumps(manifest))
+    for holder in (changed["train"], changed["train"]["shards"][0]):
+        holder["rows"] = 10**12
+    (folder / "manifest.json").write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="the manifest says 1000000000000"):
+        loader.Rows(folder, "train")
+
+
+@given(bit=st.integers(0, 1 << 20))
+def test_the_sum_over_the_file_finds_any_bit(rows, tmp_path_factory, bit):
+    folder = tmp_path_factory.getbasetemp() / "flipped"
+    if not folder.exists():
+        shutil.copytree(rows(), folder)
+    path = shard_of(folder)
+    flip(path, bit // 8 % path.stat().st_size, bit % 8)
+    try:
+        with pytest.raises(UserError, match=path.name):
+            loader.Rows(folder, "train").verify()
+    finally:
+        flip(path, bit // 8 % path.stat().st_size, bit % 8)
