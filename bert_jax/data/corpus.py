@@ -683,7 +683,7 @@ class _Reader:
                 self._tell(f"tfds:{name}", index + 1, "a text is empty", "went on without it")
 
 
-def _without_title(text: str, title: str | None) -> str:
+def _without_title(text: str, title: Any) -> str:
     """WikiExtractor begins an article with its title, as Google's text does not."""
     first, _, rest = text.partition("\n")
     return rest.lstrip("\n") if title and rest.strip() and first.strip() == title else text

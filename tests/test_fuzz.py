@@ -1,0 +1,484 @@
+"""Every reader on files gone wrong: what comes out is what it read or a `UserError` of one line.
+
+Each reader gets valid files, then these with bytes or values of their JSON changed, and random
+bytes in their place. `BERT_JAX_SOAK=n` runs n times as many.
+"""
+
+import bz2
+import contextlib
+import functools
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import pathlib
+import resource
+import shutil
+import zipfile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bert_jax import config as configs
+from bert_jax import score, workdir
+from bert_jax.config import Config, FinetuneConfig, TaskConfig
+from bert_jax.convert import huggingface, source
+from bert_jax.data import corpus, tables, texts, wordpiece
+from bert_jax.data.loader import Rows
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.tasks import choice, classification, glue, squad, tagging
+
+SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
+MOST_BYTES = 1 << 29  # of memory that one reader may take for these small files
+LINE = 3000  # characters: of an error that is still a line
+TF1 = pathlib.Path(__file__).parent / "data" / "tf1"
+VOCABULARY = Vocabulary((*SPECIAL, *"abcdefghij", *(f"##{c}" for c in "abcdefghij")), True)
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+NASTY_BYTES = [
+    b"\0", b"\n", b"\r", b"\t", b'"', b",", b"|", b"\\", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80",
+    b"\x1b[2J", "\u2028\u0300\u202e".encode(), b"-1", b"9" * 5000, b"[" * 20_000, b'{"a":' * 20_000,
+    b"1e999", b"NaN", b"../", b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"-DOCSTART- ", b"<doc ", b"<!DOCTYPE",
+]  # fmt: skip
+NASTY_VALUES = [
+    None, True, False, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, 1.5, -0.0, 1e308, float("nan"),
+    float("inf"), "", " ", "x", "\ud800", "a\nb", "../x", "/etc/passwd", "9" * 400, "\x1b[2J",
+    [], [[]], ["a"], [1, "a"], {}, {"a": 1}, {"": None},
+]  # fmt: skip
+
+places = st.integers(0, 1 << 20)
+byte_changes = st.one_of(
+    st.tuples(st.just("flip"), places, st.integers(0, 7)),
+    st.tuples(st.just("set"), places, st.integers(0, 255)),
+    st.tuples(st.just("cut"), places, st.just(0)),
+    st.tuples(st.just("drop"), places, st.integers(1, 40)),
+    st.tuples(st.just("repeat"), places, st.integers(1, 40)),
+    st.tuples(st.just("insert"), places, st.sampled_from(NASTY_BYTES) | st.binary(max_size=9)),
+    st.tuples(st.just("all"), st.just(0), st.binary(max_size=60)),
+)
+value_changes = st.tuples(
+    st.sampled_from(["value", "remove", "rename", "twice"]), places, st.sampled_from(NASTY_VALUES)
+)
+changes = st.lists(
+    st.tuples(st.integers(0, 99), st.one_of(byte_changes, value_changes)), min_size=1, max_size=3
+)
+
+
+def change_bytes(content: bytes, kind, at, value) -> bytes:
+    at %= len(content) + 1
+    here = content[at : at + 1]
+    if kind == "flip" and here:
+        return content[:at] + bytes([here[0] ^ 1 << value]) + content[at + 1 :]
+    if kind == "set":
+        return content[:at] + bytes([value]) + content[at + 1 :]
+    if kind == "cut":
+        return content[:at]
+    if kind == "drop":
+        return content[:at] + content[at + value :]
+    if kind == "repeat":
+        return content[: at + value] + content[at:]
+    if kind == "insert":
+        return content[:at] + value + content[at:]
+    return value if kind == "all" else content
+
+
+def spots(value, holder=None, key=None):
+    """(holder, key) of everything inside a JSON value."""
+    if holder is not None:
+        yield holder, key
+    items = value.items() if isinstance(value, dict) else ()
+    for inside, each in enumerate(value) if isinstance(value, list) else items:
+        yield from spots(each, value, inside)
+
+
+def change_value(content: bytes, kind, at, value) -> bytes:
+    """One thing of a JSON text, or of one line of JSON lines; others stay as they are."""
+    lines = [content] if b"\n{" not in content else content.split(b"\n")
+    line = at % len(lines)
+    try:
+        parsed = json.loads(lines[line])
+        found = list(spots(parsed))
+    except (ValueError, RecursionError):
+        return content
+    if not found:
+        return json.dumps(value).encode()
+    holder, key = found[at % len(found)]
+    if kind == "remove":
+        del holder[key]
+    elif kind == "rename" and isinstance(holder, dict):
+        holder[str(value)] = holder.pop(key)
+    elif kind == "twice" and isinstance(holder, list):
+        holder.append(holder[key])
+    else:
+        holder[key] = value
+    lines[line] = json.dumps(parsed).encode()
+    return b"\n".join(lines)
+
+
+def changed(files: dict[str, bytes], wrong) -> dict[str, bytes]:
+    """Some files with some of what is wrong."""
+    files = dict(files)
+    for number, (kind, at, value) in wrong:
+        name = sorted(files)[number % len(files)]
+        of_bytes = kind in ("flip", "set", "cut", "drop", "repeat", "insert", "all")
+        change = change_bytes if of_bytes else change_value
+        files[name] = change(files[name], kind, at, value)
+    return files
+
+
+def place(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@contextlib.contextmanager
+def only_user_errors():
+    """The block ends well or in one line, and takes little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        yield
+    except UserError as error:
+        line = str(error)
+        assert line
+        assert line.isprintable()
+        assert len(line) < LINE, line
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_BYTES >> 10
+
+
+# --- The readers, each with valid files -----------------------------------------------------------
+
+PROSE = "It was a bright day. Dr. Smith, who was abed, did not see it.\nNobody asked any more."
+WIKI = "{{Infobox|a=b}}\n'''Ada''' was [[born]] in {{convert|1|m}}.<ref>x</ref>\n* a list\n{|\n|a\n|}\n"
+DUMP = (
+    '<mediawiki xmlns="x"><page><title>T</title><ns>0</ns><revision><text>'
+    f"{WIKI.replace('<', '&lt;')}</text></revision></page></mediawiki>\n"
+)
+CORPORA = {
+    "google": f"{PROSE}\n\nThree is here.\nFour is here.\n\nFive.\n",
+    "books": f"CHAPTER ONE\n\n{PROSE}\n",
+    "wikiextractor": f'<doc id="1" url="u" title="A &amp; b">\nA &amp; b\n\n{PROSE}\n</doc>\n',
+    "wikiextractor-json": json.dumps({"id": "1", "url": "u", "title": "C", "text": PROSE}) + "\n",
+    "jsonl": '{"text": "One is here."}\n\n{"n": 1, "text": "B\\ud800."}\n',
+    "mediawiki": DUMP,
+}
+
+
+def zstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+
+
+def parquet(**columns) -> bytes:
+    import pyarrow
+    from pyarrow import parquet as library
+
+    out = io.BytesIO()
+    library.write_table(pyarrow.table(columns), out, row_group_size=2)
+    return out.getvalue()
+
+
+def read_corpus(folder, kind=None):
+    spec = f"{kind}:{folder}" if kind else str(folder)
+    report = corpus.Report()
+    for document in corpus.read(corpus.parse_source(spec), report):
+        corpus.sentences(document)
+    return report.warnings
+
+
+def read_table(folder):
+    (path,) = folder.iterdir()
+    return list(tables.read(path, ["text"], ["label"], optional=["other"]))
+
+
+def read_texts(folder):
+    (path,) = folder.iterdir()
+    return list(texts.read(str(path), "text").texts)
+
+
+def learn(problem, **fields):
+    """Reads a training file into a `Problem`."""
+
+    def read(folder):
+        (path,) = folder.iterdir()
+        return problem(TaskConfig(train=str(path), **{"tokens": 16} | fields), VOCABULARY)
+
+    return read
+
+
+def read_score(benchmark, *names):
+    return lambda folder: score.score(benchmark, *(str(folder / name) for name in names))
+
+
+def read_vocabulary(folder):
+    return wordpiece.load(folder).encode("abc def")
+
+
+def read_rows(folder):
+    opened = Rows(folder, "train")
+    return opened.read(range(min(len(opened), 8)))
+
+
+def read_run(folder):
+    workdir.holds_run(folder)
+    config = workdir.read_config(folder)
+    configs.validate(config)
+    return config
+
+
+def read_checkpoint(name=""):
+    return lambda folder: source.read(str(folder / name) if name else str(folder))
+
+
+TABLE = {"text": ["a b", "c", "d"], "label": ["x", "y", "x"], "other": ["1", "2", "3"]}
+LINES = list(zip(*TABLE.values(), strict=True))
+SQUAD = {
+    "version": "1",
+    "data": [
+        {
+            "title": "t",
+            "paragraphs": [
+                {
+                    "context": "abc de fgh",
+                    "qas": [
+                        {
+                            "id": name,
+                            "question": "a b",
+                            "answers": [{"text": "de", "answer_start": 4}],
+                        }
+                        for name in "pq"
+                    ],
+                }
+            ],
+        }
+    ],
+}
+CONLL = "-DOCSTART- O\n\na B-X\nb I-X\nc O\n\nd O\ne B-Y\n"
+SWAG = (
+    ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
+    '0,v,1,"a b",a b,c,gold,d,"e, f",g,h,2\n1,v,2,a,a,c,gold,d,e,g,h,0\n'
+)
+GLUE_RTE = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n1\tc\td\tnot_entailment\n"
+GLUE_STSB = "index\tsentence1\tsentence2\tscore\n0\ta\tb\t1.5\n1\tc\td\t4\n2\ta\ta\t5.0\n"
+
+
+def separated(delimiter, header=True) -> bytes:
+    rows = [tuple(TABLE)] * header + LINES
+    return "".join(f"{delimiter.join(row)}\n" for row in rows).encode()
+
+
+def json_lines(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+OBJECTS = json_lines(dict(zip(TABLE, row, strict=True)) for row in LINES)
+READERS = {
+    **{f"corpus {kind}": ({"a.txt": text.encode()}, read_corpus) for kind, text in CORPORA.items()},
+    **{
+        f"corpus {kind} named": (
+            {"a": text.encode()},
+            functools.partial(read_corpus, kind=kind),
+        )
+        for kind, text in CORPORA.items()
+    },
+    **{
+        f"corpus {name}": ({"a": compress(CORPORA["google"].encode() * 20)}, read_corpus)
+        for name, compress in COMPRESSIONS.items()
+    },
+    "corpus parquet": ({"a": parquet(text=["One is.", "Two is.", None] * 3)}, read_corpus),
+    "table tsv": ({"a.tsv": separated("\t")}, read_table),
+    "table csv": ({"a.csv": separated(",") + b'"a ""b""\nc",x,y\n'}, read_table),
+    "table csv.gz": ({"a.csv.gz": gzip.compress(separated(","))}, read_table),
+    "table jsonl": ({"a.jsonl": OBJECTS}, read_table),
+    "table parquet": ({"a.parquet": parquet(**TABLE)}, read_table),
+    "texts txt": ({"a.txt": PROSE.encode()}, read_texts),
+    "texts jsonl": ({"a.jsonl": OBJECTS}, read_texts),
+    "texts parquet": ({"a.parquet": parquet(**TABLE)}, read_texts),
+    "task csv": ({"a.csv": separated(",")}, learn(classification.Classification, kind="classification")),
+    "task jsonl classes": (
+        {"a.jsonl": json_lines({"text": "a", "label": label} for label in (["x", "y"], ["x"], []))},
+        learn(classification.Classification, objective="classes"),
+    ),
+    "task jsonl number": (
+        {"a.jsonl": json_lines({"text": "a", "label": label} for label in (1, 2.5, "3"))},
+        learn(classification.Classification, objective="number"),
+    ),
+    "task parquet": ({"a.parquet": parquet(**TABLE)}, learn(classification.Classification)),
+    "task parquet number": (
+        {"a.parquet": parquet(text=["a", "b"], label=[1.5, 2.0])},
+        learn(classification.Classification, objective="number"),
+    ),
+    "task glue": ({"train.tsv": GLUE_RTE.encode()}, learn(glue.Glue, name="rte")),
+    "task stsb": ({"train.tsv": GLUE_STSB.encode()}, learn(glue.Glue, name="stsb")),
+    "task swag": ({"a.csv": SWAG.encode()}, learn(choice.Choice, kind="choice", name="swag")),
+    "task conll": ({"a.txt": CONLL.encode()}, learn(tagging.Tagging, kind="tagging")),
+    "task squad": (
+        {"a.json": json.dumps(SQUAD).encode()},
+        learn(squad.Squad, kind="squad", question_tokens=4, stride_tokens=3),
+    ),
+    "score squad1": (
+        {"data": json.dumps(SQUAD).encode(), "predictions": b'{"p": "de", "q": "abc"}'},
+        read_score("squad1", "data", "predictions"),
+    ),
+    "score squad2": (
+        {
+            "data": json.dumps(SQUAD).encode(),
+            "predictions": b'{"p": "de", "q": ""}',
+            "odds": b'{"p": 0.5, "q": -3}',
+        },
+        read_score("squad2", "data", "predictions", "odds"),
+    ),
+    "score glue": (
+        {"data": GLUE_RTE.encode(), "p": b"index\tprediction\n0\tentailment\n1\tentailment\n"},
+        read_score("glue:rte", "data", "p"),
+    ),
+    "score stsb": (
+        {"data": GLUE_STSB.encode(), "p": b"index\tprediction\n0\t1\n1\t3.5\n2\t5\n"},
+        read_score("glue:stsb", "data", "p"),
+    ),
+    "score conll": (
+        {"data": CONLL.encode(), "p": b"a B-X\nb I-X\nc O\n\nd O\ne O\n"},
+        read_score("conll", "data", "p"),
+    ),
+    "vocabulary": (
+        {
+            "vocab.txt": VOCABULARY.to_bytes(),
+            "vocab.json": json.dumps(VOCABULARY.settings).encode(),
+        },
+        read_vocabulary,
+    ),
+    "run": (
+        {
+            "config.json": json.dumps(
+                {"config": configs.to_dict(Config()), "data": [], "best": {}}
+            ).encode()
+        },
+        read_run,
+    ),
+    "run of a task": (
+        {"config.json": json.dumps({"config": configs.to_dict(FinetuneConfig())}).encode()},
+        read_run,
+    ),
+}  # fmt: skip
+CHECKPOINTS = ["tensorflow1", "zip", "safetensors", "sharded", "pytorch", "legacy", "vocab.txt"]
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """By name the files of a checkpoint and how to read them."""
+    import torch
+    from safetensors.numpy import save
+
+    google = {k: v for k, v in contents(TF1).items() if k.startswith(("bert_", "vocab"))}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in google.items():
+            archive.writestr(name, data)
+    imported = source.read(str(TF1 / "bert_model.ckpt"))
+    tensors = huggingface.to_huggingface(imported.params, imported.config.model)
+    settings_ = huggingface.huggingface_config(imported.config.model, imported.vocabulary)
+    modules = [
+        {
+            "idx": i,
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for i, kind in enumerate(["Transformer", "Pooling", "Normalize"])
+    ]
+    tokenizer = huggingface.tokenizer_files(imported.vocabulary, 16)
+    plain = {
+        "config.json": json.dumps(settings_).encode(),
+        **{name: text.encode() for name, text in tokenizer.items()},
+        "modules.json": json.dumps(modules).encode(),
+        "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": false}',
+        "sentence_bert_config.json": b'{"max_seq_length": 16}',
+    }
+    first = dict(itertools.islice(tensors.items(), 5))
+    rest = {name: value for name, value in tensors.items() if name not in first}
+    index = {name: "a.safetensors" if name in first else "b.safetensors" for name in tensors}
+    state = {name: torch.tensor(value) for name, value in tensors.items()}
+    bins = {}
+    for name, new in (("pytorch", True), ("legacy", False)):
+        out = io.BytesIO()
+        torch.save(state, out, _use_new_zipfile_serialization=new)
+        bins[name] = {**plain, "pytorch_model.bin": out.getvalue()}
+    found = {
+        "tensorflow1": google,
+        "zip": {"a.zip": packed.getvalue()},
+        "safetensors": {**plain, "model.safetensors": save(tensors, {"crc32c": "{}"})},
+        "sharded": {
+            **plain,
+            "model.safetensors.index.json": json.dumps({"weight_map": index}).encode(),
+            "a.safetensors": save(first),
+            "b.safetensors": save(rest),
+        },
+        **bins,
+        "vocab.txt": {
+            "config.json": plain["config.json"],
+            "vocab.txt": imported.vocabulary.to_bytes(),
+            "added_tokens.json": b"{}",
+            "model.safetensors": save(tensors),
+        },
+    }
+    return {
+        name: (files, read_checkpoint("a.zip" if name == "zip" else ""))
+        for name, files in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def shards(rows):
+    return contents(pathlib.Path(rows())), read_rows
+
+
+@pytest.fixture
+def reader(request):
+    """(files, function of their folder) by name."""
+    if request.param == "rows":
+        return request.getfixturevalue("shards")
+    if request.param in CHECKPOINTS:
+        return request.getfixturevalue("checkpoints")[request.param]
+    return READERS[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz") / "files"
+
+
+NAMES = [*sorted(READERS), *CHECKPOINTS, "rows"]
+
+
+@pytest.mark.parametrize("reader", NAMES, indirect=True)
+def test_whole_files_are_read(reader, folder):
+    files, read = reader
+    read(place(folder, files))
+
+
+@pytest.mark.parametrize("reader", NAMES, indirect=True)
+@settings(
+    max_examples=40 * SOAK,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(wrong=changes)
+def test_damaged_files_end_in_a_line(reader, folder, wrong):
+    files, read = reader
+    with only_user_errors():
+        read(place(folder, changed(files, wrong)))
