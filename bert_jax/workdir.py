@@ -30,6 +30,7 @@ import jax
 from bert_jax import config as config_lib
 from bert_jax import files
 from bert_jax.config import Run
+from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -80,25 +81,38 @@ def read_config(workdir: str | pathlib.Path) -> Run:
     """
     path = pathlib.Path(workdir) / "config.json"
     try:
-        return config_lib.from_dict(json.loads(path.read_text())["config"])
+        return config_lib.from_dict(_told(workdir)["config"])
     except FileNotFoundError:
         raise UserError(f"{workdir} holds no run: it has no config.json") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
+def _told(folder: str | pathlib.Path) -> Any:
+    """What config.json says."""
+    path = pathlib.Path(folder) / "config.json"
+    with path.open("rb") as file:
+        return json.loads(whole(file, path))
+
+
 def holds_run(folder: str | pathlib.Path) -> bool:
     """Whether the config.json in a folder is ours: a run's or an imported checkpoint's."""
     try:
-        return "config" in json.loads((pathlib.Path(folder) / "config.json").read_text())
+        return "config" in _told(folder)
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
 def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
-    """Which held-out metric decides, as `Checkpoints` takes it."""
-    told = json.loads((pathlib.Path(folder) / "config.json").read_text())
-    return told.get("best", {"best_by": "masked_lm_loss", "highest": False})
+    """Which held-out metric decides, as `Checkpoints` takes it.
+
+    Raises:
+        UserError: config.json says something else.
+    """
+    match _told(folder).get("best", {"best_by": "masked_lm_loss", "highest": False}):
+        case {"best_by": str(), "highest": bool(), **more} as best if not more:
+            return best
+    raise UserError(f"{folder}/config.json does not say which metric is best; copy the run again")
 
 
 class Story(NamedTuple):
@@ -121,14 +135,15 @@ def read_story(folder: str | pathlib.Path, step: int) -> Story:
     """Of a run's checkpoint, an imported one, or (empty) anything else."""
     if not holds_run(folder):
         return Story(None, [], [], None)
-    folder = pathlib.Path(folder)
-    told = json.loads((folder / "config.json").read_text())
+    folder, told = pathlib.Path(folder), _told(folder)
     starts, metrics = (
         read_lines(path) if (path := folder / name).exists() else []
         for name in ("starts.jsonl", "metrics.jsonl")
     )
     heldout = [m for m in metrics if m["split"] == "heldout" and m["step"] == step]
-    return Story(told.get("imported"), told["data"], starts, heldout[-1] if heldout else None)
+    return Story(
+        told.get("imported"), told.get("data", []), starts, heldout[-1] if heldout else None
+    )
 
 
 def _versions() -> dict[str, str]:

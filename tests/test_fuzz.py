@@ -22,20 +22,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bert_jax import cli, score, workdir
 from bert_jax import config as configs
-from bert_jax import score, workdir
 from bert_jax.config import Config, FinetuneConfig, TaskConfig
-from bert_jax.convert import huggingface, source
-from bert_jax.data import corpus, tables, texts, wordpiece
+from bert_jax.convert import huggingface, pytorch, source
+from bert_jax.data import compressed, corpus, tables, texts, wordpiece
 from bert_jax.data.loader import Rows
+from bert_jax.data.rows import read_manifest
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.tasks import choice, classification, glue, squad, tagging
+from bert_jax.tasks import (
+    choice,
+    classification,
+    conll_score,
+    glue,
+    squad,
+    squad_score,
+    tagging,
+)
 
 SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
 MOST_BYTES = 1 << 29  # of memory that one reader may take for these small files
 LINE = 3000  # characters: of an error that is still a line
-TF1 = pathlib.Path(__file__).parent / "data" / "tf1"
+ROOT = pathlib.Path(__file__).parent.parent
+TF1 = ROOT / "tests" / "data" / "tf1"
 VOCABULARY = Vocabulary((*SPECIAL, *"abcdefghij", *(f"##{c}" for c in "abcdefghij")), True)
 
 # --- What goes wrong ------------------------------------------------------------------------------
@@ -140,7 +150,7 @@ def place(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def only_user_errors():
+def only_user_errors(most_bytes=MOST_BYTES):
     """The block ends well or in one line, and takes little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -150,7 +160,7 @@ def only_user_errors():
         assert line
         assert line.isprintable()
         assert len(line) < LINE, line
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_BYTES >> 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < most_bytes >> 10
 
 
 # --- The readers, each with valid files -----------------------------------------------------------
@@ -233,6 +243,7 @@ def read_rows(folder):
 def read_run(folder):
     workdir.holds_run(folder)
     config = workdir.read_config(folder)
+    workdir.read_best_by(folder)
     configs.validate(config)
     return config
 
@@ -361,7 +372,7 @@ READERS = {
     "run": (
         {
             "config.json": json.dumps(
-                {"config": configs.to_dict(Config()), "data": [], "best": {}}
+                {"config": configs.to_dict(Config()), "data": []}
             ).encode()
         },
         read_run,
@@ -482,3 +493,253 @@ def test_damaged_files_end_in_a_line(reader, folder, wrong):
     files, read = reader
     with only_user_errors():
         read(place(folder, changed(files, wrong)))
+
+
+# --- Bombs: a little that stands for much ---------------------------------------------------------
+
+
+def zeros(kind: str, size: int, byte: bytes = b" ") -> bytes:
+    """`size` bytes of one kind, compressed to a few thousandths."""
+    block = COMPRESSIONS[kind](byte * (1 << 26))
+    return block * (size >> 26)  # each format allows one after the other
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("name", ["corpus", "conll", "squad", "table"])
+def test_compressed_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name, kind):
+    monkeypatch.setattr(compressed, "DATA_BYTES", 1 << 24)
+    for module in (squad_score, conll_score):
+        monkeypatch.setattr(module, "DATA_BYTES", 1 << 24)
+    read = {
+        "corpus": lambda path: sum(
+            len(d.text) for d in corpus.read(corpus.parse_source(path), corpus.Report())
+        ),
+        "conll": conll_score.read,
+        "squad": squad_score.read,
+        "table": lambda path: list(tables.read(path, ["text"], kind=".tsv")),
+    }[name]
+    path = tmp_path / "a"
+    path.write_bytes(zeros(kind, 1 << 27, b"a"))
+    with only_user_errors(most_bytes=1 << 27), contextlib.ExitStack() as stack:
+        if name != "corpus":
+            stack.enter_context(pytest.raises(UserError, match=f"{path}.*more than"))
+        read(str(path))
+
+
+def test_settings_without_an_end_are_refused(tmp_path):
+    for name, read in (
+        ("vocab.txt", lambda: wordpiece.load(tmp_path)),
+        ("vocab.json", lambda: wordpiece.load(tmp_path)),
+        ("manifest.json", lambda: read_manifest(tmp_path)),
+        ("config.json", lambda: source.read(str(tmp_path))),
+    ):
+        (tmp_path / "vocab.txt").write_bytes(VOCABULARY.to_bytes())
+        (tmp_path / "model.safetensors").touch()
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(1 << 40)  # takes no space
+        with only_user_errors(), pytest.raises(UserError, match="more than 64 MB"):
+            read()
+        (tmp_path / name).unlink()
+
+
+def test_a_zip_that_unpacks_to_much_is_refused(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("bert_config.json", "bert_model.ckpt.index"):
+            archive.writestr(name, b" " * (1 << 26))
+    with (
+        only_user_errors(),
+        pytest.raises(UserError, match=r"a\.zip says it unpacks to 134,217,728"),
+    ):
+        source.read(str(path))
+
+
+@pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1, 100 << 20, 0])
+def test_declared_sizes_of_a_safetensors_header(checkpoints, folder, length):
+    files, read = checkpoints["safetensors"]
+    data = length.to_bytes(8, "little") + files["model.safetensors"][8:]
+    place(folder, {**files, "model.safetensors": data})
+    with only_user_errors(), pytest.raises(UserError, match="is damaged"):
+        read(folder)
+
+
+def test_a_tensor_for_every_name_is_refused(tmp_path):
+    """Views of one storage take no memory until they are copied, one by one."""
+    import torch
+
+    one = torch.zeros(100_000)
+    torch.save(dict.fromkeys(map(str, range(12)), one), tmp_path / "a.bin")
+    with only_user_errors(), pytest.raises(UserError, match="share more"):
+        pytorch.read(tmp_path / "a.bin")
+
+
+# --- Paths and code -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/hosts", "..", ".", "a/../../secret", "", 5, None]
+)
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "modules.json"])
+def test_no_name_in_a_file_leads_out_of_its_folder(checkpoints, folder, monkeypatch, file, name):
+    files, read = checkpoints["sharded"]
+    value = json.loads(files[file])
+    if file == "modules.json":
+        value[1]["path"] = name
+    else:
+        value["weight_map"] = dict.fromkeys(value["weight_map"], name)
+    place(folder, {**files, file: json.dumps(value).encode()})
+    place(folder.parent / "secret", {"config.json": b"{}"})
+    opened = []
+    monkeypatch.setattr(
+        source, "_json", lambda path, before=source._json: opened.append(path) or before(path)
+    )
+    # A module without a path is in the folder itself, whose config.json is none of pooling.
+    own = file == "modules.json" and name in ("", None)
+    with pytest.raises(UserError, match="pooled by" if own else "beside it"):
+        read(folder)
+    assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
+
+
+def test_a_config_beside_data_is_not_run(tmp_path, checkpoints):
+    """What looks like a config file or a module in a folder of data is none."""
+    files, read = checkpoints["safetensors"]
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n".encode()
+    names = ["config.py", "sweep.py", "modeling_bert.py", "tokenization.py", "__init__.py"]
+    extra = {name: trap for name in names}
+    settings_ = json.loads(files["config.json"]) | {"auto_map": {"AutoModel": "modeling_bert.X"}}
+    folder = place(
+        tmp_path / "model", {**files, **extra, "config.json": json.dumps(settings_).encode()}
+    )
+    read(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- Settings and command lines -------------------------------------------------------------------
+
+KEYS = sorted(configs.flatten(Config())) + sorted(configs.flatten(FinetuneConfig()))
+values = st.one_of(
+    st.sampled_from([str(v) for v in NASTY_VALUES] + ["()", "('a',)", "1,2", "true", "None", "{}"]),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=8),
+)
+keys = st.one_of(
+    st.sampled_from(KEYS),
+    st.text(max_size=8),
+    st.sampled_from(["phases", "phases[7].rows", "model."]),
+)
+
+
+@settings(max_examples=60 * SOAK, deadline=None)
+@given(
+    st.sampled_from(["pretrain.py:mini", "table.py"]),
+    st.lists(st.tuples(keys, values), min_size=1, max_size=3),
+)
+def test_any_setting_is_taken_or_refused(file, given_):
+    kind = FinetuneConfig if file == "table.py" else Config
+    arguments = [f"--config={ROOT / 'configs' / file}"]
+    arguments += [f"--config.{key}={value}" for key, value in given_]
+    with only_user_errors():
+        config = configs.load(arguments, kind)
+        assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("value", ["'12'", "None", "[1]", "1e6", "True", "Config()"])
+@pytest.mark.parametrize("key", ["steps", "model", "phases", "optim", "model.labels"])
+def test_a_config_file_of_other_types_is_refused(tmp_path, key, value):
+    path = tmp_path / f"config_{key.replace('.', '_')}_{abs(hash(value))}.py"
+    path.write_text(
+        "from bert_jax.config import Config\n"
+        f"def get_config():\n    config = Config()\n    config.{key} = {value}\n    return config\n"
+    )
+    with only_user_errors(), pytest.raises(UserError, match=f"config.{key}"):
+        configs.load([f"--config={path}"])
+
+
+COMMANDS = [
+    "vocab {path} --out {new} --size {number} --min-frequency {number}",
+    "prepare {path} --vocab {path} --out {new} --tokens {number} --sequences {number} --workers 1",
+    "prepare {path} --vocab {path} --out {new} --passes {number} --seed {number} --heldout-fraction "
+    "{number} --short-fraction {number} --language {path} --workers 1",
+    "prepare {path} --vocab {path} --out {new} --workers {number}",
+    "pretrain --config {path} --workdir {new} --rows {path}",
+    "pretrain --config CONFIGS/pretrain.py:{path} --workdir {path} --rows {path}",
+    "pretrain --config CONFIGS/pretrain.py:mini,128 --workdir {new} --rows {path}",
+    "finetune --config CONFIGS/table.py --init {path} --workdir {new} --data {path} --seeds {number}",
+    "finetune --config CONFIGS/glue.py:{path} --init none --vocab {path} --workdir {new}",
+    "predict {path} --workdir {path} --out {new} --checkpoint {number}",
+    "score {path} {path} {path}",
+    "score squad1 {path} {path}",
+    "score glue:rte {path} {path}",
+    "score conll {path} {path}",
+    "glue-zip {path} --out {new}",
+    "evaluate --workdir {path} --rows {path} --checkpoint {number}",
+    "fill-mask --init {path} --top {number} text",
+    "import {path} --out {new} --vocab {path}",
+    "export --init {path} --out {new}",
+    "embed {path} --init {path} --out {new} --tokens {number} --overlap {number}",
+    "launch --on local --dry-run --processes {number} -- pretrain --config {path} --workdir {path}",
+    "launch --on slurm --dry-run --nodes {number} --gpus {number} -- pretrain --config "
+    "CONFIGS/pretrain.py:mini,128 --rows {path} --workdir {path}",
+    "preflight --config CONFIGS/pretrain.py:mini --topology {path} --sequences {number}",
+    "preflight --config CONFIGS/pretrain.py:mini --topology v5e:{number}x{number}",
+    "sweep {path} --dry-run --jobs {number} --seeds {number} --runs {new}",
+    "report {path} --out {new}",
+    "{path} {path}",
+]
+NUMBERS = [
+    "-1", "0", "1", "-0.0", "1.5", "nan", "inf", "1e999", "x", "", "9" * 30, "9" * 5000, "--", "٣",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def odd_paths(folder):
+    """Paths of all kinds, none of which any verb can use for all that it needs."""
+    place(folder, {"binary": bytes(range(256)), "empty": b"", "deep/[x]/a.txt": b"a\n\nb\n"})
+    place(
+        folder / "run", {"config.json": b"[" * 20_000, "manifest.json": b"[1]", "vocab.txt": b"\n"}
+    )
+    inside = [folder, *sorted(folder.rglob("*")), folder / "gone", folder / "empty" / "x"]
+    return [str(path) for path in inside] + [
+        "", ".", "/", "/dev/null", "x" * 300, "../" * 40, "a\nb", "~nobody/x", "\udcff", "tfds:x",
+        "books:", "*", "**", "a@b", "a:b", "OWNER/NAME", "http://localhost/x", "-", "--", "-x", "\0",
+    ]  # fmt: skip
+
+
+@settings(
+    max_examples=100 * SOAK,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.data())
+def test_any_command_line_ends_in_a_line(odd_paths, folder, monkeypatch, capsys, data):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
+    monkeypatch.chdir(folder.parent)
+    new = folder.parent / "new"
+    shutil.rmtree(new, ignore_errors=True)
+    arguments = []
+    for part in (
+        data.draw(st.sampled_from(COMMANDS)).replace("CONFIGS", str(ROOT / "configs")).split()
+    ):
+        part = part.replace("{new}", str(new)) if data.draw(st.integers(0, 9)) else part
+        while "{path}" in part or "{new}" in part:
+            path = data.draw(st.sampled_from(odd_paths))
+            part = part.replace("{path}", path, 1).replace("{new}", path, 1)
+        while "{number}" in part:
+            part = part.replace("{number}", data.draw(st.sampled_from(NUMBERS)), 1)
+        arguments.append(part)
+    before = sorted(folder.rglob("*"))
+    capsys.readouterr()
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    said = capsys.readouterr().err
+    assert status in (0, cli.EXIT_USER_ERROR), (arguments, said)
+    if status == cli.EXIT_USER_ERROR:
+        last = said.strip().splitlines()[-1]
+        assert last.startswith("bert-jax"), arguments
+        assert len(last) < LINE
+    assert "Traceback" not in said
+    assert [path for path in before if not path.exists()] == []
