@@ -58,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     from bert_jax.config import split
 
     config, rest = split(arguments)
+    for argument in rest:
+        if argument.endswith("=--"):  # of which Python's argparse makes a list
+            _parser().error(f"{argument}: a value cannot be --")
     options = _parser().parse_args(rest)
     if config and not getattr(options, "takes_config", False):
         _parser().error(f"{options.verb} takes no --config")

@@ -393,6 +393,8 @@ def plan(
         least = 0 if key in ("restarts", "gpus") else 1
         if type(value) is int and value < least:
             raise UserError(f"--{key} {value}: it must be {least} or more")
+        if type(value) is int and value > 100_000:
+            raise UserError(f"--{key} {value}: there are no engines of that size")
     for part in command:
         _check_value("an argument after --", part)
     _check_urls(command, options.get("bucket", ""))

@@ -687,8 +687,26 @@ COMMANDS = [
     "report {path} --out {new}",
     "{path} {path}",
 ]
+
+
+def run(arguments, capsys):
+    """A command ends well or in one line and with its exit status."""
+    capsys.readouterr()
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    said = capsys.readouterr().err
+    assert status in (0, cli.EXIT_USER_ERROR), (arguments, said)
+    if status == cli.EXIT_USER_ERROR:
+        last = said.strip().splitlines()[-1]
+        assert last.startswith("bert-jax"), arguments
+        assert len(last) < LINE
+    assert "Traceback" not in said
+
+
 NUMBERS = [
-    "-1", "0", "1", "-0.0", "1.5", "nan", "inf", "1e999", "x", "", "9" * 30, "9" * 5000, "--", "٣",
+    "-1", "0", "1", "-0.0", "1.5", "nan", "inf", "1e999", "x", "", "9" * 30, "9" * 5000, "--",
 ]  # fmt: skip
 
 
@@ -730,16 +748,54 @@ def test_any_command_line_ends_in_a_line(odd_paths, folder, monkeypatch, capsys,
             part = part.replace("{number}", data.draw(st.sampled_from(NUMBERS)), 1)
         arguments.append(part)
     before = sorted(folder.rglob("*"))
-    capsys.readouterr()
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stopped:
-        status = stopped.code
-    said = capsys.readouterr().err
-    assert status in (0, cli.EXIT_USER_ERROR), (arguments, said)
-    if status == cli.EXIT_USER_ERROR:
-        last = said.strip().splitlines()[-1]
-        assert last.startswith("bert-jax"), arguments
-        assert len(last) < LINE
-    assert "Traceback" not in said
+    run(arguments, capsys)
     assert [path for path in before if not path.exists()] == []
+
+
+GOOD_COMMANDS = [
+    "vocab {text} --out {new} --size {number}",
+    "vocab {text} --out {new} --size 200 --min-frequency {number}",
+    "prepare {text} --vocab {vocab} --out {new} --tokens {number} --sequences {number} --workers 1",
+    "prepare {text}@{number} --vocab {vocab} --out {new} --seed {number} --workers 1",
+    "prepare {text} --vocab {vocab} --out {new} --passes {number} --workers 1",
+    "prepare {text} --vocab {vocab} --out {new} --workers {number}",
+    "prepare {text} --vocab {vocab} --out {new} --heldout-fraction {number} --workers 1",
+    "prepare {text} --vocab {vocab} --out {new} --short-fraction {number} --workers 1",
+    "prepare {text} --vocab {vocab} --out {new} --language {number} --workers 1",
+    "fill-mask --init {model} --top {number} [MASK]",
+    "embed {text} --init {model} --out {new}.npy --tokens {number}",
+    "embed {text} --init {model} --out {new}.npy --layers={number} --weights={number}",
+    "embed {text} --init {model} --out {new}.npy --long window --overlap {number}",
+    "evaluate --workdir {model} --checkpoint {number}",
+    "export --init {model} --out {new} --checkpoint {number}",
+    "preflight --config CONFIGS/pretrain.py:mini --topology v5e:2x2 --dollars-per-chip-hour={number} "
+    "--sequences 0",
+    "launch --on local --dry-run --processes {number} --devices {number} -- pretrain --config "
+    "CONFIGS/pretrain.py:mini,128 --rows {rows} --workdir {new}",
+]
+
+
+@pytest.fixture(scope="module")
+def good_paths(corpus, rows, checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(corpus.read_text().split("\n\n")[:6]))
+    model = place(folder / "model", checkpoints["safetensors"][0])
+    found = {"text": text, "vocab": rows() / "vocab.txt", "rows": rows(), "model": model}
+    return {name: str(path) for name, path in found.items()}
+
+
+@settings(
+    max_examples=40 * SOAK,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.sampled_from(GOOD_COMMANDS), st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=2))
+def test_any_number_is_taken_or_refused(good_paths, tmp_path, capsys, command, numbers):
+    new = tmp_path / "new"
+    shutil.rmtree(new, ignore_errors=True)
+    new.with_suffix(".npy").unlink(missing_ok=True)
+    for number in numbers:
+        command = command.replace("{number}", number, 1)
+    command = command.replace("CONFIGS", str(ROOT / "configs")).replace("{new}", str(new))
+    run(command.format(**good_paths).split(" "), capsys)

@@ -47,6 +47,7 @@ SENTENCE_CHARACTERS = 10_000
 # What is looked at to tell a file's kind, and whether it is text at all.
 _HEAD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
+_MOST_WEIGHT = 1000
 _REPEATS = "a long line repeats an earlier one"
 
 
@@ -230,9 +231,9 @@ def parse_source(spec: str) -> Source:
             pattern, weight = path, float(number)
         except ValueError:
             weight = math.nan
-        if not (0 < weight < math.inf):
+        if not (0 < weight <= _MOST_WEIGHT):
             raise UserError(
-                f"the weight {number!r} of source {spec!r} is not a positive number; "
+                f"the weight {number!r} of source {spec!r} is not a positive number up to {_MOST_WEIGHT:,}; "
                 "write for example @0.5 or @3, or leave it out"
             )
     if kind == "tfds":
@@ -653,7 +654,7 @@ class _Reader:
                         else:
                             self._tell(path, number, "a text is empty", "went on without it")
                     self._report.bytes_read = before + size * number // max(rows, number)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"{path}: not a whole Parquet file ({str(error).splitlines()[0][:200]}); "
                 "copy or download it again"

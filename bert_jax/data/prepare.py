@@ -251,14 +251,14 @@ def _check(
         raise UserError(f"sequences is {sequences}; a row of {tokens} tokens holds 1 to {tokens}")
     if pairs not in PAIRS:
         raise UserError(f"pairs is {pairs!r}; choose one of {', '.join(PAIRS)}")
-    if passes < 1:
-        raise UserError(f"passes is {passes}; it takes at least 1")
+    if not 1 <= passes <= 10_000:
+        raise UserError(f"passes is {passes}; it takes at least 1, at most 10,000")
     if not 0 <= heldout_fraction < 1:
         raise UserError(f"heldout_fraction is {heldout_fraction}; it lies from 0 to below 1")
     if not 0 <= short_fraction <= 1:
         raise UserError(f"short_fraction is {short_fraction}; it lies from 0 to 1")
-    if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; it takes at least 1")
+    if workers is not None and not 1 <= workers <= 1024:
+        raise UserError(f"workers is {workers}; it takes at least 1, at most 1,024")
 
 
 def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None:

@@ -252,7 +252,7 @@ def _parquet(
                         count(by_now - before)
                         before = by_now
                     yield Record(where, fields)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: not a whole Parquet file ({str(error).splitlines()[0][:200]}); copy or "
             "download it again"

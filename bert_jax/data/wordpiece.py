@@ -321,6 +321,10 @@ def train(
             f"a vocabulary of {size:,} leaves {max(size - len(head), 0):,} for word pieces after "
             f"{len(head):,} special and unused tokens; ask for at least {len(head) + 100:,}"
         )
+    if size > _MOST_SIZE:
+        raise UserError(f"a vocabulary of {size:,} is too large; ask for {_MOST_SIZE:,} at most")
+    if not 0 <= min_frequency < 1 << 31:
+        raise UserError(f"a least frequency of {min_frequency:,} cannot be; ask for 0 or a few")
     parsed = [corpus.parse_source(source) for source in sources]
     with Progress("counting words", corpus.total_bytes(parsed), "B") as progress:
         words = _count_words(parsed, lowercase, sample_bytes, language, progress)
@@ -339,6 +343,8 @@ def train(
     return vocabulary
 
 
+# Twenty times the largest that models have.
+_MOST_SIZE = 5_000_000
 # About 1.5 GB of memory; past it the rarest are dropped, which say little about frequent pieces.
 _MOST_WORDS = 10_000_000
 
