@@ -473,23 +473,28 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz") / "files"
 
 
-NAMES = [*sorted(READERS), *CHECKPOINTS, "rows"]
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@pytest.mark.parametrize("reader", NAMES, indirect=True)
+@pytest.mark.parametrize("reader", [*sorted(READERS), "rows", *CHECKPOINTS], indirect=True)
 def test_whole_files_are_read(reader, folder):
     files, read = reader
     read(place(folder, files))
 
 
-@pytest.mark.parametrize("reader", NAMES, indirect=True)
-@settings(
-    max_examples=40 * SOAK,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@pytest.mark.parametrize("reader", [*sorted(READERS), "rows"], indirect=True)
+@settings(max_examples=30 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(wrong=changes)
 def test_damaged_files_end_in_a_line(reader, folder, wrong):
+    files, read = reader
+    with only_user_errors():
+        read(place(folder, changed(files, wrong)))
+
+
+@pytest.mark.parametrize("reader", CHECKPOINTS, indirect=True)
+@settings(max_examples=8 * SOAK, deadline=None, suppress_health_check=FIXTURES)
+@given(wrong=changes)
+def test_damaged_checkpoints_end_in_a_line(reader, folder, wrong):
     files, read = reader
     with only_user_errors():
         read(place(folder, changed(files, wrong)))
@@ -724,11 +729,7 @@ def odd_paths(folder):
     ]  # fmt: skip
 
 
-@settings(
-    max_examples=100 * SOAK,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=60 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
 def test_any_command_line_ends_in_a_line(odd_paths, folder, monkeypatch, capsys, data):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -785,11 +786,7 @@ def good_paths(corpus, rows, checkpoints, tmp_path_factory):
     return {name: str(path) for name, path in found.items()}
 
 
-@settings(
-    max_examples=40 * SOAK,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=25 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(st.sampled_from(GOOD_COMMANDS), st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=2))
 def test_any_number_is_taken_or_refused(good_paths, tmp_path, capsys, command, numbers):
     new = tmp_path / "new"
