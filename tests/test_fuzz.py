@@ -796,3 +796,12 @@ def test_any_number_is_taken_or_refused(good_paths, tmp_path, capsys, command, n
         command = command.replace("{number}", number, 1)
     command = command.replace("CONFIGS", str(ROOT / "configs")).replace("{new}", str(new))
     run(command.format(**good_paths).split(" "), capsys)
+
+
+@pytest.mark.parametrize("setting", ["steps=3000000000", "phases[0].batch_size=99999999999999"])
+def test_a_count_beyond_the_devices_integers_is_refused(setting):
+    key = setting.partition("=")[0]
+    with pytest.raises(UserError) as error:
+        configs.load([f"--config={ROOT / 'configs' / 'pretrain.py'}:mini", f"--config.{setting}"])
+    assert f"config.{key} is " in str(error.value)
+    assert "below 2**31" in str(error.value)
