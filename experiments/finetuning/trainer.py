@@ -87,18 +87,6 @@ def words_of(tokenizer, split, names):
     return examples
 
 
-class Trainer(transformers.Trainer):
-    """Its rate decays as BERT's does: counted from step 0, not from the end of the warm-up."""
-
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        def rate(step):
-            rises = step < self.args.warmup_steps
-            return step / self.args.warmup_steps if rises else 1 - step / num_training_steps
-
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rate)
-        return self.lr_scheduler
-
-
 def run(name, seed):
     """The dev score and the seconds of training."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -134,7 +122,7 @@ def run(name, seed):
             report_to="none",
             use_cpu=True,
         )
-        trainer = Trainer(
+        trainer = transformers.Trainer(
             kind.from_pretrained(minilm(), num_labels=count),
             arguments,
             train_dataset=train,
