@@ -2,11 +2,12 @@
 #   make quickstart [CORPUS=PATH]   text to a pretrained model in minutes
 #   make test                       the tests
 #   make lint                       ruff check and format
+#   make soak                       runs killed a hundred times, a long one watched, much fuzzing
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint soak clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -17,6 +18,15 @@ test: $(VENV)/test.done
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# About an hour on two cores; experiments/reliability/README.md says what came of it.
+SOAK ?= 20
+KILLS ?= 100
+soak: $(VENV)/test.done
+	$(BIN)/python experiments/reliability/kills.py --kills $(KILLS)
+	$(BIN)/python experiments/reliability/leaks.py
+	$(BIN)/python experiments/reliability/report.py
+	BERT_JAX_SOAK=$(SOAK) $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_fuzz_rows.py
 
 clean:
 	rm -rf $(VENV)
