@@ -196,6 +196,7 @@ def test_each_is_run_once_and_leaves_a_line(bench, tmp_path):
     assert by["bb"]["metrics"] == {"score": 2.0}
     assert by["bb"]["facts"] == {"size": 2}
     assert {"digest", "command", "wall_seconds", "jax", "cores", "scale"} <= by["bb"].keys()
+    assert str(tmp_path) not in by["bb"]["command"]  # a path of this machine tells nobody anything
     again, same = go(points, tmp_path)
     assert (again, same) == (0, results)
     assert len(bench.calls()) == 3

@@ -28,7 +28,7 @@ def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
         "point": point.name,
         "scale": given.scale,
         "facts": point.facts,
-        "command": shlex.join(["bert-jax", *point.told(given.data)]),
+        "command": shlex.join(["bert-jax", *map(_published, point.told(given.data))]),
         "digest": place.digest,
     }
     versions = {name: importlib.metadata.version(name) for name in ("bert-jax", "jax", "flax")}
@@ -100,6 +100,11 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         "devices": starts[-1]["devices"],
         **told,
     }
+
+
+def _published(part: str) -> str:
+    """A path of this machine by its last two names: somebody's checkpoint, whose place tells nothing."""
+    return "/".join(pathlib.Path(part).parts[-2:]) if os.path.isabs(part) else part
 
 
 def _curve(lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]]) -> dict[str, list]:
