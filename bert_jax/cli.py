@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+from typing import NoReturn
 
 from bert_jax.errors import UserError
 
@@ -80,8 +81,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors quote what was given as ours do."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(str(UserError(message)))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="bert-jax",
         description="BERT in JAX, end to end: text, vocabulary, rows, pretraining, fine-tuning, checkpoints.",
         epilog="`bert-jax VERB --help` explains a verb and shows an example.",

@@ -707,6 +707,9 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     except UserError:
         raise
     except flags.Error as error:
+        if "Traceback" in str(error):  # a whole one is quoted where the file itself raised
+            last = str(error).strip().splitlines()[-1]
+            raise UserError(f"cannot load {file[0][9:]}: {last}") from None
         raise UserError(f"a config value of the wrong type: {error}") from None
     except Exception as error:  # a config file is a program: anything may come out of it
         text = " ".join(str(error).split())

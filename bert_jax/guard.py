@@ -10,10 +10,12 @@ incidents/step_N/          what was seen at step N, the batch, and the state bef
     incident.json, batch.npz, state/
 """
 
+import contextlib
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -158,7 +160,10 @@ class Guard:
     def __init__(self, config: GuardConfig, folder: pathlib.Path):
         self._config, self._folder = config, folder
         path = folder / SKIPPED
-        told = json.loads(path.read_text()) if path.exists() else {"steps": [], "back_to": None}
+        told: dict[str, Any] = {"steps": [], "back_to": None}
+        if path.exists():
+            with _readable(path):
+                told = json.loads(path.read_text())
         self.skipped, self._back_to = set(told["steps"]), told["back_to"]
 
     def look(self, step: int, seen: Seen) -> dict[str, Any]:
@@ -277,6 +282,15 @@ def incidents(folder: str | pathlib.Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
 
 
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+    try:
+        with files.one_line_errors(f"cannot read {path}"):
+            yield
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+
+
 class Incident(NamedTuple):
     """What `Guard.record` and `Guard.keep_state` wrote.
 
@@ -306,7 +320,7 @@ def read_incident(folder: str | pathlib.Path, step: int | None = None) -> Incide
     if step not in found:
         raise UserError(f"{folder} has no incident at step {step}: {', '.join(map(str, found))}")
     place = pathlib.Path(folder) / INCIDENTS / f"step_{step}"
-    with files.one_line_errors(f"cannot read {place}"):
+    with _readable(place):
         told = json.loads((place / _INCIDENT).read_text())
         with np.load(place / _BATCH) as arrays:
             batch = dict(arrays)

@@ -85,6 +85,12 @@ class Progress:
         elif self.shown:
             print(line, file=sys.stderr, flush=True)
 
+    def show_cursor(self) -> None:
+        """Gives the terminal its cursor back, for who is about to leave without `__exit__`."""
+        if self._bar is not None:
+            sys.stderr.write("\x1b[?25h\n")
+            sys.stderr.flush()
+
     def _log(self) -> None:
         now = time.monotonic()
         self._logged = now

@@ -7,7 +7,9 @@ checkpoint and ends as if nothing had happened, bit for bit.
 
 import collections
 import contextlib
+import dataclasses
 import functools
+import os
 import pathlib
 import signal
 import time
@@ -292,9 +294,19 @@ def train(
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
         loop = _Loop(
-            config, mesh, stages, shapes, folder, checkpoints, keeper, compiled, progress, watch
+            config=config,
+            mesh=mesh,
+            stages=stages,
+            shapes=shapes,
+            folder=folder,
+            checkpoints=checkpoints,
+            keeper=keeper,
+            compiled=compiled,
+            progress=progress,
+            watch=watch,
+            step=step,
+            state=state_at(step),
         )
-        loop.step, loop.state = step, state_at(step)
         while True:
             with Log(folder, loop.step, config, mesh, progress) as log:
                 patience = Patience(config, best, folder, loop.step)
@@ -303,6 +315,7 @@ def train(
                 except guard.Alarm as alarm:
                     to = loop.answer(alarm)
             if to is not None:
+                del loop.state  # two of them may not fit the device
                 loop.step, loop.state = to, state_at(to)
 
 
@@ -346,18 +359,16 @@ class Patience:
 def interrupts(progress: Progress) -> Iterator[Callable[[], bool]]:
     """Inside, the first SIGTERM or SIGINT only sets what the yielded function returns.
 
-    The second one acts as usual, at once.
+    The second one ends the process at once, with 128 and its number: unwinding would wait for a save.
     """
     caught = []
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
 
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def handle(number, frame):
+        if caught:
+            progress.show_cursor()
+            os._exit(128 + number)
         caught.append(number)
-        restore()
         progress.say("stopping after this step; once more to stop without saving")
 
     for number in before:
@@ -365,38 +376,35 @@ def interrupts(progress: Progress) -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(caught)
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
+@dataclasses.dataclass
 class _Loop:
     """The steps of a run, from wherever `step` and `state` stand.
 
     Attributes:
         step: how many are dispatched.
         state: after them, but for those that are left out.
+        shapes: the state's, with shardings.
+        compiled: by stage, kept by the caller.
     """
 
+    config: Run
+    mesh: jax.sharding.Mesh
+    stages: list[Stage]
+    shapes: State
+    folder: pathlib.Path
+    checkpoints: Checkpoints
+    keeper: guard.Guard
+    compiled: dict[int, Compiled]
+    progress: Progress
+    watch: distributed.Watch
     step: int
     state: State
 
-    def __init__(
-        self,
-        config: Run,
-        mesh: jax.sharding.Mesh,
-        stages: list[Stage],
-        shapes: State,
-        folder: pathlib.Path,
-        checkpoints: Checkpoints,
-        keeper: guard.Guard,
-        compiled: dict[int, Compiled],
-        progress: Progress,
-        watch: distributed.Watch,
-    ):
-        self._config, self._mesh = config, mesh
-        self._stages, self._shapes = stages, shapes
-        self._folder, self._checkpoints, self._compiled = folder, checkpoints, compiled
-        self._progress, self._watch = progress, watch
-        self._guard = keeper
+    def __post_init__(self) -> None:
         self._stopping = distributed.Stopping(STEPS_AHEAD)
         self._running: collections.deque[Any] = collections.deque()
 
@@ -408,23 +416,23 @@ class _Loop:
             Interrupted: a signal came and the state is saved.
         """
         self._running.clear()
-        while self.step < self._config.steps:
-            number = next(i for i, s in enumerate(self._stages) if self.step < s.end_step)
-            stage = self._stages[number]
-            if number not in self._compiled:
-                self._compiled[number] = self._compile(stage)
+        while self.step < self.config.steps:
+            number = next(i for i, s in enumerate(self.stages) if self.step < s.end_step)
+            stage = self.stages[number]
+            if number not in self.compiled:
+                self.compiled[number] = self._compile(stage)
             log.begin(stage, self.step)
-            part = sharding.row_part(self._mesh)
+            part = sharding.row_part(self.mesh)
             wanted = (self.step - stage.first_step, stage.end_step - stage.first_step)
             for batch in stage.batches(*wanted, *part):
-                self._dispatch(stage, self._compiled[number], batch)
-                if self._look_around(log, patience, interrupted, self._compiled[number]):
+                self._dispatch(stage, self.compiled[number], batch)
+                if self._look_around(log, patience, interrupted, self.compiled[number]):
                     return
 
     def _compile(self, stage: Stage) -> Compiled:
         begun = time.monotonic()
-        compiled = compile_stage(self._config, stage, self._mesh, self._shapes)
-        self._progress.say(
+        compiled = compile_stage(self.config, stage, self.mesh, self.shapes)
+        self.progress.say(
             f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
             f"in {time.monotonic() - begun:.1f} s"
         )
@@ -433,12 +441,12 @@ class _Loop:
     def _dispatch(self, stage: Stage, compiled: Compiled, batch: Batch) -> None:
         """Sends the next step to the device."""
         seen = None
-        if self.step in self._guard.skipped:
+        if self.step in self.keeper.skipped:
             self.state, sums = compiled.advance(self.state)
         else:
-            rows, every = put(batch, self._mesh), self._config.guard.probe_every_steps
+            rows, every = put(batch, self.mesh), self.config.guard.probe_every_steps
             if every and self.step % every == 0:
-                with jax.set_mesh(self._mesh):
+                with jax.set_mesh(self.mesh):
                     guard.probe(self.step, lambda: compiled.fingerprint(self.state, rows))
             self.state, sums, seen = compiled.step(self.state, rows)
         self.step += 1
@@ -452,9 +460,9 @@ class _Loop:
         compiled: Compiled,
     ) -> bool:
         """After a step: metrics, evaluation, saving, signals; whether the run is over."""
-        config, step = self._config, self.step
-        self._watch.step = step
-        self._progress.advance()
+        config, step = self.config, self.step
+        self.watch.step = step
+        self.progress.advance()
         at_end = step == config.steps
         every = config.evaluate_every_steps
         evaluates = at_end or bool(every and step % every == 0)
@@ -470,27 +478,27 @@ class _Loop:
         if saves or patience.is_over:
             # The metrics up to here must survive whatever the checkpoint survives.
             log.sync()
-            self._checkpoints.save(step, *_parts(self.state), evaluated or None)
+            self.checkpoints.save(step, *_parts(self.state), evaluated or None)
         if stop:
-            self._checkpoints.wait()
-            raise Interrupted(f"saved step {step:,} of {config.steps:,} in {self._folder}")
+            self.checkpoints.wait()
+            raise Interrupted(f"saved step {step:,} of {config.steps:,} in {self.folder}")
         if patience.is_over:
-            self._progress.say(f"no better for {config.patience} evaluations: stopping")
+            self.progress.say(f"no better for {config.patience} evaluations: stopping")
         return patience.is_over
 
     def _retire(self, log: Log) -> None:
         """Waits for the oldest step that runs and looks at what it says."""
         step, sums, seen = self._running.popleft()
         jax.block_until_ready(sums)
-        if seen is not None and (said := self._guard.look(step - 1, seen)):
-            self._guard.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
-            self._progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
-        if step % self._config.log_every_steps == 0 or step == self._config.steps:
+        if seen is not None and (said := self.keeper.look(step - 1, seen)):
+            self.keeper.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
+            self.progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
+        if step % self.config.log_every_steps == 0 or step == self.config.steps:
             log.training(step, sums)
 
     def _batch(self, step: int) -> Batch:
         """All rows of a step."""
-        stage = next(s for s in self._stages if step < s.end_step)
+        stage = next(s for s in self.stages if step < s.end_step)
         return next(stage.batches(step - stage.first_step, step + 1 - stage.first_step, 0, 1))
 
     def answer(self, alarm: guard.Alarm) -> int | None:
@@ -502,35 +510,35 @@ class _Loop:
         Raises:
             UserError: to stop.
         """
-        step, config = alarm.step, self._config.guard
-        self._progress.advance(step - self.step)
+        step, config = alarm.step, self.config.guard
+        self.progress.advance(step - self.step)
         # As it stood before that step.
         halted = jax.device_put(np.bool_(False), self.state.recent.halted.sharding)
         self.state = self.state._replace(recent=self.state.recent._replace(halted=halted))
         self.step = step
-        place = self._guard.record(step, alarm.kind, alarm.said, self._batch(step))
-        self._guard.keep_state(place, step, *_parts(self.state))
+        place = self.keeper.record(step, alarm.kind, alarm.said, self._batch(step))
+        self.keeper.keep_state(place, step, *_parts(self.state))
         what = f"step {step:,}: {guard.sentence(guard.KINDS[alarm.kind], alarm.said)}"
-        policy = self._guard.policy(alarm.kind)
+        policy = self.keeper.policy(alarm.kind)
         if policy == "skip":
-            self._guard.skip([step])
-            self._progress.say(f"{what}; its batch is left out")
+            self.keeper.skip([step])
+            self.progress.say(f"{what}; its batch is left out")
             return None
         if policy == "rollback":
             first = max(step - config.rollback_steps, 0)
-            self._guard.skip(range(first, step + 1), back_to=first)
-            self._guard.go_back(self._checkpoints)
-            to = max(self._checkpoints.steps(), default=0)
-            self._progress.advance(to - step)
-            self._progress.say(
+            self.keeper.skip(range(first, step + 1), back_to=first)
+            self.keeper.go_back(self.checkpoints)
+            to = max(self.checkpoints.steps(), default=0)
+            self.progress.advance(to - step)
+            self.progress.say(
                 f"{what}; back to step {to:,}, and the batches from step {first:,} on are left out"
             )
             return to
-        if step and step not in self._checkpoints.steps():
-            self._checkpoints.save(step, *_parts(self.state))
-        self._checkpoints.wait()
+        if step and step not in self.checkpoints.steps():
+            self.checkpoints.save(step, *_parts(self.state))
+        self.checkpoints.wait()
         raise UserError(
             f"{what}; the weights are those before it. Look at {place}, try `bert-jax replay "
-            f"{self._folder}`, and go on with another config or without this batch "
+            f"{self.folder}`, and go on with another config or without this batch "
             f"(--config.guard.{guard.KINDS[alarm.kind]}=skip)"
         )

@@ -14,10 +14,16 @@ os.environ["XLA_FLAGS"] = (
 # Compiled programs of tests stay out of the user's cache.
 os.environ["BERT_JAX_CACHE"] = os.path.join(tempfile.gettempdir(), "bert_jax_tests_cache")
 
+import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
 install_import_hook("bert_jax", "beartype.beartype")
+
+# The same examples every time, so that a run of the tests fails by what changed; `make soak` draws
+# others.
+hypothesis.settings.register_profile("fixed", derandomize="BERT_JAX_SOAK" not in os.environ)
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from flax import traverse_util
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax import checkpoint, cli, model, optim
+from bert_jax import checkpoint, cli, guard, model, optim
 from bert_jax import train as loop
 from bert_jax.config import (
     FEATURES,
@@ -686,6 +686,17 @@ def run(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "run"
     assert cli.main(arguments(data, folder, f"task.test={data}/test.csv")) == 0
     return folder
+
+
+def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
+    folder = tmp_path / "run"
+    changes = ("optim.learning_rate=1e30", "optim.clip_norm=0")
+    assert cli.main(arguments(data, folder, *changes)) == cli.EXIT_USER_ERROR
+    assert "not finite: loss nan" in capsys.readouterr().err
+    (step,) = guard.incidents(folder)
+    assert 0 < step < 10
+    assert cli.main(["replay", str(folder)]) == 0
+    assert "the same, bit for bit" in capsys.readouterr().out
 
 
 def test_it_learns_and_says_so(run):

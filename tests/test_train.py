@@ -142,6 +142,31 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
     assert_same_run(stopped, whole)
 
 
+def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
+    changes = ("steps=150", "checkpoint.every_steps=40")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert pretrain(whole, [rows()], *changes).returncode == 0
+    slow = command(stopped, [rows()], *changes)
+    # From the second save on, one takes longer than anybody waits for it here.
+    slow[2] = (
+        "import time; from bert_jax import checkpoint; seal, saves = checkpoint.seal, []; "
+        "checkpoint.seal = lambda folder: (saves.append(time.sleep(600 * len(saves))), seal(folder)); "
+    ) + slow[2]
+    process = subprocess.Popen(slow, stderr=subprocess.PIPE, text=True, env=ALONE)
+    while not (stopped / "checkpoints" / "40").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    while "once more to stop without saving" not in (line := process.stderr.readline()):
+        assert line
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 128 + signal.SIGINT
+    again = pretrain(stopped, [rows()], *changes)
+    assert again.returncode == 0, again.stderr
+    assert "resuming at step 40 of 150" in again.stderr
+    assert_same_run(stopped, whole)
+
+
 def run_steps(config, stage, devices, steps):
     mesh = sharding.make_mesh(config.mesh, devices)
     init, shapes = loop.initial_state(config, stage, mesh)
