@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 import torch
 import transformers
 from flax import traverse_util
@@ -29,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 from bert_jax import checkpoint, cli, files
 from bert_jax.config import Config, ModelConfig
 from bert_jax.convert import huggingface, source
-from bert_jax.convert.export import export
+from bert_jax.convert.export import _write_safetensors, export
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -340,6 +341,18 @@ HEAD_LABELS = {
     "": (), "sequence": ("x", "y", "z"), "token": ("O", "B"), "choice": ("score",),
     "span": ("start", "end"),
 }  # fmt: skip
+
+
+def test_the_same_tensors_are_the_same_file(tmp_path):
+    tensors = {name: np.arange(3, dtype=np.float32) for name in ("b", "a")}
+    path, contents = tmp_path / "model.safetensors", set()
+    for _ in range(12):  # two entries in a random order: they agree by chance once in 2,048
+        _write_safetensors(path, tensors)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    with safetensors.safe_open(path, "numpy") as opened:
+        assert opened.metadata()["format"] == "pt"
+        np.testing.assert_array_equal(opened.get_tensor("a"), tensors["a"])
 
 
 @settings(max_examples=12, deadline=None)

@@ -92,6 +92,19 @@ def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> No
     sums = {name: google_crc32c.value(value.tobytes()) for name, value in tensors.items()}
     with files.replacing(path) as beside:
         save_file(tensors, beside, {"format": "pt", "crc32c": json.dumps(sums)})
+        _order_metadata(beside)
+
+
+def _order_metadata(path: pathlib.Path) -> None:
+    """The library writes them in a random order; two exports of one model are to be one file."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(ordered) <= size:
+            file.seek(8)
+            file.write(ordered.ljust(size))
 
 
 def _write_sentence_encoder(folder: pathlib.Path, config: Run) -> None:
