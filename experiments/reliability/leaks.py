@@ -44,7 +44,8 @@ def look(process: int, out: pathlib.Path) -> dict[str, int]:
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return {
         "step": json.loads(lines[-1])["step"],
-        "memory_bytes": int(fields["VmRSS"].split()[0]) * 1024,
+        # Its own, wherever the system keeps it by now; what is mapped from files comes and goes.
+        "memory_bytes": sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap")) * 1024,
         "threads": int(fields["Threads"]),
         "open_files": len(os.listdir(f"/proc/{process}/fd")),
         # Curves and metrics grow by design; what must not is what is kept beside them.
