@@ -202,7 +202,8 @@ class GuardConfig:
     spike: str = "report"
     sigmas: float = 10.0
     rollback_steps: int = 16
-    # More than so many steps that went wrong end the run, whatever the policy.
+    # More than so many steps that went wrong end the run; of spikes that are only reported, no more
+    # than so many are written down.
     most_incidents: int = 100
     # Every so many steps the step is computed twice; results that differ, by faulty hardware or a
     # race, end the run. 0 never.

@@ -187,26 +187,31 @@ class Guard:
     def record(self, step: int, kind: int, said: dict[str, Any], batch: Batch) -> pathlib.Path:
         """Writes what was seen at a step; one that is there already, of a start before, stays.
 
+        Beyond `GuardConfig.most_incidents` what is only reported is not written either.
+
         Raises:
-            UserError: it is one more than `GuardConfig.most_incidents`.
+            UserError: it is one more than that, and more than a report.
         """
         place = self._folder / INCIDENTS / f"step_{step}"
+        most, reports = self._config.most_incidents, self.policy(kind) == "report"
 
         def write() -> None:
-            if not place.exists():
+            count = len(incidents(self._folder))
+            if not place.exists() and not (reports and count >= most):
                 with files.new_folder(place) as beside:
                     np.savez_compressed(beside / _BATCH, **batch)
                     files.write_json(
                         beside / _INCIDENT, {"step": step, "kind": KINDS[kind], **said}
                     )
+                count += 1
+            if count > most and not reports:
+                raise UserError(
+                    f"{count} steps went wrong, more than config.guard.most_incidents={most}, the "
+                    f"last of them step {step:,} ({sentence(KINDS[kind], said)}): look at "
+                    f"{place.parent}"
+                )
 
         distributed.first("what went wrong", write)
-        count, most = len(incidents(self._folder)), self._config.most_incidents
-        if count > most:
-            raise UserError(
-                f"{count} steps went wrong, more than config.guard.most_incidents={most}, the last "
-                f"of them step {step:,} ({sentence(KINDS[kind], said)}): look at {place.parent}"
-            )
         return place
 
     def keep_state(self, place: pathlib.Path, step: int, params: Params, training: Any) -> None:

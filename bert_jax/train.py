@@ -313,7 +313,7 @@ def train(
                 try:
                     return loop.run(log, patience, interrupted)
                 except guard.Alarm as alarm:
-                    to = loop.answer(alarm)
+                    to = loop.answer(alarm, log)
             if to is not None:
                 del loop.state  # two of them may not fit the device
                 loop.step, loop.state = to, state_at(to)
@@ -425,7 +425,7 @@ class _Loop:
             part = sharding.row_part(self.mesh)
             wanted = (self.step - stage.first_step, stage.end_step - stage.first_step)
             for batch in stage.batches(*wanted, *part):
-                self._dispatch(stage, self.compiled[number], batch)
+                self._dispatch(self.compiled[number], batch, log)
                 if self._look_around(log, patience, interrupted, self.compiled[number]):
                     return
 
@@ -438,7 +438,7 @@ class _Loop:
         )
         return compiled
 
-    def _dispatch(self, stage: Stage, compiled: Compiled, batch: Batch) -> None:
+    def _dispatch(self, compiled: Compiled, batch: Batch, log: Log) -> None:
         """Sends the next step to the device."""
         seen = None
         if self.step in self.keeper.skipped:
@@ -446,6 +446,7 @@ class _Loop:
         else:
             rows, every = put(batch, self.mesh), self.config.guard.probe_every_steps
             if every and self.step % every == 0:
+                self._retire(log, 0)  # an alarm must find all steps before it looked at
                 with jax.set_mesh(self.mesh):
                     guard.probe(self.step, lambda: compiled.fingerprint(self.state, rows))
             self.state, sums, seen = compiled.step(self.state, rows)
@@ -469,8 +470,7 @@ class _Loop:
         stop = self._stopping(interrupted())
         saves = at_end or stop or step % config.checkpoint.every_steps == 0
         # What is evaluated or saved must have been looked at.
-        while len(self._running) > (0 if evaluates or saves else STEPS_AHEAD):
-            self._retire(log)
+        self._retire(log, 0 if evaluates or saves else STEPS_AHEAD)
         evaluated = None
         if evaluates:
             evaluated = log.heldout(step, lambda: compiled.measure(self.state.params))
@@ -486,22 +486,23 @@ class _Loop:
             self.progress.say(f"no better for {config.patience} evaluations: stopping")
         return patience.is_over
 
-    def _retire(self, log: Log) -> None:
-        """Waits for the oldest step that runs and looks at what it says."""
-        step, sums, seen = self._running.popleft()
-        jax.block_until_ready(sums)
-        if seen is not None and (said := self.keeper.look(step - 1, seen)):
-            self.keeper.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
-            self.progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
-        if step % self.config.log_every_steps == 0 or step == self.config.steps:
-            log.training(step, sums)
+    def _retire(self, log: Log, most: int) -> None:
+        """Waits for the oldest steps until at most so many run, and looks at what they say."""
+        while len(self._running) > most:
+            step, sums, seen = self._running.popleft()
+            jax.block_until_ready(sums)
+            if seen is not None and (said := self.keeper.look(step - 1, seen)):
+                self.keeper.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
+                self.progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
+            if step % self.config.log_every_steps == 0 or step == self.config.steps:
+                log.training(step, sums)
 
     def _batch(self, step: int) -> Batch:
         """All rows of a step."""
         stage = next(s for s in self.stages if step < s.end_step)
         return next(stage.batches(step - stage.first_step, step + 1 - stage.first_step, 0, 1))
 
-    def answer(self, alarm: guard.Alarm) -> int | None:
+    def answer(self, alarm: guard.Alarm, log: Log) -> int | None:
         """Does what the config says to an alarm.
 
         Returns:
@@ -535,6 +536,7 @@ class _Loop:
             )
             return to
         if step and step not in self.checkpoints.steps():
+            log.sync()
             self.checkpoints.save(step, *_parts(self.state))
         self.checkpoints.wait()
         raise UserError(

@@ -225,6 +225,9 @@ def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
     assert expected != spikes(True)
     assert guard.incidents(tmp_path / "report") == expected
     assert f"step {expected[0]}: a spike: loss" in capsys.readouterr().err
+    few = (*changes, "guard.most_incidents=2")
+    run(tmp_path / "few", rows, *few, bad=())
+    assert guard.incidents(tmp_path / "few") == expected[:2]  # reports end no run
     with pytest.raises(UserError, match=f"step {expected[0]}: a spike"):
         run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
     assert replay.replay(tmp_path / "stop").same
@@ -268,9 +271,11 @@ def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch,
         return compiled._replace(fingerprint=lambda *a: faulty(compiled.fingerprint, *a))
 
     monkeypatch.setattr(loop, "compile_stage", compile_faulty)
+    changes = ("guard.probe_every_steps=4", "log_every_steps=4")
     with pytest.raises(UserError, match="step 8: computed twice, the step differs in layer_1;"):
-        run(tmp_path / "fault", rows, "guard.probe_every_steps=4", bad=(), compiled={})
+        run(tmp_path / "fault", rows, *changes, bad=(), compiled={})
     monkeypatch.undo()
+    assert trained(tmp_path / "fault") == [4, 8]  # of the steps before it nothing is lost
     assert cli.main(["replay", str(tmp_path / "fault")]) == 0
     assert "probe" in capsys.readouterr().out
 
