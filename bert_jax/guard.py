@@ -160,10 +160,7 @@ class Guard:
     def __init__(self, config: GuardConfig, folder: pathlib.Path):
         self._config, self._folder = config, folder
         path = folder / SKIPPED
-        told: dict[str, Any] = {"steps": [], "back_to": None}
-        if path.exists():
-            with _readable(path):
-                told = json.loads(path.read_text())
+        told = _told(path) if path.exists() else {"steps": [], "back_to": None}
         self.skipped, self._back_to = set(told["steps"]), told["back_to"]
 
     def look(self, step: int, seen: Seen) -> dict[str, Any]:
@@ -187,16 +184,17 @@ class Guard:
     def record(self, step: int, kind: int, said: dict[str, Any], batch: Batch) -> pathlib.Path:
         """Writes what was seen at a step; one that is there already, of a start before, stays.
 
-        Beyond `GuardConfig.most_incidents` what is only reported is not written either.
+        Of each kind `GuardConfig.most_incidents` are written; what is only reported goes on after
+        that, unwritten.
 
         Raises:
-            UserError: it is one more than that, and more than a report.
+            UserError: it is one more of its kind than that, and more than a report.
         """
         place = self._folder / INCIDENTS / f"step_{step}"
         most, reports = self._config.most_incidents, self.policy(kind) == "report"
 
         def write() -> None:
-            count = len(incidents(self._folder))
+            count = len(incidents(self._folder, KINDS[kind]))
             if not place.exists() and not (reports and count >= most):
                 with files.new_folder(place) as beside:
                     np.savez_compressed(beside / _BATCH, **batch)
@@ -206,9 +204,9 @@ class Guard:
                 count += 1
             if count > most and not reports:
                 raise UserError(
-                    f"{count} steps went wrong, more than config.guard.most_incidents={most}, the "
-                    f"last of them step {step:,} ({sentence(KINDS[kind], said)}): look at "
-                    f"{place.parent}"
+                    f"{count} steps went wrong like this, more than config.guard.most_incidents="
+                    f"{most}, the last of them step {step:,} ({sentence(KINDS[kind], said)}): look "
+                    f"at {place.parent}"
                 )
 
         distributed.first("what went wrong", write)
@@ -281,10 +279,19 @@ def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> None:
         raise Alarm(step, UNEQUAL, {"differ": differ})
 
 
-def incidents(folder: str | pathlib.Path) -> list[int]:
-    """The steps at which something went wrong in a workdir."""
+def incidents(folder: str | pathlib.Path, kind: str | None = None) -> list[int]:
+    """The steps at which something went wrong in a workdir, in any way or in that one."""
     found = (pathlib.Path(folder) / INCIDENTS).glob(f"step_*/{_INCIDENT}")
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+    return sorted(
+        int(path.parent.name.removeprefix("step_"))
+        for path in found
+        if kind is None or _told(path)["kind"] == kind
+    )
+
+
+def _told(path: pathlib.Path) -> dict[str, Any]:
+    with _readable(path):
+        return json.loads(path.read_text())
 
 
 @contextlib.contextmanager
@@ -325,8 +332,7 @@ def read_incident(folder: str | pathlib.Path, step: int | None = None) -> Incide
     if step not in found:
         raise UserError(f"{folder} has no incident at step {step}: {', '.join(map(str, found))}")
     place = pathlib.Path(folder) / INCIDENTS / f"step_{step}"
-    with _readable(place):
-        told = json.loads((place / _INCIDENT).read_text())
-        with np.load(place / _BATCH) as arrays:
-            batch = dict(arrays)
+    told = _told(place / _INCIDENT)
+    with _readable(place), np.load(place / _BATCH) as arrays:
+        batch = dict(arrays)
     return Incident(step, told, batch, place / _STATE)
