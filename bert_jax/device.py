@@ -1,5 +1,7 @@
 """The accelerator: choosing it, its data sheet, and the cache of compiled programs."""
 
+import ctypes
+import importlib.util
 import os
 import pathlib
 from typing import NamedTuple
@@ -7,6 +9,9 @@ from typing import NamedTuple
 import jax
 
 from bert_jax.errors import UserError
+
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 class Chip(NamedTuple):
@@ -100,6 +105,8 @@ CHIPS = {
 def start(platform: str, cache: bool = True) -> None:
     """Chooses the platform ("" takes the best there is) and turns on the compilation cache.
 
+    To be called before any of JAX's threads begin.
+
     Without `cache` there is none: programs for hardware that is not here can be written to it but
     not read again.
 
@@ -114,6 +121,8 @@ def start(platform: str, cache: bool = True) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    if _only_cpu():
+        _keep_memory()
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that some backend was found
@@ -125,6 +134,29 @@ def start(platform: str, cache: bool = True) -> None:
             f"config.platform is {platform!r} and JAX finds no such device here: {advice}"
             "leave it at '' to take what there is"
         ) from error
+
+
+def _only_cpu() -> bool:
+    """Whether JAX will look for no accelerator: it is told to, or has no plugin for one."""
+    named = jax.config.jax_platforms
+    if named:
+        return named == "cpu"
+    return not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+
+
+def _keep_memory() -> None:
+    """Lets glibc keep what is freed, for the next step wants as much again.
+
+    XLA allocates a step's temporaries anew for every step. glibc would take them from the system and
+    give them back each time, which then has to clear every page: a good part of a small step's time.
+    Threads share one arena, for the others cannot hold blocks of that size.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return
+    for name, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+        mallopt(name, value)
 
 
 def peak_flops() -> float | None:
