@@ -311,12 +311,15 @@ def train(
             with Log(folder, loop.step, config, mesh, progress) as log:
                 patience = Patience(config, best, folder, loop.step)
                 try:
-                    return loop.run(log, patience, interrupted)
+                    loop.run(log, patience, interrupted)
+                    break
                 except guard.Alarm as alarm:
                     to = loop.answer(alarm, log)
             if to is not None:
                 del loop.state  # two of them may not fit the device
                 loop.step, loop.state = to, state_at(to)
+        if interrupted():  # since the last step, and more may come after this run
+            raise loop.interrupted()
 
 
 def _start_from(params: Params, start: Params, shapes: Params) -> Params:
@@ -481,10 +484,14 @@ class _Loop:
             self.checkpoints.save(step, *_parts(self.state), evaluated or None)
         if stop:
             self.checkpoints.wait()
-            raise Interrupted(f"saved step {step:,} of {config.steps:,} in {self.folder}")
+            raise self.interrupted()
         if patience.is_over:
             self.progress.say(f"no better for {config.patience} evaluations: stopping")
         return patience.is_over
+
+    def interrupted(self) -> Interrupted:
+        """To be raised where the state is saved."""
+        return Interrupted(f"saved step {self.step:,} of {self.config.steps:,} in {self.folder}")
 
     def _retire(self, log: Log, most: int) -> None:
         """Waits for the oldest steps until at most so many run, and looks at what they say."""
