@@ -21,7 +21,7 @@ from flax import traverse_util
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax import checkpoint, cli, guard, model, optim
+from bert_jax import checkpoint, cli, guard, model, optim, sharding
 from bert_jax import train as loop
 from bert_jax.config import (
     FEATURES,
@@ -40,7 +40,9 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
+from bert_jax.evaluate import put
 from bert_jax.finetune import _over_seeds, _spread, finetune, problem_of
+from bert_jax.log import Log
 from bert_jax.model import Bert, BiLstm, init_params, shapes
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.finetuning import Finetuning
@@ -264,29 +266,29 @@ def test_packing_changes_nothing(head, objective, changes):
         )
 
 
-@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_losses_and_logits_are_those_of_transformers(head, objective):
-    """Their classes, one batch padded to its longest; ours packed."""
-    problem = Made(head, objective, count=7)
-    config = model_config(problem)
-    params = random_params(config)
+def torch_model(problem, config, params):
+    """Transformers' model of the same head and weights."""
     name = {
         "sequence": "BertForSequenceClassification", "choice": "BertForMultipleChoice",
         "token": "BertForTokenClassification", "span": "BertForQuestionAnswering",
-    }[head]  # fmt: skip
+    }[problem.head]  # fmt: skip
     kind = {"number": "regression", "classes": "multi_label_classification"}
-    labels = {} if head in ("choice", "span") else {"num_labels": len(problem.labels)}
+    labels = {} if problem.head in ("choice", "span") else {"num_labels": len(problem.labels)}
     model = getattr(transformers, name)(
         transformers.BertConfig(
             vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
-            intermediate_size=20, max_position_embeddings=64, hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0, problem_type=kind.get(objective), **labels,
+            intermediate_size=20, max_position_embeddings=config.positions, hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0, problem_type=kind.get(problem.objective), **labels,
         )
-    ).eval()  # fmt: skip
+    )  # fmt: skip
     tensors = {k: torch.tensor(v) for k, v in to_huggingface(params, config).items()}
     model.load_state_dict(tensors)
-    plan = plans(problem, 7, 1)[0]
-    examples, members = problem.splits["train"], plan.members(0, 0)
+    return model
+
+
+def torch_inputs(problem, members):
+    """Some training examples as transformers' model takes them, padded to the longest."""
+    examples, head = problem.splits["train"], problem.head
     sequences = [i * examples.group + j for i in members for j in range(examples.group)]
     longest = max(len(examples.tokens[i]) for i in sequences)
     ids, mask, types = (np.zeros((len(sequences), longest), int) for _ in range(3))
@@ -302,19 +304,30 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
         for row, i in enumerate(members):
             own = examples.token_targets["label"][i]
             label[row, : len(own)] = np.where(own == NO_EXAMPLE, -100, own)
-        inputs["labels"] = torch.tensor(label)
-    elif head == "span":
-        label = torch.tensor(examples.targets["label"][members]).long()
-        inputs |= {"start_positions": label[:, 0], "end_positions": label[:, 1]}
-    else:
-        label = torch.tensor(examples.targets["label"][members])
-        inputs["labels"] = label.long() if objective == "class" else label
+        return inputs | {"labels": torch.tensor(label)}
+    label = torch.tensor(examples.targets["label"][members])
+    if head == "span":
+        return inputs | {"start_positions": label[:, 0].long(), "end_positions": label[:, 1].long()}
+    return inputs | {"labels": label.long() if problem.objective == "class" else label}
+
+
+@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+def test_losses_and_logits_are_those_of_transformers(head, objective):
+    """Their classes, one batch padded to its longest; ours packed."""
+    problem = Made(head, objective, count=7)
+    config = model_config(problem)
+    params = random_params(config)
+    model = torch_model(problem, config, params).eval()
+    plan = plans(problem, 7, 1)[0]
+    examples, members = problem.splits["train"], plan.members(0, 0)
+    inputs = torch_inputs(problem, members)
     with torch.no_grad():
         out = model(**inputs)
         if head == "span":  # theirs scores padding too; ours has none
             big = torch.finfo(torch.float32).min
             theirs = [torch.where(inputs["attention_mask"] == 1, x, big) for x in (out.start_logits, out.end_logits)]  # fmt: skip
-            wanted = sum(torch.nn.functional.cross_entropy(x, label[:, i]) for i, x in enumerate(theirs)) / 2  # fmt: skip
+            label = inputs["start_positions"], inputs["end_positions"]
+            wanted = sum(map(torch.nn.functional.cross_entropy, theirs, label)) / 2
         else:
             wanted = out.loss
     ((loss, _, _),) = loss_and_grads(problem, plan, params, config)
@@ -332,6 +345,50 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
         else:
             theirs = out.logits[row, :n] if head == "token" else out.logits[row]
         np.testing.assert_allclose(found[i], theirs, rtol=0, atol=1e-5)
+
+
+def test_a_run_is_the_one_that_pytorch_makes_of_it():
+    """Every loss of six epochs: packing, weights, clipping, AdamW, what decays, and the schedule."""
+    problem = Made("sequence", count=30)
+    problem.splits["dev"] = problem.splits["train"]
+    optimizer = OptimConfig(optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
+    config = FinetuneConfig(
+        model=model_config(problem, positions=128),
+        batch_size=7,
+        epochs=6.0,
+        log_every_steps=1,
+        optim=optimizer,
+    )
+    config, _, plan, stage = finetuning.stage(config, problem, [config.seed], 1)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    init, shapes = loop.initial_state(config, stage, mesh)
+    step = loop.compile_step(config, stage, mesh, shapes)
+    state = init(jnp.uint32(config.seed))
+
+    model = torch_model(problem, config.model, jax.device_get(state.params))
+    bare = [name.endswith("bias") or "LayerNorm" in name for name, _ in model.named_parameters()]
+    groups = [
+        {"params": [w for w, b in zip(model.parameters(), bare, strict=True) if b is kind], "weight_decay": decay}
+        for kind, decay in ((False, 0.1), (True, 0.0))
+    ]  # fmt: skip
+    reference = torch.optim.AdamW(groups, lr=1e-2, eps=1e-6)
+    warmup = config.optim.warmup_steps
+    assert (config.steps, warmup) == (25, 2)
+    for number, batch in enumerate(stage.batches(0, config.steps, 0, 1)):
+        state, sums, _ = step(state, put(batch, mesh))
+        found = float(sums["loss"][0] / sums["loss"][1])
+        loss = model(**torch_inputs(problem, plan.members(number, config.seed))).loss
+        assert found == pytest.approx(loss.item(), abs=1e-4), number
+        reference.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in reference.param_groups:
+            part = number / warmup if number < warmup else 1 - number / config.steps
+            group["lr"] = 1e-2 * part
+        reference.step()
+    theirs = model.state_dict()
+    for name, value in to_huggingface(jax.device_get(state.params), config.model).items():
+        np.testing.assert_allclose(value, theirs[name], rtol=0, atol=2e-3, err_msg=name)
 
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
@@ -697,6 +754,25 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
     assert 0 < step < 10
     assert cli.main(["replay", str(folder)]) == 0
     assert "the same, bit for bit" in capsys.readouterr().out
+
+
+def test_a_signal_after_the_last_step_stops_before_the_next_seed(
+    data, tmp_path, monkeypatch, capsys
+):
+    heldout = Log.heldout
+
+    def told_to_stop(log, step, measure):
+        if step == 12:
+            signal.raise_signal(signal.SIGTERM)
+        return heldout(log, step, measure)
+
+    monkeypatch.setattr(Log, "heldout", told_to_stop)
+    folder = tmp_path / "runs"
+    argv = arguments(data, folder, "epochs=1", options=("--seeds", "2"))
+    assert cli.main(argv) == cli.EXIT_INTERRUPTED
+    assert "saved step 12 of 12" in capsys.readouterr().err
+    assert (folder / "seed_0" / "checkpoints" / "12").is_dir()
+    assert not (folder / "seed_1").exists()
 
 
 def test_it_learns_and_says_so(run):

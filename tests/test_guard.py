@@ -196,7 +196,9 @@ def test_rollback_to_the_very_beginning(tmp_path, rows):
 
 def test_too_many_incidents_end_the_run(tmp_path, rows):
     changes = ("guard.nonfinite=skip", "guard.most_incidents=4")
-    with pytest.raises(UserError, match=r"5 steps went wrong like this, more than .*most_incidents=4"):
+    with pytest.raises(
+        UserError, match=r"5 steps went wrong like this, more than .*most_incidents=4"
+    ):
         run(tmp_path, rows, *changes, bad=range(12, 20))
     assert guard.incidents(tmp_path) == [12, 13, 14, 15, 16]
     # Only some keep the state, which is as large as a checkpoint.
