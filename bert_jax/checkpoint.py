@@ -41,11 +41,11 @@ _SAVED = "saved"
 
 
 def seal(folder: pathlib.Path) -> None:
-    """Writes the manifest of a step's folder: bytes and SHA-256 of every file, all made durable."""
+    """Writes the manifest of a step's folder, bytes and SHA-256 of every other file, all durable."""
     listed = {
         path.relative_to(folder).as_posix(): [path.stat().st_size, files.sha256(path)]
         for path in sorted(folder.rglob("*"))
-        if not path.is_dir()
+        if not path.is_dir() and path != folder / MANIFEST
     }
     files.write_json(folder / MANIFEST, {"sha256": _digest(listed), "files": listed})
     files.sync_below(folder)

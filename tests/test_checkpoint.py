@@ -269,6 +269,8 @@ def test_what_goes_is_whole_until_it_is_gone(tmp_path):
             assert checkpoint.damage(tmp_path / "removed" / str(gone)) is None
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "saved"]
+    checkpoint.seal(tmp_path / "3")  # a second time is the first
+    assert checkpoint.damage(tmp_path / "3") is None
 
 
 def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, distributed, sharding, workdir
+from bert_jax import checkpoint, cli, distributed, guard, sharding, workdir
 from bert_jax.config import Config, MeshConfig
 from bert_jax.errors import UserError
 from tests.test_train import ALONE, command, pretrain
@@ -106,6 +106,21 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
     assert len(steps) == 1
     kept = [int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()]
     assert kept == [int(steps.pop().replace(",", ""))]
+
+
+def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
+    folder = tmp_path / "w"
+    changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0", "steps=60")
+    status, said = ends(start(command(folder, [rows()], *changes), 2))
+    assert status == [cli.EXIT_USER_ERROR] * 2, said
+    (step,) = guard.incidents(folder)
+    incident = guard.read_incident(folder)
+    assert len(incident.batch["tokens"]) == 8  # the whole batch, not one process's part
+    assert checkpoint.damage(incident.state / str(step)) is None
+    assert [p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()] == [str(step)]
+    for text in said:
+        assert f"bert-jax pretrain: step {step}: not finite: loss" in text
+        assert "Traceback" not in text
 
 
 def test_a_step_that_does_not_end(tmp_path):
