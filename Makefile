@@ -25,8 +25,8 @@ KILLS ?= 100
 soak: $(VENV)/test.done
 	$(BIN)/python experiments/reliability/kills.py --kills $(KILLS)
 	$(BIN)/python experiments/reliability/leaks.py
+	$(BIN)/python experiments/reliability/fuzz.py --times $(SOAK)
 	$(BIN)/python experiments/reliability/report.py
-	BERT_JAX_SOAK=$(SOAK) $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_fuzz_rows.py
 
 clean:
 	rm -rf $(VENV)

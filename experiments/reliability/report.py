@@ -1,4 +1,4 @@
-"""README.md and leaks.svg from kills.jsonl and leaks.jsonl.
+"""README.md and leaks.svg from kills.jsonl, leaks.jsonl and fuzz.jsonl.
 
 python experiments/reliability/report.py
 """
@@ -66,6 +66,24 @@ def leaks(lines):
     return [f"{end:,} steps, {len(lines):,} looks.", "", *table, "", "![what is held](leaks.svg)"]
 
 
+def fuzz(lines):
+    """A row a test."""
+    if not lines:
+        return ["not run"]
+    inputs, failed = (sum(line[key] for line in lines) for key in ("inputs", "failed"))
+    table = [
+        f"| {line['test'].removeprefix('test_').replace('_', ' ')} | {line['inputs']:,} |"
+        for line in lines
+    ]
+    return [
+        f"{inputs:,} inputs, drawn by hypothesis {lines[0]['hypothesis']}; {failed} tests failed.",
+        "",
+        "| | inputs |",
+        "|---|---|",
+        *table,
+    ]
+
+
 def draw(lines):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -85,6 +103,7 @@ def main():
     for name, lines in (
         ("kills", kills(read("kills.jsonl"))),
         ("leaks", leaks(read("leaks.jsonl"))),
+        ("fuzz", fuzz(read("fuzz.jsonl"))),
     ):
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = text.split(begin)
