@@ -216,6 +216,13 @@ def writing(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
     return lambda: partial.exists() and any(name != "lock" for name in names(partial))
 
 
+def working(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
+    """Prepare has put down another part of what it makes."""
+    partial = out / ".partial"
+    before = names(partial)
+    return lambda: bool(names(partial) - before)
+
+
 TRAINING = (
     *(saving, saving, sealed, sealed, committed, committed, deleting),
     *(evaluating, phase, first_step, any_time),
@@ -223,7 +230,7 @@ TRAINING = (
 MOMENTS = {
     "pretrain": TRAINING,
     "finetune": tuple(moment for moment in TRAINING if moment is not phase),
-    "prepare": (writing, writing, any_time),
+    "prepare": (working, working, any_time),
     "export": (writing, writing, any_time),
     "import": (writing, writing, any_time),
 }
@@ -320,8 +327,8 @@ def main() -> None:
                 if not kill_once(make[scenario](out), out, moment, rng):
                     break
                 lines.append({"command": scenario, "moment": moment.__name__})
-            # What makes a new folder is done when there is one; a run goes on to its end.
-            if scenario in TRAINED or not out.exists():
+            # What makes a whole folder at once is done when there is one; the others go on.
+            if scenario in (*TRAINED, "prepare") or not out.exists():
                 call(*make[scenario](out))
             differ = differences(scenario, out, folder / scenario)
             starts = out / "starts.jsonl"
