@@ -126,17 +126,16 @@ def test_experiments_share_what_they_have_in_common():
 
     for scale in SCALES:
         shared = {digest(name, "base", scale) for name in ("table2_squad11", "table5_ablations")}
-        shared |= {
-            digest("table8_masking", "80/10/10", scale),
-            digest("figure5_steps", "base", scale),
-        }
+        shared.add(digest("figure5_steps", "base", scale))
         assert len(shared) == 1
         causal = {
             digest(name, "left-to-right, no NSP", scale)
             for name in ("table5_ablations", "figure5_steps")
         }
         assert len(causal) == 1
+    # Of the small ones these two have shorter runs of their own.
     assert digest("table6_model_size", "12/768/12", "paper") in shared
+    assert digest("table8_masking", "80/10/10", "paper") in shared
 
 
 # --- The paper's recipe ---------------------------------------------------------------------------
