@@ -13,8 +13,10 @@ from test_train import arguments, assert_same_run, final_arrays
 
 from bert_jax import cli, guard, replay, sharding, workdir
 from bert_jax import train as loop
+from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import GuardConfig, Phase, load
 from bert_jax.errors import UserError
+from bert_jax.log import Log
 from bert_jax.tasks import pretraining
 
 BAD = 17  # the step whose batch is poisoned
@@ -92,6 +94,28 @@ def test_stop_leaves_the_weights_before_the_step(tmp_path, rows):
         run(tmp_path / "bad", rows)
     run(tmp_path / "bad", rows, "guard.nonfinite=skip")
     assert trained(tmp_path / "bad") == [5, 10, 15, 20, 25, 30]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, rows, monkeypatch):
+    """Also before the one that an alarm leaves: else power that fails takes lines no run writes again."""
+    happened = []
+
+    def told(owner, name):
+        own = getattr(owner, name)
+
+        def call(*arguments, **keywords):
+            happened.append(name)
+            return own(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((Log, "training"), (Log, "sync"), (Checkpoints, "save")):
+        told(owner, name)
+    with pytest.raises(UserError):
+        run(tmp_path, rows)
+    # The second save is the incident's own, of the state to replay.
+    expected = [*["training"] * 2, "sync", "save", "training", "save", "sync", "save"]
+    assert happened == expected
 
 
 def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):

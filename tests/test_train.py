@@ -470,37 +470,6 @@ def test_two_processes_on_one_workdir(tmp_path, rows):
     assert f"in use by another process (pid {os.getpid()}" in done.stderr.splitlines()[-1]
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, rows):
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    folder = mounted / "run"
-    run = command(
-        folder, [rows()], "steps=400", "checkpoint.every_steps=20", "checkpoint.keep_last=9"
-    )
-    # A file system of 3 MB in a namespace of its own, gone with the processes.
-    script = (
-        f"mount -t tmpfs -o size=3m tmpfs {mounted} || exit 99; "
-        f'"$@"; status=$?; ls {folder}/checkpoints; exit $status'
-    )
-    try:
-        done = subprocess.run(
-            ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *run],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-            env=ALONE,
-        )
-    except FileNotFoundError:
-        pytest.skip("needs the command unshare to make a small file system")
-    if done.returncode in (1, 99):
-        pytest.skip(f"no small file system can be made here: {done.stderr.strip()[-200:]}")
-    assert done.returncode == cli.EXIT_USER_ERROR, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert "the disk is full" in done.stderr.splitlines()[-1]
-    assert "20" in done.stdout.split()
-
-
 def test_no_such_run(tmp_path, capsys):
     assert "holds no run" in refused(capsys, "evaluate", "--workdir", tmp_path)
     assert "holds no checkpoint" in refused(capsys, "fill-mask", "--init", tmp_path)
