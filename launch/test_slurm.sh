@@ -289,7 +289,7 @@ if [ -n "$train" ]; then
   ended 1
   same run-preempted
 
-  pretrain run-mistaken --config.phases[0].rows=/nowhere
+  pretrain run-mistaken --config.batch_size=7 # not for two tasks
   until_state "$job" FAILED
   ended 0 2:0
 fi

@@ -11,7 +11,7 @@ SIZES = {
     ),
     "paper": ("3/768/12", "6/768/3", "6/768/12", "12/768/12", "12/1024/16", "24/1024/16"),
 }  # fmt: skip
-STEPS = 5_000  # of the small ones, 5 million tokens
+STEPS = 3_000  # of the small ones, 3 million tokens
 TASKS = {"small": ("SST-2", "Banking77"), "paper": ("MNLI", "MRPC", "SST-2")}
 COLUMNS = ("perplexity", "MNLI", "MRPC", "SST-2")
 NUMBERS = (
