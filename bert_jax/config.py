@@ -245,6 +245,9 @@ class Run:
     evaluate_every_steps: int = 1_000
     # Metrics are means over this many steps.
     log_every_steps: int = 50
+    # "100:110" traces the ten steps after the first hundred into the workdir's profile/, with a table
+    # of where their time went (`bert_jax.profile`); "" none. What is computed stays the same.
+    profile_steps: str = ""
     # "cpu", "gpu" or "tpu" refuses to run on anything else; "" takes the best there is.
     platform: str = ""
 
@@ -524,6 +527,7 @@ def validate(config: Run) -> None:
                 if name == "reset_layers" and config.frozen_layers:
                     what += " that are not frozen: what starts anew must learn"
                 require(getattr(config, name) <= most, name, what)
+    profiled_steps(config)
 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
@@ -572,6 +576,35 @@ def phase_ends(config: Config) -> list[int]:
         share += phase.fraction
         ends.append(round(share * config.steps))
     return ends
+
+
+def profiled_steps(config: Run) -> range:
+    """The steps that `config.profile_steps` names, counted from 0; none where it is "".
+
+    Raises:
+        UserError: no such steps, in a config whose number of steps is known, or of several phases.
+    """
+    text = config.profile_steps
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, end = map(int, found.groups()) if found else (0, 0)
+    if first >= end:
+        raise UserError(
+            f"config.profile_steps is {text!r}: it must be FIRST:END, as 100:110 for the ten steps after "
+            "the first hundred"
+        )
+    if config.steps and end > config.steps:
+        raise UserError(
+            f"config.profile_steps is {text!r}: the run has {config.steps:,} steps only"
+        )
+    for phase_end in phase_ends(config) if isinstance(config, Config) else []:
+        if first < phase_end < end:
+            raise UserError(
+                f"config.profile_steps is {text!r}: a phase ends at step {phase_end:,}, and its steps and "
+                "those of the next are different programs; name steps of one of them"
+            )
+    return range(first, end)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

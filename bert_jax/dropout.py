@@ -77,6 +77,7 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> 
     """
     if key is None or rate == 0:
         return x
-    # Comparing raw bits saves making floats of them; 2**-32 is the error in the rate.
-    keep = jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(round(rate * 2**32))
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    with jax.named_scope("dropout"):
+        # Comparing raw bits saves making floats of them; 2**-32 is the error in the rate.
+        keep = jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(round(rate * 2**32))
+        return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

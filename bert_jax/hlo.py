@@ -1,9 +1,10 @@
 """What a compiled program does in one run on one chip: matrix products, memory traffic, collectives.
 
 XLA's own cost analysis counts the body of a loop once. This reads the compiled program's text (HLO)
-and counts a body as often as it runs.
+and counts a body as often as it runs; in all (`read`), or by instruction (`executed`).
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -19,6 +20,11 @@ _FREE = {
     "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "iota",
 }  # fmt: skip
 _SLICES = ("slice", "dynamic-slice", "gather")
+# Instructions that compute nothing by themselves: they place what others have computed.
+_MOVES = _FREE | {
+    *_SLICES, "copy", "transpose", "broadcast", "reshape", "dynamic-update-slice", "concatenate", "pad",
+    "reverse", "convert", "bitcast-convert", "fusion", "custom-call", "rng-get-and-update-state",
+}  # fmt: skip
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
@@ -61,6 +67,31 @@ class Instruction(NamedTuple):
     attributes: str
     is_root: bool
 
+    @property
+    def source(self) -> str:
+        """Where in the JAX program it is from, `jit(step)/jvp(Bert)/encoder/…`; "" if untold."""
+        found = re.search(r'op_name="([^"]*/[^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+
+class Executed(NamedTuple):
+    """An instruction outside fusions, with all that is inside of it.
+
+    Attributes:
+        times: how often a run of the program comes to it.
+        operations: of once, by `Instruction.source`, or that of whom it serves: 2 a multiply-add of a
+            matrix product, 1 an element of any other result, 0 where something is only moved.
+        traffic_bytes: of once, as `Program` has it.
+        is_told: False for a kernel that is called and does not tell what it computes.
+        inside: the instructions of a loop's body, a branch or a call, which are listed too.
+    """
+
+    times: int
+    operations: dict[str, float]
+    traffic_bytes: int
+    is_told: bool
+    inside: tuple[str, ...]
+
 
 class Collective(NamedTuple):
     """A collective operation as one chip sees it."""
@@ -101,6 +132,11 @@ class Program:
 def read(text: str) -> Program:
     """Counts a compiled program's text (`jax.stages.Compiled.as_text`)."""
     return _Reader(text).program()
+
+
+def executed(text: str) -> dict[str, Executed]:
+    """What of a compiled program's text is executed by name, which traces know it by."""
+    return _Reader(text).executed()
 
 
 class _Reader:
@@ -147,6 +183,80 @@ class _Reader:
         program.collectives = list(channels.values())
         return program
 
+    def executed(self) -> dict[str, Executed]:
+        found: dict[str, Executed] = {}
+        for name, times, fused in self._runs():
+            computation = self.computations[name]
+            for i in computation.values() if not fused else ():
+                if i.name in found:  # a computation that is called from several places
+                    found[i.name] = found[i.name]._replace(times=found[i.name].times + times)
+                elif i.op in ("while", "call", "conditional") or i.op not in _FREE:
+                    called = self._called(i) if i.op != "fusion" else []
+                    found[i.name] = Executed(
+                        times,
+                        dict(self._operations(name, i)),
+                        self._all_traffic(computation, i),
+                        i.op != "custom-call" or self._matrix_flops(computation, i) > 0,
+                        tuple(inner for one, _ in called for inner in self.computations[one]),
+                    )
+        return found
+
+    def _operations(self, name: str, i: Instruction) -> collections.Counter[str]:
+        """By source; what is inside and does not tell its own has that of the whole."""
+        own = self._sources(name)[i.name]
+        found = collections.Counter({own: self._own_operations(self.computations[name], i)})
+        for called, times in self._called(i):
+            for inner in self.computations[called].values():
+                for source, count in self._operations(called, inner).items():
+                    found[source or own] += times * count
+        return found
+
+    @functools.cache  # noqa: B019 (a reader lives as long as its text is read)
+    def _sources(self, name: str) -> dict[str, str]:
+        """Of each instruction; the compiler's own copies serve what uses them, or what they are of."""
+        computation = self.computations[name]
+        found = {i.name: i.source for i in computation.values()}
+        for i in reversed(computation.values()):
+            for operand in i.operands:
+                found[operand] = found.get(operand) or found[i.name]
+        for i in computation.values():
+            sources = (found[operand] for operand in i.operands)
+            found[i.name] = found[i.name] or next(filter(None, sources), "")
+        return found
+
+    def _own_operations(self, computation: dict[str, Instruction], i: Instruction) -> float:
+        if matrix := self._matrix_flops(computation, i):
+            return matrix
+        if i.op in _MOVES or i.op.startswith(COLLECTIVES) or i.op.endswith(("-start", "-done")):
+            return 0.0
+        # What is reduced or scattered is larger than what comes of it, or beside the point.
+        place = {"reduce": 0, "reduce-window": 0, "scatter": -1}.get(i.op)
+        array = i if place is None else computation[i.operands[place]]
+        return float(math.prod(array.shapes[0].dimensions)) if array.shapes else 0.0
+
+    def _all_traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:
+        if i.op == "fusion" or not (inside := self._called(i)):
+            return self._traffic(computation, i)
+        return sum(
+            times * self._all_traffic(self.computations[name], inner)
+            for name, times in inside
+            for inner in self.computations[name].values()
+        )
+
+    def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Computations that an instruction runs, and how often."""
+        op = instruction.op
+        if op == "while":
+            return [(_attribute(instruction, "body"), self._trips(instruction))]
+        if op not in ("fusion", "call", "conditional", "async-start"):
+            return []
+        # Of a conditional every branch is counted, as if each ran.
+        return [
+            (called, 1)
+            for one, several in _CALLED.findall(instruction.attributes)
+            for called in re.findall(r"[\w.\-]+", several) or [one]
+        ]
+
     def _runs(self) -> list[tuple[str, int, bool]]:
         """Computations that run: (name, how often, whether inside a fusion)."""
         runs, waiting = [], [(self.entry, 1, False)]
@@ -154,14 +264,8 @@ class _Reader:
             name, times, fused = waiting.pop()
             runs.append((name, times, fused))
             for instruction in self.computations[name].values():
-                op = instruction.op
-                if op == "while":
-                    waiting.append((_attribute(instruction, "body"), times * self._trips(instruction), fused))  # fmt: skip
-                elif op in ("fusion", "call", "conditional", "async-start"):
-                    # Of a conditional every branch is counted, as if each ran.
-                    for one, several in _CALLED.findall(instruction.attributes):
-                        for called in re.findall(r"[\w.\-]+", several) or [one]:
-                            waiting.append((called, times, fused or op == "fusion"))
+                for called, more in self._called(instruction):
+                    waiting.append((called, times * more, fused or instruction.op == "fusion"))
         return runs
 
     def _trips(self, instruction: Instruction) -> int:
@@ -187,6 +291,12 @@ class _Reader:
         if i.op == "convolution":
             left, right = (computation[name].shapes[0].dimensions for name in i.operands[:2])
             return _convolution_flops(left, right, i.shapes[0].dimensions, i.attributes)
+        # cuBLAS tells which dimensions it sums over in its own configuration.
+        said = re.search(r'"lhs_contracting_dimensions":\["([\d",]*)"\]', i.attributes)
+        if i.op == "custom-call" and said:
+            left = computation[i.operands[0]].shapes[0].dimensions
+            summed = math.prod(left[int(d)] for d in said.group(1).split('","'))
+            return 2.0 * math.prod(i.shapes[0].dimensions) * summed
         return 0.0
 
     def _traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:

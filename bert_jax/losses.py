@@ -15,15 +15,17 @@ def cross_entropy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> Pair:
     """Negative log-likelihood of the labels in nats, summed with weights; and the weights' sum."""
-    log_likelihood = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    loss = jax.nn.logsumexp(logits, axis=-1) - log_likelihood
-    return jnp.sum(loss * weights), jnp.sum(weights)
+    with jax.named_scope("loss"):
+        log_likelihood = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - log_likelihood
+        return jnp.sum(loss * weights), jnp.sum(weights)
 
 
 def accuracy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> Pair:
     """How many of the labels score highest, with weights; and the weights' sum."""
-    # Comparing against the maximum is one reduction; argmax on CPU is many times slower.
-    best = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0] >= jnp.max(logits, -1)
-    return jnp.sum(best * weights), jnp.sum(weights)
+    with jax.named_scope("loss"):
+        # Comparing against the maximum is one reduction; argmax on CPU is many times slower.
+        best = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0] >= jnp.max(logits, -1)
+        return jnp.sum(best * weights), jnp.sum(weights)

@@ -126,7 +126,9 @@ class Attention(nn.Module):
         q, k, v = (_dense(c, heads, name)(x) for name in ("query", "key", "value"))
         # Shapes of parameters are all that is wanted of the one token that a model begins with.
         how = "xla" if self.is_initializing() else c.attention
-        y = attention(q, k, v, sequence, c.attention_dropout, _fold(key, 0), how, causal=c.causal)
+        settings = (sequence, c.attention_dropout, _fold(key, 0), how)
+        with jax.named_scope("attend"):
+            y = attention(q, k, v, *settings, causal=c.causal)
         y = _dense(c, c.hidden, "output", axis=(-2, -1))(y)
         return _norm(c, "norm")(x + dropout(y, c.dropout, _fold(key, 1)))
 

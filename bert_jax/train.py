@@ -23,7 +23,17 @@ import optax
 from flax import traverse_util
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import attention, checkpoint, distributed, files, guard, optim, sharding, workdir
+from bert_jax import (
+    attention,
+    checkpoint,
+    distributed,
+    files,
+    guard,
+    optim,
+    profile,
+    sharding,
+    workdir,
+)
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import Run
 from bert_jax.data.loader import Batch
@@ -82,8 +92,9 @@ def make_step(config: Run, stage: Stage):
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         input_key, dropout_key = jax.random.split(key)
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
-        inputs = task.inputs(batch, input_key)
-        weights = task.weights(inputs)
+        with jax.named_scope("inputs"):
+            inputs = task.inputs(batch, input_key)
+            weights = task.weights(inputs)
         gradient = jax.grad(objective, has_aux=True)
         if accumulation == 1:
             grads, pairs = gradient(state.params, inputs, dropout_key, weights)
@@ -106,19 +117,20 @@ def make_step(config: Run, stage: Stage):
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (grads, pairs), _ = jax.lax.scan(add_part, zeros, (jnp.arange(accumulation), parts))
         loss, _ = pairs.pop("_loss")
-        recent, seen = guard.judge(
-            config.guard,
-            guard.of_phase(state.recent, state.step == stage.first_step),
-            state.step,
-            loss,
-            grads,
-        )
-        pairs["gradient_norm"] = (optax.global_norm(grads), jnp.float32(1))
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        sums = jax.tree.map(jnp.add, _of_window(config, state), pairs)
-        after = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
-        state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, after)
+        with jax.named_scope("optimizer"):
+            recent, seen = guard.judge(
+                config.guard,
+                guard.of_phase(state.recent, state.step == stage.first_step),
+                state.step,
+                loss,
+                grads,
+            )
+            pairs["gradient_norm"] = (optax.global_norm(grads), jnp.float32(1))
+            updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            sums = jax.tree.map(jnp.add, _of_window(config, state), pairs)
+            after = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
+            state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, after)
         return state._replace(recent=state.recent._replace(halted=recent.halted)), sums, seen
 
     return step
@@ -427,10 +439,20 @@ class _Loop:
             log.begin(stage, self.step)
             part = sharding.row_part(self.mesh)
             wanted = (self.step - stage.first_step, stage.end_step - stage.first_step)
-            for batch in stage.batches(*wanted, *part):
-                self._dispatch(self.compiled[number], batch, log)
-                if self._look_around(log, patience, interrupted, self.compiled[number]):
-                    return
+            batches = profile.watched(
+                stage.batches(*wanted, *part),
+                self.config,
+                range(self.step, stage.end_step),
+                self.folder,
+                self.compiled[number].step,
+                functools.partial(self._retire, log, 0),
+                self.progress.say,
+            )
+            with contextlib.closing(batches):  # else a loop that is left would go on being traced
+                for batch in batches:
+                    self._dispatch(self.compiled[number], batch, log)
+                    if self._look_around(log, patience, interrupted, self.compiled[number]):
+                        return
 
     def _compile(self, stage: Stage) -> Compiled:
         begun = time.monotonic()

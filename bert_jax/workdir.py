@@ -11,6 +11,7 @@ damaged/          steps whose files were no longer what was saved, set aside
 skipped.json      steps whose batches were left out, and what was seen at each of them, of a run
 incidents/        whose numbers went wrong (`bert_jax.guard`)
 tensorboard/      the same curves as events
+profile/          traces of steps, and where their time went (`bert_jax.profile`)
 lock              held while a process trains here
 """
 
@@ -36,7 +37,9 @@ from bert_jax.errors import UserError
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # What may differ between the starts of one run without making it another run.
-_FREE = ("platform", "mesh.", "checkpoint.", "embed.", "guard.", "damaged_rows")
+_FREE = (
+    "platform", "mesh.", "checkpoint.", "embed.", "guard.", "damaged_rows", "profile_steps",
+)  # fmt: skip
 
 
 class Lines:
