@@ -201,10 +201,11 @@ class _Reader:
                     )
         return found
 
-    def _operations(self, name: str, i: Instruction) -> collections.Counter[str]:
+    def _operations(self, name: str, i: Instruction) -> dict[str, float]:
         """By source; what is inside and does not tell its own has that of the whole."""
         own = self._sources(name)[i.name]
-        found = collections.Counter({own: self._own_operations(self.computations[name], i)})
+        found = collections.defaultdict(float)
+        found[own] = self._own_operations(self.computations[name], i)
         for called, times in self._called(i):
             for inner in self.computations[called].values():
                 for source, count in self._operations(called, inner).items():

@@ -87,7 +87,8 @@ def watched(
 ) -> Iterator[Any]:
     """The same batches, with a trace of those steps of theirs that the config wants one of.
 
-    A loop that is left before the last of them leaves nothing of it.
+    A loop that is left before the last of them leaves nothing of it, and one that goes on among them
+    has a trace of the rest.
 
     Args:
         batches: of the steps `span`.
@@ -104,7 +105,7 @@ def watched(
         yield from itertools.islice(batches, first - span.start)
         # In every process, for all must look at the same steps before the next is sent.
         settle()
-        place = folder / FOLDER / f"steps_{first}_{end}"
+        place = folder / FOLDER / f"steps_{wanted.start}_{wanted.stop}"
         recording: Any = contextlib.nullcontext()
         if jax.process_index() == 0:
             recording = recorded(place, program, end - first, config.model.dtype, say)
@@ -211,17 +212,18 @@ def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, 
         most = ceilings(dtype)
     except jax.errors.JaxRuntimeError:  # the run has left no memory for it
         most = None
-    # Virtual devices of a CPU are one machine.
-    devices = jax.local_device_count() if jax.default_backend() == "cpu" else 1
+    split = re.match(r".*?\bnum_partitions=(\d+)", text)
+    devices = min(int(split.group(1)) if split else 1, jax.local_device_count())
+    machines = devices if jax.default_backend() == "cpu" else 1  # that many virtual ones are one
     operations, traffic, untold = _work(program)
     rows = []
     for part in PARTS:
         row = {
             "part": part,
             "seconds": seconds[part],
-            "operations": devices * operations[part],
+            "operations": machines * operations[part],
             "operations_are_all": part not in untold,
-            "bytes": devices * traffic[part],
+            "bytes": machines * traffic[part],
         }
         if most:
             least = max(row["operations"] / most.operations, row["bytes"] / most.bytes)
@@ -231,11 +233,11 @@ def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, 
         "steps": steps,
         "step_seconds": (whole.end - whole.begin) / 1e9 / steps,
         "device_seconds": seconds.total() - seconds[_WAIT] - seconds[_HOST],
-        "matrix_operations": devices * hlo.read(text).matrix_flops,
+        "matrix_operations": machines * hlo.read(text).matrix_flops,
         "measured_operations_per_second": most and most.operations,
         "measured_bytes_per_second": most and most.bytes,
         "dtype": dtype,
-        "devices": f"{jax.local_device_count()} x {jax.devices()[0].device_kind}",
+        "devices": f"{devices} x {jax.local_devices()[0].device_kind}",
         "jax": jax.__version__,
         "parts": rows,
     }

@@ -1,0 +1,362 @@
+"""Profiled runs: they are the runs they would be without, and what the table says adds up."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from test_distributed import ends, start
+from test_guard import poisoned
+from test_train import arguments, assert_same_run, command
+
+from bert_jax import config as configs
+from bert_jax import hlo, profile, sharding
+from bert_jax import train as loop
+from bert_jax.config import Config, FinetuneConfig, Phase, load
+from bert_jax.errors import UserError
+from bert_jax.profile import PARTS
+from bert_jax.tasks import pretraining
+
+SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")
+COMPILED = {}
+
+
+def run(folder, rows, *changes, bad=()):
+    """Trains in this process, on one device; all runs share one compilation."""
+    config = load(arguments(*SHORT, *changes))
+    config.phases = (Phase(rows=str(rows())),)
+    config, vocabulary, data, stages = pretraining.stages(config)
+    stages = [poisoned(stage, set(bad)) for stage in stages]
+    loop.train(config, vocabulary, data, stages, folder, compiled=COMPILED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    make = sharding.make_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "make_mesh", lambda config: make(config, jax.devices()[:1]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("profile") / "plain"
+    run(folder, rows)
+    assert not (folder / profile.FOLDER).exists()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory, rows):
+    """With an evaluation and checkpoints among the steps."""
+    folder = tmp_path_factory.mktemp("profile") / "profiled"
+    run(folder, rows, "profile_steps=8:12")
+    return folder
+
+
+def made(folder):
+    """What there is of profiles, and the table of the only one."""
+    (place,) = (folder / profile.FOLDER).iterdir()
+    assert len(list(place.rglob("*.xplane.pb"))) == 1
+    return place.name, json.loads((place / "table.json").read_text())
+
+
+def test_the_run_is_the_run_without(plain, profiled):
+    assert_same_run(profiled, plain)
+
+
+def test_the_parts_are_named_once_and_add_up(profiled):
+    name, table = made(profiled)
+    assert (name, table["steps"]) == ("steps_8_12", 4)
+    rows = {row["part"]: row for row in table["parts"]}
+    assert [row["part"] for row in table["parts"]] == list(PARTS)
+    spent = {part: row["seconds"] for part, row in rows.items()}
+    assert sum(spent.values()) == pytest.approx(table["step_seconds"])
+    idle = spent["input wait"] + spent["host"]
+    assert table["device_seconds"] == pytest.approx(table["step_seconds"] - idle)
+    assert all(value > 0 for part, value in spent.items() if part != "collectives")
+    # Whatever the model or the step computes has a name.
+    assert spent["other"] < 0.05 * table["device_seconds"]
+    text = (profiled / profile.FOLDER / name / "table.txt").read_text()
+    for part in PARTS:
+        assert len(re.findall(rf"^{part} {{2,}}", text, re.MULTILINE)) == 1
+
+
+def test_operations_are_those_of_the_formula(profiled):
+    """Of L2-H32-A2 on 8 rows of T=32, forward once and backward twice; biases come on top."""
+    _, table = made(profiled)
+    counted = {row["part"]: row["operations"] for row in table["parts"]}
+    rows, tokens, layers, d, f = 8, 32, 2, 32, 128
+    dense = 3 * layers * rows * tokens * (8 * d * d + 4 * d * f)
+    assert dense < counted["matmul"] < 1.1 * dense
+    assert counted["attention"] > 3 * layers * rows * 4 * tokens * tokens * d
+    assert counted["input wait"] == counted["host"] == counted["other programs"] == 0
+    for row in table["parts"]:
+        least = max(
+            row["operations"] / table["measured_operations_per_second"],
+            row["bytes"] / table["measured_bytes_per_second"],
+        )
+        assert row["least_seconds"] == pytest.approx(least)
+        assert row["gap_seconds"] == pytest.approx(row["seconds"] - least)
+
+
+@pytest.mark.parametrize(("steps", "rest"), [("8:12", 2), ("12:14", 2)])
+def test_left_among_its_steps_it_goes_on(tmp_path, rows, plain, monkeypatch, steps, rest):
+    """At step 11, when the newest checkpoint is 10; what may be asked for may be another time."""
+    dispatch = loop._Loop._dispatch
+
+    def gone(self, *given):
+        if self.step == 11:
+            raise KeyboardInterrupt
+        return dispatch(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Loop, "_dispatch", gone)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, rows, "profile_steps=8:12")
+    assert not list((tmp_path / profile.FOLDER).iterdir())
+    killed = tmp_path / profile.FOLDER / ".steps_8_12.partial"  # leaves more
+    killed.mkdir()
+    (killed / "half").touch()
+    run(tmp_path, rows, f"profile_steps={steps}")
+    assert_same_run(tmp_path, plain)
+    if steps == "12:14":
+        (killed / "half").unlink()
+        killed.rmdir()
+    name, table = made(tmp_path)
+    assert (name, table["steps"]) == (f"steps_{steps.replace(':', '_')}", rest)
+
+
+def test_a_step_that_is_left_out(tmp_path, rows):
+    for folder, changes in (("without", ()), ("with", ("profile_steps=5:12",))):
+        run(tmp_path / folder, rows, "guard.nonfinite=skip", *changes, bad=[7])
+    assert_same_run(tmp_path / "with", tmp_path / "without")
+    _, table = made(tmp_path / "with")
+    assert table["steps"] == 5  # after the one
+
+
+def test_an_earlier_trace_makes_room(tmp_path, rows, plain):
+    old = tmp_path / profile.FOLDER / "steps_8_12"
+    old.mkdir(parents=True)
+    (old / "of old").touch()
+    run(tmp_path, rows, "profile_steps=8:12")
+    assert made(tmp_path)[1]["steps"] == 4
+    assert not (old / "of old").exists()
+
+
+def test_no_room_for_measuring(tmp_path, monkeypatch):
+    """A device that the run has filled."""
+
+    def full(dtype):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(profile, "ceilings", full)
+    program = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((8, 8))).compile()
+    said = []
+    with profile.recorded(tmp_path / "p", program, 2, "float32", said.append):
+        for _ in range(2):
+            jax.block_until_ready(program(jax.numpy.ones((8, 8))))
+    table = json.loads((tmp_path / "p" / "table.json").read_text())
+    assert table["measured_operations_per_second"] is None
+    assert table["matrix_operations"] == 2 * 8**3
+    assert "gap_seconds" not in table["parts"][0]
+    assert str(tmp_path / "p") in said[0]
+
+
+def test_one_process_speaks_for_all(tmp_path, rows):
+    argv = command(tmp_path / "w", [rows()], "steps=6", "profile_steps=2:4")
+    status, said = ends(start(argv, 2))
+    assert status == [0, 0], said
+    assert ["steps in float32" in text for text in said] == [True, False]
+    assert made(tmp_path / "w")[1]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (Config(profile_steps="7"), "it must be FIRST:END, as 100:110"),
+        (Config(profile_steps="7:7"), "it must be FIRST:END"),
+        (Config(profile_steps="9:7"), "it must be FIRST:END"),
+        (Config(profile_steps="-1:7"), "it must be FIRST:END"),
+        (Config(profile_steps="5:11", steps=10), "'5:11': the run has 10 steps only"),
+        (FinetuneConfig(profile_steps="5:11", steps=10), "the run has 10 steps only"),
+        (
+            Config(
+                profile_steps="8:10", steps=10, phases=(Phase(fraction=0.9), Phase(fraction=0.1))
+            ),
+            "a phase ends at step 9",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_are_refused(config, says):
+    with pytest.raises(UserError) as error:
+        configs.validate(config)
+    assert str(error.value).startswith("config.profile_steps is ")
+    assert says in str(error.value)
+
+
+def test_steps_that_can_be():
+    assert configs.profiled_steps(Config()) == range(0)
+    assert configs.profiled_steps(Config(profile_steps="0:10", steps=10)) == range(10)
+    # How many fine-tuning makes follows from data that are yet to be read.
+    configs.validate(FinetuneConfig(profile_steps="5:11"))
+    phases = (Phase(fraction=0.9), Phase(fraction=0.1))
+    for steps in ("7:9", "9:10"):
+        configs.validate(Config(profile_steps=steps, steps=10, phases=phases))
+
+
+def test_time_is_divided_among_what_runs():
+
+    def span(begin, end, name):
+        return profile._Span(float(begin), float(end), name)
+
+    spans = [span(10, 30, "a"), span(20, 30, "b"), span(20, 40, "c"), span(-5, 2, "a")]
+    waits = [span(25, 45, ""), span(50, 52, "")]
+    found = profile._divide(spans, waits, span(0, 60, ""))
+    third = 10 / 3
+    assert found == pytest.approx(
+        {"a": 2 + 10 + third, "b": third, "c": third + 10, "input wait": 5 + 2, "host": 21}
+    )
+
+
+PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+%inside (p: f32[8,16], q: f32[16,4]) -> f32[8,4] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %q = f32[16,4]{1,0} parameter(1)
+  %dot.1 = f32[8,4]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/jvp(Bert)/attention/query/dot_general"}
+  %tanh.1 = f32[8,4]{1,0} tanh(%dot.1), metadata={op_name="jit(step)/jvp(Bert)/attention/dropout/ge"}
+  ROOT %negate.1 = f32[8,4]{1,0} negate(%tanh.1)
+}
+
+%body (s: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %s = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,4]{1,0} get-tuple-element(%s), index=1
+  %exp.1 = f32[8,4]{1,0} exponential(%x), metadata={op_name="jit(step)/inputs/exp"}
+  ROOT %t = (s32[], f32[8,4]{1,0}) tuple(%i, %exp.1)
+}
+
+%condition (s: (s32[], f32[8,4])) -> pred[] {
+  %s = (s32[], f32[8,4]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
+  %a = f32[8,16]{1,0} parameter(0), metadata={op_name="state.params"}
+  %b = f32[16,4]{1,0} parameter(1)
+  %copy.1 = f32[8,16]{0,1} copy(%a), metadata={op_name="state.params"}
+  %fused.1 = f32[8,4]{1,0} fusion(%copy.1, %b), kind=kLoop, calls=%inside, metadata={op_name="jit(step)/optimizer/mul"}
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8,4]{1,0}) tuple(%zero, %fused.1)
+  %while.1 = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %gemm.1 = (f32[8,4]{1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/jvp(Bert)/masked_lm/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %attends.1 = f32[8,4]{1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(step)/jvp(Bert)/attention/attend/dot"}
+  %all-reduce.1 = f32[8,4]{1,0} all-reduce(%attends.1), replica_groups={{0,1}}, to_apply=%condition
+  ROOT %copy.2 = f32[8,4]{1,0} copy(%all-reduce.1)
+}
+"""
+
+
+def test_what_is_executed_and_of_what_it_consists():
+    found = hlo.executed(PROGRAM)
+    assert set(found) == set(
+        "copy.1 fused.1 while.1 exp.1 gemm.1 attends.1 all-reduce.1 copy.2".split()
+    )
+    assert found["fused.1"].operations == {
+        "jit(step)/optimizer/mul": 0,
+        "jit(step)/jvp(Bert)/attention/query/dot_general": 2 * 8 * 4 * 16,
+        # The negation's own name is untold: it is of what it negates.
+        "jit(step)/jvp(Bert)/attention/dropout/ge": 2 * 8 * 4,
+    }
+    assert found["fused.1"].traffic_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert (found["exp.1"].times, found["while.1"].times) == (5, 1)
+    assert "exp.1" in found["while.1"].inside
+    assert found["while.1"].operations["jit(step)/inputs/exp"] == 5 * 8 * 4
+    assert found["gemm.1"].operations == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
+    assert [name for name, one in found.items() if not one.is_told] == ["attends.1"]
+    # A copy serves who uses it; the last one nobody, and is of what it copies.
+    assert list(found["copy.1"].operations) == ["jit(step)/optimizer/mul"]
+    assert list(found["copy.2"].operations) == ["jit(step)/jvp(Bert)/attention/attend/dot"]
+
+
+@pytest.mark.parametrize(
+    ("scopes", "part"),
+    [
+        ("jvp(Bert)/Bert.encode/encoder/Layer/attention/query/dot_general", "matmul"),
+        ("transpose(jvp(Bert))/encoder/Layer/attention/attend/exp", "attention"),
+        ("jvp(Bert)/encoder/Layer/attention/attend/dropout/xor", "dropout bits"),
+        ("jvp(Bert)/encoder/Layer/attention/norm/rsqrt", "LayerNorm and GELU"),
+        ("jvp(Bert)/encoder/Layer/feed_forward/erf", "LayerNorm and GELU"),
+        ("jvp(Bert)/encoder/Layer/feed_forward/output/add", "matmul"),
+        ("jvp(Bert)/embeddings/norm/sub", "embeddings"),
+        ("jvp(Bert)/masked_lm/transform/dot_general", "vocabulary head"),
+        ("transpose(jvp(loss))/mul", "vocabulary head"),
+        ("optimizer/sqrt", "optimizer"),
+        ("inputs/sort", "masking"),
+        ("add", "other"),
+    ],
+)
+def test_names_of_parts(scopes, part):
+    assert profile.part_of(f"jit(step)/{scopes}") == part
+
+
+def test_a_gpus_trace(tmp_path, monkeypatch):
+    """As CUPTI's events come: on streams, by instruction or by kernel, beside the host's own."""
+
+    def event(name, begin, end, **stats):
+        times = {"start_ns": float(begin), "end_ns": float(end)}
+        return SimpleNamespace(name=name, stats=list(stats.items()), **times)
+
+    def plane(name, **lines):
+        return SimpleNamespace(
+            name=name, lines=[SimpleNamespace(name=k, events=v) for k, v in lines.items()]
+        )
+
+    step = {"hlo_module": "jit_step"}
+    planes = [
+        plane(
+            "/host:CPU",
+            python=[
+                event("bert_jax steps", 0, 10_000),
+                event("bert_jax input wait", 0, 1_000),
+                event("launch", 500, 9_500, hlo_op="fused.1", **step),
+            ],
+        ),
+        plane(
+            "/device:GPU:0",
+            one=[
+                event("nvjet_hsh_128x256", 2_000, 3_000, hlo_op="gemm.1", **step),
+                event("fused_1", 3_000, 4_600),
+                event("cudnn_fmha_fprop", 4_600, 5_000),
+                event("ncclAllReduce", 5_000, 5_500, hlo_op="all-reduce.1", **step),
+                event("loop", 6_000, 7_000, hlo_op="loop.7", hlo_module="jit_measure(7)"),
+                event("MemcpyH2D", 7_000, 7_500),
+            ],
+        ),
+    ]
+    (tmp_path / "x.xplane.pb").touch()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        jax.profiler,
+        "ProfileData",
+        SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes)),
+    )
+    monkeypatch.setattr(profile, "ceilings", lambda dtype: profile.Ceilings(1e12, 1e12))
+    table = profile.table(tmp_path, PROGRAM, 1, "bfloat16")
+    spent = {row["part"]: row["seconds"] * 1e9 for row in table["parts"] if row["seconds"]}
+    in_fusion = 1_600 / (2 * 8 * 4 * 16 + 2 * 8 * 4)
+    assert spent == pytest.approx(
+        {
+            "vocabulary head": 1_000,
+            "matmul": in_fusion * 2 * 8 * 4 * 16,
+            "dropout bits": in_fusion * 2 * 8 * 4,
+            "attention": 400,
+            "collectives": 500,
+            "other programs": 1_500,
+            "input wait": 1_000,
+            "host": 4_000,
+        }
+    )
+    assert "attention" in [r["part"] for r in table["parts"] if not r["operations_are_all"]]
