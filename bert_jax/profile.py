@@ -361,12 +361,14 @@ def describe(found: dict[str, Any]) -> str:
         f"\n{'part':20}{'ms':>10}{'share':>8}{'GFLOP':>11}{'GB':>9}{'at least ms':>13}{'gap ms':>10}"
     )
     for row in found["parts"]:
-        line = f"{row['part']:20}{row['seconds'] * 1e3:10,.3f}{row['seconds'] / step:8.1%}"
+        line, counted, least = f"{row['part']:20}{row['seconds'] * 1e3:10,.3f}", "", ""
         if row["operations"] or row["bytes"]:
-            counted = f"{row['operations'] / 1e9:,.3f}" + "+" * (not row["operations_are_all"])
-            line += f"{counted:>11}{row['bytes'] / 1e9:9,.3f}"
+            more = "+" * (not row["operations_are_all"])
+            counted = f"{row['operations'] / 1e9:,.3f}{more}"
+            counted = f"{counted:>11}{row['bytes'] / 1e9:9,.3f}"
             if most:
-                line += f"{row['least_seconds'] * 1e3:13,.3f}{row['gap_seconds'] * 1e3:10,.3f}"
+                least = f"{row['least_seconds'] * 1e3:13,.3f}{row['gap_seconds'] * 1e3:10,.3f}"
+        line += f"{row['seconds'] / step:8.1%}{counted:20}{least:23}  {PARTS[row['part']]}"
         lines.append(line)
     if not all(row["operations_are_all"] for row in found["parts"]):
         lines.append("+ and what kernels do that do not tell")

@@ -70,12 +70,12 @@ def test_its_page_has_all_of_it(smoke, gpu):
     page = gpu.table(results)
     assert page.strip() in said
     for words in (
-        "| L2-H32-A2 | 32 | xla, with dropout; layers scanned | ",
-        "| L2-H32-A2 | 32 | xla, with dropout; layers unrolled | ",
-        "| L2-H32-A2 | 32 | cudnn; layers scanned | not measured |",
-        "| L2-H32-A2 | 32 | transformers, attention dropout 0.1 | 2 | ",
+        "| L1-H32-A2 | 32 | xla, with dropout; layers scanned | ",
+        "| L1-H32-A2 | 32 | xla, with dropout; layers unrolled | ",
+        "| L1-H32-A2 | 32 | cudnn; layers scanned | not measured |",
+        "| L1-H32-A2 | 32 | transformers, attention dropout 0.1 | 2 | ",
         "| dropout bits | ",
-        "- step L2-H32-A2 32 cudnn: config.model.attention='cudnn' runs on a gpu only",
+        "- step L1-H32-A2 32 cudnn: config.model.attention='cudnn' runs on a gpu only",
         "- Wanted of base at T=128: 45% of the data sheet's peak; not measured.",
     ):
         assert words in page
@@ -173,7 +173,7 @@ def test_a_job_that_fails_costs_no_other(gpu, tmp_path, monkeypatch, capsys):
 
 
 def test_the_rows_are_of_berts_lengths(gpu):
-    job = {"size": "L2-H32-A2", "tokens": 128, "smoke": True}
+    job = {"size": "L1-H32-A2", "tokens": 128, "smoke": True}
     _, stage = gpu.stage_of(job, gpu.model_of(job), 16)
     batches = gpu.packed_batches(stage, 4, 300, 3)
     assert [batch["tokens"].shape for batch in batches] == [(16, 128)] * 3
