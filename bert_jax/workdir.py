@@ -153,7 +153,8 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Of this project, marked where files are changed; None without git."""
     found = subprocess.run(
         ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"],
         capture_output=True,
@@ -167,7 +168,7 @@ def identity(config: Run, data: list[dict[str, Any]]) -> dict[str, Any]:
     """What all processes of a run must have in common, by a name for people."""
     settings = {f"config.{key}": value for key, value in config_lib.flatten(config).items()}
     digests = {f"data of phase {i}": rows["digest"] for i, rows in enumerate(data)}
-    return {**settings, **digests, **_versions(), "commit": _commit()}
+    return {**settings, **digests, **_versions(), "commit": commit()}
 
 
 def claim(
@@ -219,7 +220,7 @@ def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh) -> N
     start = {
         "step": step,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": _versions(),
         "python": platform.python_version(),
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",

@@ -1,0 +1,213 @@
+"""What is compared: cases, and for each of them the contenders that take turns."""
+
+from typing import Any, NamedTuple
+
+
+class Contender(NamedTuple):
+    """Who takes part.
+
+    Attributes:
+        maker: MODULE:FUNCTION of this folder. The function takes the settings and returns the turn: a
+            function of nothing to what was done in it, counts by name, timed by the worker unless
+            they have "seconds" themselves.
+        settings: by name. --quick lessens those that `quick` knows.
+    """
+
+    maker: str
+    settings: dict[str, Any]
+
+
+class Case(NamedTuple):
+    """Contenders who do the same, the first being what the others are compared with.
+
+    Attributes:
+        measure: the count that is wanted in little time; "seconds" where a turn is one thing.
+        contenders: by name.
+    """
+
+    measure: str
+    contenders: dict[str, Contender]
+
+
+def quick(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a turn that only shows that everything runs."""
+    least = {"steps": 2, "batch": 2, "texts": 30}
+    return {k: min(v, least[k]) if k in least else v for k, v in settings.items()}
+
+
+# Sequences a packed row, as README.md's preparation has them.
+SEQUENCES = {64: 2, 128: 4, 256: 8, 512: 16}
+# Tokens a step and steps a turn: a turn is a few seconds of two cores.
+PRETRAIN = {"teaching": (4096, 8), "mini": (4096, 4), "base": (2048, 1)}
+FINETUNE = {"sst2": 10, "clinc150": 10, "qnli": 4, "squad1": 2}
+
+
+def _pretrain(size: str, tokens: int) -> Case:
+    batch_tokens, steps = PRETRAIN[size]
+    common = {"size": size, "tokens": tokens, "batch": batch_tokens // tokens, "steps": steps}
+    padded, packed = {**common, "sequences": 1}, {**common, "sequences": SEQUENCES[tokens]}
+    peer = {"gathered": False, "compiled": False}
+    return Case(
+        "real_tokens",
+        {
+            "bert_jax": Contender("ours:pretrain", packed),
+            "bert_jax, padded": Contender("ours:pretrain", padded),
+            "transformers": Contender("peers:pretrain", {**padded, **peer}),
+            "torch.compile": Contender("peers:pretrain", {**padded, **peer, "compiled": True}),
+            "gathered": Contender("peers:pretrain", {**padded, **peer, "gathered": True}),
+            "gathered, packed": Contender("peers:pretrain", {**packed, **peer, "gathered": True}),
+            "gathered, packed, torch.compile": Contender(
+                "peers:pretrain", {**packed, "gathered": True, "compiled": True}
+            ),
+        },
+    )
+
+
+def _finetune(name: str) -> Case:
+    given = {"name": name, "steps": FINETUNE[name]}
+    return Case(
+        "examples",
+        {
+            "packed": Contender("ours:finetune", {**given, "one_a_row": False}),
+            "padded": Contender("ours:finetune", {**given, "one_a_row": True}),
+            "trainer": Contender("peers:finetune", {**given, "grouped": False}),
+            "grouped": Contender("peers:finetune", {**given, "grouped": True}),
+        },
+    )
+
+
+# The step whose parts are looked at, and that grows.
+MINI = {"size": "mini", "tokens": 128, "sequences": 4, "batch": 16, "steps": 4}
+
+
+def _mini(**changes: Any) -> Contender:
+    return Contender("ours:pretrain", {**MINI, **changes})
+
+
+def _settings(**changes: Any) -> Contender:
+    return _mini(change=[f"model.{key}={value}" for key, value in changes.items()])
+
+
+def _wide(hidden: int) -> Contender:
+    return _settings(hidden=hidden, heads=hidden // 64, feed_forward=4 * hidden)
+
+
+BASE = {"size": "base", "tokens": 128, "sequences": 4, "batch": 16}
+
+CASES = {
+    **{
+        f"pretrain-{size}-{tokens}": _pretrain(size, tokens)
+        for size in PRETRAIN
+        for tokens in (128, 512)
+    },
+    **{f"finetune-{name}": _finetune(name) for name in FINETUNE},
+    "embed": Case(
+        "texts",
+        {
+            "packed": Contender("ours:embed", {"texts": 360, "one_a_row": False}),
+            "padded": Contender("ours:embed", {"texts": 360, "one_a_row": True}),
+            "transformers": Contender("peers:embed", {"texts": 360, "by_length": False}),
+            "sorted": Contender("peers:embed", {"texts": 360, "by_length": True}),
+        },
+    ),
+    "prepare": Case(
+        "text_bytes",
+        {
+            "prepare": Contender("ours:prepare", {"pairs": "nsp"}),
+            "prepare, no pairs": Contender("ours:prepare", {"pairs": "none"}),
+            "datasets": Contender("peers:prepare", {}),
+        },
+    ),
+    "loader": Case(
+        "rows",
+        {
+            "loader": Contender(
+                "ours:loader", {"tokens": 128, "sequences": 4, "batch": 256, "steps": 100}
+            ),
+            "DataLoader": Contender("peers:loader", {"tokens": 128, "batch": 256, "steps": 20}),
+        },
+    ),
+    "save": Case(
+        "bytes",
+        {
+            "checkpoint": Contender("ours:save", {"size": "base"}),
+            "torch.save": Contender("peers:save", {"size": "base"}),
+        },
+    ),
+    "restore": Case(
+        "bytes",
+        {
+            "checkpoint": Contender("ours:restore", {"size": "base"}),
+            "torch.load": Contender("peers:restore", {"size": "base"}),
+        },
+    ),
+    "stall": Case(
+        "steps",
+        {
+            "steps": _mini(steps=10),
+            "steps and a save": _mini(steps=10, saves=True),
+        },
+    ),
+    "start": Case(
+        "seconds",
+        {
+            "cached": Contender("ours:start", {**BASE, "cached": True}),
+            "cold": Contender("ours:start", {**BASE, "cached": False}),
+            "transformers": Contender("peers:start", {"contender": "transformers", "cached": True}),
+            "torch.compile, cached": Contender(
+                "peers:start", {"contender": "torch.compile", "cached": True}
+            ),
+            "torch.compile, cold": Contender(
+                "peers:start", {"contender": "torch.compile", "cached": False}
+            ),
+        },
+    ),
+    "compile": Case(
+        "seconds",
+        {
+            "cached": Contender("ours:compilation", {**BASE, "cached": True}),
+            "cold": Contender("ours:compilation", {**BASE, "cached": False}),
+        },
+    ),
+    "help": Case(
+        "seconds",
+        {
+            "bert-jax --help": Contender("ours:command", {"arguments": ["-m", "bert_jax", "--help"]}),
+            "transformers --help": Contender(
+                "ours:command",
+                {"arguments": ["-c", "from transformers.cli.transformers import main; main()", "--help"]},
+            ),
+            "python alone": Contender("ours:command", {"arguments": ["-c", "pass"]}),
+        },
+    ),
+    "host": Case(
+        "steps",
+        {
+            "bert_jax": Contender("ours:host", {"steps": 2000}),
+            "trainer": Contender("peers:host", {"steps": 500}),
+        },
+    ),
+    "guard": Case("steps", {"guarded": _mini(), "not guarded": _mini(guarded=False)}),
+    "memory": Case("steps", {"kept": _mini(), "given back": _mini(keeps_memory=False)}),
+    "dropout": Case(
+        "steps",
+        {
+            **{name: _settings(dropout_generator=name) for name in ("hash", "threefry", "rbg")},
+            "none": _settings(dropout=0.0, attention_dropout=0.0),
+        },
+    ),
+    "activation": Case(
+        "steps",
+        {"gelu (erf)": _settings(activation="gelu"), "gelu_tanh": _settings(activation="gelu_tanh")},
+    ),
+    # Of what grows, contenders are called by how much there is of it.
+    "grow-batch": Case("steps", {str(128 * n): _mini(batch=n) for n in (4, 8, 16, 32, 64)}),
+    "grow-layers": Case("steps", {str(n): _settings(layers=n) for n in (1, 2, 4, 8, 12)}),
+    "grow-hidden": Case("steps", {str(n): _wide(n) for n in (64, 128, 256, 512, 768)}),
+    "grow-tokens": Case(
+        "steps",
+        {str(t): _mini(tokens=t, sequences=s, batch=2048 // t) for t, s in SEQUENCES.items()},
+    ),
+    "grow-devices": Case("steps", {str(n): _mini(devices=n) for n in (1, 2, 4, 8)}),
+    "grow-corpus": Case("steps", {str(n): _mini(files=n) for n in (1, 4, 16, 64)}),
+}  # fmt: skip

