@@ -91,6 +91,8 @@ def test_gathered_heads_and_packing_change_no_loss(size, speed, monkeypatch):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     peer = peers.build(model, 64)
+    for weights in peer.parameters():
+        torch.nn.init.normal_(weights, std=0.3)  # what is wrong shall show
 
     def made(batch, fixed=False):
         return peers.inputs(batch, model.segments, Collator(), fixed)
@@ -111,15 +113,15 @@ def test_fixed_shapes_are_fixed(speed):
     made = [
         speed["peers"].inputs({k: v[i : i + 2] for k, v in batch.items()}, 2, Collator(), fixed)
         for fixed in (True, False)
-        for i in (0, 1, 2)
+        for i in (0, 2)
     ]
     shapes = [tuple((k, tuple(v.shape)) for k, v in each.items()) for each in made]
-    assert len({*shapes[:3]}) == 1 < len({*shapes[3:]})
+    assert len({*shapes[:2]}) == 1 < len({*shapes[2:]})
 
 
 def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     ours = speed["ours"]
-    config = speed["data"].pretraining("L1-H16-A2", 32, 8)
+    config = speed["data"].pretraining("L1-H16-A2", 32, 8, ["optim.warmup_steps=0"])
     config.phases[0].rows = str(rows())
     config, _, _, (stage,) = ours.pretraining.stages(config)
     mesh = sharding.make_mesh(config.mesh)

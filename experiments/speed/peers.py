@@ -470,13 +470,15 @@ def restore(size: str) -> Turn:
     return turn
 
 
-def start(contender: str, cached: bool) -> Turn:
+def start(contender: str, cached: bool, least: bool) -> Turn:
     """A process from nothing to its first step of base at T=128.
 
     Args:
         contender: of the case pretrain-base-128.
         cached: the compiled programs of a process before are there.
+        least: with the settings of --quick.
     """
+    more = ["--quick"] if least else []
     command = [sys.executable, str(data.HERE / "bench.py"), "--worker", "pretrain-base-128"]
 
     def turn():
@@ -484,7 +486,7 @@ def start(contender: str, cached: bool) -> Turn:
             own = {} if cached else {"TORCHINDUCTOR_CACHE_DIR": cache}
             begun = time.perf_counter()
             process = subprocess.Popen(
-                [*command, contender], env={**os.environ, **own}, text=True,
+                [*command, contender, *more], env={**os.environ, **own}, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
             print("turn", file=process.stdin, flush=True)
