@@ -12,6 +12,7 @@ Each case's rounds take the place of its lines in results.jsonl, and README.md i
 import argparse
 import contextlib
 import fnmatch
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -115,8 +116,9 @@ class Worker:
 # What makes them take turns
 
 
+@functools.cache
 def machine() -> dict[str, Any]:
-    """What a result is of."""
+    """What a result is of. Cached: results themselves make the tree another than the commit's."""
     from bert_jax import workdir
 
     versions = {}

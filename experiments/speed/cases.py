@@ -33,6 +33,8 @@ def quick(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of a turn that only shows that everything runs."""
     least = {"steps": 2, "batch": 2, "texts": 30, "files": 4}
     less = {k: min(v, least[k]) if k in least else v for k, v in settings.items()}
+    if "devices" in less:  # which divide a batch
+        less["batch"] = max(less["batch"], less["devices"])
     if less.get("size") in ("mini", "base"):
         less["size"] = "tiny"
     return {**less, "least": True} if "least" in less else less

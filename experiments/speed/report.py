@@ -89,8 +89,8 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
     if not shown:
         return ["not run"]
     measures = {CASES[name].measure for name in shown}
-    title = UNITS[measures.pop()][0] if len(measures) == 1 and measures <= UNITS.keys() else ""
-    padded = any("padded_tokens" in line for line in lines if line["case"] in shown)
+    title = UNITS[min(measures)][0] if len(measures) == 1 and measures <= UNITS.keys() else ""
+    padded = measures <= {"real_tokens", "examples", "texts"}
     found = [
         f"| case | contender | {title} | {'padded tokens/s | ' if padded else ''}the first is so many times as fast |",
         f"|---|---|---|{'---|' if padded else ''}---|",
@@ -210,7 +210,10 @@ def conditions(lines: Sequence[Line]) -> list[str]:
             f"{each}."
         )
     if untold:
-        told.append(f"Without the fixed piece of work: {', '.join(untold)}.")
+        told.append(
+            "Taken by an earlier program, with all contenders in one process and without that piece of "
+            f"work: {', '.join(untold)}."
+        )
     return told
 
 
