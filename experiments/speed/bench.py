@@ -149,7 +149,7 @@ def measure(name: str, pairs: int, least: bool) -> list[dict[str, Any]]:
                 time.sleep(_SETTLE_SECONDS)
                 told = {"load": os.getloadavg()[0], "calibration": calibrate(), **worker.turn()}
                 for key, value in told.items():
-                    value = round(value, 4) if isinstance(value, float) else value
+                    value = round(value, 6) if isinstance(value, float) else value
                     found[contender].setdefault(key, []).append(value)
                 print(f"{name}: {number}: {contender}: {told['seconds']:.3g} s", flush=True)
     about = machine()
