@@ -34,7 +34,7 @@ def smoke(tmp_path_factory):
     text = "".join(f"sys.modules[{name!r}] = None\n" for name in LACKING)
     (folder / "sitecustomize.py").write_text(f"import sys\n{text}")
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--smoke", "--out", folder / "out"],
+        [sys.executable, SCRIPT, "--smoke", "--out", folder / "out", "--minutes", "14"],
         env={**ALONE, "PYTHONPATH": str(folder)},
         capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
