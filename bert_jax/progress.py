@@ -1,10 +1,18 @@
 """Progress of long work: a live bar in a terminal, a plain line now and then in a log."""
 
+import contextlib
+import os
 import sys
 import time
 
 LOG_EVERY_SECONDS = 15.0
 SILENT_SECONDS = 0.5  # in a log, work that is over so soon is not worth a line
+
+
+def _write(text: str) -> None:
+    """To standard error, whatever it is at the moment; nobody may be there to read."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 class Progress:
@@ -85,11 +93,17 @@ class Progress:
         elif self.shown:
             print(line, file=sys.stderr, flush=True)
 
-    def show_cursor(self) -> None:
-        """Gives the terminal its cursor back, for who is about to leave without `__exit__`."""
+    def say_in_handler(self, line: str) -> None:
+        """The same in a signal handler: past `sys.stderr`, which may be in the middle of a write."""
         if self._bar is not None:
-            sys.stderr.write("\x1b[?25h\n")
-            sys.stderr.flush()
+            _write(f"\r\x1b[2K{line}\n")
+        elif self.shown:
+            _write(f"{line}\n")
+
+    def show_cursor(self) -> None:
+        """Gives the terminal its cursor back, in a signal handler that leaves without `__exit__`."""
+        if self._bar is not None:
+            _write("\x1b[?25h\n")
 
     def _log(self) -> None:
         now = time.monotonic()

@@ -384,7 +384,7 @@ def interrupts(progress: Progress) -> Iterator[Callable[[], bool]]:
             progress.show_cursor()
             os._exit(128 + number)
         caught.append(number)
-        progress.say("stopping after this step; once more to stop without saving")
+        progress.say_in_handler("stopping after this step; once more to stop without saving")
 
     for number in before:
         signal.signal(number, handle)

@@ -142,6 +142,30 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
     assert_same_run(stopped, whole)
 
 
+# A line longer than a pipe takes, which nobody has read yet.
+WRITING = """
+from bert_jax.progress import Progress
+from bert_jax.train import interrupts
+with Progress("train", 1, "steps") as progress, interrupts(progress) as interrupted:
+    progress.say("x" * 1_000_000)
+    print(interrupted())
+"""
+
+
+def test_sigterm_in_the_middle_of_a_line_is_heard():
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**ALONE, "PYTHONUNBUFFERED": ""},
+    )
+    assert process.stderr.read(1) == b"x"
+    process.terminate()
+    out, said = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, b"True\n"), said[-1000:]
+    assert b"stopping after this step" in said
+
+
 def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
     changes = ("steps=150", "checkpoint.every_steps=40")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
