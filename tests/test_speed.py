@@ -28,7 +28,7 @@ def speed():
     """The folder's modules by name."""
     sys.path.insert(0, str(HERE))
     try:
-        names = ("bench", "cases", "data", "ours", "peers", "report")
+        names = ("bench", "cases", "data", "gpu", "ours", "peers", "report")
         return {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(HERE))
@@ -50,7 +50,7 @@ def test_every_contender_can_be_made_of_its_settings(speed):
 def test_every_case_has_its_place_on_the_page(speed):
     report, cases = speed["report"], speed["cases"].CASES
     shown = [name for names in report.BLOCKS.values() for name in names]
-    assert sorted([*shown, *report.GROWTH]) == sorted(cases)
+    assert sorted([*shown, *report.GROWTH, "profile"]) == sorted(cases)
     for name in report.GROWTH:
         assert all(int(contender) > 0 for contender in cases[name].contenders)
 
@@ -281,6 +281,36 @@ def test_promises_are_judged_by_what_was_measured(speed):
     assert promises([]) == ["not run"]
 
 
+def profiled(step, *spent):
+    """A table of a step of two parts, 6 GFLOP and 1 GB, at 2 TFLOP/s and 100 GB/s."""
+    work = ((6e9, 1e9), (0.0, 0.0))
+    return {
+        "step_seconds": step,
+        "matrix_operations": 6e9,
+        "measured_operations_per_second": 2e12,
+        "measured_bytes_per_second": 1e11,
+        "parts": [
+            {"part": part, "seconds": seconds, "operations": operations, "bytes": traffic}
+            for part, seconds, (operations, traffic) in zip(
+                ("matmul", "host"), spent, work, strict=True
+            )
+        ],
+    }
+
+
+def test_a_profile_is_the_median_of_several(speed):
+    tables = [profiled(0.04, 0.03, 0.01), profiled(0.02, 0.018, 0.002), profiled(0.05, 0.02, 0.03)]
+    told = speed["report"].parts([{"case": "profile", "contender": "mini", "table": tables}])
+    assert told[0].startswith("mini: 40 ms a step.")
+    assert told[0].endswith("150 GFLOP/s, 8% of that.")
+    assert told[4:] == [
+        # 3 ms for the products, 10 for the bytes; 0.75, 0.9 and 0.4 of the step.
+        "| matmul | 20 (18 to 30) | 75.0% | 6 | 1 | 10 | 10 |",
+        "| host | 10 (2 to 30) | 25.0% |  |  |  |  |",
+    ]
+    assert speed["report"].parts([]) == ["not run"]
+
+
 def test_the_page_is_what_the_results_say(speed, tmp_path):
     recorded = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
     text = (HERE / "README.md").read_text()
@@ -309,6 +339,7 @@ def test_whatever_is_run_is_on_the_page(speed, tmp_path):
                     "processor_seconds": [1.0, 2.0],
                     "steps": [4, 4],
                     "page_faults": [8, 8],
+                    "table": [profiled(0.04, 0.03, 0.01)] * 2,
                 }
             )
     shutil.copy(HERE / "README.md", tmp_path)

@@ -207,6 +207,13 @@ CASES = {
         "steps",
         {"gelu (erf)": _settings(activation="gelu"), "gelu_tanh": _settings(activation="gelu_tanh")},
     ),
+    "profile": Case(
+        "steps",
+        {
+            "mini": Contender("ours:profile", {**MINI, "steps": 8}),
+            "base": Contender("ours:profile", {**BASE, "steps": 2}),
+        },
+    ),
     # Of what grows, contenders are called by how much there is of it.
     "grow-batch": Case("steps", {str(128 * n): _mini(batch=n) for n in (4, 8, 16, 32, 64)}),
     "grow-layers": Case("steps", {str(n): _settings(layers=n) for n in (1, 2, 4, 8, 12)}),

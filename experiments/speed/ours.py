@@ -319,6 +319,33 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
     return turn
 
 
+def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> Turn:
+    """Steps of `bert-jax pretrain`, after some others, and `bert_jax.profile`'s table of them.
+
+    Args:
+        size, tokens, sequences, batch: what is trained.
+        steps: a turn.
+    """
+    folder, first = data.rows(tokens, sequences), 4
+
+    def turn():
+        with tempfile.TemporaryDirectory(dir=data.WORK) as temporary:
+            out = pathlib.Path(temporary) / "run"
+            command = [
+                *(sys.executable, "-m", "bert_jax", "pretrain", "--rows", folder, "--workdir", out),
+                *(f"--config={data.ROOT}/configs/pretrain.py:{size},{tokens}", "--config.platform=cpu"),
+                *(f"--config.batch_size={batch}", f"--config.evaluate_rows={batch}"),
+                *(f"--config.steps={first + steps}", "--config.optim.warmup_steps=1"),
+                f"--config.profile_steps={first}:{first + steps}",
+            ]  # fmt: skip
+            subprocess.run(list(map(str, command)), check=True, cwd=data.ROOT, stdout=sys.stderr)
+            (path,) = out.glob("profile/*/table.json")
+            table = json.loads(path.read_text())
+        return {"seconds": steps * table["step_seconds"], "steps": steps, "table": table}
+
+    return turn
+
+
 def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> Turn:
     """Making the training step, from Python to a program.
 

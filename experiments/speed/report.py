@@ -1,4 +1,4 @@
-"""README.md and growth.svg from results.jsonl."""
+"""README.md and growth.svg from results.jsonl, and from gpu.jsonl."""
 
 import json
 import pathlib
@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gpu
 from cases import CASES
 
 from bert_jax import files
@@ -116,6 +117,42 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
 def _of(lines: Sequence[Line], case: str, contender: str) -> Line | None:
     found = [x for x in lines if (x["case"], x["contender"]) == (case, contender)]
     return found[0] if found else None
+
+
+def parts(lines: Sequence[Line]) -> list[str]:
+    """Where the time of a step goes, by the profiles of a run each; medians, sums need not agree."""
+    found = []
+    for line in lines:
+        if line["case"] != "profile":
+            continue
+        tables = line["table"]
+        operations, traffic = (
+            statistics.median([table[f"measured_{name}_per_second"] for table in tables])
+            for name in ("operations", "bytes")
+        )
+        step = statistics.median([table["step_seconds"] for table in tables])
+        reached = statistics.median([t["matrix_operations"] / t["step_seconds"] for t in tables])
+        found += [
+            f"{line['contender']}: {number(1e3 * step)} ms a step. A large matrix product was measured to "
+            f"reach {operations / 1e9:,.0f} GFLOP/s, a copy {traffic / 1e9:.3g} GB/s; the step's matrix "
+            f"products, by all of its time, {reached / 1e9:,.0f} GFLOP/s, {reached / operations:.0%} of that.",
+            "",
+            f"| {line['contender']} | ms | share | GFLOP | GB | ms at least | gap |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for rows in zip(*(table["parts"] for table in tables), strict=True):
+            spent = [1e3 * row["seconds"] for row in rows]
+            share = statistics.median(
+                [row["seconds"] / t["step_seconds"] for row, t in zip(rows, tables, strict=True)]
+            )
+            computed, moved = rows[0]["operations"], rows[0]["bytes"]
+            least = 1e3 * max(computed / operations, moved / traffic)
+            cells = [f"{computed / 1e9:.3g}", f"{moved / 1e9:.3g}", f"{least:.3g}"]
+            cells.append(f"{statistics.median(spent) - least:.3g}")
+            told = " | ".join(cells if computed or moved else [""] * 4)
+            found.append(f"| {rows[0]['part']} | {spread(spent)} | {share:.1%} | {told} |")
+        found.append("")
+    return found[:-1] or ["not run"]
 
 
 def _promise(what: str, holds: bool) -> str:
@@ -262,7 +299,9 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
     makers: dict[str, Callable[[], list[str]]] = {
         "conditions": lambda: conditions(lines),
         "promises": lambda: promises(lines),
+        "profile": lambda: parts(lines),
         "growth": lambda: growth(lines, folder),
+        "gpu": lambda: gpu.table(gpu.read(HERE / gpu.RESULTS)).splitlines(),
         **{block: lambda names=names: table(lines, names) for block, names in BLOCKS.items()},
     }
     for name, make in makers.items():
