@@ -6,37 +6,25 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import test_guard
 from test_distributed import ends, start
-from test_guard import poisoned
-from test_train import arguments, assert_same_run, command
+from test_guard import one_device  # noqa: F401 (a fixture of all tests here)
+from test_train import assert_same_run, command
 
 from bert_jax import config as configs
-from bert_jax import hlo, profile, sharding
+from bert_jax import hlo, profile
 from bert_jax import train as loop
-from bert_jax.config import Config, FinetuneConfig, Phase, load
+from bert_jax.config import Config, FinetuneConfig, Phase
 from bert_jax.errors import UserError
 from bert_jax.profile import PARTS
-from bert_jax.tasks import pretraining
 
 SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")
 COMPILED = {}
 
 
 def run(folder, rows, *changes, bad=()):
-    """Trains in this process, on one device; all runs share one compilation."""
-    config = load(arguments(*SHORT, *changes))
-    config.phases = (Phase(rows=str(rows())),)
-    config, vocabulary, data, stages = pretraining.stages(config)
-    stages = [poisoned(stage, set(bad)) for stage in stages]
-    loop.train(config, vocabulary, data, stages, folder, compiled=COMPILED)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    make = sharding.make_mesh
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "make_mesh", lambda config: make(config, jax.devices()[:1]))
-        yield
+    """As `test_guard.run`, shorter; all runs share one compilation."""
+    test_guard.run(folder, rows, *SHORT, *changes, bad=bad, compiled=COMPILED)
 
 
 @pytest.fixture(scope="module")
