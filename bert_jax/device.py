@@ -12,6 +12,7 @@ from bert_jax.errors import UserError
 
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 
 
 class Chip(NamedTuple):
@@ -123,6 +124,7 @@ def start(platform: str, cache: bool = True) -> None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if _only_cpu():
         _keep_memory()
+        use_fast_products()
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that some backend was found
@@ -157,6 +159,19 @@ def _keep_memory() -> None:
         return
     for name, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
         mallopt(name, value)
+
+
+def use_fast_products() -> None:
+    """Has XLA compute a CPU's matrix products with Eigen, and reductions only with YNNPACK.
+
+    JAX 0.10 to 0.12 have YNNPACK do both, whose products use a second core badly: a step of `mini` on
+    two cores takes half as long again. To be called before any program is compiled; if `$XLA_FLAGS`
+    says something of it already, that stays. JAX ends the process for flags that it does not know:
+    look again when pyproject.toml lets a newer one in.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _YNNPACK not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_YNNPACK}=LIBRARY_FUSION_TYPE_REDUCE".strip()
 
 
 def peak_flops() -> float | None:

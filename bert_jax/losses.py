@@ -11,13 +11,30 @@ from jaxtyping import Array, Float, Int
 Pair = tuple[Float[Array, ""], Float[Array, ""]]
 
 
+@jax.custom_vjp
+def _at(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The labels' logits. Their gradient is a comparison, which, unlike a scatter, is part of a loop."""
+    return jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+
+def _at_backward(saved, gradient):
+    labels, classes = saved
+    here = labels[..., None] == jnp.arange(classes.size)
+    return jnp.where(here, gradient[..., None], 0), None
+
+
+_at.defvjp(
+    lambda logits, labels: (_at(logits, labels), (labels, jnp.empty(logits.shape[-1]))),
+    _at_backward,
+)
+
+
 def cross_entropy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> Pair:
     """Negative log-likelihood of the labels in nats, summed with weights; and the weights' sum."""
     with jax.named_scope("loss"):
-        log_likelihood = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-        loss = jax.nn.logsumexp(logits, axis=-1) - log_likelihood
+        loss = jax.nn.logsumexp(logits, axis=-1) - _at(logits, labels)
         return jnp.sum(loss * weights), jnp.sum(weights)
 
 
@@ -27,5 +44,5 @@ def accuracy(
     """How many of the labels score highest, with weights; and the weights' sum."""
     with jax.named_scope("loss"):
         # Comparing against the maximum is one reduction; argmax on CPU is many times slower.
-        best = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0] >= jnp.max(logits, -1)
+        best = _at(logits, labels) >= jnp.max(logits, -1)
         return jnp.sum(best * weights), jnp.sum(weights)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.attention import attention
@@ -24,8 +25,10 @@ from bert_jax.dropout import dropout
 
 Params = dict[str, Any]
 
+# What the outputs of dense layers are called where memory is to be saved.
+_DENSE = "dense"
 REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(_DENSE),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -63,11 +66,55 @@ def _vocab_initializer(config: ModelConfig, axis: int) -> Callable:
     return initialize
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Array, kernel: Array, dimensions: Any) -> Array:
+    """`jax.lax.dot_general` of a dense layer: the last axes of x by the first ones of the kernel."""
+    return jax.lax.dot_general(x, kernel, dimensions)
+
+
+def _product_forward(x, kernel, dimensions):
+    return _product(x, kernel, dimensions), (x, kernel)
+
+
+def _product_backward(dimensions, saved, gradient):
+    (x, kernel), inputs = saved, len(dimensions[0][0])
+    batch, outputs = range(x.ndim - inputs), kernel.ndim - inputs
+
+    def plain(x, gradient):
+        return jax.lax.dot_general(x, gradient, ((batch, batch), ((), ())))
+
+    def narrow(x, gradient):
+        # A CPU's products want their first matrix transposed here: the narrower one, by a copy. By
+        # itself XLA would turn this round, transpose what is wide, and find no fast product for it.
+        turned = jax.lax.optimization_barrier(plain(gradient, x))
+        return jnp.moveaxis(turned, range(outputs), range(-outputs, 0))
+
+    wide = math.prod(kernel.shape[:inputs]) > math.prod(kernel.shape[inputs:])
+    fast = narrow if wide else plain
+    axes = (range(len(batch), gradient.ndim), range(inputs, kernel.ndim))
+    return (
+        jax.lax.dot_general(gradient, kernel, (axes, ((), ()))),
+        jax.lax.platform_dependent(x, gradient, cpu=fast, default=plain),
+    )
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
 def _dense(
     config: ModelConfig, features: Any, name: str | None = None, axis: Any = -1
 ) -> nn.Module:
     return nn.DenseGeneral(
-        features, axis, dtype=config.dtype, kernel_init=_initializer(config), name=name
+        features,
+        axis,
+        dtype=config.dtype,
+        kernel_init=_initializer(config),
+        dot_general_cls=lambda: (
+            lambda x, kernel, dimensions, precision: checkpoint_name(
+                _product(x, kernel, dimensions), _DENSE
+            )
+        ),
+        name=name,
     )
 
 

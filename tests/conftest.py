@@ -26,6 +26,13 @@ hypothesis.settings.register_profile("fixed", derandomize="BERT_JAX_SOAK" not in
 hypothesis.settings.load_profile("fixed")
 
 
+def pytest_configure():
+    """Tests compute as commands in processes of their own do, whose bits they compare with theirs."""
+    from bert_jax import device
+
+    device.use_fast_products()
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A file in Google's format: 60 documents of sentences from a small grammar."""

@@ -5,6 +5,8 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 from tests.test_train import ALONE
 
 # A temporary of 64 MB, and how many pages the system had to clear for each call. On a busy machine what
@@ -36,3 +38,37 @@ def faults(argument):
 
 def test_what_a_step_frees_is_there_for_the_next():
     assert faults("start") < 100 < faults("as it is") / 10
+
+
+PRODUCT = """
+import os, sys
+import jax, jax.numpy as jnp
+from bert_jax import device
+if sys.argv[1] == "start":
+    device.start("cpu", cache=False)
+x = jnp.ones((512, 512))
+text = jax.jit(lambda x: x @ x).lower(x).compile().as_text()
+print("ynn" in text, jax.jit(lambda x: x.sum(1)).lower(x).compile().as_text().count("ynn") > 0)
+print(os.environ["XLA_FLAGS"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "flags", "product", "after"),
+    [
+        ("as it is", "", True, ""),
+        ("start", "", False, "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE"),
+        ("start", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT", True, None),
+    ],
+)
+def test_products_are_eigens(argument, flags, product, after):
+    """Unless the user says otherwise; and reductions YNNPACK's, as JAX has them."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCT, argument],
+        env={**ALONE, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    found, left = done.stdout.splitlines()
+    assert found.split()[0] == str(product)
+    assert left == (flags if after is None else after)
+    if after is not None:
+        assert found.split()[1] == "True"
