@@ -43,7 +43,7 @@ def quick(settings: dict[str, Any]) -> dict[str, Any]:
 # Sequences a packed row, as README.md's preparation has them.
 SEQUENCES = {64: 2, 128: 4, 256: 8, 512: 16}
 # Tokens a step and steps a turn: a turn is a few seconds of two cores.
-PRETRAIN = {"teaching": (4096, 8), "mini": (4096, 4), "base": (2048, 1)}
+PRETRAIN = {"teaching": (4096, 4), "mini": (4096, 2), "base": (2048, 1)}
 FINETUNE = {"sst2": 10, "clinc150": 10, "qnli": 4, "squad1": 2}
 
 
