@@ -279,6 +279,12 @@ def test_promises_are_judged_by_what_was_measured(speed):
     assert "0.33% (0.25% to 0.50%)" in told
     assert "**kept**" in told
     assert promises([]) == ["not run"]
+    # Of 4, 1.5 and 3 times the median counts, and twice as much is wanted.
+    (told,) = promises(lines("pretrain-mini-128", "real_tokens"))
+    assert "pretrain-mini-128: 3 (1.5 to 4) times" in told
+    assert "wanted 2.0: **kept**" in told
+    (told,) = promises(lines("pretrain-mini-128", "real_tokens", second=(3.0, 6.0, 9.0)))
+    assert "**not kept**" in told
 
 
 def profiled(step, *spent):

@@ -45,6 +45,15 @@ GROWTH = {
 # Of the parts' cost there are promises: CheckpointConfig.every_steps, and steps that compute nothing.
 SAVED_EVERY_STEPS, HOST_MICROSECONDS, STALL, LOADER_TIMES = 1_000, 300, 0.02, 10
 COLD_SECONDS, CACHED_SECONDS = 25, 3
+# And of real tokens a second, beside a peer's.
+TIMES = {
+    ("pretrain-mini-128", "transformers"): 2.0,
+    ("pretrain-mini-128", "torch.compile"): 1.6,
+    ("pretrain-mini-128", "gathered, packed"): 1.0,
+    ("pretrain-base-128", "transformers"): 1.3,
+    ("pretrain-base-128", "torch.compile"): 1.3,
+    ("pretrain-base-128", "gathered, packed"): 1.0,
+}
 
 
 def number(value: float) -> str:
@@ -162,6 +171,16 @@ def _promise(what: str, holds: bool) -> str:
 def promises(lines: Sequence[Line]) -> list[str]:
     """What this project promises of its parts, each measured and judged; those not run are left out."""
     found = []
+    for (case, contender), wanted in TIMES.items():
+        if line := _of(lines, case, contender):
+            times = ratios(line, _of(lines, case, "bert_jax"), CASES[case].measure)
+            found.append(
+                _promise(
+                    f"{case}: {spread(times)} times the real tokens a second of {contender}, wanted "
+                    f"{wanted:.1f}",
+                    statistics.median(times) >= wanted,
+                )
+            )
     if line := _of(lines, "loader", "loader"):
         from ours import rows_a_second
 
