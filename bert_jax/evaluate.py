@@ -17,8 +17,14 @@ from bert_jax.tasks import pretraining
 from bert_jax.tasks.stage import Stage, Task
 
 
-def put(batch: Batch, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """This process's rows as a part of the global batch on the mesh."""
+def put(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
+    """This process's rows as a part of the global batch on the mesh.
+
+    For one device they are all of it, and stay as they are: a compiled program takes them to its
+    device by itself, in a tenth of the time.
+    """
+    if mesh.size == 1:
+        return batch
     where = sharding.rows(mesh)
     return {k: jax.make_array_from_process_local_data(where, v) for k, v in batch.items()}
 

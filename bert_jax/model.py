@@ -249,6 +249,7 @@ class Encoder(nn.Module):
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
         if c.layer_loop == "unrolled":
+            layer = jax.jit(layer)  # so that JAX traces one of them only; XLA sees them all
             states = []
             for i, params in enumerate(layers):
                 x = layer(x, params, i)

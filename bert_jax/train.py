@@ -519,8 +519,9 @@ class _Loop:
         """Waits for the oldest steps until at most so many run, and looks at what they say."""
         while len(self._running) > most:
             step, sums, seen = self._running.popleft()
-            jax.block_until_ready(sums)
-            if seen is not None and (said := self.keeper.look(step - 1, seen)):
+            if seen is None:
+                jax.block_until_ready(sums)
+            elif said := self.keeper.look(step - 1, seen):  # which waits too
                 self.keeper.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
                 self.progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
             if step % self.config.log_every_steps == 0 or step == self.config.steps:

@@ -685,9 +685,10 @@ def test_bfloat16_computes_over_float32_parameters(reference):
         )
     )(batch.tokens)
     assert program.out_avals[0].dtype == jnp.bfloat16
-    # All matrix products, of which a layer has eight.
+    # All matrix products, of which a layer has eight; the layers are calls of one function.
     products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", str(program))
-    assert products == ["bf16"] * 8 * config.layers
+    assert products == ["bf16"] * 8
+    assert len(re.findall(r"name=layer\b", str(program))) == config.layers
 
 
 # --- Dropout, initial values, normalization -------------------------------------------------------
