@@ -196,6 +196,8 @@ CASES = {
     ),
     "guard": Case("steps", {"guarded": _mini(), "not guarded": _mini(guarded=False)}),
     "memory": Case("steps", {"kept": _mini(), "given back": _mini(keeps_memory=False)}),
+    "products": Case("steps", {"Eigen": _mini(), "YNNPACK": _mini(fast_products=False)}),
+    "layers": Case("steps", {name: _settings(layer_loop=name) for name in ("unrolled", "scanned")}),
     "dropout": Case(
         "steps",
         {

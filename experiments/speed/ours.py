@@ -39,10 +39,12 @@ Turn = Callable[[], dict[str, Any]]
 PLANNED_TURNS = 30
 
 
-def _start(devices: int = 1, keeps_memory: bool = True) -> None:
+def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = True) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if not keeps_memory:
         device._keep_memory = lambda: None
+    if not fast_products:
+        device.use_fast_products = lambda: None
     device.start("cpu")
 
 
@@ -82,6 +84,7 @@ def pretrain(
     devices: int = 1,
     guarded: bool = True,
     keeps_memory: bool = True,
+    fast_products: bool = True,
     saves: bool = False,
 ) -> Turn:
     """Steps as `bert-jax pretrain` takes them, from shards to the state.
@@ -96,9 +99,10 @@ def pretrain(
         devices: virtual ones, on the same cores.
         guarded: judge every step.
         keeps_memory: let glibc keep what is freed.
+        fast_products: have Eigen compute matrix products, not YNNPACK as JAX by itself does.
         saves: begin with saving the state, and end when that is done.
     """
-    _start(devices, keeps_memory)
+    _start(devices, keeps_memory, fast_products)
     if not guarded:
         guard.judge = _judges_nothing
     config = data.pretraining(size, tokens, batch, change)

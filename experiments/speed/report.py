@@ -32,7 +32,7 @@ BLOCKS = {
     "input": ["prepare", "loader"],
     "start": ["start", "compile", "help"],
     "disk": ["save", "restore", "stall"],
-    "parts": ["host", "guard", "memory", "dropout", "activation"],
+    "parts": ["host", "guard", "memory", "products", "layers", "dropout", "activation"],
 }
 GROWTH = {
     "grow-batch": "tokens a step",
