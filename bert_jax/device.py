@@ -164,10 +164,10 @@ def _keep_memory() -> None:
 def use_fast_products() -> None:
     """Has XLA compute a CPU's matrix products with Eigen, and reductions only with YNNPACK.
 
-    JAX 0.10 to 0.12 have YNNPACK do both, whose products use a second core badly: a step of `mini` on
-    two cores takes half as long again. To be called before any program is compiled; if `$XLA_FLAGS`
-    says something of it already, that stays. JAX ends the process for flags that it does not know:
-    look again when pyproject.toml lets a newer one in.
+    JAX 0.10 to 0.12 have YNNPACK do both, whose products use a second core badly; what that costs
+    depends on how busy the machine is (`products` in experiments/speed). To be called before any
+    program is compiled; if `$XLA_FLAGS` says something of it already, that stays. JAX ends the
+    process for flags that it does not know: look again when pyproject.toml lets a newer one in.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if _YNNPACK not in flags:
