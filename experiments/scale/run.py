@@ -1,6 +1,6 @@
 """BERT-base and -large on TPU slices from 4 to 1,024 chips, without a TPU.
 
-    python experiments/scale/run.py compile [--minutes 30]   # what results.jsonl lacks
+    python experiments/scale/run.py compile [--minutes 30] [--size base]   # what results.jsonl lacks
     python experiments/scale/run.py memory                   # predicted and measured, on this CPU
     python experiments/scale/run.py loops                    # a scanned program beside an unrolled one
     python experiments/scale/run.py report                   # README.md from results.jsonl
@@ -121,8 +121,8 @@ def change_of(report: dict) -> str:
     return named["arguments"] if named else ""
 
 
-def compile_all(minutes: float) -> None:
-    """Compiles what is planned and not yet in results.jsonl, for so many minutes."""
+def compile_all(minutes: float, sizes: list[str]) -> None:
+    """Compiles what is planned of these sizes and not yet in results.jsonl, for so many minutes."""
     device.start("cpu", cache=False)
     known = {
         (r["run"], r["size"], r["tokens"], r["topology"])
@@ -131,7 +131,7 @@ def compile_all(minutes: float) -> None:
     }
     until = time.monotonic() + 60 * minutes
     for run, size, tokens, name in plan():
-        if (run, size, tokens, name) in known:
+        if size not in sizes or (run, size, tokens, name) in known:
             continue
         if time.monotonic() > until:
             print("time is up; run again to go on")
@@ -241,7 +241,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("compile").add_argument("--minutes", type=float, default=30)
+    compiling = verbs.add_parser("compile")
+    compiling.add_argument("--minutes", type=float, default=30)
+    sizes = ["base", "large"]
+    compiling.add_argument("--size", choices=sizes, action="append", help="default: both")
     for name in ("memory", "loops", "report"):
         verbs.add_parser(name)
     one = verbs.add_parser("one")
@@ -249,7 +252,7 @@ def main() -> None:
     one.add_argument("changes")
     options = parser.parse_args()
     if options.verb == "compile":
-        compile_all(options.minutes)
+        compile_all(options.minutes, options.size or sizes)
     elif options.verb == "memory":
         memory_all()
     elif options.verb == "loops":
