@@ -854,14 +854,14 @@ def _preflight(options) -> int:
 def _report(options) -> None:
     import pathlib
 
-    from bert_jax import report
+    from bert_jax.report import experiment, runs
 
     experiments = [f for f in options.folders if (pathlib.Path(f) / "sweep.py").exists()]
     for folder in experiments:
-        print(report.write_experiment(folder))
+        print(experiment.write_readme(folder))
     if len(experiments) < len(options.folders):
-        runs = [folder for folder in options.folders if folder not in experiments]
-        print(report.loss_curve(runs, options.out))
+        folders = [folder for folder in options.folders if folder not in experiments]
+        print(runs.loss_curve(folders, options.out))
 
 
 def _sweep(options) -> int | None:

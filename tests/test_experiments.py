@@ -11,10 +11,11 @@ import matplotlib
 import numpy as np
 import pytest
 
-from bert_jax import cli, report, sweep
+from bert_jax import cli, sweep
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
 from bert_jax.errors import UserError
+from bert_jax.report import experiment
 from bert_jax.sweep import SCALES, Given
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
@@ -334,7 +335,7 @@ def copy(folder: pathlib.Path, name: str) -> pathlib.Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_are_what_their_results_say(name, tmp_path):
     folder = copy(tmp_path, name)
-    text = report.experiment(folder)
+    text = experiment.readme(folder)
     assert (ROOT / name / "README.md").read_text() == text
     for picture in re.findall(r"!\[.*\]\((\w+\.svg)\)", text):
         recorded = (ROOT / name / picture).read_text()
@@ -394,7 +395,7 @@ def test_every_cell_has_a_point(name, tmp_path):
     folder = copy(tmp_path, name)
     lines = [line for scale in SCALES for line in made_up(name, scale)]
     (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = report.experiment(folder)
+    text = experiment.readme(folder)
     assert NOT_RUN not in text, re.findall(rf".*{NOT_RUN}.*", text)
 
 
@@ -403,14 +404,14 @@ def test_a_number_that_is_not_the_results_is_found(tmp_path):
     (folder / "results.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in made_up("table6_model_size", "small"))
     )
-    report.write_experiment(folder)
+    experiment.write_readme(folder)
     text = (folder / "README.md").read_text()
-    assert report.experiment(folder) == text
+    assert experiment.readme(folder) == text
     block = text.index("| 4/128/2 |")
     digit = re.search(r"\d\.\d", text[block:]).start() + block
     changed = f"{text[:digit]}{(int(text[digit]) + 1) % 10}{text[digit + 1 :]}"
     (folder / "README.md").write_text(changed)
-    assert report.experiment(folder) == text != changed
+    assert experiment.readme(folder) == text != changed
 
 
 def test_senses_that_are_apart_are_found_apart():

@@ -15,11 +15,12 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, report, sweep, workdir
+from bert_jax import cli, sweep, workdir
 from bert_jax.config import Config, Phase, model_size
 from bert_jax.errors import UserError
 from bert_jax.model import flops_per_row
-from bert_jax.report import Claim, Claims, Column, Curves, Table
+from bert_jax.report import experiment
+from bert_jax.report.experiment import Claim, Claims, Column, Curves, Table
 from bert_jax.sweep import Given, Point
 from bert_jax.sweep.cost import cost
 from bert_jax.sweep.results import Results
@@ -572,7 +573,7 @@ def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):
 
 
 BLOCKS = """
-from bert_jax.report import Column, Table
+from bert_jax.report.experiment import Column, Table
 
 def get_points(given):
     return []
@@ -591,7 +592,7 @@ def test_a_readme_is_written_around_its_words(file_of, capsys):
     text = readme.read_text()
     assert text.startswith("# Mine\n\n<!-- sizes -->\n|  | score |\n|---|---|\n| a | 50.0 |\n<!--")
     assert text.endswith("\n\nAfter.\n")
-    assert report.experiment(folder) == text
+    assert experiment.readme(folder) == text
     for wrong, expected in (
         ("<!-- other -->\n<!-- /other -->\n" + text, "knows no block 'other'"),
         ("# Mine\n", "has no lines <!-- sizes --> and <!-- /sizes -->"),

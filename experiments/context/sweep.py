@@ -5,7 +5,7 @@ import dataclasses
 import recipes
 
 from bert_jax import files
-from bert_jax.report import Runs
+from bert_jax.report.experiment import Runs
 from bert_jax.sweep import Point
 
 WORDS = ("right", "bank", "spring")

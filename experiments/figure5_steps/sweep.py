@@ -5,7 +5,7 @@ Both runs keep a checkpoint at every tenth of their steps; each is fine-tuned.
 
 import recipes
 
-from bert_jax.report import Claim, Column, Curves, Table
+from bert_jax.report.experiment import Claim, Column, Curves, Table
 
 TASK = {"small": "Banking77", "paper": "MNLI"}
 MASKED, CAUSAL = "masked LM", "left-to-right"

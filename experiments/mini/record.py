@@ -10,8 +10,9 @@ import statistics
 import subprocess
 import sys
 
-from bert_jax import report, workdir
+from bert_jax import workdir
 from bert_jax.data.rows import read_manifest
+from bert_jax.report import runs
 
 FOLDER = pathlib.Path(__file__).parent
 TEXTS = (
@@ -77,7 +78,7 @@ def main() -> None:
         "fill_mask": fill_masks(options.workdir),
     }
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    report.loss_curve([options.workdir], str(FOLDER / "curve.svg"))
+    runs.loss_curve([options.workdir], str(FOLDER / "curve.svg"))
     (FOLDER / "README.md").write_text(page(results))
 
 

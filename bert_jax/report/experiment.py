@@ -1,4 +1,4 @@
-"""Pictures of runs from their workdirs, and an experiment's README from its results.
+"""An experiment's README from its results.
 
 A sweep's file may say what its README shows, by name:
 
@@ -17,55 +17,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from bert_jax import files, sweep, workdir
+from bert_jax import files, sweep
 from bert_jax.errors import UserError
 from bert_jax.sweep.results import Results
 
 Line = dict[str, Any]
-
-
-def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
-    """Draws pretraining runs' loss on words by step, training and held-out, to a PNG, SVG or PDF.
-
-    It is that of the masked words, or of a causal model's next ones.
-
-    Raises:
-        UserError: a workdir without metrics, or a picture that cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for i, folder in enumerate(workdirs):
-        path = pathlib.Path(folder) / "metrics.jsonl"
-        if not path.exists():
-            raise UserError(f"{folder} has no metrics: it holds no metrics.jsonl")
-        lines, name = workdir.read_lines(path), pathlib.Path(folder).name
-        for split, style in (
-            ("train", {"lw": 1, "alpha": 0.6}),
-            ("heldout", {"marker": "o", "ms": 4}),
-        ):
-            points = [
-                (x["step"], x["masked_lm_loss" if "masked_lm_loss" in x else "next_token_loss"])
-                for x in lines
-                if x["split"] == split
-            ]
-            if points:
-                label = f"{name}, {'held-out' if split == 'heldout' else 'training'}"
-                axes.plot(*zip(*points, strict=True), color=f"C{i}", label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    path = pathlib.Path(out)
-    with files.one_line_errors(f"cannot write the picture {out}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path) as beside:
-            figure.savefig(beside, format=path.suffix[1:] or "png", dpi=150)
-    return path
-
-
-# Experiments
 
 
 class Block(Protocol):
@@ -277,7 +233,7 @@ class Runs:
         return "\n".join(lines) if len(lines) > 2 else "not run"
 
 
-def experiment(folder: str | pathlib.Path) -> str:
+def readme(folder: str | pathlib.Path) -> str:
     """An experiment's README with its blocks written anew from results.jsonl.
 
     Args:
@@ -288,29 +244,29 @@ def experiment(folder: str | pathlib.Path) -> str:
     """
     folder = pathlib.Path(folder)
     module = sweep.module_of(folder / "sweep.py")
-    readme = folder / "README.md"
-    if not readme.exists():
+    path = folder / "README.md"
+    if not path.exists():
         raise UserError(f"{folder} has no README.md to write the tables into")
     results = Results(folder).read()
     blocks = module.get_blocks(results) if hasattr(module, "get_blocks") else {}
-    text = readme.read_text()
+    text = path.read_text()
     for name in re.findall(r"^<!-- (\w+) -->$", text, re.MULTILINE):
         if name not in blocks:
-            raise UserError(f"{readme}: get_blocks of sweep.py knows no block {name!r}")
+            raise UserError(f"{path}: get_blocks of sweep.py knows no block {name!r}")
     for name, block in blocks.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         if begin not in text or end not in text:
-            raise UserError(f"{readme} has no lines {begin.strip()} and {end} for a block")
+            raise UserError(f"{path} has no lines {begin.strip()} and {end} for a block")
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = f"{before}{begin}{block.markdown(results, folder)}\n{end}{after}"
     return text
 
 
-def write_experiment(folder: str | pathlib.Path) -> pathlib.Path:
-    """Writes what `experiment` gives; the README's path."""
+def write_readme(folder: str | pathlib.Path) -> pathlib.Path:
+    """Writes what `readme` gives; the README's path."""
     path = pathlib.Path(folder) / "README.md"
-    text = experiment(folder)
+    text = readme(folder)
     with files.one_line_errors(f"cannot write {path}"):
         files.write(path, text)
     return path
