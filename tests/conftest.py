@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import tempfile
 
 # Before JAX is imported anywhere. Eight devices let one process test every mesh; most of the time
@@ -77,3 +78,49 @@ def rows(corpus):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless Chromium, driven by Playwright; skips where the machine has none."""
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no Chromium (apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        # Its sandbox refuses to run as root, as tests in containers do; the pages are our own.
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium):
+    """A function from an HTML file to its opened page.
+
+    The test fails if anything was written to the console, thrown, or asked of anything but the file.
+    """
+    pages, wrong = [], []
+
+    def open_page(path, **settings):
+        page = chromium.new_page(**settings)
+        pages.append(page)
+        page.on("console", lambda message: wrong.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"thrown: {error}"))
+        here = path.resolve().as_uri()
+        page.on(
+            "request",
+            lambda request: (
+                None
+                if request.url.split("#")[0] == here or request.url.startswith(("data:", "blob:"))
+                else wrong.append(f"request: {request.url}")
+            ),
+        )
+        page.goto(here)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert not wrong, wrong

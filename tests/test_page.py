@@ -1,0 +1,58 @@
+"""Pages that are one file."""
+
+import base64
+import gzip
+
+import pytest
+
+from bert_jax.report import page
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A function (title, body, data) to a page whose script writes what it got into the title."""
+    monkeypatch.setattr(page, "_HERE", tmp_path)
+    (tmp_path / "page.css").write_text("main { color: rgb(1, 2, 3); }\n")
+    (tmp_path / "tiny.js").write_text(
+        "document.title = JSON.parse(document.getElementById('data').textContent).said;\n"
+    )
+
+    def make(title, body, data):
+        path = tmp_path / "deep" / "page.html"
+        page.write(path, page.page(title, body, "tiny.js", data))
+        return path
+
+    return make
+
+
+def test_texts_come_through_as_they_are(tiny, visit):
+    said = "</script><script>document.title='lost'</script> <b> & é \u2028"
+    opened = visit(tiny(said, page.table(["a", "b"], [[said, 1234567]]), {"said": said}))
+    assert opened.title() == said
+    assert opened.inner_text("h1") == opened.inner_text("tbody th") == " ".join(said.split(" "))
+    assert opened.inner_text("td") == "1,234,567"
+    assert (
+        opened.evaluate("getComputedStyle(document.querySelector('main')).color") == "rgb(1, 2, 3)"
+    )
+
+
+def test_the_policy_keeps_a_page_from_asking_for_anything(tiny, chromium):
+    refused, opened = [], chromium.new_page()
+    opened.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
+    url = "http://127.0.0.1:9/x.png"
+    opened.goto(tiny("t", f"<img src='{url}'>", {"said": "t"}).as_uri())
+    opened.close()
+    assert refused == [(url, "csp")]
+
+
+def test_what_json_cannot_hold_is_an_error():
+    with pytest.raises(ValueError, match="not JSON"):
+        page.page("t", "", "tiny.js", {"x": float("nan")})
+
+
+def test_packed():
+    data = bytes(range(256)) * 40
+    text = page.packed(data)
+    assert gzip.decompress(base64.b64decode(text)) == data
+    assert len(text) < len(data)
+    assert text == page.packed(data)
