@@ -71,6 +71,40 @@ def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
     return told
 
 
+def vectors(source: str) -> dict[str, np.ndarray]:
+    """Of each word its vector in every sentence: [sentences, layers, D], the embeddings first.
+
+    Args:
+        source: as `convert.source.open_model` takes it.
+
+    Raises:
+        UserError: what `open_model` raises; a sentence in which the word is not there once.
+    """
+    from bert_jax.convert.source import open_model
+    from bert_jax.embed import Embedder
+    from bert_jax.errors import UserError
+
+    config, vocabulary, params, _ = open_model(source)
+    layers = config.model.layers + 1
+    config.embed.pooling, config.embed.normalize = "none", False
+    config.embed.layers = ",".join(map(str, range(layers)))
+    embedder = Embedder(config, vocabulary, params)
+    found = {}
+    for word, sentences in read().items():
+        (own,) = vocabulary.encode_all([word])
+        own = list(own.ids)
+        found[word] = []
+        texts = [text for _, text in sentences]
+        for text, (tokens, states) in zip(texts, embedder.with_tokens(texts), strict=True):
+            ids = tokens.tolist()
+            at = [i for i in range(len(ids)) if ids[i : i + len(own)] == own]
+            if len(at) != 1:
+                raise UserError(f"{word!r} is {len(at)} times in {text!r}: it must be there once")
+            states = states[at[0] : at[0] + len(own)].mean(0)
+            found[word].append(states.reshape(layers, -1))
+    return {word: np.stack(states) for word, states in found.items()}
+
+
 def main() -> None:
     """Embeds the sentences and measures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -81,30 +115,11 @@ def main() -> None:
     from bert_jax import device
 
     device.start("")
-
-    from bert_jax.convert.source import open_model
-    from bert_jax.embed import Embedder
-    from bert_jax.errors import UserError
-
-    config, vocabulary, params, _ = open_model(options.init)
-    layers = config.model.layers + 1
-    config.embed.pooling, config.embed.normalize = "none", False
-    config.embed.layers = ",".join(map(str, range(layers)))
-    embedder = Embedder(config, vocabulary, params)
-    found = {}
-    for word, sentences in read().items():
-        (own,) = vocabulary.encode_all([word])
-        own = list(own.ids)
-        vectors = []
-        texts = [text for _, text in sentences]
-        for text, (tokens, states) in zip(texts, embedder.with_tokens(texts), strict=True):
-            ids = tokens.tolist()
-            at = [i for i in range(len(ids)) if ids[i : i + len(own)] == own]
-            if len(at) != 1:
-                raise UserError(f"{word!r} is {len(at)} times in {text!r}: it must be there once")
-            states = states[at[0] : at[0] + len(own)].mean(0)
-            vectors.append(states.reshape(layers, -1))
-        found[word] = measure(np.stack(vectors), [sense for sense, _ in sentences])
+    sentences = read()
+    found = {
+        word: measure(states, [sense for sense, _ in sentences[word]])
+        for word, states in vectors(options.init).items()
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "metrics.json").write_text(json.dumps(found))
 
