@@ -1,0 +1,58 @@
+"""Records straight from a shard's file are those that ArrayRecord reads."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from bert_jax import files
+from bert_jax.data import loader
+from bert_jax.data.shards import ShardFile
+
+# Sizes of which a block holds many and one, and where the size takes another byte to write down.
+SIZES = (1, 20, 127, 128, 156, 1000, 16_383, 16_384, 40_000, 65_511)
+
+
+def write(path, records, options="group_size:1,uncompressed"):
+    writer = ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_record_is_the_librarys(tmp_path, size):
+    # Chunks of 23 + 40 bytes begin at every place of a block before one repeats.
+    count = 70_000 if size == 20 else min(max(300_000 // size, 20), 3_000)
+    data = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
+    path = tmp_path / "shard"
+    write(path, [row.tobytes() for row in data])
+    library, file = ArrayRecordReader(str(path)).read_all(), ShardFile(path, size)
+    assert path.stat().st_size > 1 << 16
+    assert [file.read(i) for i in range(count)] == library
+
+
+def test_what_it_does_not_take(tmp_path):
+    with pytest.raises(ValueError, match="records of 65512 bytes span several blocks"):
+        ShardFile(tmp_path / "shard", 65_512)
+    with pytest.raises(OSError, match="No such file"):
+        ShardFile(tmp_path / "shard", 100)
+
+
+@pytest.mark.parametrize("options", ["group_size:7,uncompressed", "group_size:1,zstd:3"])
+def test_a_shard_laid_out_otherwise_is_the_librarys_to_read(rows, tmp_path, options):
+    folder = shutil.copytree(rows(), tmp_path / "rows")
+    opened = loader.Rows(folder, "train")
+    order = np.random.default_rng(0).permutation(len(opened)).tolist()
+    wanted, (path,) = opened.read(order), folder.glob("train-*")
+    write(path, opened._source.__getitems__(list(range(len(opened)))), options)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["train"]["shards"][0] |= {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    again = loader.Rows(folder, "train")
+    again.verify()
+    assert again._files == [None]
+    for name, values in again.read(order).items():
+        np.testing.assert_array_equal(values, wanted[name])
