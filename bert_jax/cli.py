@@ -507,14 +507,23 @@ def _parser() -> argparse.ArgumentParser:
     sub = verb(
         "report",
         _report,
-        "draw the loss curves of runs, or write an experiment's tables",
+        "make a page of runs beside each other, or write an experiment's tables",
+        "  bert-jax report runs/mini runs/small --out report.html\n"
         "  bert-jax report runs/mini runs/small --out curves.png\n"
         "  bert-jax report experiments/table6_model_size",
     )
     sub.add_argument(
         "folders", nargs="+", metavar="DIR", help="runs, or experiments with a sweep.py"
     )
-    sub.add_argument("--out", default="curves.png", help="picture, by its suffix (curves.png)")
+    sub.add_argument(
+        "--out",
+        default="report.html",
+        metavar="FILE",
+        help="the page (default report.html), or the loss curve alone as .png, .svg or .pdf",
+    )
+    sub.add_argument(
+        "--pictures", default="", metavar="DIR", help="every plot as SVG and PDF, for a paper"
+    )
     return parser
 
 
@@ -852,16 +861,20 @@ def _preflight(options) -> int:
 
 
 def _report(options) -> None:
-    import pathlib
+    from bert_jax import device
+
+    device.start("cpu")  # shapes are all that is computed
 
     from bert_jax.report import experiment, runs
 
-    experiments = [f for f in options.folders if (pathlib.Path(f) / "sweep.py").exists()]
+    # os.path, for which a name that no file can have is no error.
+    experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]
     for folder in experiments:
         print(experiment.write_readme(folder))
     if len(experiments) < len(options.folders):
         folders = [folder for folder in options.folders if folder not in experiments]
-        print(runs.loss_curve(folders, options.out))
+        for path in runs.write(folders, options.out, options.pictures):
+            print(path)
 
 
 def _sweep(options) -> int | None:

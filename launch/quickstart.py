@@ -244,9 +244,9 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
     for what, *commands in (
         ("a sentence of your own", ["fill-mask", "--workdir", model, "He went to the [MASK]."]),
         (
-            "three times as many steps, and both curves",
+            "three times as many steps, and both on a page",
             ["pretrain", *config, f"--config.steps={3 * steps}", *data, "--workdir", longer],
-            ["report", model, longer, "--out", folder / "both.png"],
+            ["report", model, longer, "--out", folder / "both.html"],
         ),
         (
             "a larger BERT that learns next sentences too (hours on a CPU, minutes on a GPU)",

@@ -1,0 +1,200 @@
+"""What runs wrote down while they trained, as lines to draw."""
+
+import itertools
+import math
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from bert_jax import workdir
+from bert_jax.config import Run
+from bert_jax.errors import UserError
+
+# What may stand on the x axis, as people call it.
+AXES = {"step": "step", "tokens": "real tokens", "hours": "hours of training"}
+# A line of more points is thinned: a page of many runs stays small, and no screen shows more.
+MOST_POINTS = 400
+SPEED = "real_tokens_per_second"
+
+_LOSSES = ("loss", "masked_lm_loss", "next_token_loss", "next_sentence_loss")
+_LAST = ("learning_rate", "gradient_norm", SPEED)
+
+
+class Recorded(NamedTuple):
+    """A run as its workdir tells it.
+
+    Attributes:
+        name: its folder's, with as much of the path before it as tells it from the others.
+        folder: the workdir.
+        config: what it runs with.
+        metrics, speed, starts: the lines of metrics.jsonl, speed.jsonl and starts.jsonl.
+        data: for each phase what config.json says of its rows or examples.
+        best: as `workdir.read_best_by` returns it.
+    """
+
+    name: str
+    folder: pathlib.Path
+    config: Run
+    metrics: list[dict[str, Any]]
+    speed: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    data: list[dict[str, Any]]
+    best: dict[str, Any]
+
+    @property
+    def heldout(self) -> list[dict[str, Any]]:
+        """The held-out lines of its metrics."""
+        return [line for line in self.metrics if line["split"] == "heldout"]
+
+
+class Curve(NamedTuple):
+    """A line of a plot.
+
+    Attributes:
+        run: which of the runs it is of, counted from 0.
+        split: "train" or "heldout".
+        x: by the keys of `AXES`, those that are known: [n], rising.
+        y: [n].
+    """
+
+    run: int
+    split: str
+    x: dict[str, Float[np.ndarray, "n"]]
+    y: Float[np.ndarray, "n"]
+
+
+def read(folders: list[str]) -> list[Recorded]:
+    """The runs in some folders, in order; a fine-tuning over several seeds is a run a seed.
+
+    A run may still be going on, and the last line of its files be cut short.
+
+    Raises:
+        UserError: a folder that holds no run, or one without metrics.
+    """
+    paths: dict[pathlib.Path, int] = {}
+    given: dict[pathlib.Path, pathlib.Path] = {}
+    for folder in map(pathlib.Path, folders):
+        below = folder.glob("seed_*") if os.path.isdir(folder) else ()
+        seeds = [path for path in below if os.path.exists(path / "config.json")]
+        seeds.sort(key=lambda path: (len(path.name), path.name))  # seed_10 comes after seed_9
+        several = bool(seeds) and not os.path.exists(folder / "config.json")
+        for path in seeds if several else [folder]:
+            where = pathlib.Path(os.path.abspath(path))
+            # Of "seed_0" alone nobody knows whose it is.
+            paths[where], given[where] = 2 if several else 1, path
+    names = _names(paths)
+    return [_read(given[where], names[where]) for where in paths]
+
+
+def _names(paths: dict[pathlib.Path, int]) -> dict[pathlib.Path, str]:
+    """For each path as many of its last parts, at least so many, as no other path ends in."""
+    parts = dict(paths)
+    for _ in range(max(len(path.parts) for path in paths)):
+        names = {path: "/".join(path.parts[-count:]) for path, count in parts.items()}
+        said = list(names.values())
+        for path, name in names.items():
+            parts[path] += said.count(name) > 1
+    return names
+
+
+def _read(folder: pathlib.Path, name: str) -> Recorded:
+    path = folder / "metrics.jsonl"
+    if not os.path.exists(path):
+        if not os.path.exists(folder / "config.json"):
+            raise UserError(f"{folder} holds no run: it holds no metrics.jsonl and no config.json")
+        raise UserError(f"{folder} has no metrics yet: it holds no metrics.jsonl")
+    config = workdir.read_config(folder)
+    metrics = [line for line in _lines(path) if line.get("split") in ("train", "heldout")]
+    if not metrics:
+        raise UserError(f"{folder} has no metrics yet: its metrics.jsonl has no line of any")
+    story = workdir.read_story(folder, -1)
+    speed = [line for line in _lines(folder / "speed.jsonl") if line.get("steps_per_second")]
+    best = workdir.read_best_by(folder)
+    return Recorded(name, folder, config, metrics, speed, story.starts, story.data, best)
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a file that are of a step; none where there is no file."""
+    if not os.path.exists(path):
+        return []
+    try:
+        lines = workdir.read_lines(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    return [x for x in lines if isinstance(x, dict) and isinstance(x.get("step"), int)]
+
+
+def clock(run: Recorded) -> dict[str, Float[np.ndarray, "n"]]:
+    """How far a run was by the end of each line of its speed.jsonl.
+
+    A line that follows a restart tells the speed of a part of its steps; the others, whose time died
+    with the process, are taken to have been as fast. Time between starts is not counted, nor that of
+    evaluations.
+
+    Returns:
+        "step", "tokens" (real ones) and "hours" (of training), all beginning with 0; only 0 where
+        there is no speed.jsonl.
+    """
+    found = [(0.0, 0.0, 0.0)]
+    for line in run.speed:
+        step, tokens, hours = found[-1]
+        seconds = max(line["step"] - step, 0) / line["steps_per_second"]
+        found.append((line["step"], tokens + seconds * line[SPEED], hours + seconds / 3600))
+    return dict(zip(AXES, np.array(found, float).T, strict=True))
+
+
+def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
+    """Every number that runs wrote down, by name, the best known first.
+
+    Values that are not finite are left out, and long lines thinned.
+    """
+    found: dict[str, list[Curve]] = {}
+    for i, run in enumerate(runs):
+        at = clock(run)
+        told = [("train", line) for line in run.speed]
+        lines = [("train", SPEED, told)] if told else []
+        for split in ("train", "heldout"):
+            mine = [(split, line) for line in run.metrics if line["split"] == split]
+            names = dict.fromkeys(name for _, line in mine for name in line)
+            lines += [(split, name, mine) for name in names if name not in ("step", "split")]
+        for split, name, of in lines:
+            points = [(x["step"], x[name]) for _, x in of if _is_number(x.get(name))]
+            if points:
+                kept = thinned(np.array(points, float))
+                x = {"step": kept[:, 0]}
+                if len(at["step"]) > 1:
+                    for axis in ("tokens", "hours"):
+                        x[axis] = np.interp(kept[:, 0], at["step"], at[axis])
+                found.setdefault(name, []).append(Curve(i, split, x, kept[:, 1]))
+    return {name: found[name] for name in sorted(found, key=_order)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Losses, accuracies, what the optimizer does, speed; then the rest as it comes."""
+    if name in _LOSSES:
+        return 0, _LOSSES.index(name)
+    if name.endswith("accuracy"):
+        return 1, 0
+    return (2, _LAST.index(name)) if name in _LAST else (3, 0)
+
+
+def thinned(points: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "m 2"]:
+    """At most `MOST_POINTS` of a line: its ends, and between them every stretch's lowest and highest.
+
+    So what sticks out is still there.
+    """
+    if len(points) <= MOST_POINTS:
+        return points
+    kept = {0, len(points) - 1}
+    bounds = np.linspace(1, len(points) - 1, MOST_POINTS // 2).astype(int)
+    for begin, end in itertools.pairwise(bounds):
+        stretch = points[begin:end, 1]
+        kept |= {begin + int(stretch.argmin()), begin + int(stretch.argmax())}
+    return points[sorted(kept)]

@@ -1,0 +1,471 @@
+"""Pages and pictures of runs."""
+
+import json
+import pathlib
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, workdir
+from bert_jax.config import FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
+from bert_jax.data.rows import read_manifest
+from bert_jax.model import parameter_count
+from bert_jax.report import curves, page, plots, runs, sections
+
+CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
+ODD = "<b>tuned & $x$"
+
+
+def pretrain(folder, rows, *changes):
+    usual = (
+        "steps=6 batch_size=8 evaluate_rows=8 model.positions=32 log_every_steps=2 "
+        "evaluate_every_steps=3 checkpoint.every_steps=6 model.dropout=0"
+    ).split()
+    config = [f"--config.{change}" for change in (*usual, *changes)]
+    argv = ["pretrain", f"--config={CONFIG}:L1-H16-A2,32", *config, "--rows", str(rows)]
+    assert cli.main([*argv, "--workdir", str(folder)]) == 0
+    return folder
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def hand_written(folder, metrics, speed=(), vocab_size=100, **settings):
+    """A workdir of a fine-tuning run, without checkpoints."""
+    model = ModelConfig(
+        layers=11, hidden=8, heads=2, feed_forward=16, vocab_size=vocab_size, positions=16,
+        masked_lm=False, next_sentence=False, head="sequence", labels=("no", "yes"), **settings,
+    )  # fmt: skip
+    config = FinetuneConfig(model=model, task=TaskConfig(train="train.csv"), steps=9)
+    folder.mkdir(parents=True)
+    data = [{"digest": "0" * 64, "examples": {"train": 1234, "dev": 7}, "start": ""}]
+    workdir.claim(folder, config, data, {"best_by": "accuracy", "highest": True}, False)
+    write_lines(folder / "metrics.jsonl", metrics)
+    if speed:
+        write_lines(folder / "speed.jsonl", speed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(rows, tmp_path_factory):
+    """Two pretraining runs, and a fine-tuning run that was killed while it wrote a line."""
+    home = tmp_path_factory.mktemp("runs")
+    metrics = [
+        {"step": 3, "split": "train", "loss": 0.7, "accuracy": 0.5, "learning_rate": 3e-5},
+        {"step": 3, "split": "heldout", "loss": 0.6, "accuracy": 0.75, "f1": 0.5},
+        {"step": 6, "split": "train", "loss": float("nan"), "accuracy": 0.5, "learning_rate": 1e-5},
+        {"step": 6, "split": "heldout", "loss": 0.5, "accuracy": 0.25, "f1": 0.25},
+    ]
+    tuned = hand_written(home / ODD, metrics)
+    with open(tuned / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "split": "tr')
+    return [
+        pretrain(home / "one", rows(32, 3)),
+        pretrain(home / "other", rows(32, 3), "optim.learning_rate=5e-4"),
+        tuned,
+    ]
+
+
+@pytest.fixture(scope="module")
+def report(folders, tmp_path_factory):
+    """The page of the three."""
+    path = tmp_path_factory.mktemp("report") / "deep" / "runs.html"
+    assert cli.main(["report", *map(str, folders), "--out", str(path)]) == 0
+    return path
+
+
+def data_of(path):
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())
+    return json.loads(text[1])
+
+
+def plot_of(data, name):
+    (found,) = (plot for plot in data["plots"] if plot["file"] == name)
+    return found
+
+
+def table_after(opened, heading):
+    """The cells of the first table below a heading, a list a line."""
+    return opened.evaluate(
+        """heading => {
+          const all = [...document.querySelectorAll("h1, h2, h3, table")];
+          const at = all.findIndex(e => e.tagName !== "TABLE" && e.textContent === heading);
+          const table = all.slice(at).find(e => e.tagName === "TABLE");
+          return [...table.rows].map(row => [...row.cells].map(cell => cell.textContent));
+        }""",
+        heading,
+    )
+
+
+def test_every_number_is_there(report, folders):
+    data = data_of(report)
+    assert data["runs"] == ["one", "other", ODD]
+    names = [plot["file"] for plot in data["plots"]]
+    assert names[:3] == ["loss", "masked_lm_loss", "next_sentence_loss"]
+    assert set(names[3:6]) == {"accuracy", "masked_lm_accuracy", "next_sentence_accuracy"}
+    assert names[6:9] == ["learning_rate", "gradient_norm", "real_tokens_per_second"]
+    found, expected = {}, {}
+    for plot in data["plots"]:
+        for line in plot["lines"]:
+            if line["run"] is not None:
+                points = zip(line["x"]["step"], line["y"], strict=True)
+                key = (line["run"], line["split"], plot["file"])
+                found[key] = [pytest.approx(point, rel=1e-5, abs=1e-12) for point in points]
+    for i, folder in enumerate(folders):
+        lines = workdir.read_lines(folder / "metrics.jsonl")
+        if i < 2:
+            for line in workdir.read_lines(folder / "speed.jsonl"):
+                point = (line["step"], line["real_tokens_per_second"])
+                expected.setdefault((i, "train", "real_tokens_per_second"), []).append(point)
+        for line in lines:
+            for name, value in line.items():
+                if name not in ("step", "split") and value == value:  # NaN is not
+                    key = (i, line["split"], name)
+                    expected.setdefault(key, []).append((line["step"], value))
+    assert found == expected
+    assert len(expected[0, "train", "loss"]) == 3
+    assert expected[2, "train", "loss"] == [(3, 0.7)]
+
+
+def test_tokens_and_hours(report, folders):
+    speed = workdir.read_lines(folders[1] / "speed.jsonl")
+    tokens = np.cumsum([x["real_tokens_per_second"] * x["seconds"] for x in speed])
+    hours = np.cumsum([x["seconds"] for x in speed]) / 3600
+    lines = {(x["run"], x["split"]): x for x in plot_of(data_of(report), "loss")["lines"]}
+    train, heldout = lines[1, "train"]["x"], lines[1, "heldout"]["x"]
+    assert train["step"] == [2, 4, 6]
+    assert train["tokens"] == pytest.approx(tokens, rel=1e-5)
+    assert train["hours"] == pytest.approx(hours, rel=1e-5)
+    assert heldout["step"] == [3, 6]
+    assert heldout["tokens"] == pytest.approx([(tokens[0] + tokens[1]) / 2, tokens[2]], rel=1e-5)
+    assert "tokens" not in lines[2, "train"]["x"], "no speed.jsonl"
+    # All that is real of 6 batches of 8 rows.
+    real = [x["real_fraction"] for x in workdir.read_lines(folders[1] / "metrics.jsonl")]
+    assert tokens[-1] == pytest.approx(8 * 32 * 2 * sum(real[:2] + real[3:4]), rel=0.05)
+
+
+def test_the_clock_of_a_run_that_was_killed(tmp_path):
+    """The second line is of its window's last 4 steps of 10: the first 6 were another process's."""
+    metrics = [{"step": 20, "split": "train", "loss": 1.0}]
+    speed = [
+        {"step": 10, "seconds": 3600.0, "steps_per_second": 10 / 3600, "real_tokens_per_second": 2.0},
+        {"step": 20, "seconds": 3600.0, "steps_per_second": 4 / 3600, "real_tokens_per_second": 3.0},
+    ]  # fmt: skip
+    (run,) = curves.read([str(hand_written(tmp_path / "run", metrics, speed))])
+    at = curves.clock(run)
+    assert at["step"].tolist() == [0, 10, 20]
+    assert at["hours"] == pytest.approx([0, 1, 3.5])
+    assert at["tokens"] == pytest.approx([0, 7200, 7200 + 2.5 * 3600 * 3])
+
+
+def test_long_lines_are_thinned():
+    rng = np.random.default_rng(0)
+    points = np.stack([np.arange(10_001.0), rng.normal(size=10_001)], 1)
+    points[3_333, 1], points[7_777, 1] = 50, -50
+    found = curves.thinned(points)
+    assert curves.MOST_POINTS - 4 <= len(found) <= curves.MOST_POINTS
+    assert (np.diff(found[:, 0]) > 0).all()
+    for i in (0, 3_333, 7_777, -1):
+        assert points[i].tolist() in found.tolist()
+    assert len(curves.thinned(points[:400])) == 400
+
+
+def test_names_tell_runs_apart(tmp_path):
+    metrics = [{"step": 1, "split": "train", "loss": 1.0}]
+    for name in (
+        "a/x/run",
+        "a/y/run",
+        "b/y/run",
+        "c",
+        "many/seed_0",
+        "many/seed_2",
+        "many/seed_10",
+    ):
+        hand_written(tmp_path / name, metrics)
+    given = ["a/x/run", "a/y/run", "b/y/run", "c", "c/../c", "many"]
+    found = curves.read([str(tmp_path / name) for name in given])
+    assert [run.name for run in found] == [
+        *("x/run", "a/y/run", "b/y/run", "c"), *("many/seed_0", "many/seed_2", "many/seed_10"),
+    ]  # fmt: skip
+
+
+def test_parameters_and_their_groups(report, folders, visit):
+    _, _, params, _ = checkpoint.load_model(folders[0], "latest")
+    count = sum(x.size for x in jax.tree.leaves(params))
+    opened = visit(report)
+    assert table_after(opened, "3 runs")[1][2] == f"{count:,}"
+    assert f"one, other: {count:,} parameters" in opened.inner_text("summary >> nth=0")
+    parts, each = table_after(opened, "By part"), table_after(opened, "Each")
+    assert [row[0] for row in parts[1:]] == [
+        *("embeddings", "encoder/layer_0", "pooler", "masked_lm", "next_sentence"),
+    ]
+    number = lambda text: float(text.replace(",", ""))  # noqa: E731
+    for rows in (parts, each):
+        assert sum(number(row[-2]) for row in rows[1:]) == count
+    assert sum(number(row[-1]) for row in parts[1:]) == pytest.approx(4 * count / 2**20, abs=0.03)
+    told = {row[0]: (json.loads(row[1]), number(row[2])) for row in each[1:]}
+    assert told["embeddings/word/embedding"] == ([150, 16], 2400)
+    assert len(told) == len(jax.tree.leaves(params))
+
+
+def test_parameters_of_a_padded_vocabulary_and_many_layers(tmp_path):
+    metrics = [{"step": 1, "split": "train", "loss": 1.0}]
+    recorded = curves.read([str(hand_written(tmp_path / "run", metrics, vocab_multiple=64))])
+    (shapes,) = sections.parameters(recorded)
+    layers = list(dict.fromkeys(p.split("/")[1] for p in shapes if p.startswith("encoder/")))
+    assert layers == [f"layer_{i}" for i in range(11)]
+    count = parameter_count(shapes, recorded[0].config.model)
+    assert count == sum(x.size for x in shapes.values()) - 28 * 8
+    text = sections.parameter_tables(recorded, [shapes])
+    assert f"run: {count:,} parameters" in text
+    assert "; 224 more are the vocabulary's padding" in text
+
+
+def test_differences(report, folders, visit, tmp_path):
+    opened = visit(report)
+    found = {row[0]: row[1:] for row in table_after(opened, "Config")}
+    assert found["optim.learning_rate"] == ["0.0001", "0.0005", "3e-05"]
+    assert found["model.layers"] == ["1", "1", "11"]
+    assert found["masking.rate"] == ["0.15", "0.15", "—"]
+    assert found["data of phase 0"][0] == found["data of phase 0"][1] != found["data of phase 0"][2]
+    assert "seed" not in found, "the same in all"
+    two, one = tmp_path / "two.html", tmp_path / "one.html"
+    two.write_text(sections.differences(curves.read([str(f) for f in folders[:2]])))
+    assert table_after(visit(two), "Config")[1:] == [["optim.learning_rate", "0.0001", "0.0005"]]
+    one.write_text(sections.differences(curves.read([str(folders[1])])))
+    changed = {row[0]: row[1:] for row in table_after(visit(one), "Config")}
+    assert changed[""] == ["default", "other"]
+    assert changed["optim.learning_rate"] == [str(OptimConfig().learning_rate), "0.0005"]
+    assert "optim.beta1" not in changed
+
+
+def test_final_metrics(report, folders, visit):
+    columns, *rows = table_after(visit(report), "Final metrics")
+    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    assert found[f"{ODD}, last"]["accuracy"] == "0.25"
+    assert found[f"{ODD}, best accuracy"]["accuracy"] == "0.75"
+    assert found[f"{ODD}, best accuracy"]["step"] == "3"
+    assert found[f"{ODD}, last"]["masked_lm_loss"] == "—"
+    heldout = [x for x in workdir.read_lines(folders[0] / "metrics.jsonl") if x["split"] != "train"]
+    best = min(heldout, key=lambda x: x["masked_lm_loss"])
+    assert found["one, best masked_lm_loss"]["masked_lm_loss"] == f"{best['masked_lm_loss']:.5g}"
+    assert found["one, last"]["loss"] == f"{heldout[-1]['loss']:.5g}"
+
+
+def test_a_run_that_has_just_begun(tmp_path, visit):
+    folder = hand_written(
+        tmp_path / "run", [{"step": 1, "split": "train", "loss": 2.5, "note": "text", "x": None}]
+    )
+    path = tmp_path / "page.html"
+    runs.write([str(folder)], str(path))
+    opened = visit(path)
+    assert [row[:3] for row in table_after(opened, "Final metrics")[1:]] == [
+        ["run, last of training", "1", "2.5"]
+    ]
+    assert [plot["file"] for plot in data_of(path)["plots"]] == ["loss"]
+    assert table_after(opened, "run")[1][:2] == ["run", "1 of 9"]
+    opened.check("input[value=tokens]")
+    assert "Without speed.jsonl" in opened.inner_text("main")
+    opened.focus("figure")
+    opened.keyboard.press("End")
+    assert "2.5" in opened.inner_text(".reading")
+
+
+def test_data_and_lengths(report, folders, visit, rows, tmp_path):
+    manifest = read_manifest(rows(32, 3))
+    data = data_of(report)
+    (line,) = plot_of(data, "lengths-0")["lines"]
+    assert sum(line["y"]) == manifest.train.sequences
+    assert line["y"] == list(manifest.length_histogram)
+    assert len([plot for plot in data["plots"] if "lengths" in plot["file"]]) == 1, (
+        "both runs' rows"
+    )
+    found = table_after(visit(report), "one; other")
+    assert found[1][2:5] == [
+        f"{n:,}"
+        for n in (manifest.train.sequences, manifest.train.rows, manifest.train.real_tokens)
+    ]
+    assert found[1][-1] == f"{manifest.train.fill_fraction:.1%}"
+    assert table_after(visit(report), "Labelled examples")[1] == [ODD, "1,234", "7"]
+    # The same run where its rows are gone, or others are in their place; and one that has them.
+    copies = {"gone": tmp_path / "none", "others": rows(16, 2), "there": rows(32, 3)}
+    for name, place in copies.items():
+        told = json.loads((folders[0] / "config.json").read_text())
+        told["config"]["phases"][0]["rows"] = str(place)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(told))
+        write_lines(tmp_path / name / "metrics.jsonl", [{"step": 1, "split": "train", "loss": 1.0}])
+    for names, said in (
+        (["gone"], "none is not a folder of rows"),
+        (["others"], "rows_16_2 holds other rows by now"),
+        (["gone", "there"], None),
+    ):
+        text = runs.html_of(curves.read([str(tmp_path / name) for name in names]))
+        found = re.search("No histogram of lengths: ([^<]*)", text)
+        assert said in found[1] if said else found is None
+
+
+def test_the_page_by_keyboard_and_mouse(report, folders, visit):
+    opened = visit(report, viewport={"width": 1280, "height": 900})
+    assert opened.title() == "3 runs"
+    assert ODD in opened.inner_text(".controls"), "as text"
+    figure = opened.locator("figure").first
+    assert opened.locator("[data-axis=step]").first.is_visible()
+
+    opened.focus("input[value=step]")
+    opened.keyboard.press("ArrowRight")
+    assert opened.locator("input[value=tokens]").is_checked()
+    assert opened.locator("[data-axis=tokens]").first.is_visible()
+    assert not opened.locator("[data-axis=step]").first.is_visible()
+    assert opened.locator("[data-axis=length]").is_visible()
+
+    lines = {(x["run"], x["split"]): x for x in plot_of(data_of(report), "loss")["lines"]}
+    figure.focus()
+    opened.keyboard.press("Home")
+    opened.keyboard.press("ArrowRight")
+    reading = figure.locator(".reading")
+    second = sorted({x for i in (0, 1) for s in ("train", "heldout") for x in lines[i, s]["x"]["tokens"]})[1]  # fmt: skip
+    assert f"real tokens {second:,.5g}".split(".")[0][:14] in reading.inner_text()
+    assert "one, held-out" in reading.inner_text()
+    opened.keyboard.press("Escape")
+    assert reading.inner_text() == ""
+
+    opened.focus("input[name=run][value='0']")
+    opened.keyboard.press("Space")
+    drawn = figure.locator("[data-axis=tokens] [data-run]")
+    kept = sorted((e.get_attribute("data-run"), e.is_visible()) for e in drawn.all())
+    assert kept == [("0", False), ("0", False), ("1", True), ("1", True)]
+
+    # The point of the other run at step 4, under the mouse.
+    opened.focus("input[value=tokens]")
+    opened.keyboard.press("ArrowLeft")
+    point = (4, lines[1, "train"]["y"][1])
+    plot = plot_of(data_of(report), "loss")
+    x0, x1, y0, y1 = plot["limits"]["step"]
+    left, top, width, height = plot["box"]
+    picture = figure.locator("[data-axis=step] svg")
+    box = picture.bounding_box()
+    scale = box["width"] / (plots.SIZE[0] * 72)
+    opened.mouse.move(
+        box["x"] + scale * (left + width * (point[0] - x0) / (x1 - x0)),
+        box["y"] + scale * (top + height * (y1 - point[1]) / (y1 - y0)),
+    )
+    assert "step 4" in reading.inner_text()
+    assert f"other {point[1]:.5g}" in reading.inner_text()
+    assert "one" not in reading.inner_text().split()
+    # The mark lies where matplotlib drew the line's second point.
+    mark, path = picture.evaluate(
+        """svg => [["cx", "cy"].map(k => Number(svg.querySelector("circle").getAttribute(k))),
+                   svg.querySelector("[data-run='1'] path").getAttribute("d")]"""
+    )
+    places = [
+        [float(n) for n in pair.split()] for pair in re.findall(r"[ML] ([\d.]+ [\d.]+)", path)
+    ]
+    assert mark == pytest.approx(places[1], abs=0.05)
+
+    with opened.expect_download() as download:
+        figure.locator("button").click()
+    assert download.value.suggested_filename == "loss.svg"
+    saved = ET.parse(download.value.path()).getroot()
+    drawn = [e.get("data-run") for e in saved.iter() if e.get("data-run")]
+    assert set(drawn) == {"1", "2"}
+    text = "".join(saved.itertext())
+    assert f"— {ODD}" in text
+    assert "— one" not in text
+
+
+def test_the_page_in_the_dark(report, visit):
+    opened = visit(report, color_scheme="dark")
+    background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+    ink = opened.evaluate("getComputedStyle(document.querySelector('figure svg text')).fill")
+    dark, bright = (sum(map(int, re.findall(r"\d+", x)[:3])) for x in (background, ink))
+    assert dark < 150 < 600 < bright
+
+
+def test_ids_are_one_elements_each(report):
+    ids = re.findall(r' id="([^"]+)"', report.read_text())
+    assert len(ids) == len(set(ids))
+    assert re.findall(r"url\(#[^)]+\)", report.read_text()), "clips refer to some"
+
+
+def test_pictures_for_a_paper(report, folders, tmp_path, capsys):
+    def make(name):
+        argv = ["report", *map(str, folders[1:]), "--out", str(tmp_path / f"{name}.svg")]
+        assert cli.main([*argv, "--pictures", str(tmp_path / name)]) == 0
+        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+    first = make("first")
+    legend = ET.fromstring(first["loss.svg"]).find(".//*[@id='legend_1']")
+    assert legend is not None
+    assert str(tmp_path / "first" / "loss.pdf") in capsys.readouterr().out
+    names = {plot["file"] for plot in data_of(report)["plots"]}
+    assert set(first) == {f"{name}{suffix}" for name in names for suffix in (".svg", ".pdf")}
+    for name, content in first.items():
+        if name.endswith(".svg"):
+            assert ET.fromstring(content).tag == "{http://www.w3.org/2000/svg}svg"
+        else:
+            assert content.startswith(b"%PDF")
+    assert make("second") == first
+
+
+def test_the_loss_curve_alone(folders, tmp_path):
+    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        path = tmp_path / f"curve{suffix}"
+        assert cli.main(["report", *map(str, folders), "--out", str(path)]) == 0
+        assert path.read_bytes().startswith(begin)
+    drawn = re.findall("<!-- (.*), held-out -->", (tmp_path / "curve.svg").read_text())
+    assert drawn == ["one", "other", page.html.escape(ODD)], (
+        "what texts are drawn stands in comments"
+    )
+
+
+def test_numbers_of_axes():
+    found = [plots.short(x) for x in (0, 0.25, 999, 1500, 2e6, 3.3e9, -4e12)]
+    assert found == ["0", "0.25", "999", "1.5k", "2M", "3.3B", "-4T"]
+
+
+def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
+    metrics = [{"step": 1, "split": "train", "loss": 1.0}]
+    bare = hand_written(tmp_path / "bare", metrics)
+    (bare / "metrics.jsonl").unlink()
+    empty = hand_written(tmp_path / "empty", [])
+    half = hand_written(tmp_path / "half", metrics)
+    (half / "metrics.jsonl").write_text('{"step": 1, "split"')
+    orphan = hand_written(tmp_path / "orphan", metrics)
+    (orphan / "config.json").unlink()
+    binary = hand_written(tmp_path / "binary", metrics)
+    (binary / "metrics.jsonl").write_bytes(b"\xff\xfe\xff")
+    good, file = str(hand_written(tmp_path / "good", metrics)), tmp_path / "file"
+    file.write_text("")
+    for argv, said in (
+        ([tmp_path / "gone"], "gone holds no run: it holds no metrics.jsonl and no config.json"),
+        (["x" * 300], "holds no run"),
+        ([good, bare], "bare has no metrics yet: it holds no metrics.jsonl"),
+        ([empty], "empty has no metrics yet: its metrics.jsonl has no line"),
+        ([half], "half has no metrics yet: its metrics.jsonl has no line"),
+        ([orphan], "orphan holds no run: it has no config.json"),
+        ([binary], "cannot read"),
+        ([good, "--out", file / "x.html"], "cannot write the page"),
+        ([good, "--out", file / "x.svg"], "cannot write the picture"),
+        ([good, "--out", tmp_path / "x.doc"], "x.doc: it must end in .html"),
+        ([good, "--out", tmp_path / "x.html", "--pictures", file], "cannot write the picture"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["report", *map(str, argv)]) == cli.EXIT_USER_ERROR
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("bert-jax report: ")
+        assert said in line
+    assert not (tmp_path / "report.html").exists()
+    assert cli.main(["report", good]) == 0
+    assert capsys.readouterr().out == "report.html\n"
+    assert (tmp_path / "report.html").exists()
+
+
+def test_texts_of_the_page(report):
+    assert f"more than {curves.MOST_POINTS} points" in report.read_text()
+    assert page.html.escape(ODD) in report.read_text()
+    assert ODD not in re.sub(r"<script.*?</script>", "", report.read_text(), flags=re.DOTALL)
