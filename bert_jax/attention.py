@@ -71,17 +71,42 @@ def _sees(sequence: Int[Array, "B T"], causal: bool) -> Bool[Array, "B 1 T T"]:
     return jnp.tril(same) if causal else same
 
 
-def _xla(query, key, value, sequence, dropout_rate, dropout_key, causal):
-    # Heads before tokens, the small operand scaled, and the sum divided by after the product with
-    # the values: a CPU takes half the time of the same in textbook order.
-    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+def probabilities(
+    query: Float[Array, "B T N K"],
+    key: Float[Array, "B T N K"],
+    sequence: Int[Array, "B T"],
+    causal: bool = False,
+) -> Float[Array, "B N T T"]:
+    """How much each token (third axis) attends to each (fourth), as "xla" computes it; float32.
+
+    Args are those of `attention`. A row sums to 1 and is 0 outside its token's sequence.
+    """
+    query, key = (x.swapaxes(1, 2) for x in (query, key))
+    exponentials, total = _softmax_parts(query, key, sequence, causal)
+    return exponentials / total
+
+
+def _softmax_parts(
+    query: Float[Array, "B N T K"],
+    key: Float[Array, "B N T K"],
+    sequence: Int[Array, "B T"],
+    causal: bool,
+) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T 1"]]:
+    """What the softmax of the scores divides, and by what; float32."""
     scores = jnp.einsum("bntk,bnuk->bntu", query * query.shape[-1] ** -0.5, key)
     # The softmax is in float32: its sum over hundreds of tokens loses too much in bfloat16.
     least = jnp.finfo(jnp.float32).min
     scores = jnp.where(_sees(sequence, causal), scores.astype(jnp.float32), least)
     largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     exponentials = jnp.exp(scores - largest)
-    total = exponentials.sum(-1, keepdims=True)
+    return exponentials, exponentials.sum(-1, keepdims=True)
+
+
+def _xla(query, key, value, sequence, dropout_rate, dropout_key, causal):
+    # Heads before tokens, the small operand scaled, and the sum divided by after the product with
+    # the values: a CPU takes half the time of the same in textbook order.
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    exponentials, total = _softmax_parts(query, key, sequence, causal)
     kept = dropout(exponentials.astype(value.dtype), dropout_rate, dropout_key)
     found = jnp.einsum("bntu,bnuk->bntk", kept, value) / total.astype(value.dtype)
     return found.swapaxes(1, 2)

@@ -298,6 +298,25 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON line a text")
 
     sub = verb(
+        "attention",
+        _attention,
+        "show what attends to what in a text, in every layer and head",
+        '  bert-jax attention --init models/base --text "The bank of the river"\n'
+        '  bert-jax attention --init models/base --text "Who wrote it?" --text-b "She did." --rollout',
+    )
+    _model_argument(sub)
+    sub.add_argument("--text", required=True, help="a text; [MASK] in it is the token")
+    sub.add_argument("--text-b", metavar="TEXT", help="the second of a pair")
+    sub.add_argument(
+        "--rollout", action="store_true", help="also what comes through all layers up to each"
+    )
+    sub.add_argument(
+        "--out", default="attention.html", metavar="FILE",
+        help="a page (.html, default %(default)s), beside which a .png is put, or a picture (.png, "
+        ".svg or .pdf), beside which a .html is put",
+    )  # fmt: skip
+
+    sub = verb(
         "import",
         _import,
         "make somebody else's checkpoint one of ours",
@@ -742,6 +761,21 @@ def _fill_mask(options) -> None:
             print(
                 "  " + "  ".join(f"{c.token} {c.probability:.1%}" for c in candidates), flush=True
             )
+
+
+def _attention(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.explore import AttentionMapper
+    from bert_jax.report import attention
+
+    attention.paths(options.out)  # what is wrong with it is said before the model is read
+    maps = AttentionMapper(options.init, options.checkpoint)(options.text, options.text_b)
+    written = attention.write(maps, options.init, options.out, options.rollout)
+    layers, heads, tokens, _ = maps.probabilities.shape
+    print(f"{', '.join(map(str, written))}: {layers} layers of {heads} heads, {tokens} tokens")
 
 
 def _import(options) -> None:

@@ -18,7 +18,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax.attention import attention
+from bert_jax.attention import attention, probabilities
 from bert_jax.config import POOLED_HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
 from bert_jax.dropout import dropout
@@ -161,7 +161,13 @@ class Attention(nn.Module):
 
     config: ModelConfig
 
-    @nn.compact
+    def setup(self):
+        c = self.config
+        heads = (c.heads, c.hidden // c.heads)
+        self.query, self.key, self.value = (_dense(c, heads) for _ in range(3))
+        self.output = _dense(c, c.hidden, axis=(-2, -1))
+        self.norm = _norm(c)
+
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -169,15 +175,19 @@ class Attention(nn.Module):
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
         c = self.config
-        heads = (c.heads, c.hidden // c.heads)
-        q, k, v = (_dense(c, heads, name)(x) for name in ("query", "key", "value"))
+        q, k, v = self.query(x), self.key(x), self.value(x)
         # Shapes of parameters are all that is wanted of the one token that a model begins with.
         how = "xla" if self.is_initializing() else c.attention
         settings = (sequence, c.attention_dropout, _fold(key, 0), how)
         with jax.named_scope("attend"):
             y = attention(q, k, v, *settings, causal=c.causal)
-        y = _dense(c, c.hidden, "output", axis=(-2, -1))(y)
-        return _norm(c, "norm")(x + dropout(y, c.dropout, _fold(key, 1)))
+        return self.norm(x + dropout(self.output(y), c.dropout, _fold(key, 1)))
+
+    def probabilities(
+        self, x: Float[Array, "B T D"], sequence: Int[Array, "B T"]
+    ) -> Float[Array, "B N T T"]:
+        """`attention.probabilities` of hidden states, whatever `config.attention` trains with."""
+        return probabilities(self.query(x), self.key(x), sequence, self.config.causal)
 
 
 class FeedForward(nn.Module):
@@ -263,6 +273,23 @@ class Encoder(nn.Module):
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         x, states = jax.lax.scan(scanned, x, (stacked, jnp.arange(c.layers)))
         return list(states) if every else [x]
+
+    def probabilities(
+        self, states: list[Float[Array, "B T D"]], sequence: Int[Array, "B T"]
+    ) -> Float[Array, "L B N T T"]:
+        """How every layer's heads attend, from what goes into each layer."""
+        attention, params = Attention(self.config, parent=None), self.variables["params"]
+        return jnp.stack(
+            [
+                attention.apply(
+                    {"params": params[f"layer_{i}"]["attention"]},
+                    x,
+                    sequence,
+                    method="probabilities",
+                )
+                for i, x in enumerate(states)
+            ]
+        )
 
 
 class MaskedLM(nn.Module):
@@ -413,6 +440,13 @@ class Bert(nn.Module):
         """L + 1 of them: the embeddings, then what comes out of every layer. Without dropout."""
         x = self.embeddings(tokens, layout, None)
         return [x, *self.encoder(x, layout.sequence, None, every=True)]
+
+    def attention_probabilities(
+        self, tokens: Int[Array, "B T"], layout: Layout
+    ) -> Float[Array, "L B N T T"]:
+        """How much each token (fourth axis) attends to each (fifth), in float32, without dropout."""
+        states = self.hidden_states(tokens, layout)
+        return self.encoder.probabilities(states[:-1], layout.sequence)
 
     def frozen_features(self, tokens: Int[Array, "B T"], layout: Layout) -> Float[Array, "B T n"]:
         """The hidden states that `config.features` names (section 5.3), n is D or 4 D.

@@ -689,7 +689,8 @@ COMMANDS = [
     "preflight --config CONFIGS/pretrain.py:mini --topology {path} --sequences {number}",
     "preflight --config CONFIGS/pretrain.py:mini --topology v5e:{number}x{number}",
     "sweep {path} --dry-run --jobs {number} --seeds {number} --runs {new}",
-    "report {path} --out {new}",
+    "report {path} --out {new}.html --pictures {new}",
+    "attention --init {path} --text {path} --text-b {path} --out {new}.html",
     "{path} {path}",
 ]
 
@@ -764,6 +765,7 @@ GOOD_COMMANDS = [
     "prepare {text} --vocab {vocab} --out {new} --short-fraction {number} --workers 1",
     "prepare {text} --vocab {vocab} --out {new} --language {number} --workers 1",
     "fill-mask --init {model} --top {number} [MASK]",
+    "attention --init {model} --text {number} --text-b {number} --rollout --out {new}/a.html",
     "embed {text} --init {model} --out {new}.npy --tokens {number}",
     "embed {text} --init {model} --out {new}.npy --layers={number} --weights={number}",
     "embed {text} --init {model} --out {new}.npy --long window --overlap {number}",

@@ -1,0 +1,281 @@
+"use strict";
+// A map is one head's T × T weights, a row a word piece that attends. Weights lie in bytes q as
+// 255 times their root, which is what colours show.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const { tokens, segments, layers, heads, columns } = data;
+const T = tokens.length;
+const SIDE = 70; // of a small map in attention.css, in pixels
+const FIGURES = {
+  entropy: { caption: "Entropy (nats)", unit: "nats", digits: 2 },
+  distance: { caption: "Distance (word pieces)", unit: "word pieces", digits: 1 },
+};
+const find = (id) => document.getElementById(id);
+const weight = (q) => (q / 255) ** 2;
+const percent = (q) => `${(100 * weight(q)).toFixed(weight(q) < 0.0995 ? 1 : 0)}%`;
+const named = (i) => `${tokens[i]} (${i})`;
+const within = (value, below) => Math.min(Math.max(value, 0), below - 1);
+const modified = (event) => event.altKey || event.ctrlKey || event.metaKey;
+
+let maps; // bytes [layers, columns, T, T]
+let chosen = { layer: 0, column: 0 };
+let followed = null; // a row of the chosen map, or null for all
+const map = (layer = chosen.layer, column = chosen.column) => {
+  const at = (layer * columns.length + column) * T * T;
+  return maps.subarray(at, at + T * T);
+};
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Uint8Array(await new Response(plain).arrayBuffer());
+}
+
+// What is inside are elements or texts, and a text is never read as HTML.
+function make(tag, attributes = {}, ...inside) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...inside);
+  return element;
+}
+
+// A colour of the style, which knows of light and dark, as [red, green, blue].
+function colour(name) {
+  const probe = make("span", { style: `color: var(${name})` });
+  document.body.append(probe);
+  const parts = getComputedStyle(probe).color.match(/[\d.]+/g).map(Number);
+  probe.remove();
+  return parts;
+}
+
+// The paper shows through, so that the same picture is right on any. Where a pixel stands for
+// several pairs of word pieces it shows the largest weight: no line is lost.
+function paint(canvas, weights, side, [red, green, blue]) {
+  canvas.width = canvas.height = side;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(side, side);
+  const place = Array.from(tokens, (_, i) => Math.floor((i * side) / T));
+  for (let i = 0; i < T; i++) {
+    for (let j = 0; j < T; j++) {
+      const at = 4 * (place[i] * side + place[j]);
+      image.data[at] = red;
+      image.data[at + 1] = green;
+      image.data[at + 2] = blue;
+      image.data[at + 3] = Math.max(image.data[at + 3], weights[i * T + j]);
+    }
+  }
+  context.putImageData(image, 0, 0);
+}
+
+// Makes canvases as sharp as the screen; what follows is in CSS pixels.
+function sized(canvas, width, height) {
+  const ratio = window.devicePixelRatio;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  return context;
+}
+
+// A table with a cell a layer and column, of which one is chosen here and in all other tables.
+function grid(table, count, titles, cell) {
+  table.setAttribute("role", "grid");
+  const corner = make("th", { scope: "col", "aria-label": "layer" });
+  table.append(
+    make("thead", {}, make("tr", {}, corner, ...titles.map((t) => make("th", { scope: "col" }, t)))),
+    make("tbody", {}, ...Array.from({ length: layers }, (_, layer) =>
+      make("tr", {}, make("th", { scope: "row" }, `layer ${layer + 1}`),
+        ...Array.from({ length: count }, (_, column) => {
+          const made = cell(layer, column);
+          Object.assign(made.dataset, { layer, column });
+          made.setAttribute("role", "gridcell");
+          return made;
+        })))),
+  );
+  table.addEventListener("click", (event) => {
+    const at = event.target.closest("td");
+    if (at) choose(Number(at.dataset.layer), Number(at.dataset.column));
+  });
+  table.addEventListener("keydown", (event) => {
+    const { layer, column } = event.target.dataset;
+    const [down, right] = {
+      ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
+      Home: [0, -count], End: [0, count], Enter: [0, 0], " ": [0, 0],
+    }[event.key] ?? [];
+    if (down === undefined || layer === undefined || modified(event)) return;
+    event.preventDefault();
+    choose(within(Number(layer) + down, layers), within(Number(column) + right, count));
+    table.querySelector("td[tabindex='0']").focus();
+  });
+}
+
+function choose(layer, column) {
+  chosen = { layer, column };
+  for (const table of document.querySelectorAll("table.choice")) {
+    const cells = [...table.querySelectorAll("td")];
+    const at = cells.find((td) => Number(td.dataset.layer) === layer && Number(td.dataset.column) === column);
+    for (const td of cells) {
+      td.setAttribute("aria-selected", td === at);
+      // Tab goes to one cell of a table, from which arrow keys go on.
+      td.tabIndex = td === (at ?? cells[0]) ? 0 : -1;
+    }
+  }
+  const figures = column < heads
+    ? Object.entries(FIGURES).map(([name, f]) => `${name} ${data[name][layer][column].toFixed(f.digits)} ${f.unit}`)
+    : [];
+  find("chosen").textContent = [`Layer ${layer + 1}, ${columns[column]}`, ...figures].join(" · ");
+  follow(followed);
+}
+
+// Shows row i of the chosen map, or with null all; `j` is a word piece of it that is pointed at.
+function follow(i, j = null) {
+  followed = i;
+  const weights = map();
+  const row = followed === null ? null : weights.subarray(followed * T, followed * T + T);
+  [...find("from").children].forEach((item, i) => {
+    item.setAttribute("aria-selected", i === followed);
+    item.tabIndex = i === (followed ?? 0) ? 0 : -1;
+  });
+  [...find("to").children].forEach((item, i) => {
+    item.style.setProperty("--share", row ? row[i] / 255 : 0);
+    item.querySelector("small").textContent = row && weight(row[i]) >= 0.01 ? percent(row[i]) : "";
+  });
+  let told = "";
+  if (row) {
+    const order = Array.from(row.keys()).sort((a, b) => row[b] - row[a]);
+    const top = order.slice(0, 5).map((i) => `${named(i)} ${percent(row[i])}`);
+    told = `${named(followed)} attends to ${top.join(", ")}`;
+    if (j !== null) told += `; ${percent(row[j])} to ${named(j)}`;
+  }
+  find("told").textContent = told;
+  drawLines(weights, row);
+  drawSquare(weights);
+}
+
+function drawLines(weights, row) {
+  const list = find("from").getBoundingClientRect();
+  const width = 176;
+  const context = sized(find("between"), width, list.height);
+  const middle = (i) => ((i + 0.5) * list.height) / T;
+  context.strokeStyle = `rgb(${colour("--accent")})`;
+  context.lineWidth = row ? 2 : 1.5;
+  for (let i = followed ?? 0; i <= (followed ?? T - 1); i++) {
+    for (let j = 0; j < T; j++) {
+      const q = weights[i * T + j];
+      if (q === 0) continue;
+      // Of one word piece alone small weights can be seen too.
+      context.globalAlpha = row ? q / 255 : weight(q);
+      context.beginPath();
+      context.moveTo(0, middle(i));
+      context.bezierCurveTo(width / 3, middle(i), (2 * width) / 3, middle(j), width, middle(j));
+      context.stroke();
+    }
+  }
+}
+
+const CELL = Math.min(26, Math.max(3, Math.floor(560 / T)));
+let margin = 0; // for the names beside the large map, in CSS pixels
+
+function drawSquare(weights) {
+  const canvas = find("large");
+  const every = Math.ceil(9 / CELL); // where rows are narrow, not all are named
+  const font = `${every > 1 ? 9 : Math.min(12, CELL)}px system-ui, sans-serif`;
+  let context = canvas.getContext("2d");
+  context.font = font;
+  margin = 8 + Math.ceil(Math.max(...tokens.map((token) => context.measureText(token).width)));
+  context = sized(canvas, margin + T * CELL + 1, margin + T * CELL + 1);
+  context.font = font;
+  context.textBaseline = "middle";
+  const [ink, line] = [colour("--ink"), colour("--line")].map((parts) => `rgb(${parts})`);
+  for (let i = 0; i < T; i += every) {
+    const at = margin + (i + 0.5) * CELL;
+    context.fillStyle = ink;
+    context.globalAlpha = followed === null || followed === i ? 1 : 0.45;
+    context.textAlign = "right";
+    context.fillText(tokens[i], margin - 4, at);
+    context.globalAlpha = 1;
+    context.save();
+    context.translate(at, margin - 4);
+    context.rotate(-Math.PI / 2);
+    context.textAlign = "left";
+    context.fillText(tokens[i], 0, 0);
+    context.restore();
+  }
+  const small = document.createElement("canvas");
+  paint(small, weights, T, colour("--accent"));
+  context.imageSmoothingEnabled = false;
+  context.drawImage(small, margin, margin, T * CELL, T * CELL);
+  context.strokeStyle = line;
+  context.strokeRect(margin - 0.5, margin - 0.5, T * CELL + 1, T * CELL + 1);
+  if (followed !== null) {
+    context.strokeStyle = ink;
+    context.strokeRect(margin - 0.5, margin + followed * CELL - 0.5, T * CELL + 1, CELL + 1);
+  }
+  canvas.setAttribute("aria-label", `weights of ${find("chosen").textContent}, a row a word piece`);
+}
+
+function paintMaps() {
+  const accent = colour("--accent");
+  for (const td of find("maps").querySelectorAll("td")) {
+    const weights = map(Number(td.dataset.layer), Number(td.dataset.column));
+    paint(td.firstChild, weights, Math.min(T, SIDE), accent);
+  }
+}
+
+function build() {
+  for (const share of [0.01, 0.1, 0.25, 0.5, 1]) {
+    const place = `left: ${100 * Math.sqrt(share)}%`;
+    document.querySelector(".scale").append(make("span", { style: place }, `${100 * share}%`));
+  }
+  find("maps").setAttribute("aria-label", "attention of every layer and head");
+  grid(find("maps"), columns.length, columns, (layer, column) =>
+    make("td", { "aria-label": `layer ${layer + 1}, ${columns[column]}` }, make("canvas")));
+  for (const [name, { caption, digits }] of Object.entries(FIGURES)) {
+    const least = Math.min(...data[name].flat());
+    const range = Math.max(...data[name].flat()) - least || 1;
+    find(name).append(make("caption", {}, caption));
+    grid(find(name), heads, columns.slice(0, heads), (layer, column) => {
+      const value = data[name][layer][column];
+      return make("td", { style: `--share: ${(value - least) / range}` }, value.toFixed(digits));
+    });
+  }
+  find("lines").style.setProperty("--row", T > 64 ? "16px" : "24px");
+  tokens.forEach((token, i) => {
+    const second = segments[i] ? "second" : "";
+    const number = make("small", {}, `${i} `);
+    const item = make("li", { role: "option", class: second }, number, token);
+    item.addEventListener("mouseenter", () => follow(i));
+    item.addEventListener("focus", () => follow(i));
+    find("from").append(item);
+    find("to").append(make("li", { class: second }, token, make("small")));
+  });
+  find("from").addEventListener("mouseleave", () => follow(null));
+  find("from").addEventListener("keydown", (event) => {
+    const items = [...find("from").children], at = items.indexOf(event.target);
+    const to = { ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: T - 1 }[event.key];
+    if (event.key === "Escape") follow(null);
+    if (to === undefined || modified(event)) return;
+    event.preventDefault();
+    items[within(to, T)].focus();
+  });
+  find("large").addEventListener("mousemove", (event) => {
+    const [j, i] = [event.offsetX, event.offsetY].map((at) => Math.floor((at - margin) / CELL));
+    const inside = i >= 0 && j >= 0 && i < T && j < T;
+    follow(inside ? i : null, inside ? j : null);
+  });
+  find("large").addEventListener("mouseleave", () => follow(null));
+}
+
+unpack(data.maps).then((bytes) => {
+  maps = bytes;
+  build();
+  paintMaps();
+  choose(0, 0);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    paintMaps();
+    follow(followed);
+  });
+  document.body.dataset.ready = "";
+});
