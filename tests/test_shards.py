@@ -1,6 +1,8 @@
 """Records straight from a shard's file are those that ArrayRecord reads."""
 
 import json
+import os
+import resource
 import shutil
 
 import numpy as np
@@ -10,6 +12,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from bert_jax import files
 from bert_jax.data import loader
 from bert_jax.data.shards import ShardFile
+from bert_jax.errors import UserError
 
 # Sizes of which a block holds many and one, and where the size takes another byte to write down.
 SIZES = (1, 20, 127, 128, 156, 1000, 16_383, 16_384, 40_000, 65_511)
@@ -53,6 +56,41 @@ def test_a_shard_laid_out_otherwise_is_the_librarys_to_read(rows, tmp_path, opti
     (folder / "manifest.json").write_text(json.dumps(manifest))
     again = loader.Rows(folder, "train")
     again.verify()
-    assert again._files == [None]
+    with pytest.raises(ValueError, match="record"):
+        again._format.decode(again._records(order))
     for name, values in again.read(order).items():
+        np.testing.assert_array_equal(values, wanted[name])
+
+
+def test_many_shards_are_not_open_at_once(rows, tmp_path, monkeypatch):
+    """Nor is a system without more files to open a damaged record."""
+    folder = shutil.copytree(rows(), tmp_path / "rows")
+    opened = loader.Rows(folder, "train")
+    wanted, (path,) = opened.read(range(len(opened))), folder.glob("train-*")
+    records = opened._source.__getitems__(list(range(len(opened))))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shards = []
+    for i, record in enumerate(records):  # a shard a row
+        name = f"train-{i:05}.arrayrecord"
+        write(folder / name, [record])
+        size, sha256 = (folder / name).stat().st_size, files.sha256(folder / name)
+        shards.append({"name": name, "rows": 1, "bytes": size, "sha256": sha256})
+    path.unlink()
+    manifest["train"]["shards"] = shards
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    monkeypatch.setattr(loader, "_OPEN_SHARDS", 32)
+    many = loader.Rows(folder, "train", pytest.fail)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 64, hard))
+    try:
+        found = many.read(range(len(many)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (10, hard))
+        many._file.cache_clear()
+        with pytest.raises(UserError, match=r"cannot read the shard .*: Too many open files"):
+            many.read([0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(records) > used + 64
+    for name, values in found.items():
         np.testing.assert_array_equal(values, wanted[name])

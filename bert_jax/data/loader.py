@@ -5,6 +5,8 @@ there are, so resuming needs the step number and nothing else.
 """
 
 import concurrent.futures
+import functools
+import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,9 @@ from bert_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
+_OPEN_SHARDS = (
+    128  # of a split; processes may open some 1,000 files, and there are phases and splits
+)
 HELDOUT_SEED = 0  # every run evaluates on the same rows
 
 
@@ -62,7 +67,8 @@ class Rows:
                 f"{folder}: the shards of {split} hold {len(self._source)} rows, the manifest says "
                 f"{len(self)}; prepare the rows again"
             )
-        self._files = [self._directly(shard) for shard in self._shards]
+        # Few are open at a time; what is dropped is closed once nobody reads from it.
+        self._file = functools.lru_cache(_OPEN_SHARDS)(self._directly)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -70,7 +76,8 @@ class Rows:
     def _check_size(self, shard: Shard) -> None:
         path = self._folder / shard.name
         try:
-            size = path.stat().st_size
+            with open(path, "rb") as file:  # too many open ones, for one, are no damage
+                size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read the shard {path}: {files.describe(error)}") from None
         if size != shard.bytes:
@@ -95,23 +102,17 @@ class Rows:
                 "damaged; prepare the rows again"
             ) from None
 
-    def _directly(self, shard: Shard) -> ShardFile | None:
-        """The shard's file, if its first and last record are where it looks for them."""
-        try:
-            file = ShardFile(self._folder / shard.name, self._format.dtype.itemsize)
-            self._format.decode([file.read(0), file.read(shard.rows - 1)])
-        except (OSError, ValueError):
-            return None
-        return file
+    def _directly(self, shard: int) -> ShardFile:
+        return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
 
     def _records(self, indices: Sequence[int]) -> list[bytes]:
-        """As they are on disk."""
-        if None in self._files:
-            return self._source.__getitems__(list(map(int, indices)))
+        """As they are on disk, if they are where they are looked for."""
         shards = np.searchsorted(self._starts, indices, "right") - 1
-        places = indices - self._starts[shards]
-        found = zip(shards.tolist(), places.tolist(), strict=True)
-        return [self._files[shard].read(place) for shard, place in found]
+        numbers = indices - self._starts[shards]
+        where = list(zip(shards.tolist(), numbers.tolist(), strict=True))
+        for shard, number in where:
+            self._file(shard).expect(number)
+        return [self._file(shard).read(number) for shard, number in where]
 
     def verify(self) -> None:
         """Reads every shard once and compares its SHA-256 with the manifest's.
@@ -138,11 +139,11 @@ class Rows:
 
         Raises:
             UserError: a record is damaged and not to be skipped; names its shard and record. Its
-                shard is no longer there or whole, which is an error always.
+                shard cannot be opened or is cut short, which is an error always.
         """
         try:
             return self._format.decode(self._records(indices))
-        except Exception:  # the reader's own errors are of many kinds; find the culprits one by one
+        except (OSError, ValueError):  # the library, which is slow, finds the culprits one by one
             rows = [self._read_or_skip(int(index)) for index in indices]
             return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 

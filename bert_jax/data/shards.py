@@ -3,7 +3,7 @@
 A shard is an ArrayRecord file (Riegeli's format, a chunk a record, nothing compressed). The format's
 library takes some 20 µs of a core for each record out of order, as it finds, checks and parses a
 chunk. Here all records are of one size, so where one stands is arithmetic, and a row has a checksum
-of its own (`RowFormat.decode`). Whoever reads goes back to the library where that does not hold.
+of its own (`RowFormat.decode`). Where that does not hold, whoever reads goes back to the library.
 """
 
 import os
@@ -42,10 +42,20 @@ class ShardFile:
         if hasattr(self, "_file"):
             os.close(self._file)
 
+    def _place(self, number: int) -> tuple[int, int]:
+        """Where a record begins in the file, and how many bytes are left of its block."""
+        block, offset = divmod(self._first + number * self._stride, _ROOM)
+        return block * _BLOCK + _BLOCK_HEADER + offset, _ROOM - offset
+
+    def expect(self, number: int) -> None:
+        """Has the system fetch a record, so that those of a batch are waited for together."""
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            place, _ = self._place(number)
+            os.posix_fadvise(self._file, place, self._size, os.POSIX_FADV_WILLNEED)
+
     def read(self, number: int) -> bytes:
         """A record; of a file that is cut short or laid out otherwise, anything."""
-        block, offset = divmod(self._first + number * self._stride, _ROOM)
-        place, here = block * _BLOCK + _BLOCK_HEADER + offset, _ROOM - offset
+        place, here = self._place(number)
         if here >= self._size:
             return os.pread(self._file, self._size, place)
         data = os.pread(self._file, self._size + _BLOCK_HEADER, place)
