@@ -541,7 +541,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the page (default report.html), or the loss curve alone as .png, .svg or .pdf",
     )
     sub.add_argument(
-        "--pictures", default="", metavar="DIR", help="every plot as SVG and PDF, for a paper"
+        "--pictures",
+        default="",
+        metavar="DIR",
+        help="every plot by step, as SVG and PDF, for a paper",
     )
     return parser
 

@@ -70,9 +70,11 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text().splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             break
+        if isinstance(line, dict):
+            lines.append(line)
     return lines
 
 
@@ -116,6 +118,18 @@ def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
         case {"best_by": str(), "highest": bool(), **more} as best if not more:
             return best
     raise UserError(f"{folder}/config.json does not say which metric is best; copy the run again")
+
+
+def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
+    """For each phase of the run in `folder` what its rows or examples are, as `claim` was told.
+
+    Raises:
+        UserError: config.json says something else.
+    """
+    match _told(folder).get("data"):
+        case [*data] if all(isinstance(rows, dict) for rows in data):
+            return data
+    raise UserError(f"{folder}/config.json does not say what the data are; copy the run again")
 
 
 class Story(NamedTuple):

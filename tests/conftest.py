@@ -80,7 +80,7 @@ def rows(corpus):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its driver runs an event loop, which other tests would meet
 def chromium():
     """A headless Chromium, driven by Playwright; skips where the machine has none."""
     path = shutil.which("chromium") or shutil.which("google-chrome")

@@ -12,6 +12,7 @@ import pytest
 from bert_jax import checkpoint, cli, workdir
 from bert_jax.config import FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
 from bert_jax.data.rows import read_manifest
+from bert_jax.errors import UserError
 from bert_jax.model import parameter_count
 from bert_jax.report import curves, page, plots, runs, sections
 
@@ -469,3 +470,81 @@ def test_texts_of_the_page(report):
     assert f"more than {curves.MOST_POINTS} points" in report.read_text()
     assert page.html.escape(ODD) in report.read_text()
     assert ODD not in re.sub(r"<script.*?</script>", "", report.read_text(), flags=re.DOTALL)
+
+
+HELDOUT = {"step": 3, "split": "heldout", "loss": 0.6, "accuracy": 0.5}
+FAST = {"step": 3, "steps_per_second": 2.0, "real_tokens_per_second": 100.0}
+
+
+NOBODY_WROTE = (
+    ("metrics.jsonl", [{"step": 3}, HELDOUT]),
+    ("metrics.jsonl", [5, HELDOUT]),
+    ("metrics.jsonl", [HELDOUT, {**HELDOUT, "accuracy": None, "loss": "x"}]),
+    ("metrics.jsonl", [HELDOUT, {**HELDOUT, "loss": 10**400}]),
+    ("metrics.jsonl", [{**HELDOUT, "loss": 1e308}, {**HELDOUT, "step": 6, "loss": -1e308}]),
+    ("speed.jsonl", [{"step": 3, "steps_per_second": 2.0}, FAST]),
+    ("speed.jsonl", [{**FAST, "steps_per_second": float("nan")}, FAST]),
+    ("starts.jsonl", [5]),
+    ("starts.jsonl", [{"step": 0}]),
+)
+
+
+def test_lines_that_nobody_wrote(tmp_path, capsys):
+    """Of something else than a run's files, or an older program's, what can be read is shown."""
+    folders = []
+    for i, (file, lines) in enumerate(NOBODY_WROTE):
+        folders.append(hand_written(tmp_path / str(i), [HELDOUT], [FAST]))
+        write_lines(folders[-1] / file, lines)
+    out = tmp_path / "runs.html"
+    for path in (out, tmp_path / "loss.svg"):
+        assert cli.main(["report", *map(str, folders), "--out", str(path)]) == 0
+    lines = plot_of(data_of(out), "accuracy")["lines"]
+    assert [line["y"][0] for line in lines] == [0.5] * len(folders)
+
+
+def test_files_that_cannot_be_read_are_told_in_a_line(tmp_path, capsys):
+    folder = hand_written(tmp_path / "run", [HELDOUT])
+    (folder / "starts.jsonl").write_bytes(b"\xff\xfe")
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 2
+    assert re.fullmatch(r".*cannot read .*starts.jsonl: .*\n", capsys.readouterr().err)
+    (folder / "starts.jsonl").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "data": None}))
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 2
+    assert re.fullmatch(
+        r".*config.json does not say what the data are.*\n", capsys.readouterr().err
+    )
+
+
+def test_a_seed_that_has_just_begun_is_left_out(tmp_path):
+    for seed in range(2):
+        hand_written(tmp_path / "many" / f"seed_{seed}", [HELDOUT])
+    (tmp_path / "many" / "seed_1" / "metrics.jsonl").write_text("")
+    assert [run.name for run in curves.read([str(tmp_path / "many")])] == ["many/seed_0"]
+    (tmp_path / "many" / "seed_0" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="seed_0 has no metrics yet"):
+        curves.read([str(tmp_path / "many")])
+
+
+def test_weights_to_begin_with_are_a_difference(tmp_path):
+    for name, start in (("a", "1234567890ab"), ("b", "ffff")):
+        folder = hand_written(tmp_path / name, [HELDOUT])
+        told = json.loads((folder / "config.json").read_text())
+        told["data"][0]["start"] = start
+        (folder / "config.json").write_text(json.dumps(told))
+    found = sections.differences(curves.read([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert "first weights of phase 0</th><td>1234567890</td><td>ffff</td>" in found
+
+
+def test_names_that_matplotlib_would_read_otherwise(tmp_path, capfd):
+    folders = [hand_written(tmp_path / name, [HELDOUT]) for name in ("_old", "日本", "b\udcff")]
+    argv = ["report", *map(str, folders), "--pictures", str(tmp_path / "p")]
+    assert cli.main([*argv, "--out", str(tmp_path / "loss.svg")]) == 0
+    assert cli.main([*argv, "--out", str(tmp_path / "runs.html")]) == 0
+    assert "Warning" not in capfd.readouterr().err
+    assert "<!-- _old, held-out -->" in (tmp_path / "loss.svg").read_text()
+
+
+def test_twenty_runs_have_colors_of_their_own():
+    assert len({plots.color(i) for i in range(20)}) == 20
+    assert plots.color(20) == plots.color(0)

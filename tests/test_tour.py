@@ -32,6 +32,7 @@ def test_it_runs(tour, rows, tmp_path, monkeypatch):
     assert cli.main(["pretrain", *argv.split()]) == 0
     monkeypatch.setenv("BERT_JAX_TOUR_MODEL", str(model))
     monkeypatch.setenv("BERT_JAX_TOUR_ROWS", str(folder))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     client = nbclient.NotebookClient(
         tour, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
     )

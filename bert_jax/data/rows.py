@@ -7,6 +7,7 @@ where it is used and never stored.
 """
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import re
@@ -266,6 +267,12 @@ class Manifest:
     @property
     def format(self) -> RowFormat:
         return RowFormat(self.tokens, self.sequences, self.vocab_size)
+
+    @property
+    def digest(self) -> str:
+        """What rows there are to train on, wherever they lie."""
+        sums = "".join(shard.sha256 for shard in self.train.shards)
+        return hashlib.sha256(sums.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -144,6 +144,7 @@ class Vocabulary:
         for text in (text_a,) if text_b is None else (text_a, text_b):
             for i, part in enumerate(text.split("[MASK]") if mask else [text]):
                 ids += [self.mask_id] * (i > 0)
+                part = part.encode("utf-8", "replace").decode()  # a command line may hold any bytes
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids
             ids.append(self.sep_id)
         return ids

@@ -161,17 +161,24 @@ function drawLines(weights, row) {
   const middle = (i) => ((i + 0.5) * list.height) / T;
   context.strokeStyle = `rgb(${colour("--accent")})`;
   context.lineWidth = row ? 2 : 1.5;
+  // Of one word piece alone small weights can be seen too. All lines of a long text at once would
+  // take a browser half a minute, and hide each other.
+  const opacity = (q) => (row ? q / 255 : weight(q));
+  const least = row ? 0 : T > 128 ? 4 / T : 1 / 255;
+  const paths = new Map(); // of all lines that look the same
   for (let i = followed ?? 0; i <= (followed ?? T - 1); i++) {
     for (let j = 0; j < T; j++) {
       const q = weights[i * T + j];
-      if (q === 0) continue;
-      // Of one word piece alone small weights can be seen too.
-      context.globalAlpha = row ? q / 255 : weight(q);
-      context.beginPath();
-      context.moveTo(0, middle(i));
-      context.bezierCurveTo(width / 3, middle(i), (2 * width) / 3, middle(j), width, middle(j));
-      context.stroke();
+      if (q === 0 || opacity(q) < least) continue;
+      if (!paths.has(q)) paths.set(q, new Path2D());
+      const path = paths.get(q);
+      path.moveTo(0, middle(i));
+      path.bezierCurveTo(width / 3, middle(i), (2 * width) / 3, middle(j), width, middle(j));
     }
+  }
+  for (const [q, path] of paths) {
+    context.globalAlpha = opacity(q);
+    context.stroke(path);
   }
 }
 

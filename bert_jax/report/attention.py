@@ -2,22 +2,17 @@
 
 import html
 import pathlib
-import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from bert_jax import files
 from bert_jax.errors import UserError
 from bert_jax.explore import AttentionMaps, distance, entropy, rollout
-from bert_jax.report import page
+from bert_jax.report import page, plots
 
 if TYPE_CHECKING:
     import matplotlib.figure
-
-PICTURES = (".png", ".svg", ".pdf")
-_PICTURE_DPI = 150
 
 
 def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
@@ -29,9 +24,9 @@ def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
     path = pathlib.Path(out)
     if path.suffix == ".html":
         return path, path.with_suffix(".png")
-    if path.suffix in PICTURES:
+    if path.suffix in plots.PICTURES:
         return path.with_suffix(".html"), path
-    raise UserError(f"--out {out}: it must end in .html, {', '.join(PICTURES[:-1])} or .pdf")
+    raise UserError(f"--out {out}: it must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
 
 
 def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> list[pathlib.Path]:
@@ -51,16 +46,7 @@ def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> l
     """
     page_path, picture_path = paths(out)
     page.write(page_path, document(maps, source, rolled))
-    with (
-        files.one_line_errors(f"cannot write the picture {picture_path}"),
-        files.replacing(picture_path) as beside,
-        warnings.catch_warnings(),
-    ):
-        # Its font lacks some scripts; the page, which has the browser's fonts, shows them.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure = picture(maps, source, rolled)
-        figure.savefig(beside, format=picture_path.suffix[1:], dpi=_PICTURE_DPI)
-    return [page_path, picture_path]
+    return [page_path, plots.save(picture(maps, source, rolled), picture_path)]
 
 
 def columns(
@@ -110,6 +96,7 @@ def document(maps: AttentionMaps, source: str, rolled: bool = False) -> str:
         if rolled
         else ""
     )
+    longer = ", of a text as long as this those of four times the mean weight" * (tokens > 128)
     style = (pathlib.Path(__file__).parent / "attention.css").read_text()
     body = f"""<style>
 {style}</style>
@@ -123,7 +110,7 @@ to right. <b>Mean</b> is that of the layer's heads.{rolling} Choose one by a cli
 <div class="wide"><table class="choice maps" id="maps"></table></div>
 <h2 id="chosen" aria-live="polite"></h2>
 <p>Point at a word piece on the left, or go through them with <kbd>Tab</kbd> and the arrow keys, to
-follow what it attends to. <kbd>Esc</kbd> shows all lines again.</p>
+follow what it attends to. <kbd>Esc</kbd> shows all lines again{longer}.</p>
 <section>
 <p id="told" role="status"></p>
 <div class="one">

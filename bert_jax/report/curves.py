@@ -1,7 +1,6 @@
 """What runs wrote down while they trained, as lines to draw."""
 
 import itertools
-import math
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -81,7 +80,9 @@ def read(folders: list[str]) -> list[Recorded]:
         seeds = [path for path in below if os.path.exists(path / "config.json")]
         seeds.sort(key=lambda path: (len(path.name), path.name))  # seed_10 comes after seed_9
         several = bool(seeds) and not os.path.exists(folder / "config.json")
-        for path in seeds if several else [folder]:
+        # The last one may have begun just now.
+        begun = [path for path in seeds if _lines(path / "metrics.jsonl")]
+        for path in begun or seeds if several else [folder]:
             where = pathlib.Path(os.path.abspath(path))
             # Of "seed_0" alone nobody knows whose it is.
             paths[where], given[where] = 2 if several else 1, path
@@ -107,13 +108,22 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
             raise UserError(f"{folder} holds no run: it holds no metrics.jsonl and no config.json")
         raise UserError(f"{folder} has no metrics yet: it holds no metrics.jsonl")
     config = workdir.read_config(folder)
-    metrics = [line for line in _lines(path) if line.get("split") in ("train", "heldout")]
+    metrics = [
+        {key: x for key, x in line.items() if key == "split" or _is_number(x)}
+        for line in _lines(path)
+        if line.get("split") in ("train", "heldout")
+    ]
     if not metrics:
         raise UserError(f"{folder} has no metrics yet: its metrics.jsonl has no line of any")
-    story = workdir.read_story(folder, -1)
-    speed = [line for line in _lines(folder / "speed.jsonl") if line.get("steps_per_second")]
-    best = workdir.read_best_by(folder)
-    return Recorded(name, folder, config, metrics, speed, story.starts, story.data, best)
+    speed = [
+        line
+        for line in _lines(folder / "speed.jsonl")
+        if _is_number(line.get(SPEED)) and _is_number(rate := line.get("steps_per_second")) and rate
+    ]
+    starts, best = _lines(folder / "starts.jsonl"), workdir.read_best_by(folder)
+    # A folder's name may hold bytes that are no text.
+    name = name.encode("utf-8", "replace").decode()
+    return Recorded(name, folder, config, metrics, speed, starts, workdir.read_data(folder), best)
 
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -125,6 +135,11 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     return [x for x in lines if isinstance(x, dict) and isinstance(x.get("step"), int)]
+
+
+def _is_number(value: Any) -> bool:
+    """One that can be drawn: finite, and not so large that a difference of two is not."""
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e300
 
 
 def clock(run: Recorded) -> dict[str, Float[np.ndarray, "n"]]:
@@ -161,7 +176,7 @@ def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
             names = dict.fromkeys(name for _, line in mine for name in line)
             lines += [(split, name, mine) for name in names if name not in ("step", "split")]
         for split, name, of in lines:
-            points = [(x["step"], x[name]) for _, x in of if _is_number(x.get(name))]
+            points = [(x["step"], x[name]) for _, x in of if name in x]
             if points:
                 kept = thinned(np.array(points, float))
                 x = {"step": kept[:, 0]}
@@ -170,10 +185,6 @@ def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
                         x[axis] = np.interp(kept[:, 0], at["step"], at[axis])
                 found.setdefault(name, []).append(Curve(i, split, x, kept[:, 1]))
     return {name: found[name] for name in sorted(found, key=_order)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
 def _order(name: str) -> tuple[int, int]:

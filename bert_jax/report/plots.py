@@ -3,6 +3,8 @@
 import io
 import pathlib
 import re
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from jaxtyping import Int
 from bert_jax import files
 from bert_jax.report.curves import AXES, Curve
 
+PICTURES = (".png", ".svg", ".pdf")
 # Inches, and where in them the axes lie: left, bottom, width, height, as parts of the whole. The same
 # for all, so plots stand in line below each other and a script knows where a point is.
 SIZE = (6.0, 3.3)
@@ -25,7 +28,8 @@ def color(run: int) -> str:
     """Of a run's lines."""
     from matplotlib import colormaps, colors
 
-    return colors.to_hex(colormaps["tab10"](run % 10))
+    # The first ten are those of tab10, the next ten their lighter sisters.
+    return colors.to_hex(colormaps["tab20"](2 * run % 20 + run // 10 % 2))
 
 
 def is_logarithmic(name: str, lines: list[Curve]) -> bool:
@@ -89,9 +93,7 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     _label(axes, AXES[axis], name.replace("_", " "))
     if names:
-        legend = axes.legend(seen.values(), map(str, seen), frameon=False, fontsize=8)
-        for text, run in zip(legend.get_texts(), seen, strict=True):
-            text.set(text=names[run], parse_math=False)
+        legend(axes, {names[run]: line for run, line in seen.items()})
     return figure
 
 
@@ -161,22 +163,32 @@ def inline(figure: Any, key: str) -> str:
     return re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
 
 
-def save(figure: Any, stem: pathlib.Path) -> list[pathlib.Path]:
-    """Writes STEM.svg and STEM.pdf; the same picture is the same files.
+def legend(axes: Any, lines: Mapping[str, Any]) -> None:
+    """Names lines as they are called: matplotlib reads mathematics in $ and hides _names."""
+    texts = axes.legend(lines.values(), map(str, range(len(lines))), frameon=False, fontsize=8)
+    for text, name in zip(texts.get_texts(), lines, strict=True):
+        text.set(text=name, parse_math=False)
+
+
+def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
+    """Writes a picture of `PICTURES`, by its suffix; the same picture is the same file.
 
     Raises:
-        UserError: they cannot be written.
+        UserError: it cannot be written.
     """
     from matplotlib import rc_context
 
-    written = []
     # Letters as shapes in SVG, as TrueType in PDF: journals refuse matplotlib's usual Type 3.
     settings = {"svg.hashsalt": "bert_jax", "pdf.fonttype": 42}
-    for suffix, dates in ((".svg", {"Date": None}), (".pdf", {"CreationDate": None})):
-        path = stem.with_name(stem.name + suffix)
-        with files.one_line_errors(f"cannot write the picture {path}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with files.replacing(path) as beside, rc_context(settings):
-                figure.savefig(beside, format=suffix[1:], metadata=dates)
-        written.append(path)
-    return written
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+    with (
+        files.one_line_errors(f"cannot write the picture {path}"),
+        warnings.catch_warnings(),
+        rc_context(settings),
+    ):
+        # Its font lacks some scripts, which a page, with the browser's fonts, shows.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(path) as beside:
+            figure.savefig(beside, format=path.suffix[1:], dpi=150, metadata=dates)
+    return path

@@ -1,6 +1,5 @@
 """Runs beside each other, from their workdirs: a page for the eye, pictures for a paper."""
 
-import hashlib
 import html
 import pathlib
 import re
@@ -10,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from bert_jax import files
 from bert_jax.config import Config
-from bert_jax.data.rows import Manifest, read_manifest
+from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.report import curves, page, plots, sections
 from bert_jax.report.curves import Recorded
 
-PICTURES = (".png", ".svg", ".pdf")
+PAPER = (".svg", ".pdf")
 
 
 def write(folders: list[str], out: str, pictures: str = "") -> list[pathlib.Path]:
@@ -31,12 +29,12 @@ def write(folders: list[str], out: str, pictures: str = "") -> list[pathlib.Path
         UserError: a workdir that holds no run, or no metrics; a file that cannot be written.
     """
     path = pathlib.Path(out)
-    if path.suffix not in (".html", ".htm", *PICTURES):
+    if path.suffix not in (".html", *plots.PICTURES):
         raise UserError(
-            f"--out {out}: it must end in .html for a page, or in {', '.join(PICTURES)} for a "
+            f"--out {out}: it must end in .html for a page, or in {', '.join(plots.PICTURES)} for a "
             "picture of the loss curve"
         )
-    if path.suffix in PICTURES:
+    if path.suffix in plots.PICTURES:
         written = [loss_curve(folders, out)]
         runs = curves.read(folders) if pictures else []
     else:
@@ -58,7 +56,7 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    runs = curves.read(workdirs)
+    runs, drawn = curves.read(workdirs), {}
     for i, run in enumerate(runs):
         known = ("masked_lm_loss", "next_token_loss")
         loss = next((name for name in known if name in run.metrics[0]), "loss")
@@ -70,21 +68,16 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
                 (x["step"], x[loss]) for x in run.metrics if x["split"] == split and loss in x
             ]
             if points:
-                # Between two dollar signs matplotlib reads mathematics.
-                name = run.name.replace("$", r"\$")
-                label = f"{name}, {'held-out' if split == 'heldout' else 'training'}"
-                axes.plot(*zip(*points, strict=True), color=f"C{i}", label=label, **style)
+                name = f"{run.name}, {'held-out' if split == 'heldout' else 'training'}"
+                (drawn[name],) = axes.plot(
+                    *zip(*points, strict=True), color=plots.color(i), **style
+                )
     words = all(isinstance(run.config, Config) for run in runs)
     axes.set(xlabel="step", ylabel="loss (nats a token)" if words else "loss")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    path = pathlib.Path(out)
-    with files.one_line_errors(f"cannot write the picture {out}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path) as beside:
-            figure.savefig(beside, format=path.suffix[1:] or "png", dpi=150)
-    return path
+    plots.legend(axes, drawn)
+    return plots.save(figure, pathlib.Path(out))
 
 
 def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Path]:
@@ -95,11 +88,12 @@ def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Pa
     """
     names, written = [run.name for run in runs], []
     for name, lines in curves.curves(runs).items():
-        written += plots.save(plots.draw(name, lines, "step", names), folder / _file(name))
+        figure = plots.draw(name, lines, "step", names)
+        written += [plots.save(figure, folder / f"{_file(name)}{suffix}") for suffix in PAPER]
     for i, rows in enumerate(_rows(runs)):
         if rows.histogram is not None:
             figure = plots.draw_lengths(rows.histogram, paper=True)
-            written += plots.save(figure, folder / _file(f"lengths-{i}"))
+            written += [plots.save(figure, folder / f"lengths-{i}{suffix}") for suffix in PAPER]
     return written
 
 
@@ -123,9 +117,7 @@ def html_of(runs: list[Recorded]) -> str:
         "plots": drawn,
     }
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    text = page.page(title, "\n".join(body), "runs.js", data)
-    # A folder's name may hold bytes that are no text.
-    return text.encode("utf-8", "replace").decode()
+    return page.page(title, "\n".join(body), "runs.js", data)
 
 
 def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
@@ -248,15 +240,9 @@ def _lengths(folder: str, digest: str) -> tuple[Int[np.ndarray, "L"] | None, str
         manifest = read_manifest(folder)
     except UserError as error:
         return None, str(error)
-    if _digest(manifest) != digest:
+    if manifest.digest != digest:
         return None, f"{folder} holds other rows by now"
     return np.array(manifest.length_histogram, int), ""
-
-
-def _digest(manifest: Manifest) -> str:
-    """As runs' config.json has it."""
-    sums = "".join(shard.sha256 for shard in manifest.train.shards)
-    return hashlib.sha256(sums.encode()).hexdigest()
 
 
 def _data(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:

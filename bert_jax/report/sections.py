@@ -2,7 +2,6 @@
 
 import collections
 import html
-import math
 import re
 from typing import Any
 
@@ -51,7 +50,7 @@ def final(runs: list[Recorded]) -> str:
             lines.append((f"{run.name}, last of training", run.metrics[-1]))
             continue
         lines.append((f"{run.name}, last", run.heldout[-1]))
-        judged = [x for x in run.heldout if math.isfinite(x.get(by, math.nan))]
+        judged = [x for x in run.heldout if by in x]
         if judged:
             lines.append((f"{run.name}, best {by}", max(judged, key=lambda x: sign * x[by])))
     names = list(dict.fromkeys(name for _, line in lines for name in line))
@@ -88,9 +87,14 @@ def differences(runs: list[Recorded]) -> str:
 
 
 def _settings(run: Recorded) -> dict[str, Any]:
-    """The config, flat, and what tells data from other data."""
-    digests = {f"data of phase {i}": rows["digest"][:10] for i, rows in enumerate(run.data)}
-    return {**config_lib.flatten(run.config), **digests}
+    """The config, flat, and what tells data, and weights to begin with, from others."""
+    told = {
+        f"{what} of phase {i}": rows[key][:10]
+        for i, rows in enumerate(run.data)
+        for key, what in (("digest", "data"), ("start", "first weights"))
+        if key in rows
+    }
+    return {**config_lib.flatten(run.config), **told}
 
 
 def parameters(runs: list[Recorded]) -> list[dict[str, jax.ShapeDtypeStruct]]:

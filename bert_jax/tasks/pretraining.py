@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import hashlib
 import sys
 from typing import Any, NamedTuple
 
@@ -265,12 +264,11 @@ def _stage(
 
 def _describe(manifest: rows.Manifest) -> dict[str, Any]:
     """A digest of the rows, and what of their manifest says how they came to be."""
-    shards = "".join(shard.sha256 for shard in manifest.train.shards)
     told = manifest.to_dict()
     del told["length_histogram"]
     for split in ("train", "heldout"):
         del told[split]["shards"]
-    return {"digest": hashlib.sha256(shards.encode()).hexdigest(), **told}
+    return {"digest": manifest.digest, **told}
 
 
 def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: str) -> None:
