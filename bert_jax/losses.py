@@ -15,9 +15,10 @@ def _at(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Float[Array
     """The labels' logits, as a sum of which one term is not zero.
 
     Its gradient is a comparison, part of the loop that the softmax's is; that of an index is a scatter.
+    A label beyond the classes gives NaN, as an index does, for `guard` to stop at.
     """
     here = labels[..., None] == jnp.arange(logits.shape[-1])
-    return jnp.sum(logits, -1, where=here)
+    return jnp.where(labels < logits.shape[-1], jnp.sum(logits, -1, where=here), jnp.nan)
 
 
 def cross_entropy(

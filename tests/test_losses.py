@@ -62,3 +62,12 @@ def test_pairs_add_up_over_parts(metric):
     parts = [metric(*(x[i : i + 1] for x in batch)) for i in range(4)]
     for i in range(2):
         assert float(sum(part[i] for part in parts)) == pytest.approx(float(whole[i]), rel=1e-6)
+
+
+def test_a_label_beyond_the_classes_is_not_a_number():
+    logits, labels = jnp.zeros((2, 3)), jnp.array([2, 3])
+    (first, _), (second, _) = (
+        cross_entropy(logits[i], labels[i], jnp.float32(1)) for i in range(2)
+    )
+    assert float(first) == pytest.approx(np.log(3))
+    assert np.isnan(second)
