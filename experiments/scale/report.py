@@ -3,6 +3,7 @@
 import functools
 import math
 import pathlib
+import statistics
 
 import jax
 
@@ -154,6 +155,32 @@ def how(cells):
     return ", ".join("compiled" if c["how"] == "c" else f"from {c['how'][2:]}" for c in cells)
 
 
+def misses(results, make, apply):
+    """How far extrapolation is off: compiled programs, each predicted from the nearest other."""
+    memories, steps = [], []
+    for size, tokens in ((size, tokens) for size in ("base", "large") for tokens in (128, 512)):
+        for name, found in known_fits(results, "recipe", size, tokens).items():
+            others = [r for r in results if r is not found]
+            cell = predict(others, "recipe", make, apply, size, tokens, name)
+            # What was compiled with another change is another program.
+            if cell and cell["times"] and cell["change"] == found["change"] and cell["how"] != "c":
+                (phase,) = found["report"]["phases"]
+                memories.append(cell["total"] / phase["memory"]["total"])
+                steps.append(cell["times"]["step_seconds"] / phase["roofline"]["step_seconds"])
+    if not steps:
+        return []
+    memory_told, step_told = (
+        f"{min(x):.2f} to {max(x):.2f} times, median {statistics.median(x):.2f}"
+        for x in (memories, steps)
+    )
+    return [
+        f"How far such a number may be off: {len(steps)} compiled programs, each told from the nearest",
+        f"other of its model and T: memory {memory_told}; a step {step_told}",
+        "of what compiling gave.",
+        "",
+    ]
+
+
 def recipe_table(results, size, slices, predict_one, steps):
     """The paper's recipe of one size on all slices."""
     lines = [
@@ -220,6 +247,7 @@ def write(results, path: pathlib.Path):
         + ". The last column says which numbers come from a program compiled for that very slice; `from X`",
         "is extrapolated: formulae, scaled by what they miss on the program compiled for X.",
         "",
+        *misses(results, make, r.apply),
     ]
     for size in ("base", "large"):
         lines += [*recipe_table(results, size, r.SLICES, predict_one, r.RECIPE_STEPS), ""]
