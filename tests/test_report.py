@@ -516,11 +516,12 @@ def test_files_that_cannot_be_read_are_told_in_a_line(tmp_path, capsys):
     )
 
 
-def test_a_seed_that_has_just_begun_is_left_out(tmp_path):
+def test_a_seed_that_has_just_begun_is_left_out(tmp_path, capsys):
     for seed in range(2):
         hand_written(tmp_path / "many" / f"seed_{seed}", [HELDOUT])
     (tmp_path / "many" / "seed_1" / "metrics.jsonl").write_text("")
     assert [run.name for run in curves.read([str(tmp_path / "many")])] == ["many/seed_0"]
+    assert capsys.readouterr().err.endswith("without metrics yet, and left out: seed_1\n")
     (tmp_path / "many" / "seed_0" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="seed_0 has no metrics yet"):
         curves.read([str(tmp_path / "many")])

@@ -172,6 +172,11 @@ def test_special_tokens_in_text_are_plain_text():
     assert not {0, 101, 102, 103, 8} & set(ids)
 
 
+def test_bytes_of_a_command_line_that_are_no_text():
+    vocabulary = google_like()
+    assert vocabulary.encode("\udcff cat") == vocabulary.encode("? cat")
+
+
 def test_decode():
     vocabulary = google_like()
     ids = np.array([101, 4895, 10354, 3085, 2003, 103, 999, 102, 0])

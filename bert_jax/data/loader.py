@@ -21,9 +21,8 @@ from bert_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
-_OPEN_SHARDS = (
-    128  # of a split; processes may open some 1,000 files, and there are phases and splits
-)
+# Of a split; a process may have some 1,000 files open, and there are phases and splits.
+_OPEN_SHARDS = 256
 HELDOUT_SEED = 0  # every run evaluates on the same rows
 
 

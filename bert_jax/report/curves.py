@@ -3,6 +3,7 @@
 import itertools
 import os
 import pathlib
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +83,9 @@ def read(folders: list[str]) -> list[Recorded]:
         several = bool(seeds) and not os.path.exists(folder / "config.json")
         # The last one may have begun just now.
         begun = [path for path in seeds if _lines(path / "metrics.jsonl")]
+        if several and begun and len(begun) < len(seeds):
+            left_out = ", ".join(path.name for path in seeds if path not in begun)
+            print(f"{folder}: without metrics yet, and left out: {left_out}", file=sys.stderr)
         for path in begun or seeds if several else [folder]:
             where = pathlib.Path(os.path.abspath(path))
             # Of "seed_0" alone nobody knows whose it is.
