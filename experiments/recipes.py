@@ -48,6 +48,8 @@ from bert_jax.sweep import SCALES, Given, Point
 # steps, whatever they hold. No dropout, because no row is seen twice.
 SMALL_SIZE = "L4-H128-A2"
 _SMALL_STEPS, _PAPER_STEPS = 8_000, 1_000_000
+# Into how many parts checkpoints divide a run that is fine-tuned from along its way.
+_PARTS = {"small": 5, "paper": 10}
 _SMALL = {
     "batch_size": 8,
     "model.dropout": 0.0,
@@ -73,8 +75,9 @@ def steps(given: Given) -> int:
 
 
 def checkpoints(given: Given) -> list[int]:
-    """Every tenth part of a run that `base` and `left_to_right` keep."""
-    return [steps(given) * i // 10 for i in range(1, 11)]
+    """Steps along a run at which `base` and `left_to_right` keep checkpoints for good."""
+    parts = _PARTS[given.scale]
+    return [steps(given) * i // parts for i in range(1, parts + 1)]
 
 
 def texts(given: Given) -> list[str]:
@@ -155,7 +158,8 @@ def _kept(given: Given) -> dict[str, int]:
     """Settings with which checkpoints stay from a whole run, for `checkpoints`."""
     if given.scale == "paper":
         return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
-    return {"checkpoint.every_steps": _SMALL_STEPS // 10, "checkpoint.keep_last": 10}
+    parts = _PARTS["small"]
+    return {"checkpoint.every_steps": _SMALL_STEPS // parts, "checkpoint.keep_last": parts}
 
 
 def base(given: Given, name: str = "base") -> Point:

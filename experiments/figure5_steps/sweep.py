@@ -1,6 +1,6 @@
 """Figure 5: does masked LM, which predicts fewer words, learn more slowly than left-to-right?
 
-Both runs keep a checkpoint at every tenth of their steps; each is fine-tuned.
+Both runs keep checkpoints along their way, of which each is fine-tuned.
 """
 
 import recipes

@@ -25,14 +25,14 @@ PAPER = {
 
 
 def pretrained(given, mix):
-    """The usual mix is everybody's base in the paper; the small ones are trained for less."""
+    """The usual mix is everybody's base in the paper; small, it is table 6's 4/128/2."""
     if given.scale == "paper" and mix == USUAL:
         return recipes.base(given, mix)
-    names = ("mask_fraction", "same_fraction", "random_fraction")
-    shares = (int(percent) / 100 for percent in mix.split("/"))
-    changes = {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
-    if given.scale == "small":
-        changes["steps"] = STEPS
+    changes = {"steps": STEPS} if given.scale == "small" else {}
+    if mix != USUAL:
+        names = ("mask_fraction", "same_fraction", "random_fraction")
+        shares = (int(percent) / 100 for percent in mix.split("/"))
+        changes |= {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
     return recipes.pretrained(given, mix, changes=changes)
 
 
