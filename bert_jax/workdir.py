@@ -167,15 +167,25 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
-def commit() -> str | None:
-    """Of this project, marked where files are changed; None without git."""
-    found = subprocess.run(
-        ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or None
+def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None:
+    """Of this project, marked where files that a run can depend on are changed.
+
+    Results and pages made of them are not such files: a sweep writes to them between its runs.
+    None without git, and where this is no checkout.
+    """
+    git = ["git", "-C", str(checkout)]
+    given = [":(top)", *(f":(top,exclude)*.{kind}" for kind in ("jsonl", "md", "svg"))]
+    try:
+        found, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+            for command in (
+                ("describe", "--always"),
+                ("status", "--porcelain", "--untracked-files=no", "--", *given),
+            )
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return found.strip() + ("-dirty" if changed else "")
 
 
 def identity(config: Run, data: list[dict[str, Any]]) -> dict[str, Any]:

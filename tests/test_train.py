@@ -504,3 +504,28 @@ def test_config_round_trips_through_a_workdir(tmp_path):
     config = Config(phases=(Phase(fraction=0.5), Phase(fraction=0.5)))
     workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False)
     assert workdir.read_config(tmp_path) == config
+
+
+def test_commits_are_marked_for_changes_that_matter(tmp_path, monkeypatch):
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    package, results = tmp_path / "package", tmp_path / "results.jsonl"
+    package.mkdir()
+    code = package / "code.py"
+    assert workdir.commit(package) is None  # no checkout
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    assert workdir.commit(package) is None  # nothing in it
+    code.write_text("1")
+    results.write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
+    short = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    results.write_text("2")
+    (tmp_path / "new").write_text("not git's")
+    assert workdir.commit(package) == short
+    (tmp_path / "settings.py").write_text("2")
+    subprocess.run([*git, "add", "settings.py"], check=True)
+    assert workdir.commit(package) == f"{short}-dirty"
+    code.write_text("2")
+    assert workdir.commit(package) == f"{short}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert workdir.commit(package) is None  # no git
