@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bert_jax.config import Config, Phase
 from bert_jax.data import loader
+from bert_jax.data.order import shuffled
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.tasks import pretraining
@@ -120,7 +121,7 @@ def test_every_other_row_of_every_batch_stays_where_it_was(folder):
     damage(shard_of(folder), opened, 3, "payload")
     told = []
     found = list(loader.batches(loader.Rows(folder, "train", told.append), 8, 1, 0, steps))
-    order = [loader.shuffled(place, len(opened), 1) for place in range(steps * 8)]
+    order = shuffled(np.arange(steps * 8), len(opened), 1)
     hit = [place for place, row in enumerate(order) if row == 3]
     assert hit
     for step in range(steps):
@@ -156,7 +157,7 @@ def test_the_policy_of_a_run(folder, policy, capsys):
     _, _, _, (stage,) = pretraining.stages(config)
     (clean,) = stage.batches(0, 1, 0, 1)
     opened = loader.Rows(folder, "train")
-    number = loader.shuffled(5, len(opened), config.seed)
+    number = int(shuffled([5], len(opened), config.seed)[0])
     damage(shard_of(folder), opened, number, "payload")
     _ = capsys.readouterr()
     if policy == "stop":

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bert_jax.data import rows
-from bert_jax.data.loader import Batch, shuffled
+from bert_jax.data.loader import Batch
+from bert_jax.data.order import shuffled
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.progress import Progress
 
@@ -136,11 +137,11 @@ class Plan:
         first = step * self.batch_size
         if not self._shuffle:
             return list(range(first, min(first + self.batch_size, len(self.examples))))
-        places = range(first, first + self.batch_size)
+        places = np.arange(first, first + self.batch_size)
         # `shuffled` counts its epochs on from the seed: neighboring seeds would take one another's
         # orders, an epoch apart. A large odd number (2**32 over the golden ratio) lays them apart.
         apart = seed * 0x9E3779B1 % 2**32
-        return [shuffled(place, len(self.examples), apart) for place in places]
+        return shuffled(places, len(self.examples), apart).tolist()
 
     def _pack(self, members: list[int], tokens: int) -> list[list[int]]:
         bins = rows.pack_lengths([int(self._lengths[i]) for i in members], tokens, self._most)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from bert_jax import files
+from bert_jax.data.order import shuffled
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
 from bert_jax.data.shards import ShardFile
 from bert_jax.errors import UserError
@@ -104,7 +106,7 @@ class Rows:
     def _directly(self, shard: int) -> ShardFile:
         return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
 
-    def _records(self, indices: Sequence[int]) -> list[bytes]:
+    def _records(self, indices: Sequence[int] | Int[np.ndarray, "rows"]) -> list[bytes]:
         """As they are on disk, if they are where they are looked for."""
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
@@ -133,7 +135,7 @@ class Rows:
                     raise UserError(f"{altered}; prepare the rows again")
                 self._skip(f"{altered}; records that are damaged will be skipped")
 
-    def read(self, indices: Sequence[int]) -> Batch:
+    def read(self, indices: Sequence[int] | Int[np.ndarray, "rows"]) -> Batch:
         """The rows at `indices` as arrays (`RowFormat.decode`).
 
         Raises:
@@ -171,15 +173,6 @@ class Rows:
         return self._format.decode(self._format.encode(array))
 
 
-def shuffled(place: int, length: int, seed: int) -> int:
-    """Which row stands at `place` of an endless run of epochs, each a permutation of its own."""
-    from grain.experimental import index_shuffle
-
-    epoch, index = divmod(place, length)
-    # The last index, the seed and the rounds; naming them takes a third as long as the rest.
-    return index_shuffle(index, length - 1, (seed + epoch) % 2**32, 4)
-
-
 class _Batches:
     """This process's slice of every global batch, by step; what Grain reads ahead from."""
 
@@ -195,8 +188,8 @@ class _Batches:
 
     def __getitem__(self, step: int) -> Batch:
         first = step * self._batch_size + self._first
-        places = range(first, first + self._local)
-        return self._rows.read([shuffled(p, len(self._rows), self._seed) for p in places])
+        places = np.arange(first, first + self._local)
+        return self._rows.read(shuffled(places, len(self._rows), self._seed))
 
 
 def batches(
@@ -234,9 +227,9 @@ def heldout_batches(
     total = min(most_rows or len(rows), len(rows))
     local = batch_size // processes
     for first in range(0, total, batch_size):
-        places = range(first + process * local, min(first + (process + 1) * local, total))
-        batch = rows.read([shuffled(p, len(rows), HELDOUT_SEED) for p in places]) if places else {}
+        places = np.arange(first + process * local, min(first + (process + 1) * local, total))
+        batch = rows.read(shuffled(places, len(rows), HELDOUT_SEED))
         if len(places) < local:
             padding = rows.empty(local - len(places))
-            batch = {k: np.concatenate([batch[k], v]) if places else v for k, v in padding.items()}
+            batch = {k: np.concatenate([batch[k], v]) for k, v in padding.items()}
         yield batch

@@ -1,0 +1,64 @@
+"""The order of rows, beside Grain's index_shuffle, which is one index at a time."""
+
+import numpy as np
+import pytest
+from grain.experimental import index_shuffle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_jax.data.order import shuffled
+
+
+def theirs(place, length, seed):
+    epoch, index = divmod(place, length)
+    return index_shuffle(index, length - 1, (seed + epoch) % 2**32, 4)
+
+
+def few_bits(number):
+    """Whether Grain's cipher has no value for the last row of number + 1."""
+    return number >= 2**16 and number == 2 ** (number.bit_length() - 1) and number.bit_length() % 2
+
+
+SEEDS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1, 2**70, -1]))
+
+
+@settings(deadline=None, max_examples=50)  # Grain's walk among few rows takes its time
+@given(
+    st.one_of(st.integers(1, 2**17), st.integers(2**14, 2**40)).filter(
+        lambda n: not few_bits(n - 1)
+    ),
+    SEEDS,
+    st.lists(st.floats(0, 4), min_size=1, max_size=8),
+)
+def test_it_is_grains(length, seed, where):
+    """In any epoch and at places in any order; the seed of an epoch wraps around."""
+    places = [int(x * length) for x in where]
+    found = shuffled(np.array(places), length, seed)
+    assert found.dtype == np.int64
+    assert found.tolist() == [theirs(place, length, seed) for place in places]
+
+
+@pytest.mark.parametrize("length", [1, 2, 2**14 - 1, 2**14, 2**14 + 1, 2**16, 2**16 + 1])
+def test_every_epoch_is_a_permutation_of_its_own(length):
+    """Also of 2^16 + 1 rows, of which Grain's leaves one out."""
+    first, second = shuffled(np.arange(2 * length), length, 5).reshape(2, length)
+    for epoch in (first, second):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(length))
+    assert length < 3 or (first != second).any()
+    np.testing.assert_array_equal(second, shuffled(np.arange(length), length, 6))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 2**17), st.integers(0, 2**34), st.integers(0, 20_000))
+def test_places_are_known_without_those_before(length, first, count):
+    """From a block of places to the next, from an epoch to the next, however they are asked for."""
+    count = min(count, 3 * length)
+    together = shuffled(np.arange(first, first + count), length, 1)
+    for i in {0, count // 2, count - 1} if count else ():
+        assert shuffled([first + i], length, 1)[0] == together[i]
+
+
+def test_the_order_does_not_change_from_one_version_to_the_next():
+    """A run of an older version goes on with the rows that it would have read."""
+    assert shuffled(np.arange(6), 100_000, 0).tolist() == [97360, 2206, 27692, 68523, 19055, 13262]
+    assert shuffled(np.arange(6), 10, 0).tolist() == [0, 4, 6, 7, 8, 3]
