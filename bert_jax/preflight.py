@@ -449,7 +449,10 @@ def _compile(
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
-            raise
+            raise UserError(
+                f"libtpu does not compile the step of T={stage.tokens} for {topology.name} "
+                f"({' '.join(str(error).split())[:300]}): try another mesh, batch or version of it"
+            ) from error
         return None, needed
 
 

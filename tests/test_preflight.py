@@ -319,6 +319,21 @@ def compiled():
 
 
 @needs_libtpu
+def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
+    """As libtpu 0.0.42 has it for BERT-large, T=512, on four slices of v6e:16x16."""
+
+    def fail(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001:\nRan out of memory in vmem")
+
+    monkeypatch.setattr(preflight, "compile_step", fail)
+    said = (
+        r"does not compile the step of T=128 for v5e:2x2 \(RES.*: E1001: Ran out .* vmem\): try .*"
+    )
+    with pytest.raises(UserError, match=f"^libtpu {said}$"):
+        preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
+
+
+@needs_libtpu
 def test_the_compiler_holds_what_sharding_says(compiled):
     config, phase = compiled
     _, (stage,) = pretraining.stages_without_rows(config, 1)

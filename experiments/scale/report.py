@@ -19,7 +19,7 @@ def known_fits(results, run, size, tokens):
         r["topology"]: r
         for r in results
         if (r["run"], r.get("size"), r.get("tokens")) == (run, size, tokens)
-        and "topology" in r
+        and "report" in r
         and r["report"]["fits"]
     }
 
@@ -232,7 +232,7 @@ def write(results, path: pathlib.Path):
     def predict_one(run, size, tokens, name):
         return predict(results, run, make, r.apply, size, tokens, name)
 
-    compiled = [x for x in results if "topology" in x]
+    compiled = [x for x in results if "report" in x]
     lines = [
         "# scale: BERT-base and -large on TPU slices that are not here",
         "",
@@ -251,6 +251,11 @@ def write(results, path: pathlib.Path):
     ]
     for size in ("base", "large"):
         lines += [*recipe_table(results, size, r.SLICES, predict_one, r.RECIPE_STEPS), ""]
+    lines += [
+        f"{x['size']}, T={x['tokens']} on {x['topology']} is not among the compiled: {x['refused']}.\n"
+        for x in results
+        if "refused" in x
+    ]
     lines += lamb_table(predict_one, r)
     lines += refused(compiled)
     lines += loops_table(results)

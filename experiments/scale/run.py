@@ -28,6 +28,7 @@ import numpy as np
 
 from bert_jax import device, preflight, sharding, train
 from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
+from bert_jax.errors import UserError
 from bert_jax.tasks import pretraining
 
 HERE = pathlib.Path(__file__).parent
@@ -127,7 +128,8 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
     known = {
         (r["run"], r["size"], r["tokens"], r["topology"])
         for r in results()
-        if "topology" in r and (r["report"]["fits"] or r["change"] or not change_of(r["report"]))
+        if "refused" in r
+        or ("report" in r and (r["report"]["fits"] or r["change"] or not change_of(r["report"])))
     }
     until = time.monotonic() + 60 * minutes
     for run, size, tokens, name in plan():
@@ -140,7 +142,12 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
         config = lamb(tokens) if run == "lamb" else recipe(size, tokens, topology.chips)
         change = ""
         while True:
-            report = preflight.preflight(config, topology)
+            try:
+                report = preflight.preflight(config, topology)
+            except UserError as error:
+                record(run=run, size=size, tokens=tokens, topology=name, refused=str(error))
+                print(f"{size} {tokens} {name}: {error}", flush=True)
+                break
             record(run=run, size=size, tokens=tokens, topology=name, change=change, report=report)
             seconds = report["phases"][0]["compile_seconds"]
             verdict = "fits" if report["fits"] else "does not fit"
