@@ -46,7 +46,7 @@ def read_config(arguments: tuple[str, ...], kind: type):
 
 @functools.cache
 def parser():
-    return cli._parser()
+    return cli.parser()
 
 
 def split(point: sweep.Point):

@@ -1,0 +1,91 @@
+"""Text to vocabularies and rows."""
+
+from bert_jax.cli.common import Verbs, add_case
+
+_SOURCES = (
+    "text: a file, folder or glob, optionally KIND:… (google, books, wikiextractor, mediawiki, "
+    "jsonl, parquet, tfds:NAME/CONFIG) and …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
+)
+
+
+def add_vocab(verbs: Verbs) -> None:
+    """`bert-jax vocab`."""
+    sub = verbs.add(
+        "vocab",
+        _vocab,
+        "train a WordPiece vocabulary on text",
+        "  bert-jax vocab --out vocab --size 16384 books:novels/ 'wiki/*.gz'",
+    )
+    sub.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCES)
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder for vocab.txt")
+    sub.add_argument("--size", type=int, default=30522, help="entries (default %(default)s)")
+    sub.add_argument("--cased", action="store_true", help="keep case and accents")
+    sub.add_argument(
+        "--min-frequency", type=int, default=2, help="rarer pieces are not merged (default 2)"
+    )
+
+
+def _vocab(options) -> None:
+    from bert_jax.data import wordpiece
+
+    vocabulary = wordpiece.train(
+        options.sources,
+        options.out,
+        size=options.size,
+        lowercase=not options.cased,
+        min_frequency=options.min_frequency,
+    )
+    print(f"{options.out}: a vocabulary of {len(vocabulary):,} word pieces")
+
+
+def add_prepare(verbs: Verbs) -> None:
+    """`bert-jax prepare`."""
+    sub = verbs.add(
+        "prepare",
+        _prepare,
+        "turn text into shards of rows",
+        "  bert-jax prepare --vocab vocab --out rows128 --tokens 128 --sequences 4 'wiki/*.gz'\n"
+        "  bert-jax prepare --vocab vocab --out /nfs/rows128 --runner beam --beam runner=FlinkRunner \\\n"
+        "    --beam flink_master=flink:8081 '/nfs/wiki/*.gz'",
+    )
+    sub.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCES)
+    sub.add_argument("--vocab", required=True, help="vocab.txt, or a folder that holds it")
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder for the rows")
+    sub.add_argument("--tokens", type=int, default=128, help="T, tokens a row (default 128)")
+    sub.add_argument(
+        "--sequences", type=int, default=1, help="most sequences packed into a row (default 1)"
+    )
+    sub.add_argument(
+        "--pairs", choices=("nsp", "none"), default="nsp", help="sentence pairs (default) or not"
+    )
+    sub.add_argument("--passes", type=int, default=1, help="times over the text, pairs drawn anew")
+    sub.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
+    sub.add_argument("--heldout-fraction", type=float, default=0.01, help="of the documents (0.01)")
+    sub.add_argument("--short-fraction", type=float, default=0.1, help="shortened sequences (0.1)")
+    add_case(sub)
+    sub.add_argument("--language", default="en", help="for splitting sentences (default en)")
+    sub.add_argument("--workers", type=int, default=None, help="processes (default: all cores)")
+    sub.add_argument("--force", action="store_true", help="replace rows made with other settings")
+    sub.add_argument(
+        "--runner",
+        choices=("local", "beam"),
+        default="local",
+        help="beam: an Apache Beam pipeline, the same bytes; its workers must reach the sources and "
+        "--out by the same paths",
+    )
+    sub.add_argument(
+        "--beam",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of Beam's, such as runner=FlinkRunner; may be repeated",
+    )
+
+
+def _prepare(options) -> None:
+    from bert_jax.data import prepare
+
+    settings = vars(options).copy()
+    for name in ("verb", "run", "takes_config", "config", "sources", "vocab", "out"):
+        del settings[name]
+    prepare.prepare(options.sources, options.vocab, options.out, **settings)

@@ -1,0 +1,201 @@
+"""Training, and what is asked of a run afterwards."""
+
+import json
+import sys
+
+from bert_jax.cli.common import EXIT_INTERRUPTED, EXIT_NO, Verbs, add_config, add_which, take_rows
+from bert_jax.errors import UserError
+
+
+def add_pretrain(verbs: Verbs) -> None:
+    """`bert-jax pretrain`."""
+    sub = verbs.add(
+        "pretrain",
+        _pretrain,
+        "pretrain a model on rows",
+        "  bert-jax pretrain --config configs/pretrain.py:mini,128 --rows rows128 --workdir runs/mini \\\n"
+        "    --config.steps=20000 --config.optim.learning_rate=5e-4\n\n"
+        "Started again, the same command goes on from the newest checkpoint.\n"
+        "exit status: 0 done, 2 a mistake told in one line, 75 stopped by a signal and saved",
+        takes_config=True,
+    )
+    add_config(sub)
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument(
+        "--rows", action="append", default=[], metavar="DIR", help="rows; once a phase, in order"
+    )
+    sub.add_argument(
+        "--resume",
+        choices=("auto", "force"),
+        default="auto",
+        help="force: go on although the config differs from the run's",
+    )
+
+
+def _pretrain(options) -> int | None:
+    from bert_jax import config as config_lib
+
+    config = config_lib.load(options.config)
+    take_rows(config, options.rows)
+
+    from bert_jax import device, distributed
+
+    distributed.start()
+    device.start(config.platform)
+
+    from bert_jax.tasks import pretraining
+    from bert_jax.train import Interrupted, train
+
+    config, vocabulary, data, stages = pretraining.stages(config)
+    try:
+        train(config, vocabulary, data, stages, options.workdir, options.resume == "force")
+    except Interrupted as stopped:
+        print(f"bert-jax pretrain: {stopped}; run the same command to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return None
+
+
+def add_finetune(verbs: Verbs) -> None:
+    """`bert-jax finetune`."""
+    sub = verbs.add(
+        "finetune",
+        _finetune,
+        "fine-tune a checkpoint on a task",
+        "  bert-jax finetune --config configs/glue.py:rte --data GLUE --init runs/base --workdir runs/rte\n"
+        "  bert-jax finetune --config configs/table.py --config.task.train=train.csv \\\n"
+        "    --config.task.dev=dev.csv --init bert-base-uncased --workdir runs/mine --seeds 5\n\n"
+        "Started again, the same command goes on from the newest checkpoint.\n"
+        "exit status: as pretrain's",
+        takes_config=True,
+    )
+    add_config(sub)
+    sub.add_argument(
+        "--init",
+        required=True,
+        metavar="DIR",
+        help="a run, an imported checkpoint, or a Hugging Face folder or name; none: random weights",
+    )
+    add_which(sub)
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument("--data", help="sets config.task.data: a benchmark's folder, or tfds")
+    sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
+    sub.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="run N seeds; mean, deviation, best"
+    )
+    sub.add_argument(
+        "--resume",
+        choices=("auto", "force"),
+        default="auto",
+        help="force: go on although the config differs from the run's",
+    )
+
+
+def _finetune(options) -> int | None:
+    from bert_jax import config as config_lib
+
+    config = config_lib.load(options.config, config_lib.FinetuneConfig)
+    if options.data:
+        config.task.data = options.data
+    if options.seeds < 1:
+        raise UserError(f"--seeds {options.seeds}: it must be 1 or more")
+
+    from bert_jax import device, distributed
+
+    distributed.start()
+    device.start(config.platform)
+
+    from bert_jax import finetune
+    from bert_jax.train import Interrupted
+
+    try:
+        summary = finetune.finetune(
+            config,
+            options.init,
+            options.workdir,
+            seeds=options.seeds,
+            vocab=options.vocab,
+            which=options.checkpoint,
+            force=options.resume == "force",
+        )
+    except Interrupted as stopped:
+        print(f"bert-jax finetune: {stopped}; run the same command to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(finetune.describe(summary))
+    return None
+
+
+def add_evaluate(verbs: Verbs) -> None:
+    """`bert-jax evaluate`."""
+    sub = verbs.add(
+        "evaluate",
+        _evaluate,
+        "measure a run again on held-out data",
+        "  bert-jax evaluate --workdir runs/mini --rows rows128\n"
+        "  bert-jax evaluate --workdir runs/rte",
+    )
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    sub.add_argument("--rows", metavar="DIR", help="rows (default: those of its last phase)")
+    add_which(sub)
+    sub.add_argument("--all", action="store_true", help="all held-out rows, not the run's choice")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _evaluate(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax import workdir
+    from bert_jax.config import FinetuneConfig
+
+    if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
+        from bert_jax import finetune
+
+        if options.rows or options.all:
+            raise UserError(
+                f"--rows and --all are for pretraining; {options.workdir} is measured on all of its "
+                "own task's data"
+            )
+
+        summary = finetune.evaluate_run(options.workdir, which=options.checkpoint)
+        print(json.dumps(summary) if options.json else finetune.describe(summary))
+        return
+
+    from bert_jax.evaluate import evaluate_workdir
+
+    step, found = evaluate_workdir(options.workdir, options.rows, options.checkpoint, options.all)
+    if options.json:
+        print(json.dumps({"step": step, **found}))
+    else:
+        print(f"step {step:,} of {options.workdir}, held-out")
+        for name, value in found.items():
+            print(f"  {name:24} {value:.4f}")
+
+
+def add_replay(verbs: Verbs) -> None:
+    """`bert-jax replay`."""
+    sub = verbs.add(
+        "replay",
+        _replay,
+        "compute a step that went wrong again, from what a run wrote down of it",
+        "  bert-jax replay runs/mini\n  bert-jax replay runs/mini --step 4711 --json",
+    )
+    sub.add_argument("workdir", metavar="DIR", help="folder of the run")
+    sub.add_argument("--step", type=int, help="of an incident (default: the first)")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _replay(options) -> int:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax import replay
+
+    found = replay.replay(options.workdir, options.step)
+    if options.json:
+        told = {"recorded": found.incident.told, "replayed": found.said, "same": found.same}
+        print(json.dumps(told))
+    else:
+        print(replay.describe(found))
+    return 0 if found.same else EXIT_NO
