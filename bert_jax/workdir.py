@@ -66,9 +66,17 @@ class Lines:
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON lines file; the last one may be cut short by a kill."""
+    """The complete lines of a JSON lines file; the last one may be cut short by a kill.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        texts = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
     lines = []
-    for text in path.read_text().splitlines():
+    for text in texts:
         try:
             line = json.loads(text)
         except ValueError:

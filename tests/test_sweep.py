@@ -381,6 +381,36 @@ def test_a_cost_is_that_of_the_formula(size):
     assert told.flops == pytest.approx(expected, rel=0.2)  # scores of pairs are left out
     assert told.seconds == pytest.approx(told.flops / 1e12)
 
+    def line(digest, flops, seconds, verb="pretrain"):
+        command = f"bert-jax {verb} --config x"
+        return {"command": command, "digest": digest, "flops": flops, "wall_seconds": seconds}
+
+    # Of a point's two seeds the time is that of both; other verbs, and what did not train, say
+    # nothing.
+    before = [line("a", 1e9, 4.0), line("a", 3e9, 4.0), line("b", 9e9, 3.0), line("c", 0.0, 5.0)]
+    told = cost(point, Given(), [*before, line("d", 1e15, 1.0, "finetune")], speed=0.0)
+    assert told.seconds == pytest.approx(told.flops / 2e9)
+
+
+def test_what_was_measured_beside_a_sweep_tells_its_cost(bench, tmp_path, capsys):
+    """But what cannot be read, or is another kind of file, does not."""
+    folders = [tmp_path / name for name in ("mine", "other", "third", "fourth")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "sweep.py").write_text(
+        "from bert_jax.sweep import Point\n"
+        "def get_points(given):\n    yield Point('vocab', ('vocab', 'text'))\n"
+    )
+    line = {"command": "bert-jax vocab text", "digest": "a", "wall_seconds": 77.0}
+    command = ["sweep", str(folders[0]), "--dry-run", "--runs", str(tmp_path / "runs")]
+    assert cli.main(command) == 0
+    assert "vocab: about ?" in capsys.readouterr().out
+    (folders[1] / "results.jsonl").write_text(json.dumps(line) + "\n")
+    (folders[2] / "results.jsonl").write_text('{"case": "another"}\n')
+    (folders[3] / "results.jsonl").write_bytes(b"\xff{")
+    assert cli.main(command) == 0
+    assert "vocab: about 77 s" in capsys.readouterr().out
+
 
 def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
     file = file_of(WAITING)

@@ -134,11 +134,7 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """The lines of a file that are of a step; none where there is no file."""
     if not os.path.exists(path):
         return []
-    try:
-        lines = workdir.read_lines(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    return [x for x in lines if isinstance(x, dict) and isinstance(x.get("step"), int)]
+    return [x for x in workdir.read_lines(path) if isinstance(x.get("step"), int)]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """What points will cost, roughly."""
 
+import collections
+import contextlib
 import itertools
 import os
 import pathlib
@@ -11,14 +13,15 @@ from typing import Any, NamedTuple
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
 from bert_jax.data.compressed import SUFFIXES
+from bert_jax.errors import UserError
 from bert_jax.sweep.points import Given, Point, Sweep
-from bert_jax.sweep.results import Results
+from bert_jax.sweep.results import RESULTS, Results
 from bert_jax.sweep.scheduler import LAUNCHED, Engine, Place
 from bert_jax.tasks import glue
 from bert_jax.tasks.pretraining import USUAL_VOCAB_SIZE
 
 # Of a chip's data-sheet FLOP/s, for estimates where nothing was measured; of a CPU core's, 32-bit.
-UTILIZATION, _CORE_FLOPS = 0.4, 4e10
+UTILIZATION, _CORE_FLOPS = 0.4, 2e10
 _BYTES_A_TOKEN, _COMPRESSION = 5.0, 3.0
 
 
@@ -42,7 +45,7 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
     Args:
         point: not yet run.
         given: for the data's folder.
-        results: of the same sweep, measured before: the same kind of thing takes as long.
+        results: measured before, of whatever sweep: the same kind of thing takes as long.
         speed: FLOP/s of what will run it; 0 takes what the results say, else a guess for this CPU.
     """
     before = [r for r in results if r["command"].split()[1:2] == [point.verb]]
@@ -70,9 +73,28 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
     else:
         tokens = _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs * seeds
     flops = _flops_a_token(model, config) * tokens
-    measured = [r["flops"] / r["step_seconds"] for r in before if r.get("step_seconds")]
-    speed = speed or (statistics.median(measured) if measured else _core_flops())
+    speed = speed or _speed(before) or _CORE_FLOPS * (os.cpu_count() or 1)
     return Cost(flops, flops / speed if flops else None)
+
+
+def _speed(results: Sequence[dict[str, Any]]) -> float:
+    """FLOP/s of points, all of their time counted, or 0; a line is one of a point's seeds."""
+    flops = collections.Counter[str]()
+    for line in results:
+        flops[line["digest"]] += line.get("flops", 0)
+    seconds = {line["digest"]: line["wall_seconds"] for line in results}
+    speeds = [flops[digest] / time for digest, time in seconds.items() if flops[digest] and time]
+    return statistics.median(speeds) if speeds else 0.0
+
+
+def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Results of the sweep in a folder and, where they can be read, of those beside it."""
+    lines = Results(folder).read()
+    for path in folder.parent.glob(f"*/{RESULTS}"):
+        if path.parent != folder:
+            with contextlib.suppress(UserError):
+                lines += Results(path.parent).read()
+    return [line for line in lines if {"command", "digest", "wall_seconds"} <= line.keys()]
 
 
 def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
@@ -115,10 +137,6 @@ def _training_bytes(config: FinetuneConfig, given: Given) -> float:
     )
 
 
-def _core_flops() -> float:
-    return _CORE_FLOPS * (os.cpu_count() or 1)
-
-
 def duration(seconds: float | None) -> str:
     """For people."""
     if seconds is None:
@@ -132,7 +150,7 @@ def duration(seconds: float | None) -> str:
 
 def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.0) -> str:
     """What `--dry-run` prints: every point, what it would run and what that may cost."""
-    results = Results(sweep.path.parent).read()
+    results = _measured(sweep.path.parent)
     places = {p.name: Place(p, runs, sweep.given.data) for p in sweep.points}
     lines, total, unknown = [], 0.0, 0
     for point in sweep.points:
