@@ -26,26 +26,23 @@ from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from bert_jax.data.compressed import damage, decompressed
+from bert_jax.data.kinds import (
+    KINDS,
+    WRAPPED_CHARACTERS,
+    check_is_text,
+    head_of,
+    incomplete_end,
+    kind_of_text,
+    marked_kind,
+)
+from bert_jax.data.mediawiki import plain_text
 from bert_jax.errors import UserError
 from bert_jax.files import one_line_errors
-
-KINDS = {
-    "google": "a sentence a line, a blank line between documents",
-    "books": "a document a file, in paragraphs or hard-wrapped lines",
-    "wikiextractor": "WikiExtractor's <doc id= url= title=> ... </doc>",
-    "wikiextractor-json": "WikiExtractor's --json, an article a line",
-    "mediawiki": "a MediaWiki XML dump",
-    "jsonl": 'a JSON object a line, with a field "text"',
-    "parquet": 'Parquet with a column "text"',
-    "tfds": "a prepared TensorFlow Datasets corpus, NAME/CONFIG",
-}
 
 # No book or article is this long; whatever is would not fit a worker's memory once tokenized.
 DOCUMENT_CHARACTERS = 8 << 20
 # Far beyond T tokens of any row; longer ones are not sentences but text without punctuation.
 SENTENCE_CHARACTERS = 10_000
-# What is looked at to tell a file's kind, and whether it is text at all.
-_HEAD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 _MOST_WEIGHT = 1000
 _REPEATS = "a long line repeats an earlier one"
@@ -338,7 +335,7 @@ def sentences(document: RawDocument, language: str = "en") -> list[str]:
         import sentencex
 
         if document.kind == "mediawiki":
-            text = _plain_text(text)
+            text = plain_text(text)
         elif document.kind.startswith("wikiextractor") and "&" in text:
             text = html.unescape(text)  # some versions escape, others do not
         paragraphs = _paragraphs(text) if document.kind == "books" else text.split("\n")
@@ -358,15 +355,11 @@ def _cut(sentence: str) -> Iterator[str]:
         yield sentence
 
 
-# A line longer than any page is wide is a whole paragraph; shorter ones run on until a blank line.
-_WRAPPED_CHARACTERS = 120
-
-
 def _paragraphs(text: str) -> Iterator[str]:
     lines: list[str] = []
     for line in text.split("\n"):
         line = line.strip()
-        if line and len(line) <= _WRAPPED_CHARACTERS:
+        if line and len(line) <= WRAPPED_CHARACTERS:
             lines.append(line)
             continue
         if lines:
@@ -418,15 +411,15 @@ class _Reader:
                 yield from self._documents_of(path)
 
     def _documents_of(self, path: pathlib.Path) -> Iterator[RawDocument]:
-        head = _head(path)  # not counted: it is read again below
+        head = head_of(path)  # not counted: it is read again below
         if not head.strip():
             self._tell(path, 1, "a file is empty", "went on without it")
             return
-        kind = self._source.kind or _marked_kind(path, head) or self._text_kind
+        kind = self._source.kind or marked_kind(path, head) or self._text_kind
         if kind == "parquet":
             found = self._parquet(path)
         else:
-            _check_is_text(path, head)
+            check_is_text(path, head)
             with decompressed(path, self._report.count) as stream:
                 read = {
                     "google": self._google,
@@ -454,11 +447,11 @@ class _Reader:
         """ "google" or "books", from the source's first file that is plain text."""
         for path in self._source.files:
             with damage(path):
-                head = _head(path)
-            if head.strip() and _marked_kind(path, head) is None:
-                _check_is_text(path, head)
+                head = head_of(path)
+            if head.strip() and marked_kind(path, head) is None:
+                check_is_text(path, head)
                 break
-        return _kind_of_text(head.decode("utf-8", "replace"))
+        return kind_of_text(head.decode("utf-8", "replace"))
 
     def _lines(self, path: pathlib.Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, str]]:
         """The file's lines with their numbers, without their ends; bad bytes become U+FFFD.
@@ -470,7 +463,7 @@ class _Reader:
             ended = data.endswith(b"\n")
             data, rest = rest + data, b""
             if not ended:  # a piece, or the last line: a character may be cut in two
-                cut = _incomplete_end(data) if len(data) >= DOCUMENT_CHARACTERS else len(data)
+                cut = incomplete_end(data) if len(data) >= DOCUMENT_CHARACTERS else len(data)
                 data, rest = data[:cut], data[cut:]
             try:
                 line = data.decode()
@@ -688,191 +681,3 @@ def _without_title(text: str, title: Any) -> str:
     """WikiExtractor begins an article with its title, as Google's text does not."""
     first, _, rest = text.partition("\n")
     return rest.lstrip("\n") if title and rest.strip() and first.strip() == title else text
-
-
-def _incomplete_end(data: bytes) -> int:
-    """Where the last character begins if its bytes are not all there, else the length."""
-    for back in range(1, min(4, len(data)) + 1):
-        lead = data[-back]
-        if lead & 0xC0 != 0x80:  # not a continuation byte
-            width = 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-            return len(data) - back if width > back else len(data)
-    return len(data)
-
-
-def _check_is_text(path: pathlib.Path, head: bytes) -> None:
-    """Refuses what is not UTF-8 text, judging by its beginning; a stray byte is forgiven."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(
-            f"{path}: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {path}"
-        )
-    if b"\0" in head:
-        at = head.index(b"\0")
-        raise UserError(
-            f"{path}:{head.count(10, 0, at) + 1}: not a text file (a NUL at byte {at:,}); "
-            "leave it out of the source, or unpack it if it is an archive"
-        )
-    head = head[: _incomplete_end(head)]
-    bad = head.decode(errors="replace").count("\ufffd") - head.count("\ufffd".encode())
-    if bad > max(1, len(head) // 100):
-        try:
-            head.decode()
-        except UnicodeDecodeError as error:
-            at = error.start
-        raise UserError(
-            f"{path}:{head.count(10, 0, at) + 1}: not UTF-8 text (from byte {at:,} on, {bad:,} bad "
-            f"bytes in the first {len(head):,}); convert it, e.g. iconv -f LATIN1 -t UTF-8 {path}"
-        )
-
-
-def _head(path: pathlib.Path) -> bytes:
-    with decompressed(path) as stream:
-        return stream.read(_HEAD_BYTES)
-
-
-def _marked_kind(path: pathlib.Path, head: bytes) -> str | None:
-    """The kind of a file whose first bytes tell; None for plain text."""
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if b"<mediawiki" in start[:1000]:
-        return "mediawiki"
-    if start.startswith(b"<doc "):
-        return "wikiextractor"
-    if start.startswith(b"<?xml"):
-        raise UserError(
-            f"{path} is XML but no MediaWiki dump (no <mediawiki> element at its start); "
-            "convert it to text first"
-        )
-    if start.startswith(b"{"):
-        fields = re.findall(rb'"(\w+)"\s*:', start.split(b"\n")[0])
-        return "wikiextractor-json" if {b"url", b"title"} <= set(fields) else "jsonl"
-    return None
-
-
-def _kind_of_text(head: str) -> str:
-    """Tells a sentence a line ("google") from hard-wrapped lines or paragraphs ("books")."""
-    import sentencex
-
-    blocks = [block.split("\n") for block in re.split(r"\n\s*\n", head.replace("\r", ""))]
-    lines = [line.strip() for block in blocks for line in block if line.strip()][:500]
-    if not lines:
-        return "google"
-    # In wrapped text lines end anywhere, and the next line's first word would not have fitted.
-    width = max(map(len, lines))
-    inner = [pair for block in blocks for pair in itertools.pairwise(block)]
-    wrapped = sum(
-        len(line) + len(after.split(" ")[0]) >= width - 8 and not re.search(r"[.!?]\W*$", line)
-        for line, after in inner
-    )
-    if 40 <= width <= _WRAPPED_CHARACTERS and wrapped > 0.3 * len(inner):
-        return "books"
-    # Otherwise lines are sentences or paragraphs. Splitters disagree on a few sentences in a hundred.
-    several = sum(len(sentencex.segment("en", line)) > 1 for line in lines)
-    return "books" if several > 0.15 * len(lines) else "google"
-
-
-# Elements whose content is no prose. Regular expressions take them out before parsing because
-# what is inside often is not wiki markup at all.
-_NO_PROSE = (
-    r"ref|math|chem|gallery|timeline|syntaxhighlight|source|score|imagemap|code|pre|graph|"
-    r"hiero|mapframe|maplink|templatestyles|section|references"
-)
-_MARKUP = [
-    (re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL), ""),
-    (re.compile(rf"<({_NO_PROSE})\b[^<>]*/>", re.IGNORECASE), ""),
-    (re.compile(rf"<({_NO_PROSE})\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL), ""),
-    (re.compile(r"__[A-Z]+__"), ""),
-]
-_LEFTOVERS = [
-    (re.compile(r"''+"), ""),
-    (re.compile(r"[\u00a0\u2009\u202f\u200b]"), " "),
-    (re.compile(r"\(\s*[,;:\s\u2013-]*\s*\)|\[\s*\]"), ""),  # what templates leave between brackets
-    (re.compile(r"([(\[])[\s,;]+"), r"\1"),
-    (re.compile(r"[\s,;]+([)\]])"), r"\1"),
-    (re.compile(r"[ \t]+([,.;:!?])(?=\s|$)", re.MULTILINE), r"\1"),
-    (re.compile(r",(\s*[,.])+"), ","),
-    (re.compile(r"[ \t]+"), " "),
-]
-_NO_LINE = re.compile(r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w+[^>]*>|thumb\||\w+=\S+\|")
-
-
-def _plain_text(markup: str) -> str:
-    """The prose of a wiki page, a paragraph a line.
-
-    Lists, tables and headings are left out, as in the paper (section 3.1: "we extract only the
-    text passages and ignore lists, tables, and headers").
-    """
-    import mwparserfromhell
-
-    for pattern, replacement in _MARKUP:
-        markup = pattern.sub(replacement, markup)
-    text = html.unescape(_render(mwparserfromhell.parse(markup)))
-    for pattern, replacement in _LEFTOVERS:
-        text = pattern.sub(replacement, text)
-    lines = (line.strip() for line in text.split("\n"))
-    return "\n".join(line for line in lines if line and not _NO_LINE.search(line))
-
-
-def _render(code) -> str:
-    from mwparserfromhell import nodes
-
-    parts: list[str] = []
-    in_list = False
-    for node in code.nodes:
-        if isinstance(node, nodes.Text):
-            text = str(node)
-            if in_list:  # a list item lasts to the end of its line
-                _, newline, text = text.partition("\n")
-                in_list = not newline
-                text = newline + text
-        elif isinstance(node, nodes.Tag) and node.wiki_markup in ("*", "#", ";", ":"):
-            in_list, text = True, ""
-        elif in_list:
-            text = ""
-        else:
-            text = _render_node(node, nodes)
-        parts.append(text)
-    return "".join(parts)
-
-
-def _render_node(node, nodes) -> str:
-    if isinstance(node, nodes.Wikilink):
-        title = str(node.title).strip()
-        # File:, Category:, links to other languages; a leading colon marks an ordinary link.
-        if re.match(r"[A-Za-z-]+:\S", title):
-            return ""
-        return _render(node.text) if node.text is not None else title.lstrip(":")
-    if isinstance(node, nodes.ExternalLink):
-        return _render(node.title) if node.title is not None else ""
-    if isinstance(node, nodes.HTMLEntity):
-        return node.normalize()
-    if isinstance(node, nodes.Tag):
-        name = str(node.tag).strip().lower()
-        if name == "br":
-            return " "
-        if name in ("b", "i", "em", "strong", "small", "big", "sub", "sup", "span", "u", "abbr",
-                    "nowiki", "blockquote", "p", "div", "q", "cite", "poem", "center"):  # fmt: skip
-            return _render(node.contents) if node.contents is not None else ""
-        return ""
-    if isinstance(node, nodes.Template):
-        return _render_template(node)
-    return ""  # headings, comments, template arguments
-
-
-def _render_template(template) -> str:
-    """The few templates that stand for words within a sentence."""
-    name = str(template.name).strip().lower()
-    values = [_render(p.value).strip() for p in template.params if not p.showkey]
-    if not values:
-        return {"'": "'", "'s": "'s", "spaced ndash": " \u2013 ", "snd": " \u2013 ", "-": ""}.get(
-            name, ""
-        )
-    if name in ("convert", "cvt"):  # {{convert|7|to|10|kg|lb}}: two numbers, or one
-        is_range = len(values) > 3 and not re.search(r"\d", values[1]) and values[2][:1].isdigit()
-        return " ".join(values[: 4 if is_range else 2])
-    if name in ("lang", "transl", "transliteration"):
-        return values[-1]
-    if name in ("nowrap", "nobr", "small", "nihongo", "abbr", "quote", "linktext", "ill", "as of"):
-        return f"As of {values[0]}" if name == "as of" else values[0]
-    return ""

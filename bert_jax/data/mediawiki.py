@@ -1,0 +1,109 @@
+"""Wiki markup to prose."""
+
+import html
+import re
+
+# Elements whose content is no prose. Regular expressions take them out before parsing because
+# what is inside often is not wiki markup at all.
+_NO_PROSE = (
+    r"ref|math|chem|gallery|timeline|syntaxhighlight|source|score|imagemap|code|pre|graph|"
+    r"hiero|mapframe|maplink|templatestyles|section|references"
+)
+_MARKUP = [
+    (re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL), ""),
+    (re.compile(rf"<({_NO_PROSE})\b[^<>]*/>", re.IGNORECASE), ""),
+    (re.compile(rf"<({_NO_PROSE})\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL), ""),
+    (re.compile(r"__[A-Z]+__"), ""),
+]
+_LEFTOVERS = [
+    (re.compile(r"''+"), ""),
+    (re.compile(r"[\u00a0\u2009\u202f\u200b]"), " "),
+    (re.compile(r"\(\s*[,;:\s\u2013-]*\s*\)|\[\s*\]"), ""),  # what templates leave between brackets
+    (re.compile(r"([(\[])[\s,;]+"), r"\1"),
+    (re.compile(r"[\s,;]+([)\]])"), r"\1"),
+    (re.compile(r"[ \t]+([,.;:!?])(?=\s|$)", re.MULTILINE), r"\1"),
+    (re.compile(r",(\s*[,.])+"), ","),
+    (re.compile(r"[ \t]+"), " "),
+]
+_NO_LINE = re.compile(r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w+[^>]*>|thumb\||\w+=\S+\|")
+
+
+def plain_text(markup: str) -> str:
+    """The prose of a wiki page, a paragraph a line.
+
+    Lists, tables and headings are left out, as in the paper (section 3.1: "we extract only the
+    text passages and ignore lists, tables, and headers").
+    """
+    import mwparserfromhell
+
+    for pattern, replacement in _MARKUP:
+        markup = pattern.sub(replacement, markup)
+    text = html.unescape(_render(mwparserfromhell.parse(markup)))
+    for pattern, replacement in _LEFTOVERS:
+        text = pattern.sub(replacement, text)
+    lines = (line.strip() for line in text.split("\n"))
+    return "\n".join(line for line in lines if line and not _NO_LINE.search(line))
+
+
+def _render(code) -> str:
+    from mwparserfromhell import nodes
+
+    parts: list[str] = []
+    in_list = False
+    for node in code.nodes:
+        if isinstance(node, nodes.Text):
+            text = str(node)
+            if in_list:  # a list item lasts to the end of its line
+                _, newline, text = text.partition("\n")
+                in_list = not newline
+                text = newline + text
+        elif isinstance(node, nodes.Tag) and node.wiki_markup in ("*", "#", ";", ":"):
+            in_list, text = True, ""
+        elif in_list:
+            text = ""
+        else:
+            text = _render_node(node, nodes)
+        parts.append(text)
+    return "".join(parts)
+
+
+def _render_node(node, nodes) -> str:
+    if isinstance(node, nodes.Wikilink):
+        title = str(node.title).strip()
+        # File:, Category:, links to other languages; a leading colon marks an ordinary link.
+        if re.match(r"[A-Za-z-]+:\S", title):
+            return ""
+        return _render(node.text) if node.text is not None else title.lstrip(":")
+    if isinstance(node, nodes.ExternalLink):
+        return _render(node.title) if node.title is not None else ""
+    if isinstance(node, nodes.HTMLEntity):
+        return node.normalize()
+    if isinstance(node, nodes.Tag):
+        name = str(node.tag).strip().lower()
+        if name == "br":
+            return " "
+        if name in ("b", "i", "em", "strong", "small", "big", "sub", "sup", "span", "u", "abbr",
+                    "nowiki", "blockquote", "p", "div", "q", "cite", "poem", "center"):  # fmt: skip
+            return _render(node.contents) if node.contents is not None else ""
+        return ""
+    if isinstance(node, nodes.Template):
+        return _render_template(node)
+    return ""  # headings, comments, template arguments
+
+
+def _render_template(template) -> str:
+    """The few templates that stand for words within a sentence."""
+    name = str(template.name).strip().lower()
+    values = [_render(p.value).strip() for p in template.params if not p.showkey]
+    if not values:
+        return {"'": "'", "'s": "'s", "spaced ndash": " \u2013 ", "snd": " \u2013 ", "-": ""}.get(
+            name, ""
+        )
+    if name in ("convert", "cvt"):  # {{convert|7|to|10|kg|lb}}: two numbers, or one
+        is_range = len(values) > 3 and not re.search(r"\d", values[1]) and values[2][:1].isdigit()
+        return " ".join(values[: 4 if is_range else 2])
+    if name in ("lang", "transl", "transliteration"):
+        return values[-1]
+    if name in ("nowrap", "nobr", "small", "nihongo", "abbr", "quote", "linktext", "ill", "as of"):
+        return f"As of {values[0]}" if name == "as of" else values[0]
+    return ""
