@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bert_jax import cli
+from bert_jax.data import pieces, wordpiece, workers
 from bert_jax.data import prepare as module
-from bert_jax.data import wordpiece
 from bert_jax.data.prepare import prepare
 from bert_jax.errors import UserError
 
@@ -38,8 +38,8 @@ def installed():
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many chunks, batches and shards of little text."""
-    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 1500)
-    monkeypatch.setattr(module, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(pieces, "CHUNK_CHARACTERS", 1500)
+    monkeypatch.setattr(pieces, "BATCH_BYTES", 3000)
     monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
 
 
@@ -92,7 +92,7 @@ class Shuffled:
         tasks = list(tasks)
         again = self._rng.sample(tasks, self._rng.randint(0, len(tasks)))
         for _, arguments in self._rng.sample(tasks + again, len(tasks) + len(again)):
-            module._call(self._job, method, arguments)
+            workers.call(self._job, method, arguments)
         yield from ((tag, None) for tag, _ in tasks)
 
 
@@ -120,8 +120,8 @@ def test_bytes_depend_on_no_order_of_the_work(
     folder = tmp_path_factory.mktemp("rows")
     local = prepare(sources, vocab, folder / "local", workers=1, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BATCH_BYTES", batch_bytes)
-        patch.setattr(module, "_CHUNK_CHARACTERS", chunk_characters)
+        patch.setattr(pieces, "BATCH_BYTES", batch_bytes)
+        patch.setattr(pieces, "CHUNK_CHARACTERS", chunk_characters)
         there = shuffled(sources, vocab, folder / "there", rng, **options)
     assert there == local
     assert content(folder / "there") == content(folder / "local")
@@ -197,9 +197,9 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(
     done = {path.name for path in out.glob(".partial/*.batch")}
     assert done
     began = []
-    original = module._Worker.tokenize_files
+    original = pieces.Worker.tokenize_files
     monkeypatch.setattr(
-        module._Worker, "tokenize_files", lambda w, b: (began.append(b.number), original(w, b))[1]
+        pieces.Worker, "tokenize_files", lambda w, b: (began.append(b.number), original(w, b))[1]
     )
     prepare(*text, out, runner="beam")
     assert not {f"{number:06}.batch" for number in began} & done

@@ -21,11 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax import files
+from bert_jax.data import pieces as pieces_lib
 from bert_jax.data import prepare as module
 from bert_jax.data import wordpiece
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM, Instances, _trim, truncated_lengths
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
+from bert_jax.data.workers import Workers
 from bert_jax.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -258,7 +260,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
     vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
-    tokenizer, pieces = vocabulary.tokenizer(), module._Pieces(vocabulary, np.dtype("<u2"))
+    tokenizer, pieces = vocabulary.tokenizer(), pieces_lib._Pieces(vocabulary, np.dtype("<u2"))
     alphabet = st.sampled_from(
         [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", "[UNK]"]
     )
@@ -283,7 +285,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many chunks and shards of little text."""
-    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 2000)
+    monkeypatch.setattr(pieces_lib, "CHUNK_CHARACTERS", 2000)
     monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
 
 
@@ -441,8 +443,9 @@ def test_bytes_do_not_depend_on_workers(tmp_path, small_pieces):
 
 SCRIPT = """
 import sys
+from bert_jax.data import pieces
 from bert_jax.data import prepare as module
-module._CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
+pieces.CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
 if __name__ == "__main__":
     module.prepare([sys.argv[1]], sys.argv[2], sys.argv[3], sequences=4, workers=2)
 """
@@ -548,9 +551,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_pieces, monke
     tokenized = []
     with monkeypatch.context() as patch:
         patch.setattr(array_record_module, "ArrayRecordWriter", Full)
-        original = module._Worker.tokenize
+        original = pieces_lib.Worker.tokenize
         patch.setattr(
-            module._Worker, "tokenize", lambda *a: (tokenized.append(a[1]), original(*a))[1]
+            pieces_lib.Worker, "tokenize", lambda *a: (tokenized.append(a[1]), original(*a))[1]
         )
         with pytest.raises(UserError, match="the disk is full"):
             prepare([text], vocab, out, workers=1)
@@ -674,7 +677,7 @@ def test_settings_that_cannot_be(tmp_path, name, value):
 
 def test_a_worker_that_dies_is_one_line(tmp_path, small_pieces, monkeypatch):
     text, vocab = write_corpus(tmp_path)
-    run = module._Workers.run
+    run = Workers.run
 
     def killing(pool, method, tasks):
         for i, done in enumerate(run(pool, method, tasks)):
@@ -685,7 +688,7 @@ def test_a_worker_that_dies_is_one_line(tmp_path, small_pieces, monkeypatch):
             yield done
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._Workers, "run", killing)
+        patch.setattr(Workers, "run", killing)
         with pytest.raises(UserError, match="a worker process died"):
             prepare([text], vocab, tmp_path / "rows", workers=2)
     prepare([text], vocab, tmp_path / "rows", workers=1)

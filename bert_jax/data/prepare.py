@@ -16,36 +16,23 @@ themselves, a batch of files being a piece, so that no text passes through the m
 them; where chunks end shows nowhere in the rows.
 """
 
-import array
 import collections
-import concurrent.futures
 import contextlib
-import dataclasses
-import errno
 import functools
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import pathlib
 import pickle
-import random
 import shutil
-import signal
-import string
-import struct
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from bert_jax import files
-from bert_jax.data import corpus, wordpiece
-from bert_jax.data.instances import Instances
+from bert_jax.data import corpus, pieces, wordpiece
 from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
@@ -55,6 +42,7 @@ from bert_jax.data.rows import (
     Split,
     read_manifest,
 )
+from bert_jax.data.workers import Workers, call
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
@@ -62,75 +50,8 @@ PAIRS = ("nsp", "none")
 RUNNERS = ("local", "beam")
 UNKNOWN_FRACTION = 0.2  # beyond this share of [UNK] the vocabulary does not fit the text
 
-# One of these at a time is what a worker holds: 1 MB of text, 8,192 sequences.
-_CHUNK_CHARACTERS = 1 << 20
-_WINDOW_SEQUENCES = 1 << 13
-# What a worker that reads files takes at a time, as they lie on disk; the least multiple of it that
-# files make. Its chunks are numbered from a multiple of _BATCH_CHUNKS, more than any has.
-_BATCH_BYTES, _BATCH_CHUNKS = 1 << 24, 10**6
 # A shard is a 64th of the corpus within these bounds, in tokens.
 _SHARDS, _LEAST_SHARD_TOKENS, _MOST_SHARD_TOKENS = 64, 1 << 18, 1 << 24
-# Words whose pieces a worker remembers (about 20 MB), and up to which length.
-_REMEMBERED_WORDS, _REMEMBERED_CHARACTERS = 1 << 17, 32
-# Grain reads records one by one, and random token ids hardly compress.
-_WRITER_OPTIONS = "group_size:1,uncompressed"
-
-# A document among the tokenized ones: hash of its text, the chunk it is in, the byte there at
-# which the bounds of its sentences stand, how many sentences and tokens.
-_DOCUMENT = np.dtype(
-    [("hash", "<u8"), ("at", "<u8"), ("chunk", "<u8"), ("sentences", "<u4"), ("tokens", "<u4")]
-)
-_DOCUMENT_STRUCT = struct.Struct("<QQQII")
-_FOOTER = struct.Struct("<II")  # documents, bytes of statistics
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """What a worker needs to know."""
-
-    folder: pathlib.Path  # working folder
-    sources: tuple[corpus.Source, ...]
-    vocabulary: wordpiece.Vocabulary
-    format: RowFormat
-    pairs: str
-    seed: int
-    short_fraction: float
-    language: str
-
-    @property
-    def token_type(self) -> np.dtype:
-        return self.format.dtype["tokens"].base
-
-    def chunk(self, number: int) -> pathlib.Path:
-        return self.folder / f"{number:06}.tokens"
-
-    def lines(self, chunk: int) -> pathlib.Path:
-        return self.folder / f"{chunk:06}.lines"
-
-    def batch(self, number: int) -> pathlib.Path:
-        return self.folder / f"{number:06}.batch"
-
-    def index(self, split: str) -> pathlib.Path:
-        return self.folder / f"{split}.index"
-
-
-class _Batch(NamedTuple):
-    """Files [first, end) of a source, to be read and tokenized by one worker."""
-
-    number: int
-    source: int
-    first: int
-    end: int
-
-
-class _Unit(NamedTuple):
-    """Documents [first, end) of a split, to become the shard `name`."""
-
-    split: str
-    turn: int  # which pass over the corpus
-    first: int
-    end: int
-    name: str
 
 
 def prepare(
@@ -207,7 +128,7 @@ def prepare(
         "language": language,
     }
     out = pathlib.Path(out)
-    job = _Job(
+    job = pieces.Job(
         out / ".partial",
         tuple(parsed),
         vocabulary,
@@ -313,11 +234,11 @@ def _finished(
     )
 
 
-def _keep_or_discard(job: _Job, settings: dict[str, Any], runner: str) -> None:
+def _keep_or_discard(job: pieces.Job, settings: dict[str, Any], runner: str) -> None:
     """Empties the working folder unless what it holds was made from the same input and settings."""
     stats = [(str(file), file.stat()) for source in job.sources for file in source.files]
     files_read = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    sizes = [_CHUNK_CHARACTERS, _BATCH_BYTES]
+    sizes = [pieces.CHUNK_CHARACTERS, pieces.BATCH_BYTES]
     content = json.dumps([settings, files_read, job.vocabulary.sha256, runner, sizes])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     folder = job.folder
@@ -334,13 +255,13 @@ def _keep_or_discard(job: _Job, settings: dict[str, Any], runner: str) -> None:
 # Stage 1: documents to chunks of tokens.
 
 
-def _tokenize_all(job: _Job, pool: "_Workers", heldout_fraction: float) -> dict[str, Any]:
+def _tokenize_all(job: pieces.Job, pool: Any, heldout_fraction: float) -> dict[str, Any]:
     """Tokenizes what is not yet tokenized and plans the rest; returns what `_plan` does."""
     path = job.folder / "plan.json"
     if path.exists():
         return json.loads(path.read_text())
     report = corpus.Report()
-    tokenize = _tokenize_chunks if isinstance(pool, _Workers) else _tokenize_batches
+    tokenize = _tokenize_chunks if isinstance(pool, Workers) else _tokenize_batches
     with Progress("tokenizing", corpus.total_bytes(job.sources), "B") as progress:
         chunks = tokenize(job, pool, report, progress)
     plan = _plan(job, chunks, heldout_fraction)
@@ -351,7 +272,7 @@ def _tokenize_all(job: _Job, pool: "_Workers", heldout_fraction: float) -> dict[
 
 
 def _tokenize_chunks(
-    job: _Job, pool: "_Workers", report: corpus.Report, progress: Progress
+    job: pieces.Job, pool: Any, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Reads the sources and has workers tokenize them; returns the chunks' numbers in order."""
     chunks = 0
@@ -362,7 +283,7 @@ def _tokenize_chunks(
         documents = itertools.chain.from_iterable(
             corpus.read(source, report) for source in job.sources
         )
-        for chunk in _chunks(documents):
+        for chunk in pieces.chunks(documents):
             size, bytes_before = report.bytes_read - bytes_before, report.bytes_read
             number, chunks = chunks, chunks + 1
             if job.chunk(number).exists():
@@ -376,7 +297,7 @@ def _tokenize_chunks(
 
 
 def _tokenize_batches(
-    job: _Job, pool: Any, report: corpus.Report, progress: Progress
+    job: pieces.Job, pool: Any, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Has workers read and tokenize the sources; returns the chunks' numbers in order."""
     batches = list(_batches(job.sources))
@@ -395,7 +316,7 @@ def _tokenize_batches(
         for batch in group:
             part, end = pickle.loads(job.batch(batch.number).read_bytes())
             report.add(part)
-            first = batch.number * _BATCH_CHUNKS
+            first = batch.number * pieces.BATCH_CHUNKS
             for chunk in range(first, end):
                 for file, *columns in pickle.loads(job.lines(chunk).read_bytes()):
                     report.look(file, zip(*columns, strict=True))
@@ -404,45 +325,21 @@ def _tokenize_batches(
     return chunks
 
 
-def _batches(sources: Sequence[corpus.Source]) -> Iterator[_Batch]:
-    """Consecutive files of a source, of `_BATCH_BYTES` or a little more; "tfds" is one batch."""
+def _batches(sources: Sequence[corpus.Source]) -> Iterator[pieces.Batch]:
+    """Consecutive files of a source, of `pieces.BATCH_BYTES` or a little more; "tfds" is one batch."""
     numbers = itertools.count()
     for i, source in enumerate(sources):
         first = size = 0
         for end, file in enumerate(source.files, 1):
             size += file.stat().st_size
-            if size >= _BATCH_BYTES:
-                yield _Batch(next(numbers), i, first, end)
+            if size >= pieces.BATCH_BYTES:
+                yield pieces.Batch(next(numbers), i, first, end)
                 first, size = end, 0
         if first < len(source.files) or not source.files:
-            yield _Batch(next(numbers), i, first, len(source.files))
+            yield pieces.Batch(next(numbers), i, first, len(source.files))
 
 
-def _chunks(documents: Iterable[corpus.RawDocument]) -> Iterator[list[corpus.RawDocument]]:
-    """Consecutive documents of about `_CHUNK_CHARACTERS` in all."""
-    chunk: list[corpus.RawDocument] = []
-    size = 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document.text)
-        if size >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _read_table(path: pathlib.Path) -> tuple[np.ndarray, dict[str, list[int]]]:
-    """A chunk's documents ([n] of `_DOCUMENT`) and for each file its tokens and unknown ones."""
-    with open(path, "rb") as file:
-        file.seek(-_FOOTER.size, os.SEEK_END)
-        documents, statistics = _FOOTER.unpack(file.read())
-        size = documents * _DOCUMENT.itemsize
-        file.seek(-_FOOTER.size - statistics - size, os.SEEK_END)
-        return np.frombuffer(file.read(size), _DOCUMENT), json.loads(file.read(statistics))
-
-
-def _plan(job: _Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str, Any]:
+def _plan(job: pieces.Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str, Any]:
     """Divides the documents into splits and units and writes each split's index.
 
     Returns:
@@ -455,7 +352,7 @@ def _plan(job: _Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str
     by_file = (
         (file, counts)
         for number in chunks
-        for file, counts in _read_table(job.chunk(number))[1].items()
+        for file, counts in pieces.read_table(job.chunk(number))[1].items()
     )
     for file, group in itertools.groupby(by_file, key=lambda item: item[0]):
         total, missed = (sum(column) for column in zip(*(c for _, c in group), strict=True))
@@ -464,7 +361,7 @@ def _plan(job: _Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str
         if missed > UNKNOWN_FRACTION * total:
             mostly_unknown.append((missed / total, file))
     for number in chunks:
-        table, _ = _read_table(job.chunk(number))
+        table, _ = pieces.read_table(job.chunk(number))
         documents += len(table)
         tokens += int(table["tokens"].sum())
         distinct = np.unique(table["hash"])
@@ -515,7 +412,7 @@ def _plan(job: _Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str
         size = dict.fromkeys(starts, 0)
         unit = dict.fromkeys(starts, -1)
         for number in chunks:
-            table, _ = _read_table(job.chunk(number))
+            table, _ = pieces.read_table(job.chunk(number))
             heldout = table["hash"] < np.uint64(threshold)
             for split, part in (("train", table[~heldout]), ("heldout", table[heldout])):
                 if not len(part):
@@ -535,16 +432,16 @@ def _plan(job: _Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str
 # Stage 2: tokens to shards of rows.
 
 
-def _units(split: str, starts: list[int], passes: int) -> list[_Unit]:
+def _units(split: str, starts: list[int], passes: int) -> list[pieces.Unit]:
     bounds = list(itertools.pairwise(starts))
     total = passes * len(bounds)
     return [
-        _Unit(split, turn, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord")
+        pieces.Unit(split, turn, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord")
         for number, (turn, (first, end)) in enumerate(itertools.product(range(passes), bounds))
     ]
 
 
-def _write_all(job: _Job, pool: "_Workers", units: list[_Unit]) -> None:
+def _write_all(job: pieces.Job, pool: Any, units: list[pieces.Unit]) -> None:
     done = {u for u in units if (job.folder / f"{u.name}.json").exists()}
     size = {u: u.end - u.first for u in units}
     total, before = sum(size.values()), sum(size[u] for u in done)
@@ -554,284 +451,24 @@ def _write_all(job: _Job, pool: "_Workers", units: list[_Unit]) -> None:
             progress.advance(documents)
 
 
-class _Documents:
-    """The tokenized documents of a split, read from disk where needed."""
-
-    def __init__(self, job: _Job, split: str):
-        self._job, self._type = job, job.token_type
-        self._index = open(job.index(split), "rb", buffering=0)  # noqa: SIM115
-        self._count = os.fstat(self._index.fileno()).st_size // _DOCUMENT.itemsize
-        # A corpus can have more chunks than a process may have open files.
-        self._chunk = functools.lru_cache(maxsize=128)(self._open)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def _open(self, number: int) -> Any:
-        return open(self._job.chunk(number), "rb", buffering=0)
-
-    def entry(self, number: int) -> tuple[int, int, int, int, int]:
-        """A document's fields, as `_DOCUMENT` has them."""
-        size = _DOCUMENT_STRUCT.size
-        return _DOCUMENT_STRUCT.unpack(os.pread(self._index.fileno(), size, size * number))
-
-    def sentences(self, entry: tuple, first: int, end: int) -> list[int]:
-        """The bounds of sentences [first, end) within the chunk: one more than sentences."""
-        handle = self._chunk(entry[2]).fileno()
-        data = os.pread(handle, 4 * (end - first + 1), entry[1] + 4 * first)
-        return np.frombuffer(data, "<u4").tolist()
-
-    def tokens(self, entry: tuple, start: int, end: int) -> np.ndarray:
-        """Tokens [start, end) of the chunk."""
-        size = self._type.itemsize
-        data = os.pread(self._chunk(entry[2]).fileno(), size * (end - start), size * start)
-        return np.frombuffer(data, self._type)
-
-
-# Workers.
-
-
-class _Pieces(dict):
-    """Word → its token ids as bytes, asked of the tokenizer once, if at all.
-
-    Most words of a text were there before, so this takes a fraction of the time of tokenizing all
-    of it. It changes nothing: BERT's normalization and splitting never look across a space, take
-    punctuation apart character by character, and leave a word of the vocabulary whole.
-    """
-
-    def __init__(self, vocabulary: wordpiece.Vocabulary, token_type: np.dtype):
-        self._encode = vocabulary.tokenizer().encode
-        self._vocabulary = vocabulary.index
-        self._lowercase = vocabulary.lowercase
-        self._code = {2: "H", 4: "I"}[token_type.itemsize]
-
-    def __missing__(self, word: str) -> bytes:
-        ids = None
-        if word.isascii() and word.isalpha():
-            known = self._vocabulary.get(word.lower() if self._lowercase else word)
-            if known is not None:
-                ids = array.array(self._code, (known,)).tobytes()
-        elif 1 < len(word) <= _REMEMBERED_CHARACTERS:
-            if word[-1] in string.punctuation:
-                ids = self[word[:-1]] + self[word[-1]]
-            elif word[0] in string.punctuation:
-                ids = self[word[0]] + self[word[1:]]
-        if ids is None:
-            ids = array.array(
-                self._code, self._encode(word, add_special_tokens=False).ids
-            ).tobytes()
-        if len(word) <= _REMEMBERED_CHARACTERS:
-            if len(self) >= _REMEMBERED_WORDS:
-                self.clear()
-            self[word] = ids
-        return ids
-
-
-class _Worker:
-    """Does the pieces of work, in whatever process."""
-
-    def __init__(self, job: _Job):
-        self._job = job
-        self._pieces = _Pieces(job.vocabulary, job.token_type)
-
-    def tokenize(self, number: int, documents: list[corpus.RawDocument]) -> None:
-        """Writes a chunk: tokens, bounds of sentences (uint32), table of documents, statistics."""
-        job, pieces = self._job, self._pieces.__getitem__
-        tokens = bytearray()
-        bounds = array.array("I", [0])
-        table = []
-        statistics: dict[str, list[int]] = {}
-        size = job.token_type.itemsize
-        for document in documents:
-            start, first = len(tokens), len(bounds) - 1
-            for sentence in corpus.sentences(document, job.language):
-                ids = b"".join(map(pieces, sentence.split(" ")))
-                if ids:
-                    tokens += ids
-                    bounds.append(len(tokens) // size)
-            if len(tokens) > start:
-                ids = np.frombuffer(bytes(tokens[start:]), job.token_type)
-                text = document.text.encode("utf-8", "surrogatepass")
-                digest = hashlib.blake2b(text, digest_size=8).digest()
-                entry = (
-                    int.from_bytes(digest, "little"),
-                    first * bounds.itemsize,
-                    number,
-                    len(bounds) - 1 - first,
-                    len(ids),
-                )
-                table += [entry] * document.copies
-                counts = statistics.setdefault(document.file, [0, 0])
-                counts[0] += len(ids)
-                counts[1] += int(np.count_nonzero(ids == job.vocabulary.unk_id))
-        documents_table = np.array(table, _DOCUMENT)
-        documents_table["at"] += len(tokens)
-        encoded = json.dumps(statistics).encode()
-        with files.replacing(job.chunk(number)) as beside, open(beside, "wb") as file:
-            file.write(tokens)
-            file.write(bounds)
-            file.write(documents_table.tobytes())
-            file.write(encoded)
-            file.write(_FOOTER.pack(len(table), len(encoded)))
-
-    def tokenize_files(self, batch: _Batch) -> None:
-        """Writes a batch's chunks, beside each its `long_lines`, then what was read."""
-        job, source = self._job, self._job.sources[batch.source]
-        report = corpus.Report()
-        report.begin(source)
-        end = batch.number * _BATCH_CHUNKS
-        paths = source.files[batch.first : batch.end]
-        for chunk in _chunks(corpus.read_files(source, paths, report)):
-            self.tokenize(end, chunk)
-            lines = []
-            for file, documents in itertools.groupby(chunk, key=lambda document: document.file):
-                found = itertools.chain.from_iterable(map(corpus.long_lines, documents))
-                columns = zip(*found, strict=True)
-                lines.append((file, *(array.array("Q", column) for column in columns)))
-            files.write(job.lines(end), pickle.dumps(lines))
-            end += 1
-        files.write(job.batch(batch.number), pickle.dumps((report, end)))
-
-    def write_shard(self, unit: _Unit) -> None:
-        """Writes a unit's rows, then beside them what they are (`_finish` reads it)."""
-        from array_record.python.array_record_module import ArrayRecordWriter
-
-        job = self._job
-        rng = random.Random(f"{job.seed} {unit.split} {unit.turn} {unit.first}")
-        instances = Instances(
-            _Documents(job, unit.split),
-            job.vocabulary,
-            job.format.tokens,
-            job.pairs,
-            job.short_fraction,
-        )
-        examples = itertools.chain.from_iterable(
-            instances.of(number, rng) for number in range(unit.first, unit.end)
-        )
-        rows = 0
-        histogram = np.zeros(job.format.tokens + 1, np.int64)
-        with files.replacing(job.folder / unit.name) as beside:
-            writer = ArrayRecordWriter(str(beside), _WRITER_OPTIONS)
-            try:
-                while window := list(itertools.islice(examples, _WINDOW_SEQUENCES)):
-                    packed = job.format.pack(window)
-                    order = list(range(len(packed)))  # packing sorts by length
-                    rng.shuffle(order)
-                    for record in job.format.encode(packed[order]):
-                        writer.write(record)
-                    rows += len(packed)
-                    lengths = [len(example.tokens) for example in window]
-                    histogram += np.bincount(lengths, minlength=len(histogram))
-                writer.close()
-            except RuntimeError as error:  # how it tells of a failed write
-                full = os.strerror(errno.ENOSPC) in str(error)
-                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
-            statistics = {
-                "rows": rows,
-                "bytes": beside.stat().st_size,
-                "sha256": files.sha256(beside),
-                "lengths": histogram.tolist(),
-            }
-        files.write_json(job.folder / f"{unit.name}.json", statistics)
-
-    def call(self, method: str, arguments: tuple) -> Any:
-        with files.one_line_errors(f"cannot write to {self._job.folder.parent}"):
-            return getattr(self, method)(*arguments)
-
-
-_worker: _Worker  # of this worker process
-
-
-def _start_worker(job: _Job) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    parent = multiprocessing.parent_process()
-
-    def die_with_parent() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=die_with_parent, daemon=True).start()
-    _worker = _Worker(job)
-
-
-def _call_worker(method: str, arguments: tuple) -> Any:
-    return _worker.call(method, arguments)
-
-
-def _call(job: _Job, method: str, arguments: tuple) -> None:
-    _Worker(job).call(method, arguments)
-
-
-def _pool(job: _Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
-    """What has a `run` as `_Workers` has."""
+def _pool(job: pieces.Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
+    """What has a `run` as `Workers` has."""
     if runner == "local":
-        return _Workers(job, workers or _cores())
+        return Workers(job, workers or _cores())
     from bert_jax.data.beam import Pipelines
 
-    return Pipelines(functools.partial(_call, job), job.folder / "error", beam)
-
-
-class _Workers:
-    """Processes that do pieces of work; a single one is this process itself."""
-
-    def __init__(self, job: _Job, workers: int):
-        self._job, self._workers = job, workers
-        self._pool = None
-
-    def __enter__(self) -> "_Workers":
-        if self._workers > 1:
-            # Spawned, because a fork of a process with threads (JAX, tokenizers) can hang.
-            self._pool = concurrent.futures.ProcessPoolExecutor(
-                self._workers, multiprocessing.get_context("spawn"), _start_worker, (self._job,)
-            )
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-    def run(self, method: str, tasks: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, Any]]:
-        """Calls a `_Worker` method for every (tag, arguments); yields (tag, result) when done.
-
-        At most two tasks a worker are under way, so `tasks` is not read ahead of the work.
-        """
-        if not self._pool:
-            worker = _Worker(self._job)
-            for tag, arguments in tasks:
-                yield tag, worker.call(method, arguments)
-            return
-        pending: dict[concurrent.futures.Future, Any] = {}
-        try:
-            for tag, arguments in tasks:
-                pending[self._pool.submit(_call_worker, method, arguments)] = tag
-                if len(pending) >= 2 * self._workers:
-                    yield from self._done(pending)
-            while pending:
-                yield from self._done(pending)
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process died, most likely for want of memory; run the same command "
-                "again, with fewer --workers if need be: what is done is kept"
-            ) from None
-
-    @staticmethod
-    def _done(pending: dict[concurrent.futures.Future, Any]) -> Iterator[tuple[Any, Any]]:
-        done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in done:
-            yield pending.pop(future), future.result()
+    return Pipelines(functools.partial(call, job), job.folder / "error", beam)
 
 
 # The end.
 
 
 def _finish(
-    job: _Job,
+    job: pieces.Job,
     out: pathlib.Path,
     settings: dict[str, Any],
     plan: dict[str, Any],
-    units: dict[str, list[_Unit]],
+    units: dict[str, list[pieces.Unit]],
 ) -> Manifest:
     """Moves the shards into place and writes the manifest, in an order that a kill cannot spoil."""
     (out / MANIFEST).unlink(missing_ok=True)  # from here on the old rows, if any, are none

@@ -1,0 +1,302 @@
+"""The pieces of work that rows are made by, whose files are all that they leave.
+
+A chunk is some documents as tokens; a unit is the documents of a shard. What `prepare` does with
+them is told there.
+"""
+
+import array
+import dataclasses
+import errno
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import pickle
+import random
+import string
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bert_jax import files
+from bert_jax.data import corpus, wordpiece
+from bert_jax.data.instances import Instances
+from bert_jax.data.rows import RowFormat
+
+# One of these at a time is what a worker holds: 1 MB of text, 8,192 sequences.
+CHUNK_CHARACTERS = 1 << 20
+_WINDOW_SEQUENCES = 1 << 13
+# What a worker that reads files takes at a time, as they lie on disk; the least multiple of it that
+# files make. Its chunks are numbered from a multiple of BATCH_CHUNKS, more than any has.
+BATCH_BYTES, BATCH_CHUNKS = 1 << 24, 10**6
+# Words whose pieces a worker remembers (about 20 MB), and up to which length.
+_REMEMBERED_WORDS, _REMEMBERED_CHARACTERS = 1 << 17, 32
+# Grain reads records one by one, and random token ids hardly compress.
+_WRITER_OPTIONS = "group_size:1,uncompressed"
+
+# A document among the tokenized ones: hash of its text, the chunk it is in, the byte there at
+# which the bounds of its sentences stand, how many sentences and tokens.
+DOCUMENT = np.dtype(
+    [("hash", "<u8"), ("at", "<u8"), ("chunk", "<u8"), ("sentences", "<u4"), ("tokens", "<u4")]
+)
+_DOCUMENT_STRUCT = struct.Struct("<QQQII")
+_FOOTER = struct.Struct("<II")  # documents, bytes of statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a worker needs to know."""
+
+    folder: pathlib.Path  # working folder
+    sources: tuple[corpus.Source, ...]
+    vocabulary: wordpiece.Vocabulary
+    format: RowFormat
+    pairs: str
+    seed: int
+    short_fraction: float
+    language: str
+
+    @property
+    def token_type(self) -> np.dtype:
+        return self.format.dtype["tokens"].base
+
+    def chunk(self, number: int) -> pathlib.Path:
+        return self.folder / f"{number:06}.tokens"
+
+    def lines(self, chunk: int) -> pathlib.Path:
+        return self.folder / f"{chunk:06}.lines"
+
+    def batch(self, number: int) -> pathlib.Path:
+        return self.folder / f"{number:06}.batch"
+
+    def index(self, split: str) -> pathlib.Path:
+        return self.folder / f"{split}.index"
+
+
+class Batch(NamedTuple):
+    """Files [first, end) of a source, to be read and tokenized by one worker."""
+
+    number: int
+    source: int
+    first: int
+    end: int
+
+
+class Unit(NamedTuple):
+    """Documents [first, end) of a split, to become the shard `name`."""
+
+    split: str
+    turn: int  # which pass over the corpus
+    first: int
+    end: int
+    name: str
+
+
+def chunks(documents: Iterable[corpus.RawDocument]) -> Iterator[list[corpus.RawDocument]]:
+    """Consecutive documents of about `CHUNK_CHARACTERS` in all."""
+    chunk: list[corpus.RawDocument] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.text)
+        if size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def read_table(path: pathlib.Path) -> tuple[np.ndarray, dict[str, list[int]]]:
+    """A chunk's documents ([n] of `DOCUMENT`) and for each file its tokens and unknown ones."""
+    with open(path, "rb") as file:
+        file.seek(-_FOOTER.size, os.SEEK_END)
+        documents, statistics = _FOOTER.unpack(file.read())
+        size = documents * DOCUMENT.itemsize
+        file.seek(-_FOOTER.size - statistics - size, os.SEEK_END)
+        return np.frombuffer(file.read(size), DOCUMENT), json.loads(file.read(statistics))
+
+
+class _Documents:
+    """The tokenized documents of a split, read from disk where needed."""
+
+    def __init__(self, job: Job, split: str):
+        self._job, self._type = job, job.token_type
+        self._index = open(job.index(split), "rb", buffering=0)  # noqa: SIM115
+        self._count = os.fstat(self._index.fileno()).st_size // DOCUMENT.itemsize
+        # A corpus can have more chunks than a process may have open files.
+        self._chunk = functools.lru_cache(maxsize=128)(self._open)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _open(self, number: int) -> Any:
+        return open(self._job.chunk(number), "rb", buffering=0)
+
+    def entry(self, number: int) -> tuple[int, int, int, int, int]:
+        """A document's fields, as `DOCUMENT` has them."""
+        size = _DOCUMENT_STRUCT.size
+        return _DOCUMENT_STRUCT.unpack(os.pread(self._index.fileno(), size, size * number))
+
+    def sentences(self, entry: tuple, first: int, end: int) -> list[int]:
+        """The bounds of sentences [first, end) within the chunk: one more than sentences."""
+        handle = self._chunk(entry[2]).fileno()
+        data = os.pread(handle, 4 * (end - first + 1), entry[1] + 4 * first)
+        return np.frombuffer(data, "<u4").tolist()
+
+    def tokens(self, entry: tuple, start: int, end: int) -> np.ndarray:
+        """Tokens [start, end) of the chunk."""
+        size = self._type.itemsize
+        data = os.pread(self._chunk(entry[2]).fileno(), size * (end - start), size * start)
+        return np.frombuffer(data, self._type)
+
+
+class _Pieces(dict):
+    """Word → its token ids as bytes, asked of the tokenizer once, if at all.
+
+    Most words of a text were there before, so this takes a fraction of the time of tokenizing all
+    of it. It changes nothing: BERT's normalization and splitting never look across a space, take
+    punctuation apart character by character, and leave a word of the vocabulary whole.
+    """
+
+    def __init__(self, vocabulary: wordpiece.Vocabulary, token_type: np.dtype):
+        self._encode = vocabulary.tokenizer().encode
+        self._vocabulary = vocabulary.index
+        self._lowercase = vocabulary.lowercase
+        self._code = {2: "H", 4: "I"}[token_type.itemsize]
+
+    def __missing__(self, word: str) -> bytes:
+        ids = None
+        if word.isascii() and word.isalpha():
+            known = self._vocabulary.get(word.lower() if self._lowercase else word)
+            if known is not None:
+                ids = array.array(self._code, (known,)).tobytes()
+        elif 1 < len(word) <= _REMEMBERED_CHARACTERS:
+            if word[-1] in string.punctuation:
+                ids = self[word[:-1]] + self[word[-1]]
+            elif word[0] in string.punctuation:
+                ids = self[word[0]] + self[word[1:]]
+        if ids is None:
+            ids = array.array(
+                self._code, self._encode(word, add_special_tokens=False).ids
+            ).tobytes()
+        if len(word) <= _REMEMBERED_CHARACTERS:
+            if len(self) >= _REMEMBERED_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+class Worker:
+    """Does the pieces of work, in whatever process."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._pieces = _Pieces(job.vocabulary, job.token_type)
+
+    def tokenize(self, number: int, documents: list[corpus.RawDocument]) -> None:
+        """Writes a chunk: tokens, bounds of sentences (uint32), table of documents, statistics."""
+        job, pieces = self._job, self._pieces.__getitem__
+        tokens = bytearray()
+        bounds = array.array("I", [0])
+        table = []
+        statistics: dict[str, list[int]] = {}
+        size = job.token_type.itemsize
+        for document in documents:
+            start, first = len(tokens), len(bounds) - 1
+            for sentence in corpus.sentences(document, job.language):
+                ids = b"".join(map(pieces, sentence.split(" ")))
+                if ids:
+                    tokens += ids
+                    bounds.append(len(tokens) // size)
+            if len(tokens) > start:
+                ids = np.frombuffer(bytes(tokens[start:]), job.token_type)
+                text = document.text.encode("utf-8", "surrogatepass")
+                digest = hashlib.blake2b(text, digest_size=8).digest()
+                entry = (
+                    int.from_bytes(digest, "little"),
+                    first * bounds.itemsize,
+                    number,
+                    len(bounds) - 1 - first,
+                    len(ids),
+                )
+                table += [entry] * document.copies
+                counts = statistics.setdefault(document.file, [0, 0])
+                counts[0] += len(ids)
+                counts[1] += int(np.count_nonzero(ids == job.vocabulary.unk_id))
+        documents_table = np.array(table, DOCUMENT)
+        documents_table["at"] += len(tokens)
+        encoded = json.dumps(statistics).encode()
+        with files.replacing(job.chunk(number)) as beside, open(beside, "wb") as file:
+            file.write(tokens)
+            file.write(bounds)
+            file.write(documents_table.tobytes())
+            file.write(encoded)
+            file.write(_FOOTER.pack(len(table), len(encoded)))
+
+    def tokenize_files(self, batch: Batch) -> None:
+        """Writes a batch's chunks, beside each its `long_lines`, then what was read."""
+        job, source = self._job, self._job.sources[batch.source]
+        report = corpus.Report()
+        report.begin(source)
+        end = batch.number * BATCH_CHUNKS
+        paths = source.files[batch.first : batch.end]
+        for chunk in chunks(corpus.read_files(source, paths, report)):
+            self.tokenize(end, chunk)
+            lines = []
+            for file, documents in itertools.groupby(chunk, key=lambda document: document.file):
+                found = itertools.chain.from_iterable(map(corpus.long_lines, documents))
+                columns = zip(*found, strict=True)
+                lines.append((file, *(array.array("Q", column) for column in columns)))
+            files.write(job.lines(end), pickle.dumps(lines))
+            end += 1
+        files.write(job.batch(batch.number), pickle.dumps((report, end)))
+
+    def write_shard(self, unit: Unit) -> None:
+        """Writes a unit's rows, then beside them what they are (`_finish` reads it)."""
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        job = self._job
+        rng = random.Random(f"{job.seed} {unit.split} {unit.turn} {unit.first}")
+        instances = Instances(
+            _Documents(job, unit.split),
+            job.vocabulary,
+            job.format.tokens,
+            job.pairs,
+            job.short_fraction,
+        )
+        examples = itertools.chain.from_iterable(
+            instances.of(number, rng) for number in range(unit.first, unit.end)
+        )
+        rows = 0
+        histogram = np.zeros(job.format.tokens + 1, np.int64)
+        with files.replacing(job.folder / unit.name) as beside:
+            writer = ArrayRecordWriter(str(beside), _WRITER_OPTIONS)
+            try:
+                while window := list(itertools.islice(examples, _WINDOW_SEQUENCES)):
+                    packed = job.format.pack(window)
+                    order = list(range(len(packed)))  # packing sorts by length
+                    rng.shuffle(order)
+                    for record in job.format.encode(packed[order]):
+                        writer.write(record)
+                    rows += len(packed)
+                    lengths = [len(example.tokens) for example in window]
+                    histogram += np.bincount(lengths, minlength=len(histogram))
+                writer.close()
+            except RuntimeError as error:  # how it tells of a failed write
+                full = os.strerror(errno.ENOSPC) in str(error)
+                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
+            statistics = {
+                "rows": rows,
+                "bytes": beside.stat().st_size,
+                "sha256": files.sha256(beside),
+                "lengths": histogram.tolist(),
+            }
+        files.write_json(job.folder / f"{unit.name}.json", statistics)
+
+    def call(self, method: str, arguments: tuple) -> Any:
+        with files.one_line_errors(f"cannot write to {self._job.folder.parent}"):
+            return getattr(self, method)(*arguments)

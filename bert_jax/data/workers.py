@@ -1,0 +1,90 @@
+"""Processes that do the pieces of work (pieces.py)."""
+
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from typing import Any
+
+from bert_jax.data.pieces import Job, Worker
+from bert_jax.errors import UserError
+
+
+class Workers:
+    """Processes that do pieces of work; a single one is this process itself."""
+
+    def __init__(self, job: Job, workers: int):
+        self._job, self._workers = job, workers
+        self._pool = None
+
+    def __enter__(self) -> "Workers":
+        if self._workers > 1:
+            # Spawned, because a fork of a process with threads (JAX, tokenizers) can hang.
+            self._pool = concurrent.futures.ProcessPoolExecutor(
+                self._workers, multiprocessing.get_context("spawn"), _start_worker, (self._job,)
+            )
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def run(self, method: str, tasks: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, Any]]:
+        """Calls a `Worker` method for every (tag, arguments); yields (tag, result) when done.
+
+        At most two tasks a worker are under way, so `tasks` is not read ahead of the work.
+        """
+        if not self._pool:
+            worker = Worker(self._job)
+            for tag, arguments in tasks:
+                yield tag, worker.call(method, arguments)
+            return
+        pending: dict[concurrent.futures.Future, Any] = {}
+        try:
+            for tag, arguments in tasks:
+                pending[self._pool.submit(_call_worker, method, arguments)] = tag
+                if len(pending) >= 2 * self._workers:
+                    yield from self._done(pending)
+            while pending:
+                yield from self._done(pending)
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process died, most likely for want of memory; run the same command "
+                "again, with fewer --workers if need be: what is done is kept"
+            ) from None
+
+    @staticmethod
+    def _done(pending: dict[concurrent.futures.Future, Any]) -> Iterator[tuple[Any, Any]]:
+        done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in done:
+            yield pending.pop(future), future.result()
+
+
+_worker: Worker  # of this worker process
+
+
+def _start_worker(job: Job) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    parent = multiprocessing.parent_process()
+
+    def die_with_parent() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=die_with_parent, daemon=True).start()
+    _worker = Worker(job)
+
+
+def _call_worker(method: str, arguments: tuple) -> Any:
+    return _worker.call(method, arguments)
+
+
+def call(job: Job, method: str, arguments: tuple) -> None:
+    """A piece of work by itself, in this process."""
+    Worker(job).call(method, arguments)
