@@ -232,7 +232,7 @@ class Embedder:
 
     def with_tokens(
         self, texts: Iterable[str]
-    ) -> Iterator[tuple[Int[np.ndarray, "n"], Float[np.ndarray, "..."]]]:
+    ) -> Iterator[tuple[Int[np.ndarray, " n"], Float[np.ndarray, "..."]]]:
         """As calling it, but with each text's token ids, [CLS] and [SEP] included."""
         in_flight: collections.deque = collections.deque()
         for chunk in self._prepared(texts):

@@ -98,7 +98,7 @@ class AttentionMaps(NamedTuple):
 
     texts: tuple[str, ...]
     tokens: list[str]
-    segments: Int[np.ndarray, "T"]
+    segments: Int[np.ndarray, " T"]
     probabilities: Float[np.ndarray, "L N T T"]
 
 

@@ -11,7 +11,7 @@ LOWER_IS_BETTER = ("mean_squared_error",)
 
 
 def classification(
-    truth: Int[np.ndarray, "E"], predicted: Int[np.ndarray, "E"], classes: int
+    truth: Int[np.ndarray, " E"], predicted: Int[np.ndarray, " E"], classes: int
 ) -> dict[str, float]:
     """Accuracy, the mean F1 of the classes that occur, Matthews' correlation (any number of classes).
 
@@ -31,7 +31,7 @@ def classification(
 
 
 def regression(
-    truth: Float[np.ndarray, "E"], predicted: Float[np.ndarray, "E"]
+    truth: Float[np.ndarray, " E"], predicted: Float[np.ndarray, " E"]
 ) -> dict[str, float]:
     """Pearson's and Spearman's correlation and the mean squared error."""
     from scipy import stats

@@ -103,6 +103,10 @@ class Topology(NamedTuple):
         return (all(closed),) * 3 if len(closed) == 3 else closed
 
 
+class NotCompiled(UserError):
+    """Libtpu fails at a program, and not for want of a chip's memory."""
+
+
 def parse_topology(text: str) -> Topology:
     """Reads `v5p:4x4x4`, `v5e:16x16,slices=4` or `h100:64`.
 
@@ -311,6 +315,7 @@ def preflight(
 
     Raises:
         UserError: the mesh or the batch does not divide, or libtpu is missing.
+        NotCompiled: libtpu fails at the program for another reason than its memory.
     """
     told = bool(config.model.vocab_size)
     config, stages = pretraining.stages_without_rows(config, sequences)
@@ -449,7 +454,7 @@ def _compile(
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
-            raise UserError(
+            raise NotCompiled(
                 f"libtpu does not compile the step of T={stage.tokens} for {topology.name} "
                 f"({' '.join(str(error).split())[:300]}): try another mesh, batch or version of it"
             ) from error

@@ -74,7 +74,8 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     try:
         texts = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        why = files.describe(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"cannot read {path}: {why}") from None
     lines = []
     for text in texts:
         try:
@@ -181,7 +182,7 @@ def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None
     Results and pages made of them are not such files: a sweep writes to them between its runs.
     None without git, and where this is no checkout.
     """
-    git = ["git", "-C", str(checkout)]
+    git = ["git", "--no-optional-locks", "-C", str(checkout)]
     given = [":(top)", *(f":(top,exclude)*.{kind}" for kind in ("jsonl", "md", "svg"))]
     try:
         found, changed = (
@@ -191,7 +192,7 @@ def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None
                 ("status", "--porcelain", "--untracked-files=no", "--", *given),
             )
         )
-    except (FileNotFoundError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError):
         return None
     return found.strip() + ("-dirty" if changed else "")
 

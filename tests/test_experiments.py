@@ -6,6 +6,8 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import matplotlib
 import numpy as np
@@ -430,3 +432,32 @@ def test_sentences_hold_their_word_once():
             counts[word, sense] = counts.get((word, sense), 0) + 1
     assert len(read_) >= 2
     assert min(counts.values()) >= 20
+
+
+SCALE = """
+import pathlib, sys
+sys.path.insert(0, "experiments/scale")
+import report
+for name in ("recipe_table", "lamb_table", "misses"):
+    setattr(report, name, lambda *given: [])
+phase = {
+    "memory": {"total": 2**30, "temporaries": 2**20}, "would_fit": None, "collectives": {},
+    "flops": {"formula": 1.0, "compiled": 1.0, "cost_analysis": 1.0}, "traffic": 1.0,
+    "compile_seconds": 1.0,
+}
+compiled = {"report": {"phases": [phase], "fits": True}, "jax": "0", "libtpu": "0"}
+place = {"run": "recipe", "size": "base", "tokens": 128, "topology": "v5e:2x2", "change": ""}
+loops = {"run": "loops", "size": "small", "layer_loop": "scanned", "remat": "none"}
+refused = {**place, "topology": "v6e:2x2", "refused": "libtpu does not"}
+results = [{**place, **compiled}, {**place, **compiled}, {**loops, **compiled}, refused]
+report.write(results, pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_the_page_of_scale_tells_kinds_of_results_apart(tmp_path):
+    page = tmp_path / "README.md"
+    subprocess.run([sys.executable, "-c", SCALE, page], cwd=ROOT.parent, check=True)
+    text = page.read_text()
+    assert "1 programs compiled so far" in text
+    assert "Not compiled: recipe base T=128 v6e:2x2 : libtpu does not." in text
+    assert "| scanned | none |" in text

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from bert_jax import cli, sweep, workdir
 from bert_jax.config import Config, Phase, model_size
+from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.model import flops_per_row
 from bert_jax.report import experiment
@@ -230,6 +231,17 @@ def test_what_cannot_be_read_ends_the_sweep_and_all_that_it_runs(bench, tmp_path
     wait_for(lambda: (tmp_path / "b.saved").exists())
 
 
+def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
+    bench, tmp_path, monkeypatch
+):
+    def fail(place, given):
+        raise UserError("cannot read starts.jsonl: no text")
+
+    monkeypatch.setattr("bert_jax.sweep.run.lines_of", fail)
+    with pytest.raises(UserError, match=r"cannot read what a has left in .*no text.* remove .*/a-"):
+        go([bench("a")], tmp_path)
+
+
 def test_so_many_at_a_time(bench, tmp_path):
     status, _ = go([bench("x", "meets"), bench("y", "meets")], tmp_path, jobs=2)
     assert status == 0
@@ -381,18 +393,19 @@ def test_a_cost_is_that_of_the_formula(size):
     assert told.flops == pytest.approx(expected, rel=0.2)  # scores of pairs are left out
     assert told.seconds == pytest.approx(told.flops / 1e12)
 
-    def line(digest, flops, seconds, verb="pretrain"):
-        command = f"bert-jax {verb} --config x"
-        return {"command": command, "digest": digest, "flops": flops, "wall_seconds": seconds}
+    def line(digest, flops, seconds, verb="pretrain", devices="1 cpu"):
+        told = {"command": f"bert-jax {verb} --config x", "digest": digest, "devices": devices}
+        return {**told, "flops": flops, "wall_seconds": seconds, "cores": 2}
 
-    # Of a point's two seeds the time is that of both; other verbs, and what did not train, say
+    # Of a point's two seeds the time is that of both, and of two cores; other verbs and chips say
     # nothing.
-    before = [line("a", 1e9, 4.0), line("a", 3e9, 4.0), line("b", 9e9, 3.0), line("c", 0.0, 5.0)]
-    told = cost(point, Given(), [*before, line("d", 1e15, 1.0, "finetune")], speed=0.0)
-    assert told.seconds == pytest.approx(told.flops / 2e9)
+    before = [line("a", 1e9, 4.0), line("a", 3e9, 4.0), line("b", 9e9, 3.0)]
+    before += [line("c", 1e15, 1.0, "finetune"), line("d", 1e15, 1.0, devices="8 NVIDIA H100")]
+    told = cost(point, Given(), before, speed=0.0)
+    assert told.seconds == pytest.approx(told.flops / (1e9 * cores()))
 
 
-def test_what_was_measured_beside_a_sweep_tells_its_cost(bench, tmp_path, capsys):
+def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monkeypatch):
     """But what cannot be read, or is another kind of file, does not."""
     folders = [tmp_path / name for name in ("mine", "other", "third", "fourth")]
     for folder in folders:
@@ -405,11 +418,16 @@ def test_what_was_measured_beside_a_sweep_tells_its_cost(bench, tmp_path, capsys
     command = ["sweep", str(folders[0]), "--dry-run", "--runs", str(tmp_path / "runs")]
     assert cli.main(command) == 0
     assert "vocab: about ?" in capsys.readouterr().out
-    (folders[1] / "results.jsonl").write_text(json.dumps(line) + "\n")
-    (folders[2] / "results.jsonl").write_text('{"case": "another"}\n')
+    other = {**line, "digest": "b", "wall_seconds": 27.0}
+    (folders[1] / "results.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
+    # Two sweeps may have a point in common.
+    (folders[2] / "results.jsonl").write_text(json.dumps(line) + '\n{"case": "another"}\n')
     (folders[3] / "results.jsonl").write_bytes(b"\xff{")
     assert cli.main(command) == 0
-    assert "vocab: about 77 s" in capsys.readouterr().out
+    assert "vocab: about 52 s" in capsys.readouterr().out
+    monkeypatch.chdir(folders[0])
+    assert cli.main([command[0], ".", *command[2:]]) == 0
+    assert "vocab: about 52 s" in capsys.readouterr().out
 
 
 def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):

@@ -508,7 +508,7 @@ def test_config_round_trips_through_a_workdir(tmp_path):
 
 def test_commits_are_marked_for_changes_that_matter(tmp_path, monkeypatch):
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
-    package, results = tmp_path / "package", tmp_path / "results.jsonl"
+    package, results, page = (tmp_path / name for name in ("package", "results.jsonl", "README.md"))
     package.mkdir()
     code = package / "code.py"
     assert workdir.commit(package) is None  # no checkout
@@ -516,16 +516,22 @@ def test_commits_are_marked_for_changes_that_matter(tmp_path, monkeypatch):
     assert workdir.commit(package) is None  # nothing in it
     code.write_text("1")
     results.write_text("1")
+    page.write_text("1")
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
     short = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     results.write_text("2")
+    page.write_text("2")
     (tmp_path / "new").write_text("not git's")
     assert workdir.commit(package) == short
     (tmp_path / "settings.py").write_text("2")
     subprocess.run([*git, "add", "settings.py"], check=True)
     assert workdir.commit(package) == f"{short}-dirty"
+    subprocess.run([*git, "reset", "--quiet"], check=True)
+    assert workdir.commit(package) == short
     code.write_text("2")
     assert workdir.commit(package) == f"{short}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert workdir.commit(package) is None  # no git
+    (tmp_path / "git").write_text("")
+    assert workdir.commit(package) is None  # none that may be run

@@ -106,7 +106,7 @@ class Rows:
     def _directly(self, shard: int) -> ShardFile:
         return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
 
-    def _records(self, indices: Sequence[int] | Int[np.ndarray, "rows"]) -> list[bytes]:
+    def _records(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> list[bytes]:
         """As they are on disk, if they are where they are looked for."""
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
@@ -135,7 +135,7 @@ class Rows:
                     raise UserError(f"{altered}; prepare the rows again")
                 self._skip(f"{altered}; records that are damaged will be skipped")
 
-    def read(self, indices: Sequence[int] | Int[np.ndarray, "rows"]) -> Batch:
+    def read(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> Batch:
         """The rows at `indices` as arrays (`RowFormat.decode`).
 
         Raises:

@@ -16,13 +16,15 @@ _FEWEST_BITS = 16
 
 
 def shuffled(
-    places: Sequence[int] | Int[np.ndarray, "n"], length: int, seed: int
-) -> Int64[np.ndarray, "n"]:
+    places: Sequence[int] | Int[np.ndarray, " n"], length: int, seed: int
+) -> Int64[np.ndarray, " n"]:
     """Which rows, of `length`, stand at `places`, counted from the start of the first epoch.
 
     Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002), section 3: a value that
     the cipher leads out of the rows is enciphered again until it is one of them.
     """
+    if length == 1:  # every place is an epoch of its own
+        return np.zeros(len(places), np.int64)
     blocks, within = np.divmod(np.asarray(places, np.int64), min(length, _BLOCK))
     found = np.empty_like(within)
     for block in np.unique(blocks).tolist():
@@ -33,7 +35,7 @@ def shuffled(
 
 
 @functools.lru_cache(16)
-def _block(number: int, length: int, seed: int) -> Int64[np.ndarray, "block"]:
+def _block(number: int, length: int, seed: int) -> Int64[np.ndarray, " block"]:
     """Of many rows: those at so many places, which may be of two epochs."""
     epochs, rows = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), length)
     seeds, which = np.unique(epochs + seed % 2**32, return_inverse=True)
@@ -48,7 +50,7 @@ def _block(number: int, length: int, seed: int) -> Int64[np.ndarray, "block"]:
 
 
 @functools.lru_cache(16)
-def _epoch(number: int, length: int, seed: int) -> Int64[np.ndarray, "length"]:
+def _epoch(number: int, length: int, seed: int) -> Int64[np.ndarray, " length"]:
     """Of few rows: all, whose walks are long, for most of the cipher's values are no rows."""
     keys = _round_keys(np.array([(seed + number) % 2**32], np.uint32))
     values = np.arange(2**_FEWEST_BITS)
@@ -61,14 +63,14 @@ def _epoch(number: int, length: int, seed: int) -> Int64[np.ndarray, "length"]:
 
 
 def _encipher(
-    values: Int64[np.ndarray, "n"], keys: UInt32[np.ndarray, "rounds n_or_1"], word: int
-) -> Int64[np.ndarray, "n"]:
+    values: Int64[np.ndarray, " n"], keys: UInt32[np.ndarray, "rounds n_or_1"], word: int
+) -> Int64[np.ndarray, " n"]:
     """Rounds of Simon on two words of `word` bits (Beaulieu et al., eprint 2013/404, section 3)."""
     mask = np.uint32(2**word - 1)
     left = (values >> word).astype(np.uint32)
     right = values.astype(np.uint32) & mask
 
-    def rotated(x: UInt32[np.ndarray, "n"], by: int) -> UInt32[np.ndarray, "n"]:
+    def rotated(x: UInt32[np.ndarray, " n"], by: int) -> UInt32[np.ndarray, " n"]:
         return (x << np.uint32(by)) | (x >> np.uint32(word - by))
 
     for key in keys:
@@ -77,7 +79,7 @@ def _encipher(
     return (left.astype(np.int64) << word) | right
 
 
-def _round_keys(seeds: UInt32[np.ndarray, "n"]) -> UInt32[np.ndarray, "rounds n"]:
+def _round_keys(seeds: UInt32[np.ndarray, " n"]) -> UInt32[np.ndarray, "rounds n"]:
     """What C++'s std::seed_seq makes of each seed (ISO C++17, 29.6.7.1).
 
     All of it modulo 2^32, as NumPy's arithmetic of uint32 is.
@@ -103,5 +105,5 @@ def _round_keys(seeds: UInt32[np.ndarray, "n"]) -> UInt32[np.ndarray, "rounds n"
     return state
 
 
-def _stirred(x: UInt32[np.ndarray, "n"]) -> UInt32[np.ndarray, "n"]:
+def _stirred(x: UInt32[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
     return x ^ (x >> np.uint32(27))

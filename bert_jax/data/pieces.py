@@ -256,7 +256,7 @@ class Worker:
         files.write(job.batch(batch.number), pickle.dumps((report, end)))
 
     def write_shard(self, unit: Unit) -> None:
-        """Writes a unit's rows, then beside them what they are (`_finish` reads it)."""
+        """Writes a unit's rows, then beside them what they are (`prepare` reads it)."""
         from array_record.python.array_record_module import ArrayRecordWriter
 
         job = self._job

@@ -42,7 +42,7 @@ from bert_jax.data.rows import (
     Split,
     read_manifest,
 )
-from bert_jax.data.workers import Workers, call
+from bert_jax.data.workers import Workers, call, cores
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
@@ -196,12 +196,6 @@ def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None
         beam_runner.options(beam)
     elif beam:
         raise UserError(f"--beam {beam[0]} is an option of Beam's: add --runner beam")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _finished(
@@ -454,7 +448,7 @@ def _write_all(job: pieces.Job, pool: Any, units: list[pieces.Unit]) -> None:
 def _pool(job: pieces.Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
     """What has a `run` as `Workers` has."""
     if runner == "local":
-        return Workers(job, workers or _cores())
+        return Workers(job, workers or cores())
     from bert_jax.data.beam import Pipelines
 
     return Pipelines(functools.partial(call, job), job.folder / "error", beam)

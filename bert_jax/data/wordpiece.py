@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
         spans: where in the text each begins and ends, in characters.
     """
 
-    ids: Int[np.ndarray, "n"]
+    ids: Int[np.ndarray, " n"]
     spans: Int[np.ndarray, "n 2"]
 
 
@@ -162,11 +162,11 @@ class Vocabulary:
                 progress.advance(len(part))
         return encoded
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"]) -> str:
         """Ids to text for people: words put together again, special tokens shown."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def continuation(self) -> Bool[np.ndarray, "V"]:
+    def continuation(self) -> Bool[np.ndarray, " V"]:
         """Which tokens go on within a word; for whole-word masking."""
         return np.array([token.startswith(CONTINUATION) for token in self.tokens])
 

@@ -14,6 +14,13 @@ from bert_jax.data.pieces import Job, Worker
 from bert_jax.errors import UserError
 
 
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Workers:
     """Processes that do pieces of work; a single one is this process itself."""
 

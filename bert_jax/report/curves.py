@@ -62,8 +62,8 @@ class Curve(NamedTuple):
 
     run: int
     split: str
-    x: dict[str, Float[np.ndarray, "n"]]
-    y: Float[np.ndarray, "n"]
+    x: dict[str, Float[np.ndarray, " n"]]
+    y: Float[np.ndarray, " n"]
 
 
 def read(folders: list[str]) -> list[Recorded]:
@@ -142,7 +142,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e300
 
 
-def clock(run: Recorded) -> dict[str, Float[np.ndarray, "n"]]:
+def clock(run: Recorded) -> dict[str, Float[np.ndarray, " n"]]:
     """How far a run was by the end of each line of its speed.jsonl.
 
     A line that follows a restart tells the speed of a part of its steps; the others, whose time died

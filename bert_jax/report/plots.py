@@ -97,7 +97,7 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
     return figure
 
 
-def draw_lengths(histogram: Int[np.ndarray, "L"], paper: bool = False) -> Any:
+def draw_lengths(histogram: Int[np.ndarray, " L"], paper: bool = False) -> Any:
     """A figure of how many sequences have each length 0..L-1, in tokens."""
     figure, axes = _figure("black" if paper else _INK)
     axes.stairs(histogram, np.arange(len(histogram) + 1) - 0.5, fill=True, color=color(0))

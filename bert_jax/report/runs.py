@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
 
     who: list[str]
     told: dict[str, Any]
-    histogram: Int[np.ndarray, "L"] | None
+    histogram: Int[np.ndarray, " L"] | None
     why: str
 
 
@@ -234,7 +234,7 @@ def _rows(runs: list[Recorded]) -> list[_Rows]:
     return list(found.values())
 
 
-def _lengths(folder: str, digest: str) -> tuple[Int[np.ndarray, "L"] | None, str]:
+def _lengths(folder: str, digest: str) -> tuple[Int[np.ndarray, " L"] | None, str]:
     """The histogram of a folder of rows, or why there is none."""
     try:
         manifest = read_manifest(folder)
@@ -280,7 +280,7 @@ def _data(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
     return "".join(parts)
 
 
-def _histogram(counts: Int[np.ndarray, "L"], i: int, drawn: list[dict[str, Any]]) -> str:
+def _histogram(counts: Int[np.ndarray, " L"], i: int, drawn: list[dict[str, Any]]) -> str:
     figure, name = plots.draw_lengths(counts), f"lengths-{i}"
     limits = {"length": plots.limits(figure)}
     picture = ("length", "sequences by length", plots.inline(figure, name))
@@ -301,6 +301,6 @@ def _file(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)
 
 
-def _rounded(values: Float[np.ndarray, "n"]) -> list[float | int]:
+def _rounded(values: Float[np.ndarray, " n"]) -> list[float | int]:
     """To six digits, as JSON holds them."""
     return [int(x) if float(x).is_integer() else float(f"{x:.6g}") for x in values]

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import itertools
-import os
 import pathlib
 import shlex
 import statistics
@@ -13,9 +12,10 @@ from typing import Any, NamedTuple
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
 from bert_jax.data.compressed import SUFFIXES
+from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.sweep.points import Given, Point, Sweep
-from bert_jax.sweep.results import RESULTS, Results
+from bert_jax.sweep.results import RESULTS, Results, key
 from bert_jax.sweep.scheduler import LAUNCHED, Engine, Place
 from bert_jax.tasks import glue
 from bert_jax.tasks.pretraining import USUAL_VOCAB_SIZE
@@ -73,28 +73,37 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
     else:
         tokens = _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs * seeds
     flops = _flops_a_token(model, config) * tokens
-    speed = speed or _speed(before) or _CORE_FLOPS * (os.cpu_count() or 1)
+    speed = speed or _speed(before) or _CORE_FLOPS * cores()
     return Cost(flops, flops / speed if flops else None)
 
 
 def _speed(results: Sequence[dict[str, Any]]) -> float:
-    """FLOP/s of points, all of their time counted, or 0; a line is one of a point's seeds."""
-    flops = collections.Counter[str]()
+    """FLOP/s of this CPU by points run on CPUs, all of their time counted; 0 without such.
+
+    A line is one of a point's seeds.
+    """
+    flops, core_seconds = collections.Counter[str](), {}
     for line in results:
-        flops[line["digest"]] += line.get("flops", 0)
-    seconds = {line["digest"]: line["wall_seconds"] for line in results}
-    speeds = [flops[digest] / time for digest, time in seconds.items() if flops[digest] and time]
-    return statistics.median(speeds) if speeds else 0.0
+        if "cpu" in line.get("devices", ""):
+            flops[line["digest"]] += line["flops"]
+            core_seconds[line["digest"]] = line["wall_seconds"] * line["cores"]
+    speeds = [flops[digest] / time for digest, time in core_seconds.items() if time]
+    return statistics.median(speeds) * cores() if speeds else 0.0
 
 
 def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Results of the sweep in a folder and, where they can be read, of those beside it."""
+    folder = folder.resolve()
     lines = Results(folder).read()
     for path in folder.parent.glob(f"*/{RESULTS}"):
         if path.parent != folder:
             with contextlib.suppress(UserError):
                 lines += Results(path.parent).read()
-    return [line for line in lines if {"command", "digest", "wall_seconds"} <= line.keys()]
+    # Sweeps have points in common, and each of them has their lines.
+    kept = {
+        key(line): line for line in lines if {"command", "digest", "wall_seconds"} <= line.keys()
+    }
+    return list(kept.values())
 
 
 def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:

@@ -15,6 +15,7 @@ from bert_jax import config as config_lib
 from bert_jax import files, workdir
 from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
+from bert_jax.data.workers import cores
 from bert_jax.sweep.points import Given
 from bert_jax.sweep.scheduler import LAUNCHED, Place
 
@@ -36,7 +37,7 @@ def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
         "attempts": len(attempts),
         "load": attempts[-1].get("load") if attempts else None,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "processor": platform.machine(),
         **versions,
     }  # fmt: skip
@@ -125,6 +126,11 @@ def _curve(lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]]) -> 
     return curve
 
 
+def key(line: dict[str, Any]) -> tuple:
+    """What no two results have in common."""
+    return line["digest"], line.get("scale"), line.get("seed")
+
+
 class Results:
     """results.jsonl beside a sweep."""
 
@@ -137,10 +143,6 @@ class Results:
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
         """Appends those that are not there yet."""
-
-        def key(line: dict[str, Any]) -> tuple:
-            return line["digest"], line.get("scale"), line.get("seed")
-
         there = set(map(key, self.read()))
         new = [line for line in lines if key(line) not in there]
         if new:

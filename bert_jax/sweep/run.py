@@ -45,12 +45,13 @@ def run(
 
     def done(place: Place) -> None:
         try:
-            results.add(lines_of(place, given))
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            lines = lines_of(place, given)
+        except (UserError, OSError, ValueError, KeyError, IndexError) as error:
             raise UserError(
                 f"cannot read what {place.point.name} has left in {place.out}: {error!r}; remove "
                 f"{place.folder} to run it again"
             ) from error
+        results.add(lines)
 
     scheduler = Scheduler(runs, given, engine, resubmit, done)
     with files.one_line_errors(f"cannot use the folder {runs}"):

@@ -443,7 +443,7 @@ def draw_confusion(
 
 
 def draw_scatter(
-    truth: Float[np.ndarray, "E"], predicted: Float[np.ndarray, "E"], path: pathlib.Path
+    truth: Float[np.ndarray, " E"], predicted: Float[np.ndarray, " E"], path: pathlib.Path
 ) -> None:
     """Draws predicted numbers over the true ones."""
     from matplotlib.figure import Figure

@@ -337,6 +337,7 @@ def measure_beam(text, vocab, parts=8):
         for i in range(0, len(documents), size):
             sources.append(folder / f"{i:09}.txt")
             sources[-1].write_text("\n\n".join(documents[i : i + size]) + "\n")
+        contents = {}
         for name, options in BEAM.items():
             out = folder / name
             command = [sys.executable, "-c", "from bert_jax.cli import console; console()"]
@@ -344,9 +345,9 @@ def measure_beam(text, vocab, parts=8):
             command += ["--sequences", "4", *options]
             subprocess.run(command, check=True, capture_output=True)
             content = {path.name: path.read_bytes() for path in out.iterdir()}
-            local = content if name == "local" else local
+            contents[name] = content
             shards = sum(file.endswith(".arrayrecord") for file in content)
-            found[name] = content == local
+            found[name] = content == contents["local"]
     return {"what": "beam", "batches": len(sources), "shards": shards, "same_bytes": found}
 
 

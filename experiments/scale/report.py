@@ -232,8 +232,9 @@ def write(results, path: pathlib.Path):
     def predict_one(run, size, tokens, name):
         return predict(results, run, make, r.apply, size, tokens, name)
 
+    programs = [x for x in results if "topology" in x and "report" in x]
     program = ("run", "size", "tokens", "topology", "change")  # may be compiled more than once
-    compiled = [*{tuple(x[k] for k in program): x for x in results if "report" in x}.values()]
+    compiled = [*{tuple(x[k] for k in program): x for x in programs}.values()]
     lines = [
         "# scale: BERT-base and -large on TPU slices that are not here",
         "",
@@ -253,7 +254,8 @@ def write(results, path: pathlib.Path):
     for size in ("base", "large"):
         lines += [*recipe_table(results, size, r.SLICES, predict_one, r.RECIPE_STEPS), ""]
     lines += [
-        f"{x['size']}, T={x['tokens']} on {x['topology']} is not among the compiled: {x['refused']}.\n"
+        f"Not compiled: {x['run']} {x['size']} T={x['tokens']} {x['topology']} {short(x['change'])}: "
+        f"{x['refused']}.\n"
         for x in results
         if "refused" in x
     ]

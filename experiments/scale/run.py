@@ -28,7 +28,6 @@ import numpy as np
 
 from bert_jax import device, preflight, sharding, train
 from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
-from bert_jax.errors import UserError
 from bert_jax.tasks import pretraining
 
 HERE = pathlib.Path(__file__).parent
@@ -129,7 +128,7 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
         (r["run"], r["size"], r["tokens"], r["topology"])
         for r in results()
         if "refused" in r
-        or ("report" in r and (r["report"]["fits"] or r["change"] or not change_of(r["report"])))
+        or ("topology" in r and (r["report"]["fits"] or r["change"] or not change_of(r["report"])))
     }
     until = time.monotonic() + 60 * minutes
     for run, size, tokens, name in plan():
@@ -144,9 +143,10 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
         while True:
             try:
                 report = preflight.preflight(config, topology)
-            except UserError as error:
-                record(run=run, size=size, tokens=tokens, topology=name, refused=str(error))
-                print(f"{size} {tokens} {name}: {error}", flush=True)
+            except preflight.NotCompiled as error:
+                place = {"run": run, "size": size, "tokens": tokens, "topology": name}
+                record(**place, change=change, refused=str(error))
+                print(run, size, tokens, name, change, error, flush=True)
                 break
             record(run=run, size=size, tokens=tokens, topology=name, change=change, report=report)
             seconds = report["phases"][0]["compile_seconds"]
