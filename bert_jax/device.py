@@ -11,7 +11,8 @@ import jax
 from bert_jax.errors import UserError
 
 # Of malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_KEPT_AT_MOST = 3  # times a step's temporaries
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 
 
@@ -153,11 +154,34 @@ def _keep_memory() -> None:
     give them back each time, which then has to clear every page: a good part of a small step's time.
     Threads share one arena, for the others cannot hold blocks of that size.
     """
+    _tell_malloc({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
+
+
+def mind_memory(temporaries: int) -> None:
+    """Has glibc give back what is freed after all, where a program needs much of the memory.
+
+    What is kept has holes that the next step's blocks do not fit in, up to three times as much.
+
+    Args:
+        temporaries: bytes of them that the program takes.
+    """
+    if not _only_cpu() or _KEPT_AT_MOST * temporaries < _memory_bytes() / 4:
+        return
+    # Larger blocks are the system's, and go back to it one by one.
+    _tell_malloc({_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20})
+
+
+def _memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _tell_malloc(settings: dict[int, int]) -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return
-    for name, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1)):
+    for name, value in settings.items():
         mallopt(name, value)
 
 

@@ -26,6 +26,7 @@ from jaxtyping import Array, Int, UInt
 from bert_jax import (
     attention,
     checkpoint,
+    device,
     distributed,
     files,
     guard,
@@ -188,7 +189,10 @@ def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Stat
         out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
     )
     with jax.set_mesh(mesh):
-        return step.lower(state, batch).compile()
+        compiled = step.lower(state, batch).compile()
+    if told := compiled.memory_analysis():
+        device.mind_memory(told.temp_size_in_bytes)
+    return compiled
 
 
 def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> State:

@@ -1,6 +1,7 @@
 """What is set up before JAX's threads begin."""
 
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -72,3 +73,38 @@ def test_products_are_eigens(argument, flags, product, after):
     assert left == (flags if after is None else after)
     if after is not None:
         assert found.split()[1] == "True"
+
+
+KEPT = """
+import pathlib, re, sys
+import numpy as np
+from bert_jax import device
+device.start("cpu", cache=False)
+
+def grown(megabytes):
+    def resident():
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(re.search(r"VmRSS:\\s+(\\d+) kB", status)[1]) / 1024
+    before = resident()
+    array = np.ones(megabytes << 20, np.uint8)
+    del array
+    return resident() - before
+
+print(grown(100))
+device._memory_bytes = lambda: 1000
+device.mind_memory(83)  # three times that are less than a quarter
+print(grown(200))
+device.mind_memory(84)
+print(grown(400))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_what_is_freed_is_kept_unless_that_is_much_of_the_memory():
+    said = subprocess.run(
+        [sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=ALONE
+    )
+    kept, more, given_back = map(float, said.stdout.split())
+    assert kept > 90
+    assert more > 90
+    assert given_back < 10
