@@ -380,6 +380,8 @@ def memory_table(results):
         "",
         "On a CPU, where it can be measured: what the compiler says a step needs (arguments and",
         "temporaries) and how far the process grew at most while three steps ran (float32, scanned, T=128).",
+        "What a step frees is kept for the next where it is little of the machine's memory, up to three times",
+        "the temporaries (device.py).",
         "",
         "| model | settings | arguments MiB | temporaries MiB | predicted MiB | measured MiB | measured / predicted |",
         "|---|---|---|---|---|---|---|",
