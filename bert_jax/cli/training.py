@@ -1,10 +1,20 @@
 """Training, and what is asked of a run afterwards."""
 
+import argparse
 import json
 import sys
 
 from bert_jax.cli.common import EXIT_INTERRUPTED, EXIT_NO, Verbs, add_config, add_which, take_rows
 from bert_jax.errors import UserError
+
+
+def _add_resume(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--resume",
+        choices=("auto", "force"),
+        default="auto",
+        help="force: go on although the config differs from the run's",
+    )
 
 
 def add_pretrain(verbs: Verbs) -> None:
@@ -24,12 +34,7 @@ def add_pretrain(verbs: Verbs) -> None:
     sub.add_argument(
         "--rows", action="append", default=[], metavar="DIR", help="rows; once a phase, in order"
     )
-    sub.add_argument(
-        "--resume",
-        choices=("auto", "force"),
-        default="auto",
-        help="force: go on although the config differs from the run's",
-    )
+    _add_resume(sub)
 
 
 def _pretrain(options) -> int | None:
@@ -82,12 +87,7 @@ def add_finetune(verbs: Verbs) -> None:
     sub.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="run N seeds; mean, deviation, best"
     )
-    sub.add_argument(
-        "--resume",
-        choices=("auto", "force"),
-        default="auto",
-        help="force: go on although the config differs from the run's",
-    )
+    _add_resume(sub)
 
 
 def _finetune(options) -> int | None:
