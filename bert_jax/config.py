@@ -8,6 +8,7 @@ A config file (`configs/*.py`) returns a `Config`; the command line changes sing
 import dataclasses
 import difflib
 import math
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -718,6 +719,9 @@ def load(arguments: list[str], kind: type = Config) -> Any:
         raise UserError(
             "no config: add --config FILE, for example --config configs/pretrain.py:mini"
         )
+    path = file[0].removeprefix("--config=").partition(":")[0]
+    if not os.path.exists(path):
+        raise UserError(f"there is no config file {path} (from {os.getcwd()})")
     argv = ["bert-jax", *arguments]
     try:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)

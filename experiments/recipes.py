@@ -4,7 +4,7 @@ The scale "paper" finds in the folder of `--data`:
 
 text/wikipedia/*                English Wikipedia, as WikiExtractor or MediaWiki leave it
 text/books/*                    BooksCorpus, a file a book
-glue/CoLA, SST-2, MRPC, …       GLUE's files; MNLI's diagnostic set in glue/diagnostic
+glue/CoLA, SST-2, MRPC, …       GLUE's files, WNLI too; MNLI's diagnostic set in glue/diagnostic
 squad/                          train-v1.1.json, dev-v1.1.json, train-v2.0.json, dev-v2.0.json
 swag/                           train.csv, val.csv, test.csv
 conll2003/                      train.txt, valid.txt, test.txt with -DOCSTART- between documents
@@ -262,6 +262,11 @@ LSTM = {"model.lstm_layers": 2, "optim.learning_rate": 1e-3}
 PRETRAINED, RANDOM = "pretrained", "random weights"
 
 
+def called(init: str) -> str:
+    """A checkpoint in tables: as on the hub, or by the last two of its folders, one being `out` often."""
+    return "/".join(pathlib.Path(init).parts[-2:])
+
+
 def starts(given: Given, capitals: bool = False) -> dict[str, list[Any]]:
     """What to fine-tune, by label: somebody's checkpoint, the paper's two models, or the small one.
 
@@ -270,7 +275,7 @@ def starts(given: Given, capitals: bool = False) -> dict[str, list[Any]]:
         capitals: the paper's models are `cased`.
     """
     if given.init:
-        return {pathlib.Path(given.init).name: ["--init", given.init]}
+        return {called(given.init): ["--init", given.init]}
     if given.scale == "paper":
         both = {"base": base(given), "large": large(given)}
         if capitals:
@@ -412,8 +417,12 @@ def comparison(
     paper: Mapping[str, Mapping[str, float]],
     small_columns: Mapping[str, Any],
     paper_columns: Mapping[str, Any],
+    average: bool = False,
 ) -> dict[str, Block]:
-    """The page of an experiment about models that are fine-tuned: large, base, a small one, others."""
+    """The page of an experiment about models that are fine-tuned: large, base, a small one, others.
+
+    With `average` the paper's table has one.
+    """
 
     def table(scale: str, columns: Mapping[str, Any], *usual: str) -> Table:
         labels = models(results, scale, *usual)
@@ -423,6 +432,7 @@ def comparison(
 
     small = table("small", small_columns, PRETRAINED, RANDOM)
     large_ = table("paper", paper_columns, "base", "large")
+    large_ = dataclasses.replace(large_, average=average)
     return page(
         small=(small, [Claim(column, PRETRAINED, RANDOM) for column in small_columns]),
         paper=(large_, [Claim(column, "large", "base") for column in paper_columns]),

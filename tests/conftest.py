@@ -124,3 +124,16 @@ def visit(chromium):
     for page in pages:
         page.close()
     assert not wrong, wrong
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """Writes a sweep.py and gives its path."""
+
+    def write(text, name="one"):
+        folder = tmp_path / "experiments" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sweep.py").write_text("from bert_jax.sweep import Point, grid\n" + text)
+        return folder / "sweep.py"
+
+    return write

@@ -215,7 +215,7 @@ def test_arguments_set_single_fields():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "No such file"),
+        (None, "there is no config file"),
         ("def get_config():\n    raise KeyError('gone')\n", "gone"),
         ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
         ("def get_config(:\n", "SyntaxError"),

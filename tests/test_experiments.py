@@ -1,6 +1,7 @@
 """The paper's experiments: every command can be read, sizes are the paper's, pages are their results'."""
 
 import functools
+import gzip
 import itertools
 import json
 import pathlib
@@ -8,12 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import matplotlib
 import numpy as np
 import pytest
 
-from bert_jax import cli, sweep
+from bert_jax import cli, sweep, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
 from bert_jax.errors import UserError
@@ -137,7 +139,7 @@ def test_experiments_share_what_they_have_in_common():
         }
         assert len(causal) == 1
     # Of the small ones these two have shorter runs of their own.
-    assert digest("table6_model_size", "12/768/12", "paper") in shared
+    assert digest("table6_model_size", "L12-H768-A12", "paper") in shared
     assert digest("table8_masking", "80/10/10", "paper") in shared
 
 
@@ -196,6 +198,51 @@ def test_glue_is_tried_on_the_whole_grid():
     assert all(own == grid for own in tried.values())
     submissions = [p for p in load("table1_glue", "paper").points if p.verb == "python"]
     assert [len(point.needs) for point in submissions] == [192, 192]
+
+
+@pytest.mark.parametrize("wnli", ["", ".gz", None])
+def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(tmp_path, wnli):
+    def run(name, task, *values):
+        """Seeds 3, 4, … whose predictions name the run and the seed."""
+        config = config_lib.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
+        for seed in range(3, 3 + len(values)):
+            folder = tmp_path / name / f"seed_{seed}"
+            (folder / "predictions" / "test").mkdir(parents=True)
+            workdir.claim(
+                folder, config, [{"digest": ""}], {"best_by": "x", "highest": True}, False
+            )
+            file = folder / "predictions" / "test" / {"rte": "RTE.tsv", "cola": "CoLA.tsv"}[task]
+            file.write_text(f"index\tprediction\n0\t{name}, {seed}\n")
+        value = {"mean": sum(values) / len(values), "values": list(values)}
+        seeds = list(range(3, 3 + len(values)))
+        told = {"best_by": "accuracy", "seeds": seeds, "dev": {"accuracy": value}}
+        (tmp_path / name / "metrics.json").write_text(json.dumps(told))
+        return tmp_path / name
+
+    runs = [run("a", "rte", 0.6, 0.9), run("b", "rte", 0.8, 0.71), run("c", "cola", 0.1, 0.3, 0.2)]
+    glue = tmp_path / "glue"
+    if wnli is not None:
+        (glue / "WNLI").mkdir(parents=True)
+        rows = {"train": ("a\tb\t1", "c\td\t0", "e\tf\t1"), "test": ("g\th", "i\tj")}
+        for split, lines in rows.items():
+            names = "index\tsentence1\tsentence2" + ("\tlabel" if split == "train" else "")
+            text = "\n".join([names, *(f"{i}\t{line}" for i, line in enumerate(lines))]) + "\n"
+            opened = gzip.open if wnli else open
+            with opened(glue / "WNLI" / f"{split}.tsv{wnli}", "wt") as file:
+                file.write(text)
+    out = tmp_path / "out"
+    command = [sys.executable, "experiments/table1_glue/submit.py", glue, *runs, "--out", out]
+    subprocess.run(command, check=True, capture_output=True)
+    with zipfile.ZipFile(out / "glue.zip") as archive:
+        told = {name: archive.read(name).decode().splitlines()[1:] for name in archive.namelist()}
+    expected = {"RTE.tsv": ["0\tb, 3"], "CoLA.tsv": ["0\tc, 4"]}
+    if wnli is not None:
+        expected["WNLI.tsv"] = ["0\t1", "1\t1"]
+    assert told == expected
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["rte"] == pytest.approx(0.755)
+    missing = "WNLI.tsv is missing; the server takes all together"
+    assert (missing in metrics["notes"]) == (wnli is None)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +378,7 @@ def test_the_best_setting_of_each_grid_is_shown(recipes):
 def copy(folder: pathlib.Path, name: str) -> pathlib.Path:
     """An experiment that a test may write to."""
     shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "recipes.py", folder)
     return folder / name
 
 
@@ -361,12 +409,15 @@ def made_up(name: str, scale: str) -> list[dict]:
     lines = []
     for i, point in enumerate(load(name, scale).points):
         line = {"point": point.name, "scale": scale, "facts": point.facts, "metrics": {}}
+        command = " ".join(["bert-jax", *point.told(DATA)])
+        line |= {"command": command, "digest": point.digest(DATA), "wall_seconds": 9}
         if point.verb in measures:
             line |= {
                 "seed": 0,
                 "step": 9,
                 "real_tokens": 9,
                 "step_seconds": 9,
+                "flops": 9,
                 "load": 1,
                 "cores": 1,
             }
@@ -409,7 +460,7 @@ def test_a_number_that_is_not_the_results_is_found(tmp_path):
     experiment.write_readme(folder)
     text = (folder / "README.md").read_text()
     assert experiment.readme(folder) == text
-    block = text.index("| 4/128/2 |")
+    block = text.index("| L4-H128-A2 |")
     digit = re.search(r"\d\.\d", text[block:]).start() + block
     changed = f"{text[:digit]}{(int(text[digit]) + 1) % 10}{text[digit + 1 :]}"
     (folder / "README.md").write_text(changed)

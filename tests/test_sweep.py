@@ -1,4 +1,4 @@
-"""Sweeps: order, sharing, kills, failures, other engines, searches, results, and what a README shows."""
+"""Sweeps: order, sharing, kills, failures, other engines, costs, searches."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import transformers
 from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,13 +21,14 @@ from bert_jax.config import Config, Phase, model_size
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.model import flops_per_row
-from bert_jax.report import experiment
-from bert_jax.report.experiment import Claim, Claims, Column, Curves, Table
-from bert_jax.sweep import Given, Point
-from bert_jax.sweep.cost import cost
+from bert_jax.sweep import Given, Point, scheduler
+from bert_jax.sweep import results as results_lib
+from bert_jax.sweep.cost import cost, duration
+from bert_jax.sweep.display import note_of
 from bert_jax.sweep.results import Results
 from bert_jax.sweep.run import run
 from bert_jax.sweep.scheduler import Engine, Place
+from bert_jax.sweep.scheduler import Scheduler as Queue
 from bert_jax.tasks import pretraining
 from tests.test_train import ALONE
 
@@ -77,19 +79,6 @@ def bench(tmp_path):
     make.folder = tmp_path
     make.calls = lambda: [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
     return make
-
-
-@pytest.fixture
-def file_of(tmp_path):
-    """Writes a sweep.py and gives its path."""
-
-    def write(text, name="one"):
-        folder = tmp_path / "experiments" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sweep.py").write_text("from bert_jax.sweep import Point, grid\n" + text)
-        return folder / "sweep.py"
-
-    return write
 
 
 def go(points, tmp_path, jobs=1, **options):
@@ -150,6 +139,35 @@ def test_another_program_is_another_point(tmp_path):
             "def get_points(given): return [Point('a', ('vocab', n)) for n in 'xy']",
             "two different points are called 'a'",
         ),
+        (
+            "def get_points(given): return [Point('a', ('vocab', 1), {'n': n}) for n in 'xy']",
+            "two different points are called 'a'",
+        ),
+        (
+            "def get_points(given): return [Point(n, ('vocab', 1)) for n in 'xy']",
+            "'x' and 'y' are one command",
+        ),
+        (
+            "def get_points(given): return [Point('a', ('vocab', 't', '--sise', 3))]",
+            "sweep.py: a: bert-jax: error: unrecognized arguments: --sise",
+        ),
+        (
+            "def get_points(given): return [Point('a', ('python', 'no.py'))]",
+            "sweep.py: a: there is no program no.py (from /",
+        ),
+        (
+            "def get_points(given):\n"
+            "    rows = Point('r', ('prepare', 't', '--vocab', 'v'))\n"
+            "    where = ('--config', 'configs/pretrain.py:mini,128', '--rows', rows)\n"
+            "    return [Point('a', ('pretrain', *where, '--config.optim.learning_rat=1'))]",
+            "sweep.py: a: unknown config key config.optim.learning_rat; did you mean",
+        ),
+        (
+            "def get_points(given):\n"
+            "    command = ('finetune', '--init', 'x', '--config', 'no/such.py')\n"
+            "    return [Point('a', command)]",
+            "sweep.py: a: there is no config file no/such.py (from /",
+        ),
         ("import nothing_of_that_name", "cannot load"),
         (None, "there is no sweep"),
     ],
@@ -161,6 +179,40 @@ def test_a_sweep_that_cannot_be_read(file_of, capsys, text, expected):
     assert cli.main(["sweep", str(path), "--dry-run"]) == cli.EXIT_USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
+
+
+@pytest.mark.parametrize("name", ["nothing", "experiments", "notes.md"])
+def test_what_is_no_sweep_at_all(tmp_path, capsys, name):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "notes.md").write_text("# Notes")
+    assert cli.main(["sweep", str(tmp_path / name)]) == cli.EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"there is no sweep {tmp_path / name}" in line
+
+
+def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("BERT_JAX_DATA", raising=False)
+    text = "def get_points(given): return [Point('a', ('vocab', given.data / 'text'))]"
+    command = ["sweep", str(file_of(text)), "--runs", str(tmp_path / "runs")]
+    assert cli.main(command) == cli.EXIT_USER_ERROR
+    assert "a reads texts or tasks: add --data DIR or set $BERT_JAX_DATA" in capsys.readouterr().err
+    assert cli.main([*command, "--dry-run"]) == 0
+    assert "vocab '$BERT_JAX_DATA/text' --out" in capsys.readouterr().out
+    assert cli.main([*command, "--init", "./nothing"]) == cli.EXIT_USER_ERROR
+    assert "--init ./nothing: there is no such folder" in capsys.readouterr().err
+
+
+def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, capsys):
+    """Unless it is told otherwise."""
+    text = "def get_points(given): return [Point(given.scale, ('vocab', given.init))]"
+    command = ["sweep", str(file_of(text)), "--dry-run", "--data", str(tmp_path)]
+    for more, scale in (
+        ([], "small"),
+        (["--init", "google/bert"], "paper"),
+        (["--init", "google/bert", "--scale", "small"], "small"),
+    ):
+        assert cli.main([*command, *more]) == 0
+        assert capsys.readouterr().out.startswith(f"{scale}: about")
 
 
 @for_all(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -240,6 +292,19 @@ def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
     monkeypatch.setattr("bert_jax.sweep.run.lines_of", fail)
     with pytest.raises(UserError, match=r"cannot read what a has left in .*no text.* remove .*/a-"):
         go([bench("a")], tmp_path)
+
+
+def test_what_another_sweep_has_made_meanwhile_is_found(bench, tmp_path):
+    """Under another name; looked for when a point is about to be run, not when the sweep begins."""
+    command = ("python", bench.folder / "work.py", "a", bench.folder)
+    first, second = (Place(Point(name, command), tmp_path / "runs", tmp_path) for name in "xy")
+    (tmp_path / "runs").mkdir()
+    second.settle()
+    assert first.folder != second.folder
+    first.settle()
+    assert first.folder == second.folder
+    assert first.out == second.out
+    assert first.log == second.log
 
 
 def test_so_many_at_a_time(bench, tmp_path):
@@ -338,6 +403,20 @@ def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
         assert [line["point"] for line in lines] == ["a", "b"]
 
 
+def test_the_time_left_is_that_of_all_seeds(tmp_path):
+    place = Place(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
+    for seed in range(2):
+        run_ = place.out / f"seed_{seed}"
+        run_.mkdir(parents=True)
+        (run_ / "config.json").write_text(json.dumps({"config": {"steps": 100}}))
+        (run_ / "starts.jsonl").write_text(json.dumps({"step": 0}) + "\n")
+        (run_ / "metrics.jsonl").write_text(json.dumps({"step": 20, "loss": 1.0}) + "\n")
+        os.utime(run_ / "metrics.jsonl", (seed, seed))
+    began = (run_ / "starts.jsonl").stat().st_mtime
+    # 80 steps of this one and 100 of the third, at a second each.
+    assert note_of(place, began + 20)["left"] == duration(180.0)
+
+
 def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, file_of):
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -368,6 +447,31 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
 
     place = Place(sweep.load(file, Given(data=tmp_path)).points[0], tmp_path / "runs", tmp_path)
     assert place.is_submitted
+    # Slurm knows it no more, and its workdir has no end: it has failed, and goes again next time.
+    (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (programs / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", ALONE["PATH"])
+    monkeypatch.setattr(scheduler, "_ASK_SECONDS", 0.01)
+    engine = Engine("slurm", ("--gpus=4",))
+    queue = Queue(tmp_path / "runs", Given(data=tmp_path), engine, False, print)
+    queue.add([place.point])
+    queue.look()
+    assert queue.state == {"m": "running"}
+    for _ in range(2):
+        time.sleep(0.02)
+        queue.look()
+    assert queue.state == {"m": "failed"}
+    assert (
+        place.last_words() == f"{folder.name} has left the queue before its end: see slurm-JOB.out"
+    )
+    assert (tmp_path / "asked").read_text().count(f"--name={folder.name} ") == 2
+    assert not place.is_submitted
+    (programs / "squeue").write_text("#!/bin/sh\necho PENDING\n")
+    assert engine.is_queued(place)
+    (programs / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    assert engine.is_queued(place)
+
+    place.add(status=None, seconds=0.1, on="slurm")
     out = place.out
     out.mkdir()
     config = Config(model=model_size("mini"), phases=(Phase(rows="r"),), steps=7)
@@ -375,6 +479,12 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     assert not place.is_done
     (out / "checkpoints" / "7").mkdir(parents=True)
     assert place.is_done
+    # What the sweep's own clock and machine say is of the handing over alone.
+    own = {"step_seconds": 7.5, "devices": "4 NVIDIA H100", "jax": "0.12"}
+    monkeypatch.setattr(results_lib, "_of_run", lambda folder: own)
+    (line,) = results_lib.lines_of(place, Given(data=tmp_path))
+    assert (line["wall_seconds"], line["jax"]) == (7.5, "0.12")
+    assert (line["cores"], line["load"], line["processor"]) == (None, None, None)
 
 
 # Costs and results
@@ -405,6 +515,51 @@ def test_a_cost_is_that_of_the_formula(size):
     assert told.seconds == pytest.approx(told.flops / (1e9 * cores()))
 
 
+def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
+    """A folder's model and not the config's, and the tokens that others had on its task."""
+    file = tmp_path / "train.tsv"
+    file.write_text("x" * 5000)
+    model = model_size("mini")
+    run = tmp_path / "run"
+    run.mkdir()
+    config = Config(model=model, phases=(Phase(rows="r"),), steps=7)
+    workdir.claim(run, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=96, max_position_embeddings=16,
+        )
+    ).save_pretrained(exported)  # fmt: skip
+    (exported / "vocab.txt").write_text(
+        "".join(f"{token}\n" for token in ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+        + "".join(f"w{i}\n" for i in range(55))
+    )
+
+    def told(init, task=None, results=()):
+        settings = [f"--config.task.train={file}", "--config.epochs=2", *init, "--seeds", 3]
+        facts = {"task": task} if task else {}
+        point = Point("f", ("finetune", "--config", "configs/table.py", *settings), facts)
+        return cost(point, Given(), results, speed=1e12).flops
+
+    def of(layers, hidden, feed_forward):  # by token: forward, and twice as much backward
+        return 3 * layers * (8 * hidden**2 + 4 * hidden * feed_forward)
+
+    assert told(["--init", run]) == pytest.approx(of(4, 256, 1024) * 6000)
+    assert told(["--init", exported]) == pytest.approx(of(3, 32, 96) * 6000)
+    for unseen in ([], ["--init", "google-bert/bert-base-uncased"]):
+        assert told(unseen) == pytest.approx(of(12, 768, 3072) * 6000)
+
+    def line(tokens, task, scale="small"):
+        facts = {"facts": {"task": task}, "scale": scale, "real_tokens": tokens}
+        return {"command": "bert-jax finetune --config x", **facts}
+
+    before = [line(40, "SQuAD"), line(60, "SQuAD"), line(1, "SQuAD", "paper"), line(7, "SWAG")]
+    assert told(["--init", run], "SQuAD", before) == pytest.approx(of(4, 256, 1024) * 3 * 50)
+    assert told(["--init", run], "RTE", before) == pytest.approx(of(4, 256, 1024) * 6000)
+
+
 def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monkeypatch):
     """But what cannot be read, or is another kind of file, does not."""
     folders = [tmp_path / name for name in ("mine", "other", "third", "fourth")]
@@ -414,7 +569,10 @@ def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monke
         "from bert_jax.sweep import Point\n"
         "def get_points(given):\n    yield Point('vocab', ('vocab', 'text'))\n"
     )
-    line = {"command": "bert-jax vocab text", "digest": "a", "wall_seconds": 77.0}
+    line = {
+        "command": "bert-jax vocab text", "digest": "a", "wall_seconds": 77.0,
+        "point": "p", "scale": "small", "facts": {}, "metrics": {},
+    }  # fmt: skip
     command = ["sweep", str(folders[0]), "--dry-run", "--runs", str(tmp_path / "runs")]
     assert cli.main(command) == 0
     assert "vocab: about ?" in capsys.readouterr().out
@@ -539,6 +697,33 @@ def test_a_search_finds_and_remembers(bench, tmp_path, capsys):
     assert len(bench.calls()) == 7
 
 
+class Drawn(Objective):
+    """Nothing of a trial is in its command but what was drawn."""
+
+    def get_trial(self, given, trial):
+        return self._make("x", str(trial.suggest_float("length", 0.0, 1.0)))
+
+
+def test_a_search_that_goes_on_draws_anew(bench, tmp_path):
+    pytest.importorskip("optuna")
+    for trials in (2, 4):
+        status, results = go([], tmp_path, module=Drawn(bench), trials=trials)
+        assert status == 0
+    assert len({line["facts"]["length"] for line in results}) == 4
+
+
+def test_an_error_in_a_searchs_function_is_one_line(bench, tmp_path):
+    optuna = pytest.importorskip("optuna")
+    module = Objective(bench)
+    module.get_trial = lambda given, trial: 1 / 0
+    with pytest.raises(UserError, match="get_trial: ZeroDivisionError: division by zero"):
+        go([], tmp_path, module=module, trials=1)
+    study = tmp_path / "experiment" / "study.journal"
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(study)))
+    (trial,) = optuna.load_study(study_name="experiment-small", storage=storage).trials
+    assert trial.state == optuna.trial.TrialState.FAIL
+
+
 def test_a_trial_whose_search_was_killed_is_tried_again(bench, tmp_path):
     optuna = pytest.importorskip("optuna")
     module = Objective(bench)
@@ -557,94 +742,3 @@ def test_a_trial_whose_search_was_killed_is_tried_again(bench, tmp_path):
 def test_a_search_of_a_sweep_that_has_none(bench, tmp_path):
     with pytest.raises(UserError, match="has nothing to search: it needs get_trial"):
         go([], tmp_path, trials=1)
-
-
-# What a README shows
-
-
-def line(score, seed=0, **facts):
-    return {"facts": facts, "metrics": {"score": score}, "seed": seed, "digest": str(facts)}
-
-
-RESULTS = [
-    *(line(0.5 + 0.01 * i, i, size=1) for i in range(3)),
-    *(line(0.8 + 0.01 * i, i, size=2) for i in range(3)),
-    line(0.9, size=3),
-    *(line(0.51 + 0.01 * i, i, size=4) for i in range(3)),
-]
-TABLE = Table(
-    {name: {"size": size} for name, size in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5))},
-    {"score": Column("score")},
-    {"a": {"score": 60.0}, "b": {"score": 70.0}},
-    "size",
-)
-
-
-def test_a_table_has_means_deviations_seeds_and_the_papers_numbers():
-    text = TABLE.markdown(RESULTS, pathlib.Path())
-    assert "| size | score |\n|---|---|\n" in text
-    assert "| a | 51.0 ± 1.0 (3) [60.0] |" in text
-    assert "| c | 90.0 |" in text
-    assert "| e | not run |" in text
-
-
-@pytest.mark.parametrize(
-    ("claim", "expected"),
-    [
-        (Claim("score", "b", "a"), "(paper: 70.0 and 60.0): **so it is**, by 30.0"),
-        (Claim("score", "a", "b"), "**the other way round**, by 30.0"),
-        (Claim("score", "a", "b", lower=True), "**so it is**"),
-        # Apart by 1.0; the error of each mean is 1/sqrt(3), so sqrt(2/3) = 0.82 together.
-        (Claim("score", "d", "a"), "cannot be told here (apart by 1.0, standard error 0.82)"),
-        (Claim("score", "c", "a"), "so it is, by 39.0; one seed, which tells little"),
-        (Claim("score", "e", "a"), "not run"),
-    ],
-)
-def test_what_the_paper_orders(claim, expected):
-    assert expected in Claims(TABLE, [claim]).markdown(RESULTS, pathlib.Path())
-
-
-def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):
-    results = [
-        {**line(0, i, kind="x"), "curve": {"step": [1, 2], "loss": [3.0 + i, 2.0 + i]}}
-        for i in range(2)
-    ]
-    curves = Curves("c.svg", {"x": {"kind": "x"}}, "step", "loss", ("step", "loss"))
-    assert curves.points(results, {"kind": "x"}) == [(1, 3.5), (2, 2.5)]
-    assert curves.markdown(results, tmp_path) == "![loss by step](c.svg)"
-    first = (tmp_path / "c.svg").read_bytes()
-    curves.markdown(results, tmp_path)
-    assert (tmp_path / "c.svg").read_bytes() == first
-    by_size = Curves("d.svg", {"all": {}}, "size", "score", ("size", "score"))
-    assert by_size.points(RESULTS, {})[:2] == [(1, pytest.approx(0.51)), (2, pytest.approx(0.81))]
-    assert by_size.markdown([], tmp_path) == "not run"
-
-
-BLOCKS = """
-from bert_jax.report.experiment import Column, Table
-
-def get_points(given):
-    return []
-
-def get_blocks(results):
-    return {"sizes": Table({"a": {"size": 1}}, {"score": Column("score")})}
-"""
-
-
-def test_a_readme_is_written_around_its_words(file_of, capsys):
-    folder = file_of(BLOCKS).parent
-    readme = folder / "README.md"
-    readme.write_text("# Mine\n\n<!-- sizes -->\nold\n<!-- /sizes -->\n\nAfter.\n")
-    Results(folder).add([line(0.5, size=1)])
-    assert cli.main(["report", str(folder)]) == 0
-    text = readme.read_text()
-    assert text.startswith("# Mine\n\n<!-- sizes -->\n|  | score |\n|---|---|\n| a | 50.0 |\n<!--")
-    assert text.endswith("\n\nAfter.\n")
-    assert experiment.readme(folder) == text
-    for wrong, expected in (
-        ("<!-- other -->\n<!-- /other -->\n" + text, "knows no block 'other'"),
-        ("# Mine\n", "has no lines <!-- sizes --> and <!-- /sizes -->"),
-    ):
-        readme.write_text(wrong)
-        assert cli.main(["report", str(folder)]) == cli.EXIT_USER_ERROR
-        assert expected in capsys.readouterr().err

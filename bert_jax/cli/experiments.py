@@ -1,9 +1,16 @@
 """Experiments, and pages of runs."""
 
+import contextlib
+import io
 import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
 
-from bert_jax.cli.common import Verbs
+from bert_jax.cli.common import Parser, Verbs
 from bert_jax.errors import UserError
+
+_DATA = "$BERT_JAX_DATA"
 
 
 def add_sweep(verbs: Verbs) -> None:
@@ -14,18 +21,20 @@ def add_sweep(verbs: Verbs) -> None:
         "run all that an experiment is made of, here or elsewhere",
         "  bert-jax sweep experiments/table6_model_size --dry-run\n"
         "  bert-jax sweep experiments/table6_model_size --data ../data --jobs 2\n"
-        "  bert-jax sweep experiments/table1_glue --scale paper --init bert-base-uncased \\\n"
+        "  bert-jax sweep experiments/table1_glue --init google-bert/bert-base-uncased \\\n"
         "    --on slurm --launch=--gpus=8 --jobs 20 --runs /shared/runs\n\n"
         "What is finished is skipped, what was interrupted goes on; a line a point goes to the\n"
         "experiment's results.jsonl. exit status: 0 all done, 1 something failed, 75 stopped",
     )
     sub.add_argument("file", metavar="SWEEP", help="a sweep.py, or the folder that holds it")
-    sub.add_argument("--scale", choices=("small", "paper"), default="small", help="default small")
+    sub.add_argument(
+        "--scale", choices=("small", "paper"), help="default small; with --init paper"
+    )  # fmt: skip
     sub.add_argument(
         "--data", default=os.environ.get("BERT_JAX_DATA", ""), metavar="DIR",
         help="texts and tasks (default: $BERT_JAX_DATA)",
     )  # fmt: skip
-    sub.add_argument("--init", default="", metavar="DIR", help="what to fine-tune, if it asks")
+    sub.add_argument("--init", default="", metavar="DIR", help="somebody's checkpoint to fine-tune")
     sub.add_argument("--seeds", type=int, default=0, metavar="N", help="default: the sweep's own")
     sub.add_argument(
         "--only", action="append", default=[], metavar="PATTERN",
@@ -59,9 +68,7 @@ def add_sweep(verbs: Verbs) -> None:
 
 
 def _sweep(options) -> int | None:
-    import pathlib
-
-    from bert_jax import sweep
+    from bert_jax import cli, sweep
     from bert_jax.sweep import cost, run, scheduler
 
     for name in ("jobs", "seeds", "search"):
@@ -77,16 +84,59 @@ def _sweep(options) -> int | None:
         )
     if options.search and (options.dry_run or options.only):
         raise UserError("--search makes its own points: leave out --dry-run and --only")
-    given = sweep.Given(
-        options.scale, pathlib.Path(options.data).absolute(), options.init, options.seeds
-    )
+    if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
+        raise UserError(f"--init {options.init}: there is no such folder")
+    # What a dry run shows of data that nobody has told it of is where they would be.
+    data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
+    scale = options.scale or ("paper" if options.init else "small")
+    given = sweep.Given(scale, data, options.init, options.seeds)
     found = sweep.select(sweep.load(options.file, given), options.only)
+    parser = cli.parser()
+    for point in found.points:
+        told = point.told(data)
+        if not options.data and not options.dry_run and any(_DATA in part for part in told):
+            raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
+        command = [
+            part.name if isinstance(part, sweep.Point) else str(part) for part in point.command
+        ]
+        command += [sweep.FOLDER_OPTION[point.verb], "x"]
+        _check(f"{found.path}: {point.name}", command, parser)
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
         print(cost.describe(found, runs.absolute(), engine, _speed(options.topology)))
         return None
     return run.run(found, runs, engine, resubmit=options.resubmit, trials=options.search)
+
+
+def _check(where: str, command: Sequence[str], parser: Parser) -> None:
+    """Refuses a command that would fail when its turn comes, which may be after days.
+
+    Raises:
+        UserError: an option, a setting or a program that does not exist.
+    """
+    from bert_jax import config as config_lib
+
+    verb, program, *_ = command
+    kinds: dict[str, Any] = {
+        "pretrain": config_lib.Config,
+        "finetune": config_lib.FinetuneConfig,
+    }
+    settings, rest = config_lib.split(list(command))
+    said = io.StringIO()
+    try:
+        if verb == "python":
+            if not os.path.isfile(program) and _DATA not in program:
+                raise UserError(f"there is no program {program} (from {os.getcwd()})")
+            return
+        with contextlib.redirect_stderr(said):
+            parser.parse_args(rest)
+        if verb in kinds:
+            config_lib.load(settings, kinds[verb])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except SystemExit:
+        raise UserError(f"{where}: {said.getvalue().splitlines()[-1]}") from None
 
 
 def add_report(verbs: Verbs) -> None:

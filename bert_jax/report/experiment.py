@@ -10,7 +10,6 @@ what is between them is written here, from results.jsonl alone.
 """
 
 import dataclasses
-import math
 import pathlib
 import re
 import statistics
@@ -19,9 +18,10 @@ from typing import Any, Protocol
 
 from bert_jax import files, sweep
 from bert_jax.errors import UserError
-from bert_jax.sweep.results import Results
+from bert_jax.sweep.results import Results, current
 
 Line = dict[str, Any]
+_TOLD_BELOW = 0.05
 
 
 class Block(Protocol):
@@ -79,26 +79,30 @@ class Table:
         columns: by label.
         paper: what the paper has, by row and column, in the units that are shown.
         title: of the first column.
+        average: whether a last column has the mean of a row's others, where they are all there.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     title: str = ""
+    average: bool = False
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
         """Rows; the paper's numbers in parentheses; a number after a deviation counts seeds."""
-        lines = [
-            f"| {self.title} | {' | '.join(self.columns)} |",
-            f"|---|{'---|' * len(self.columns)}",
-        ]
+        names = [*self.columns, *(["average"] if self.average else [])]
+        lines = [f"| {self.title} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
         for label, facts in self.rows.items():
-            cells = []
+            beside, cells, means = self.paper.get(label, {}), [], []
             for name, column in self.columns.items():
-                cell = column.cell(values_of(results, {**facts, **column.facts}, column.metric))
-                if name in self.paper.get(label, {}):
-                    cell += f" [{self.paper[label][name]}]"
-                cells.append(cell)
+                values = values_of(results, {**facts, **column.facts}, column.metric)
+                means += [column.factor * statistics.fmean(values)] if values else []
+                told = f" [{beside[name]}]" if name in beside else ""
+                cells.append(column.cell(values) + told)
+            if self.average:
+                whole = len(means) == len(self.columns)
+                told = f" [{statistics.fmean(beside.values()):.1f}]" if beside else ""
+                cells.append((f"{statistics.fmean(means):.1f}" if whole else "not run") + told)
             lines.append(f"| {label} | {' | '.join(cells)} |")
         if any(self.paper.get(label, {}).keys() & self.columns.keys() for label in self.rows):
             lines += ["", "In brackets: the paper's."]
@@ -125,7 +129,7 @@ class Claim:
 class Claims:
     """Whether the paper's order is seen in a table's results.
 
-    A difference is told where it is more than twice its standard error over seeds (Welch).
+    A difference is told where Welch's test over seeds finds p < 0.05, of two sides.
     """
 
     table: Table
@@ -154,13 +158,20 @@ class Claims:
         if min(len(above), len(below)) < 2:
             seen = "so it is" if gap > 0 else "not so"
             return f"{what}: {seen}, by {abs(gap):.{column.digits}f}; one seed, which tells little."
-        error = column.factor * math.sqrt(
-            sum(statistics.variance(values) / len(values) for values in (above, below))
-        )
-        seeds = f"{abs(gap):.{column.digits}f}, standard error {error:.{column.digits + 1}f}"
-        if abs(gap) <= 2 * error:
-            return f"{what}: cannot be told here (apart by {seeds})."
-        return f"{what}: **{'so it is' if gap > 0 else 'the other way round'}**, by {seeds}."
+        p = _welch(above, below)
+        told = f"{abs(gap):.{column.digits}f}, p = {p:.2g}"
+        if p >= _TOLD_BELOW:
+            return f"{what}: cannot be told here (apart by {told})."
+        return f"{what}: **{'so it is' if gap > 0 else 'the other way round'}**, by {told}."
+
+
+def _welch(one: Sequence[float], other: Sequence[float]) -> float:
+    """p of two means being as far apart by chance (Welch's t-test)."""
+    from scipy import stats
+
+    if statistics.variance(one) + statistics.variance(other) == 0:  # of which it says NaN
+        return float(statistics.fmean(one) == statistics.fmean(other))
+    return float(stats.ttest_ind(one, other, equal_var=False).pvalue)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +238,7 @@ class Runs:
         lines = ["| point | seed | steps | real tokens | minutes | load | on | commit |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
         for r in results:
             if "step" in r:
-                on = f"{r['devices']}, {r['cores']} cores"
+                on = r["devices"] + (f", {r['cores']} cores" if r["cores"] else "")
                 cells = [r["point"], r["seed"], f"{r['step']:,}", f"{r['real_tokens']:,}", f"{r['step_seconds'] / 60:.1f}", r["load"], on, r["commit"]]  # fmt: skip
                 lines.append(f"| {' | '.join(map(str, cells))} |")
         return "\n".join(lines) if len(lines) > 2 else "not run"
@@ -247,7 +258,7 @@ def readme(folder: str | pathlib.Path) -> str:
     path = folder / "README.md"
     if not path.exists():
         raise UserError(f"{folder} has no README.md to write the tables into")
-    results = Results(folder).read()
+    results = current(Results(folder).read())
     blocks = module.get_blocks(results) if hasattr(module, "get_blocks") else {}
     text = path.read_text()
     for name in re.findall(r"^<!-- (\w+) -->$", text, re.MULTILINE):

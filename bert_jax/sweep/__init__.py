@@ -14,8 +14,9 @@ points that a point's command names:
             yield Point(f"{name}/rte", ("finetune", "--config", "configs/glue.py:rte", "--init", model), size)
 
 A point is a command of `bert-jax` ("python" for a script) and makes one folder, which is told to it
-by --workdir or --out. Folders carry a hash of all that their content follows from, so that sweeps
-share what they have in common; below `--runs`, NAME-HASH holds
+by --workdir or --out. Folders carry a hash of the command and of those that it stands on, so that
+sweeps share what they have in common. What files hold is not in it: with other data below the same
+folder, a config file edited or a checkpoint replaced, take another `--runs`. Below it, NAME-HASH holds
 
 out/             what the command makes
 log              what it said
@@ -23,6 +24,7 @@ attempts.jsonl   every start of it: when, how long, how it ended
 """
 
 from bert_jax.sweep.points import (
+    FOLDER_OPTION,
     SCALES,
     Given,
     Point,
@@ -36,6 +38,7 @@ from bert_jax.sweep.points import (
 )
 
 __all__ = [
+    "FOLDER_OPTION",
     "SCALES",
     "Given",
     "Point",

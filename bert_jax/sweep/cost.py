@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import pathlib
 import shlex
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bert_jax import config as config_lib
-from bert_jax.config import Config, FinetuneConfig
+from bert_jax import workdir
+from bert_jax.config import Config, FinetuneConfig, ModelConfig
+from bert_jax.convert import source
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
@@ -40,7 +43,8 @@ class Cost(NamedTuple):
 def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: float) -> Cost:
     """What a point will cost, roughly: its matrix products at a speed.
 
-    A pretraining run's are known. A fine-tuning run's follow from the bytes of its training file.
+    A pretraining run's are known. A fine-tuning run's follow from the tokens that others had on its
+    task or, where none was, from the bytes of its training file.
 
     Args:
         point: not yet run.
@@ -54,10 +58,7 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
         return Cost(0.0, statistics.median(times) if times else None)
     kind = Config if point.verb == "pretrain" else FinetuneConfig
     config, options = _read(point, kind)
-    model, seeds = config.model, int(options.get("--seeds", 1))
-    for start in point.needs:
-        if kind is FinetuneConfig and start.verb == "pretrain":
-            model = _read(start, Config)[0].model
+    model = config.model
     if kind is Config:
         ends = [0, *config_lib.phase_ends(config)]
         rows = [part for part in point.needs if part.verb == "prepare"]
@@ -71,7 +72,10 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
             )
         )
     else:
-        tokens = _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs * seeds
+        model = _started_from(point, options.get("--init", "")) or model
+        tokens = _tokens_before(point, given, before)
+        tokens = tokens or _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs
+        tokens *= int(options.get("--seeds", 1))
     flops = _flops_a_token(model, config) * tokens
     speed = speed or _speed(before) or _CORE_FLOPS * cores()
     return Cost(flops, flops / speed if flops else None)
@@ -84,7 +88,7 @@ def _speed(results: Sequence[dict[str, Any]]) -> float:
     """
     flops, core_seconds = collections.Counter[str](), {}
     for line in results:
-        if "cpu" in line.get("devices", ""):
+        if "cpu" in line.get("devices", "") and line["cores"]:
             flops[line["digest"]] += line["flops"]
             core_seconds[line["digest"]] = line["wall_seconds"] * line["cores"]
     speeds = [flops[digest] / time for digest, time in core_seconds.items() if time]
@@ -123,6 +127,32 @@ def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
     return (config_lib.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
 
 
+def _started_from(point: Point, init: str) -> ModelConfig | None:
+    """The model that is fine-tuned; None where it begins anew, or is on the hub."""
+    for start in point.needs:
+        if start.verb == "pretrain":
+            return _read(start, Config)[0].model
+    return _model_of(init) if init and pathlib.Path(init).exists() else None
+
+
+@functools.cache
+def _model_of(init: str) -> ModelConfig:
+    if workdir.holds_run(init):
+        return workdir.read_config(init).model
+    return source.read(init).config.model
+
+
+def _tokens_before(point: Point, given: Given, before: Sequence[dict[str, Any]]) -> float:
+    """Real tokens of a seed on the point's task as measured at this scale, 0 if it was not."""
+    task = point.facts.get("task")
+    found = [
+        line["real_tokens"]
+        for line in before
+        if task and (line["facts"].get("task"), line["scale"]) == (task, given.scale)
+    ]
+    return statistics.median(found) if found else 0.0
+
+
 def _vocab_size(rows: Sequence[Point]) -> int:
     """Of the vocabulary that rows are made with, 0 if nothing tells it."""
     vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
@@ -139,11 +169,12 @@ def _training_bytes(config: FinetuneConfig, given: Given) -> float:
     if not paths and config.task.name in glue.TASKS:
         folder = glue.TASKS[config.task.name].folder
         paths = sorted((given.data / "glue" / folder).glob("train.tsv*"))
-    return sum(
-        path.stat().st_size * (_COMPRESSION if path.suffix in SUFFIXES else 1)
+    sizes = [
+        path.stat().st_size * (_COMPRESSION if path.suffix in SUFFIXES else 1.0)
         for path in paths
         if path.is_file()
-    )
+    ]
+    return sum(sizes, 0.0)
 
 
 def duration(seconds: float | None) -> str:
@@ -175,7 +206,8 @@ def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.
         lines.append(f"  {shlex.join(engine.command(point, places))}")
     left = sum(not place.is_done for place in places.values())
     rest = f", and {unknown} of which nothing is known" if unknown else ""
-    lines.append(
-        f"{len(sweep.points)} points, {left} to run: about {duration(total)} one after the other{rest}"
+    much = (
+        f"{'at least' if unknown else 'about'} {duration(total)}{'' if speed else ' on this CPU'}"
     )
+    lines.append(f"{len(sweep.points)} points, {left} to run: {much} one after the other{rest}")
     return "\n".join(lines)

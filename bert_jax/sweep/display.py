@@ -30,7 +30,10 @@ def note_of(place: Place, now: float) -> dict[str, str]:
     starts = path.parent / "starts.jsonl"
     done = line["step"] - workdir.read_lines(starts)[-1]["step"]
     began = starts.stat().st_mtime
-    left = (steps - line["step"]) * (now - began) / done if done > 0 else None
+    rate = (now - began) / done if done > 0 else None
+    # Of a point with several seeds, those to come have as many steps each.
+    coming = steps * (_seeds(place) - len(runs)) if runs else 0
+    left = (steps - line["step"] + coming) * rate if rate else None
     loss = next((v for k, v in line.items() if k.endswith("loss")), None)
     return {
         "step": f"{line['step']:,}/{steps:,}",
@@ -38,6 +41,11 @@ def note_of(place: Place, now: float) -> dict[str, str]:
         "left": duration(left) if left is not None else "",
         "note": path.parent.name if runs else "",
     }
+
+
+def _seeds(place: Place) -> int:
+    parts = list(map(str, place.point.command))
+    return int(parts[parts.index("--seeds") + 1]) if "--seeds" in parts else 1
 
 
 class Display:

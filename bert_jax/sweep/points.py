@@ -14,7 +14,7 @@ import pathlib
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax import files
@@ -154,16 +154,25 @@ def load(path: str | os.PathLike, given: Given) -> Sweep:
     module = module_of(path)
     if not hasattr(module, "get_points"):
         raise UserError(f"{path} is no sweep: it has no get_points(given)")
-    try:
-        yielded = list(module.get_points(given))
-    except UserError:
-        raise
-    except Exception as error:  # a program of the user's: anything may come out of it
-        raise UserError(f"{path}: get_points: {type(error).__name__}: {error}") from error
+    yielded = call(path, lambda: list(module.get_points(given)), "get_points")
     for each in yielded:
         if not isinstance(each, Point):
             raise UserError(f"{path}: get_points yielded {each!r}, which is no Point")
     return Sweep(path, given, ordered(path, yielded, given.data), module)
+
+
+def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:
+    """What a function of a sweep's file gives.
+
+    Raises:
+        UserError: an error in it.
+    """
+    try:
+        return function()
+    except UserError:
+        raise
+    except Exception as error:  # a program of the user's: anything may come out of it
+        raise UserError(f"{path}: {name}: {type(error).__name__}: {error}") from error
 
 
 def module_of(path: pathlib.Path) -> Any:
@@ -173,6 +182,8 @@ def module_of(path: pathlib.Path) -> Any:
         UserError: no such file, or an error in it.
     """
     spec = importlib.util.spec_from_file_location(f"sweep_{path.parent.name}", path)
+    if spec is None:  # a folder without one, or a name that is no Python file's
+        raise UserError(f"there is no sweep {path}: name a sweep.py, or the folder that holds it")
     module = importlib.util.module_from_spec(spec)
     # What several sweeps have in common lies beside their folders.
     beside = str(path.resolve().parent.parent)
@@ -193,9 +204,11 @@ def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Po
     """Points and all that they need, each after what it needs and none twice.
 
     Raises:
-        UserError: a verb that makes no folder; two different points of one name.
+        UserError: a verb that makes no folder; two different points of one name; two names of one
+            command, of which results could not say which it was.
     """
     found: dict[str, Point] = {}
+    names: dict[str, str] = {}
 
     def add(point: Point) -> None:
         for needed in point.needs:
@@ -205,9 +218,11 @@ def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Po
                 f"{where}: {point.name}: {point.verb!r} is not among what a sweep runs: "
                 + ", ".join(FOLDER_OPTION)
             )
-        before = found.setdefault(point.name, point)
-        if before.digest(data) != point.digest(data):
+        before, digest = found.setdefault(point.name, point), point.digest(data)
+        if before.digest(data) != digest or before.facts != point.facts:
             raise UserError(f"{where}: two different points are called {point.name!r}")
+        if (name := names.setdefault(digest, point.name)) != point.name:
+            raise UserError(f"{where}: {name!r} and {point.name!r} are one command")
 
     for point in yielded:
         add(point)

@@ -1,5 +1,7 @@
 """What came of points: the lines of results.jsonl."""
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -7,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +19,15 @@ from bert_jax import files, workdir
 from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.data.workers import cores
+from bert_jax.errors import UserError
 from bert_jax.sweep.points import Given
-from bert_jax.sweep.scheduler import LAUNCHED, Place
+from bert_jax.sweep.scheduler import HANDED_OVER, LAUNCHED, Place
 
 RESULTS = "results.jsonl"
+_VERSIONS = ("bert-jax", "jax", "flax")
+# What every line has, and what one of a training run has besides.
+_KEYS = ("point", "scale", "facts", "command", "digest", "metrics", "wall_seconds")
+_OF_A_RUN = ("seed", "real_tokens", "step_seconds", "flops", "devices", "cores", "load", "commit")
 
 
 def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
@@ -32,21 +40,36 @@ def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
         "command": shlex.join(["bert-jax", *map(_published, point.told(given.data))]),
         "digest": place.digest,
     }
-    versions = {name: importlib.metadata.version(name) for name in ("bert-jax", "jax", "flax")}
+    versions = {name: importlib.metadata.version(name) for name in _VERSIONS}
     last = {
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
         "attempts": len(attempts),
         "load": attempts[-1].get("load") if attempts else None,
-        "cores": cores(),
-        "processor": platform.machine(),
+        "cores": attempts[-1].get("cores", cores()) if attempts else None,
+        "processor": _processor(),
         **versions,
     }  # fmt: skip
     if point.verb not in LAUNCHED:
         found = place.out / "metrics.json"
         metrics = json.loads(found.read_text()) if found.exists() else _of_rows(place.out)
-        return [{**common, "metrics": metrics, **last}]
+        return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
     runs = sorted(place.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [place.out]
-    return [{**common, **_of_run(run), **last} for run in runs]
+    lines = [{**common, **last, **_of_run(run)} for run in runs]
+    if attempts and attempts[-1]["on"] in HANDED_OVER:
+        # What we know is how long handing over took, here. Of the run there is what it says itself.
+        steps = sum(line["step_seconds"] for line in lines)
+        here = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
+        lines = [{**line, **here} for line in lines]
+    return lines
+
+
+def _processor() -> str:
+    """The CPU's name where the system tells it, else its kind."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1]
+    return platform.machine()
 
 
 def _of_rows(out: pathlib.Path) -> dict[str, Any]:
@@ -99,6 +122,7 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         "config_hash": hashlib.sha256(content.encode()).hexdigest()[:10],
         "commit": starts[-1]["commit"],
         "devices": starts[-1]["devices"],
+        **{name: starts[-1]["versions"].get(name) for name in _VERSIONS},
         **told,
     }
 
@@ -131,6 +155,20 @@ def key(line: dict[str, Any]) -> tuple:
     return line["digest"], line.get("scale"), line.get("seed")
 
 
+def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of points that have been run since by another command.
+
+    Points are one where the verb, the scale and the facts are; points without facts are all kept.
+    """
+
+    def point(line: dict[str, Any]) -> tuple:
+        verb = line["command"].split()[1]
+        return verb, line["scale"], json.dumps(line["facts"], sort_keys=True)
+
+    newest = {point(line): line["digest"] for line in lines}
+    return [line for line in lines if not line["facts"] or newest[point(line)] == line["digest"]]
+
+
 class Results:
     """results.jsonl beside a sweep."""
 
@@ -138,13 +176,56 @@ class Results:
         self.path = folder / RESULTS
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines."""
-        return workdir.read_lines(self.path) if self.path.exists() else []
+        """All lines; the last one is left out if a kill has cut it short.
+
+        Raises:
+            UserError: the file cannot be read; a line is not whole, or is of another schema.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            content = self.path.read_text()
+        except UnicodeDecodeError as error:
+            raise UserError(f"cannot read {self.path}: {error}") from None
+        texts = content.splitlines()
+        if texts and not _is_json(texts[-1]) and not content.endswith("\n"):
+            texts.pop()
+        return [self._line(i, text) for i, text in enumerate(texts, 1)]
+
+    def _line(self, number: int, text: str) -> dict[str, Any]:
+        where = f"{self.path}, line {number}"
+        if not _is_json(text):
+            raise UserError(f"{where} is cut short: remove it")
+        line = json.loads(text)
+        named = line if isinstance(line, dict) else {}
+        keys = (*_KEYS, *_OF_A_RUN) if "step" in named else _KEYS
+        if lacking := [name for name in keys if name not in named]:
+            raise UserError(
+                f"{where} has no {lacking[0]!r}, as one of an older version: remove it; the sweep writes "
+                "it anew if what was run is still there"
+            )
+        return line
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
         """Appends those that are not there yet."""
-        there = set(map(key, self.read()))
-        new = [line for line in lines if key(line) not in there]
-        if new:
-            with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in new))
+        with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another sweep of this folder may be about to
+            there = set(map(key, self.read()))
+            new = [line for line in lines if key(line) not in there]
+            if not new:
+                return
+            content = self.path.read_bytes()
+            whole, tail = content.rfind(b"\n") + 1, content[content.rfind(b"\n") + 1 :]
+            if not tail or _is_json(tail):
+                file.write(b"\n" if tail else b"")
+            else:
+                file.truncate(whole)
+            file.write("".join(json.dumps(line) + "\n" for line in new).encode())
+
+
+def _is_json(text: str | bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -38,7 +38,7 @@ def run(
         0; 1 if something failed; 75 if it was stopped by a signal.
 
     Raises:
-        UserError: another sweep of the same folder writes its results; a search without get_trial.
+        UserError: a search without get_trial; results.jsonl cannot be read or written.
     """
     runs, given = pathlib.Path(runs).absolute(), sweep.given
     results = Results(sweep.path.parent)

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import fcntl
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from bert_jax import files, launch, workdir
 from bert_jax.config import Config
+from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.sweep.points import FOLDER_OPTION, Given, Point
 
@@ -23,6 +25,8 @@ ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
 LAUNCHED = ("pretrain", "finetune")
 # Engines that queue a job and return: it is over when its workdir says so.
 HANDED_OVER = ("slurm", "gke", "sky")
+# How often a queue is asked for a job; one that it does not know twice is gone.
+_ASK_SECONDS = 60.0
 # A run that is stopped by others (75) is started again so many times.
 _RESTARTS = 100
 
@@ -37,12 +41,22 @@ class Place:
     """
 
     def __init__(self, point: Point, runs: pathlib.Path, data: pathlib.Path):
-        digest = point.digest(data)
-        there = sorted(runs.glob(f"*-{digest}"))  # another sweep may call it otherwise
-        self.point, self.digest = point, digest
-        name = re.sub(r"[^\w.-]+", ".", point.name)
-        self.folder = there[0] if there else runs / f"{name}-{digest}"
+        self.point, self.digest, self._runs = point, point.digest(data), runs
+        self._look()
+
+    def _look(self) -> None:
+        there = sorted(self._runs.glob(f"*-{self.digest}"))  # another sweep may call it otherwise
+        name = re.sub(r"[^\w.-]+", ".", self.point.name)
+        self.folder = there[0] if there else self._runs / f"{name}-{self.digest}"
         self.out, self.log = self.folder / OUT, self.folder / LOG
+
+    def settle(self) -> None:
+        """Makes the folder, or takes that which another sweep has made since we looked."""
+        lock, why = self._runs / files.LOCK, f"cannot use the folder {self._runs}"
+        with files.one_line_errors(why), open(lock, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._look()
+            self.folder.mkdir(exist_ok=True)
 
     def attempts(self) -> list[dict[str, Any]]:
         """Every start so far."""
@@ -112,13 +126,30 @@ class Engine(NamedTuple):
             return [sys.executable, *parts[1:], *where]
         if self.on == "local" or point.verb not in LAUNCHED:
             return [*launch.here(), *parts, *where]
-        name = f"{launch.job_name(point.name, 28)}-{places[point.name].digest}"
-        how = ["--on", self.on, "--name", name, *self.options]
+        how = ["--on", self.on, "--name", _job(places[point.name]), *self.options]
         return [*launch.here(), "launch", *how, "--", *parts, *where]
+
+    def is_queued(self, place: Place) -> bool:
+        """Whether a job that was handed over is still to be run or runs, as far as can be told.
+
+        Of Slurm alone; gke and sky are not asked.
+        """
+        if self.on != "slurm":
+            return True
+        command = ["squeue", "--noheader", f"--name={_job(place)}", "--format=%T"]
+        try:
+            found = subprocess.run(command, capture_output=True, text=True)
+        except OSError:
+            return True
+        return found.returncode != 0 or bool(found.stdout.strip())
 
     def hands_over(self, point: Point) -> bool:
         """Whether its command returns before the point is run."""
         return self.on in HANDED_OVER and point.verb in LAUNCHED
+
+
+def _job(place: Place) -> str:
+    return f"{launch.job_name(place.point.name, 28)}-{place.digest}"
 
 
 class _Running(NamedTuple):
@@ -126,6 +157,8 @@ class _Running(NamedTuple):
     process: subprocess.Popen | None  # None: a job that was handed over
     begun: float
     lock: contextlib.ExitStack
+    asked: float = 0.0  # when a queue was asked for it last
+    missed: int = 0  # how often it was not there
 
 
 class Scheduler:
@@ -198,6 +231,8 @@ class Scheduler:
             if running.process is None:
                 if running.place.is_done:
                     self._release(name, "done")
+                else:
+                    self._ask(name, running)
             elif running.process.poll() is not None:
                 self._ended(name, running, launch.exit_status(running.process))
         if self._stopping:
@@ -212,8 +247,7 @@ class Scheduler:
                 self._start(name, place)
 
     def _start(self, name: str, place: Place) -> None:
-        with files.one_line_errors(f"cannot use the folder {place.folder}"):
-            place.folder.mkdir(exist_ok=True)
+        place.settle()
         lock = contextlib.ExitStack()
         try:
             held = lock.enter_context(files.only_process(place.folder))
@@ -243,13 +277,7 @@ class Scheduler:
 
     def _ended(self, name: str, running: _Running, status: int) -> None:
         handed_over = self._engine.hands_over(running.place.point) and status == 0
-        running.place.add(
-            begun=datetime.datetime.fromtimestamp(running.begun, datetime.UTC).isoformat(timespec="seconds"),
-            seconds=round(time.time() - running.begun, 1),
-            status=None if handed_over else status,
-            on=self._engine.on,
-            load=round(os.getloadavg()[0], 2),
-        )  # fmt: skip
+        self._note(running, None if handed_over else status)
         if handed_over:
             self._running[name] = running._replace(process=None)
             return
@@ -265,6 +293,31 @@ class Scheduler:
             self._release(name, "waiting")
         else:
             self._release(name, "failed")
+
+    def _ask(self, name: str, running: _Running) -> None:
+        """Whether a job is still there; its workdir may be seen later than its end."""
+        now, place = time.time(), running.place
+        if now - running.asked < _ASK_SECONDS:
+            return
+        missed = 0 if self._engine.is_queued(place) else running.missed + 1
+        self._running[name] = running._replace(asked=now, missed=missed)
+        if missed < 2:
+            return
+        with open(place.log, "a") as log:
+            log.write(f"{_job(place)} has left the queue before its end: see slurm-JOB.out\n")
+        self._note(running, status=1)
+        self._release(name, "failed")
+
+    def _note(self, running: _Running, status: int | None) -> None:
+        begun = datetime.datetime.fromtimestamp(running.begun, datetime.UTC)
+        running.place.add(
+            begun=begun.isoformat(timespec="seconds"),
+            seconds=round(time.time() - running.begun, 1),
+            status=status,
+            on=self._engine.on,
+            load=round(os.getloadavg()[0], 2),
+            cores=cores(),
+        )
 
     def _release(self, name: str, state: str) -> None:
         running = self._running.pop(name)

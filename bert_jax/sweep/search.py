@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from bert_jax.errors import UserError
-from bert_jax.sweep.points import Sweep, ordered
+from bert_jax.sweep.points import Point, Sweep, call, ordered
 from bert_jax.sweep.results import lines_of
 from bert_jax.sweep.scheduler import Place, Scheduler
 
@@ -36,9 +36,10 @@ class Search:
             storage=optuna.storages.JournalStorage(storage),
             study_name=f"{sweep.path.parent.name}-{sweep.given.scale}",
             direction="minimize" if self._objective.startswith("-") else "maximize",
-            sampler=optuna.samplers.TPESampler(seed=0),
             load_if_exists=True,
         )
+        # Draws follow from how many trials there are: a search that goes on does not begin again.
+        self._study.sampler = optuna.samplers.TPESampler(seed=len(self._study.trials))
         # Trials whose sweep was killed: asked again with the same values, so that their points go on.
         for trial in self._study.get_trials(states=(self._states.RUNNING,)):
             self._study.tell(trial.number, state=self._states.FAIL)
@@ -68,7 +69,7 @@ class Search:
             if scheduler.is_stopping:
                 return
             trial = self._study.ask()
-            point = self._get(self._sweep.given, trial)
+            point = self._point(trial)
             point = dataclasses.replace(point, name=f"trial_{trial.number}")
             point.facts.update(trial=trial.number, **trial.params)
             scheduler.add(
@@ -77,6 +78,15 @@ class Search:
                 if p.name not in scheduler.places
             )
             self._open[point.name] = trial
+
+    def _point(self, trial: Any) -> Point:
+        """What a trial runs."""
+        path, given = self._sweep.path, self._sweep.given
+        try:
+            return call(path, lambda: self._get(given, trial), "get_trial")
+        except UserError:
+            self._study.tell(trial, state=self._states.FAIL)
+            raise
 
     def _value(self, place: Place) -> float:
         found = [line["metrics"] for line in lines_of(place, self._sweep.given)]

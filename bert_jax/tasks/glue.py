@@ -156,14 +156,14 @@ class Glue(Classification):
             raise UserError(f"config.task.data: there is no folder {root}")
         folder = root / self.task.folder if (root / self.task.folder).is_dir() else root
         names = _MNLI_SPLITS if self.config.name == "mnli" else _SPLITS
-        found = {split: _existing(folder / f"{name}.tsv") for split, name in names.items()}
+        found = {split: existing(folder / f"{name}.tsv") for split, name in names.items()}
         if self.config.name == "mrpc":
-            train = _existing(folder / _MRPC_TRAIN)
-            original = {"train": train, "dev": train, "test": _existing(folder / _MRPC_TEST)}
+            train = existing(folder / _MRPC_TRAIN)
+            original = {"train": train, "dev": train, "test": existing(folder / _MRPC_TEST)}
             found = {split: path or original[split] for split, path in found.items()}
         if self.config.name == "mnli":
             places = [parent / f"{name}.tsv" for parent in (root, folder) for name in _AX]
-            found["ax"] = next(filter(None, map(_existing, places)), "")
+            found["ax"] = next(filter(None, map(existing, places)), "")
         found = {split: path for split, path in {**found, **named}.items() if path}
         if not found:
             raise UserError(
@@ -368,7 +368,7 @@ def _submission_name(task: Task, split: str) -> str:
     return f"{task.folder}.tsv"
 
 
-def _existing(path: pathlib.Path) -> str:
+def existing(path: pathlib.Path) -> str:
     """The path of a file that is there plain or compressed, or ""."""
     names = [f"{path.name}{suffix}" for suffix in ("", *SUFFIXES)]
     return next((str(path.with_name(name)) for name in names if path.with_name(name).is_file()), "")
@@ -376,7 +376,7 @@ def _existing(path: pathlib.Path) -> str:
 
 def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
     """Which pairs of MRPC's original training file are GLUE's dev set."""
-    path = _existing(folder / _MRPC_DEV_IDS)
+    path = existing(folder / _MRPC_DEV_IDS)
     if not path:
         raise UserError(
             f"{folder} has no {_MRPC_DEV_IDS}: it says which pairs of {_MRPC_TRAIN} are the dev set; "

@@ -13,7 +13,7 @@ WORDS = ("right", "bank", "spring")
 
 def get_points(given):
     """The model, and what it makes of the sentences."""
-    name = "somebody's" if given.init else "base"
+    name = recipes.called(given.init) if given.init else "base"
     model = given.init or recipes.base(given)
     yield Point(
         "senses", ("python", "experiments/context/senses.py", "--init", model), {"of": name}

@@ -2,9 +2,9 @@
 
     python experiments/table1_glue/submit.py GLUE RUN … --out FOLDER
 
-Of each task it takes the run with the best mean on dev, and of that its best seed. WNLI is the
-majority's label everywhere, as in the paper (section B.1). FOLDER/glue.zip is for the server;
-metrics.json says what was taken and what the server will not like.
+Of each task it takes the run with the best mean on dev, and of that its best seed. WNLI, if GLUE has
+it, is the majority's label everywhere, as in the paper (section B.1). FOLDER/glue.zip is for the
+server; metrics.json says what was taken and what the server will not like.
 """
 
 import argparse
@@ -38,10 +38,13 @@ def chosen(runs: list[pathlib.Path]) -> dict[str, tuple[float, pathlib.Path]]:
 
 
 def majority(folder: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes WNLI.tsv."""
+    """Writes WNLI.tsv, where there is WNLI."""
+    sources = {split: glue.existing(folder / f"{split}.tsv") for split in ("train", "test")}
+    if not all(sources.values()):
+        return
     train, test = (
-        list(glue.read("wnli", str(folder / f"{split}.tsv"), split, split == "train", []))
-        for split in ("train", "test")
+        list(glue.read("wnli", source, split, split == "train", []))
+        for split, source in sources.items()
     )
     label = collections.Counter(row.label for row in train).most_common(1)[0][0]
     lines = ["index\tprediction", *(f"{row.index}\t{label}" for row in test)]

@@ -96,6 +96,6 @@ def get_blocks(results):
     }
     small = {task: column(task) for task in TASKS["small"]}
     paper = matched | {task: column(task) for task in TASKS["paper"][1:]}
-    blocks = recipes.comparison(results, PAPER, small, paper)
+    blocks = recipes.comparison(results, PAPER, small, paper, average=True)
     chosen = {f"{scale}_settings": recipes.At(scale, Settings()) for scale in GRID}
     return blocks | chosen

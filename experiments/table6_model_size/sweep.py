@@ -7,10 +7,24 @@ from bert_jax.report.experiment import Claim, Column, Curves, Table
 # L/H/A. Of the small ones three depths at two widths and three widths at one depth.
 SIZES = {
     "small": (
-        "2/64/1", "4/64/1", "8/64/1", "2/128/2", "4/128/2", "4/128/8", "8/128/2", "4/256/4",
+        "L2-H64-A1",
+        "L4-H64-A1",
+        "L8-H64-A1",
+        "L2-H128-A2",
+        "L4-H128-A2",
+        "L4-H128-A8",
+        "L8-H128-A2",
+        "L4-H256-A4",
     ),
-    "paper": ("3/768/12", "6/768/3", "6/768/12", "12/768/12", "12/1024/16", "24/1024/16"),
-}  # fmt: skip
+    "paper": (
+        "L3-H768-A12",
+        "L6-H768-A3",
+        "L6-H768-A12",
+        "L12-H768-A12",
+        "L12-H1024-A16",
+        "L24-H1024-A16",
+    ),
+}
 STEPS = 3_000  # of the small ones, 3 million tokens
 TASKS = {"small": ("SST-2", "Banking77"), "paper": ("MNLI", "MRPC", "SST-2")}
 COLUMNS = ("perplexity", "MNLI", "MRPC", "SST-2")
@@ -29,24 +43,31 @@ PAPER = {
 # Larger in one of the three, and smaller.
 LARGER = {
     "small": [
-        ("4/64/1", "2/64/1"), ("8/64/1", "4/64/1"), ("4/128/2", "2/128/2"), ("8/128/2", "4/128/2"),
-        ("4/128/2", "4/64/1"), ("4/256/4", "4/128/2"), ("4/128/8", "4/128/2"),
+        ("L4-H64-A1", "L2-H64-A1"),
+        ("L8-H64-A1", "L4-H64-A1"),
+        ("L4-H128-A2", "L2-H128-A2"),
+        ("L8-H128-A2", "L4-H128-A2"),
+        ("L4-H128-A2", "L4-H64-A1"),
+        ("L4-H256-A4", "L4-H128-A2"),
+        ("L4-H128-A8", "L4-H128-A2"),
     ],
     "paper": [
-        ("6/768/12", "3/768/12"), ("12/768/12", "6/768/12"), ("6/768/12", "6/768/3"),
-        ("12/1024/16", "12/768/12"), ("24/1024/16", "12/1024/16"),
+        ("L6-H768-A12", "L3-H768-A12"),
+        ("L12-H768-A12", "L6-H768-A12"),
+        ("L6-H768-A12", "L6-H768-A3"),
+        ("L12-H1024-A16", "L12-H768-A12"),
+        ("L24-H1024-A16", "L12-H1024-A16"),
     ],
-}  # fmt: skip
+}
 
 
 def pretrained(given, size):
     """A model of a size; those that the paper calls base and large are theirs."""
-    if given.scale == "paper" and size in ("12/768/12", "24/1024/16"):
-        return recipes.base(given, size) if size == "12/768/12" else recipes.large(given, size)
-    config = "L{}-H{}-A{}".format(*size.split("/"))
+    if given.scale == "paper" and size in ("L12-H768-A12", "L24-H1024-A16"):
+        return recipes.base(given, size) if size == "L12-H768-A12" else recipes.large(given, size)
     if given.scale == "paper":
-        return recipes.pretrained(given, size, config)
-    return recipes.pretrained(given, size, f"{config},128", {"steps": STEPS})
+        return recipes.pretrained(given, size, size)
+    return recipes.pretrained(given, size, f"{size},128", {"steps": STEPS})
 
 
 def get_points(given):

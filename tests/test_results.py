@@ -1,0 +1,187 @@
+"""What came of sweeps: the lines of results.jsonl, and what a README shows of them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from bert_jax import cli
+from bert_jax.report import experiment
+from bert_jax.report.experiment import Claim, Claims, Column, Curves, Table
+from bert_jax.sweep.results import Results, current
+from tests.test_train import ALONE
+
+
+def line(score, seed=0, **facts):
+    told = {"point": "p", "scale": "small", "command": "bert-jax finetune x", "wall_seconds": 1.0}
+    own = {"facts": facts, "metrics": {"score": score}, "seed": seed, "digest": str(facts)}
+    return {**told, **own}
+
+
+RESULTS = [
+    *(line(0.5 + 0.01 * i, i, size=1) for i in range(3)),
+    *(line(0.8 + 0.01 * i, i, size=2) for i in range(3)),
+    line(0.9, size=3),
+    *(line(0.51 + 0.01 * i, i, size=4) for i in range(3)),
+    *(line(0.518 + 0.01 * i, i, size=6) for i in range(3)),
+    *(line(0.3, i, size=7) for i in range(2)),
+    *(line(0.2, i, size=8) for i in range(2)),
+]
+TABLE = Table(
+    {name: {"size": size} for size, name in enumerate("abcdefgh", 1)},
+    {"score": Column("score")},
+    {"a": {"score": 60.0}, "b": {"score": 70.0}},
+    "size",
+)
+
+
+def test_a_table_has_means_deviations_seeds_and_the_papers_numbers():
+    text = TABLE.markdown(RESULTS, pathlib.Path())
+    assert "| size | score |\n|---|---|\n" in text
+    assert "| a | 51.0 ± 1.0 (3) [60.0] |" in text
+    assert "| c | 90.0 |" in text
+    assert "| e | not run |" in text
+
+
+def test_an_average_is_of_a_whole_row_beside_that_of_the_papers():
+    rows = {"a": {"size": 1}, "c": {"size": 3}}
+    columns = {"x": Column("score"), "y": Column("score", {"task": "y"})}
+    table = Table(rows, columns, {"a": {"x": 60.0, "y": 64.0}}, average=True)
+    results = [*RESULTS, *(line(0.71 + 0.01 * i, i, size=1, task="y") for i in range(2))]
+    results = [r for r in results if r["facts"] != {"size": 1} or r["seed"] < 2]
+    text = table.markdown(results, pathlib.Path())
+    assert "|  | x | y | average |\n|---|---|---|---|\n" in text
+    # Facts of the first column are those of the second too: 50, 51, 71, 72, and 71, 72.
+    assert "| a | 61.0 ± 12.1 (4) [60.0] | 71.5 ± 0.7 (2) [64.0] | 66.2 [62.0] |" in text
+    assert "| c | 90.0 | not run | not run |" in text
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        (Claim("score", "b", "a"), "(paper: 70.0 and 60.0): **so it is**, by 30.0"),
+        (Claim("score", "a", "b"), "**the other way round**, by 30.0"),
+        (Claim("score", "a", "b", lower=True), "**so it is**"),
+        # Apart by 1.0 with an error of sqrt(2/3): t = 1.22 at 4 degrees of freedom.
+        (Claim("score", "d", "a"), "cannot be told here (apart by 1.0, p = 0.29)"),
+        # By 2.2 errors, which three seeds each do not make significant: p = 0.092.
+        (Claim("score", "f", "a"), "cannot be told here (apart by 1.8, p = 0.092)"),
+        (Claim("score", "g", "h"), "**so it is**, by 10.0, p = 0"),
+        (Claim("score", "c", "a"), "so it is, by 39.0; one seed, which tells little"),
+        (Claim("score", "e", "a"), "not run"),
+    ],
+)
+def test_what_the_paper_orders(claim, expected):
+    assert expected in Claims(TABLE, [claim]).markdown(RESULTS, pathlib.Path())
+
+
+def test_of_one_point_the_newest_results_count():
+    """With more seeds, or other settings, it has been run again: the old are no more seeds of it."""
+    old = [line(0.5, seed, size=1) for seed in range(3)]
+    new = [{**line(0.6, seed, size=1), "digest": "new"} for seed in range(5)]
+    other = [line(0.7, size=2), {**line(0.8, size=1), "scale": "paper"}]
+    verb = {**line(0.9, size=1), "command": "bert-jax pretrain x"}
+    bare = [{**line(0.1), "digest": digest} for digest in ("rows128", "rows512")]
+    results = [*old, *other, verb, *bare, *new]
+    assert current(results) == [*other, verb, *bare, *new]
+
+
+def test_results_that_a_kill_or_an_older_version_has_left(file_of, capsys):
+    folder = file_of(BLOCKS).parent
+    (folder / "README.md").write_text("<!-- sizes -->\n<!-- /sizes -->\n")
+    results, report = Results(folder), ["report", str(folder)]
+    whole = json.dumps(line(0.5, size=1))
+    # Cut short at the end by a kill: left out, and away when the next one is written.
+    results.path.write_text(f"{whole}\n{whole[:40]}")
+    assert results.read() == [line(0.5, size=1)]
+    results.add([line(0.6, 1, size=1), line(0.5, size=1)])
+    assert results.read() == [line(0.5, size=1), line(0.6, 1, size=1)]
+    assert results.path.read_text().endswith("}\n")
+    # Whole, but for its end.
+    results.path.write_text(whole)
+    results.add([line(0.6, 1, size=1)])
+    assert results.read() == [line(0.5, size=1), line(0.6, 1, size=1)]
+    run_ = {**line(0.5, size=1), "step": 7}
+    for wrong, expected in (
+        (whole[:40] + "\n" + whole, "line 1 is cut short: remove it"),
+        (whole + "\n" + whole[:40] + "\n", "line 2 is cut short: remove it"),
+        (f"{whole}\n[1]\n", "line 2 has no 'point'"),
+        *(
+            (json.dumps({k: v for k, v in line(0.5, size=1).items() if k != name}), f"no {name!r}")
+            for name in ("scale", "facts", "digest", "metrics", "command")
+        ),
+        (json.dumps(run_), "line 1 has no 'real_tokens', as one of an older version: remove it"),
+    ):
+        results.path.write_text(wrong + "\n")
+        assert cli.main(report) == cli.EXIT_USER_ERROR
+        (said,) = capsys.readouterr().err.splitlines()
+        assert expected in said
+
+
+def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
+    script = (
+        "import json, pathlib, sys, time\n"
+        "from bert_jax.sweep.results import Results\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "print('ready', flush=True)\n"
+        "while not (folder / 'go').exists():\n"
+        "    time.sleep(0.001)\n"
+        "for line in json.loads(sys.argv[2]):\n"
+        "    Results(folder).add([line])\n"
+    )
+    lines = [line(0.5, seed, size=1) for seed in range(150)]
+    command = [sys.executable, "-c", script, str(tmp_path), json.dumps(lines)]
+    writers = [subprocess.Popen(command, env=ALONE, stdout=subprocess.PIPE) for _ in range(3)]
+    for writer in writers:
+        writer.stdout.readline()
+    (tmp_path / "go").touch()
+    assert [writer.wait(120) for writer in writers] == [0, 0, 0]
+    assert sorted(found["seed"] for found in Results(tmp_path).read()) == list(range(150))
+
+
+def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):
+    results = [
+        {**line(0, i, kind="x"), "curve": {"step": [1, 2], "loss": [3.0 + i, 2.0 + i]}}
+        for i in range(2)
+    ]
+    curves = Curves("c.svg", {"x": {"kind": "x"}}, "step", "loss", ("step", "loss"))
+    assert curves.points(results, {"kind": "x"}) == [(1, 3.5), (2, 2.5)]
+    assert curves.markdown(results, tmp_path) == "![loss by step](c.svg)"
+    first = (tmp_path / "c.svg").read_bytes()
+    curves.markdown(results, tmp_path)
+    assert (tmp_path / "c.svg").read_bytes() == first
+    by_size = Curves("d.svg", {"all": {}}, "size", "score", ("size", "score"))
+    assert by_size.points(RESULTS, {})[:2] == [(1, pytest.approx(0.51)), (2, pytest.approx(0.81))]
+    assert by_size.markdown([], tmp_path) == "not run"
+
+
+BLOCKS = """
+from bert_jax.report.experiment import Column, Table
+
+def get_points(given):
+    return []
+
+def get_blocks(results):
+    return {"sizes": Table({"a": {"size": 1}}, {"score": Column("score")})}
+"""
+
+
+def test_a_readme_is_written_around_its_words(file_of, capsys):
+    folder = file_of(BLOCKS).parent
+    readme = folder / "README.md"
+    readme.write_text("# Mine\n\n<!-- sizes -->\nold\n<!-- /sizes -->\n\nAfter.\n")
+    Results(folder).add([line(0.5, size=1)])
+    assert cli.main(["report", str(folder)]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Mine\n\n<!-- sizes -->\n|  | score |\n|---|---|\n| a | 50.0 |\n<!--")
+    assert text.endswith("\n\nAfter.\n")
+    assert experiment.readme(folder) == text
+    for wrong, expected in (
+        ("<!-- other -->\n<!-- /other -->\n" + text, "knows no block 'other'"),
+        ("# Mine\n", "has no lines <!-- sizes --> and <!-- /sizes -->"),
+    ):
+        readme.write_text(wrong)
+        assert cli.main(["report", str(folder)]) == cli.EXIT_USER_ERROR
+        assert expected in capsys.readouterr().err
