@@ -180,7 +180,10 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
     monkeypatch.setattr(bench, "Worker", Worker)
     monkeypatch.setattr(bench, "calibrate", lambda: 0.5)
     monkeypatch.setattr(bench, "_SETTLE_SECONDS", 0)
-    kept, bare = bench.measure("memory", 2, False)
+    rounds = []
+    for kept, bare in bench.measure("memory", 2, False):  # each is there at once
+        rounds.append((len(kept["seconds"]), len(bare["seconds"])))
+    assert rounds == [(1, 1), (2, 2)]
     a, b = "kept", "given back"
     assert said == [(a, 1), (b, 1), (a, 2), (b, 2), (a, 3), (b, 3), b, a]
     assert (kept["case"], kept["contender"], bare["contender"]) == ("memory", a, b)
@@ -190,12 +193,34 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_quick_round_is_not_recorded(quick, speed, monkeypatch, capsys):
     bench, recorded = speed["bench"], []
-    monkeypatch.setattr(bench, "measure", lambda *_: lines("memory", "steps"))
+    monkeypatch.setattr(bench, "measure", lambda *_: [lines("memory", "steps")] * 2)
     monkeypatch.setattr(bench, "keep", recorded.append)
     monkeypatch.setattr(sys, "argv", ["bench.py", "memory", *(["--quick"] if quick else [])])
     bench.main()
-    assert "| memory |" in capsys.readouterr().out
-    assert len(recorded) == (not quick)
+    assert "| memory, 3 rounds |" in capsys.readouterr().out
+    assert len(recorded) == (0 if quick else 2)  # after every round
+
+
+def test_a_profile_is_of_steps_that_others_follow(speed, tmp_path, monkeypatch):
+    """After its last step a run evaluates and saves, which is no step's time."""
+    ours, table = importlib.import_module("ours"), {"step_seconds": 0.25}
+
+    def run(command, **_):
+        given = dict(
+            part.removeprefix("--config.").split("=", 1) for part in command if "=" in part
+        )
+        first, end = map(int, given["profile_steps"].split(":"))
+        assert (first, end) == (4, 7)
+        assert int(given["steps"]) > end
+        folder = pathlib.Path(command[command.index("--workdir") + 1]) / "profile" / "4"
+        folder.mkdir(parents=True)
+        (folder / "table.json").write_text(json.dumps(table))
+
+    monkeypatch.setattr(ours.data, "WORK", tmp_path / "not" / "yet" / "there")
+    monkeypatch.setattr(ours.data, "rows", lambda *_: "rows")
+    monkeypatch.setattr(ours.subprocess, "run", run)
+    turn = ours.profile("tiny", 32, 2, 2, 3)
+    assert turn() == {"seconds": 0.75, "steps": 3, "table": table}
 
 
 def test_a_case_that_is_none_is_refused(speed):
@@ -239,12 +264,12 @@ def test_medians_and_pairwise_ratios_are_those_worked_out_by_hand(speed):
         "| case | contender | real tokens/s | padded tokens/s | the first is so many times as fast |",
         "|---|---|---|---|---|",
         # 1200 / 2, 4, 3 and / 8, 6, 9; 8/2, 6/4, 9/3.
-        "| pretrain-mini-128 | bert_jax | 400 (300 to 600) | 600 (450 to 900) |  |",
+        "| pretrain-mini-128, 3 rounds | bert_jax | 400 (300 to 600) | 600 (450 to 900) |  |",
         "|  | transformers | 150 (133 to 200) | 225 (200 to 300) | 3 (1.5 to 4) |",
     ]
     told = report.table(lines("memory", "steps"), ["memory", "guard"])
     assert told[2:] == [
-        "| memory | kept | 300 (200 to 400) ms a step |  |",
+        "| memory, 3 rounds | kept | 300 (200 to 400) ms a step |  |",
         "|  | given back | 800 (600 to 900) ms a step | 3 (1.5 to 4) |",
     ]
     assert report.table(made, ["memory"]) == ["not run"]
@@ -260,8 +285,10 @@ def test_a_ratio_is_of_what_was_done_in_the_time(speed):
 def test_a_noisy_machine_is_told(speed):
     report, made = speed["report"], lines("memory", "steps")
     assert "noisy" not in "\n".join([*report.table(made, ["memory"]), *report.conditions(made)])
-    made[1]["calibration"] = [0.1, 0.1, 0.15]
-    assert "| memory (noisy: 1.50) | kept |" in report.table(made, ["memory"])[2]
+    # The 90th percentile over the 10th: of 21 the third highest over the third lowest.
+    made[0]["calibration"] = [0.05, 0.09, *[0.1] * 16, 0.15, 0.2, 0.3]
+    made[1]["calibration"] = []
+    assert "| memory, 3 rounds (noisy: 1.50) | kept |" in report.table(made, ["memory"])[2]
     told = "\n".join(report.conditions(made))
     assert "**Noisy**" in told
     assert "memory (1.50)" in told

@@ -22,6 +22,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ LOGS = HERE.parent.parent / "runs" / "speed" / "log"
 PACKAGES = (
     "bert-jax", "jax", "flax", "numpy", "tokenizers", "torch", "transformers", "accelerate", "datasets",
 )  # fmt: skip
-# Before a turn, for the threads of the one before to lie down.
+# For the threads of the turn before, and of the calibration, to lie down.
 _SETTLE_SECONDS = 0.2
 _MATRIX = np.ones((768, 768), np.float32)
 
@@ -134,8 +135,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def measure(name: str, pairs: int, least: bool) -> list[dict[str, Any]]:
-    """A line a contender: what its turns took and did, a list each, in the order of the rounds."""
+def measure(name: str, pairs: int, least: bool) -> Iterator[list[dict[str, Any]]]:
+    """After every round a line a contender: what its turns took and did, a list each."""
     found: dict[str, dict[str, list]] = {contender: {} for contender in CASES[name].contenders}
     with contextlib.ExitStack() as stack:
         workers = {}
@@ -144,18 +145,21 @@ def measure(name: str, pairs: int, least: bool) -> list[dict[str, Any]]:
             worker = workers[contender] = Worker(name, contender, least)
             stack.callback(worker.close)
             worker.turn()  # compiles, fills caches
+        calibrate()  # the first one of a process takes longer
         for number in range(pairs):
             for contender, worker in workers.items():
                 time.sleep(_SETTLE_SECONDS)
-                told = {"load": os.getloadavg()[0], "calibration": calibrate(), **worker.turn()}
+                told = {"load": os.getloadavg()[0], "calibration": calibrate()}
+                time.sleep(_SETTLE_SECONDS)
+                told |= worker.turn()
                 for key, value in told.items():
                     value = round(value, 6) if isinstance(value, float) else value
                     found[contender].setdefault(key, []).append(value)
                 print(f"{name}: {number}: {contender}: {told['seconds']:.3g} s", flush=True)
-    about = machine()
-    return [
-        {"case": name, "contender": contender, **told, **about} for contender, told in found.items()
-    ]
+            yield [
+                {"case": name, "contender": contender, **told, **machine()}
+                for contender, told in found.items()
+            ]
 
 
 def read() -> list[dict[str, Any]]:
@@ -217,10 +221,10 @@ def main() -> None:
         report.write()
         return
     for name in chosen(options.cases):
-        lines = measure(name, 1 if options.quick else options.pairs, options.quick)
+        for lines in measure(name, 1 if options.quick else options.pairs, options.quick):
+            if not options.quick:
+                keep(lines)  # at once: a case takes up to an hour
         print("\n".join(["", *report.table(lines, [name]), ""]), flush=True)
-        if not options.quick:
-            keep(lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import shutil
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +21,17 @@ ROOT = HERE.parent.parent
 WORK = ROOT / "runs" / "speed"
 
 
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    """An empty folder for a `with`, on the disk that everything else of a bench is on."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=WORK, ignore_cleanup_errors=True)
+
+
 def scratch() -> pathlib.Path:
     """An empty folder that goes when the process does."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    folder = pathlib.Path(tempfile.mkdtemp(dir=WORK))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    folder = temporary()
+    atexit.register(folder.cleanup)
+    return pathlib.Path(folder.name)
 
 
 def given() -> pathlib.Path:

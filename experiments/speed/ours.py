@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, device, guard, sharding, train
+from bert_jax import checkpoint, device, guard, model, sharding, train
 from bert_jax import config as config_lib
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
@@ -86,6 +86,7 @@ def pretrain(
     keeps_memory: bool = True,
     fast_products: bool = True,
     saves: bool = False,
+    erfc: bool = False,
 ) -> Turn:
     """Steps as `bert-jax pretrain` takes them, from shards to the state.
 
@@ -101,10 +102,13 @@ def pretrain(
         keeps_memory: let glibc keep what is freed.
         fast_products: have Eigen compute matrix products, not YNNPACK as JAX by itself does.
         saves: begin with saving the state, and end when that is done.
+        erfc: GELU as jax.nn has it, by the complementary error function.
     """
     _start(devices, keeps_memory, fast_products)
     if not guarded:
         guard.judge = _judges_nothing
+    if erfc:
+        model.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
     config = data.pretraining(size, tokens, batch, change)
     config.phases[0].rows = str(data.rows(tokens, sequences, files))
     config, _, _, (stage,) = pretraining.stages(config)
@@ -229,7 +233,7 @@ def prepare(pairs: str) -> Turn:
     source, vocabulary = data.articles(), data.vocabulary()
 
     def turn():
-        with tempfile.TemporaryDirectory(dir=data.WORK) as out:
+        with data.temporary() as out:
             made = prepare_rows([str(source)], vocabulary, out, sequences=4, pairs=pairs)
         real = made.train.real_tokens + made.heldout.real_tokens
         return {"text_bytes": source.stat().st_size, "real_tokens": real}
@@ -299,7 +303,7 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
     folder = data.rows(tokens, sequences)
 
     def turn():
-        with tempfile.TemporaryDirectory(dir=data.WORK) as temporary:
+        with data.temporary() as temporary:
             out = pathlib.Path(temporary) / "run"
             command = [
                 *(sys.executable, "-m", "bert_jax", "pretrain", "--rows", folder, "--workdir", out),
@@ -333,13 +337,14 @@ def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> T
     folder, first = data.rows(tokens, sequences), 4
 
     def turn():
-        with tempfile.TemporaryDirectory(dir=data.WORK) as temporary:
+        with data.temporary() as temporary:
             out = pathlib.Path(temporary) / "run"
             command = [
                 *(sys.executable, "-m", "bert_jax", "pretrain", "--rows", folder, "--workdir", out),
                 *(f"--config={data.ROOT}/configs/pretrain.py:{size},{tokens}", "--config.platform=cpu"),
                 *(f"--config.batch_size={batch}", f"--config.evaluate_rows={batch}"),
-                *(f"--config.steps={first + steps}", "--config.optim.warmup_steps=1"),
+                # One more than are traced: after its last step a run evaluates and saves.
+                *(f"--config.steps={first + steps + 1}", "--config.optim.warmup_steps=1"),
                 f"--config.profile_steps={first}:{first + steps}",
             ]  # fmt: skip
             subprocess.run(list(map(str, command)), check=True, cwd=data.ROOT, stdout=sys.stderr)

@@ -393,7 +393,7 @@ def prepare() -> Turn:
     text = data.articles()
 
     def turn():
-        with tempfile.TemporaryDirectory(dir=data.WORK) as cache:
+        with data.temporary() as cache:
             blocks = len(_grouped(128, cache))
         return {"text_bytes": text.stat().st_size, "real_tokens": 128 * blocks}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gpu
+import numpy as np
 from cases import CASES
 
 from bert_jax import files
@@ -79,9 +80,10 @@ def ratios(line: Line, reference: Line, measure: str) -> list[float]:
 
 
 def noise(lines: Sequence[Line]) -> float:
-    """The longest calibration of a case over its shortest; 1 where there was none."""
+    """Of a case's calibrations the 90th percentile over the 10th; 1 where there was none."""
     found = [value for line in lines for value in line.get("calibration", ())]
-    return max(found) / min(found) if found else 1.0
+    low, high = np.percentile(found, (10, 90)) if found else (1.0, 1.0)
+    return float(high / low)
 
 
 def _shown(line: Line, measure: str) -> str:
@@ -109,7 +111,8 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
         own = [line for line in lines if line["case"] == name]
         measure, how = CASES[name].measure, noise(own)
         for line in own:
-            cells = [name if line is own[0] else "", line["contender"], _shown(line, measure)]
+            rounds = f"{name}, {len(line['seconds'])} rounds"
+            cells = [rounds if line is own[0] else "", line["contender"], _shown(line, measure)]
             if not title and measure in UNITS:
                 cells[-1] += f" {UNITS[measure][0]}"
             if line is own[0] and how > NOISY:
@@ -262,8 +265,8 @@ def conditions(lines: Sequence[Line]) -> list[str]:
     if bad:
         each = ", ".join(f"{name} ({how:.2f})" for name, how in bad.items())
         told.append(
-            f"**Noisy**, the fixed piece of work having taken more than {NOISY} times its least: "
-            f"{each}."
+            f"**Noisy**, of the times of the fixed piece of work the 90th percentile being more than "
+            f"{NOISY} times the 10th: {each}."
         )
     if untold:
         told.append(
@@ -297,9 +300,14 @@ def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
             above = [max(each) - m for m, each in zip(y, times, strict=True)]
             if own:
                 axis.errorbar(x, y, yerr=[below, above], marker="o", ms=3, lw=1, capsize=2)
-                axis.set_xscale("log", base=2)
+                # Where twice as much takes twice as long, the curve is as steep as this.
+                straight = [y[-1] * each / x[-1] for each in x]
+                axis.plot(x, straight, color="gray", lw=0.8, ls=":", label="in proportion")
+                axis.loglog()
                 axis.set_xticks(x, [line["contender"] for line in own])
-            axis.set(xlabel=label, ylabel="ms a step", ylim=(0, None))
+                axis.minorticks_off()
+                axis.legend(frameon=False, fontsize="small")
+            axis.set(xlabel=label, ylabel="ms a step")
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
         with files.replacing(folder / "growth.svg") as beside:
