@@ -144,8 +144,11 @@ def test_all_who_embed_make_the_same_vectors(speed):
     found = [
         make(way)(texts) for make in (ours.embedding, peers.embedding) for way in (False, True)
     ]
-    for each in found[1:]:
-        np.testing.assert_allclose(each, found[0], atol=1e-5)
+    for vectors, real, padded in found:
+        np.testing.assert_allclose(vectors, found[0][0], atol=1e-5)
+        assert real == found[0][1] < padded
+    longest = 30 * 4 + 2
+    assert [padded for *_, padded in found[1:]] == [4 * 256, 4 * longest, 4 * longest]
 
 
 # --- Turns ----------------------------------------------------------------------------------------

@@ -172,6 +172,30 @@ def test_a_job_that_fails_costs_no_other(gpu, tmp_path, monkeypatch, capsys):
     assert "out of luck" in (tmp_path / "gpu.log").read_text()
 
 
+def test_a_second_call_does_what_the_first_could_not(gpu, tmp_path, monkeypatch, capsys):
+    script = tmp_path / "job.py"
+    script.write_text('import sys; print(\'{"kind": "step"}\'); sys.exit(\'"b"\' in sys.argv[-1])')
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    jobs = [{"kind": "step", "size": x, "tokens": 32, "attention": "xla"} for x in "abc"]
+    monkeypatch.setattr(gpu, "plan", lambda smoke: [(30, job) for job in jobs[:2]])
+    gpu.measure_all(tmp_path / "first", 5, True)
+    first = gpu.read(tmp_path / "first" / "gpu.jsonl")
+    a, b, c = map(gpu.name_of, jobs)
+    told = [("step", a), ("step", b), ("left out", b)]
+    assert [(line["kind"], line["name"]) for line in first] == told
+    assert "- step b 32 xla: it ended with status 1: see gpu.log" in gpu.table([CEILINGS, first[2]])
+    script.write_text('print(\'{"kind": "step"}\')')
+    monkeypatch.setattr(gpu, "plan", lambda smoke: [(30, job) for job in jobs])
+    gpu.measure_all(tmp_path / "second", 5, True, first)
+    second = gpu.read(tmp_path / "second" / "gpu.jsonl")
+    assert second[:2] == first[:2]
+    assert [line["name"] for line in second[2:]] == [b, c]
+    command = [sys.executable, SCRIPT, "--out", tmp_path, "--after", tmp_path / "none.jsonl"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "there is no" in refused.stderr
+
+
 def test_the_rows_are_of_berts_lengths(gpu):
     job = {"size": "L1-H32-A2", "tokens": 128, "smoke": True}
     _, stage = gpu.stage_of(job, gpu.model_of(job), 16)
@@ -191,6 +215,9 @@ def test_all_that_is_planned_can_be_read(gpu):
     names = [job["kind"] for _, job in [*gpu.plan(False), *gpu.plan(True)]]
     assert set(names) == set(gpu.JOBS)
     assert os.path.commonpath([gpu.ROOT, SCRIPT]) == str(gpu.ROOT)
+    for smoke in (False, True):
+        called = [gpu.name_of(job) for _, job in gpu.plan(smoke)]
+        assert len(set(called)) == len(called)
     for _, job in gpu.plan(False):
         assert job.get("attention", "xla") in gpu.ATTENTIONS
         json.dumps(job)

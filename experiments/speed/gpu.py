@@ -1,6 +1,7 @@
 """How fast a training step is on one GPU, with each attention and beside transformers, in one call.
 
     python experiments/speed/gpu.py --out DIR [--minutes 9]   on a machine with a GPU, without a network
+    python experiments/speed/gpu.py --out NEW --after DIR/gpu.jsonl    what time was too short for
     python experiments/speed/gpu.py --out DIR --smoke         tiny sizes, on whatever device there is
     python experiments/speed/gpu.py --table DIR/gpu.jsonl     the tables, from what was measured
 
@@ -14,7 +15,8 @@ bert_jax need not be installed. In the order of `plan` it measures
                BERT's are. Rows a step grow until memory ends or the speed no longer does. Layers are
                scanned, which compiles sooner; then unrolled, with the best number of rows
     torch      transformers' BertForPreTraining with SDPA, torch.compile, autocast to bfloat16 and fused
-               AdamW; the same sequences, one a row, masked before the clock starts
+               AdamW, its vocabulary filled up to a multiple of 128 as ours is; the same sequences, one
+               a row, masked before the clock starts
     profile    where the time of a step goes (`bert_jax.profile`), without CUDA graphs, whose kernels
                a trace does not tell apart
 
@@ -25,6 +27,7 @@ Speeds are in real tokens: padding counts as nothing done.
 
 import argparse
 import collections
+import functools
 import gzip
 import importlib.metadata
 import json
@@ -112,20 +115,37 @@ def plan(smoke):
         (90, step("large", 512, "xla")),
         (120, torch("large", 512, 0.1)),
         (90, torch("base", 128, 0.0)),
+        # For a second call.
+        *[
+            (90, step(size, tokens, attention))
+            for size, tokens in (("base", 512), ("large", 128))
+            for attention in ("xla, with dropout", "xla", "pallas")
+        ],
+        (120, torch("base", 512, 0.1)),
+        (120, torch("large", 128, 0.1)),
     ]
+
+
+def name_of(job):
+    """What a job is called, in its lines and on the page."""
+    told = ("kind", "size", "of", "tokens", "attention", "attention_dropout", "loop")
+    return " ".join(str(job[key]) for key in told if key in job)
 
 
 # --- All of it ------------------------------------------------------------------------------------
 
 
-def measure_all(out, minutes, smoke):
-    """Runs the jobs one after the other while there is time."""
+def measure_all(out, minutes, smoke, earlier=()):
+    """Runs the jobs one after the other while there is time; those that are done earlier are not."""
     out.mkdir(parents=True, exist_ok=True)
     path, end = out / RESULTS, time.monotonic() + 60 * minutes
-    path.write_text("")
-    results = []
+    results = [line for line in earlier if line["kind"] != "left out"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in results))
+    undone = {line["name"] for line in earlier if line["kind"] == "left out"}
+    done = {line["name"] for line in earlier} - undone
 
-    def keep(line):
+    def keep(name, line):
+        line = {**line, "name": name}
         results.append(line)
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -136,15 +156,18 @@ def measure_all(out, minutes, smoke):
     # What several jobs compile is compiled once.
     with tempfile.TemporaryDirectory() as cache:
         for most, job in plan(smoke):
-            begun = time.monotonic()
+            begun, name = time.monotonic(), name_of(job)
+            if name in done:
+                continue
             if end - begun < LEAST_SECONDS:
                 why = "the time was over"
             else:
                 seconds = min(most, end - begun)
-                why = fill_in(job, results) or run(job, out, seconds, cache, keep)
+                tell_it = functools.partial(keep, name)
+                why = fill_in(job, results) or run(job, out, seconds, cache, tell_it)
             if why:
-                keep({"kind": "left out", "job": job, "why": why})
-            print(f"{job['kind']}: {time.monotonic() - begun:.0f} s", flush=True)
+                keep(name, {"kind": "left out", "why": why})
+            print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def best(results, size, tokens, attention=None):
@@ -365,7 +388,7 @@ def searched(job, measure, out_of_memory):
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            tell("does not fit", job=job, batch=batch)
+            tell("does not fit", batch=batch)
             return
         seconds = line["seconds"]
         rate = batch * job["tokens"] * line["real_fraction"] / statistics.median(seconds)
@@ -410,17 +433,18 @@ def parity(job):
 
     (batch,) = job["batches"][:1]
     key = generator_key(jax.random.key(1), "hash")
-    data = None
+    # Of float32 both, whatever is computed in: the same for all.
+    model = model_of(job)
+    _, stage = stage_of(job, model, batch)
+    start = jax.jit(stage.task.init)(jax.random.key(0))
+    (data,) = packed_batches(stage, stage.task.masker.sequences, model.vocab_size, 1)
+    inputs = jax.jit(stage.task.inputs)(data, jax.random.key(2))
 
     def gradient(dtype, name):
-        nonlocal data
         model = model_of(job, dtype)
         model.attention, model.attention_dropout = ATTENTIONS[name]
         check(model, jax.devices()[0].platform, 1)
-        _, stage = stage_of(job, model, batch)
-        task = stage.task
-        data = data or packed_batches(stage, task.masker.sequences, model.vocab_size, 1)[0]
-        inputs = jax.jit(task.inputs)(data, jax.random.key(2))
+        task = stage_of(job, model, batch)[1].task
 
         @jax.jit
         @jax.value_and_grad
@@ -428,7 +452,7 @@ def parity(job):
             pairs, weights = task.pairs(params, inputs, key), task.weights(inputs)
             return sum(pairs[name][0] / weight for name, weight in weights.items())
 
-        loss, found = run(jax.jit(task.init)(jax.random.key(0)))
+        loss, found = run(start)
         return float(loss), jnp.concatenate([x.ravel() for x in jax.tree.leaves(found)])
 
     exact = {}
@@ -474,7 +498,7 @@ def torch(job):
     torch.set_float32_matmul_precision("high")
     model, tokens = model_of(job), job["tokens"]
     config = transformers.BertConfig(
-        vocab_size=model.vocab_size,
+        vocab_size=-(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
         hidden_size=model.hidden,
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
@@ -575,7 +599,7 @@ def work(job, out):
     try:
         JOBS[job["kind"]]({**job, "out": str(out)})
     except UserError as error:
-        tell("left out", job=job, why=str(error))
+        tell("left out", why=str(error))
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -632,11 +656,8 @@ def table(results):
     if missing := [line for line in results if line["kind"] in ("left out", "does not fit")]:
         lines += ["Left out:", ""]
         for line in missing:
-            job = line["job"]
-            named = [job.get(k) for k in ("size", "of", "tokens", "attention", "loop")]
-            what = " ".join(str(name) for name in [job["kind"], *named] if name is not None)
             why = line.get("why") or f"{line['batch']:,} rows a step do not fit"
-            lines.append(f"- {what}: {why}")
+            lines.append(f"- {line['name']}: {why}")
         lines.append("")
     return "\n".join(lines)
 
@@ -661,7 +682,8 @@ def fastest(results):
 
 
 def parity_lines(results):
-    own = [line for line in results if line["kind"] == "parity"]
+    # By attention, for a second call may have looked again.
+    own = {line["attention"]: line for line in results if line["kind"] == "parity"}.values()
     steps = [line for line in results if line["kind"] == "parity of steps"]
     if not own:
         return ["bfloat16 beside float32: not measured.", ""]
@@ -709,6 +731,12 @@ def main():
         "--out", type=pathlib.Path, default=os.environ.get("OUT"), help="the folder"
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it")
+    parser.add_argument(
+        "--after",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="gpu.jsonl of a call before, to go on from",
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on any device")
     parser.add_argument("--table", type=pathlib.Path, metavar="FILE", help="only print the tables")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
@@ -722,7 +750,10 @@ def main():
     if arguments.job:
         work(arguments.job, out)
         return
-    measure_all(out, arguments.minutes, arguments.smoke)
+    if arguments.after and not arguments.after.exists():
+        parser.error(f"--after: there is no {arguments.after}")
+    earlier = read(arguments.after) if arguments.after else []
+    measure_all(out, arguments.minutes, arguments.smoke, earlier)
     text = table(read(out / RESULTS))
     (out / "gpu.md").write_text(text)
     print(text)

@@ -1,6 +1,7 @@
 """This project's contenders. All compute on the CPU, with the threads that JAX takes by itself."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -184,13 +185,22 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
 EMBED_TOKENS, EMBED_BATCH_TOKENS = 256, 1024
 
 
-def embedding(one_a_row: bool) -> Callable[[list[str]], np.ndarray]:
-    """Texts to all-MiniLM-L6-v2's vectors: by an `Embedder`, or a text a row of 256 tokens."""
+def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
+    """Texts to all-MiniLM-L6-v2's vectors: by an `Embedder`, or a text a row of 256 tokens.
+
+    What is returned gives vectors, real tokens, and tokens with padding.
+    """
     config, vocabulary, params, _ = open_model(str(data.finetuning().minilm()))
     config.embed.tokens = EMBED_TOKENS
     if not one_a_row:
         embedder = Embedder(config, vocabulary, params, batch_tokens=EMBED_BATCH_TOKENS)
-        return lambda texts: np.stack(list(embedder(texts)))
+
+        def packed(texts):
+            before = dataclasses.replace(embedder.counts)
+            found, counts = np.stack(list(embedder(texts))), embedder.counts
+            return found, counts.tokens - before.tokens, counts.row_tokens - before.row_tokens
+
+        return packed
     model, params = Bert(config.model), jax.device_put(params)
     tokenizer, size = vocabulary.tokenizer(), EMBED_BATCH_TOKENS // EMBED_TOKENS
 
@@ -202,7 +212,7 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], np.ndarray]:
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
     def embed(texts):
-        found = []
+        found, real, padded = [], 0, 0
         ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         for start in range(0, len(ids), size):
             tokens = np.zeros((size, EMBED_TOKENS), np.int32)
@@ -211,7 +221,9 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], np.ndarray]:
                 own = [vocabulary.cls_id, *own[: EMBED_TOKENS - 2], vocabulary.sep_id]
                 tokens[i, : len(own)], length[i] = own, len(own)
             found.append(forward(params, tokens, length))  # returns before it is done
-        return np.concatenate(found)[: len(texts)]
+            real += int(length[: len(ids[start : start + size])].sum())
+            padded += tokens.size
+        return np.concatenate(found)[: len(texts)], real, padded
 
     return embed
 
@@ -222,8 +234,8 @@ def embed(texts: int, one_a_row: bool) -> Turn:
     run, given = embedding(one_a_row), data.texts(texts)
 
     def turn():
-        run(given)
-        return {"texts": len(given)}
+        _, real, padded = run(given)
+        return {"texts": len(given), "real_tokens": real, "padded_tokens": padded}
 
     return turn
 

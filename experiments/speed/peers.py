@@ -315,8 +315,10 @@ def _train(model: Any, examples: Any, collator: Any, **settings: Any) -> float:
     return clock.times[-1] - clock.times[0]
 
 
-def embedding(by_length: bool) -> Callable[[list[str]], np.ndarray]:
+def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
     """Texts to all-MiniLM-L6-v2's vectors by transformers, 32 texts a batch, padded to its longest.
+
+    What is returned gives vectors, real tokens, and tokens with padding.
 
     Args:
         by_length: after sorting by length, as sentence-transformers does, or as they come.
@@ -329,6 +331,7 @@ def embedding(by_length: bool) -> Callable[[list[str]], np.ndarray]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def embed(texts):
+        real = padded = 0
         order = np.argsort([-len(t) for t in texts]) if by_length else range(len(texts))
         found = np.empty((len(texts), model.config.hidden_size), np.float32)
         for start in range(0, len(texts), _BATCH_TEXTS):
@@ -340,12 +343,14 @@ def embedding(by_length: bool) -> Callable[[list[str]], np.ndarray]:
                 max_length=_MOST_TOKENS,
                 return_tensors="pt",
             )
+            real += int(batch["attention_mask"].sum())
+            padded += batch["input_ids"].numel()
             with torch.no_grad():
                 hidden = model(**batch).last_hidden_state
                 mask = batch["attention_mask"][:, :, None].float()
                 mean = (hidden * mask).sum(1) / mask.sum(1)
                 found[members] = torch.nn.functional.normalize(mean).numpy()
-        return found
+        return found, real, padded
 
     return embed
 
@@ -355,8 +360,8 @@ def embed(texts: int, by_length: bool) -> Turn:
     run, given = embedding(by_length), data.texts(texts)
 
     def turn():
-        run(given)
-        return {"texts": len(given)}
+        _, real, padded = run(given)
+        return {"texts": len(given), "real_tokens": real, "padded_tokens": padded}
 
     return turn
 
@@ -470,32 +475,41 @@ def restore(size: str) -> Turn:
     return turn
 
 
-def start(contender: str, cached: bool, least: bool) -> Turn:
-    """A process from nothing to its first step of base at T=128.
+def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> Turn:
+    """A process from nothing to its first step (first_step.py), a sequence a row.
 
     Args:
-        contender: of the case pretrain-base-128.
+        size, tokens, batch: as `ours.start` takes them.
+        compiled: by torch.compile.
         cached: the compiled programs of a process before are there.
-        least: with the settings of --quick.
     """
-    more = ["--quick"] if least else []
-    command = [sys.executable, str(data.HERE / "bench.py"), "--worker", "pretrain-base-128"]
+    torch = _torch()
+    config = data.pretraining(size, tokens, batch)
+    vocabulary = load(data.vocabulary())
+    config.model.vocab_size = len(vocabulary)
+    model = build(config.model, config.model.positions)
+    rows = batches(Rows(data.rows(tokens, 1), "train"), batch, config.seed, 0, 1)
+    collator = _collator(vocabulary, config.masking.rate)
+    given = inputs(next(iter(rows)), config.model.segments, collator)
+    path = data.scratch() / "given.pt"
+    arrays = {name: given[name] for name in (*_ENCODER, "labels", "next_sentence_label")}
+    torch.save({"config": model.config.to_dict(), "inputs": arrays}, path)
+    command = [sys.executable, data.HERE / "first_step.py", path]
 
     def turn():
         with tempfile.TemporaryDirectory() as cache:
             own = {} if cached else {"TORCHINDUCTOR_CACHE_DIR": cache}
             begun = time.perf_counter()
             process = subprocess.Popen(
-                [*command, contender, *more], env={**os.environ, **own}, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [*command, *(["--compile"] if compiled else [])],
+                env={**os.environ, **own}, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
-            print("turn", file=process.stdin, flush=True)
-            told = [process.stdout.readline() for _ in range(2)]
+            said = process.stdout.readline()
             seconds = time.perf_counter() - begun
             process.kill()
             process.communicate()
-        if not told[-1]:
-            raise RuntimeError(f"{contender} did not take its first step")
+        if not said:
+            raise RuntimeError("transformers did not take its first step")
         return {"seconds": seconds}
 
     return turn
