@@ -160,12 +160,13 @@ def _keep_memory() -> None:
 def mind_memory(temporaries: int) -> None:
     """Has glibc give back what is freed after all, where a program needs much of the memory.
 
-    What is kept has holes that the next step's blocks do not fit in, up to three times as much.
+    What is kept has holes that the next step's blocks do not fit in, up to three times as much; the
+    other half of the memory is for the state and for other programs.
 
     Args:
         temporaries: bytes of them that the program takes.
     """
-    if not _only_cpu() or _KEPT_AT_MOST * temporaries < _memory_bytes() / 4:
+    if not _only_cpu() or _KEPT_AT_MOST * temporaries < _memory_bytes() / 2:
         return
     # Larger blocks are the system's, and go back to it one by one.
     _tell_malloc({_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20})

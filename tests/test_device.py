@@ -94,9 +94,9 @@ def grown(megabytes):
 
 print(grown(100))
 device._memory_bytes = lambda: 1000
-device.mind_memory(83)  # three times that are less than a quarter
+device.mind_memory(166)  # three times that are less than half
 print(grown(200))
-device.mind_memory(84)
+device.mind_memory(167)
 print(grown(400))
 """
 
