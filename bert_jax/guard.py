@@ -100,7 +100,9 @@ def judge(
     Returns:
         The next state's, halted if this step must change nothing; what is said of it.
     """
-    figures = jnp.stack([loss, optax.global_norm(grads)]).astype(jnp.float32)
+    # Squared once, for the model is large to trace: the norm of all is that of the layers' norms.
+    by_layer = {name: optax.tree.norm(part) for name, part in _layers(grads).items()}
+    figures = jnp.stack([loss, optax.tree.norm(by_layer)]).astype(jnp.float32)
     # NaN until the window is full, and nothing is above NaN.
     mean, deviation = recent.figures.mean(0), recent.figures.std(0)
     far = figures > mean + config.sigmas * jnp.maximum(deviation, _LEAST_DEVIATION * jnp.abs(mean))
@@ -111,7 +113,6 @@ def judge(
     # A spike that is only reported is none of the usual figures either.
     own = jnp.where(kind == FINE, figures, recent.figures[step % WINDOW])
     kept = recent.figures.at[step % WINDOW].set(own)
-    by_layer = {name: optax.global_norm(part) for name, part in _layers(grads).items()}
     return (
         Recent(kept, recent.halted | halts),
         Seen(kind, figures, mean, deviation, by_layer),
