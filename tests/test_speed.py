@@ -298,6 +298,22 @@ def test_a_noisy_machine_is_told(speed):
     assert "1.00 to 2.00" in told
 
 
+def test_a_machine_is_told_once_with_the_commit_of_every_case(speed):
+    made = [
+        line | {"case": case, **more}
+        for case, more in {
+            "memory": {"commit": "a1"},
+            "guard": {"commit": "b2"},
+            "help": {"commit": "b2"},
+            "embed": {"python": "3.12"},
+        }.items()
+        for line in lines("memory", "steps")
+    ]
+    told = speed["report"].conditions(made)
+    assert "- 2 cores, python 3: memory (commit a1); guard, help (commit b2)." in told
+    assert "- 2 cores, python 3.12: embed." in told
+
+
 def test_promises_are_judged_by_what_was_measured(speed):
     """Ten steps of 2 to 4 s; a save adds 4, 2 and 10 s to 1,000 steps of 200, 400 and 300 s."""
     promises = speed["report"].promises

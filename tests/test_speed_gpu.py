@@ -191,7 +191,7 @@ def test_a_second_call_does_what_the_first_could_not(gpu, tmp_path, monkeypatch,
     assert second[:2] == first[:2]
     assert [line["name"] for line in second[2:]] == [b, c]
     command = [sys.executable, SCRIPT, "--out", tmp_path, "--after", tmp_path / "none.jsonl"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert refused.returncode == 2
     assert "there is no" in refused.stderr
 

@@ -188,15 +188,16 @@ class Results:
         except UnicodeDecodeError as error:
             raise UserError(f"cannot read {self.path}: {error}") from None
         texts = content.splitlines()
-        if texts and not _is_json(texts[-1]) and not content.endswith("\n"):
+        if texts and not content.endswith("\n") and not _is_json(texts[-1]):
             texts.pop()
         return [self._line(i, text) for i, text in enumerate(texts, 1)]
 
     def _line(self, number: int, text: str) -> dict[str, Any]:
         where = f"{self.path}, line {number}"
-        if not _is_json(text):
-            raise UserError(f"{where} is cut short: remove it")
-        line = json.loads(text)
+        try:
+            line = json.loads(text)
+        except ValueError:
+            raise UserError(f"{where} is cut short: remove it") from None
         named = line if isinstance(line, dict) else {}
         keys = (*_KEYS, *_OF_A_RUN) if "step" in named else _KEYS
         if lacking := [name for name in keys if name not in named]:

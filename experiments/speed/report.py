@@ -250,14 +250,22 @@ def conditions(lines: Sequence[Line]) -> list[str]:
     """The machine, and whether it was quiet."""
     if not lines:
         return ["not run"]
-    about: dict[str, list[str]] = {}
+    about: dict[str, dict[str, list[str]]] = {}
     for line in lines:
-        about.setdefault(_machine(line), []).append(line["case"])
+        commits = about.setdefault(_machine(line), {})
+        commits.setdefault(line.get("commit", ""), []).append(line["case"])
     loads = [value for line in lines for value in line["load"]]
     bad = {name: noise([x for x in lines if x["case"] == name]) for name in CASES}
     bad = {name: how for name, how in bad.items() if how > NOISY}
     untold = list(dict.fromkeys(x["case"] for x in lines if "calibration" not in x))
-    told = [f"- {each}: {', '.join(dict.fromkeys(own))}." for each, own in about.items()] + [""]
+    told = []
+    for machine, commits in about.items():
+        each = (
+            ", ".join(dict.fromkeys(own)) + (f" (commit {commit})" if commit else "")
+            for commit, own in commits.items()
+        )
+        told.append(f"- {machine}: {'; '.join(each)}.")
+    told.append("")
     told.append(
         f"Load averages before a turn were {min(loads):.2f} to {max(loads):.2f}, the contenders' own "
         "work included."
@@ -277,7 +285,7 @@ def conditions(lines: Sequence[Line]) -> list[str]:
 
 
 def _machine(line: Line) -> str:
-    names = ("python", "jax", "torch", "transformers", "datasets", "commit")
+    names = ("python", "jax", "torch", "transformers", "datasets")
     processor = f" ({line['processor']})" if "processor" in line else ""
     versions = ", ".join(f"{name} {line[name]}" for name in names if line.get(name))
     return f"{line['cores']} cores{processor}, {versions}"
