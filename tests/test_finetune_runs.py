@@ -1,0 +1,434 @@
+"""Fine-tuning from the command line: runs that learn, resume, are refused, and what they write."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import transformers
+from flax import traverse_util
+
+from bert_jax import checkpoint, cli, guard
+from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig, load
+from bert_jax.convert import source
+from bert_jax.errors import UserError
+from bert_jax.finetune import problem_of
+from bert_jax.log import Log
+from tests.test_finetuning import VOCABULARY
+from tests.test_train import ALONE, assert_same_run
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with train.csv, dev.csv and a vocabulary: the label says which word is there."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("table")
+    for name, count in (("train", 200), ("dev", 40)):
+        lines = ["text,label"]
+        for _ in range(count):
+            label = rng.choice(["no", "yes"])
+            words = [f"w{rng.randrange(2, 30)}" for _ in range(rng.randint(2, 6))]
+            words.insert(rng.randrange(len(words)), "w0" if label == "no" else "w1")
+            lines.append(f"{' '.join(words)},{label}")
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    (folder / "test.csv").write_text("text\nw2 w0\nw1 w4 w5\n")
+    VOCABULARY.save(folder / "vocab")
+    return folder
+
+
+def arguments(data, workdir, *changes, init="none", options=()):
+    changes = (
+        *("model.layers=2", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
+        *("model.positions=32", "task.tokens=32", "model.initializer_stddev=0.2"),
+        *("epochs=8", "batch_size=16", "optim.learning_rate=1e-2"),
+        *("log_every_steps=5", f"task.train={data}/train.csv", f"task.dev={data}/dev.csv"),
+        *changes,
+    )
+    return [
+        *("finetune", f"--config={CONFIGS / 'table.py'}", "--init", str(init)),
+        *(("--vocab", str(data / "vocab")) if init == "none" else ()),
+        *("--workdir", str(workdir), *options),
+        *(f"--config.{change}" for change in changes),
+    ]
+
+
+def process(*argv):
+    code = "from bert_jax.cli import console; console()"
+    return [sys.executable, "-c", code, *map(str, argv)]
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    assert cli.main(arguments(data, folder, f"task.test={data}/test.csv")) == 0
+    return folder
+
+
+def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
+    folder = tmp_path / "run"
+    changes = ("optim.learning_rate=1e30", "optim.clip_norm=0")
+    assert cli.main(arguments(data, folder, *changes)) == cli.EXIT_USER_ERROR
+    assert "not finite: loss nan" in capsys.readouterr().err
+    (step,) = guard.incidents(folder)
+    assert 0 < step < 10
+    assert cli.main(["replay", str(folder)]) == 0
+    assert "the same, bit for bit" in capsys.readouterr().out
+
+
+def test_a_signal_after_the_last_step_stops_before_the_next_seed(
+    data, tmp_path, monkeypatch, capsys
+):
+    heldout = Log.heldout
+
+    def told_to_stop(log, step, measure):
+        if step == 12:
+            signal.raise_signal(signal.SIGTERM)
+        return heldout(log, step, measure)
+
+    monkeypatch.setattr(Log, "heldout", told_to_stop)
+    folder = tmp_path / "runs"
+    argv = arguments(data, folder, "epochs=1", options=("--seeds", "2"))
+    assert cli.main(argv) == cli.EXIT_INTERRUPTED
+    assert "saved step 12 of 12" in capsys.readouterr().err
+    assert (folder / "seed_0" / "checkpoints" / "12").is_dir()
+    assert not (folder / "seed_1").exists()
+
+
+def test_it_learns_and_says_so(run):
+    found = json.loads((run / "metrics.json").read_text())
+    assert found["dev"]["accuracy"] > 0.9
+    assert found["best_by"] == "accuracy"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {m["step"]: m["accuracy"] for m in lines if m["split"] == "heldout"}
+    assert len(evaluated) == 9  # every epoch of 12 steps and at the end, after 100
+    assert found["dev"]["accuracy"] == pytest.approx(max(evaluated.values()))
+    for split, count in (("dev", 40), ("test", 2)):
+        predictions = (run / "predictions" / split / "predictions.tsv").read_text().splitlines()
+        assert len(predictions) == count + 1
+    assert [line.split("\t")[1] for line in predictions[1:]] == ["no", "yes"]
+    assert (run / "predictions" / "dev" / "confusion.png").stat().st_size > 1000
+    assert found["test"] == {}
+
+
+def test_evaluate_and_predict_again(run, data, tmp_path, capsys):
+    before = (run / "metrics.json").read_text()
+    (run / "metrics.json").unlink()
+    assert cli.main(["evaluate", "--workdir", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(before)
+    assert (run / "metrics.json").read_text() == before
+    new = tmp_path / "new.txt"
+    new.write_text("w5 w0 w7\nw9 w1 w3\n")
+    assert cli.main(["predict", "--workdir", str(run), "--out", str(tmp_path / "p"), str(new)]) == 0
+    rows = (tmp_path / "p" / "predictions.tsv").read_text().splitlines()
+    assert [row.split("\t")[1] for row in rows[1:]] == ["no", "yes"]
+
+
+def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
+    assert cli.main(["export", "--workdir", str(run), "--out", str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    assert model.config.problem_type == "single_label_classification"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Fine-tuned on classification: 200 train, 40 dev, 2 test examples." in card
+    classify = transformers.pipeline("text-classification", str(tmp_path / "out"))
+    assert [c["label"] for c in classify(["w5 w0 w7", "w9 w1 w3"])] == ["no", "yes"]
+    back = source.read(str(tmp_path / "out"))
+    config, _, params, _ = checkpoint.load_model(run)
+    assert back.config.model == dataclasses.replace(
+        config.model, **{k: getattr(back.config.model, k) for k in ("tied_decoder",)}
+    )
+    jax.tree.map(np.testing.assert_array_equal, back.params, jax.device_get(params))
+
+
+def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
+    """Two seeds; then the first again from the middle, and its predictions from what is saved."""
+    changes = (
+        *("model.features=weighted-all", "model.lstm_layers=2", "epochs=1", "model.dropout=0.1"),
+        *("optim.weight_decay=0.5", "checkpoint.every_steps=4", "checkpoint.keep_last=9"),
+    )
+    argv = arguments(data, tmp_path / "both", *changes, init=run, options=("--seeds", "2"))
+    assert cli.main(argv) == 0
+    said = capsys.readouterr()
+    assert f"from {run}, new: classifier, features, lstm" in said.out
+    assert said.err.count("compiled the step") == 1
+    before = traverse_util.flatten_dict(checkpoint.load_model(run)[2], sep="/")
+    found = []
+    for seed in range(2):
+        folder = tmp_path / "both" / f"seed_{seed}"
+        after = traverse_util.flatten_dict(checkpoint.load_model(folder, "latest")[2], sep="/")
+        assert "pooler/kernel" in before.keys() - after.keys()
+        found.append(after)
+        for path in after.keys() & before.keys() - {"classifier/kernel", "classifier/bias"}:
+            np.testing.assert_array_equal(
+                np.array(after[path]).view(np.uint32), np.array(before[path]).view(np.uint32), path
+            )
+    assert {path.split("/")[0] for path in after.keys() - before.keys()} == {"features", "lstm"}
+    for path in after.keys() - before.keys():
+        assert np.any(found[0][path] != found[1][path]), path
+    assert np.any(after["features/weights"] != 0)
+
+    whole, broken = tmp_path / "both" / "seed_0", tmp_path / "broken" / "seed_0"
+    shutil.copytree(tmp_path / "both", tmp_path / "broken")
+    for step in checkpoint.Checkpoints(broken / "checkpoints", CheckpointConfig()).steps():
+        if step > 4:
+            shutil.rmtree(broken / "checkpoints" / str(step))
+    argv[argv.index("--workdir") + 1] = str(tmp_path / "broken")
+    assert cli.main(argv) == 0
+    assert "resuming at step 4" in capsys.readouterr().err
+    assert_same_run(broken, whole)
+
+    scored = (whole / "metrics.json").read_text()
+    assert cli.main(["evaluate", "--workdir", str(whole), "--json"]) == 0
+    assert (whole / "metrics.json").read_text() == scored
+    out = tmp_path / "out"
+    said = refusal(capsys, "export", "--workdir", whole, "--out", out)
+    assert said.endswith("config.model.lstm_layers is 2: transformers' BERT has no such model")
+    assert cli.main(["export", "--workdir", str(whole), "--out", str(out), "--heads", "none"]) == 0
+
+
+def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
+    assert cli.main(arguments(data, tmp_path / "w", "epochs=1", init=run)) == 0
+    said = capsys.readouterr().out
+    assert f"from {run}, new: classifier" in said
+    assert "200 train, 40 dev examples" in said
+    # The same command from another checkpoint is another run, not this one finished.
+    refused = arguments(data, tmp_path / "w", "epochs=1", init=tmp_path / "w")
+    assert cli.main(refused) == cli.EXIT_USER_ERROR
+    assert "it began from another checkpoint (--init)" in capsys.readouterr().err
+
+
+def test_killed_it_ends_the_same(run, data, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    changes = ("checkpoint.every_steps=4", "model.dropout=0.1", "accumulation=2", "epochs=2")
+    for folder in (whole, broken):
+        killed = subprocess.Popen(
+            process(*arguments(data, folder, *changes)),
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ALONE,
+        )  # fmt: skip
+        path = folder / "metrics.jsonl"
+        while folder == broken and killed.poll() is None:
+            if path.exists() and len(path.read_bytes().splitlines()) >= 3:
+                time.sleep(0.05)
+                killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == (0 if folder == whole else -signal.SIGKILL)
+    again = subprocess.run(
+        process(*arguments(data, broken, *changes)), capture_output=True, text=True, env=ALONE
+    )
+    assert again.returncode == 0, again.stderr
+    assert "resuming at step" in again.stderr
+    assert_same_run(broken, whole)
+    assert (broken / "metrics.json").read_text() == (whole / "metrics.json").read_text()
+
+
+def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
+    options = ("--seeds", "2")
+    assert cli.main(arguments(data, tmp_path / "both", "epochs=1", options=options)) == 0
+    said = capsys.readouterr()
+    assert said.err.count("compiled the step") == 1
+    assert "±" in said.out
+    summary = json.loads((tmp_path / "both" / "metrics.json").read_text())
+    each = [
+        json.loads((tmp_path / "both" / f"seed_{i}" / "metrics.json").read_text())["dev"][
+            "accuracy"
+        ]
+        for i in range(2)
+    ]
+    assert summary["dev"]["accuracy"]["values"] == each
+    # The shape holds both seeds' batches, so the seed alone is another program: the same to rounding.
+    assert cli.main(arguments(data, tmp_path / "one", "epochs=1", "seed=1")) == 0
+    alone, with_others = (
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / f / "metrics.jsonl").read_text().splitlines()
+        ]
+        for f in ("one", "both/seed_1")
+    )
+    np.testing.assert_allclose(alone, with_others, rtol=1e-4)
+
+
+@pytest.mark.parametrize("more", [(), ("model.lstm_layers=1", "model.causal=true")])
+def test_devices_share_a_batch(data, tmp_path, more):
+    """On eight devices the run is the one on a single device."""
+    losses = []
+    for i, changes in enumerate(
+        (("mesh.data=8",), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"))
+    ):
+        folder = tmp_path / str(i)
+        off = ("model.dropout=0", "model.attention_dropout=0", "epochs=1")
+        assert cli.main(arguments(data, folder, *off, *changes, *more)) == 0
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["task.train=", "task.labels=no,yes"], "no training examples"),
+        (["task.dev="], "nothing to evaluate on"),
+        (["task.tokens=64"], "config.task.tokens is 64: it must be 8 to 32"),
+        (["frozen_layers=3"], "config.frozen_layers is 3: it must be at most 2"),
+        (["batch_size=3000"], "config.batch_size is 3000, there are only 200 examples"),
+        (["epochs=0.05"], "only 200 examples for 0.05 epochs: not one step"),
+        (["reset_layers=1"], "config.reset_layers: with --init none"),
+        (["task.label=class"], "class"),
+        (["task.kind=poetry"], "config.task.kind is 'poetry'"),
+    ],
+)
+def test_impossible_runs_are_refused(data, tmp_path, capsys, changes, expected):
+    capsys.readouterr()
+    assert cli.main(arguments(data, tmp_path / "w", *changes)) == cli.EXIT_USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said, said
+    assert expected in said
+    assert not (tmp_path / "w").exists()
+
+
+def refusal(capsys, *argv):
+    capsys.readouterr()
+    assert cli.main([str(each) for each in argv]) == cli.EXIT_USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said, said
+    return said
+
+
+def test_other_refusals(run, data, tmp_path, capsys):
+    refused = functools.partial(refusal, capsys)
+    argv = arguments(data, tmp_path / "w")
+    argv[argv.index("--vocab") + 1] = ""
+    assert "--init none needs a vocabulary" in refused(*argv)
+    argv = [*arguments(data, tmp_path / "w", init=run), "--vocab", str(data / "vocab")]
+    assert "--vocab" in refused(*argv)
+    assert "is for --init none" in refused(*argv)
+    several = arguments(data, run, options=("--seeds", "2"))
+    assert "holds a run of one seed" in refused(*several)
+    (tmp_path / "s" / "seed_4").mkdir(parents=True)
+    (tmp_path / "s" / "seed_4" / "config.json").touch()
+    assert "holds runs of several seeds (seed_4" in refused(*arguments(data, tmp_path / "s"))
+    assert "--rows and --all are for pretraining" in refused("evaluate", "--workdir", run, "--all")
+    assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
+    with pytest.raises(UserError, match="standard input say too little"):
+        problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
+    wrong = f"--config={CONFIGS / 'pretrain.py'}:mini,128"
+    said = refused("finetune", wrong, "--init", "none", "--workdir", "w")
+    assert "must return a bert_jax.config.FinetuneConfig" in said
+
+
+@pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
+def test_every_argument_of_the_config_files(name):
+    assert load([f"--config={CONFIGS / name}"], FinetuneConfig)
+
+
+def squad_file(path):
+    questions = [
+        {
+            "id": f"q{i}",
+            "question": f"w{i} ?",
+            "answers": [{"text": f"w{i + 3}", "answer_start": 3 * (i + 3)}],
+        }
+        for i in range(6)
+    ]
+    questions += [{"id": f"n{i}", "question": "w9 ?", "answers": []} for i in range(8)]
+    context = " ".join(f"w{i}" for i in range(10))
+    paragraphs = [{"context": context, "qas": questions}]
+    told = {"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}
+    path.write_text(json.dumps(told))
+
+
+def conll_file(path):
+    path.write_text("w1 B-a\nw2 I-a\nw3 O\n\nw4 O\nw5 B-b\n\n" * 5)
+
+
+def choice_file(path):
+    lines = ["question,first,second,label", *["w1 w2,w3,w4 w5,0", "w6,w7 w8,w9,1"] * 6]
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "file", "changes", "expected"),
+    [
+        (
+            "squad",
+            squad_file,
+            "d.json",
+            ["task.question_tokens=8", "task.stride_tokens=8"],
+            ["answers.json", "nbest_predictions.json", "null_odds.json", "predictions.json"],
+        ),
+        (
+            "tagging",
+            conll_file,
+            "d.txt",
+            [],
+            ["per_type.tsv", "predictions.conll", "probabilities.jsonl"],
+        ),
+        (
+            "choice",
+            choice_file,
+            "d.csv",
+            ["task.kind=choice", "task.text_a=question", "task.choices=('first','second')"],
+            ["predictions.csv", "probabilities.csv"],
+        ),
+    ],
+)
+def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file, changes, expected):
+    write(tmp_path / file)
+    config = {"squad": "squad.py:2", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
+    files = [f"task.{split}={tmp_path / file}" for split in ("train", "dev")]
+    argv = arguments(data, tmp_path / "w", *files, "epochs=2", "batch_size=4", *changes)
+    argv[1] = f"--config={CONFIGS / config}"
+    assert cli.main(argv) == 0
+    found = json.loads((tmp_path / "w" / "metrics.json").read_text())
+    assert found["best_by"] in found["dev"]
+    assert sorted(p.name for p in (tmp_path / "w" / "predictions" / "dev").iterdir()) == expected
+    before = (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes()
+    capsys.readouterr()
+    if kind == "choice":
+        return
+    name = "squad2" if kind == "squad" else "conll"
+    name_of_file = f"predictions.{'json' if kind == 'squad' else 'conll'}"
+    predictions = tmp_path / "w" / "predictions" / "dev" / name_of_file
+    assert cli.main(["score", name, str(tmp_path / file), str(predictions)]) == 0
+    said = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(said["f1"]) == pytest.approx(found["dev"]["f1"], abs=1e-4)
+    new = ["predict", "--workdir", str(tmp_path / "w"), "--out", str(tmp_path / "new")]
+    assert cli.main([*new, str(tmp_path / file)]) == 0
+    assert (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes() == before
+    if kind == "squad":  # what was best on the dev set decides on new questions too
+        assert found["dev"]["f1"] == pytest.approx(found["dev"]["best_f1"])
+        for threshold, all_answered in ((-1e9, False), (1e9, True)):
+            found["dev"]["best_f1_thresh"] = threshold
+            (tmp_path / "w" / "metrics.json").write_text(json.dumps(found))
+            new[4] = str(tmp_path / f"new{threshold}")
+            assert cli.main([*new, str(tmp_path / file)]) == 0
+            answers = json.loads((tmp_path / new[4] / "predictions.json").read_text())
+            assert {bool(text) for text in answers.values()} == {all_answered}
+
+
+def test_scores_of_files(tmp_path, capsys):
+    (tmp_path / "dev.tsv").write_text(
+        "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n1\ta\tc\tnot_entailment\n"
+    )
+    (tmp_path / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n1\tentailment\n")
+    score = ["score", "glue:rte", str(tmp_path / "dev.tsv"), str(tmp_path / "RTE.tsv")]
+    assert cli.main(score) == 0
+    assert "accuracy                 0.5000" in capsys.readouterr().out
+    for benchmark, expected in (
+        ("squad3", "no benchmark 'squad3'"),
+        ("glue:xyz", "no benchmark 'glue:xyz': glue:TASK is one of cola"),
+    ):
+        score[1] = benchmark
+        assert cli.main(score) == cli.EXIT_USER_ERROR
+        assert expected in capsys.readouterr().err
+    score[1] = "glue:rte"
+    assert cli.main([*score, "--null-odds", "x"]) == cli.EXIT_USER_ERROR
+    assert "--null-odds is for squad2" in capsys.readouterr().err
