@@ -1,0 +1,296 @@
+"""Checkpoints that are not converted: other architectures, what does not fit, every way they are spoilt."""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from bert_jax import cli
+from bert_jax.config import ModelConfig
+from bert_jax.convert import huggingface, source
+from bert_jax.convert.export import export
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from tests import test_convert
+from tests.test_convert import TF1, WORDS, random_params, refusal, save, torch_model, write_run
+
+folder, ours = test_convert.folder, test_convert.ours  # fixtures
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("roberta", "RobertaForMaskedLM"),
+        ("albert", "AlbertModel"),
+        ("distilbert", "DistilBertModel"),
+        ("electra", "ElectraModel"),
+        ("xlm-roberta", "XLMRobertaModel"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(folder, kind, name):
+    edit(folder, model_type=kind, architectures=[name])
+    said = refusal(folder)
+    assert kind in said
+    assert name in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"hidden_act": "swish"}, "hidden_act is 'swish'; known: gelu"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the weights have 2"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, the weights have 2"),
+        ({"num_attention_heads": 5}, "12 is not a multiple of num_attention_heads 5"),
+        ({"hidden_size": "12"}, "hidden_size is '12', which is no int"),
+        ({"hidden_size": -12}, "hidden_size is -12"),
+        ({"intermediate_size": 21}, "intermediate.dense.weight is [20, 12], not [21, 12]"),
+        ({"vocab_size": 27}, "word_embeddings.weight is [26, 12], not [27, 12]"),
+        ({"layer_norm_eps": float("nan")}, "layer_norm_epsilon is nan"),
+        ({"hidden_dropout_prob": 2.0}, "dropout is 2.0"),
+    ],
+)
+def test_a_config_that_does_not_fit(folder, changes, expected):
+    edit(folder, **changes)
+    assert expected in refusal(folder)
+
+
+def test_missing_and_unexpected_tensors_are_named(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    lost = "bert.encoder.layer.1.output.dense.bias"
+    save_file({k: v for k, v in tensors.items() if k != lost}, path)
+    assert f"missing: {lost}" in refusal(folder)
+    save_file({**tensors, "adapter.down": np.ones(3), "adapter.up": np.ones(3)}, path)
+    said = refusal(folder)
+    assert "unexpected: adapter.down, adapter.up; leave them out with --allow-unexpected" in said
+    got = source.read(str(folder), allow_unexpected=["adapter.*"])
+    assert got.about["left_out"] == ["adapter.down", "adapter.up"]
+    save_file({**tensors, lost: np.full(12, np.nan, np.float32)}, path)
+    assert f"not numbers everywhere: {lost}" in refusal(folder)
+
+
+@pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])
+def test_a_part_may_be_missing_when_that_is_said(folder, part):
+    path = folder / "model.safetensors"
+    starts = huggingface.PARTS[part]
+    kept = {k: v for k, v in load_file(path).items() if not k.startswith(starts)}
+    if part == "pooler":
+        kept = {k: v for k, v in kept.items() if "seq_relationship" not in k}
+    save_file(kept, path)
+    assert f"--allow-missing {part}" in refusal(folder)
+    got = source.read(str(folder), allow_missing=[part, "next_sentence"])
+    there = {"pooler": got.config.model.has_pooler, "masked_lm": got.config.model.masked_lm}
+    there["next_sentence"] = got.config.model.next_sentence
+    assert not there[part]
+    assert part not in got.params
+
+
+def test_vocabularies_of_another_size(folder, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("\n".join(WORDS[:-2]))
+    said = refusal(folder, vocab=str(short))
+    assert f"has {len(WORDS) - 2} tokens, the embeddings {len(WORDS)} rows" in said
+    assert "--allow-missing tokens" in said
+    padded = source.read(str(folder), vocab=str(short), allow_missing=["tokens"]).vocabulary
+    assert len(padded) == len(WORDS)
+    assert padded.encode("the cat") == Vocabulary(WORDS, True).encode("the cat")
+    long = tmp_path / "long.txt"
+    long.write_text("\n".join([*WORDS, "more"]))
+    assert f"has {len(WORDS) + 1} tokens" in refusal(
+        folder, vocab=str(long), allow_missing=["tokens"]
+    )
+    for name in ("vocab.txt", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
+    assert "no vocab.txt and no tokenizer.json; name one with --vocab" in refusal(folder)
+
+
+def test_another_tokenizer_is_refused(folder):
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    for change, expected in (
+        ({"model": {**values["model"], "type": "BPE"}}, "its model is BPE"),
+        ({"normalizer": {"type": "NFC"}}, "its normalizer is NFC"),
+        ({"pre_tokenizer": None}, "pre_tokenizer is not BertPreTokenizer"),
+        ({"model": {**values["model"], "continuing_subword_prefix": "@@"}}, "is '@@'"),
+        ({"model": []}, "tokenizer.json is not BERT's"),
+    ):
+        path.write_text(json.dumps({**values, **change}))
+        assert expected in refusal(folder)
+    path.write_text("{")
+    assert "tokenizer.json is not BERT's" in refusal(folder)
+
+
+def test_what_a_tokenizer_json_may_hold(folder):
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    entry = {"id": 3, "content": "the", "special": False}
+    path.write_text(json.dumps({**values, "added_tokens": [entry]}))
+    assert "its tokenizer finds the in a text" in refusal(folder)
+    assert len(source.read(str(folder), allow_missing=["added_tokens"]).vocabulary) == len(WORDS)
+    vocab = {("x\ny" if k == "mat" else k): v for k, v in values["model"]["vocab"].items()}
+    path.write_text(json.dumps({**values, "model": {**values["model"], "vocab": vocab}}))
+    assert "a token with a line break" in refusal(folder)
+    path.write_text(json.dumps(values))
+    (folder / "vocab.txt").write_text("\n".join(reversed(WORDS)))
+    assert "hold different vocabularies" in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [5, [["x"]], "BertModel", {"a": 1}])
+def test_architectures_of_any_type(folder, value):
+    edit(folder, architectures=value)
+    assert "architectures is" in refusal(folder)
+
+
+def test_odd_sources(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("", ".", "/", "~nobody/x", "x" * 300, "a\0b"):
+        status = cli.main(["import", name, "--out", str(tmp_path / "o")])
+        said = capsys.readouterr().err.strip()
+        assert (status, len(said.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, said)
+    assert cli.main(["import", str(folder), "--out", "/"]) == cli.EXIT_USER_ERROR
+    assert "a folder: --revision is for" in refusal(folder, revision="main")
+    # Beside Hugging Face's files Google's are not needed.
+    shutil.copy(TF1 / "bert_model.ckpt.index", folder)
+    assert source.read(str(folder)).about["format"] == "Hugging Face"
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "a pointer of Git LFS" in refusal(folder)
+    shutil.rmtree(folder / "tokenizer.json", ignore_errors=True)
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        for file in ("bert_config.json", "bert_model.ckpt.index", "vocab.txt"):
+            archive.write(TF1 / file, file)
+        archive.write(
+            TF1 / "bert_model.ckpt.data-00000-of-00001", "bert_model.ckpt.data-00000-of-00001"
+        )
+        archive.writestr("__MACOSX/._bert_model.ckpt.index", b"")
+    assert source.read(str(tmp_path / "z.zip")).config.model.layers == 2
+    data = bytearray((tmp_path / "z.zip").read_bytes())
+    at = data.index(b"[UNK]")
+    data[at] ^= 1
+    (tmp_path / "z.zip").write_bytes(data)
+    assert "the zip is damaged" in refusal(tmp_path / "z.zip")
+
+
+def test_damaged_weights_are_named(folder, ours, tmp_path):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    said = refusal(folder)
+    assert "model.safetensors is damaged: it is cut short in " in said
+    last = max(
+        (v["data_offsets"][1], k)
+        for k, v in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items()
+        if k != "__metadata__"
+    )[1]
+    assert last in said
+    path.write_bytes(data[:50])
+    assert "is not whole" in refusal(folder)
+    path.write_bytes(b"")
+    assert "is damaged" in refusal(folder)
+    # Ours carry checksums.
+    export(str(ours), tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert "fails its checksum" in refusal(tmp_path / "out")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_no_damage_is_a_traceback(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("spoilt") / "m"
+    save(torch_model(num_hidden_layers=1, hidden_size=3), folder)
+    names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    path = folder / data.draw(st.sampled_from(names))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(content), 3000) - 1))
+        content[at] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.sampled_from([len(content), len(content) // 2]))]
+    path.write_bytes(content)
+    with contextlib.suppress(UserError):
+        source.read(str(folder))
+
+
+def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Trap()}, folder / "pytorch_model.bin")
+    assert "system" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_may_not_point_outside(folder, tmp_path):
+    shutil.copy(folder / "model.safetensors", tmp_path / "secret.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), "..", ""):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "which is no file beside it" in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
+    assert "absent.safetensors is missing" in refusal(folder)
+
+
+def test_nothing_half_written_and_nothing_overwritten(folder, ours, tmp_path, capsys):
+    out = tmp_path / "out"
+
+    def run(*argv):
+        status = cli.main([str(a) for a in argv])
+        return status, capsys.readouterr().err.strip()
+
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    status, said = run("import", folder, "--out", out)
+    assert (status, "\n" in said) == (cli.EXIT_USER_ERROR, False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    for verb in (("import", TF1 / "bert_model.ckpt"), ("export", "--workdir", ours)):
+        status, said = run(*verb, "--out", out)
+        assert status == cli.EXIT_USER_ERROR
+        assert said.endswith("exists: choose another folder or remove it first")
+    assert [p.name for p in out.iterdir()] == ["mine"]
+    status, said = run("import", ours, "--out", tmp_path / "again")
+    assert "already: use it as it is" in said
+    status, said = run("import", tmp_path / "nowhere" / "at" / "all", "--out", tmp_path / "again")
+    assert "no such file or folder" in said
+    status, said = run("import", out, "--out", tmp_path / "again")
+    assert "holds no checkpoint: no config.json" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"final_norm": True}, "config.model.final_norm is True"),
+        ({"transform": False}, "config.model.transform is False"),
+        ({"segments": 0}, "config.model.segments is 0"),
+    ],
+)
+def test_what_transformers_cannot_be_is_not_exported(tmp_path, changes, expected):
+    config = ModelConfig(
+        layers=1, hidden=4, heads=2, feed_forward=4, vocab_size=9, positions=8, **changes
+    )
+    run = write_run(tmp_path / "run", config, random_params(config))
+    with pytest.raises(UserError, match=expected):
+        export(str(run), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
