@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import arguments, assert_same_run, final_arrays
 
 from bert_jax import cli, guard, replay, sharding, workdir
 from bert_jax import train as loop
@@ -18,6 +17,7 @@ from bert_jax.config import GuardConfig, Phase, load
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.tasks import pretraining
+from tests.test_train import arguments, assert_same_run, final_arrays
 
 BAD = 17  # the step whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")

@@ -6,10 +6,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-import test_guard
-from test_distributed import ends, start
-from test_guard import one_device  # noqa: F401 (a fixture of all tests here)
-from test_train import assert_same_run, command
 
 from bert_jax import config as configs
 from bert_jax import hlo, profile
@@ -17,6 +13,10 @@ from bert_jax import train as loop
 from bert_jax.config import Config, FinetuneConfig, Phase
 from bert_jax.errors import UserError
 from bert_jax.profile import PARTS
+from tests import test_guard
+from tests.test_distributed import ends, start
+from tests.test_guard import one_device  # noqa: F401 (a fixture of all tests here)
+from tests.test_train import assert_same_run, command
 
 SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")
 COMPILED = {}

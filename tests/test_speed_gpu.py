@@ -10,7 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from test_train import ALONE
+
+from tests.test_train import ALONE
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "experiments" / "speed" / "gpu.py"
 # Of what bert_jax needs, what a machine that came with JAX, PyTorch and transformers may lack.
