@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from bert_jax import device, files, optim, workdir
 from bert_jax.config import Run
@@ -38,7 +39,10 @@ class Log:
     ):
         self._config, self._progress = config, progress
         self._devices = mesh.size
-        self._schedule = optim.schedule(config.optim, config.steps)
+        # All at once: one that is computed when it is needed waits on the device for the steps ahead.
+        self._rates = np.asarray(
+            optim.schedule(config.optim, config.steps)(np.arange(config.steps))
+        )
         self._clock = (step, time.monotonic())
         self._writes = jax.process_index() == 0
         if self._writes:
@@ -62,7 +66,7 @@ class Log:
         """Writes the means of the window that ends with `step`, which the device has finished."""
         summary = self._stage.task.summarize(means(sums))
         # The rate that the window's last step was taken with.
-        summary["learning_rate"] = float(self._schedule(step - 1))
+        summary["learning_rate"] = float(self._rates[step - 1])
         self._write(step, "train", summary)
         note = self._stage.task.describe(summary)
         self._progress.note(note + self._measure(step, summary))

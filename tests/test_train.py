@@ -10,15 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, evaluate, sharding, workdir
+from bert_jax import checkpoint, cli, evaluate, log, optim, sharding, workdir
 from bert_jax import train as loop
-from bert_jax.config import Config, MeshConfig, Phase, load
+from bert_jax.config import Config, MeshConfig, OptimConfig, Phase, load
+from bert_jax.progress import Progress
 from bert_jax.tasks import pretraining
+from bert_jax.tasks.stage import Stage
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
 SMALL = (
@@ -350,6 +354,34 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     told["config"]["model"]["attention"] = "splash"
     (folder / "config.json").write_text(json.dumps(told))
     assert checkpoint.load_model(folder)[0].model.attention == "xla", "trained on a TPU, used here"
+
+
+def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
+    """What it computed there would come after the steps that are under way: 14 s of base's on a CPU."""
+    config = Config(steps=8, optim=OptimConfig(learning_rate=1e-3, warmup_steps=4))
+    asked = []
+
+    def schedule(*about):
+        rate = optim.schedule(*about)
+        return lambda step: asked.append(step) or rate(step)
+
+    monkeypatch.setattr(log, "optim", types.SimpleNamespace(schedule=schedule))
+    task = types.SimpleNamespace(summarize=dict, describe=lambda summary: "", flops_per_row=1)
+    stage = mock.Mock(spec=Stage, task=task, batch_size=2, tokens=8)
+    with (
+        Progress("train", 8, "steps") as progress,
+        log.Log(tmp_path, 0, config, sharding.make_mesh(MeshConfig()), progress) as written,
+    ):
+        written.begin(stage, 0)
+        before = len(asked)
+        for step in range(1, 9):
+            written.training(step, {"real_fraction": (np.float32(6), np.float32(8))})
+    assert len(asked) == before
+    lines = workdir.read_lines(tmp_path / "metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines]
+    # Linear warm-up from 0, then the decay that counts from step 0, of each line's own step.
+    expected = [0, 2.5e-4, 5e-4, 7.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4]
+    assert rates == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys):
