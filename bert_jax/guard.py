@@ -100,7 +100,7 @@ def judge(
     Returns:
         The next state's, halted if this step must change nothing; what is said of it.
     """
-    # Squared once, for the model is large to trace: the norm of all is that of the layers' norms.
+    # The norm of all is that of the layers' norms: a large model is traced once for both.
     by_layer = {name: optax.tree.norm(part) for name, part in _layers(grads).items()}
     figures = jnp.stack([loss, optax.tree.norm(by_layer)]).astype(jnp.float32)
     # NaN until the window is full, and nothing is above NaN.

@@ -39,10 +39,10 @@ class Log:
     ):
         self._config, self._progress = config, progress
         self._devices = mesh.size
-        # All at once: one that is computed when it is needed waits on the device for the steps ahead.
-        self._rates = np.asarray(
-            optim.schedule(config.optim, config.steps)(np.arange(config.steps))
-        )
+        # Of each line's last step, all at once: a rate that is computed when it is needed waits on the
+        # device for the steps ahead.
+        ends = np.append(np.arange(0, config.steps, config.log_every_steps)[1:], config.steps)
+        self._rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
         self._clock = (step, time.monotonic())
         self._writes = jax.process_index() == 0
         if self._writes:
@@ -66,7 +66,7 @@ class Log:
         """Writes the means of the window that ends with `step`, which the device has finished."""
         summary = self._stage.task.summarize(means(sums))
         # The rate that the window's last step was taken with.
-        summary["learning_rate"] = float(self._rates[step - 1])
+        summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
         self._write(step, "train", summary)
         note = self._stage.task.describe(summary)
         self._progress.note(note + self._measure(step, summary))

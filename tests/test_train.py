@@ -358,7 +358,8 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
 
 def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
     """What it computed there would come after the steps that are under way: 14 s of base's on a CPU."""
-    config = Config(steps=8, optim=OptimConfig(learning_rate=1e-3, warmup_steps=4))
+    rates = OptimConfig(learning_rate=1e-3, warmup_steps=4)
+    config = Config(steps=8, log_every_steps=3, optim=rates)
     asked = []
 
     def schedule(*about):
@@ -374,14 +375,14 @@ def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
     ):
         written.begin(stage, 0)
         before = len(asked)
-        for step in range(1, 9):
+        for step in (3, 6, 8):
             written.training(step, {"real_fraction": (np.float32(6), np.float32(8))})
     assert len(asked) == before
     lines = workdir.read_lines(tmp_path / "metrics.jsonl")
-    rates = [line["learning_rate"] for line in lines]
-    # Linear warm-up from 0, then the decay that counts from step 0, of each line's own step.
-    expected = [0, 2.5e-4, 5e-4, 7.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4]
-    assert rates == pytest.approx(expected, rel=1e-6)
+    told = [line["learning_rate"] for line in lines]
+    # Warm-up, then the decay that counts from step 0, of each line's last step: 2, 5 and 7.
+    expected = [5e-4, 3.75e-4, 1.25e-4]
+    assert told == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys):
