@@ -1,6 +1,8 @@
 """The loop: exact resumption, any number of devices, what a run leaves behind, refused runs."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -537,6 +539,22 @@ def test_config_round_trips_through_a_workdir(tmp_path):
     config = Config(phases=(Phase(fraction=0.5), Phase(fraction=0.5)))
     workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False)
     assert workdir.read_config(tmp_path) == config
+
+
+def test_garbage_is_collected_again_after_a_compilation():
+    """But not where it was not before."""
+    assert gc.isenabled()
+    with contextlib.suppress(ZeroDivisionError), loop._no_garbage_collection():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with loop._no_garbage_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_commits_are_marked_for_changes_that_matter(tmp_path, monkeypatch):
