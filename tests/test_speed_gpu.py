@@ -71,9 +71,9 @@ def test_its_page_has_all_of_it(smoke, gpu):
     page = gpu.table(results)
     assert page.strip() in said
     for words in (
-        "| L1-H32-A2 | 32 | xla, with dropout; layers scanned | ",
-        "| L1-H32-A2 | 32 | xla, with dropout; layers unrolled | ",
-        "| L1-H32-A2 | 32 | cudnn; layers scanned | not measured |",
+        "| L1-H32-A2 | 32 | xla, attention dropout 0.1; layers scanned | ",
+        "| L1-H32-A2 | 32 | xla, attention dropout 0.1; layers unrolled | ",
+        "| L1-H32-A2 | 32 | cudnn, attention dropout 0; layers scanned | not measured |",
         "| L1-H32-A2 | 32 | transformers, attention dropout 0.1 | 2 | ",
         "| dropout bits | ",
         "- step L1-H32-A2 32 cudnn: config.model.attention='cudnn' runs on a gpu only",
@@ -106,11 +106,39 @@ def a_step(rate, **facts):
 def test_shares_are_of_real_tokens_and_the_fastest_counts(gpu):
     results = [CEILINGS, a_step(8e5), a_step(9.6e5, batch=512), a_step(9e5, batch=1024)]
     page = gpu.table(results)
-    assert "| base | 128 | cudnn; layers scanned | 512 | 50 (40 to 60) | 960,000 | 48.0% | 60.0% |" in page  # fmt: skip
+    assert "| base | 128 | cudnn, attention dropout 0; layers scanned | 512 | 50 (40 to 60) | 960,000 | 48.0% | 60.0% |" in page  # fmt: skip
     assert "45% of the data sheet's peak; 48.0%, reached." in page
-    assert "| large | 512 | cudnn; layers scanned | not measured | | | | |" in page
+    assert (
+        "| large | 512 | cudnn, attention dropout 0; layers scanned | not measured | | | | |"
+        in page
+    )
     assert "bfloat16 beside float32: not measured." in page
     assert "45% of the data sheet's peak; 40.0%, not reached." in gpu.table(results[:2])
+
+
+def test_an_unsound_attention_reaches_no_target(gpu):
+    def seen(name, far):
+        return {
+            "kind": "parity",
+            "attention": name,
+            "loss_difference": 0.0,
+            "gradient_difference": far,
+        }
+
+    slow = a_step(8e5, attention="xla")
+    for others, is_unsound in (
+        ([seen("xla", 0.02), seen("cudnn", 0.03)], False),
+        ([seen("xla", 0.02), seen("cudnn", 0.05)], True),  # farther than twice what XLA's is
+        ([seen("cudnn", 0.11)], True),
+        ([seen("cudnn", 0.09)], False),
+        ([{"kind": "parity", "attention": "cudnn", "refused": "no"}], True),
+    ):
+        results = [CEILINGS, a_step(9.6e5), slow, *others]
+        assert gpu.best(results, "base", 128)["attention"] == ("xla" if is_unsound else "cudnn")
+        page = gpu.table(results)
+        assert ("layers scanned; **unsound** | 256" in page) == is_unsound
+        assert ("48.0%, reached" in page) != is_unsound
+        assert is_unsound == ("**unsound** |\n" in page or "| no | | |" in page)
 
 
 def test_what_goes_on_from_an_earlier_job(gpu):
