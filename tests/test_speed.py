@@ -197,11 +197,33 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
 def test_a_quick_round_is_not_recorded(quick, speed, monkeypatch, capsys):
     bench, recorded = speed["bench"], []
     monkeypatch.setattr(bench, "measure", lambda *_: [lines("memory", "steps")] * 2)
-    monkeypatch.setattr(bench, "keep", recorded.append)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "memory", *(["--quick"] if quick else [])])
+    monkeypatch.setattr(bench, "keep", lambda lines, finished: recorded.append(finished))
+    options = ["--quick"] if quick else ["--pairs", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "memory", *options])
     bench.main()
     assert "| memory, 3 rounds |" in capsys.readouterr().out
-    assert len(recorded) == (0 if quick else 2)  # after every round
+    assert recorded == ([] if quick else [False, True])  # after every round
+
+
+def test_a_case_that_is_broken_off_takes_no_place_of_a_longer_one(speed, monkeypatch, tmp_path):
+    bench = speed["bench"]
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(speed["report"], "write", lambda: None)
+
+    def rounds():
+        return [(line["case"], len(line["seconds"])) for line in bench.read()]
+
+    other = lines("stall", "steps")
+    bench.keep(other, False)  # none of it there before
+    bench.keep(lines("memory", "steps"), True)
+    assert rounds() == [("stall", 3)] * 2 + [("memory", 3)] * 2
+    short = lines("memory", "steps", (1.0, 1.0), (1.0, 1.0), (10, 10))
+    bench.keep(short, False)
+    assert rounds() == [("stall", 3)] * 2 + [("memory", 3)] * 2
+    bench.keep(short, True)
+    assert rounds() == [("stall", 3)] * 2 + [("memory", 2)] * 2
+    bench.keep(lines("memory", "steps"), False)
+    assert rounds() == [("stall", 3)] * 2 + [("memory", 3)] * 2
 
 
 def test_a_profile_is_of_steps_that_others_follow(speed, tmp_path, monkeypatch):
@@ -330,7 +352,28 @@ def test_promises_are_judged_by_what_was_measured(speed):
     assert "pretrain-mini-128: 3 (1.5 to 4) times" in told
     assert "wanted 2.0: **kept**" in told
     (told,) = promises(lines("pretrain-mini-128", "real_tokens", second=(3.0, 6.0, 9.0)))
-    assert "**not kept**" in told
+    assert told.endswith("**not kept**.")
+    noisy = lines("pretrain-mini-128", "real_tokens")
+    noisy[0]["calibration"] = [0.1, 0.2, 0.2]
+    assert "**kept** (noisy: " in promises(noisy)[0]
+
+
+def test_the_front_page_tells_what_is_ahead_and_what_is_behind(speed):
+    report = speed["report"]
+    made = lines("pretrain-mini-128", "real_tokens")
+    made += [
+        line | {"case": "save"}
+        for line in lines("memory", "bytes", (8.0, 6.0, 9.0), (2.0, 4.0, 3.0))
+    ]
+    for line, name in zip(made[2:], ("checkpoint", "torch.save"), strict=True):
+        line["contender"] = name
+    said = report.summary(made)
+    assert said.startswith(
+        "pretraining (mini and base at T=128, and at T=512) beside transformers 3; "
+    )
+    assert said.endswith("; saving, checksums included, beside torch.save 0.33")
+    text = report.front("a <!-- speed -->old<!-- /speed --> b", made)
+    assert text == f"a <!-- speed -->{said}<!-- /speed --> b"
 
 
 def profiled(step, *spent):
@@ -367,6 +410,8 @@ def test_the_page_is_what_the_results_say(speed, tmp_path):
     recorded = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
     text = (HERE / "README.md").read_text()
     assert speed["report"].page(text, recorded, tmp_path) == text
+    front = (HERE.parent.parent / "README.md").read_text()
+    assert speed["report"].front(front, recorded) == front
     if (tmp_path / "growth.svg").exists():
         drawn = (HERE / "growth.svg").read_text()
         if f"Matplotlib v{matplotlib.__version__}," in drawn:  # another draws it otherwise

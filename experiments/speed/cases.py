@@ -135,7 +135,7 @@ CASES = {
         "rows",
         {
             "loader": Contender(
-                "ours:loader", {"tokens": 128, "sequences": 4, "batch": 256, "steps": 100}
+                "ours:loader", {"tokens": 128, "sequences": 4, "batch": 256, "steps": 1000}
             ),
             "DataLoader": Contender("peers:loader", {"tokens": 128, "batch": 256, "steps": 20}),
         },

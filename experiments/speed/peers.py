@@ -259,7 +259,8 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
         if not grouped:
             return [plan.members(step, 0) for step in range(first, first + steps + 1)]
         some = [i for step in range(50 * number, 50 * number + 50) for i in plan.members(step, 0)]
-        order = get_length_grouped_indices([lengths[i] for i in some], size)
+        # Sorted 50 batches at a time, as Trainer sorts a set of 200 batches or more.
+        order = get_length_grouped_indices([lengths[i] for i in some], size, mega_batch_mult=50)
         found = [[some[i] for i in order[b : b + size]] for b in range(0, len(order), size)]
         found.sort(key=lambda batch: max(lengths[i] for i in batch))
         chosen = [found[int((k + 0.5) / steps * len(found))] for k in range(steps)]
@@ -434,7 +435,7 @@ def _state(size: str) -> tuple[Any, Any]:
     model = build(config.model, config.model.positions)
     optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE)
     for each in model.parameters():
-        each.grad = torch.zeros_like(each)
+        each.grad = torch.randn_like(each)
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
