@@ -220,7 +220,7 @@ def run(job, out, seconds, cache, keep):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "PYTHONUNBUFFERED": "1",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        "XLA_CLIENT_MEM_FRACTION": "0.92",
         "JAX_COMPILATION_CACHE_DIR": cache,
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
