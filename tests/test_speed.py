@@ -274,7 +274,9 @@ def lines(case, measure, first=(2.0, 4.0, 3.0), second=(8.0, 6.0, 9.0), counts=(
             "calibration": [0.1, 0.11, 0.12],
             "load": [1.0, 1.5, 2.0],
             "cores": 2,
+            "processor": "x86_64",
             "python": "3",
+            "commit": "a1",
         }
         for name, seconds in zip(names, (first, second), strict=True)
     ]
@@ -332,8 +334,8 @@ def test_a_machine_is_told_once_with_the_commit_of_every_case(speed):
         for line in lines("memory", "steps")
     ]
     told = speed["report"].conditions(made)
-    assert "- 2 cores, python 3: memory (commit a1); guard, help (commit b2)." in told
-    assert "- 2 cores, python 3.12: embed." in told
+    assert "- 2 cores (x86_64), python 3: memory (commit a1); guard, help (commit b2)." in told
+    assert "- 2 cores (x86_64), python 3.12: embed (commit a1)." in told
 
 
 def test_promises_are_judged_by_what_was_measured(speed):
@@ -435,6 +437,7 @@ def test_whatever_is_run_is_on_the_page(speed, tmp_path):
                     "seconds": [1.0, 2.0],
                     "processor_seconds": [1.0, 2.0],
                     "steps": [4, 4],
+                    "padded_tokens": [4, 4],
                     "page_faults": [8, 8],
                     "table": [profiled(0.04, 0.03, 0.01)] * 2,
                 }

@@ -96,9 +96,8 @@ def ratios(line: Line, reference: Line, measure: str) -> list[float]:
 
 
 def noise(lines: Sequence[Line]) -> float:
-    """Of a case's calibrations the 90th percentile over the 10th; 1 where there was none."""
-    found = [value for line in lines for value in line.get("calibration", ())]
-    low, high = np.percentile(found, (10, 90)) if found else (1.0, 1.0)
+    """Of a case's calibrations the 90th percentile over the 10th."""
+    low, high = np.percentile([value for line in lines for value in line["calibration"]], (10, 90))
     return float(high / low)
 
 
@@ -134,8 +133,7 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
             if line is own[0] and how > NOISY:
                 cells[0] += f" (noisy: {how:.2f})"
             if padded:
-                there = "padded_tokens" in line
-                cells.append(_shown(line, "padded_tokens") if there else "")
+                cells.append(_shown(line, "padded_tokens"))
             same = line is own[0]
             cells.append("" if same else spread(ratios(line, own[0], measure)))
             found.append(f"| {' | '.join(cells)} |")
@@ -281,16 +279,15 @@ def conditions(lines: Sequence[Line]) -> list[str]:
     about: dict[str, dict[str, list[str]]] = {}
     for line in lines:
         commits = about.setdefault(_machine(line), {})
-        commits.setdefault(line.get("commit", ""), []).append(line["case"])
+        commits.setdefault(line["commit"], []).append(line["case"])
     loads = [value for line in lines for value in line["load"]]
-    bad = {name: noise([x for x in lines if x["case"] == name]) for name in CASES}
+    cases = dict.fromkeys(line["case"] for line in lines)
+    bad = {name: noise([x for x in lines if x["case"] == name]) for name in cases}
     bad = {name: how for name, how in bad.items() if how > NOISY}
-    untold = list(dict.fromkeys(x["case"] for x in lines if "calibration" not in x))
     told = []
     for machine, commits in about.items():
         each = (
-            ", ".join(dict.fromkeys(own)) + (f" (commit {commit})" if commit else "")
-            for commit, own in commits.items()
+            f"{', '.join(dict.fromkeys(own))} (commit {commit})" for commit, own in commits.items()
         )
         told.append(f"- {machine}: {'; '.join(each)}.")
     told.append("")
@@ -303,11 +300,6 @@ def conditions(lines: Sequence[Line]) -> list[str]:
         told.append(
             f"**Noisy**, of the times of the fixed piece of work the 90th percentile being more than "
             f"{NOISY} times the 10th: {each}."
-        )
-    if untold:
-        told.append(
-            "Taken by an earlier program, with all contenders in one process and without that piece of "
-            f"work: {', '.join(untold)}."
         )
     return told
 
@@ -328,9 +320,8 @@ def summary(lines: Sequence[Line]) -> str:
 
 def _machine(line: Line) -> str:
     names = ("python", "jax", "torch", "transformers", "datasets")
-    processor = f" ({line['processor']})" if "processor" in line else ""
     versions = ", ".join(f"{name} {line[name]}" for name in names if line.get(name))
-    return f"{line['cores']} cores{processor}, {versions}"
+    return f"{line['cores']} cores ({line['processor']}), {versions}"
 
 
 def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
