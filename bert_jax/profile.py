@@ -14,8 +14,8 @@ divided by how many operations each part has in it.
 
 Operations and bytes are counted in the compiled program's text (`bert_jax.hlo`), for one device. Beside
 them is the least time that they take at the speed of a large matrix product, and of reading and writing a
-large array, measured on the spot, and the gap to the time that was taken. Programs that a cache of before these names brings
-have all of theirs in "other".
+large array, measured on the spot, and the gap to the time that was taken. Programs that a cache of before
+these names brings have all of theirs in "other".
 """
 
 import collections

@@ -414,6 +414,7 @@ def test_the_page_is_what_the_results_say(speed, tmp_path):
     assert speed["report"].page(text, recorded, tmp_path) == text
     front = (HERE.parent.parent / "README.md").read_text()
     assert speed["report"].front(front, recorded) == front
+    assert speed["report"].front(front, []) != front
     if (tmp_path / "growth.svg").exists():
         drawn = (HERE / "growth.svg").read_text()
         if f"Matplotlib v{matplotlib.__version__}," in drawn:  # another draws it otherwise

@@ -359,7 +359,7 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
 
 
 def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
-    """What it computed there would come after the steps that are under way: 14 s of base's on a CPU."""
+    """What it computed there would come after the steps that are under way."""
     rates = OptimConfig(learning_rate=1e-3, warmup_steps=4)
     config = Config(steps=8, log_every_steps=3, optim=rates)
     asked = []

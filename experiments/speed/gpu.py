@@ -8,7 +8,7 @@
 Needs JAX, Flax, Optax and Orbax, and for the comparison PyTorch and transformers, as they are there;
 bert_jax need not be installed. In the order of `plan`, as far as time goes, it measures
 
-    ceilings   what a large matrix product and a copy reach
+    ceilings   what a large matrix product, and reading and writing an array, reach
     parity     how far bfloat16 is from float32: gradients with each attention, losses of some steps.
                An attention that is unsound, too far away or refused, reaches no target
     step       the training step of `bert-jax pretrain`, dropout 0.1 on hidden states, and on attention
@@ -646,7 +646,7 @@ def table(results):
     lines = [
         f"One {top['device']}, JAX {top['jax']}, Flax {top['flax']}, PyTorch {top['torch']}, transformers "
         f"{top['transformers']}. Measured in bfloat16: matrix products "
-        f"{top['operations_per_second'] / 1e12:,.4g} TFLOP/s{of_sheet}, copies "
+        f"{top['operations_per_second'] / 1e12:,.4g} TFLOP/s{of_sheet}, memory "
         f"{top['bytes_per_second'] / 1e12:,.3g} TB/s{bytes_of_sheet}.",
         "",
         "| model | T | what | rows a step | ms a step, median (range) | real tokens/s | "
