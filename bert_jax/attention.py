@@ -108,8 +108,8 @@ def _xla(query, key, value, sequence, dropout_rate, dropout_key, causal):
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     exponentials, total = _softmax_parts(query, key, sequence, causal)
     kept = dropout(exponentials.astype(value.dtype), dropout_rate, dropout_key)
-    found = jnp.einsum("bntu,bnuk->bntk", kept, value) / total.astype(value.dtype)
-    return found.swapaxes(1, 2)
+    summed = jnp.einsum("bntu,bnuk->bntk", kept, value)
+    return (summed.astype(total.dtype) / total).astype(value.dtype).swapaxes(1, 2)
 
 
 def _cudnn(query, key, value, sequence, interpret, causal):

@@ -112,7 +112,7 @@ def judge(
     halts = ~finite | (spike if config.spike != "report" else False)
     # A spike that is only reported is none of the usual figures either.
     own = jnp.where(kind == FINE, figures, recent.figures[step % WINDOW])
-    kept = recent.figures.at[step % WINDOW].set(own)
+    kept = jax.lax.dynamic_update_index_in_dim(recent.figures, own, step % WINDOW, 0)
     return (
         Recent(kept, recent.halted | halts),
         Seen(kind, figures, mean, deviation, by_layer),

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 Pair = tuple[Float[Array, ""], Float[Array, ""]]
 
 
-def _at(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The labels' logits, as a sum of which one term is not zero.
+def label_logits(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Return the labels' logits; NaN for a label that is not below C, which `guard` reports.
 
-    Its gradient is a comparison, part of the loop that the softmax's is; that of an index is a scatter.
-    A label beyond the classes gives NaN, as an index does, for `guard` to stop at.
+    Written as a sum with a single nonzero term: its gradient is a comparison, which fuses with the
+    softmax's, where the gradient of an index is a scatter.
     """
     here = labels[..., None] == jnp.arange(logits.shape[-1])
     return jnp.where(labels < logits.shape[-1], jnp.sum(logits, -1, where=here), jnp.nan)
@@ -26,7 +26,7 @@ def cross_entropy(
 ) -> Pair:
     """Negative log-likelihood of the labels in nats, summed with weights; and the weights' sum."""
     with jax.named_scope("loss"):
-        loss = jax.nn.logsumexp(logits, axis=-1) - _at(logits, labels)
+        loss = jax.nn.logsumexp(logits, axis=-1) - label_logits(logits, labels)
         return jnp.sum(loss * weights), jnp.sum(weights)
 
 
@@ -36,5 +36,5 @@ def accuracy(
     """How many of the labels score highest, with weights; and the weights' sum."""
     with jax.named_scope("loss"):
         # Comparing against the maximum is one reduction; argmax on CPU is many times slower.
-        best = _at(logits, labels) >= jnp.max(logits, -1)
+        best = label_logits(logits, labels) >= jnp.max(logits, -1)
         return jnp.sum(best * weights), jnp.sum(weights)

@@ -33,16 +33,51 @@ REMAT_POLICIES = {
 }
 
 
-def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Exact GELU. Written with erf, which compiles to less on CPU than `jax.nn.gelu`'s erfc."""
+def _in_float32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Compute an elementwise function of bfloat16 in float32 and round its result once.
+
+    The derivative is recomputed from the bfloat16 input: automatic differentiation would keep
+    float32 intermediates, twice the bytes.
+    """
+
+    @jax.custom_vjp
+    def rounded(x):
+        return function(x.astype(jnp.float32)).astype(x.dtype)
+
+    def forward(x):
+        return rounded(x), x
+
+    def backward(x, cotangent):
+        _, vjp = jax.vjp(function, x.astype(jnp.float32))
+        return (vjp(cotangent.astype(jnp.float32))[0].astype(x.dtype),)
+
+    rounded.defvjp(forward, backward)
+    return lambda x: function(x) if x.dtype == jnp.float32 else rounded(x)
+
+
+def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    # Written with erf, which compiles to less on CPU than `jax.nn.gelu`'s erfc.
     return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
 
 
+# In bfloat16 `1 + erf(x)` and `1 + tanh(x)` cancel for negative x, which costs a digit.
 ACTIVATIONS = {
-    "gelu": gelu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": _in_float32(_gelu),
+    "gelu_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
     "relu": jax.nn.relu,
 }
+
+
+def select(table: Float[Array, "... n D"], index: Int[Array, "... m"]) -> Float[Array, "... m D"]:
+    """Select rows of a small table by a product with a one-hot matrix; exact in every dtype.
+
+    Its gradient is a product too. That of an index is a scatter-add, which GPUs do one element at a
+    time where many indices are equal, and in no fixed order.
+    """
+    one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
+    # By default accelerators round float32 operands of a product.
+    precision = jax.lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
+    return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
 
 
 def padded_vocab(config: ModelConfig) -> int:
@@ -136,12 +171,8 @@ class Embeddings(nn.Module):
 
     def setup(self):
         c = self.config
-        self.word = nn.Embed(
-            padded_vocab(c), c.hidden, dtype=c.dtype, embedding_init=_vocab_initializer(c, 0)
-        )
-        table = functools.partial(
-            nn.Embed, features=c.hidden, dtype=c.dtype, embedding_init=_initializer(c)
-        )
+        self.word = nn.Embed(padded_vocab(c), c.hidden, embedding_init=_vocab_initializer(c, 0))
+        table = functools.partial(nn.Embed, features=c.hidden, embedding_init=_initializer(c))
         self.position = table(c.positions)
         if c.segments:
             self.segment = table(c.segments)
@@ -150,10 +181,19 @@ class Embeddings(nn.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
-        x = self.word(tokens) + self.position(layout.position)
-        if self.config.segments:
-            x += self.segment(layout.segment)
-        return dropout(self.norm(x), self.config.dropout, key)
+        c = self.config
+        # Words are gathered in float32: the gradient is one scatter-add, and GPUs have no fast
+        # atomic addition in bfloat16. The two small tables need none.
+        x = self.word(tokens)
+        positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
+        x += select(positions, layout.position).astype(x.dtype)
+        if c.segments:
+            segments = jnp.asarray(self.segment.embedding)
+            if c.segments == 2:
+                x += jnp.where(layout.segment[..., None] == 0, *segments)
+            else:
+                x += select(segments, layout.segment)
+        return dropout(self.norm(x.astype(c.dtype)), c.dropout, key)
 
 
 class Attention(nn.Module):
@@ -292,6 +332,34 @@ class Encoder(nn.Module):
         )
 
 
+@jax.custom_vjp
+def _vocab_product(x: Float[Array, "B P D"], kernel: Float[Array, "D V"]) -> Float[Array, "B P V"]:
+    """Scores over the vocabulary in float32, which a softmax over so many needs.
+
+    The backward pass rounds their cotangent to the dtype of x: products of float32 are several
+    times slower on accelerators, and the other operands have no more digits.
+    """
+    return jnp.einsum("bpd,dv->bpv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _vocab_product_forward(x, kernel):
+    return _vocab_product(x, kernel), (x, kernel)
+
+
+def _vocab_product_backward(saved, cotangent):
+    x, kernel = saved
+    cotangent = cotangent.astype(x.dtype)
+    # One contracted axis instead of two: XLA's CPU backend lacks that product in bfloat16.
+    flat_x, flat_cotangent = (y.reshape(-1, y.shape[-1]) for y in (x, cotangent))
+    return (
+        jnp.einsum("bpv,dv->bpd", cotangent, kernel.astype(x.dtype)),
+        jnp.einsum("nd,nv->dv", flat_x, flat_cotangent, preferred_element_type=kernel.dtype),
+    )
+
+
+_vocab_product.defvjp(_vocab_product_forward, _vocab_product_backward)
+
+
 class MaskedLM(nn.Module):
     """Scores over the vocabulary for gathered hidden states (section 3.1, task 1)."""
 
@@ -310,11 +378,7 @@ class MaskedLM(nn.Module):
         else:
             kernel = self.param("decoder", _vocab_initializer(c, 1), (c.hidden, vocab), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
-        # Logits are float32 whatever the inputs are: a softmax over the vocabulary needs it.
-        logits = jnp.einsum(
-            "bpd,dv->bpv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
-        )
-        logits += bias
+        logits = _vocab_product(x, kernel) + bias
         if vocab == c.vocab_size:
             return logits
         return jnp.where(jnp.arange(vocab) < c.vocab_size, logits, jnp.finfo(jnp.float32).min)
@@ -461,7 +525,7 @@ class Bert(nn.Module):
 
     def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """dense + tanh on every sequence's [CLS], or whichever token `cls` says."""
-        return jnp.tanh(self.pooler(gather(hidden, cls)))
+        return jnp.tanh(self.pooler(select(hidden, cls)))
 
     def __call__(
         self,
@@ -477,7 +541,7 @@ class Bert(nn.Module):
         hidden = self.encode(tokens, layout, key)
         words = sentences = None
         if self.config.masked_lm:
-            words = self.masked_lm(gather(hidden, positions), self.embeddings.word.embedding)
+            words = self.masked_lm(select(hidden, positions), self.embeddings.word.embedding)
         if self.config.next_sentence:
             # Two columns; float32 costs nothing.
             sentences = self.next_sentence(self.pool(hidden, layout.cls)).astype(jnp.float32)
@@ -501,7 +565,7 @@ class Bert(nn.Module):
         if c.head in POOLED_HEADS:
             place = last_tokens(layout) if c.causal else layout.cls
             on_encoder = not (c.features or c.lstm_layers)
-            hidden = self.pool(hidden, place) if on_encoder else gather(hidden, place)
+            hidden = self.pool(hidden, place) if on_encoder else select(hidden, place)
         hidden = dropout(hidden, c.dropout, _fold(key, 1))
         return self.classifier(hidden).astype(jnp.float32)
 
@@ -524,11 +588,6 @@ def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
 def shapes(config: ModelConfig) -> Params:
     """Shapes of the whole model's parameters, as a tree of `jax.ShapeDtypeStruct`."""
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-
-
-def gather(hidden: Float[Array, "B T D"], index: Int[Array, "B P"]) -> Float[Array, "B P D"]:
-    """Each row's hidden states at its own positions."""
-    return jnp.take_along_axis(hidden, index[:, :, None], axis=1)
 
 
 def last_tokens(layout: Layout) -> Int[Array, "B S"]:

@@ -685,9 +685,9 @@ def test_bfloat16_computes_over_float32_parameters(reference):
         )
     )(batch.tokens)
     assert program.out_avals[0].dtype == jnp.bfloat16
-    # All matrix products, of which a layer has eight; the layers are calls of one function.
+    # All matrix products: the positions', and the eight of a layer; layers call one function.
     products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", str(program))
-    assert products == ["bf16"] * 8
+    assert products == ["bf16"] * 9
     assert len(re.findall(r"name=layer\b", str(program))) == config.layers
 
 

@@ -166,7 +166,7 @@ def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Arr
     for i in range(2):
         scores = jnp.where(own, logits[:, None, :, i], jnp.finfo(jnp.float32).min)  # [B, S, T]
         place = jnp.minimum(start + inputs.label[..., i], scores.shape[-1] - 1)
-        chosen = jnp.take_along_axis(scores, place[..., None], -1)[..., 0]
+        chosen = losses.label_logits(scores, place)
         loss = jnp.where(weights > 0, jax.nn.logsumexp(scores, -1) - chosen, 0)
         total += jnp.sum(loss * weights) / 2
     return total, jnp.sum(weights)

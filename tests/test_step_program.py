@@ -1,0 +1,172 @@
+"""The training step as accelerators get it: scatters, element types, rounding in bfloat16.
+
+Traced programs (jaxprs) and compiled ones are read as text, so that a change which only an
+accelerator would notice fails here.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from scipy import special
+
+from bert_jax import sharding
+from bert_jax import train as loop
+from bert_jax.attention import attention
+from bert_jax.config import Config, MeshConfig, Phase, model_size
+from bert_jax.dropout import dropout
+from bert_jax.model import ACTIVATIONS, select
+from bert_jax.tasks import pretraining
+
+VOCAB = 640
+
+
+def pretraining_step(dtype="float32", **changes):
+    """The jitted training step of a small model with every kind of embedding, and its arguments."""
+    model = dataclasses.replace(model_size("L2-H32-A2"), vocab_size=VOCAB, dtype=dtype, **changes)
+    config = Config(model=model, phases=(Phase(tokens=24),), batch_size=4, steps=10)
+    config, (stage,) = pretraining.stages_without_rows(config, sequences=3)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    _, state = loop.initial_state(config, stage, mesh)
+    return jax.jit(loop.make_step(config, stage)), state, stage.batch_shape
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those of called functions included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+        ):
+            if isinstance(value, core.ClosedJaxpr):
+                yield from equations(value.jaxpr)
+            elif isinstance(value, core.Jaxpr):
+                yield from equations(value)
+
+
+def scatters(text):
+    """The results of the scatters in a compiled program's text: element types and shapes."""
+    return re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", text)
+
+
+@pytest.mark.parametrize("segments", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_gradients_of_words_are_scattered(dtype, segments):
+    """A scatter-add of many tokens on few rows takes a GPU longer than the rest of the step."""
+    step, state, batch = pretraining_step(dtype, segments=segments)
+    traced = step.trace(state, batch)
+    added = [
+        equation.outvars[0].aval.str_short()
+        for equation in equations(traced.jaxpr.jaxpr)
+        if equation.primitive.name.startswith("scatter")
+    ]
+    assert added == [f"float32[{VOCAB},32]"]
+    # XLA's CPU backend turns scatters into loops, so what it left is none or that one.
+    assert set(scatters(traced.lower().compile().as_text())) <= {f"f32[{VOCAB},32]"}
+
+
+def test_the_reader_of_scatters_can_fail():
+    lowered = jax.jit(jax.grad(lambda x, i: jnp.sum(x[i] ** 2))).lower(
+        jnp.ones((5, 3)), jnp.arange(7) % 5
+    )
+    assert "scatter" in lowered.as_text()
+    line = "  ROOT %scatter.4 = f32[640,768]{1,0:T(8,128)S(1)} scatter(%a, %b, %c), to_apply=%add"
+    assert scatters(line) == ["f32[640,768]"]
+
+
+def test_logits_and_softmax_are_float32_and_their_products_are_not():
+    step, state, batch = pretraining_step("bfloat16")
+    program = list(equations(step.trace(state, batch).jaxpr.jaxpr))
+    exponentials = [e for e in program if e.primitive.name == "exp"]
+    assert len(exponentials) >= 4  # attention's and the two heads', forward and backward
+    assert {e.outvars[0].aval.dtype.name for e in exponentials} == {"float32"}
+    assert {e.outvars[0].aval.dtype.name for e in program if e.primitive.name == "erf"} == {
+        "float32"
+    }
+    # Three products have the vocabulary on an axis: the logits, and the two gradients.
+    products = [
+        ([v.aval.dtype.name for v in e.invars], e.outvars[0].aval)
+        for e in program
+        if e.primitive.name == "dot_general"
+        and any(VOCAB in v.aval.shape for v in (*e.invars, *e.outvars))
+    ]
+    assert len(products) == 3
+    assert all(inputs == ["bfloat16", "bfloat16"] for inputs, _ in products)
+    by_width = {result.shape[-1]: result.dtype.name for _, result in products if result.ndim == 3}
+    assert by_width == {VOCAB: "float32", 32: "bfloat16"}  # logits; the gradient of hidden states
+    assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # the table's
+
+
+def test_attention_divides_by_a_float32_sum():
+    x = jnp.ones((1, 8, 1, 4), jnp.bfloat16)
+    program = jax.make_jaxpr(
+        lambda x: attention(x, x, x, jnp.zeros((1, 8), jnp.int32), 0.0, None, "xla")
+    )(x)
+    divided = [e for e in equations(program.jaxpr) if e.primitive.name == "div"]
+    assert [v.aval.dtype.name for e in divided for v in e.invars] == ["float32"] * 2
+
+
+def test_dropout_scales_bfloat16_exactly():
+    """1 / 0.9, not 1 / bfloat16(0.9), which is 0.2% larger."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.bfloat16)
+
+    def kept(x):
+        return dropout(x, 0.1, jax.random.key(0))
+
+    y, vjp = jax.vjp(kept, x)
+    (dx,) = vjp(x)
+    scaled = np.asarray((np.asarray(x, np.float64) / 0.9).astype(x.dtype))
+    mask = np.asarray(y) != 0
+    assert 0.85 < mask.mean() < 0.95
+    np.testing.assert_array_equal(np.asarray(y), np.where(mask, scaled, 0))
+    np.testing.assert_array_equal(np.asarray(dx), np.where(mask, scaled, 0))
+
+
+def exact_gelu(x):
+    return x * special.ndtr(x)
+
+
+def exact_gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "exact", "least"),
+    [("gelu", exact_gelu, -3.5), ("gelu_tanh", exact_gelu_tanh, -3.0)],
+)
+def test_activations_are_rounded_once_in_bfloat16(name, exact, least):
+    x = jnp.linspace(least, 6, 4001).astype(jnp.bfloat16)
+    x = x[x != 0]
+    wide = np.asarray(x, np.float64)
+    y, vjp = jax.vjp(ACTIVATIONS[name], x)
+    assert y.dtype == jnp.bfloat16
+    # Half a unit in the last place of 8 bits, and float32's own cancellation.
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact(wide), rtol=1.1 * 2**-8)
+    slope = (exact(wide + 1e-6) - exact(wide - 1e-6)) / 2e-6
+    found = np.asarray(vjp(jnp.ones_like(x))[0], np.float64)
+    np.testing.assert_allclose(found, slope, rtol=1.1 * 2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_select_is_indexing(dtype):
+    """Values bit for bit; the gradient to rounding, rows chosen never and often among them."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((2, 9, 5)), dtype)
+    index = jnp.asarray(rng.integers(0, 6, (2, 40)))
+    weights = jnp.asarray(rng.standard_normal((2, 40, 5)), dtype)
+
+    def by_index(table):
+        return jnp.take_along_axis(table, index[..., None], 1)
+
+    np.testing.assert_array_equal(select(table, index), by_index(table))
+    ours, theirs = (
+        np.asarray(jax.vjp(f, table)[1](weights)[0], np.float32)
+        for f in (lambda table: select(table, index), by_index)
+    )
+    tolerance = 1e-6 if dtype == "float32" else 0.05  # 40 additions of 8 bits on their side
+    np.testing.assert_allclose(ours, theirs, atol=tolerance)
+    assert not ours[:, 6:].any()
