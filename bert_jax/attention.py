@@ -6,6 +6,7 @@ T² scores of a head; each is for one kind of hardware (`KERNELS`), none has dro
 Shapes: B rows, T tokens a row, N heads, K head size.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax import sharding
-from bert_jax.config import ModelConfig
+from bert_jax.config import Run
 from bert_jax.dropout import dropout
 from bert_jax.errors import UserError
 
@@ -39,14 +40,14 @@ def attention(
         sequence: which sequence of its row a token belongs to (`rows.Layout.sequence`), from 0 on.
         dropout_rate: of the attention probabilities (Vaswani et al., section 5.4, as BERT uses it).
         dropout_key: None switches dropout off.
-        implementation: "xla" or one of `KERNELS`, which `check` has let through.
+        implementation: "xla" (also "auto", unresolved), or one of `KERNELS` that passed `check`.
         interpret: compute a Pallas kernel in Pallas' interpreter, on any hardware.
         causal: of its sequence a token sees itself and what is before it.
 
     Raises:
         ValueError: dropout with a kernel.
     """
-    if implementation == "xla":
+    if implementation in ("auto", "xla"):
         return _xla(query, key, value, sequence, dropout_rate, dropout_key, causal)
     if dropout_rate and dropout_key is not None:
         raise ValueError(f"attention {implementation!r} has no dropout")
@@ -113,8 +114,8 @@ def _xla(query, key, value, sequence, dropout_rate, dropout_key, causal):
 
 
 def _cudnn(query, key, value, sequence, interpret, causal):
-    # It knows of no sequences: which token sees which is told as a mask, the same for all heads.
-    # Its gradients add up in any order: the same bits twice need --xla_gpu_deterministic_ops.
+    # A mask, the same for all heads, says which token sees which. Before JAX 0.12 the backward pass
+    # also computes a gradient of the mask, which nothing uses.
     mask = _sees(sequence, causal)
     return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
 
@@ -172,46 +173,109 @@ KERNELS = {
 }
 
 
-def check(model: ModelConfig, platform: str, tensor: int) -> None:
-    """Refuses to train a model with an attention that cannot compute it.
+# What `config.model.attention = "auto"` prefers to XLA's.
+_PREFERRED = {"gpu": "cudnn", "tpu": "splash"}
+
+
+class Choice(NamedTuple):
+    """An implementation of attention, and why it was chosen, for people."""
+
+    implementation: str
+    reason: str
+
+
+def choose(config: Run, platform: str, tensor: int) -> Choice:
+    """Resolve "auto" in `config.model.attention`.
 
     Args:
-        model: its `attention` is the one to check.
+        config: a run's.
+        platform: of its devices, "cpu", "gpu" or "tpu".
+        tensor: over how many of them heads are split.
+
+    Returns:
+        What is configured, or what "auto" stands for.
+    """
+    model = config.model
+    if model.attention != "auto":
+        return Choice(model.attention, "as configured")
+    name = _PREFERRED.get(platform)
+    if name is None:
+        return Choice("xla", f"on a {platform.upper()}")
+    obstacle = _obstacle(name, config, tensor)
+    if obstacle:
+        return Choice("xla", f"not {name}: {obstacle}")
+    return Choice(name, f"keeps no T x T scores, on a {platform.upper()}")
+
+
+def resolve(config: Run) -> None:
+    """Replace "auto" in `config.model.attention` by what it stands for on this machine's devices."""
+    tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
+    config.model.attention = choose(config, jax.devices()[0].platform, tensor).implementation
+
+
+def describe(config: Run, platform: str, tensor: int) -> str:
+    """One line: the attention of a resolved config and the reason for it."""
+    model = dataclasses.replace(config.model, attention="auto")
+    choice = choose(dataclasses.replace(config, model=model), platform, tensor)
+    used = config.model.attention
+    reason = choice.reason if used == choice.implementation else "as configured"
+    return f"attention: {used} ({reason})"
+
+
+def check(config: Run, platform: str, tensor: int) -> None:
+    """Refuse a config whose attention cannot train its model.
+
+    Args:
+        config: its `model.attention` is the one to check.
         platform: of the devices, "cpu", "gpu" or "tpu".
         tensor: over how many of them heads are split.
 
     Raises:
-        UserError: says what the chosen one needs.
+        UserError: says what the configured one needs.
     """
-    chosen = model.attention
-    if chosen == "xla":
+    name = config.model.attention
+    if name in ("auto", "xla"):
         return
-    kernel = KERNELS[chosen]
-    chosen = f"config.model.attention={chosen!r}"
-    if platform != kernel.platform:
-        fit = ["xla", *(name for name, k in KERNELS.items() if k.platform == platform)]
+    needed = KERNELS[name].platform
+    if platform != needed:
+        fit = ["xla", *(other for other, k in KERNELS.items() if k.platform == platform)]
         raise UserError(
-            f"{chosen} runs on a {kernel.platform} only, this is a {platform}: here "
-            f"it can be {' or '.join(map(repr, fit))}"
+            f"config.model.attention={name!r} runs on a {needed} only, this is a {platform}: set it "
+            f"to {' or '.join(map(repr, fit))}"
         )
+    if obstacle := _obstacle(name, config, tensor):
+        raise UserError(f"config.model.attention={name!r}: {obstacle}")
+
+
+def _obstacle(name: str, config: Run, tensor: int) -> str:
+    """Why a kernel cannot train a model, and what to change; "" if it can."""
+    model, kernel = config.model, KERNELS[name]
+    sizes, size = kernel.head_sizes, model.hidden // model.heads
     if model.attention_dropout:
-        raise UserError(
-            f"config.model.attention_dropout is {model.attention_dropout}: {chosen} has no dropout "
-            "that is a function of seed and step, so it must be 0, or the attention 'xla'"
+        # None of them draws its bits from the seed and the step.
+        return (
+            f"config.model.attention_dropout is {model.attention_dropout}, and {name} has no "
+            "dropout: set it to 0, or the attention to 'xla'"
+        )
+    if name == "cudnn" and config.deterministic:
+        # With --xla_gpu_deterministic_ops=true JAX 0.11 fails to compile it (an IndexError).
+        return (
+            "config.deterministic is true, and cudnn does not compile with deterministic kernels: "
+            "set the attention to 'xla', or config.deterministic to false"
         )
     if model.dtype not in kernel.dtypes:
-        raise UserError(
-            f"config.model.dtype is {model.dtype!r}: {chosen} computes in "
+        return (
+            f"config.model.dtype is {model.dtype!r}, and {name} computes in "
             f"{' or '.join(map(repr, kernel.dtypes))} only"
         )
-    sizes = kernel.head_sizes
-    if model.hidden // model.heads not in sizes:
-        raise UserError(
-            f"config.model.hidden / heads is {model.hidden // model.heads}: {chosen} takes head "
-            f"sizes {sizes[0]}, {sizes[1]}, … {sizes[-1]}"
+    if size not in sizes:
+        return (
+            f"config.model.hidden / heads is {size}, and {name} takes head sizes "
+            f"{sizes[0]}, {sizes[1]}, … {sizes[-1]}"
         )
     if model.heads % tensor:
-        raise UserError(
-            f"config.mesh.tensor is {tensor}: {chosen} computes whole heads on a "
-            f"device, so it must divide config.model.heads={model.heads}"
+        return (
+            f"config.mesh.tensor is {tensor}, which must divide config.model.heads={model.heads}: "
+            f"{name} computes whole heads on a device"
         )
+    return ""

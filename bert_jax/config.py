@@ -46,9 +46,10 @@ class ModelConfig:
     # accelerator's own; its bits differ between kinds of devices and meshes).
     dropout_generator: str = "hash"
     # What computes attention while training: "xla" anywhere, "cudnn" or "pallas" on GPUs, "splash"
-    # on TPUs. The last three want attention_dropout 0; what else is refused at the start. A
-    # checkpoint is used with "xla", whatever it was trained with, for that runs anywhere.
-    attention: str = "xla"
+    # on TPUs; the last three need attention_dropout=0, and other needs are checked at the start.
+    # "auto" is "splash" on TPUs and "cudnn" on GPUs where they can be used ("cudnn" only without
+    # config.deterministic), else "xla". Inference always uses "xla".
+    attention: str = "auto"
     layer_norm_epsilon: float = 1e-12
     initializer_stddev: float = 0.02
     # A LayerNorm after the last layer; BERT's layers end in one already.
@@ -251,6 +252,9 @@ class Run:
     profile_steps: str = ""
     # "cpu", "gpu" or "tpu" refuses to run on anything else; "" takes the best there is.
     platform: str = ""
+    # Two identical runs end with the same bits on a GPU too, where XLA then avoids atomic additions
+    # and autotuning; CPUs and TPUs are deterministic either way.
+    deterministic: bool = True
 
 
 @dataclasses.dataclass
@@ -414,7 +418,7 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
 
 _CHOICES = {
     "model.activation": ("gelu", "gelu_tanh", "relu"),
-    "model.attention": ("xla", "cudnn", "pallas", "splash"),
+    "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
     "model.dtype": ("float32", "bfloat16"),
     "model.features": FEATURES,
     "model.head": HEADS,

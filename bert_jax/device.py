@@ -4,16 +4,19 @@ import ctypes
 import importlib.util
 import os
 import pathlib
+import pkgutil
 from typing import NamedTuple
 
 import jax
 
+from bert_jax.config import Run
 from bert_jax.errors import UserError
 
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _KEPT_AT_MOST = 3  # times a step's temporaries
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+_DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 class Chip(NamedTuple):
@@ -104,16 +107,17 @@ CHIPS = {
 }
 
 
-def start(platform: str, cache: bool = True) -> None:
-    """Chooses the platform ("" takes the best there is) and turns on the compilation cache.
+def start(platform: str, cache: bool = True, deterministic: bool = False) -> None:
+    """Choose the platform, turn on the compilation cache and set XLA's flags.
 
-    To be called before any of JAX's threads begin.
+    Call it before JAX is used. Compiled programs are kept in `$BERT_JAX_CACHE`, or
+    `~/.cache/bert_jax`, so a restart of an unchanged run does not compile again.
 
-    Without `cache` there is none: programs for hardware that is not here can be written to it but
-    not read again.
-
-    Compiled programs are kept in `$BERT_JAX_CACHE`, or `~/.cache/bert_jax`, so a restart of an
-    unchanged run does not compile again.
+    Args:
+        platform: "cpu", "gpu" or "tpu"; "" takes the best there is.
+        cache: False for programs of hardware that is not here, which cannot be read back.
+        deterministic: have XLA use deterministic kernels on a GPU. A setting of that flag in
+            `$XLA_FLAGS` takes precedence.
 
     Raises:
         UserError: a platform was named that is not there.
@@ -126,6 +130,8 @@ def start(platform: str, cache: bool = True) -> None:
     if _only_cpu():
         _keep_memory()
         use_fast_products()
+    elif deterministic and _may_use_gpu():
+        _add_xla_flag(_DETERMINISTIC, "true")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that some backend was found
@@ -139,12 +145,28 @@ def start(platform: str, cache: bool = True) -> None:
         ) from error
 
 
+def _platforms() -> str:
+    """The platforms that JAX is told to use, separated by commas; "" leaves it the choice."""
+    return jax.config.jax_platforms or ""
+
+
+def _plugins() -> list[str]:
+    """The installed modules that bring JAX an accelerator."""
+    spec = importlib.util.find_spec("jax_plugins")
+    paths = spec.submodule_search_locations if spec else []
+    names = [module.name for module in pkgutil.iter_modules(paths)]
+    return names + ["libtpu"] * bool(importlib.util.find_spec("libtpu"))
+
+
 def _only_cpu() -> bool:
     """Whether JAX will look for no accelerator: it is told to, or has no plugin for one."""
-    named = jax.config.jax_platforms
-    if named:
-        return named == "cpu"
-    return not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    return _platforms() == "cpu" if _platforms() else not _plugins()
+
+
+def _may_use_gpu() -> bool:
+    """Whether JAX may choose a GPU."""
+    candidates = _platforms().split(",") if _platforms() else _plugins()
+    return any(kind in name for name in candidates for kind in ("cuda", "rocm", "gpu"))
 
 
 def _keep_memory() -> None:
@@ -194,9 +216,31 @@ def use_fast_products() -> None:
     program is compiled; if `$XLA_FLAGS` says something of it already, that stays. JAX ends the
     process for flags that it does not know: look again when pyproject.toml lets a newer one in.
     """
+    _add_xla_flag(_YNNPACK, "LIBRARY_FUSION_TYPE_REDUCE")
+
+
+def _add_xla_flag(name: str, value: str) -> None:
+    """Add a flag to `$XLA_FLAGS`, which XLA reads once, unless the user has set it."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if _YNNPACK not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{_YNNPACK}=LIBRARY_FUSION_TYPE_REDUCE".strip()
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
+def check_deterministic(config: Run, platform: str) -> None:
+    """Refuse to train on a GPU without the flag that `config.deterministic` promises.
+
+    Raises:
+        UserError: `start` was not called with `deterministic`, or `$XLA_FLAGS` contradicts it.
+    """
+    if platform != "gpu" or not config.deterministic:
+        return
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    values = [flag for flag in flags if flag.partition("=")[0] == f"--{_DETERMINISTIC}"]
+    if not values or values[-1].partition("=")[2].lower() not in ("", "true", "1"):
+        raise UserError(
+            f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: set it "
+            "before JAX starts (bert_jax.device.start does), or config.deterministic to false"
+        )
 
 
 def peak_flops() -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from bert_jax import checkpoint, files, sharding
+from bert_jax import attention, checkpoint, files, sharding
 from bert_jax.config import FinetuneConfig, MeshConfig, TaskConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data import tables, wordpiece
@@ -119,6 +119,7 @@ def finetune(
         )
     problem = problem_of(config.task, vocabulary)
     config.model = finetuning.model_config(config, start, problem)
+    attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
     config, data, plan, stage = finetuning.stage(

@@ -323,7 +323,7 @@ def preflight(
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
-        attention.check(config.model, "tpu", mesh.shape["tensor"])
+        attention.check(config, "tpu", mesh.shape["tensor"])
         where = places(topology, list(mesh.devices.flat))
     else:
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)

@@ -287,7 +287,9 @@ def train(
     mesh = sharding.make_mesh(config.mesh)
     for stage in stages:
         sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
-    attention.check(config.model, mesh.devices.flat[0].platform, mesh.shape["tensor"])
+    where = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
+    attention.check(config, *where)
+    device.check_deterministic(config, where[0])
     init, shapes = initial_state(config, stages[0], mesh)
     best = {"best_by": stages[0].task.best_by, "highest": stages[0].task.best_is_highest}
 
@@ -317,8 +319,9 @@ def train(
             state = init(_placed_seed(config.seed, shapes))
             return state._replace(params=_start_from(state.params, start or {}, shapes.params))
 
-        distributed.first("starts.jsonl", lambda: workdir.record_start(folder, step, mesh))
+        distributed.first("starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config))
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
+        progress.say(attention.describe(config, *where))
         interrupted = stack.enter_context(interrupts(progress))
         watch = stack.enter_context(distributed.Watch())
         if step:

@@ -38,7 +38,8 @@ _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 # What may differ between the starts of one run without making it another run.
 _FREE = (
-    "platform", "mesh.", "checkpoint.", "embed.", "guard.", "damaged_rows", "profile_steps",
+    "platform", "deterministic", "mesh.", "model.attention", "checkpoint.", "embed.", "guard.",
+    "damaged_rows", "profile_steps",
 )  # fmt: skip
 
 
@@ -248,8 +249,8 @@ def claim(
     files.write_json(path, {"config": config_lib.to_dict(config), "data": data, "best": best})
 
 
-def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh) -> None:
-    """Appends to starts.jsonl what this start of the run is."""
+def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh, config: Run) -> None:
+    """Append a line to starts.jsonl that describes this start of the run."""
     start = {
         "step": step,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -259,6 +260,9 @@ def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh) -> N
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
+        "attention": config.model.attention,
+        "deterministic": config.deterministic,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     with open(workdir / "starts.jsonl", "a") as file:

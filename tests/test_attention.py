@@ -6,6 +6,7 @@ hardware is looked at.
 
 import dataclasses
 import functools
+import re
 from typing import ClassVar
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 
 from bert_jax import model, sharding
 from bert_jax import train as loop
-from bert_jax.attention import KERNELS, attention, check
+from bert_jax.attention import KERNELS, attention, check, choose, describe
 from bert_jax.checkpoint import abstract
 from bert_jax.config import Config, MeshConfig, ModelConfig, Phase, model_size
 from bert_jax.data.rows import layout
@@ -211,6 +212,18 @@ def test_a_kernel_is_what_its_hardware_gets(monkeypatch, implementation, platfor
     assert "exponential" not in text, "XLA's softmax beside the kernel's"
 
 
+def scatters(text):
+    """The element types and shapes of the scatters in a compiled program's text."""
+    return re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", text)
+
+
+def assert_only_words_are_scattered(text):
+    """Whatever else a gradient adds up, it is not by index: GPUs need atomic additions for that."""
+    found = scatters(text)
+    assert len(found) == 1
+    assert found[0].startswith("f32[")  # bfloat16 has no fast atomic addition
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x2"])
 def test_a_sharded_step_compiles_for_tpu(rows, topology):
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: install bert-jax[tpu]")
@@ -219,20 +232,25 @@ def test_a_sharded_step_compiles_for_tpu(rows, topology):
     devices = topologies.get_topology_desc(topology, "tpu").devices
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), devices)
     config, stage = small_run(rows, attention="splash", dtype="bfloat16")
-    check(config.model, devices[0].platform, mesh.shape["tensor"])
+    check(config, devices[0].platform, mesh.shape["tensor"])
     _, shapes = loop.initial_state(config, stage, mesh)
     text = loop.compile_step(config, stage, mesh, shapes).as_text()
     for kernel in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{kernel}" in text
+    assert_only_words_are_scattered(text)
 
 
 # --- Refusals -------------------------------------------------------------------------------------
 
 
-def refusal(platform, tensor=1, **changes):
+def run_config(deterministic=False, **changes):
     values = {"attention_dropout": 0.0, "dtype": "bfloat16", **changes}
+    return Config(model=ModelConfig(**values), deterministic=deterministic)
+
+
+def refusal(platform, tensor=1, **changes):
     with pytest.raises(UserError) as error:
-        check(ModelConfig(**values), platform, tensor)
+        check(run_config(**changes), platform, tensor)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -243,24 +261,60 @@ PLATFORMS = {name: kernel.platform for name, kernel in KERNELS.items()}
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_kernel_cannot_do_is_refused(name):
     platform = PLATFORMS[name]
-    check(ModelConfig(attention=name, attention_dropout=0.0, dtype="bfloat16"), platform, 4)
-    chosen = f"config.model.attention='{name}'"
-    said = refusal(platform, attention=name, attention_dropout=0.1)
-    assert said.startswith(f"config.model.attention_dropout is 0.1: {chosen} has no dropout")
-    said = refusal(platform, attention=name, hidden=520, heads=2)
-    takes = {"cudnn": "8, 16, … 128", "pallas": "16, 24, … 128", "splash": "1, 2, … 256"}
-    assert said == f"config.model.hidden / heads is 260: {chosen} takes head sizes {takes[name]}"
+    check(run_config(attention=name), platform, 4)
+    prefix = f"config.model.attention='{name}': config."
+    error = refusal(platform, attention=name, attention_dropout=0.1)
+    assert error.startswith(f"{prefix}model.attention_dropout is 0.1, and {name} has no dropout")
+    error = refusal(platform, attention=name, hidden=520, heads=2)
+    sizes = {"cudnn": "8, 16, … 128", "pallas": "16, 24, … 128", "splash": "1, 2, … 256"}[name]
+    assert error == f"{prefix}model.hidden / heads is 260, and {name} takes head sizes {sizes}"
     if name != "splash":
         assert "heads is 12" in refusal(platform, attention=name, hidden=120, heads=10)
-    said = refusal(platform, tensor=5, attention=name)
-    assert said.startswith(f"config.mesh.tensor is 5: {chosen} computes whole heads")
-    assert "config.model.heads=12" in said
-    float32 = ModelConfig(attention=name, attention_dropout=0.0, dtype="float32")
+    error = refusal(platform, tensor=5, attention=name)
+    assert error.startswith(f"{prefix}mesh.tensor is 5, which must divide config.model.heads=12")
     if name == "splash":
-        check(float32, platform, 1)
+        check(run_config(attention=name, dtype="float32"), platform, 1)
     else:
-        said = refusal(platform, attention=name, dtype="float32")
-        assert said == f"config.model.dtype is 'float32': {chosen} computes in 'bfloat16' only"
+        error = refusal(platform, attention=name, dtype="float32")
+        assert error.endswith(f"model.dtype is 'float32', and {name} computes in 'bfloat16' only")
+
+
+def test_cudnn_is_refused_where_runs_must_be_deterministic():
+    error = refusal("gpu", attention="cudnn", deterministic=True)
+    assert "set the attention to 'xla', or config.deterministic to false" in error
+    check(run_config(attention="pallas", deterministic=True), "gpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "implementation", "reason"),
+    [
+        ("cpu", {}, "xla", "on a CPU"),
+        ("gpu", {}, "cudnn", "on a GPU"),
+        ("tpu", {}, "splash", "on a TPU"),
+        ("tpu", {"deterministic": True}, "splash", "on a TPU"),
+        ("gpu", {"deterministic": True}, "xla", "config.deterministic is true"),
+        ("gpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),
+        ("tpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),
+        ("gpu", {"dtype": "float32"}, "xla", "config.model.dtype is 'float32'"),
+        ("tpu", {"hidden": 520, "heads": 2}, "xla", "heads is 260"),
+        ("tpu", {"attention": "xla"}, "xla", "as configured"),
+        ("gpu", {"attention": "pallas"}, "pallas", "as configured"),
+    ],
+)
+def test_auto_takes_a_kernel_where_it_can_train_the_model(
+    platform, changes, implementation, reason
+):
+    config = run_config(**changes)
+    assert config.model.attention == changes.get("attention", "auto")
+    choice = choose(config, platform, 1)
+    assert choice.implementation == implementation
+    assert reason in choice.reason
+    # A run describes its config once "auto" is replaced.
+    config.model.attention = implementation
+    check(config, platform, 1)
+    line = describe(config, platform, 1)
+    assert line.startswith(f"attention: {implementation} (")
+    assert reason in line or "attention" in changes
 
 
 @pytest.mark.parametrize(
@@ -275,13 +329,14 @@ def test_what_a_kernel_cannot_do_is_refused(name):
 def test_other_hardware_is_refused_with_what_it_can_do(name, platform, instead):
     assert refusal(platform, attention=name) == (
         f"config.model.attention='{name}' runs on a {PLATFORMS[name]} only, this is a {platform}: "
-        f"here it can be {instead}"
+        f"set it to {instead}"
     )
 
 
 def test_xla_is_never_refused():
     for platform in ("cpu", "gpu", "tpu"):
-        check(ModelConfig(hidden=36, heads=12), platform, 5)
+        for name in ("auto", "xla"):
+            check(run_config(attention=name, hidden=36, heads=12), platform, 5)
 
 
 @pytest.mark.parametrize("name", KERNELS)

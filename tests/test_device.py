@@ -1,6 +1,7 @@
 """What is set up before JAX's threads begin."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -8,6 +9,9 @@ import sys
 
 import pytest
 
+from bert_jax import device
+from bert_jax.config import Config
+from bert_jax.errors import UserError
 from tests.test_train import ALONE
 
 # A temporary of 64 MB, and how many pages the system had to clear for each call. On a busy machine what
@@ -110,3 +114,62 @@ def test_what_is_freed_is_kept_unless_that_is_much_of_the_memory():
     assert kept > 90
     assert more > 90
     assert given_back < 10
+
+
+FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """`device.start` on a machine that looks as the test wants; returns $XLA_FLAGS afterwards."""
+    monkeypatch.setattr(device.jax, "devices", lambda *_: [])
+    monkeypatch.setattr(device.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(device, "_keep_memory", lambda: None)
+
+    def start(platforms, plugins, before="", **settings):
+        monkeypatch.setenv("XLA_FLAGS", before)
+        monkeypatch.setattr(device, "_platforms", lambda: platforms)
+        monkeypatch.setattr(device, "_plugins", lambda: plugins)
+        device.start("", cache=False, **settings)
+        return os.environ["XLA_FLAGS"].split()
+
+    return start
+
+
+def test_a_gpu_is_deterministic_where_that_is_asked(flags):
+    assert flags("", ["xla_cuda13"], deterministic=True) == [FLAG]
+    assert flags("cuda,cpu", ["xla_cuda13"], deterministic=True) == [FLAG]
+    assert flags("", ["xla_cuda13"], deterministic=False) == []
+    # The flag means nothing to the others.
+    assert flags("tpu", ["xla_cuda13", "libtpu"], deterministic=True) == []
+    assert flags("", ["libtpu"], deterministic=True) == []
+    assert FLAG not in flags("cpu", ["xla_cuda13"], deterministic=True)
+    assert FLAG not in flags("", [], deterministic=True)
+
+
+def test_what_the_user_says_in_xla_flags_stays(flags):
+    other = "--xla_gpu_deterministic_ops=false"
+    assert flags("", ["xla_cuda13"], other, deterministic=True) == [other]
+    assert flags("", ["xla_cuda13"], "--a=1", deterministic=True) == ["--a=1", FLAG]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", True),
+        ("--xla_gpu_deterministic_ops=false", True),
+        (f"{FLAG} --xla_gpu_deterministic_ops=false", True),
+        (FLAG, False),
+        ("--a=1 --xla_gpu_deterministic_ops", False),
+    ],
+)
+def test_a_run_on_a_gpu_without_the_flag_is_refused(monkeypatch, flags, refused):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    device.check_deterministic(Config(), "tpu")
+    device.check_deterministic(Config(), "cpu")
+    device.check_deterministic(Config(deterministic=False), "gpu")
+    if refused:
+        with pytest.raises(UserError, match=r"XLA_FLAGS lacks .*config.deterministic to false"):
+            device.check_deterministic(Config(), "gpu")
+    else:
+        device.check_deterministic(Config(), "gpu")

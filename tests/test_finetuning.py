@@ -641,7 +641,7 @@ def test_the_checkpoint_says_what_the_model_is(change, expected):
         # Of a model pretrained without dropout too: what it is fine-tuned with is the run's choice.
         assert (start.attention_dropout, found.attention_dropout) == (0.0, 0.1)
         assert (found.dropout, found.layers) == (0.3, 2)
-        assert (found.attention, start.attention) == ("splash", "xla")
+        assert (found.attention, start.attention) == ("splash", "auto")
         assert found.labels == problem.labels
 
 

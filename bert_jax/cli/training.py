@@ -46,7 +46,7 @@ def _pretrain(options) -> int | None:
     from bert_jax import device, distributed
 
     distributed.start()
-    device.start(config.platform)
+    device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax.tasks import pretraining
     from bert_jax.train import Interrupted, train
@@ -102,7 +102,7 @@ def _finetune(options) -> int | None:
     from bert_jax import device, distributed
 
     distributed.start()
-    device.start(config.platform)
+    device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax import finetune
     from bert_jax.train import Interrupted
@@ -186,9 +186,9 @@ def add_replay(verbs: Verbs) -> None:
 
 
 def _replay(options) -> int:
-    from bert_jax import device
+    from bert_jax import device, workdir
 
-    device.start("")
+    device.start("", deterministic=workdir.read_config(options.workdir).deterministic)
 
     from bert_jax import replay
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax import losses
+from bert_jax import attention, losses
 from bert_jax.config import Config, MaskingConfig, ModelConfig, phase_ends
 from bert_jax.data import rows, wordpiece
 from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
@@ -168,6 +168,7 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
                     "with; put that back, or prepare the rows again"
                 )
         config.model.vocab_size = manifest.vocab_size
+        attention.resolve(config)
         data.append(_describe(manifest))
         stage = _stage(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
         found.append(
