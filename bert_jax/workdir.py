@@ -24,10 +24,12 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+import bert_jax
 from bert_jax import config as config_lib
 from bert_jax import files
 from bert_jax.config import Run
@@ -173,8 +175,12 @@ def read_story(folder: str | pathlib.Path, step: int) -> Story:
     )
 
 
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Return the version of each package, by name. `bert-jax` itself need not be installed."""
+    return {
+        name: bert_jax.__version__ if name == "bert-jax" else importlib.metadata.version(name)
+        for name in packages
+    }
 
 
 def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None:
@@ -202,7 +208,7 @@ def identity(config: Run, data: list[dict[str, Any]]) -> dict[str, Any]:
     """What all processes of a run must have in common, by a name for people."""
     settings = {f"config.{key}": value for key, value in config_lib.flatten(config).items()}
     digests = {f"data of phase {i}": rows["digest"] for i, rows in enumerate(data)}
-    return {**settings, **digests, **_versions(), "commit": commit()}
+    return {**settings, **digests, **versions(), "commit": commit()}
 
 
 def claim(
@@ -255,7 +261,7 @@ def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh, conf
         "step": step,
         "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
-        "versions": _versions(),
+        "versions": versions(),
         "python": platform.python_version(),
         "devices": f"{mesh.size} {jax.devices()[0].device_kind}",
         "mesh": dict(mesh.shape),

@@ -5,6 +5,7 @@ import functools
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -134,3 +135,28 @@ def test_what_is_public_has_a_docstring(path):
 
 def test_no_module_is_called_utils():
     assert not [path for path in MODULES if pathlib.Path(path).stem in ("utils", "util", "helpers")]
+
+
+def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
+    import importlib.metadata
+
+    installed = importlib.metadata.version
+
+    def version(name):
+        if name == "bert-jax":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    from bert_jax import workdir
+
+    assert workdir.versions(["bert-jax", "jax"]) == {
+        "bert-jax": bert_jax.__version__,
+        "jax": installed("jax"),
+    }
+
+
+def test_the_version_is_written_once():
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    assert "version" in settings["project"]["dynamic"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "bert_jax.__version__"}

@@ -4,7 +4,6 @@ import dataclasses
 import fnmatch
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import itertools
 import json

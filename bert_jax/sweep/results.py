@@ -3,8 +3,6 @@
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
@@ -40,7 +38,7 @@ def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
         "command": shlex.join(["bert-jax", *map(_published, point.told(given.data))]),
         "digest": place.digest,
     }
-    versions = {name: importlib.metadata.version(name) for name in _VERSIONS}
+    versions = workdir.versions(_VERSIONS)
     last = {
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
         "attempts": len(attempts),
