@@ -1,9 +1,9 @@
-"""experiments/speed/gpu.py: what it runs where packages are few, what it keeps, what its page says."""
+"""experiments/speed/gpu.py: its plan, its smoke run, what it records, and the page made of it."""
 
-import importlib.util
+import importlib
 import json
-import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -11,242 +11,338 @@ import time
 import numpy as np
 import pytest
 
+import bert_jax
 from tests.test_train import ALONE
 
-SCRIPT = pathlib.Path(__file__).parent.parent / "experiments" / "speed" / "gpu.py"
-# Of what bert_jax needs, what a machine that came with JAX, PyTorch and transformers may lack.
+HERE = pathlib.Path(__file__).parent.parent / "experiments" / "speed"
+SCRIPT = HERE / "gpu.py"
+# Dependencies of bert_jax that a machine with JAX, PyTorch and transformers may lack.
 LACKING = (
     "array_record google_crc32c grain mwparserfromhell ml_collections sentencex tensorboardX "
     "tensorflow_datasets zstandard"
 ).split()
+# A machine without them, on which bert_jax is not installed either.
+BARE = f"""
+import importlib.metadata, sys
+sys.modules.update(dict.fromkeys({LACKING}))
+installed = importlib.metadata.distribution
+
+def distribution(name):
+    if name == "bert-jax":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return installed(name)
+
+importlib.metadata.distribution = distribution
+"""
 
 
 @pytest.fixture(scope="module")
-def gpu():
-    spec = importlib.util.spec_from_file_location("speed_gpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def modules():
+    """The modules `gpu` and `report`."""
+    sys.path.insert(0, str(HERE))
+    try:
+        yield {name: importlib.import_module(name) for name in ("gpu", "report")}
+    finally:
+        sys.path.remove(str(HERE))
+
+
+@pytest.fixture
+def gpu(modules):
+    return modules["gpu"]
+
+
+@pytest.fixture
+def section(modules):
+    """The text of the page's part for some lines."""
+    return lambda lines: "\n".join(modules["report"].gpu_section(lines))
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
-    text = "".join(f"sys.modules[{name!r}] = None\n" for name in LACKING)
-    (folder / "sitecustomize.py").write_text(f"import sys\n{text}")
+    (folder / "sitecustomize.py").write_text(BARE)
     done = subprocess.run(
         [sys.executable, SCRIPT, "--smoke", "--out", folder / "out", "--minutes", "14"],
-        env={**ALONE, "PYTHONPATH": str(folder)},
+        env={**ALONE, "PYTHONPATH": str(folder)}, cwd=folder,
         capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    log = (folder / "out" / "gpu.log").read_text()
-    return [json.loads(x) for x in (folder / "out" / "gpu.jsonl").read_text().splitlines()], log, done.stdout  # fmt: skip
+    lines = (folder / "out" / "gpu.jsonl").read_text().splitlines()
+    assert (folder / "out" / "profile.xplane.pb.gz").stat().st_size
+    return [json.loads(line) for line in lines], done.stdout
 
 
-def test_a_machine_with_few_packages_runs_all_of_it(smoke):
-    results, log, _ = smoke
-    kinds = [line["kind"] for line in results]
-    for kind, count in {
-        "ceilings": 1, "parity": 2, "parity of steps": 1, "torch": 1, "profile": 1, "left out": 1,
-    }.items():  # fmt: skip
-        assert kinds.count(kind) == count, (kind, kinds, log[-3000:])
-    (refused,) = [line["why"] for line in results if line["kind"] == "left out"]
-    assert "runs on a gpu only" in refused
-    for line in results:
+# --- The plan -------------------------------------------------------------------------------------
+
+
+def test_the_plan_takes_less_than_nine_minutes(gpu):
+    jobs = gpu.plan()
+    total = sum(gpu.START + sum(seconds for seconds, _ in job.rows) for job in jobs)
+    assert total < 540
+    printed = subprocess.run([sys.executable, SCRIPT, "--plan"], capture_output=True, text=True, check=True)  # fmt: skip
+    lines = printed.stdout.splitlines()
+    assert lines[-1].split()[2] == str(total)
+    assert len(lines) == len(jobs) + sum(len(job.rows) for job in jobs)
+    # Compilations are counted: 25 s of base, 50 s of large, a minute of torch.compile.
+    least = {"base": 25, "large": 50}
+    for seconds, row in (pair for job in jobs for pair in job.rows):
+        fails = row.get("attention") == "cudnn" and row.get("deterministic")
+        if row["kind"] == "step" and not fails:
+            assert seconds > least[row["size"]]
+        assert row["kind"] != "torch" or seconds > 60
+
+
+def test_the_plan_has_every_row_most_wanted_first(gpu):
+    rows = [row for job in gpu.plan() for _, row in job.rows]
+    keys = [gpu.key_of(row) for row in rows]
+    assert len(set(keys)) == len(keys)
+    steps = {key[1:] for key in keys if key[0] == "step"}
+    for deterministic in (False, True):
+        for attention in (("xla", 0.1), ("xla", 0.0), ("cudnn", 0.0)):
+            assert ("base", 128, 256, *attention, deterministic) in steps
+    assert ("base", 128, 1024, "cudnn", 0.0, False) in steps
+    assert ("large", 512, 64, "cudnn", 0.0, False) in steps
+    assert ("base", 512, 64, "cudnn", 0.0, False) in steps
+    assert {row["kind"] for row in rows} == set(gpu.MEASURES)
+    torch = next(i for i, row in enumerate(rows) if row["kind"] == "torch")
+    assert {(row["size"], row["tokens"]) for row in rows[1:torch]} == {("base", 128)}
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_deterministic_rows_have_processes_with_the_flag(gpu, smoke):
+    for job in gpu.plan(smoke):
+        kinds = {row["kind"] for _, row in job.rows}
+        if kinds == {"torch"}:
+            assert job.environment["JAX_PLATFORMS"] == "cpu"
+            continue
+        assert "torch" not in kinds
+        fixed = {row.get("deterministic", False) for _, row in job.rows}
+        flags = job.environment["XLA_FLAGS"].split()
+        assert fixed == {flags[-1] == "--xla_gpu_deterministic_ops=true"}
+
+
+# --- The smoke run --------------------------------------------------------------------------------
+
+
+def test_a_bare_machine_runs_every_row(smoke, gpu):
+    lines, _ = smoke
+    planned = [gpu.key_of(row) for job in gpu.plan(True) for _, row in job.rows]
+    assert [gpu.key_of(line) for line in lines] == planned
+    for line in lines:
+        assert line["bert-jax"] == bert_jax.__version__
+        if line.get("attention") == "cudnn":
+            assert line["status"] == "failed"
+            assert "runs on a gpu only" in line["why"]
+            continue
+        assert "status" not in line, line
         if line["kind"] in ("step", "torch"):
             assert len(line["seconds"]) == 3
-            assert np.isfinite(line["loss"])
+            # Before training a loss is that of guessing among the vocabulary and two labels.
+            assert abs(line["loss"] - np.log(2 * 30_592)) < 0.2
             assert 0.5 < line["real_fraction"] <= 1
-    loops = {line["loop"] for line in results if line["kind"] == "step"}
-    assert loops == {"scanned", "unrolled"}
-    (refused, found) = sorted((x for x in results if x["kind"] == "parity"), key=lambda x: x.get("loss_difference", -1))  # fmt: skip
-    assert "refused" in refused
-    assert found["loss_difference"] < 0.01
-    assert found["gradient_difference"] < 0.1
+        if line["kind"] == "parity":
+            assert 0 < line["gradient_difference"] < 0.1
+            assert line["loss_difference"] < 0.01
+    (traced,) = (line["table"] for line in lines if line["kind"] == "profile")
+    assert sum(part["seconds"] for part in traced["parts"]) == pytest.approx(traced["step_seconds"])
 
 
-def test_its_page_has_all_of_it(smoke, gpu):
-    results, _, said = smoke
-    page = gpu.table(results)
-    assert page.strip() in said
-    for words in (
-        "| L1-H32-A2 | 32 | xla, attention dropout 0.1; layers scanned | ",
-        "| L1-H32-A2 | 32 | xla, attention dropout 0.1; layers unrolled | ",
-        "| L1-H32-A2 | 32 | cudnn, attention dropout 0; layers scanned | not measured |",
-        "| L1-H32-A2 | 32 | transformers, attention dropout 0.1 | 2 | ",
-        "| dropout bits | ",
-        "- step L1-H32-A2 32 cudnn: config.model.attention='cudnn' runs on a gpu only",
-        "- Wanted of base at T=128: 45% of the data sheet's peak; not measured.",
-    ):
+def test_its_page_has_every_row(smoke, section):
+    lines, printed = smoke
+    page = section(lines)
+    assert page in printed
+    steps = [line for line in lines if line["kind"] in ("step", "torch")]
+    assert len(re.findall(r"^\| L1-H32-A2, T=32 \|", page, re.MULTILINE)) == len(steps)
+    for words in ("| xla, deterministic | 0.1 | 4 | ", "| sdpa | 0.1 | 4 | ", "| vocabulary head | ", "| failed | UserError: "):  # fmt: skip
         assert words in page
 
 
-def test_without_a_file_nothing_was_measured(tmp_path, gpu):
-    told = [sys.executable, SCRIPT, "--table", tmp_path / "none.jsonl"]
-    done = subprocess.run(told, capture_output=True, text=True, check=True)
-    assert done.stdout == "Speed on a GPU: not measured.\n"
+# --- What is recorded -----------------------------------------------------------------------------
 
 
-CEILINGS = {
-    "kind": "ceilings", "device": "NVIDIA H200", "operations_per_second": 800e12,
-    "bytes_per_second": 4.3e12, "sheet_operations_per_second": 1000e12,
-    "sheet_bytes_per_second": 4.8e12, "jax": "1", "flax": "2", "torch": "3", "transformers": "4",
-}  # fmt: skip
+def planned(*names):
+    return [
+        (1, {"kind": "step", "size": name, "tokens": 32, "rows": 2, "attention": "xla",
+             "attention_dropout": 0.0, "deterministic": False})
+        for name in names
+    ]  # fmt: skip
 
 
-def a_step(rate, **facts):
-    return {
-        "kind": "step", "size": "base", "tokens": 128, "attention": "cudnn", "loop": "scanned",
-        "batch": 256, "seconds": [0.05, 0.04, 0.06], "real_tokens_per_second": rate,
-        "operations_per_token": 500e6, **facts,
-    }  # fmt: skip
+# Measures all rows but "crash", in which it ends, and "hang", in which it does not end.
+FAKE = """
+import json, sys, time
+for _, row in json.loads(sys.argv[-1])["rows"]:
+    if row["size"] == "crash": sys.exit("out of luck")
+    if row["size"] == "hang": time.sleep(600)
+    print(json.dumps({**row, "loss": 1.0}), flush=True)
+"""
 
 
-def test_shares_are_of_real_tokens_and_the_fastest_counts(gpu):
-    results = [CEILINGS, a_step(8e5), a_step(9.6e5, batch=512), a_step(9e5, batch=1024)]
-    page = gpu.table(results)
-    assert "| base | 128 | cudnn, attention dropout 0; layers scanned | 512 | 50 (40 to 60) | 960,000 | 48.0% | 60.0% |" in page  # fmt: skip
-    assert "45% of the data sheet's peak; 48.0%, reached." in page
-    assert (
-        "| large | 512 | cudnn, attention dropout 0; layers scanned | not measured | | | | |"
-        in page
-    )
-    assert "bfloat16 beside float32: not measured." in page
-    assert "45% of the data sheet's peak; 40.0%, not reached." in gpu.table(results[:2])
-
-
-def test_an_unsound_attention_reaches_no_target(gpu):
-    def seen(name, far):
-        return {
-            "kind": "parity",
-            "attention": name,
-            "loss_difference": 0.0,
-            "gradient_difference": far,
-        }
-
-    slow = a_step(8e5, attention="xla")
-    for others, is_unsound in (
-        ([seen("xla", 0.02), seen("cudnn", 0.03)], False),
-        ([seen("xla", 0.02), seen("cudnn", 0.05)], True),  # farther than twice what XLA's is
-        ([seen("cudnn", 0.11)], True),
-        ([seen("cudnn", 0.09)], False),
-        ([{"kind": "parity", "attention": "cudnn", "refused": "no"}], True),
-    ):
-        results = [CEILINGS, a_step(9.6e5), slow, *others]
-        assert gpu.best(results, "base", 128)["attention"] == ("xla" if is_unsound else "cudnn")
-        page = gpu.table(results)
-        assert ("layers scanned; **unsound** | 256" in page) == is_unsound
-        assert ("48.0%, reached" in page) != is_unsound
-        assert is_unsound == ("**unsound** |\n" in page or "| no | | |" in page)
-
-
-def test_what_goes_on_from_an_earlier_job(gpu):
-    results = [a_step(8e5), a_step(9e5, batch=512), a_step(9.5e5, attention="xla")]
-    unrolled = {"kind": "step", "size": "base", "tokens": 128, "attention": "cudnn", "batches": "best"}  # fmt: skip
-    assert gpu.fill_in(unrolled, results) is None
-    assert unrolled["batches"] == [512]
-    traced = {"kind": "profile", "of": "base", "tokens": 128}
-    assert gpu.fill_in(traced, results) is None
-    assert (traced["attention"], traced["batches"]) == ("xla", [256])
-    assert "nothing was measured" in gpu.fill_in({**traced, "of": "large"}, results)
-
-
-def test_more_rows_as_long_as_they_help(gpu, capsys):
-    def measure(batch, rates):
-        if batch not in rates:
-            raise MemoryError
-        return {"kind": "step", "seconds": [batch * 32 / rates[batch]], "real_fraction": 1.0}
-
-    def tried(*rates):
-        rates = dict(zip((2, 4, 8), rates, strict=False))
-        job = {"kind": "step", "size": "base", "tokens": 32, "batches": [2, 4, 8, 16]}
-        is_full = lambda error: isinstance(error, MemoryError)  # noqa: E731
-        gpu.searched(job, lambda batch: measure(batch, rates), is_full)
-        lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-        return [(line["kind"], line["batch"]) for line in lines]
-
-    assert tried(100, 101, 200) == [("step", 2), ("step", 4)]
-    assert tried(100, 110) == [("step", 2), ("step", 4), ("does not fit", 8)]
-
-
-def test_no_time_and_too_little_of_it(gpu, tmp_path, monkeypatch, capsys):
-    """Without time nothing is begun; with too little a job ends, and what it said before stays."""
-    gpu.measure_all(tmp_path / "none", 0, True)
-    lines = gpu.read(tmp_path / "none" / "gpu.jsonl")
-    assert len(lines) == len(gpu.plan(True))
-    assert {line["why"] for line in lines} == {"the time was over"}
-    script = tmp_path / "slow.py"
-    script.write_text('import time; print(\'{"kind": "step"}\', flush=True); time.sleep(600)')
+@pytest.fixture
+def faked(gpu, tmp_path, monkeypatch):
+    """A function that measures rows of these names, with processes that are no work."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "plan", lambda smoke: [(3, {"kind": "a"}), (30, {"kind": "b"})])
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 4)
-    begun = time.monotonic()
-    gpu.measure_all(tmp_path / "some", 5 / 60, True)
-    assert time.monotonic() - begun < 60
-    lines = gpu.read(tmp_path / "some" / "gpu.jsonl")
-    assert [line["kind"] for line in lines] == ["step", "left out", "left out"]
-    assert lines[1]["why"] == "broken off after 3 s"
-    assert lines[2]["why"] == "the time was over"
+    monkeypatch.setattr(gpu, "START", 1)
+
+    def measure(*jobs, minutes=5.0, earlier=()):
+        monkeypatch.setattr(
+            gpu, "plan", lambda smoke: [gpu.Job({}, planned(*names)) for names in jobs]
+        )
+        lines = gpu.measure_all(tmp_path / "out", minutes, True, earlier, "abc")
+        assert lines == gpu.read(tmp_path / "out" / "gpu.jsonl")
+        return lines
+
+    return measure
 
 
-def test_a_job_that_fails_costs_no_other(gpu, tmp_path, monkeypatch, capsys):
-    script = tmp_path / "broken.py"
-    script.write_text("import sys; sys.exit('out of luck')")
-    monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "plan", lambda smoke: [(30, {"kind": "a"}), (30, {"kind": "b"})])
-    gpu.measure_all(tmp_path, 5, True)
-    lines = gpu.read(tmp_path / "gpu.jsonl")
-    assert [line["why"] for line in lines] == ["it ended with status 1: see gpu.log"] * 2
-    assert "out of luck" in (tmp_path / "gpu.log").read_text()
+def outcomes(lines):
+    return [(line["size"], line.get("status")) for line in lines]
 
 
-def test_a_second_call_does_what_the_first_could_not(gpu, tmp_path, monkeypatch, capsys):
-    script = tmp_path / "job.py"
-    script.write_text('import sys; print(\'{"kind": "step"}\'); sys.exit(\'"b"\' in sys.argv[-1])')
-    monkeypatch.setattr(gpu, "__file__", str(script))
-    jobs = [{"kind": "step", "size": x, "tokens": 32, "attention": "xla"} for x in "abc"]
-    monkeypatch.setattr(gpu, "plan", lambda smoke: [(30, job) for job in jobs[:2]])
-    gpu.measure_all(tmp_path / "first", 5, True)
-    first = gpu.read(tmp_path / "first" / "gpu.jsonl")
-    a, b, c = map(gpu.name_of, jobs)
-    told = [("step", a), ("step", b), ("left out", b)]
-    assert [(line["kind"], line["name"]) for line in first] == told
-    assert "- step b 32 xla: it ended with status 1: see gpu.log" in gpu.table([CEILINGS, first[2]])
-    script.write_text('print(\'{"kind": "step"}\')')
-    monkeypatch.setattr(gpu, "plan", lambda smoke: [(30, job) for job in jobs])
-    gpu.measure_all(tmp_path / "second", 5, True, first)
-    second = gpu.read(tmp_path / "second" / "gpu.jsonl")
+def test_a_crash_costs_the_row_it_happened_in(faked, tmp_path):
+    lines = faked(["a", "crash", "b"], ["c"])
+    assert outcomes(lines) == [("a", None), ("crash", "failed"), ("b", None), ("c", None)]
+    assert lines[1]["why"] == "the process ended with 1; see gpu.log"
+    assert "out of luck" in (tmp_path / "out" / "gpu.log").read_text()
+    assert {line["commit"] for line in lines} == {"abc"}
+
+
+def test_a_row_that_hangs_is_stopped(faked):
+    lines = faked(["hang", "a"])
+    assert outcomes(lines) == [("hang", "failed"), ("a", None)]
+    assert lines[0]["why"] == "stopped after 6 s; see gpu.log"
+
+
+def test_after_continues_with_what_is_missing(faked):
+    nothing = faked(["a"], ["b", "c"], minutes=0)
+    assert outcomes(nothing) == [("a", "not run"), ("c", "not run"), ("b", "not run")]
+    first = [*faked(["a", "crash"]), nothing[1]]
+    second = faked(["a"], ["crash", "b", "c"], earlier=first)
     assert second[:2] == first[:2]
-    assert [line["name"] for line in second[2:]] == [b, c]
+    assert outcomes(second[2:]) == [("b", None), ("c", None)]
+
+
+def test_after_needs_a_file(tmp_path):
     command = [sys.executable, SCRIPT, "--out", tmp_path, "--after", tmp_path / "none.jsonl"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert refused.returncode == 2
-    assert "there is no" in refused.stderr
+    assert "none.jsonl does not exist" in refused.stderr
 
 
-def test_the_rows_are_of_berts_lengths(gpu):
-    job = {"size": "L1-H32-A2", "tokens": 128, "smoke": True}
-    _, stage = gpu.stage_of(job, gpu.model_of(job), 16)
-    batches = gpu.packed_batches(stage, 4, 300, 3)
+def test_a_row_is_started_only_if_it_fits(gpu, monkeypatch, capsys, tmp_path):
+    def measure(row, out):
+        if row["size"] == "broken":
+            raise IndexError("no such\nkey")
+        return {"loss": 1.0}
+
+    monkeypatch.setitem(gpu.MEASURES, "step", measure)
+    rows = [(seconds, row) for seconds, (_, row) in zip((5, 900, 5, 5), planned("a", "b", "broken", "c"), strict=True)]  # fmt: skip
+    gpu.work({"rows": rows, "deadline": time.time() + 600, "round_seconds": 0}, tmp_path)
+    lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert outcomes(lines) == [("a", None), ("b", "not run"), ("broken", "failed"), ("c", None)]
+    assert lines[2]["why"] == "IndexError: no such"
+
+
+# --- What is measured -----------------------------------------------------------------------------
+
+
+def test_rows_have_the_lengths_of_berts(gpu):
+    batches = gpu.packed_batches(128, 16, 4, 3)
     assert [batch["tokens"].shape for batch in batches] == [(16, 128)] * 3
     lengths = np.concatenate([batch["length"] for batch in batches])
     assert (lengths.sum(1) <= 128).all()
     assert 0.9 < lengths.sum() / (48 * 128) <= 1
-    assert (lengths[:, 1] > 0).any()  # several a row
-    for name, shape in stage.batch_shape.items():
-        assert (batches[0][name].shape, batches[0][name].dtype) == (shape.shape, shape.dtype)
-    again = gpu.packed_batches(stage, 4, 300, 3)
-    np.testing.assert_array_equal(batches[2]["tokens"], again[2]["tokens"])
+    assert (lengths[:, 1] > 0).any()  # several in a row
+    alone = gpu.packed_batches(128, 16, 1, 3)[0]["length"]
+    assert alone.shape == (16, 1)
+    assert 0.5 < (alone == 128).mean() < 1
 
 
-def test_all_that_is_planned_can_be_read(gpu):
-    names = [job["kind"] for _, job in [*gpu.plan(False), *gpu.plan(True)]]
-    assert set(names) == set(gpu.JOBS)
-    assert os.path.commonpath([gpu.ROOT, SCRIPT]) == str(gpu.ROOT)
-    for smoke in (False, True):
-        called = [gpu.name_of(job) for _, job in gpu.plan(smoke)]
-        assert len(set(called)) == len(called)
-    for _, job in gpu.plan(False):
-        assert job.get("attention", "xla") in gpu.ATTENTIONS
-        json.dumps(job)
+def test_parameters_have_the_distribution_of_init(gpu):
+    import jax
+
+    row = dict(zip(gpu.KEYS, ("step", "L1-H32-A2", 32, 2, "xla", 0.1, False), strict=True))
+    _, stage = gpu.stage_of(row)
+    params = stage.task.init(jax.random.key(0))
+    made = gpu.random_params(jax.eval_shape(stage.task.init, jax.random.key(0)))
+    assert jax.tree.structure(params) == jax.tree.structure(made)
+    for right, ours in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
+        assert (right.shape, right.dtype) == (ours.shape, ours.dtype)
+        np.testing.assert_allclose(ours.mean(), right.mean(), atol=0.01)
+        if right.size >= 1000 or not right.std():  # fewer random numbers have any deviation
+            np.testing.assert_allclose(ours.std(), right.std(), rtol=0.25)
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+CEILINGS = {
+    "kind": "ceilings", "device": "NVIDIA H200", "operations_per_second": 800e12,
+    "bytes_per_second": 4.3e12, "sheet_operations_per_second": 1000e12, "jax": "1", "commit": "abc",
+}  # fmt: skip
+
+
+def a_step(rate, kind="step", **changes):
+    return {
+        "kind": kind, "size": "base", "tokens": 128, "rows": 256, "attention": "cudnn",
+        "attention_dropout": 0.0, "deterministic": False, "program": "as committed",
+        "seconds": [0.05, 0.04, 0.06], "real_tokens_per_second": rate, "operations_per_token": 5e8,
+        **changes,
+    }  # fmt: skip
+
+
+def test_nothing_was_run(section):
+    assert section([]) == "Not run."
+
+
+def test_shares_speedups_and_targets(section):
+    lines = [
+        CEILINGS,
+        a_step(8e5, rows=1024),
+        a_step(6e5),
+        a_step(9e5, program="patched"),
+        a_step(9.9e5, program="patched", variant="no dropout"),
+        a_step(0, size="large", tokens=512, status="not run", why="no time left"),
+        a_step(5e5, "torch", attention="sdpa", program="transformers"),
+    ]
+    page = section(lines)
+    for words in (
+        # The speed-up is at the same number of rows; a variant reaches no target.
+        "| base, T=128: 1.3 times the real tokens/s of torch.compile | 1.20: not reached | 1.80: reached |",
+        "| base, T=128: 40% of the bfloat16 peak | 40.0%: reached | 45.0%: reached |",
+        "| large, T=512: 45% of the bfloat16 peak | not run | not run |",
+        "| base, T=128 |  | cudnn | 0 | 1,024 | 50 (40 to 60) | 800,000 | 40.0% |  |",
+        "| base, T=128 |  | cudnn | 0 | 256 | 50 (40 to 60) | 600,000 | 30.0% | 1.20 |",
+        "| no dropout | 256 | 50 (40 to 60) | 990,000 | 49.5% | 1.98 |",
+        "| large, T=512 |  | cudnn | 0 | 256 | not run | no time left |  |  |",
+    ):
+        assert words in page
+
+
+@pytest.mark.parametrize(
+    ("xla", "cudnn", "wrong"),
+    [(0.02, 0.03, False), (0.02, 0.05, True), (None, 0.11, True), (None, 0.09, False)],
+)
+def test_an_attention_with_wrong_gradients_reaches_no_target(section, xla, cudnn, wrong):
+    lines = [CEILINGS, a_step(9e5), a_step(7e5, attention="xla")]
+    for name, difference in (("xla", xla), ("cudnn", cudnn)):
+        if difference:
+            line = a_step(0, "parity", attention=name, loss_difference=0.0)
+            lines.append({**line, "gradient_difference": difference})
+    page = section(lines)
+    assert ("40% of the bfloat16 peak | 45.0%: reached" in page) != wrong
+    assert ("40% of the bfloat16 peak | 35.0%: not reached" in page) == wrong
+    assert ("(**too far**)" in page) == wrong
+
+
+def test_the_page_says_what_ran_on_the_h100(gpu):
+    page = (HERE / "README.md").read_text().split("## On a GPU")[1]
+    lines = gpu.read(HERE / "gpu_h100.jsonl")
+    assert {line["commit"] for line in lines} == {"1a92bec"}
+    assert "not measured" not in page
+    for line in lines:
+        if "real_tokens_per_second" in line:
+            assert f"{line['real_tokens_per_second']:,.0f}" in page
+        if line["kind"] == "determinism":
+            assert line["result"] in page

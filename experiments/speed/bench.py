@@ -125,7 +125,7 @@ def machine() -> dict[str, Any]:
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+            versions |= workdir.versions([package])
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": platform.machine(),

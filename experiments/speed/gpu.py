@@ -1,41 +1,34 @@
-"""How fast a training step is on one GPU, with each attention and beside transformers, in one call.
+"""Measure the training step on one GPU, with each attention and beside transformers, in nine minutes.
 
-    python experiments/speed/gpu.py --out DIR [--minutes 9]   on a machine with a GPU, without a network
-    python experiments/speed/gpu.py --out NEW --after DIR/gpu.jsonl    what time was too short for
-    python experiments/speed/gpu.py --out DIR --smoke         tiny sizes, on whatever device there is
-    python experiments/speed/gpu.py --table DIR/gpu.jsonl     the tables, from what was measured
+    python experiments/speed/gpu.py --plan                             print the rows and their cost
+    python experiments/speed/gpu.py --out DIR                          measure them; no network needed
+    python experiments/speed/gpu.py --out DIR --after DIR2/gpu.jsonl   measure what is missing there
+    python experiments/speed/gpu.py --out DIR --smoke                  the plan on tiny models, any device
+    cp DIR/gpu.jsonl experiments/speed/ && python experiments/speed/bench.py --page
 
-Needs JAX, Flax, Optax and Orbax, and for the comparison PyTorch and transformers, as they are there;
-bert_jax need not be installed. In the order of `plan`, as far as time goes, it measures
+It needs JAX, Flax, Optax and Orbax, PyTorch and transformers for the baseline, and a checkout of
+bert_jax, installed or not. What a row measures, by its kind:
 
-    ceilings   what a large matrix product, and reading and writing an array, reach
-    parity     how far bfloat16 is from float32: gradients with each attention, losses of some steps.
-               An attention that is unsound, too far away or refused, reaches no target
-    step       the training step of `bert-jax pretrain`, dropout 0.1 on hidden states, and on attention
-               where the table says so (the paper's; only `xla` has it), on packed rows of random tokens:
-               nine tenths of the sequences fill a row, the others are shorter, as
-               BERT's are. Rows a step grow until memory ends or the speed no longer does. Layers are
-               scanned, which compiles sooner; then unrolled, with the best number of rows
-    torch      transformers' BertForPreTraining with SDPA, torch.compile, autocast to bfloat16 and fused
-               AdamW, its vocabulary filled up to a multiple of 128 as ours is; the same sequences, one
-               a row, masked before the clock starts
-    profile    where the time of a step goes (`bert_jax.profile`), without CUDA graphs, whose kernels
-               a trace does not tell apart
+    ceilings   the speed of a large matrix product and of reading and writing memory
+    step       the training step of `bert-jax pretrain` in bfloat16 with dropout 0.1 on hidden states, on
+               packed rows of random tokens: nine of ten sequences fill a row, the rest are shorter
+    torch      transformers' BertForPreTraining: SDPA, torch.compile, autocast to bfloat16, fused AdamW;
+               the same sequences, one a row, masked before the clock starts
+    parity     the distance of bfloat16 gradients from float32 gradients
+    profile    where the time of a step goes (`bert_jax.profile`)
 
-A measurement is a process of its own and a line of DIR/gpu.jsonl the moment it is there, so that
-neither a time limit nor a crash loses another; what was left out for want of time is a line too.
-Speeds are in real tokens: padding counts as nothing done.
+Each process measures the rows of one (size, T) and reuses the data; a crash costs the row it happened
+in. Each result is appended to DIR/gpu.jsonl at once. A row that does not fit into the remaining time
+is recorded as not run. Speeds count real tokens: padding is not work done.
 """
 
 import argparse
 import collections
 import functools
 import gzip
-import importlib.metadata
 import json
 import os
 import pathlib
-import platform
 import signal
 import statistics
 import subprocess
@@ -43,282 +36,281 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = "gpu.jsonl"
+# What identifies a row.
+KEYS = ("kind", "size", "tokens", "rows", "attention", "attention_dropout", "deterministic")
 VOCABULARY, PREDICTED = 30_522, 0.15
-# Sequences a row: as many short ones find room.
+# At most this many sequences share a row.
 SEQUENCES = {128: 4, 512: 16}
-BATCHES = {
-    ("base", 128): [256, 512, 1024],
-    ("base", 512): [64, 128, 256],
-    ("large", 128): [128, 256, 512],
-    ("large", 512): [32, 64, 128],
-}
-# By name: `config.model.attention`, and dropout of what it attends with.
-ATTENTIONS = {
-    "cudnn": ("cudnn", 0.0),
-    "xla, with dropout": ("xla", 0.1),
-    "xla": ("xla", 0.0),
-    "pallas": ("pallas", 0.0),
-}
-# Of the data sheet's peak, what is wanted.
-TARGETS = {("base", 128): 0.45, ("large", 512): 0.50}
-# So much faster a larger batch must be for a still larger one to be tried.
-GAIN = 1.02
-# Less time than this is not enough for anything.
-LEAST_SECONDS = 20
-# Gradients of some layers in bfloat16, with 8 bits of mantissa, are a few hundredths from float32's; a
-# kernel that computes something else is farther away, and farther than XLA's own attention.
-WRONG, WRONG_TIMES = 0.1, 2
-ROUNDS, WARM_STEPS = 3, 3
+# Seconds on an H100: to start a process, to measure a compiled step, and after the deadline until the
+# process of the last row is killed.
+START, MEASURE, GRACE = 14, 6, 20
+COMPILE = {"base": 25, "large": 50}
+COLD = 16  # the first compilation on a fresh machine takes this much longer
+ROUNDS, ROUND_SECONDS, WARM_STEPS = 3, 1.5, 3
 
 
-def plan(smoke):
-    """What to measure, the most important first: (seconds at most, job)."""
-    if smoke:
-        one = {"size": "L1-H32-A2", "tokens": 32, "batches": [2]}
-        torch = {"kind": "torch", **one, "attention_dropout": 0.1, "compile": False}
-        steps = [
-            {"kind": "step", **one, "attention": name} for name in ("xla, with dropout", "cudnn")
-        ]
+class Job(NamedTuple):
+    """Rows that one process measures.
+
+    Attributes:
+        environment: environment variables of the process.
+        rows: (estimated seconds, row), the most important first.
+    """
+
+    environment: dict[str, str]
+    rows: list[tuple[int, dict]]
+
+
+def plan(smoke: bool = False) -> list[Job]:
+    """Return what to measure, the most important first; with `smoke`, the same for a tiny model."""
+    paper = {"attention": "xla", "attention_dropout": 0.1}
+    xla, cudnn = ({"attention": name, "attention_dropout": 0.0} for name in ("xla", "cudnn"))
+    kernel = xla if smoke else cudnn  # so that a CPU runs most rows; it refuses cudnn
+    deterministic = {"deterministic": True}
+
+    def row(kind, seconds, size, tokens, rows, *parts):
+        settings = {"size": size, "tokens": tokens, "rows": rows, "deterministic": False}
+        settings |= {key: value for part in parts for key, value in part.items()}
+        if smoke:
+            settings |= {"size": "L1-H32-A2", "tokens": 32, "rows": 4}
+        return seconds, {"kind": kind, **settings}
+
+    def step(size, tokens, rows, *parts, more=0):
+        return row("step", COMPILE[size] + MEASURE + more, size, tokens, rows, *parts)
+
+    base, small = ("base", 128, 256), ("L2-H256-A4", 128, 128)
+    torch = {"attention": "sdpa", "attention_dropout": 0.1, "compiled": not smoke}
+    # bert_jax runs in the process of transformers too, and must not take the GPU's memory.
+    torch_environment = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=".strip()
+    default, fixed = ({"XLA_FLAGS": f"{flags}{value}"} for value in ("false", "true"))
+    jobs = [
+        Job(default, [
+            (8, {"kind": "ceilings"}),
+            step(*base, paper, more=COLD),
+            step(*base, cudnn),
+            row("profile", 10, *base, kernel),
+            step("base", 128, 1024, kernel, more=14),
+            step(*base, xla),
+        ]),
+        Job(torch_environment, [row("torch", 68, *base, torch)]),
+        Job(fixed, [
+            step(*base, paper, deterministic),
+            step(*base, xla, deterministic),
+            # JAX 0.11.2 fails to compile it, at once.
+            row("step", 15, *base, cudnn, deterministic),
+        ]),
+        Job(default, [step("large", 512, 64, kernel, more=4)]),
+        Job(default, [
+            step("base", 512, 64, kernel),
+            row("parity", 20, *small, xla),
+            row("parity", 8, *small, cudnn),
+            row("parity", 12, *small, paper),
+        ]),
+    ]  # fmt: skip
+    if smoke:  # all sizes are the same now: a process for each environment, and a row only once
+        rows = [(job.environment, *pair) for job in jobs for pair in job.rows]
         jobs = [
-            {"kind": "ceilings"},
-            {"kind": "parity", **one, "attentions": ["xla", "cudnn"]},
-            *steps,
-            torch,
-            {"kind": "profile", "of": one["size"], "tokens": 32},
-            {"kind": "step", **one, "attention": "xla, with dropout", "batches": "best", "loop": "unrolled"},
-        ]  # fmt: skip
-        return [(900, {"smoke": True, **job}) for job in jobs]
-
-    def step(size, tokens, attention, loop="scanned"):
-        batches = BATCHES[size, tokens] if loop == "scanned" else "best"
-        return {"kind": "step", "size": size, "tokens": tokens, "attention": attention, "batches": batches, "loop": loop}  # fmt: skip
-
-    def torch(size, tokens, rate):
-        batches = BATCHES[size, tokens]
-        return {"kind": "torch", "size": size, "tokens": tokens, "batches": batches, "attention_dropout": rate, "compile": True}  # fmt: skip
-
-    some = {"size": "L4-H768-A12", "tokens": 128, "batches": [64]}
-    return [
-        (90, {"kind": "ceilings"}),  # of a machine that has just been started
-        (110, step("base", 128, "cudnn")),
-        (110, step("large", 512, "cudnn")),
-        (90, step("base", 128, "xla, with dropout")),
-        (120, {"kind": "parity", **some, "attentions": list(ATTENTIONS)}),
-        (120, torch("base", 128, 0.1)),
-        (120, torch("base", 128, 0.0)),
-        (120, {"kind": "profile", "of": "base", "tokens": 128}),
-        (90, step("base", 128, "cudnn", "unrolled")),
-        (90, step("large", 512, "xla, with dropout")),
-        (90, step("base", 512, "cudnn")),
-        (90, step("large", 128, "cudnn")),
-        (90, step("base", 128, "xla")),
-        (90, step("base", 128, "pallas")),
-        (120, step("large", 512, "cudnn", "unrolled")),
-        (90, step("large", 512, "pallas")),
-        (90, step("large", 512, "xla")),
-        (120, torch("large", 512, 0.1)),
-        *[
-            (90, step(size, tokens, attention))
-            for size, tokens in (("base", 512), ("large", 128))
-            for attention in ("xla, with dropout", "xla", "pallas")
-        ],
-        (120, torch("base", 512, 0.1)),
-        (120, torch("large", 128, 0.1)),
-    ]
+            Job(each, list({key_of(row): (s, row) for x, s, row in rows if x == each}.values()))
+            for each in (default, torch_environment, fixed)
+        ]
+    return jobs
 
 
-def name_of(job):
-    """What a job is called, in its lines and on the page."""
-    told = ("kind", "size", "of", "tokens", "attention", "attention_dropout", "loop")
-    return " ".join(str(job[key]) for key in told if key in job)
+def describe_plan() -> str:
+    """Return the plan as text, with the seconds that each row takes and that have passed after it."""
+    lines, total = [], 0
+    for job in plan():
+        total += START
+        lines.append(f"{START:5} s{total:6} s  start a process")
+        for seconds, row in job.rows:
+            total += seconds
+            lines.append(f"{seconds:5} s{total:6} s    {name_of(row)}")
+    return "\n".join(lines)
 
 
-# --- All of it ------------------------------------------------------------------------------------
+def key_of(row: dict) -> tuple:
+    """Return what identifies a row, also in a line of the results."""
+    return tuple(row.get(key) for key in KEYS)
 
 
-def measure_all(out, minutes, smoke, earlier=()):
-    """Runs the jobs one after the other while there is time; those that are done earlier are not."""
+def name_of(row: dict) -> str:
+    """Return a row's name for people."""
+    words = [row["kind"]]
+    if "size" in row:
+        words.append(f"{row['size']} T={row['tokens']}, {row['rows']:,} rows, {row['attention']}")
+        words.append("with attention dropout" * bool(row["attention_dropout"]))
+        words.append("deterministic" * row["deterministic"])
+    return " ".join(filter(None, words))
+
+
+# --- The process that starts the others -----------------------------------------------------------
+
+
+def read(path: pathlib.Path) -> list[dict]:
+    """Return the lines of a results file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict]:
+    """Measure the rows of the plan that `earlier` has no result of, and write all to out/gpu.jsonl.
+
+    Args:
+        out: the folder, which is created.
+        minutes: no row is started that is not expected to be done by then.
+        smoke: measure tiny models.
+        earlier: lines of an earlier call; those that were not run are measured now.
+        commit: of the checkout; git is asked for None.
+
+    Returns:
+        The lines of gpu.jsonl.
+    """
+    import bench
+
+    deadline = time.time() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
-    path, end = out / RESULTS, time.monotonic() + 60 * minutes
-    results = [line for line in earlier if line["kind"] != "left out"]
+    results = [line for line in earlier if line.get("status") != "not run"]
+    path, done = out / RESULTS, set(map(key_of, results))
     path.write_text("".join(json.dumps(line) + "\n" for line in results))
-    undone = {line["name"] for line in earlier if line["kind"] == "left out"}
-    done = {line["name"] for line in earlier} - undone
+    about = {**bench.machine(), **({"commit": commit} if commit else {})}
 
-    def keep(name, line):
-        line = {**line, "name": name}
-        results.append(line)
+    def keep(line):
+        program = "transformers + torch.compile" if line["kind"] == "torch" else "as committed"
+        results.append({**line, "program": program, **about})
         with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(results[-1]) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        print(json.dumps(line)[:300], flush=True)
+        said = line.get("why") or line.get("real_tokens_per_second") or "done"
+        print(f"{deadline - time.time():4.0f} s left. {name_of(line)}: {said}", flush=True)
 
-    # What several jobs compile is compiled once.
     with tempfile.TemporaryDirectory() as cache:
-        for most, job in plan(smoke):
-            begun, name = time.monotonic(), name_of(job)
-            if name in done:
-                continue
-            if end - begun < LEAST_SECONDS:
-                why = "the time was over"
-            else:
-                seconds = min(most, end - begun)
-                tell_it = functools.partial(keep, name)
-                why = fill_in(job, results) or run(job, out, seconds, cache, tell_it)
-            if why:
-                keep(name, {"kind": "left out", "why": why})
-            print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+        for job in plan(smoke):
+            rows = [(seconds, row) for seconds, row in job.rows if key_of(row) not in done]
+            while rows:
+                unfinished = run(job._replace(rows=rows), out, deadline, smoke, cache, keep)
+                # The process ended in the first of them: the others get another process.
+                if unfinished:
+                    keep(unfinished)
+                measured = set(map(key_of, results))
+                rows = [(seconds, row) for seconds, row in rows if key_of(row) not in measured]
+    return results
 
 
-def unsound(results):
-    """Attentions that were seen to compute something else, or nothing."""
-    seen = [line for line in results if line["kind"] == "parity"]
-    found = {line["attention"]: line.get("gradient_difference", float("inf")) for line in seen}
-    limits = {
-        name: WRONG_TIMES * found.get("xla, with dropout" if ATTENTIONS[name][1] else "xla", WRONG)
-        for name in found
-    }
-    return {name for name, far in found.items() if far > min(WRONG, limits[name])}
+def run(job, out, deadline, smoke, cache, keep) -> dict | None:
+    """Measure the rows of a job in a process and `keep` each line as it comes.
 
-
-def best(results, size, tokens, attention=None):
-    """The fastest step of a model, with one attention or any that is sound; None if there is none."""
-    own = [
-        line
-        for line in results
-        if line["kind"] == "step"
-        and (line["size"], line["tokens"]) == (size, tokens)
-        and attention in (None, line["attention"])
-        and line["attention"] not in unsound(results)
-    ]
-    return max(own, key=lambda line: line["real_tokens_per_second"], default=None)
-
-
-def fill_in(job, results):
-    """What a job takes from earlier ones; why it cannot be, if it cannot."""
-    if job["kind"] == "profile":
-        found = best(results, job["of"], job["tokens"])
-    elif job.get("batches") == "best":
-        found = best(results, job["size"], job["tokens"], job["attention"])
-    else:
-        return None
-    if found is None:
-        return "nothing was measured that it could go on from"
-    job["batches"] = [found["batch"]]
-    if job["kind"] == "profile":
-        job.update(size=found["size"], attention=found["attention"], loop=found["loop"])
-    return None
-
-
-def run(job, out, seconds, cache, keep):
-    """A job in a process of its own, whose lines are kept as they come; why it broke off, if it did."""
+    Returns:
+        A line for the row in which the process ended, None where it measured all.
+    """
+    rows = [row for _, row in job.rows]
+    left = deadline - time.time()
+    if left < START + min(seconds for seconds, _ in job.rows):
+        for row in rows[1:]:
+            keep({**row, "status": "not run", "why": "no time left"})
+        return {**rows[0], "status": "not run", "why": "no time left"}
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "XLA_CLIENT_MEM_FRACTION": "0.92",
         "JAX_COMPILATION_CACHE_DIR": cache,
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    if job["kind"] == "torch":
-        environment["JAX_PLATFORMS"] = "cpu"  # bert_jax is imported, and must take no memory
-    if job["kind"] == "profile" and not job.get("smoke"):
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
-    late = threading.Event()
+        **job.environment,
+    }
+    task = {"rows": job.rows, "deadline": deadline, "round_seconds": 0 if smoke else ROUND_SECONDS}
+    # Twice the estimate, so that a row that hangs does not cost all others.
+    limit = min(2 * (START + sum(seconds for seconds, _ in job.rows)), left + GRACE)
+    killed = threading.Event()
     with open(out / "gpu.log", "a") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, "--out", str(out), "--job", json.dumps(job)],
+            [sys.executable, __file__, "--out", str(out), "--job", json.dumps(task)],
             stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True,
         )  # fmt: skip
 
-        def stop():
-            late.set()
+        def kill():
+            killed.set()
             os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(seconds, stop)
+        timer = threading.Timer(limit, kill)
         timer.start()
         try:
             for text in process.stdout:
-                if text.startswith("{"):
+                if text.startswith('{"kind"'):
                     keep(json.loads(text))
+                    rows = rows[1:]
             status = process.wait()
         finally:
             timer.cancel()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if late.is_set():
-        return f"broken off after {seconds:.0f} s"
-    return f"it ended with status {status}: see gpu.log" if status else None
+    if not rows:
+        return None
+    if killed.is_set() and time.time() >= deadline:
+        return {**rows[0], "status": "not run", "why": "stopped at the deadline"}
+    why = f"stopped after {limit:.0f} s" if killed.is_set() else f"the process ended with {status}"
+    return {**rows[0], "status": "failed", "why": f"{why}; see gpu.log"}
 
 
-def tell(kind, **facts):
-    """A line of the results."""
-    print(json.dumps({"kind": kind, **facts}), flush=True)
+# --- The process that measures --------------------------------------------------------------------
 
 
-# --- Jobs: each imports what it needs --------------------------------------------------------------
+def work(task: dict, out: pathlib.Path) -> None:
+    """Measure rows, and print a line of JSON for each."""
+    global ROUND_SECONDS
+    ROUND_SECONDS = task["round_seconds"]
+    for seconds, row in task["rows"]:
+        if time.time() + seconds > task["deadline"]:
+            result = {"status": "not run", "why": "no time left"}
+        else:
+            try:
+                result = MEASURES[row["kind"]](row, out)
+            except Exception as error:  # the other rows are still worth measuring
+                traceback.print_exc()
+                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                result = {"status": "failed", "why": why[:300]}
+        print(json.dumps({**row, **result}), flush=True)
 
 
-def ceilings(job):
+def ceilings(row, out):
     import jax
 
     from bert_jax import device, profile
 
-    jax_device = jax.local_devices()[0]
-    most, sheet = profile.ceilings("bfloat16"), device.chip(jax_device.device_kind)
-    packages = (
-        "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "transformers",
-    )  # fmt: skip
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    tell(
-        "ceilings",
-        smoke=job.get("smoke", False),
-        device=jax_device.device_kind,
-        operations_per_second=most.operations,
-        bytes_per_second=most.bytes,
-        sheet_operations_per_second=sheet and sheet.flops,
-        sheet_bytes_per_second=sheet and sheet.memory_bandwidth,
-        python=platform.python_version(),
-        **versions,
-    )
+    chip = jax.devices()[0].device_kind
+    measured, sheet = profile.ceilings("bfloat16"), device.chip(chip)
+    return {
+        "device": chip,
+        "operations_per_second": measured.operations,
+        "bytes_per_second": measured.bytes,
+        "sheet_operations_per_second": sheet and sheet.flops,
+        "sheet_bytes_per_second": sheet and sheet.memory_bandwidth,
+    }
 
 
-def model_of(job, dtype="bfloat16"):
-    from bert_jax.config import model_size
-
-    model = model_size(job["size"])
-    model.dtype, model.layer_loop = dtype, job.get("loop", "scanned")
-    model.vocab_size, model.vocab_multiple = 300 if job.get("smoke") else VOCABULARY, 128
-    return model
-
-
-def stage_of(job, model, batch):
-    """A config and its stage, as if there were rows."""
-    from bert_jax.config import Config, OptimConfig, Phase
+def stage_of(row, dtype="bfloat16"):
+    """Return the config of a row and its stage, as if there were files of rows."""
+    from bert_jax.config import Config, Phase, model_size
     from bert_jax.tasks import pretraining
 
-    sequences = SEQUENCES.get(job["tokens"], 3)
-    # Without warm-up, for twenty steps of it change next to nothing: parity would compare no updates.
-    optim = OptimConfig(warmup_steps=0)
-    phases = (Phase(tokens=job["tokens"]),)
-    config = Config(model=model, phases=phases, batch_size=batch, optim=optim)
+    model = model_size(row["size"])
+    model.dtype, model.vocab_size, model.vocab_multiple = dtype, VOCABULARY, 128
+    model.attention, model.attention_dropout = row["attention"], row["attention_dropout"]
+    config = Config(model=model, phases=(Phase(tokens=row["tokens"]),), batch_size=row["rows"])
+    if hasattr(config, "deterministic"):  # MERGE: always, once the field is there
+        config.deterministic = row["deterministic"]
+    sequences = SEQUENCES.get(row["tokens"], 3)
     config, (stage,) = pretraining.stages_without_rows(config, sequences)
     return config, stage
 
 
-def sequences_of(tokens, vocabulary, count):
-    """Random pairs of sentences, of BERT's lengths (`create_pretraining_data.py`)."""
+def sequences_of(tokens, count):
+    """Yield random pairs of sentences with the lengths of BERT's (`create_pretraining_data.py`)."""
     import numpy as np
 
     from bert_jax.data.rows import Example
@@ -326,466 +318,284 @@ def sequences_of(tokens, vocabulary, count):
     rng = np.random.default_rng(0)
     for _ in range(count):
         length = tokens if rng.random() < 0.9 else int(rng.integers(5, tokens + 1))
-        ids = rng.integers(5, vocabulary, length).astype(np.uint16)
+        ids = rng.integers(5, VOCABULARY, length).astype(np.uint16)
         yield Example(ids, int(rng.integers(3, length - 1)), int(rng.integers(2)))
 
 
-def packed_batches(stage, sequences, vocabulary, count):
-    """So many batches of packed rows, each from all of the packing's beginning and end."""
+@functools.cache
+def packed_batches(tokens, rows, sequences, count=4):
+    """Return `count` batches of packed rows, each with rows from all of the packing."""
     import numpy as np
 
     from bert_jax.data.rows import RowFormat
 
-    form = RowFormat(stage.tokens, sequences, vocabulary)
-    wanted = count * stage.batch_size
-    rows = form.pack(sequences_of(stage.tokens, vocabulary, 2 * wanted))
-    rows = rows[np.random.default_rng(1).permutation(len(rows))[:wanted]]
-    batches = [rows[i : i + stage.batch_size] for i in range(0, wanted, stage.batch_size)]
-    return [form.decode(form.encode(batch)) for batch in batches]
+    row_format = RowFormat(tokens, sequences, VOCABULARY)
+    packed = row_format.pack(sequences_of(tokens, 2 * count * rows))
+    packed = packed[np.random.default_rng(1).permutation(len(packed))[: count * rows]]
+    batches = (packed[i : i + rows] for i in range(0, count * rows, rows))
+    return [row_format.decode(row_format.encode(batch)) for batch in batches]
+
+
+def random_params(shapes):
+    """Return parameters with the distribution that BERT starts from.
+
+    Compiling the jitted `init` takes most of a minute on a GPU; NumPy takes a second.
+    """
+    import jax
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+
+    def make(path, shape):
+        name = path[-1].key
+        if name in ("scale", "bias"):
+            return np.full(shape.shape, name == "scale", shape.dtype)
+        return 0.02 * rng.standard_normal(shape.shape, shape.dtype)
+
+    return jax.tree_util.tree_map_with_path(make, shapes)
 
 
 class Trainer:
-    """The training step of a job with a batch size, compiled, and data for it."""
+    """The compiled training step of a row, its state and data."""
 
-    def __init__(self, job, model, batch):
+    def __init__(self, row):
         import jax
-        import jax.numpy as jnp
+        import numpy as np
 
-        from bert_jax import attention, sharding
+        from bert_jax import attention, guard, sharding
         from bert_jax.train import compile_step, initial_state
 
-        self.config, self.stage = stage_of(job, model, batch)
+        self.config, self.stage = stage_of(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])
-        attention.check(model, jax.devices()[0].platform, 1)
-        init, shapes = initial_state(self.config, self.stage, self.mesh)
+        attention.check(self.config.model, jax.devices()[0].platform, 1)
+        _, shapes = initial_state(self.config, self.stage, self.mesh)
         begun = time.perf_counter()
         self.compiled = compile_step(self.config, self.stage, self.mesh, shapes)
         self.compile_seconds = time.perf_counter() - begun
-        self.state = init(jnp.uint32(0))
-        sequences = self.stage.task.masker.sequences
-        self.data = packed_batches(self.stage, sequences, model.vocab_size, 4)
-        self._next = 0
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        state = zeros._replace(params=random_params(shapes.params), recent=guard.begin())
+        self.state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes))
+        masker = self.stage.task.masker
+        self.data = packed_batches(row["tokens"], row["rows"], masker.sequences)
+        self._steps = 0
 
     def __call__(self):
-        """A step; its sums, which are there when it is done."""
+        """Start a training step; return its sums, which are there when it is done."""
         from bert_jax.evaluate import put
 
-        batch = self.data[self._next % len(self.data)]
-        self._next += 1
-        self.state, sums, self.seen = self.compiled(self.state, put(batch, self.mesh))
+        batch = put(self.data[self._steps % len(self.data)], self.mesh)
+        self._steps += 1
+        self.state, sums, self.seen = self.compiled(self.state, batch)
         return sums
 
-    @property
-    def real_fraction(self):
-        real = sum(int(batch["length"].sum()) for batch in self.data)
-        return real / sum(batch["tokens"].size for batch in self.data)
+
+@functools.lru_cache(maxsize=1)
+def _trainer(values):
+    return Trainer(dict(zip(KEYS[1:], values, strict=True)))
 
 
-def timed(step, wait, smoke):
-    """Seconds a step, of each of some rounds, after a warm-up."""
+def trainer_of(row):
+    """Return a row's `Trainer`: the one of the row before, where only the kinds differ."""
+    return _trainer(key_of(row)[1:])
+
+
+def timed(step, wait):
+    """Return the seconds of a step in each of some rounds."""
     for _ in range(WARM_STEPS):
         last = step()
     wait(last)
     begun = time.perf_counter()
     wait(step())
-    steps = 1 if smoke else max(int(1.5 / (time.perf_counter() - begun)), 3)
-    found = []
+    steps = max(int(ROUND_SECONDS / (time.perf_counter() - begun)), 3)
+    seconds = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
         for _ in range(steps):
             last = step()
         wait(last)
-        found.append((time.perf_counter() - begun) / steps)
-    return found
+        seconds.append((time.perf_counter() - begun) / steps)
+    return seconds
 
 
-def searched(job, measure, out_of_memory):
-    """Measures with more rows a step as long as that makes it faster."""
-    fastest = 0.0
-    for batch in job["batches"]:
-        try:
-            line = measure(batch)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            tell("does not fit", batch=batch, why=str(error).split("\n")[0][:300])
-            return
-        seconds = line["seconds"]
-        rate = batch * job["tokens"] * line["real_fraction"] / statistics.median(seconds)
-        told = {key: job.get(key) for key in ("size", "tokens", "attention", "loop")}
-        tell(**told, **line, batch=batch, real_tokens_per_second=rate)
-        if rate < GAIN * fastest:
-            return
-        fastest = max(fastest, rate)
+def speed(row, step, wait, data, stage):
+    """Time a step; return what the lines of both kinds of training step have."""
+    seconds = timed(step, wait)
+    real = sum(int(batch["length"].sum()) for batch in data)
+    fraction = real / sum(batch["tokens"].size for batch in data)
+    rate = row["rows"] * row["tokens"] * fraction / statistics.median(seconds)
+    return {
+        "seconds": seconds,
+        "real_fraction": fraction,
+        "real_tokens_per_second": rate,
+        # As bert_jax counts them, whatever the baseline computes.
+        "operations_per_token": stage.task.flops_per_row / row["tokens"],
+    }
 
 
-def step(job):
+def step(row, out):
     import jax
 
-    job.setdefault("loop", "scanned")
-    model = model_of(job)
-    model.attention, model.attention_dropout = ATTENTIONS[job["attention"]]
-
-    def measure(batch):
-        trainer = Trainer(job, model, batch)
-        seconds = timed(trainer, jax.block_until_ready, job.get("smoke"))
-        memory = jax.devices()[0].memory_stats() or {}
-        return {
-            "kind": "step",
-            "seconds": seconds,
-            "real_fraction": trainer.real_fraction,
-            "operations_per_token": trainer.stage.task.flops_per_row / job["tokens"],
-            "compile_seconds": trainer.compile_seconds,
-            "loss": float(trainer.seen.figures[0]),
-            "memory_bytes": memory.get("peak_bytes_in_use"),
-        }
-
-    searched(job, measure, lambda error: "RESOURCE_EXHAUSTED" in str(error))
+    trainer = trainer_of(row)
+    memory = trainer.compiled.memory_analysis()
+    kinds = {"temp": 1, "argument": 1, "output": 1, "alias": -1}
+    return {
+        **speed(row, trainer, jax.block_until_ready, trainer.data, trainer.stage),
+        "device": jax.devices()[0].device_kind,
+        "layer_loop": trainer.config.model.layer_loop,
+        "compile_seconds": trainer.compile_seconds,
+        "loss": float(trainer.seen.figures[0]),
+        "memory_bytes": memory
+        and sum(sign * getattr(memory, f"{kind}_size_in_bytes") for kind, sign in kinds.items()),
+    }
 
 
-def parity(job):
-    """Gradients in bfloat16 with each attention, and the losses of 20 steps, beside float32's."""
-    import jax
-    import jax.numpy as jnp
-
-    from bert_jax.attention import check
-    from bert_jax.dropout import generator_key
-
-    (batch,) = job["batches"][:1]
-    key = generator_key(jax.random.key(1), "hash")
-    # Of float32 both, whatever is computed in: the same for all.
-    model = model_of(job)
-    _, stage = stage_of(job, model, batch)
-    start = jax.jit(stage.task.init)(jax.random.key(0))
-    (data,) = packed_batches(stage, stage.task.masker.sequences, model.vocab_size, 1)
-    inputs = jax.jit(stage.task.inputs)(data, jax.random.key(2))
-
-    def gradient(dtype, name):
-        model = model_of(job, dtype)
-        model.attention, model.attention_dropout = ATTENTIONS[name]
-        check(model, jax.devices()[0].platform, 1)
-        task = stage_of(job, model, batch)[1].task
-
-        @jax.jit
-        @jax.value_and_grad
-        def run(params):
-            pairs, weights = task.pairs(params, inputs, key), task.weights(inputs)
-            return sum(pairs[name][0] / weight for name, weight in weights.items())
-
-        loss, found = run(start)
-        parts = {part: jax.tree.leaves(each) for part, each in found.items()}
-        return float(loss), {k: jnp.concatenate([x.ravel() for x in v]) for k, v in parts.items()}
-
-    exact = {}
-    for name in job["attentions"]:
-        rate = ATTENTIONS[name][1]
-        if rate not in exact:
-            with jax.default_matmul_precision("highest"):
-                exact[rate] = gradient("float32", "xla, with dropout" if rate else "xla")
-        try:
-            loss, found = gradient("bfloat16", name)
-        except (
-            Exception
-        ) as error:  # a kernel that fails must not keep the others from being looked at
-            tell("parity", attention=name, refused=str(error).split("\n")[0][:300])
-            continue
-        loss_exact, wanted = exact[rate]
-        tell(
-            "parity",
-            attention=name,
-            loss_difference=abs(loss - loss_exact) / loss_exact,
-            gradient_difference=max(
-                float(jnp.linalg.norm(found[part] - wanted[part]) / jnp.linalg.norm(wanted[part]))
-                for part in wanted
-            ),
-        )
-    losses = {}
-    for dtype in ("float32", "bfloat16"):
-        model = model_of(job, dtype)
-        losses[dtype] = []
-        with jax.default_matmul_precision("highest"):  # of bfloat16 there is one
-            trainer = Trainer(job, model, batch)
-            for _ in range(3 if job.get("smoke") else 20):
-                trainer()
-                losses[dtype].append(float(trainer.seen.figures[0]))
-    differ = max(abs(a - b) / a for a, b in zip(*losses.values(), strict=True))
-    tell("parity of steps", losses=losses, loss_difference=differ)
-
-
-def torch(job):
-    import numpy as np
-    import torch
-    import transformers
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    model, tokens = model_of(job), job["tokens"]
-    config = transformers.BertConfig(
-        vocab_size=-(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
-        hidden_size=model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        intermediate_size=model.feed_forward,
-        attention_probs_dropout_prob=job["attention_dropout"],
-        attn_implementation="sdpa",
-    )
-    network = transformers.BertForPreTraining(config).to(device).train()
-    settings = {"fused": True} if device == "cuda" else {}
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.01, **settings)
-    forward = torch.compile(network, dynamic=False) if job["compile"] else network
-    # As bert_jax counts them, whatever this model computes.
-    _, stage = stage_of(job, model, job["batches"][0])
-    operations = stage.task.flops_per_row / tokens
-
-    def made(rows):
-        ids = np.zeros((len(rows), tokens), np.int64)
-        masks, segments, labels = np.zeros_like(ids), np.zeros_like(ids), np.full_like(ids, -100)
-        rng = np.random.default_rng(2)
-        for i, (own, a_length, _) in enumerate(rows):
-            n = len(own)
-            ids[i, :n], masks[i, :n], segments[i, a_length:n] = own, 1, 1
-            chosen = rng.permutation(n)[: max(round(PREDICTED * n), 1)]
-            labels[i, chosen], ids[i, chosen] = ids[i, chosen], 4
-        arrays = {
-            "input_ids": ids, "attention_mask": masks, "token_type_ids": segments, "labels": labels,
-            "next_sentence_label": np.array([row.label for row in rows]),
-        }  # fmt: skip
-        given = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {k: v.pin_memory() if device == "cuda" else v for k, v in given.items()}
-
-    def measure(batch):
-        rows = list(sequences_of(tokens, model.vocab_size, 4 * batch))
-        data = collections.deque(made(rows[i : i + batch]) for i in range(0, len(rows), batch))
-
-        def step():
-            data.rotate()
-            given = {k: v.to(device, non_blocking=True) for k, v in data[0].items()}
-            with torch.autocast(device, torch.bfloat16):
-                loss = forward(**given).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss
-
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds = timed(step, lambda loss: loss.item(), job.get("smoke"))
-        return {
-            "kind": "torch",
-            "seconds": seconds,
-            "real_fraction": sum(len(row.tokens) for row in rows) / (len(rows) * tokens),
-            "operations_per_token": operations,
-            "attention_dropout": job["attention_dropout"],
-            "compiled": job["compile"],
-            "loss": step().item(),
-            "memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        }
-
-    searched(job, measure, lambda error: isinstance(error, torch.OutOfMemoryError))
-
-
-def profile(job):
+def profile(row, out):
     import jax
 
     from bert_jax import profile
 
-    model = model_of(job)
-    model.attention, model.attention_dropout = ATTENTIONS[job["attention"]]
-    trainer, steps = Trainer(job, model, job["batches"][0]), 5
+    trainer, steps = trainer_of(row), 5
     for _ in range(WARM_STEPS):
-        jax.block_until_ready(trainer())
-    with tempfile.TemporaryDirectory() as folder:
-        place = pathlib.Path(folder) / "profile"
-        recorded = profile.recorded(place, trainer.compiled, steps, model.dtype, lambda _: None)
-        with recorded:
+        sums = trainer()
+    jax.block_until_ready((sums, trainer.state))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary) / "profile"
+        with profile.recorded(folder, trainer.compiled, steps, "bfloat16", lambda _: None):
             for _ in range(steps):
                 sums = trainer()
             jax.block_until_ready((sums, trainer.state))
-        table = json.loads((place / "table.json").read_text())
-        (trace,) = place.rglob("*.xplane.pb")
-        kept = gzip.compress(trace.read_bytes())
-    (pathlib.Path(job["out"]) / "profile.xplane.pb.gz").write_bytes(kept)
-    told = {key: job[key] for key in ("size", "tokens", "attention", "loop")}
-    tell("profile", **told, batch=job["batches"][0], table=table)
+        (trace,) = folder.rglob("*.xplane.pb")
+        (out / "profile.xplane.pb.gz").write_bytes(gzip.compress(trace.read_bytes()))
+        return {"table": json.loads((folder / "table.json").read_text())}
 
 
-JOBS = {
-    "ceilings": ceilings, "parity": parity, "step": step, "torch": torch, "profile": profile,
-}  # fmt: skip
+@functools.cache
+def gradients(dtype, *values):
+    """Return the loss and, by part of the model, the gradients of a row computed in `dtype`."""
+    import jax
+    import jax.numpy as jnp
+
+    from bert_jax import attention
+    from bert_jax.dropout import generator_key
+
+    row = dict(zip(KEYS[1:], values, strict=True))
+    config, stage = stage_of(row, dtype)
+    attention.check(config.model, jax.devices()[0].platform, 1)
+    task = stage.task
+    params = random_params(jax.eval_shape(task.init, jax.random.key(0)))
+    batch = packed_batches(row["tokens"], row["rows"], task.masker.sequences)[0]
+    inputs = jax.jit(task.inputs)(batch, jax.random.key(2))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(params):
+        terms = task.pairs(params, inputs, generator_key(jax.random.key(1), "hash"))
+        return sum(terms[name][0] / weight for name, weight in task.weights(inputs).items())
+
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        loss, grads = run(params)
+    parts = {name: jnp.concatenate([x.ravel() for x in jax.tree.leaves(part)]) for name, part in grads.items()}  # fmt: skip
+    return float(loss), parts
 
 
-def work(job, out):
-    """A job, in the process that `run` made for it."""
-    from bert_jax.errors import UserError
+def parity(row, out):
+    import jax.numpy as jnp
 
-    try:
-        JOBS[job["kind"]]({**job, "out": str(out)})
-    except UserError as error:
-        tell("left out", why=str(error))
-
-
-# --- The page -------------------------------------------------------------------------------------
+    exact_loss, exact = gradients("float32", *key_of({**row, "attention": "xla"})[1:])
+    loss, grads = gradients("bfloat16", *key_of(row)[1:])
+    norm = jnp.linalg.norm
+    worst = max(float(norm(grads[name] - exact[name]) / norm(exact[name])) for name in exact)
+    return {"loss_difference": abs(loss - exact_loss) / exact_loss, "gradient_difference": worst}
 
 
-def read(path):
-    """The results, none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def torch(row, out):
+    import dataclasses
+    import types
 
+    import peers
+    import torch
 
-def table(results):
-    """Markdown of what was measured; what was not is said."""
-    found = {line["kind"]: line for line in results}
-    if "ceilings" not in found:
-        return "Speed on a GPU: not measured.\n"
-    top = found["ceilings"]
-    sheet = top["sheet_operations_per_second"]
-    of_sheet = f" (data sheet {sheet / 1e12:,.0f})" if sheet else ""
-    bytes_of_sheet = f" ({top['sheet_bytes_per_second'] / 1e12:,.1f})" if sheet else ""
-    lines = [
-        f"One {top['device']}, JAX {top['jax']}, Flax {top['flax']}, PyTorch {top['torch']}, transformers "
-        f"{top['transformers']}. Measured in bfloat16: matrix products "
-        f"{top['operations_per_second'] / 1e12:,.4g} TFLOP/s{of_sheet}, memory "
-        f"{top['bytes_per_second'] / 1e12:,.3g} TB/s{bytes_of_sheet}.",
-        "",
-        "| model | T | what | rows a step | ms a step, median (range) | real tokens/s | "
-        "of the data sheet | of what was measured |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for key, own in fastest(results).items():
-        size, tokens, what = key
-        if own is None:
-            lines.append(f"| {size} | {tokens} | {what} | not measured | | | | |")
-            continue
-        what += "; **unsound**" * (own.get("attention") in unsound(results))
-        ms = [1e3 * value for value in own["seconds"]]
-        rate = own["real_tokens_per_second"] * own["operations_per_token"]
-        lines.append(
-            f"| {size} | {tokens} | {what} | {own['batch']:,} | "
-            f"{statistics.median(ms):,.4g} ({min(ms):,.4g} to {max(ms):,.4g}) | "
-            f"{own['real_tokens_per_second']:,.0f} | {f'{rate / sheet:.1%}' if sheet else 'unknown'} | "
-            f"{rate / top['operations_per_second']:.1%} |"
-        )
-    lines.append("")
-    for (size, tokens), wanted in TARGETS.items():
-        own = best(results, size, tokens)
-        reached = "not measured"
-        if own and sheet:
-            share = own["real_tokens_per_second"] * own["operations_per_token"] / sheet
-            reached = f"{share:.1%}, {'reached' if share >= wanted else 'not reached'}"
-        lines.append(
-            f"- Wanted of {size} at T={tokens}: {wanted:.0%} of the data sheet's peak; {reached}."
-        )
-    lines += ["", *parity_lines(results), *profile_lines(found.get("profile"))]
-    if missing := [line for line in results if line["kind"] in ("left out", "does not fit")]:
-        lines += ["Left out:", ""]
-        for line in missing:
-            full = f"{line['batch']:,} rows a step do not fit: " if "batch" in line else ""
-            lines.append(f"- {line['name']}: {full}{line['why']}")
-        lines.append("")
-    return "\n".join(lines)
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    config, stage = stage_of({**row, "attention": "xla"})
+    padded = -(-VOCABULARY // config.model.vocab_multiple) * config.model.vocab_multiple
+    model = dataclasses.replace(config.model, vocab_size=padded)
+    network = peers.build(model, model.positions).to(device).train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.01, fused=on_gpu)
+    forward = torch.compile(network, dynamic=False) if row["compiled"] else network
 
+    def mask(ids, special):
+        masked = (torch.rand(ids.shape) < PREDICTED) & ~special
+        return torch.where(masked, 4, ids), torch.where(masked, ids, -100)
 
-def fastest(results):
-    """By (model, T, what) the fastest; of what was planned and is not there None."""
-    found = {}
-    jobs = [job for _, job in plan(any(line.get("smoke") for line in results))]
-    for line in [*jobs, *results]:
-        if line["kind"] not in ("step", "torch"):
-            continue
-        if line["kind"] == "step":
-            rate = ATTENTIONS[line["attention"]][1]
-            name = line["attention"].removesuffix(", with dropout")
-            what = f"{name}, attention dropout {rate:g}; layers {line.get('loop', 'scanned')}"
-        else:
-            what = f"transformers, attention dropout {line['attention_dropout']:g}"
-        key = line["size"], line["tokens"], what
-        before = found.setdefault(key, None)
-        rate = line.get("real_tokens_per_second", 0)
-        if rate > (before or {"real_tokens_per_second": 0})["real_tokens_per_second"]:
-            found[key] = line
-    return found
-
-
-def parity_lines(results):
-    # By attention, for a second call may have looked again.
-    own = {line["attention"]: line for line in results if line["kind"] == "parity"}.values()
-    steps = [line for line in results if line["kind"] == "parity of steps"]
-    if not own:
-        return ["bfloat16 beside float32: not measured.", ""]
-    lines = [
-        "| bfloat16 beside float32 | loss | gradient, of its worst part | |",
-        "|---|---|---|---|",
-    ]
-    for line in own:
-        if "refused" in line:
-            lines.append(f"| {line['attention']} | {line['refused']} | | |")
-        else:
-            verdict = "**unsound**" if line["attention"] in unsound(results) else "sound"
-            lines.append(
-                f"| {line['attention']} | {line['loss_difference']:.2%} | "
-                f"{line['gradient_difference']:.2%} | {verdict} |"
-            )
-    for line in steps:
-        count = len(line["losses"]["float32"])
-        lines += ["", f"Losses of {count} steps differ by {line['loss_difference']:.2%} at most."]
-    return [*lines, ""]
-
-
-def profile_lines(line):
-    if line is None:
-        return ["Where a step's time goes: not measured.", ""]
-    step = line["table"]["step_seconds"]
-    lines = [
-        f"{line['size']}, T={line['tokens']}, {line['attention']}, {line['batch']:,} rows: {step * 1e3:,.4g} ms "
-        "a step without CUDA graphs, traced.",
-        "",
-        "| part | ms | share | GFLOP | GB | ms at least | gap |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in line["table"]["parts"]:
-        more = "" if row["operations_are_all"] else "+"
-        least = f"{row['least_seconds'] * 1e3:,.3f} | {row['gap_seconds'] * 1e3:,.3f}" if "gap_seconds" in row else " | "  # fmt: skip
-        lines.append(
-            f"| {row['part']} | {row['seconds'] * 1e3:,.3f} | {row['seconds'] / step:.1%} | "
-            f"{row['operations'] / 1e9:,.2f}{more} | {row['bytes'] / 1e9:,.3f} | {least} |"
-        )
-    return [*lines, ""]
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=os.environ.get("OUT"), help="the folder"
+    collator = types.SimpleNamespace(
+        torch_mask_tokens=mask, tokenizer=types.SimpleNamespace(sep_token_id=3)
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it")
-    parser.add_argument(
-        "--after",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="gpu.jsonl of a call before, to go on from",
+    data = packed_batches(row["tokens"], row["rows"], 1)
+    names = [*peers._ENCODER, "labels", "next_sentence_label"]
+    queue = collections.deque()
+    for batch in data:
+        inputs = peers.inputs(batch, config.model.segments, collator)
+        queue.append(
+            {name: inputs[name].pin_memory() if on_gpu else inputs[name] for name in names}
+        )
+
+    def step():
+        queue.rotate()
+        inputs = {name: x.to(device, non_blocking=True) for name, x in queue[0].items()}
+        with torch.autocast(device, torch.bfloat16):
+            loss = peers.full_loss(forward, inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return {
+        **speed(row, step, lambda loss: loss.item(), data, stage),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "loss": step().item(),
+        "memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+    }
+
+
+MEASURES = {"ceilings": ceilings, "step": step, "torch": torch, "parity": parity, "profile": profile}  # fmt: skip
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on any device")
-    parser.add_argument("--table", type=pathlib.Path, metavar="FILE", help="only print the tables")
+    parser.add_argument("--plan", action="store_true", help="print the plan and its seconds")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for the results (default $OUT)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no row that ends later")
+    parser.add_argument(
+        "--after", type=pathlib.Path, metavar="FILE", help="gpu.jsonl of an earlier call"
+    )
+    parser.add_argument("--commit", help="of this checkout, where there is no git")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, on any device")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.table:
-        print(table(read(arguments.table)), end="")
+    options = parser.parse_args()
+    if options.plan:
+        print(describe_plan())
         return
-    if arguments.out is None:
-        parser.error("--out names the folder for what is measured")
-    out = pathlib.Path(arguments.out)
-    if arguments.job:
-        work(arguments.job, out)
+    out = options.out or (os.environ.get("OUT") and pathlib.Path(os.environ["OUT"]))
+    if not out:
+        parser.error("--out: missing; name the folder for the results")
+    if options.job:
+        work(options.job, out)
         return
-    if arguments.after and not arguments.after.exists():
-        parser.error(f"--after: there is no {arguments.after}")
-    earlier = read(arguments.after) if arguments.after else []
-    measure_all(out, arguments.minutes, arguments.smoke, earlier)
-    text = table(read(out / RESULTS))
-    (out / "gpu.md").write_text(text)
-    print(text)
+    if options.after and not options.after.exists():
+        parser.error(f"--after: {options.after} does not exist")
+    earlier = read(options.after) if options.after else []
+    sys.path.insert(0, str(ROOT))  # the checkout need not be installed
+    import report
+
+    lines = measure_all(out, options.minutes, options.smoke, earlier, options.commit)
+    print("\n".join(report.gpu_section(lines)))
 
 
 if __name__ == "__main__":

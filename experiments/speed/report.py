@@ -1,4 +1,4 @@
-"""README.md and growth.svg from results.jsonl, and from gpu.jsonl."""
+"""README.md and growth.svg from results.jsonl, gpu.jsonl and gpu_h100.jsonl."""
 
 import json
 import pathlib
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu
 import numpy as np
 from cases import CASES
 
@@ -79,7 +78,9 @@ def number(value: float) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range."""
+    """Return the median with the range, or the only value."""
+    if len(values) == 1:
+        return number(values[0])
     return f"{number(statistics.median(values))} ({number(min(values))} to {number(max(values))})"
 
 
@@ -356,6 +357,205 @@ def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
     return ["![ms a step](growth.svg)", "", *table(lines, list(GROWTH))]
 
 
+# --- On a GPU (gpu.py) ----------------------------------------------------------------------------
+
+# Real tokens/s of a workload as a share of the data sheet's bfloat16 peak, and beside the baseline.
+GPU_SHARES, GPU_SPEEDUP = {("base", 128): 0.40, ("large", 512): 0.45}, 1.3
+# bfloat16 has 8 bits of mantissa: gradients differ from float32's by a few hundredths. A kernel that
+# differs by more than this, or by this many times what XLA's attention does, is wrong.
+GPU_WRONG, GPU_WRONG_TIMES = 0.1, 2
+
+
+def _read(name: str) -> list[Line]:
+    path = HERE / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _workload(line: Line) -> tuple[str, int, int]:
+    return line["size"], line["tokens"], line["rows"]
+
+
+def _attention(line: Line) -> str:
+    """The attention of a line, without its dropout."""
+    return f"{line['attention']}{', deterministic' * line.get('deterministic', False)}"
+
+
+def _wrong(lines: Sequence[Line]) -> set[str]:
+    """Attentions whose bfloat16 gradients are too far from float32's."""
+    differences = {
+        line["attention"]: line["gradient_difference"]
+        for line in lines
+        if line["kind"] == "parity" and not line["attention_dropout"] and "status" not in line
+    }
+    limit = min(GPU_WRONG, GPU_WRONG_TIMES * differences.get("xla", GPU_WRONG))
+    return {name for name, difference in differences.items() if difference > limit}
+
+
+def gpu_section(lines: Sequence[Line]) -> list[str]:
+    """The page's part on the results of gpu.py: targets, speed, parity, determinism, a profile."""
+    kinds: dict[str, list[Line]] = {}
+    for line in lines:
+        kinds.setdefault(line["kind"], []).append(line)
+    top = next((line for line in kinds.get("ceilings", []) if "status" not in line), None)
+    if top is None:
+        return ["Not run."]
+    peak = top["sheet_operations_per_second"]
+    sheet = f" (data sheet {peak / 1e12:,.0f})" if peak else ""
+    names = {"jax": "JAX", "flax": "Flax", "torch": "PyTorch", "transformers": "transformers"}
+    versions = ", ".join(f"{name} {top[key]}" for key, name in names.items() if top.get(key))
+    shown = [
+        f"One {top['device']}; {versions}; commit {top['commit'] or 'unknown'}. Measured ceilings: "
+        f"{top['operations_per_second'] / 1e12:,.4g} TFLOP/s{sheet} for a matrix product in bfloat16, "
+        f"{top['bytes_per_second'] / 1e12:,.3g} TB/s for memory.",
+        "",
+        *_gpu_targets(lines, peak),
+        "",
+        *_gpu_speeds(lines, peak),
+    ]
+    if "parity" in kinds:
+        shown += [
+            "",
+            "| bfloat16 against float32 | attention dropout | loss | gradient, worst part |",
+        ]
+        shown.append("|---|---|---|---|")
+        for line in kinds["parity"]:
+            cells = [_attention(line), f"{line['attention_dropout']:g}"]
+            if "status" in line:
+                cells += [line["status"], line["why"]]
+            else:
+                cells += [f"{line[f'{what}_difference']:.2g}" for what in ("loss", "gradient")]
+                cells[-1] += " (**too far**)" * (line["attention"] in _wrong(lines))
+            shown.append(f"| {' | '.join(cells)} |")
+    if "determinism" in kinds:
+        shown += ["", "| determinism: XLA_FLAGS | attention | result |", "|---|---|---|"]
+        for line in kinds["determinism"]:
+            shown.append(f"| {line['flags']} | {line['attention']} | {line['result']} |")
+    for line in kinds.get("pretrain", []):
+        shown += ["", *_gpu_run(line)]
+    for line in kinds.get("profile", []):
+        what = f"{line['size']}, T={line['tokens']}, {_attention(line)}"
+        table = {**line, "case": "profile", "contender": what, "table": [line.get("table")]}
+        shown += [
+            "",
+            *([f"Profile of {what}: {line['status']}."] if "status" in line else parts([table])),
+        ]
+    return shown
+
+
+def _gpu_targets(lines: Sequence[Line], peak: float | None) -> list[str]:
+    """A row for each target, a column for each program; variants of a program do not count."""
+    steps = [
+        line
+        for line in lines
+        if line["kind"] == "step" and not {"status", "variant"} & line.keys()
+        and line["attention"] not in _wrong(lines)
+    ]  # fmt: skip
+    programs = list(dict.fromkeys(line["program"] for line in lines if line["kind"] == "step"))
+
+    def cell(values: list[float], target: float, form: str) -> str:
+        if not values:
+            return "not run"
+        return f"{max(values):{form}}: {'reached' if max(values) >= target else 'not reached'}"
+
+    shown = [f"| target | {' | '.join(programs)} |", f"|---|{'---|' * len(programs)}"]
+    title, cells = f"base, T=128: {GPU_SPEEDUP} times the real tokens/s of torch.compile", []
+    for program in programs:
+        times = [
+            time
+            for line in steps
+            if line["program"] == program and (line["size"], line["tokens"]) == ("base", 128)
+            if (time := _gpu_speedup(line, lines))
+        ]
+        cells.append(cell(times, GPU_SPEEDUP, ".2f"))
+    shown.append(f"| {title} | {' | '.join(cells)} |")
+    for (size, tokens), target in GPU_SHARES.items():
+        cells = []
+        for program in programs:
+            shares = [
+                line["real_tokens_per_second"] * line["operations_per_token"] / peak
+                for line in steps
+                if (line["program"], line["size"], line["tokens"]) == (program, size, tokens)
+                and peak
+            ]
+            cells.append(cell(shares, target, ".1%"))
+        shown.append(
+            f"| {size}, T={tokens}: {target:.0%} of the bfloat16 peak | {' | '.join(cells)} |"
+        )
+    return shown
+
+
+def _gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
+    """How many times the baseline's real tokens/s a step has, with as many rows of as many tokens."""
+    for other in lines:
+        if (
+            other["kind"] == "torch"
+            and "status" not in other
+            and _workload(other) == _workload(line)
+        ):
+            return line["real_tokens_per_second"] / other["real_tokens_per_second"]
+    return None
+
+
+def _gpu_speeds(lines: Sequence[Line], peak: float | None) -> list[str]:
+    """A table of training steps for each program, and one of the changes that were tried on it."""
+    tables: dict[str, list[str]] = {}
+    columns = (
+        "rows | ms a step | real tokens/s | share of bf16 peak | speed-up over torch.compile |"
+    )
+    for line in lines:
+        if line["kind"] not in ("step", "torch"):
+            continue
+        cells = [line.get("variant", "")]
+        title, head = f"{line['program']}, one change at a time", f"| change | {columns}"
+        if "variant" not in line:
+            title, head = (
+                line["program"],
+                f"| workload | layers | attention | attention dropout | {columns}",
+            )
+            cells = [
+                f"{line['size']}, T={line['tokens']}",
+                line.get("layer_loop", ""),
+                _attention(line),
+            ]
+            cells.append(f"{line['attention_dropout']:g}")
+        cells.append(f"{line['rows']:,}")
+        if "status" in line:
+            cells += [line["status"], line["why"], "", ""]
+        else:
+            speed = line["real_tokens_per_second"]
+            share = f"{speed * line['operations_per_token'] / peak:.1%}" if peak else "unknown"
+            times = _gpu_speedup(line, lines) if line["kind"] == "step" else None
+            cells += [spread([1e3 * each for each in line["seconds"]]), f"{speed:,.0f}", share]
+            cells.append(f"{times:.2f}" if times else "")
+        rule = "|---" * (head.count("|") - 1) + "|"
+        start = [f"**{title}**", "", head, rule]
+        tables.setdefault(title, start).append(f"| {' | '.join(cells)} |")
+    shown = [text for table in tables.values() for text in [*table, ""]]
+    for line in lines:
+        if line.get("kernels"):
+            each = ", ".join(f"`{name}` {ms:.1f}" for name, ms in line["kernels"])
+            what = f"{line['size']}, T={line['tokens']}, {line['program']}, layers {line['layer_loop']}"
+            shown += [f"Longest kernels in ms a step ({what}): {each}.", ""]
+    return shown[:-1]
+
+
+def _gpu_run(line: Line) -> list[str]:
+    """A training run on real text."""
+    shown = [
+        f"`bert-jax pretrain` of {line['size']}, T={line['tokens']}, {line['rows']:,} rows a step, "
+        f"attention {line['attention']} ({line['program']}), on real text: "
+        f"{line['real_tokens_per_second']:,.0f} real tokens/s (median of its log); the step compiled in "
+        f"{line['compile_seconds']:g} s, in {line['cached_compile_seconds']:g} s from the cache.",
+        "",
+        "| step | held-out masked-LM loss | next-sentence accuracy |",
+        "|---|---|---|",
+    ]
+    for each in line["heldout"]:
+        accuracy = f"{each['next_sentence_accuracy']:.1%}"
+        shown.append(f"| {each['step']:,} | {each['masked_lm_loss']:.2f} | {accuracy} |")
+    return shown
+
+
 def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
     """A page with what stands between `<!-- NAME -->` and `<!-- /NAME -->` written anew.
 
@@ -369,7 +569,8 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
         "promises": lambda: promises(lines),
         "profile": lambda: parts(lines),
         "growth": lambda: growth(lines, folder),
-        "gpu": lambda: gpu.table(gpu.read(HERE / gpu.RESULTS)).splitlines(),
+        "gpu": lambda: gpu_section(_read("gpu.jsonl")),
+        "gpu-earlier": lambda: gpu_section(_read("gpu_h100.jsonl")),
         **{block: lambda names=names: table(lines, names) for block, names in BLOCKS.items()},
     }
     for name, make in makers.items():
@@ -391,7 +592,7 @@ def front(text: str, lines: Sequence[Line]) -> str:
 
 def write() -> None:
     """README.md and growth.svg anew, and the sentence of the project's own page."""
-    lines = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
+    lines = _read("results.jsonl")
     path = HERE / "README.md"
     files.write(path, page(path.read_text(), lines, HERE))
     path = HERE.parent.parent / "README.md"
