@@ -301,9 +301,12 @@ def stage_of(row, dtype="bfloat16"):
     model = model_size(row["size"])
     model.dtype, model.vocab_size, model.vocab_multiple = dtype, VOCABULARY, 128
     model.attention, model.attention_dropout = row["attention"], row["attention_dropout"]
-    config = Config(model=model, phases=(Phase(tokens=row["tokens"]),), batch_size=row["rows"])
-    if hasattr(config, "deterministic"):  # MERGE: always, once the field is there
-        config.deterministic = row["deterministic"]
+    config = Config(
+        model=model,
+        phases=(Phase(tokens=row["tokens"]),),
+        batch_size=row["rows"],
+        deterministic=row["deterministic"],
+    )
     sequences = SEQUENCES.get(row["tokens"], 3)
     config, (stage,) = pretraining.stages_without_rows(config, sequences)
     return config, stage
@@ -367,7 +370,7 @@ class Trainer:
 
         self.config, self.stage = stage_of(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])
-        attention.check(self.config.model, jax.devices()[0].platform, 1)
+        attention.check(self.config, jax.devices()[0].platform, 1)
         _, shapes = initial_state(self.config, self.stage, self.mesh)
         begun = time.perf_counter()
         self.compiled = compile_step(self.config, self.stage, self.mesh, shapes)
@@ -480,7 +483,7 @@ def gradients(dtype, *values):
 
     row = dict(zip(KEYS[1:], values, strict=True))
     config, stage = stage_of(row, dtype)
-    attention.check(config.model, jax.devices()[0].platform, 1)
+    attention.check(config, jax.devices()[0].platform, 1)
     task = stage.task
     params = random_params(jax.eval_shape(task.init, jax.random.key(0)))
     batch = packed_batches(row["tokens"], row["rows"], task.masker.sequences)[0]
