@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from typing import Any
 
+import google_crc32c
+
 from bert_jax.errors import UserError
 
 LOCK = "lock"
+_PIECE_BYTES = 16 << 20
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
@@ -142,6 +145,15 @@ def sha256(path: str | os.PathLike | Traversable) -> str:
     """The hexadecimal SHA-256 of a file's bytes."""
     with (pathlib.Path(path) if isinstance(path, str) else path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def crc32c(path: str | os.PathLike) -> str:
+    """The hexadecimal CRC-32C of a file's bytes, which processors compute as fast as they read."""
+    crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            crc = google_crc32c.extend(crc, piece)
+    return f"{crc:08x}"
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, halved, slow, or have no room: none is used, none is lost."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from bert_jax import checkpoint, cli, files, workdir
@@ -119,7 +121,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(run, copy, 
     said = capfd.readouterr().err.splitlines()
     assert f"the checkpoint of step 6 is damaged ({name} " in said[0]
     assert said[0].endswith(f"moved to {copy}/damaged/6; going on from step 4")
-    assert said[1] == "resuming at step 4 of 6"
+    assert "resuming at step 4 of 6" in said
     assert steps(copy / "damaged") == [6]
     assert_whole_run(copy, whole)
 
@@ -258,6 +260,42 @@ def test_the_best_is_known_after_a_restart(tmp_path):
         assert reader.best_step() == best
 
 
+def test_a_checkpoint_of_an_older_version_is_verified_and_restored(tmp_path):
+    """Compressed by Orbax's standard handler, with SHA-256 in its manifest."""
+    params, training = params_of(7), {"step": jnp.int32(7), "moments": PARAMS}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = {checkpoint.PARAMS: params, checkpoint.TRAINING: training}
+        saved = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+        manager.save(7, args=ocp.args.Composite(**saved))
+    folder = tmp_path / "7"
+    listed = {
+        path.relative_to(folder).as_posix(): [
+            path.stat().st_size,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        ]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+    manifest = {"sha256": digest, "files": listed}
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+
+    assert checkpoint.damage(folder) is None
+    reader = Checkpoints(tmp_path, CheckpointConfig(), read_only=True)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = checkpoint.abstract((params, training), here)
+    restored = reader.restore(7, *shapes)
+    jax.tree.map(np.testing.assert_array_equal, restored, (params, training))
+    jax.tree.map(np.testing.assert_array_equal, reader.restore_params(7, shapes[0]), params)
+    reader.close()
+
+    largest = max(listed, key=lambda name: listed[name][0])
+    data = bytearray((folder / largest).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / largest).write_bytes(data)
+    assert checkpoint.damage(folder) == f"{largest} fails its checksum"
+
+
 def test_what_goes_is_whole_until_it_is_gone(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
     for number in (1, 2, 3):
@@ -327,7 +365,7 @@ def test_a_disk_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
         def failing(path, number=number):
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(files, "sha256", failing)
+        monkeypatch.setattr(files, "crc32c", failing)
         if words:
             assert words in checkpoint.damage(tmp_path / "1")
         else:
