@@ -163,8 +163,9 @@ def _tell(problem: Problem, config: FinetuneConfig, stage, init: str, new: Seque
     print(f"{counts} examples; {len(problem.labels)} outputs: {_few(problem.labels)}")
     for line in problem.report:
         print(f"  {line}")
+    row_counts = " or ".join(map(str, [*stage.smaller_batches, stage.batch_size]))
     print(
-        f"{config.steps:,} steps of {config.batch_size} examples in {stage.batch_size} rows of "
+        f"{config.steps:,} steps of {config.batch_size} examples in {row_counts} rows of "
         f"T={stage.tokens}; from {init}, new: {', '.join(new)}",
         flush=True,
     )

@@ -69,7 +69,11 @@ class Log:
         summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
         self._write(step, "train", summary)
         note = self._stage.task.describe(summary)
-        self._progress.note(note + self._measure(step, summary))
+        rows = float(self._stage.batch_size)
+        if self._stage.smaller_batches:  # the window's mean, from its tokens with padding
+            steps = (step - 1) % self._config.log_every_steps + 1
+            rows = float(sums["real_fraction"][1]) / self._stage.tokens / steps
+        self._progress.note(note + self._measure(step, summary, rows))
 
     def heldout(self, step: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Writes held-out means and returns them with what the task adds to them.
@@ -92,13 +96,13 @@ class Log:
             self._metrics.sync()
             self._board.flush()
 
-    def _measure(self, step: int, summary: dict[str, float]) -> str:
+    def _measure(self, step: int, summary: dict[str, float], rows_a_step: float) -> str:
         now = time.monotonic()
         before, self._clock = self._clock, (step, now)
         if not self._writes:
             return ""
         seconds = now - before[1]
-        rows = (step - before[0]) * self._stage.batch_size
+        rows = (step - before[0]) * rows_a_step
         tokens = rows * self._stage.tokens / seconds
         speed = {
             "step": step,

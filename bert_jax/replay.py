@@ -57,6 +57,7 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
     kept = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
     state = restore(kept, incident.step, shapes, config.seed)
     kept.close()
+    stage = stage.with_rows(len(incident.batch["tokens"]))
     compiled, batch = compile_stage(config, stage, mesh, shapes), put(incident.batch, mesh)
     with jax.set_mesh(mesh):
         one, two = (jax.device_get(compiled.fingerprint(state, batch)) for _ in range(2))

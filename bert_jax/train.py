@@ -6,6 +6,7 @@ checkpoint and ends as if nothing had happened, bit for bit.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -223,6 +224,31 @@ def _shardings(state: State) -> State:
     return jax.tree.map(lambda x: x.sharding, state)
 
 
+class _Programs:
+    """A stage's step, as a program for each of its row counts.
+
+    The one for the most rows is compiled at once, the others in a thread. A step that needs one of
+    those before it is ready waits: which program a step runs is a function of its batch alone.
+    """
+
+    def __init__(self, compile_: Callable[[Stage], Any], stage: Stage):
+        self._largest = compile_(stage.with_rows(stage.batch_size))
+        # One thread: a second compilation would slow down the first, and the steps under way.
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._smaller = {
+            rows: pool.submit(compile_, stage.with_rows(rows)) for rows in stage.smaller_batches
+        }
+        pool.shutdown(wait=False)
+
+    def __call__(self, state: State, batch: dict[str, Any]) -> Any:
+        smaller = self._smaller.get(len(batch["tokens"]))
+        return (smaller.result() if smaller else self._largest)(state, batch)
+
+    def as_text(self) -> str:
+        """Of the program for the most rows, the only one in steps that may be profiled."""
+        return self._largest.as_text()
+
+
 class Compiled(NamedTuple):
     """What a stage runs; it does not depend on the seed.
 
@@ -241,8 +267,12 @@ class Compiled(NamedTuple):
 def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Compiled:
     """The step, and what is compiled when it is first called."""
     step, everywhere = make_step(config, stage), sharding.replicated(mesh)
+
+    def compile_(stage: Stage) -> Any:
+        return compile_step(config, stage, mesh, state)
+
     return Compiled(
-        compile_step(config, stage, mesh, state),
+        _Programs(compile_, stage) if stage.smaller_batches else compile_(stage),
         jax.jit(
             make_advance(config, stage),
             donate_argnums=0,
@@ -478,9 +508,11 @@ class _Loop:
     def _compile(self, stage: Stage) -> Compiled:
         begun = time.monotonic()
         compiled = compile_stage(self.config, stage, self.mesh, self.shapes)
+        fewer = " and ".join(map(str, stage.smaller_batches))
         self.progress.say(
             f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
             f"in {time.monotonic() - begun:.1f} s"
+            + (f"; compiling it for {fewer} rows in the background" if fewer else "")
         )
         return compiled
 

@@ -191,10 +191,16 @@ def test_processes_take_parts_of_the_rows():
         np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), value)
 
 
-def test_evaluation_takes_each_once_in_order():
-    examples = random_examples("sequence", count=10)
-    plan = Plan(examples, 4, 3, shuffle=False)
-    assert [plan.members(step, 0) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+def test_evaluation_takes_each_once_in_rows_as_full_as_can_be():
+    examples = random_examples("sequence", count=50)
+    plan = Plan(examples, 8, 7, shuffle=False, rows_multiple=2)
+    batches = list(plan.batches(0, 0, plan.steps))
+    assert len(batches) == plan.steps <= 7
+    assert {batch["tokens"].shape for batch in batches} == {plan.shape[:2]}
+    found = np.concatenate([batch["example"][batch["example"] != NO_EXAMPLE] for batch in batches])
+    assert sorted(found) == list(range(50))
+    packed = rows.pack_lengths(examples.lengths().tolist(), plan.shape.tokens, rows.SLOTS_UNBOUNDED)
+    assert sum(batch["tokens"].any(1).sum() for batch in batches) == len(packed)
 
 
 @settings(max_examples=200, deadline=None)

@@ -17,7 +17,7 @@ from bert_jax import config as config_lib
 from bert_jax import losses
 from bert_jax.config import FinetuneConfig, ModelConfig
 from bert_jax.data import rows
-from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
+from bert_jax.data.examples import FIRST_STEPS, NO_EXAMPLE, Examples, Plan
 from bert_jax.data.loader import Batch
 from bert_jax.errors import UserError
 from bert_jax.losses import Pair
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 class Finetuning:
-    """The `Task` of a problem on rows of one shape."""
+    """The `Task` of a problem on packed rows."""
 
     best_is_highest = True
 
@@ -257,7 +257,7 @@ def stage(
     Args:
         config: with the model to fine-tune.
         problem: the data.
-        seeds: all that will be run, so that they share one shape; the stage is of the first.
+        seeds: all that will be run, so that they share their programs; the stage is of the first.
         rows_multiple: how many devices share a batch.
 
     Returns:
@@ -265,7 +265,8 @@ def stage(
         the plan of the steps' batches; the stage.
 
     Raises:
-        UserError: no training or held-out examples, or too few.
+        UserError: no training or held-out examples, or too few; a profile of steps that run several
+            programs.
     """
     config = copy.deepcopy(config)
     examples = problem.splits.get("train")
@@ -294,6 +295,12 @@ def stage(
         cost_tokens=_cost_tokens(config.model),
         one_a_row=config.one_a_row,
     )
+    if len(plan.shapes) > 1 and config_lib.profiled_steps(config).stop > FIRST_STEPS:
+        raise UserError(
+            f"config.profile_steps is {config.profile_steps!r}: from step {FIRST_STEPS} on, batches of "
+            f"this run have {len(plan.shapes)} row counts, each a program of its own; profile steps "
+            "before that"
+        )
     task = Finetuning(config.model, problem, split, plan)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
     only = Stage(
@@ -306,6 +313,7 @@ def stage(
         end_step=config.steps,
         batches=functools.partial(plan.batches, seeds[0]),
         heldout=functools.partial(held_out.batches, 0, 0, held_out.steps),
+        smaller_batches=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
     counts = {name: len(examples) for name, examples in problem.splits.items()}
     return config, [{"digest": digest(problem), "examples": counts}], plan, only
@@ -329,7 +337,7 @@ def evaluated_split(problem: Problem) -> str:
 
 
 def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: int) -> Plan:
-    """All examples of a split once, in order."""
+    """Plan the batches that hold every example of a split once."""
     size = config.batch_size * _EVALUATION_FACTOR
     return Plan(
         examples,

@@ -1,4 +1,4 @@
-"""What the loop needs of a task: a stretch of steps over rows of one shape."""
+"""What the loop needs of a task: a stretch of steps over rows of one length."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -55,14 +55,15 @@ class Stage:
     Attributes:
         task: what to learn.
         tokens: T.
-        batch_size: rows a step over all devices and hosts.
+        batch_size: rows a step over all devices and hosts, at most.
         accumulation: parts a batch is computed in.
-        batch_shape: shapes and types of a global batch.
+        batch_shape: shapes and types of a global batch of `batch_size` rows.
         first_step: the first step of this stage.
         end_step: the first step that is no longer of this stage.
         batches: (first, end, process, processes) to a process's batches of those steps, counted
             from the start of the stage.
         heldout: (process, processes) to a process's part of the held-out batches.
+        smaller_batches: the other row counts that steps have; they follow from the step alone.
     """
 
     task: Task
@@ -74,3 +75,12 @@ class Stage:
     end_step: int
     batches: Callable[[int, int, int, int], Iterator[Batch]]
     heldout: Callable[[int, int], Iterator[Batch]]
+    smaller_batches: tuple[int, ...] = ()
+
+    def with_rows(self, rows: int) -> "Stage":
+        """Return this stage with all batches of one row count, to compile its step for."""
+        shape = {
+            name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+            for name, x in self.batch_shape.items()
+        }
+        return dataclasses.replace(self, batch_size=rows, batch_shape=shape, smaller_batches=())
