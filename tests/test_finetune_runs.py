@@ -5,10 +5,12 @@ import functools
 import json
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -17,9 +19,10 @@ import pytest
 import transformers
 from flax import traverse_util
 
-from bert_jax import checkpoint, cli, guard
+from bert_jax import checkpoint, cli, guard, sharding, train
 from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig, load
 from bert_jax.convert import source
+from bert_jax.data import examples
 from bert_jax.errors import UserError
 from bert_jax.finetune import problem_of
 from bert_jax.log import Log
@@ -82,6 +85,76 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
     (step,) = guard.incidents(folder)
     assert 0 < step < 10
     assert cli.main(["replay", str(folder)]) == 0
+    assert "the same, bit for bit" in capsys.readouterr().out
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """Changes of a run of 30 steps that has several row counts from step 10 on, on one device."""
+    make_mesh = sharding.make_mesh
+    monkeypatch.setattr(
+        sharding, "make_mesh", lambda config, devices=None: make_mesh(config, jax.devices()[:1])
+    )
+    monkeypatch.setattr(examples, "LONG_RUN_STEPS", 30)
+    monkeypatch.setattr(examples, "FIRST_STEPS", 10)
+    return ("steps=30", "log_every_steps=1", "checkpoint.every_steps=4")
+
+
+def row_counts(said):
+    """Of the batches, as a run says them."""
+    (text,) = re.findall(r"examples in ([\d or]+) rows", said)
+    return [int(each) for each in text.split(" or ")]
+
+
+def test_across_the_step_where_row_counts_begin_it_ends_the_same(data, tmp_path, several, capsys):
+    whole = tmp_path / "whole"
+    changes = (*several, "checkpoint.keep_last=9", "model.dropout=0.1")
+    assert cli.main(arguments(data, whole, *changes)) == 0
+    said = capsys.readouterr()
+    *fewer, most = row_counts(said.out)
+    assert f"compiling it for {' and '.join(map(str, fewer))} rows in the background" in said.err
+    speed = [json.loads(line) for line in (whole / "speed.jsonl").read_text().splitlines()]
+    used = [round(line["tokens_per_second"] / line["steps_per_second"]) for line in speed]
+    tokens = used[0] // most
+    assert used[:10] == [most * tokens] * 10
+    assert set(fewer) <= {each // tokens for each in used[10:]} <= {*fewer, most}
+    for step in (8, 16):
+        broken = tmp_path / str(step)
+        shutil.copytree(whole, broken)
+        for later in checkpoint.Checkpoints(broken / "checkpoints", CheckpointConfig()).steps():
+            if later > step:
+                shutil.rmtree(broken / "checkpoints" / str(later))
+        assert cli.main(arguments(data, broken, *changes)) == 0
+        assert f"resuming at step {step}" in capsys.readouterr().err
+        assert_same_run(broken, whole)
+
+
+def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
+    data, tmp_path, several, monkeypatch, capsys
+):
+    compile_step = train.compile_step
+
+    def fail(config, stage, *others):
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(f"no program for {stage.batch_size} rows")
+        return compile_step(config, stage, *others)
+
+    monkeypatch.setattr(train, "compile_step", fail)
+    assert cli.main(arguments(data, tmp_path, *several)) == cli.EXIT_USER_ERROR
+    said = capsys.readouterr()
+    fewer = row_counts(said.out)[:-1]
+    assert any(f"no program for {rows} rows" in said.err for rows in fewer)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
+    assert 8 <= max(steps) < 12  # what needs none of them is done
+
+
+def test_a_step_of_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, capsys):
+    monkeypatch.setattr(examples, "FIRST_STEPS", 0)
+    changes = (*several, "optim.learning_rate=1e30", "optim.clip_norm=0", "seed=3")
+    assert cli.main(arguments(data, tmp_path, *changes)) == cli.EXIT_USER_ERROR
+    most = row_counts(capsys.readouterr().out)[-1]
+    assert len(guard.read_incident(tmp_path).batch["tokens"]) < most
+    assert cli.main(["replay", str(tmp_path)]) == 0
     assert "the same, bit for bit" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -18,8 +19,9 @@ from bert_jax import model, optim, sharding
 from bert_jax import train as loop
 from bert_jax.config import FEATURES, Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
 from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
-from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair
+from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
@@ -203,6 +205,61 @@ def test_evaluation_takes_each_once_in_rows_as_full_as_can_be():
     assert sum(batch["tokens"].any(1).sum() for batch in batches) == len(packed)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 3))
+def test_row_counts_have_the_least_padding(needs, most):
+    counts, total = row_counts(np.array(needs), most)
+
+    def least(number):  # of any row counts up to the largest
+        some = itertools.combinations(range(1, max(needs) + 1), number)
+        return min(
+            sum(min((r for r in each if r >= need), default=10**6) for need in needs)
+            for each in some
+        )
+
+    possible = min(most, len(set(needs)))
+    assert sorted(set(counts)) == list(counts)
+    assert counts[-1] == max(needs)
+    assert total == least(len(counts))
+    if len(counts) > 1:
+        assert total <= 0.98 * least(len(counts) - 1)
+    if len(counts) < possible:
+        assert least(len(counts) + 1) > 0.98 * total
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 9), st.integers(2, 20), st.integers(1, 3), st.integers(4, 40))
+def test_a_long_run_has_batches_of_the_fewest_rows(seed, batch_size, multiple, longest):
+    examples = random_examples("sequence", count=40, seed=seed, longest=longest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples_lib, "LONG_RUN_STEPS", 12)
+        patch.setattr(examples_lib, "FIRST_STEPS", 4)
+        short, long, again = (
+            Plan(examples, batch_size, steps, (0, 1), rows_multiple=multiple)
+            for steps in (11, 12, 12)
+        )
+        assert len(short.shapes) == 1
+        assert long.shapes == again.shapes
+        assert 1 <= len(long.shapes) <= 3
+        assert {shape[1:] for shape in long.shapes} == {long.shape[1:]}
+        counts = [shape.rows for shape in long.shapes]
+        assert counts == sorted(set(counts))
+        assert all(count % multiple == 0 for count in counts)
+        lengths = examples.lengths()
+        for run in (0, 1):
+            for step in range(12):
+                members = long.members(step, run)
+                need = len(rows.pack_lengths(lengths[members].tolist(), long.shape.tokens, 10**6))
+                fitting = [count for count in counts if count >= need]
+                batch = long.batch(step, run)
+                assert len(batch["tokens"]) == (counts[-1] if step < 4 else min(fitting))
+                assert sorted(batch["example"][batch["length"] > 0]) == sorted(members)
+                assert batch["tokens"][:need].any(1).all()
+        parts = [next(long.batches(0, 11, 12, i, multiple)) for i in range(multiple)]
+        for name, value in long.batch(11, 0).items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(5, 30))
 def test_pairs_are_cut_as_google_cuts_them(n_a, n_b, most):
@@ -250,6 +307,60 @@ def test_packing_changes_nothing(head, objective, changes):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), grads, other_grads
         )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+def test_rows_of_padding_at_the_end_change_nothing(head, objective, dropout):
+    """Losses, weights and gradients, with every dropped unit the same."""
+    problem = Made(head, objective)
+    config = model_config(problem, dropout=dropout, attention_dropout=dropout)
+    params, plan = random_params(config), plans(problem)[0]
+    task = Finetuning(config, problem, "train", plan)
+    key = generator_key(jax.random.key(1), "hash") if dropout else None
+
+    @jax.jit
+    def run(batch):
+        def objective(params):
+            inputs = task.inputs(batch, jax.random.key(0))
+            total, weight = task.pairs(params, inputs, key)["loss"]
+            return total / task.weights(inputs)["loss"], weight
+
+        return jax.value_and_grad(objective, has_aux=True)(params)
+
+    batch = plan.batch(1, 0)
+    (loss, weight), grads = run(batch)
+    for more in (1, 4):
+        padding = plan.empty(plan.shape._replace(rows=more))
+        padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
+        (other, other_weight), other_grads = run(padded)
+        assert weight == other_weight > 0
+        np.testing.assert_allclose(other, loss, rtol=2e-6)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, other_grads
+        )
+
+
+def test_a_step_in_parts_is_the_same_for_any_row_count():
+    """With dropout, parts that rows are dealt to, and devices that each part is split over."""
+    problem = Made("sequence", count=50)
+    problem.splits["dev"] = problem.splits["train"]
+    config = FinetuneConfig(
+        model=model_config(problem, dropout=0.2, attention_dropout=0.2),
+        task=TaskConfig(tokens=20), batch_size=16, accumulation=2, steps=3,
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
+    config, _, plan, stage = finetuning.stage(config, problem, [0], 2)
+    init, shapes = loop.initial_state(config, stage, mesh)
+    batch, found = plan.batch(0, 0), []
+    for rows_ in (stage.batch_size, stage.batch_size + 4):
+        padding = plan.empty(plan.shape._replace(rows=rows_ - stage.batch_size))
+        padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
+        step = loop.compile_step(config, stage.with_rows(rows_), mesh, shapes)
+        _, sums, _ = step(init(jnp.uint32(0)), put(padded, mesh))
+        found.append({name: np.array(sums[name]) for name in ("loss", "gradient_norm")})
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=2e-6, err_msg=name)
 
 
 def torch_model(problem, config, params):
@@ -614,6 +725,16 @@ def test_a_run_is_as_long_and_evaluated_as_often_as_it_says():
     config, *_ = staged(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
     assert staged()[1] == data  # the digest is of the data alone
+
+
+def test_a_profile_of_several_programs_is_refused(monkeypatch):
+    monkeypatch.setattr(examples_lib, "LONG_RUN_STEPS", 20)
+    monkeypatch.setattr(finetuning, "FIRST_STEPS", 10)
+    *_, plan, stage = staged(steps=20, profile_steps="5:10")
+    assert stage.smaller_batches == tuple(shape.rows for shape in plan.shapes[:-1]) != ()
+    with pytest.raises(UserError, match=r"config.profile_steps is '5:11': from step 10 on"):
+        staged(steps=20, profile_steps="5:11")
+    staged(steps=19, profile_steps="5:11")
 
 
 def test_dropout_is_used_in_training_alone():

@@ -26,6 +26,7 @@ from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data import rows, wordpiece
+from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.embed import Embedder
@@ -36,8 +37,6 @@ from bert_jax.tasks import finetuning, pretraining
 from bert_jax.tasks.stage import Stage
 
 Turn = Callable[[], dict[str, Any]]
-# Fine-tuning's batches are planned for so many turns, and then come again.
-PLANNED_TURNS = 30
 
 
 def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = True) -> None:
@@ -150,6 +149,8 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
 def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     """Steps as `bert-jax finetune` takes them, in a model of all-MiniLM-L6-v2's size.
 
+    They are those of a long run, after the first ones, which all have the largest batch's rows.
+
     Args:
         name: of a set.
         steps: a turn.
@@ -157,12 +158,15 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     """
     _start()
     config, problem = load_finetuning(name)
-    config.one_a_row, config.steps = one_a_row, PLANNED_TURNS * steps
+    config.one_a_row, config.steps = one_a_row, LONG_RUN_STEPS
     mesh = sharding.make_mesh(config.mesh)
     config, _, plan, stage = finetuning.stage(config, problem, [0], sharding.row_shards(mesh))
     init, shapes = train.initial_state(config, stage, mesh)
-    step, state = train.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
-    coming = endless(lambda: plan.batches(0, 0, config.steps))
+    step = train.compile_stage(config, stage, mesh, shapes).step
+    state = init(jnp.uint32(0))
+    for shape in plan.shapes:  # waits for what compiles in the background
+        state, *_ = step(state, put(plan.empty(shape), mesh))
+    coming = endless(lambda: plan.batches(0, FIRST_STEPS, config.steps))
 
     def turn():
         nonlocal state

@@ -224,7 +224,7 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
     import transformers
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
-    from bert_jax.data.examples import Plan
+    from bert_jax.data.examples import FIRST_STEPS, Plan
 
     _torch()
     config, problem = ours.load_finetuning(name)
@@ -255,7 +255,7 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
         }
 
     def members(number):
-        first = number * (steps + 1)
+        first = FIRST_STEPS + number * (steps + 1)
         if not grouped:
             return [plan.members(step, 0) for step in range(first, first + steps + 1)]
         some = [i for step in range(50 * number, 50 * number + 50) for i in plan.members(step, 0)]
