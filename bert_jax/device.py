@@ -20,15 +20,15 @@ _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 class Chip(NamedTuple):
-    """What a chip can do, from its maker's data sheet.
+    """What one device can do, from its maker's data sheet: a chip, or half of a TPU7x.
 
     Attributes:
         flops: dense bfloat16 FLOP/s.
         memory_bytes: what a program may take.
         memory_bandwidth: bytes/s of main memory.
         link_bandwidth: bytes/s one way of a link to a neighbor (TPU) or to the node's switch (GPU).
-        network_bandwidth: bytes/s one way of a chip's share of the network between slices or nodes;
-            0 if nobody tells.
+        network_bandwidth: bytes/s one way of a device's share of the network between slices or
+            nodes; 0 if unknown.
         source: of all of these.
     """
 
@@ -42,8 +42,8 @@ class Chip(NamedTuple):
 
 _GIB = 2**30
 _CLOUD = "docs.cloud.google.com/tpu/docs"
-# A TPU's memory is what libtpu 0.0.42's compiler says is available; a link's bandwidth is the chip's
-# divided by its ports and, where it is given for both directions, by 2.
+# A TPU's memory is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x); a link's
+# bandwidth is the chip's divided by its ports and, where it is given for both directions, by 2.
 _V5P = Chip(
     459e12,
     int(95.74 * _GIB),
@@ -80,6 +80,16 @@ CHIPS = {
         12.5e9,
         f"{_CLOUD}/v6e: 800 GB/s both ways over 4 links; 4 x 200 Gbit/s a host of 8 between slices",
     ),
+    # One of the two devices of a chip: half of its compute, memory and bandwidth.
+    "TPU7x": Chip(
+        2307e12 / 2,
+        int(94.74 * _GIB),
+        7380e9 / 2,
+        50e9,
+        6.25e9,
+        f"{_CLOUD}/tpu7x: two devices a chip; a chip has 2,307 TFLOP/s, 7,380 GB/s, 1,200 GB/s both "
+        "ways over 6 links, and 100 Gbit/s between slices",
+    ),
     "NVIDIA A100": Chip(
         312e12,
         80 * 10**9,
@@ -103,6 +113,22 @@ CHIPS = {
         450e9,
         50e9,
         "NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gbit/s a node",
+    ),
+    "NVIDIA B200": Chip(
+        2250e12,
+        180 * 10**9,
+        8000e9,
+        900e9,
+        50e9,
+        "NVIDIA HGX B200 data sheet, without sparsity; DGX B200: 8 x 400 Gbit/s a node",
+    ),
+    "NVIDIA L4": Chip(
+        121e12,
+        24 * 10**9,
+        300e9,
+        32e9,
+        1.5625e9,
+        "NVIDIA L4 data sheet, without sparsity; PCIe 4.0 x16; g2-standard-96: 8 a node, 100 Gbit/s",
     ),
 }
 

@@ -1,11 +1,12 @@
-"""What a pretraining run needs of hardware that is not here: memory, time, cost.
+"""Estimate memory, time and cost of a pretraining run without the hardware.
 
-For TPUs the very training step is compiled ahead of time by libtpu, which runs on any x86 machine,
-and what is reported is read from the compiled program. For GPUs, whose compiler wants a GPU's own
-libraries, and where a program does not fit, formulae stand in, and the report says so.
+For TPUs, libtpu compiles the training step ahead of time on any x86 machine, and the report is read
+from the compiled program. For GPUs, whose compiler needs the GPU's libraries, and where a program
+does not fit, formulae replace it, and the report says so.
 
-Times are rooflines: what the data sheet allows, with computing, memory and network overlapping
-perfectly. A real step takes longer.
+Two times are reported. The roofline is a lower bound: what the data sheet allows when compute, memory
+and network overlap perfectly. The expected time assumes a share of the peak that was measured
+(`UTILIZATIONS`).
 """
 
 import collections
@@ -35,31 +36,73 @@ from bert_jax.tasks.stage import Stage
 from bert_jax.train import State, compile_step, initial_state
 
 GPUS_A_NODE = 8
+# What a kind needs that not every supported version of JAX brings.
+_NEEDS = {"tpu7x": ", which needs JAX 0.12 and libtpu 0.0.50 (Python 3.12 or newer)"}
 
 
 class Kind(NamedTuple):
-    """A kind of hardware as `--topology` names it."""
+    """A kind of hardware as `--topology` names it.
+
+    Attributes:
+        device_kind: what JAX calls its devices.
+        axes: of a slice's shape; 1 for GPUs, which are only counted.
+        longest: an axis may be at most so long; 0 for no limit.
+        ring: an axis of a TPU slice closes to a ring at a multiple of this (if all axes are, where
+            there are three).
+        example: of a topology.
+        devices: a chip is this many devices.
+        cores: what the number in an accelerator type (`v5p-8`) counts of each chip.
+    """
 
     device_kind: str
-    # Axes of a slice's shape, 1 for GPUs, which are only counted.
     axes: int
-    # How long an axis may be; 0 without limit.
     longest: int
-    # An axis of a TPU slice closes to a ring at a multiple of this (if all axes are, where there
-    # are three).
     ring: int
-    examples: str
+    example: str
+    devices: int = 1
+    cores: int = 1
 
 
 KINDS = {
-    "v4": Kind("TPU v4", 3, 0, 4, "v4:2x2x1"),
+    "v4": Kind("TPU v4", 3, 0, 4, "v4:2x2x1", cores=2),
     "v5e": Kind("TPU v5 lite", 2, 16, 16, "v5e:4x4"),
-    "v5p": Kind("TPU v5", 3, 0, 4, "v5p:4x4x4"),
+    "v5p": Kind("TPU v5", 3, 0, 4, "v5p:4x4x4", cores=2),
     "v6e": Kind("TPU v6 lite", 2, 16, 16, "v6e:16x16"),
+    "tpu7x": Kind("TPU7x", 3, 0, 4, "tpu7x:2x2x1", devices=2, cores=2),
     "a100": Kind("NVIDIA A100", 1, 0, 0, "a100:64"),
     "h100": Kind("NVIDIA H100", 1, 0, 0, "h100:8"),
     "h200": Kind("NVIDIA H200", 1, 0, 0, "h200:16"),
+    "b200": Kind("NVIDIA B200", 1, 0, 0, "b200:8"),
+    "l4": Kind("NVIDIA L4", 1, 0, 0, "l4:8"),
 }
+
+
+class Utilization(NamedTuple):
+    """A measured share of a device's bfloat16 peak in training: `flops_per_row` over the data sheet.
+
+    Attributes:
+        share: of the peak.
+        measured: what was measured, and where it is published.
+    """
+
+    share: float
+    measured: str
+
+
+UTILIZATIONS = {
+    "NVIDIA H100": Utilization(0.31, "this project, base, T=128, on one H100 (experiments/speed)"),
+    "NVIDIA A100": Utilization(
+        0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"
+    ),
+}
+# For devices on which no training of BERT in bfloat16 is known to have been measured.
+ASSUMED_FROM = "NVIDIA H100"
+
+
+def utilization(device_kind: str) -> tuple[Utilization, bool]:
+    """The measured utilization to expect on a kind of device; whether it is assumed from another."""
+    assumed = device_kind not in UTILIZATIONS
+    return UTILIZATIONS[ASSUMED_FROM if assumed else device_kind], assumed
 
 
 class Topology(NamedTuple):
@@ -84,12 +127,17 @@ class Topology(NamedTuple):
     @property
     def is_tpu(self) -> bool:
         """Whether libtpu compiles for it."""
-        return self.kind.startswith("v")
+        return "TPU" in KINDS[self.kind].device_kind
 
     @property
     def chips(self) -> int:
         """In all slices."""
         return math.prod(self.shape) * self.slices
+
+    @property
+    def devices(self) -> int:
+        """As JAX counts them, in all slices."""
+        return self.chips * KINDS[self.kind].devices
 
     @property
     def chip(self) -> Chip:
@@ -104,16 +152,42 @@ class Topology(NamedTuple):
 
 
 class NotCompiled(UserError):
-    """Libtpu fails at a program, and not for want of a chip's memory."""
+    """Libtpu fails at a program, and not because it needs too much memory."""
+
+
+def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
+    """The shape of a TPU slice of an accelerator type such as `v5e-16` or `v5p-8`, in chips.
+
+    Axes are powers of 2, as equal as can be and ascending, as Google lists them; 4 chips in three axes
+    are 2x2x1. None if there is no such slice.
+    """
+    axes, (chips, rest) = KINDS[kind].axes, divmod(count, KINDS[kind].cores)
+    power = chips.bit_length() - 1
+    if rest or chips < 1 or chips != 1 << power or (axes == 3 and chips < 4) or chips == 2:
+        return None
+    if axes == 3 and chips == 4:
+        return (2, 2, 1)
+    return tuple(1 << power // axes + (i >= axes - power % axes) for i in range(axes))
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads `v5p:4x4x4`, `v5e:16x16,slices=4` or `h100:64`.
+    """Parse `v5p:4x4x4`, `v5e:16x16,slices=4`, `h100:64`, or an accelerator type such as `v5e-16`.
 
     Raises:
-        UserError: unknown; the line lists what is known.
+        UserError: unknown; the line lists the known kinds.
     """
-    known = ", ".join(kind.examples for kind in KINDS.values())
+    known = ", ".join(kind.example for kind in KINDS.values())
+    accelerator = re.fullmatch(r"(?:tpu-)?(v5litepod|\w+)-(\d+)(,slices=\d+)?", text)
+    if accelerator:
+        name = accelerator.group(1).replace("v5litepod", "v5e")
+        is_tpu = name in KINDS and "TPU" in KINDS[name].device_kind
+        shape = slice_shape(name, int(accelerator.group(2))) if is_tpu else None
+        if shape is None:
+            raise UserError(
+                f"unknown accelerator type {text!r}: name one such as v5e-16, v5p-8 or v6e-8, or a "
+                f"topology such as {known}"
+            )
+        text = f"{name}:{'x'.join(map(str, shape))}{accelerator.group(3) or ''}"
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:,slices=(\d+))?", text)
     if not found or found.group(1) not in KINDS:
         raise UserError(
@@ -124,7 +198,7 @@ def parse_topology(text: str) -> Topology:
     shape = tuple(int(size) for size in found.group(2).split("x"))
     topology = Topology(name, shape, int(found.group(3) or 1))
     if len(shape) != kind.axes or 0 in shape or topology.slices < 1:
-        raise UserError(f"topology {text!r}: {name} takes a shape such as {kind.examples}")
+        raise UserError(f"topology {text!r}: {name} takes a shape such as {kind.example}")
     if kind.longest and max(shape) > kind.longest:
         most = "x".join([str(kind.longest)] * kind.axes)
         slices = -(-math.prod(shape) // kind.longest**kind.axes)
@@ -171,15 +245,16 @@ def tpu_devices(topology: Topology) -> Sequence[jax.Device]:
     try:
         return topologies.get_topology_desc(name, "tpu", **options).devices
     except (RuntimeError, ValueError) as error:
-        example = KINDS[topology.kind].examples
+        example = KINDS[topology.kind].example
         raise UserError(
-            f"topology {topology.name!r}: libtpu knows no such slice, take one such as {example} "
+            f"topology {topology.name!r}: the installed libtpu knows no such slice"
+            f"{_NEEDS.get(topology.kind, '')}; take one such as {example} "
             f"({str(error).splitlines()[0]})"
         ) from error
 
 
 class Place(NamedTuple):
-    """Where a chip is."""
+    """Where a device is."""
 
     # Its slice or node.
     island: int
@@ -188,11 +263,12 @@ class Place(NamedTuple):
 
 
 def places(topology: Topology, devices: Sequence[jax.Device] | None = None) -> list[Place]:
-    """Of each chip, in the mesh's order: of given devices, else in the order of coordinates."""
+    """The places of all devices in the mesh's order: that of `devices`, or of coordinates."""
     if not topology.is_tpu:
-        return [Place(i // GPUS_A_NODE, ()) for i in range(topology.chips)]
+        return [Place(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
     if devices is None:
-        inside = [tuple(map(int, place)) for place in np.ndindex(*topology.shape)]
+        chips = [tuple(map(int, place)) for place in np.ndindex(*topology.shape)]
+        inside = [place for place in chips for _ in range(KINDS[topology.kind].devices)]
         return [Place(i, place) for i in range(topology.slices) for place in inside]
     axes = len(topology.shape)
     return [Place(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
@@ -318,12 +394,17 @@ def preflight(
         NotCompiled: libtpu fails at the program for another reason than its memory.
     """
     told = bool(config.model.vocab_size)
+    sizes = sharding.mesh_sizes(config.mesh, topology.devices)
+    platform = "tpu" if topology.is_tpu else "gpu"
+    choice = attention.choose(config, platform, sizes[-1])
+    attention.check(config, platform, sizes[-1])
+    # Nothing is compiled for a GPU, and its kernels cannot be traced without its libraries.
+    traced = choice.implementation if topology.is_tpu else "xla"
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=traced))
     config, stages = pretraining.stages_without_rows(config, sequences)
-    sizes = sharding.mesh_sizes(config.mesh, topology.chips)
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
-        attention.check(config, "tpu", mesh.shape["tensor"])
         where = places(topology, list(mesh.devices.flat))
     else:
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
@@ -335,15 +416,25 @@ def preflight(
         entry = _phase(config, i, stage, topology, mesh, sizes, where)
         steps = stage.end_step - first_step
         hours = steps * entry["roofline"]["step_seconds"] / 3600
+        expected_hours = steps * entry["expected_step_seconds"] / 3600
         entry |= {"steps": steps, "hours": hours, "chip_hours": hours * topology.chips}
+        entry |= {
+            "expected_hours": expected_hours,
+            "expected_chip_hours": expected_hours * topology.chips,
+        }
         entry["rows_from"] = phase.rows or None
         found.append(entry)
         first_step = stage.end_step
     hours = sum(entry["hours"] for entry in found)
+    expected_hours = sum(entry["expected_hours"] for entry in found)
+    measured, assumed = utilization(KINDS[topology.kind].device_kind)
+    price = dollars_per_chip_hour
     shapes = jax.eval_shape(stages[0].task.init, jax.random.key(0))
     return {
         "topology": topology.name,
         "chips": topology.chips,
+        "devices": topology.devices,
+        "attention": choice._asdict(),
         "device": KINDS[topology.kind].device_kind,
         "source": topology.chip.source,
         "mesh": dict(zip(sharding.AXES, sizes, strict=True)),
@@ -354,7 +445,11 @@ def preflight(
         "fits": all(entry["fits"] for entry in found),
         "hours": hours,
         "chip_hours": hours * topology.chips,
-        "dollars": dollars_per_chip_hour and hours * topology.chips * dollars_per_chip_hour,
+        "dollars": price and hours * topology.chips * price,
+        "utilization": {**measured._asdict(), "assumed": assumed},
+        "expected_hours": expected_hours,
+        "expected_chip_hours": expected_hours * topology.chips,
+        "expected_dollars": price and expected_hours * topology.chips * price,
     }
 
 
@@ -377,7 +472,7 @@ def _phase(
         "optimizer": sharding.bytes_per_device(state.optimizer),
         "batch": sharding.bytes_per_device(batch),
     }
-    formula_flops = stage.task.flops_per_row * stage.batch_size / topology.chips
+    formula_flops = stage.task.flops_per_row * stage.batch_size / topology.devices
     flops: dict[str, Any] = {"formula": formula_flops, "compiled": None, "cost_analysis": None}
     compiled, compile_seconds, needed = None, None, None
     if topology.is_tpu:
@@ -417,6 +512,9 @@ def _phase(
     peak = chip.flops / (1 if topology.is_tpu or model.dtype == "bfloat16" else 2)
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
     times = roofline(chip._replace(flops=peak), computed, traffic, network)
+    # Utilization counts the model's own operations, which remat does not change.
+    share = utilization(KINDS[topology.kind].device_kind)[0].share
+    expected = max(times["step_seconds"], formula_flops / (share * peak))
     change = None
     if not fits:
         change = would_fit(config, i, stage, topology, state, memory["temporaries"])
@@ -435,6 +533,8 @@ def _phase(
         "collectives": sent,
         "roofline": times,
         "tokens_per_second": stage.batch_size * stage.tokens / times["step_seconds"],
+        "expected_step_seconds": expected,
+        "expected_tokens_per_second": stage.batch_size * stage.tokens / expected,
     }
 
 
@@ -543,7 +643,7 @@ def would_fit(
     The formula's temporaries are scaled by what the present program is known to need.
     """
     params = sharding.bytes_per_device(state.params)
-    sizes = sharding.mesh_sizes(config.mesh, topology.chips)
+    sizes = sharding.mesh_sizes(config.mesh, topology.devices)
     scale = temporaries / expected_temporaries(config, stage, sizes, params)
 
     @functools.cache
@@ -551,9 +651,9 @@ def would_fit(
         placed = _placed(state, jax.sharding.AbstractMesh(sizes, sharding.AXES))
         return sharding.bytes_per_device(placed), sharding.bytes_per_device(placed.params)
 
-    for arguments, other, parts in _changes(config, i, stage, topology.chips):
+    for arguments, other, parts in _changes(config, i, stage, topology.devices):
         try:
-            sizes = sharding.mesh_sizes(other.mesh, topology.chips)
+            sizes = sharding.mesh_sizes(other.mesh, topology.devices)
             mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
             sharding.check_batch(mesh, stage.batch_size, parts)
             total, params = place(sizes)
@@ -570,18 +670,35 @@ def describe(report: dict[str, Any]) -> str:
     """A report as text."""
     chip = device.CHIPS[report["device"]]
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
+    each = report["devices"] // report["chips"]
     lines = [
-        f"{report['topology']}: {report['chips']:,} x {report['device']}, mesh {mesh}; "
-        f"{report['parameters']:,} parameters"
+        f"{report['topology']}: {report['chips']:,} x {report['device']}"
+        f"{f' of {each} devices' if each > 1 else ''}, mesh {mesh}; "
+        f"{report['parameters']:,} parameters",
+        "attention: {implementation} ({reason})".format(**report["attention"]),
     ]
     if report["vocab_size_assumed"]:
-        lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, for there are no rows")
+        lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, as no rows are given")
     for i, phase in enumerate(report["phases"]):
         lines += ["", *_describe_phase(i, phase, report, chip)]
-    total = f"the run: {report['hours']:,.2f} hours, {report['chip_hours']:,.1f} chip-hours at the least"
-    if report["dollars"] is not None:
-        total += f", {report['dollars']:,.2f} dollars"
-    return "\n".join([*lines, "", total, f"data sheet: {report['source']}"])
+    used = report["utilization"]
+    lines += [
+        "",
+        _total("the run, expected", report, "expected_"),
+        _total("the run, at the least", report, ""),
+        f"expected at {used['share']:.0%} of the peak, "
+        + (f"ASSUMED from {used['measured']}" if used["assumed"] else f"as in {used['measured']}"),
+        f"data sheet: {report['source']}",
+    ]
+    return "\n".join(lines)
+
+
+def _total(name: str, report: dict[str, Any], prefix: str) -> str:
+    hours, chip_hours, dollars = (
+        report[f"{prefix}{key}"] for key in ("hours", "chip_hours", "dollars")
+    )
+    price = "" if dollars is None else f", {dollars:,.2f} dollars"
+    return f"{name}: {hours:,.2f} hours, {chip_hours:,.1f} chip-hours{price}"
 
 
 def _size(count: int | float) -> str:
@@ -603,7 +720,7 @@ def _describe_phase(i: int, phase: dict[str, Any], report: dict[str, Any], chip:
     lines = [
         f"phase {i}: {phase['steps']:,} steps of {phase['batch_size']:,} rows{parts}, "
         f"T={phase['tokens']}, S={phase['sequences']}; {how}",
-        "  memory a chip",
+        "  memory a device",
     ]
     for name in ("parameters", "optimizer", "batch", "padding", "temporaries", "program"):
         if name in memory:
@@ -622,10 +739,10 @@ def _describe_phase(i: int, phase: dict[str, Any], report: dict[str, Any], chip:
     counted = f", compiled {flops['compiled']:.4g}" if compiled else ""
     if flops["cost_analysis"]:
         counted += f" (XLA's cost analysis, which counts loops once: {flops['cost_analysis']:.4g})"
-    lines.append(f"  FLOPs a chip and step: formula {flops['formula']:.4g}{counted}")
+    lines.append(f"  FLOPs a device and step: formula {flops['formula']:.4g}{counted}")
     for kind, sent in sorted(phase["collectives"].items()):
         lines.append(
-            f"  {kind}: {sent['bytes'] / 1e9:.4g} GB sent a chip and step, {sent['times']:,} times, "
+            f"  {kind}: {sent['bytes'] / 1e9:.4g} GB sent a device and step, {sent['times']:,} times, "
             f"{sent['seconds'] * 1e3:.3g} ms"
         )
     link = f"{chip.link_bandwidth / 1e9:g} GB/s a link"
@@ -635,8 +752,8 @@ def _describe_phase(i: int, phase: dict[str, Any], report: dict[str, Any], chip:
         f"network {times['network_seconds'] * 1e3:.3g} ms at {link}"
     )
     lines.append(
-        f"  a step takes at least {times['step_seconds'] * 1e3:.3g} ms ({times['bound']}): at most "
-        f"{phase['tokens_per_second']:,.0f} tokens/s, {phase['hours']:,.2f} hours, "
-        f"{phase['chip_hours']:,.1f} chip-hours"
+        f"  a step: {phase['expected_step_seconds'] * 1e3:.3g} ms expected "
+        f"({phase['expected_tokens_per_second']:,.0f} tokens/s), at least "
+        f"{times['step_seconds'] * 1e3:.3g} ms ({times['bound']})"
     )
     return lines

@@ -158,6 +158,8 @@ def all_reduce(size, topology):
         ("v5p:2x2x1", 2 * 3 / 4 / (2 * 100)),
         ("v4:2x2x4", 2 * 15 / 16 / (3 * 50)),  # the long axis is closed only if all are
         ("v5e:16x16,slices=2", 2 * 255 / 256 / (4 * 50) + 1 / 256 / 3.125),
+        # Eight devices on four chips, which share the links.
+        ("tpu7x:2x2x1", 2 * 7 / 8 / (2 * 50)),
         ("h100:8", 2 * 7 / 8 / 450),
         ("h100:16", 2 * 7 / 8 / 450 + 1 / 8 / 50),
     ],
@@ -166,6 +168,31 @@ def test_network_time_by_hand(text, seconds):
     topology = preflight.parse_topology(text)
     collective, where = all_reduce(10**9, topology)
     assert preflight.network_seconds(topology, where, collective) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "topology", "devices"),
+    [
+        ("v5e-16", "v5e:4x4", 16),
+        ("v5litepod-8", "v5e:2x4", 8),
+        ("v5e-1", "v5e:1x1", 1),
+        ("tpu-v6e-256", "v6e:16x16", 256),
+        ("v6e-32,slices=2", "v6e:4x8,slices=2", 64),
+        # These types count two cores a chip; JAX sees a chip of v4 and v5p as one device.
+        ("v4-8", "v4:2x2x1", 4),
+        ("v4-32", "v4:2x2x4", 16),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v5p-256", "v5p:4x4x8", 128),
+        ("tpu7x-8", "tpu7x:2x2x1", 8),
+        ("tpu7x-128", "tpu7x:4x4x4", 128),
+    ],
+)
+def test_an_accelerator_type_is_a_topology(accelerator, topology, devices):
+    parsed = preflight.parse_topology(accelerator)
+    assert parsed == preflight.parse_topology(topology)
+    assert parsed.name == topology
+    assert parsed.devices == len(preflight.places(parsed)) == devices
+    assert parsed.chips == devices // (2 if "tpu7x" in topology else 1)
 
 
 def test_a_group_along_one_axis_has_that_axis_links():
@@ -252,6 +279,42 @@ def test_gpus_are_told_by_formula(capsys):
     assert sent == pytest.approx(2 * 7 / 8 * 4 * report["parameters"])
 
 
+@pytest.mark.parametrize(
+    ("topology", "source", "assumed"),
+    [("h100:8", "on one H100", False), ("b200:8", "on one H100", True), ("a100:8", "A100", False)],
+)
+def test_the_expected_time_is_of_a_measured_utilization(capsys, topology, source, assumed):
+    changes = ["--topology", topology, "--config.model.dtype=bfloat16", "--dollars-per-chip-hour=3"]
+    _, out, _ = run(capsys, *changes, "--json")
+    report = json.loads(out)
+    (phase,) = report["phases"]
+    share = report["utilization"]["share"]
+    assert source in report["utilization"]["measured"]
+    assert report["utilization"]["assumed"] == assumed
+    peak = preflight.parse_topology(topology).chip.flops
+    compute = phase["flops"]["formula"] / (share * peak)
+    assert phase["expected_step_seconds"] == pytest.approx(
+        max(compute, phase["roofline"]["step_seconds"])
+    )
+    assert report["expected_hours"] >= report["hours"] > 0
+    assert report["expected_dollars"] == pytest.approx(3 * report["expected_chip_hours"])
+    _, out, _ = run(capsys, *changes)
+    assert f"the run, expected: {report['expected_hours']:,.2f} hours" in out
+    assert f"the run, at the least: {report['hours']:,.2f} hours" in out
+    assert ("ASSUMED from" in out) == assumed
+
+
+def test_the_attention_is_the_one_that_a_run_would_take(capsys):
+    bfloat16 = ["--topology", "h100:8", "--json", "--config.model.dtype=bfloat16"]
+    for changes, name in (
+        ([], "xla"),
+        (["--config.model.attention_dropout=0"], "xla"),  # runs are deterministic by default
+        (["--config.model.attention_dropout=0", "--config.deterministic=false"], "cudnn"),
+    ):
+        _, out, _ = run(capsys, *bfloat16, *changes)
+        assert json.loads(out)["attention"]["implementation"] == name
+
+
 def test_a_left_to_right_model_is_told(capsys):
     def told(*arguments):
         status, out, _ = run(capsys, "--topology", "h100:8", "--json", *arguments)
@@ -283,6 +346,9 @@ def test_what_does_not_fit_is_told_what_would(capsys):
     [
         (["--topology", "v9:4x4"], "known are v4, v5e, v5p, v6e"),
         (["--topology", "v5p"], "such as v4:2x2x1, v5e:4x4, v5p:4x4x4"),
+        (["--topology", "v5e-24"], "unknown accelerator type 'v5e-24': name one such as v5e-16"),
+        (["--topology", "v5p-7"], "unknown accelerator type 'v5p-7'"),
+        (["--topology", "h100-8"], "unknown accelerator type 'h100-8'"),
         (["--topology", "v5p:4x4"], "v5p takes a shape such as v5p:4x4x4"),
         (["--topology", "v5e:32x32"], "v5e:16x16,slices=4"),
         (["--topology", "h100:8,slices=2"], "slices are not known for h100"),
@@ -349,10 +415,27 @@ def test_the_compiler_holds_what_sharding_says(compiled):
 
 
 @needs_libtpu
+def test_the_compiler_knows_tpu7x():
+    """Two devices a chip: eight of a 2x2x1. Older versions are told what they lack."""
+    topology = preflight.parse_topology("tpu7x:2x2x1")
+    if jax.__version_info__ < (0, 12):
+        with pytest.raises(UserError, match=r"which needs JAX 0\.12 and libtpu 0\.0\.50"):
+            preflight.tpu_devices(topology)
+        return
+    report = preflight.preflight(miniature(layer_loop="scanned"), topology)
+    assert (report["chips"], report["devices"]) == (4, 8)
+    assert report["mesh"]["data"] == 8
+    assert report["expected_chip_hours"] == pytest.approx(4 * report["expected_hours"])
+
+
+@needs_libtpu
 def test_the_compiler_multiplies_what_the_formula_says(compiled):
     _, phase = compiled
     flops = phase["flops"]
-    assert flops["compiled"] == pytest.approx(flops["formula"], rel=1e-6)
+    # The formula leaves out the products that select positions and predicted tokens, each forward and
+    # once backward. (The one [CLS] a row is selected by a sum.)
+    selected = 16 * (128 + 19) * 128 * 128
+    assert flops["compiled"] == pytest.approx(flops["formula"] + 2 * 2 * selected, rel=1e-6)
     # XLA's own count takes the layers' loops once.
     assert flops["cost_analysis"] < 0.8 * flops["compiled"]
 

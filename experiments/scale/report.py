@@ -262,6 +262,7 @@ def write(results, path: pathlib.Path):
     lines += lamb_table(predict_one, r)
     lines += refused(compiled)
     lines += loops_table(results)
+    lines += step_table(results)
     lines += memory_table(results)
     path.write_text("\n".join(lines).rstrip() + "\n")
     print(path)
@@ -368,6 +369,31 @@ def loops_table(results):
             f"{phase['traffic'] / 1e9:.3g} | {sent / 1e9:.3g} | {phase['compile_seconds']:.0f} |"
         )
     return [*lines, ""]
+
+
+def step_table(results):
+    """Compare the compiled training step of commits."""
+    steps = [r for r in results if r["run"] == "step"]
+    if not steps:
+        return []
+    one = steps[0]
+    rows = [
+        f"| {r['commit']} | {', '.join(r['scatters']) or 'none'} | {r['bytes_accessed'] / 1e9:.2f} | "
+        f"{r['temporaries'] / 2**20:.1f} | {r['flops'] / 1e9:,.1f} | {r['compile_seconds']:.0f} |"
+        for r in steps
+    ]
+    return [
+        "",
+        "## The compiled step, by commit",
+        "",
+        f"The training step of {one['size']} in bfloat16, compiled for {one['target']}: "
+        f"{one['batch_size']} rows of T={one['tokens']}, S={one['sequences']}, layers unrolled, XLA's "
+        "attention without dropout. Bytes and FLOPs are XLA's cost analysis, for one device.",
+        "",
+        "| commit | scatters | GB accessed | MiB of temporaries | GFLOP | compiled in s |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 def memory_table(results):

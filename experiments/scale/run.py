@@ -3,6 +3,7 @@
     python experiments/scale/run.py compile [--minutes 30] [--size base]   # what results.jsonl lacks
     python experiments/scale/run.py memory                   # predicted and measured, on this CPU
     python experiments/scale/run.py loops                    # a scanned program beside an unrolled one
+    python experiments/scale/run.py step                     # one program, to compare commits by
     python experiments/scale/run.py report                   # README.md from results.jsonl
 
 Needs `pip install -e '.[tpu]'`. `compile` has libtpu compile the training step (bfloat16, layers
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import device, preflight, sharding, train
+from bert_jax import device, preflight, sharding, train, workdir
 from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
 from bert_jax.tasks import pretraining
 
@@ -244,6 +245,46 @@ def loops() -> None:
             print(layer_loop, remat, report["phases"][0]["compile_seconds"])
 
 
+# The program that commits are compared by: two layers of base, one sequence in each of four slots.
+STEP = {
+    "size": "L2-H768-A12",
+    "tokens": 128,
+    "sequences": 4,
+    "batch_size": 256,
+    "topology": "v5e:2x2",
+}
+
+
+def step() -> None:
+    """Compile the training step of `STEP` in bfloat16 with XLA's attention and record its costs.
+
+    With another checkout first in PYTHONPATH, its step is compiled, and recorded under its commit.
+    """
+    device.start("cpu", cache=False)
+    model = model_size(STEP["size"])
+    model.dtype, model.vocab_multiple = "bfloat16", 128
+    model.attention, model.attention_dropout = "xla", 0.0
+    config = Config(model=model, phases=(Phase(tokens=STEP["tokens"]),))
+    config.batch_size = STEP["batch_size"]
+    config, (stage,) = pretraining.stages_without_rows(config, STEP["sequences"])
+    devices = preflight.tpu_devices(preflight.parse_topology(STEP["target"]))
+    mesh = sharding.make_mesh(config.mesh, list(devices))
+    _, shapes = train.initial_state(config, stage, mesh)
+    begun = time.monotonic()
+    program = train.compile_step(config, stage, mesh, shapes)
+    seconds = time.monotonic() - begun
+    memory, costs = program.memory_analysis(), program.cost_analysis()
+    scatters = re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", program.as_text())
+    line = {
+        "run": "step", "commit": workdir.commit(), "jax": jax.__version__, **STEP,
+        "scatters": sorted(scatters), "bytes_accessed": costs["bytes accessed"],
+        "temporaries": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes,
+        "flops": costs["flops"], "compile_seconds": round(seconds, 1),
+    }  # fmt: skip
+    record(**line)
+    print(json.dumps(line))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -252,7 +293,7 @@ def main() -> None:
     compiling.add_argument("--minutes", type=float, default=30)
     sizes = ["base", "large"]
     compiling.add_argument("--size", choices=sizes, action="append", help="default: both")
-    for name in ("memory", "loops", "report"):
+    for name in ("memory", "loops", "step", "report"):
         verbs.add_parser(name)
     one = verbs.add_parser("one")
     one.add_argument("name")
@@ -264,6 +305,8 @@ def main() -> None:
         memory_all()
     elif options.verb == "loops":
         loops()
+    elif options.verb == "step":
+        step()
     elif options.verb == "one":
         print(json.dumps(memory_of(options.name, options.changes)))
     else:
