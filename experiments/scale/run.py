@@ -251,7 +251,7 @@ STEP = {
     "tokens": 128,
     "sequences": 4,
     "batch_size": 256,
-    "topology": "v5e:2x2",
+    "target": "v5e:2x2",
 }
 
 
