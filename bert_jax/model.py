@@ -74,10 +74,11 @@ def select(table: Float[Array, "... n D"], index: Int[Array, "... m"]) -> Float[
     Its gradient is a product too. That of an index is a scatter-add, which GPUs do one element at a
     time where many indices are equal, and in no fixed order.
     """
-    one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
     # By default accelerators round float32 operands of a product.
     precision = jax.lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
-    return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
+    with jax.named_scope("select"):
+        one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
+        return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
 
 
 def padded_vocab(config: ModelConfig) -> int:

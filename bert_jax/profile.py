@@ -7,15 +7,21 @@ plugins/profile/        the trace itself, which XProf shows: `xprof --logdir WOR
                         or TensorBoard with its profile plugin
 
 The rows add up to the time of a step. Where several operations run at once, on cores, streams or
-devices, each has its share of that time; where none runs, the time is the loop's, waiting for a batch or
-doing anything else. An operation belongs to a part by the name that `jax.named_scope` and Flax gave
-it in the model. The compiler makes one kernel of operations of several parts: its time and bytes are
-divided by how many operations each part has in it.
+devices, each gets its share of that time; while none runs, the time is the loop's, which waits for a
+batch or does something else. An operation belongs to a part by the name that `jax.named_scope` and Flax
+gave it in the model. The compiler fuses operations of several parts into one kernel: its time and bytes
+are divided by how many operations each part has in it.
 
-Operations and bytes are counted in the compiled program's text (`bert_jax.hlo`), for one device. Beside
-them is the least time that they take at the speed of a large matrix product, and of reading and writing a
-large array, measured on the spot, and the gap to the time that was taken. Programs that a cache of before
-these names brings have all of theirs in "other".
+A kernel is looked up in the compiled program by its own name: with CUDA graphs, the default on GPUs, the
+trace has no other link to the program. Layers share kernels that are equal, which are then counted by the
+first of them. Kernels of libraries (cuBLAS, cuDNN) are not in the program under their names: they
+are attention or matrix products by their names, and a product belongs to the vocabulary head where the
+kernel before it does. The `xprof` library (2.24) cannot do this: of a trace with CUDA graphs it gives
+times by kernel name, but no operation and no scope.
+
+Operations and bytes are counted in the compiled program's text (`bert_jax.hlo`), for one device. Next to
+them are the least time that they take at the speed of a large matrix product and of a pass over a large
+array, both measured on the spot, and the gap to the time that was taken.
 """
 
 import collections
@@ -42,7 +48,7 @@ PARTS = {
     "dropout bits": "making random bits and applying them, in attention too",
     "LayerNorm and GELU": "with biases and residuals",
     "embeddings": "looked up, and their gradients added up",
-    "vocabulary head": "masked LM and the losses",
+    "vocabulary head": "masked LM and the losses, with the selection of tokens",
     "optimizer": "with the gradient's norms, clipping and guard",
     "masking": "what to predict, and the rows' layout",
     "collectives": "between devices",
@@ -52,6 +58,7 @@ PARTS = {
     "host": "the device idle for another reason",
 }
 _OTHER, _PROGRAMS, _WAIT, _HOST = list(PARTS)[-4:]
+_HEAD = "vocabulary head"
 # By the first of these that is among the names around an operation.
 _SCOPES = {
     "dropout": "dropout bits",
@@ -65,11 +72,12 @@ _SCOPES = {
         "query key value output intermediate pooler next_sentence classifier".split(), "matmul"
     ),
     **dict.fromkeys("norm attention feed_forward".split(), "LayerNorm and GELU"),
+    "select": "vocabulary head",  # of predicted tokens; positions are within "embeddings"
 }
-# Kernels of libraries that a GPU's trace has by their own names only.
+# Kernels that a GPU's trace has by names of libraries.
 _KERNELS = (
-    ("attention", "fmha|flash|attention"),
-    ("matmul", "gemm|nvjet|cutlass|xmma"),
+    ("attention", "fmha|flash|attention|sdpa|cudnn"),
+    ("matmul", "gemm|nvjet|cutlass|xmma|splitK"),
     (_PROGRAMS, "^mem(cpy|set)"),
 )
 # How the loop's own spans are called in a trace.
@@ -203,14 +211,8 @@ def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, 
         dtype: what the program computes in, for `ceilings`.
     """
     program = hlo.executed(text)
-    module = re.match(r"HloModule ([\w\-]+)", text).group(1)
-    spans, waits, whole = _read(folder, module)
-    seconds: collections.Counter[str] = collections.Counter()
-    # A GPU's kernels are called as the instructions they were made of, without points.
-    named = {**{name.replace(".", "_"): one for name, one in program.items()}, **program}
-    for name, spent in _divide(spans, waits, whole).items():
-        for part, share in _shares(name, named).items():
-            seconds[part] += share * spent / 1e9 / steps
+    times, whole = part_seconds(folder, text, program)
+    seconds = {part: spent / steps for part, spent in times.items()}
     try:
         most = ceilings(dtype)
     except jax.errors.JaxRuntimeError:  # the run has left no memory for it
@@ -235,7 +237,7 @@ def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, 
     return {
         "steps": steps,
         "step_seconds": (whole.end - whole.begin) / 1e9 / steps,
-        "device_seconds": seconds.total() - seconds[_WAIT] - seconds[_HOST],
+        "device_seconds": sum(seconds.values()) - seconds[_WAIT] - seconds[_HOST],
         "matrix_operations": machines * hlo.read(text).matrix_flops,
         "measured_operations_per_second": most and most.operations,
         "measured_bytes_per_second": most and most.bytes,
@@ -246,8 +248,45 @@ def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, 
     }
 
 
+def part_seconds(
+    folder: pathlib.Path, text: str, program: dict[str, hlo.Executed]
+) -> tuple[dict[str, float], _Span]:
+    """Divide the time of a trace among `PARTS`.
+
+    Args:
+        folder: of the trace.
+        text: of the compiled program that was traced.
+        program: what `hlo.executed` reads in it.
+
+    Returns:
+        Seconds by part, and the span of the traced steps.
+    """
+    module = re.match(r"HloModule ([\w\-]+)", text).group(1)
+    spans, waits, whole = _read(folder, module)
+    # A GPU's kernel is called like the instruction that it was made from, without points.
+    named = {**{name.replace(".", "_"): one for name, one in program.items()}, **program}
+    spans = _with_products_of_the_head(spans, named)
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for name, spent in _divide(spans, waits, whole).items():
+        for part, share in _shares(name, named).items():
+            seconds[part] += share * spent / 1e9
+    return seconds, whole
+
+
+def _with_products_of_the_head(spans: list[_Span], program: dict[str, hlo.Executed]) -> list[_Span]:
+    """Rename library products that follow a kernel of the vocabulary head to that part."""
+    result, in_head = [], False
+    for span in sorted(spans):
+        if span.name in program:
+            in_head = _shares(span.name, program).get(_HEAD, 0) > 0.5
+        elif in_head and _shares(span.name, program) == {"matmul": 1.0}:
+            span = span._replace(name=_HEAD)
+        result.append(span)
+    return result
+
+
 def _read(folder: pathlib.Path, module: str) -> tuple[list[_Span], list[_Span], _Span]:
-    """What devices did, instructions of the module by name and others as ""; the loop's waits; all."""
+    """Read a trace: what devices did (by instruction, "" for other programs), waits, and the whole."""
     (path,) = folder.rglob("*.xplane.pb")
     spans, waits, whole, ends = [], [], None, {}
     on_cpu = jax.default_backend() == "cpu"
@@ -268,9 +307,14 @@ def _read(folder: pathlib.Path, module: str) -> tuple[list[_Span], list[_Span], 
                     ends[told.get("_c")] = end
                 elif of_device or (on_cpu and "hlo_op" in told):
                     own = re.split(r"[.(]", str(told.get("hlo_module", module)))[0] == module
-                    name = str(told.get("hlo_op", event.name.split(" = ")[0].lstrip("%")))
+                    name = str(told.get("hlo_op", ""))
+                    if not name or name.startswith("command_buffer"):
+                        name = event.name.split(" = ")[0].lstrip("%")
                     spans.append((_Span(begin, end, name if own else ""), told.get("_p")))
-    return [span._replace(end=ends.get(key, span.end)) for span, key in spans], waits, whole
+    done = [span._replace(end=ends.get(key, span.end)) for span, key in spans]
+    if whole is None:  # traced by another program than `recorded`
+        whole = _Span(min(s.begin for s in done), max(s.end for s in done), "")
+    return done, waits, whole
 
 
 def _divide(spans: list[_Span], waits: list[_Span], whole: _Span) -> dict[str, float]:

@@ -1,6 +1,9 @@
 """Profiled runs: they are the runs they would be without, and what the table says adds up."""
 
+import gzip
 import json
+import os
+import pathlib
 import re
 from types import SimpleNamespace
 
@@ -349,3 +352,136 @@ def test_a_gpus_trace(tmp_path, monkeypatch):
         }
     )
     assert "attention" in [r["part"] for r in table["parts"] if not r["operations_are_all"]]
+
+
+# Two steps on a GPU with CUDA graphs, as an XSpace: kernels have their own names, and their `hlo_op` is
+# the graph's.
+GRAPHS = """
+planes {{
+  name: "/device:GPU:0"
+  lines {{ name: "Stream #14(Memset,Compute)" timestamp_ns: 1000 {events} }}
+  {names}
+  stat_metadata {{ key: 1 value {{ id: 1 name: "hlo_op" }} }}
+  stat_metadata {{ key: 2 value {{ id: 2 name: "hlo_module" }} }}
+}}
+"""
+
+
+def graph_trace(path, kernels):
+    """Write a trace of kernels, (name, nanoseconds) one after the other."""
+    names = sorted({name for name, _ in kernels})
+    events, now = [], 0
+    for name, duration in kernels:
+        stats = 'stats { metadata_id: 1 str_value: "command_buffer_1" }'
+        stats += ' stats { metadata_id: 2 str_value: "jit_step" }'
+        events.append(
+            f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {now * 1000} "
+            f"duration_ps: {duration * 1000} {stats} }}"
+        )
+        now += duration
+    metadata = [
+        f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+        for i, name in enumerate(names, 1)
+    ]
+    text = GRAPHS.format(events=" ".join(events), names=" ".join(metadata))
+    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+
+
+def test_kernels_of_a_cuda_graph_are_known_by_their_own_names(tmp_path):
+    text = PROGRAM.replace(
+        "  %gemm.1 =",
+        '  %loss.2 = f32[8,4]{1,0} exponential(%b), metadata={op_name="jit(step)/jvp(loss)/exp"}\n'
+        "  %gemm.1 =",
+    )
+    kernels = [
+        ("nvjet_sm90_tst_128x160", 300),
+        ("fused_1", 800),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 200),
+        ("loss_2", 50),
+        ("sm90_xmma_gemm_f32f32_tf32f32", 400),  # the products of the vocabulary head
+        ("nvjet_sm90_tss_192x96", 100),
+        ("exp_1", 25),
+        ("nvjet_sm90_tst_128x160", 300),
+        ("unknown_kernel", 5),
+    ]
+    graph_trace(tmp_path / "x.xplane.pb", 2 * kernels)
+    seconds, whole = profile.part_seconds(tmp_path, text, hlo.executed(text))
+    assert whole.end - whole.begin == 2 * sum(duration for _, duration in kernels)
+    spent = {part: value * 1e9 / 2 for part, value in seconds.items() if value}
+    in_fusion = 800 / (16 + 1)  # products and what follows them, in proportion
+    assert spent == pytest.approx(
+        {
+            "matmul": 600 + in_fusion * 16,
+            "dropout bits": in_fusion,
+            "attention": 200,
+            "vocabulary head": 50 + 500,
+            "masking": 25,
+            "other": 5,
+        }
+    )
+
+
+def protobuf_fields(message):
+    """The fields of a serialized message: (number, value), bytes or integers."""
+
+    def varint(i):
+        value = shift = 0
+        while True:
+            byte, i = message[i], i + 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value, i
+
+    i = 0
+    while i < len(message):
+        tag, i = varint(i)
+        size = {1: 8, 5: 4}.get(tag & 7)
+        if tag & 7 == 0:
+            value, i = varint(i)
+        else:
+            if size is None:
+                size, i = varint(i)
+            value, i = message[i : i + size], i + size
+        yield tag >> 3, value
+
+
+def traced_program(xspace, name):
+    """The text of a program from the metadata plane of a trace."""
+    from jaxlib import _hlo
+
+    for number, plane in protobuf_fields(xspace):
+        fields = list(protobuf_fields(plane)) if number == 1 else []
+        if (2, b"/host:metadata") not in fields:
+            continue
+        for _, entry in (field for field in fields if field[0] == 4):
+            metadata = list(protobuf_fields(dict(protobuf_fields(entry))[2]))
+            if any(n == 2 and value.startswith(name) for n, value in metadata):
+                stats = [dict(protobuf_fields(value)) for n, value in metadata if n == 5]
+                proto = next(stat[6] for stat in stats if 6 in stat)
+                module = dict(protobuf_fields(proto))[1]
+                return _hlo.XlaComputation(module).get_hlo_module().to_string()
+    raise AssertionError(f"no program {name} in the trace")
+
+
+@pytest.mark.data
+def test_a_trace_of_an_h100(tmp_path):
+    """Five steps of base, T=128, 256 rows, where the sums by kind of kernel are known."""
+    data = os.environ.get("BERT_JAX_DATA", "")
+    path = pathlib.Path(data).parent / "gpu" / "base_128_5_steps.xplane.pb.gz"
+    if not data or not path.exists():
+        pytest.skip(f"needs {path.name} in the folder gpu beside $BERT_JAX_DATA")
+    xspace = gzip.decompress(path.read_bytes())
+    (tmp_path / "x.xplane.pb").write_bytes(xspace)
+    text = traced_program(xspace, b"jit_step")
+    seconds, _ = profile.part_seconds(tmp_path, text, hlo.executed(text))
+    spent = {part: 1e3 * value / 5 for part, value in seconds.items()}
+    assert spent["attention"] == pytest.approx(6.6, abs=0.1)  # ms, cuDNN's kernels
+    # cuBLAS 22.8, Triton 1.1, and what is fused with them.
+    assert 23 < spent["matmul"] + spent["vocabulary head"] < 31
+    assert spent["vocabulary head"] > 1.55  # the products of its backward pass alone
+    assert spent["LayerNorm and GELU"] > 10
+    assert spent["optimizer"] > 1
+    busy = sum(value for part, value in spent.items() if part not in ("host", "input wait"))
+    assert busy == pytest.approx(56.9, abs=1)
+    assert spent["other"] < 0.02 * busy
