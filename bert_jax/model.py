@@ -7,6 +7,7 @@ Parameter paths (`encoder/layer_3/attention/query/kernel`) are public: weight-de
 and conversion match on them.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -86,8 +88,20 @@ def padded_vocab(config: ModelConfig) -> int:
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
+@dataclasses.dataclass
+class _InitConfig(ModelConfig):
+    """A model's config while its parameters are made.
+
+    Attributes:
+        draw: (key, shape, dtype) to an array, in place of the truncated normal distribution.
+    """
+
+    draw: Callable | None = None
+
+
 def _initializer(config: ModelConfig) -> Callable:
-    return nn.initializers.truncated_normal(config.initializer_stddev)
+    draw = config.draw if isinstance(config, _InitConfig) else None
+    return draw or nn.initializers.truncated_normal(config.initializer_stddev)
 
 
 def _vocab_initializer(config: ModelConfig, axis: int) -> Callable:
@@ -571,19 +585,71 @@ class Bert(nn.Module):
         return self.classifier(hidden).astype(jnp.float32)
 
     def touch(self, tokens: Int[Array, "B T"], layout: Layout, positions: Int[Array, "B P"]):
-        """Runs every part there is, so that all parameters come into being."""
-        self(tokens, layout, positions)
-        if self.config.has_pooler:
-            self.pool(self.encode(tokens, layout), layout.cls)
-        if self.config.head:
-            self.classify(tokens, layout)
+        """Use every parameter once, so that `init` makes it."""
+        c = self.config
+        states = self.hidden_states(tokens, layout)
+        hidden = states[-1]
+        if c.masked_lm:
+            self.masked_lm(select(hidden, positions), self.embeddings.word.embedding)
+        if c.has_pooler:
+            pooled = self.pool(hidden, layout.cls)
+            if c.next_sentence:
+                self.next_sentence(pooled)
+        if c.features:
+            states = [states[i] for i in c.feature_layers]
+            weighted = c.features.startswith("weighted-")
+            hidden = self.features(states) if weighted else jnp.concatenate(states, -1)
+        if c.lstm_layers:
+            hidden = self.lstm(hidden, layout.sequence)
+        if c.head:
+            self.classifier(hidden)
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
-    """Random parameters of the whole model."""
+    """Random parameters of the whole model: the same bits as `Bert(config).init` draws.
+
+    Kernels of one shape are drawn together. A generator for each of them, and for each key, takes XLA
+    longer to compile than the training step.
+    """
     one = jnp.ones((1, 1), jnp.int32)
-    start = Bert(config).init(key, one, layout(one, one, 1), one - 1, method=Bert.touch)
-    return start["params"]
+    inputs = (one, layout(one, one, 1), one - 1)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
+
+    def init(key: Key[Array, ""], draw: Callable) -> Params:
+        return Bert(_InitConfig(**fields, draw=draw)).init(key, *inputs, method=Bert.touch)[
+            "params"
+        ]
+
+    kinds: list[tuple[tuple[int, ...], Any]] = []
+
+    def keys(key: Key[Array, ""]) -> list[Key[Array, ""]]:
+        drawn_with = []
+
+        def record(own_key, shape, dtype):
+            drawn_with.append(own_key)
+            kinds.append((shape, dtype))
+            return jnp.full(shape, jax.random.key_data(own_key)[0], dtype)
+
+        init(key, record)
+        return drawn_with
+
+    # Flax folds a hash of the parameter's path into the key.
+    traced = jax.make_jaxpr(keys)(key).jaxpr
+    made_by = {variable: equation for equation in traced.eqns for variable in equation.outvars}
+    hashes = [made_by[variable].invars[1].val for variable in traced.outvars]
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(i)
+    drawn: dict[int, Array] = {}
+    for (shape, dtype), members in groups.items():
+
+        def draw(path_hash, shape=shape, dtype=dtype):
+            return _initializer(config)(jax.random.fold_in(key, path_hash), shape, dtype)
+
+        path_hashes = np.array([hashes[i] for i in members], np.uint32)
+        drawn.update(zip(members, jax.vmap(draw)(path_hashes), strict=True))
+    in_order = iter(range(len(kinds)))
+    return init(key, lambda *_: drawn[next(in_order)])
 
 
 def shapes(config: ModelConfig) -> Params:

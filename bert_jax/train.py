@@ -285,6 +285,21 @@ def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Sta
     )
 
 
+def _compile_aloud(
+    config: Run, stage: Stage, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
+) -> Compiled:
+    """Compile a stage and report how long it took."""
+    begun = time.monotonic()
+    compiled = compile_stage(config, stage, mesh, shapes)
+    fewer = " and ".join(map(str, stage.smaller_batches))
+    progress.say(
+        f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
+        f"in {time.monotonic() - begun:.1f} s"
+        + (f"; compiling it for {fewer} rows in the background" if fewer else "")
+    )
+    return compiled
+
+
 def train(
     config: Run,
     vocabulary: Vocabulary,
@@ -356,6 +371,14 @@ def train(
         watch = stack.enter_context(distributed.Watch())
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
+        number = next(i for i, s in enumerate(stages) if step < s.end_step)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            # Shapes are enough to compile the step, which takes longer than to make the state.
+            if number not in compiled:
+                making = pool.submit(_compile_aloud, config, stages[number], mesh, shapes, progress)
+            state = state_at(step)
+            if number not in compiled:
+                compiled[number] = making.result()
         loop = _Loop(
             config=config,
             mesh=mesh,
@@ -368,7 +391,7 @@ def train(
             progress=progress,
             watch=watch,
             step=step,
-            state=state_at(step),
+            state=state,
         )
         while True:
             with Log(folder, loop.step, config, mesh, progress) as log:
@@ -486,7 +509,9 @@ class _Loop:
             number = next(i for i, s in enumerate(self.stages) if self.step < s.end_step)
             stage = self.stages[number]
             if number not in self.compiled:
-                self.compiled[number] = self._compile(stage)
+                self.compiled[number] = _compile_aloud(
+                    self.config, stage, self.mesh, self.shapes, self.progress
+                )
             log.begin(stage, self.step)
             part = sharding.row_part(self.mesh)
             wanted = (self.step - stage.first_step, stage.end_step - stage.first_step)
@@ -504,17 +529,6 @@ class _Loop:
                     self._dispatch(self.compiled[number], batch, log)
                     if self._look_around(log, patience, interrupted, self.compiled[number]):
                         return
-
-    def _compile(self, stage: Stage) -> Compiled:
-        begun = time.monotonic()
-        compiled = compile_stage(self.config, stage, self.mesh, self.shapes)
-        fewer = " and ".join(map(str, stage.smaller_batches))
-        self.progress.say(
-            f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
-            f"in {time.monotonic() - begun:.1f} s"
-            + (f"; compiling it for {fewer} rows in the background" if fewer else "")
-        )
-        return compiled
 
     def _dispatch(self, compiled: Compiled, batch: Batch, log: Log) -> None:
         """Sends the next step to the device."""

@@ -848,3 +848,47 @@ def test_flops_of_what_stands_on_an_encoder():
     wide = 3 * 16 * 2 * (2 * 256 * 4 * 64 + 2 * 64 * 4 * 64)
     assert with_(lstm_layers=1, features="last4") == plain / 3 + wide
     assert with_(lstm_layers=1, features="weighted-all") == plain / 3 + lstm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"final_norm": True, "tied_decoder": False, "transform": False, "next_sentence": False},
+        {"segments": 0, "vocab_multiple": 64, "layer_loop": "scanned"},
+        {"causal": True, "next_sentence": False, "pooler": True},
+        {"masked_lm": False, "next_sentence": False, "head": "sequence", "labels": ("a", "b")},
+        {"masked_lm": False, "head": "token", "labels": ("a",), "lstm_layers": 2},
+        {
+            "masked_lm": False, "next_sentence": False, "head": "span", "labels": ("a", "b"),
+            "features": "weighted-all",
+        },
+        {"masked_lm": False, "head": "choice", "labels": ("",), "features": "last4", "layers": 4},
+    ],
+)  # fmt: skip
+def test_parameters_are_those_that_flax_draws(changes):
+    """Bit for bit, from seeds as the training loop passes them."""
+    config = make_config(**changes)
+    one = jnp.ones((1, 1), jnp.int32)
+    inputs = (one, rows.layout(one, one, 1), one - 1)
+
+    def alone(key):
+        return Bert(config).init(key, *inputs, method=Bert.touch)["params"]
+
+    drawn_alone, together = (
+        fast_jit(lambda seed, init=init: init(jax.random.key(seed)))(jnp.uint32(7))
+        for init in (alone, functools.partial(init_params, config))
+    )
+    assert flat(together).keys() == flat(drawn_alone).keys()
+    jax.tree.map(np.testing.assert_array_equal, together, drawn_alone)
+
+
+def test_parameters_of_equal_layers_are_drawn_together():
+    """The program grows with the number of shapes, not of layers."""
+
+    def generators(layers):
+        config = make_config(layers=layers)
+        program = jax.make_jaxpr(lambda: init_params(config, jax.random.key(0)))()
+        return str(program).count("erf_inv")
+
+    assert generators(6) == generators(2)
