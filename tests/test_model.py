@@ -871,12 +871,16 @@ def test_parameters_are_those_that_flax_draws(changes):
     config = make_config(**changes)
     one = jnp.ones((1, 1), jnp.int32)
     inputs = (one, rows.layout(one, one, 1), one - 1)
+    # As runs compile it: the compiler's rounding of the same draws depends on its settings.
+    options = {"xla_backend_optimization_level": 2}
 
     def alone(key):
         return Bert(config).init(key, *inputs, method=Bert.touch)["params"]
 
     drawn_alone, together = (
-        fast_jit(lambda seed, init=init: init(jax.random.key(seed)))(jnp.uint32(7))
+        jax.jit(lambda seed, init=init: init(jax.random.key(seed)), compiler_options=options)(
+            jnp.uint32(7)
+        )
         for init in (alone, functools.partial(init_params, config))
     )
     assert flat(together).keys() == flat(drawn_alone).keys()
