@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from typing import Any
 
-import google_crc32c
-
 from bert_jax.errors import UserError
 
 LOCK = "lock"
@@ -149,6 +147,8 @@ def sha256(path: str | os.PathLike | Traversable) -> str:
 
 def crc32c(path: str | os.PathLike) -> str:
     """The hexadecimal CRC-32C of a file's bytes, which processors compute as fast as they read."""
+    import google_crc32c
+
     crc = 0
     with open(path, "rb") as file:
         while piece := file.read(_PIECE_BYTES):

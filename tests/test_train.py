@@ -448,8 +448,8 @@ def refused(capsys, *argv):
         (["phases[0].tokens=64"], "T=32, config.phases[0].tokens is 64"),
         (["mesh.data=3"], "does not fit 8 devices"),
         (["mesh.data=8", "batch_size=12"], "not divisible by 8"),
-        (["model.attention=splash"], "'splash' runs on a tpu only, this is a cpu: here it can be"),
-        (["model.attention=flash"], "config.model.attention is 'flash': it must be one of 'xla'"),
+        (["model.attention=splash"], "'splash' runs on a tpu only, this is a cpu: set it to 'xla'"),
+        (["model.attention=flash"], "config.model.attention is 'flash': it must be one of 'auto'"),
     ],
 )
 def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, changes, expected):
