@@ -35,6 +35,8 @@ PARAMS, TRAINING = "params", "training"
 METRICS = "metrics"  # as Orbax calls them
 MANIFEST = "manifest.json"
 
+# Several files of a state are written, flushed and checked at the same time.
+_DATA_FILE_BYTES = 128 << 20
 # Checksums of a manifest without this prefix are SHA-256, as older versions wrote them.
 _CRC32C = "crc32c:"
 # A step that is to go is renamed to this folder's first, or a kill would leave a part of it behind.
@@ -265,10 +267,13 @@ class Checkpoints:
         Raises:
             UserError: this save or the one before it failed (a full disk).
         """
-        items = {PARAMS: ocp.args.PyTreeSave(params)}
-        if training is not None:
-            items[TRAINING] = ocp.args.PyTreeSave(training)
-        args = ocp.args.Composite(**items)
+        items = {PARAMS: params} if training is None else {PARAMS: params, TRAINING: training}
+        args = ocp.args.Composite(
+            **{
+                name: ocp.args.PyTreeSave(item, ocdbt_target_data_file_size=_DATA_FILE_BYTES)
+                for name, item in items.items()
+            }
+        )
         with self._errors(f"save step {step} to"):
             self._manager.save(step, args=args, metrics=heldout, force=True)
 
