@@ -1,7 +1,7 @@
 """Shared by all tests: shape checking, a quiet JAX on eight virtual CPU devices, a small corpus."""
 
+import functools
 import os
-import random
 import shutil
 import tempfile
 
@@ -12,8 +12,14 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
-# Compiled programs of tests stay out of the user's cache.
+# Tests, their processes and later runs of the tests share compiled programs, apart from the user's.
 os.environ["BERT_JAX_CACHE"] = os.path.join(tempfile.gettempdir(), "bert_jax_tests_cache")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["BERT_JAX_CACHE"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import importlib.util
+import pathlib
 
 import hypothesis
 import pytest
@@ -27,6 +33,13 @@ hypothesis.settings.register_profile("fixed", derandomize="BERT_JAX_SOAK" not in
 hypothesis.settings.load_profile("fixed")
 
 
+# Files whose tests take longest, so that no worker begins one of them last.
+LONGEST = (
+    "finetune_runs", "train", "model", "distributed", "convert", "guard", "profile", "finetuning",
+    "checkpoint", "sweep", "speed_gpu", "attention",
+)  # fmt: skip
+
+
 def pytest_configure():
     """Tests compute as commands in processes of their own do, whose bits they compare with theirs."""
     from bert_jax import device
@@ -34,50 +47,51 @@ def pytest_configure():
     device.use_fast_products()
 
 
+def pytest_collection_modifyitems(items):
+    """Put the longest files first, mark tests by the fixtures they use, and skip what cannot run."""
+
+    def place(item):
+        name = item.path.stem.removeprefix("test_")
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+    for item in items:
+        if "shared_data" in item.fixturenames:
+            item.add_marker("data")
+        if "chromium" in item.fixturenames:
+            item.add_marker("slow")
+        if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
+            reason = "needs libtpu, which compiles for TPUs: pip install 'bert-jax[tpu]' (210 MB)"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """A function from a path below the folder that $BERT_JAX_DATA names to the file; skips without it."""
+
+    def find(name):
+        path = pathlib.Path(os.environ.get("BERT_JAX_DATA", "/nonexistent"), name)
+        if not path.exists():
+            pytest.skip(f"needs {name} in a folder of data that $BERT_JAX_DATA names")
+        return path
+
+    return find
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A file in Google's format: 60 documents of sentences from a small grammar."""
-    rng = random.Random(0)
-    nouns = "king river mountain book child city teacher horse garden winter letter ship".split()
-    verbs = "sees follows remembers leaves finds builds crosses describes".split()
-    where = ["in the morning", "near the old bridge", "without a word", "after the war"]
-    documents = []
-    for _ in range(60):
-        topic = rng.sample(nouns, 4)  # a document keeps to few nouns, so its pairs can be told
-        documents.append(
-            "\n".join(
-                f"The {rng.choice(topic)} {rng.choice(verbs)} the {rng.choice(topic)} {rng.choice(where)}."
-                for _ in range(rng.randint(4, 30))
-            )
-        )
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("\n\n".join(documents) + "\n")
-    return path
+    from tests.helpers import corpus
+
+    return corpus.write(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
 def rows(corpus):
     """A function (T, S) to a folder of rows of the corpus with sentence pairs."""
-    from bert_jax.data import prepare, wordpiece
+    from tests.helpers.corpus import write_rows
 
-    vocab = corpus.parent / "vocab"
-    wordpiece.train([str(corpus)], str(vocab), size=150)
-
-    def make(tokens=32, sequences=3):
-        folder = corpus.parent / f"rows_{tokens}_{sequences}"
-        if not folder.exists():
-            prepare.prepare(
-                [str(corpus)],
-                str(vocab),
-                str(folder),
-                tokens=tokens,
-                sequences=sequences,
-                heldout_fraction=0.1,
-                workers=1,
-            )
-        return folder
-
-    return make
+    return functools.partial(write_rows, corpus)
 
 
 @pytest.fixture(scope="module")  # its driver runs an event loop, which other tests would meet
@@ -85,7 +99,7 @@ def chromium():
     """A headless Chromium, driven by Playwright; skips where the machine has none."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("there is no Chromium (apt-get install chromium)")
+        pytest.skip("needs Chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -137,3 +151,41 @@ def file_of(tmp_path):
         return folder / "sweep.py"
 
     return write
+
+
+@pytest.fixture
+def hf_folder(tmp_path):
+    """A checkpoint as transformers saves it, with random weights."""
+    from tests.helpers import checkpoints
+
+    return checkpoints.save_pretrained(checkpoints.torch_model(), tmp_path / "theirs")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run with all pretraining heads over `checkpoints.WORDS`, with random weights."""
+    from bert_jax.config import ModelConfig
+    from tests.helpers import checkpoints
+
+    config = ModelConfig(
+        layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=len(checkpoints.WORDS),
+        positions=24, vocab_multiple=8,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("ours") / "run"
+    params = checkpoints.random_params(config, 3)
+    return checkpoints.write_run(folder, config, params, checkpoints.WORDS)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Meshes of one device, where eight on two cores would only be slow."""
+    import jax
+
+    from bert_jax import sharding
+
+    make_mesh = sharding.make_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sharding, "make_mesh", lambda config, devices=None: make_mesh(config, jax.devices()[:1])
+        )
+        yield

@@ -224,9 +224,9 @@ def assert_only_words_are_scattered(text):
     assert found[0].startswith("f32[")  # bfloat16 has no fast atomic addition
 
 
+@pytest.mark.tpu
 @pytest.mark.parametrize("topology", ["v5e:2x2"])
 def test_a_sharded_step_compiles_for_tpu(rows, topology):
-    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: install bert-jax[tpu]")
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(topology, "tpu").devices

@@ -30,12 +30,6 @@ OPTIONS = [
 
 
 @pytest.fixture
-def installed():
-    """Skips where Apache Beam is not installed."""
-    pytest.importorskip("apache_beam", reason="Apache Beam is missing: pip install -e '.[beam]'")
-
-
-@pytest.fixture
 def small_pieces(monkeypatch):
     """Many chunks, batches and shards of little text."""
     monkeypatch.setattr(pieces, "CHUNK_CHARACTERS", 1500)
@@ -147,7 +141,7 @@ def test_the_text_is_as_odd_as_it_should_be(tmp_path, text, small_pieces):
         (OPTIONS[3], []),
     ],
 )
-def test_beam_writes_the_same_bytes(tmp_path, text, small_pieces, installed, options, beam):
+def test_beam_writes_the_same_bytes(tmp_path, text, small_pieces, options, beam):
     prepare(*text, tmp_path / "local", workers=1, **options)
     prepare(*text, tmp_path / "beam", runner="beam", beam=beam, **options)
     assert content(tmp_path / "beam") == content(tmp_path / "local")
@@ -163,7 +157,7 @@ def broken(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["no field", "no text"])
-def test_bad_text_is_the_local_runners_line(tmp_path, text, small_pieces, installed, kind, capfd):
+def test_bad_text_is_the_local_runners_line(tmp_path, text, small_pieces, kind, capfd):
     sources, vocab = text
     bad = broken(kind, tmp_path)
     with pytest.raises(UserError) as local:
@@ -177,7 +171,7 @@ def test_bad_text_is_the_local_runners_line(tmp_path, text, small_pieces, instal
 
 
 def test_a_full_disk_is_one_line_and_what_is_done_is_kept(
-    tmp_path, text, small_pieces, installed, monkeypatch
+    tmp_path, text, small_pieces, monkeypatch
 ):
     prepare(*text, tmp_path / "whole", workers=1)
     out, real, left = tmp_path / "rows", os.fsync, 40
@@ -251,7 +245,7 @@ def test_options_that_do_not_go_together(tmp_path, text, options, line):
         ("runner=Sparkle", "Sparkle"),
     ],
 )
-def test_beams_own_options_are_checked(tmp_path, text, installed, option, line):
+def test_beams_own_options_are_checked(tmp_path, text, option, line):
     with pytest.raises(UserError, match=line) as error:
         prepare(*text, tmp_path / "rows", runner="beam", beam=[option])
     assert "\n" not in str(error.value)

@@ -24,8 +24,16 @@ from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, load
 from bert_jax.errors import UserError
 from bert_jax.tasks import pretraining
-from tests.test_distributed import ends, start
-from tests.test_train import ALONE, arguments, assert_same_run, command, refused
+from tests.helpers import processes
+from tests.helpers.runs import (
+    ONE_DEVICE,
+    arguments,
+    assert_same_run,
+    command,
+    refused,
+    start_processes,
+    wait_for_all,
+)
 
 CHANGES = (
     *("steps=6", "evaluate_every_steps=2", "log_every_steps=2", "evaluate_rows=8"),
@@ -381,7 +389,7 @@ def test_a_lock_dies_with_its_owner(tmp_path):
         "    print('held', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    owner = processes.Process([sys.executable, "-c", code])
     assert owner.stdout.readline() == "held\n"
     for _ in range(2):  # refused twice: a refusal takes nothing from its owner
         with pytest.raises(UserError, match=f"pid {owner.pid} on"), files.only_process(tmp_path):
@@ -396,7 +404,7 @@ def test_several_processes_agree(rows, copy):
     """The first looks and moves; all go on from the same step."""
     flip(step(copy) / "manifest.json")
     argv = command(copy, [rows()], *CHANGES)
-    status, said = ends(start(argv, 2))
+    status, said = wait_for_all(start_processes(argv, 2))
     assert status == [0, 0], said
     assert f"moved to {copy}/damaged/6; going on from step 4" in said[0]
     assert "damaged" not in said[1]
@@ -426,7 +434,7 @@ def test_no_room_then_room_then_read_only(tmp_path, rows):
             text=True,
             check=False,
             timeout=600,
-            env=ALONE,
+            env=ONE_DEVICE,
         )
     except FileNotFoundError:
         pytest.skip("needs the command unshare to make a small file system")

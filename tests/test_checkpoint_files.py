@@ -214,11 +214,9 @@ def test_strings_are_listed_and_refused_when_asked_for():
         tensorflow1.read(FIXTURE, "other.ckpt")
 
 
-def test_the_index_of_a_google_release():
-    folder = pathlib.Path(os.environ.get("BERT_JAX_DATA", "")) / "tf1"
+def test_the_index_of_a_google_release(shared_data):
     prefix = "uncased_L-4_H-256_A-4.bert_model.ckpt"
-    if not (folder / f"{prefix}.index").is_file():
-        pytest.skip(f"no tf1/{prefix}.index in the folder that BERT_JAX_DATA names")
+    folder = shared_data(f"tf1/{prefix}.index").parent
     entries = tensorflow1.entries(folder, prefix)
     shapes = {name: entry.shape for name, entry in entries.items()}
     assert len(shapes) == 5 + 4 * 16 + 2 + 5 + 2

@@ -5,8 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import os
-import pathlib
 import types
 import warnings
 
@@ -523,18 +521,14 @@ def test_choices_must_be_named(tmp_path):
 # --- Real data ------------------------------------------------------------------------------------
 
 
-def test_banking77():
-    folder = os.environ.get("BERT_JAX_DATA")
-    if not folder:
-        pytest.skip("BERT_JAX_DATA is not set: no intent/banking77_train.csv.gz")
-    folder = pathlib.Path(folder) / "intent"
+def test_banking77(shared_data):
     config = TaskConfig(
-        train=str(folder / "banking77_train.csv.gz"),
-        dev=str(folder / "banking77_test.csv.gz"),
+        train=str(shared_data("intent/banking77_train.csv.gz")),
+        dev=str(shared_data("intent/banking77_test.csv.gz")),
         label="category",
         tokens=64,
     )
-    vocabulary = wordpiece.load(folder.parent / "vocab" / "bert-base-uncased-vocab.txt")
+    vocabulary = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt"))
     problem = Classification(config, vocabulary)
     assert len(problem.labels) == 77
     assert [len(problem.splits[name]) for name in ("train", "dev")] == [10_003, 3_080]

@@ -7,10 +7,7 @@ import io
 import json
 import logging
 import os
-import pathlib
 import shutil
-import subprocess
-import sys
 import threading
 import zipfile
 
@@ -34,49 +31,19 @@ from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.explore import MaskFiller
-from bert_jax.model import Bert, shapes
-
-TF1 = pathlib.Path(__file__).parent / "data" / "tf1"
-WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")
-LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
-CLASSES = {
-    "BertModel": {},
-    "BertForPreTraining": {},
-    "BertForMaskedLM": {},
-    "BertForNextSentencePrediction": {},
-    "BertForSequenceClassification": LABELS,
-    "BertForTokenClassification": LABELS,
-    "BertForMultipleChoice": {},
-    "BertForQuestionAnswering": {},
-}
-
-
-def torch_model(name="BertForPreTraining", seed=0, **changes):
-    """A random model of a class of transformers; no weight is zero or one."""
-    values = dict(
-        vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
-        intermediate_size=20, max_position_embeddings=24,
-    )  # fmt: skip
-    config = transformers.BertConfig(**{**values, **CLASSES[name], **changes})
-    model = getattr(transformers, name)(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return model
-
-
-def save(model, folder, words=WORDS, **options):
-    """As a user of transformers does, with its tokenizer."""
-    model.save_pretrained(folder, **options)
-    tokenizer = transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return save(torch_model(), tmp_path / "theirs")
+from bert_jax.model import Bert
+from tests.helpers import processes
+from tests.helpers.checkpoints import (
+    CLASSES,
+    TF1,
+    WORDS,
+    random_params,
+    refusal,
+    save_pretrained,
+    torch_model,
+    write_run,
+)
+from tests.helpers.runs import arguments, python
 
 
 def flat(params):
@@ -88,36 +55,6 @@ def assert_same(params, others):
     assert params.keys() == others.keys()
     for path, value in params.items():
         np.testing.assert_array_equal(value, others[path], err_msg=path)
-
-
-def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-    params = jax.tree.map(
-        lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32),
-        shapes(config),
-    )
-    extra = params["embeddings"]["word"]["embedding"][config.vocab_size :]
-    extra[:] = 0  # the padding of the vocabulary
-    if config.masked_lm:
-        params["masked_lm"]["bias"][config.vocab_size :] = 0
-        if not config.tied_decoder:
-            params["masked_lm"]["decoder"][:, config.vocab_size :] = 0
-    return params
-
-
-def write_run(folder, config, params, words=None):
-    """A folder as a run of ours leaves it."""
-    words = words or [*SPECIAL, *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
-    from bert_jax import config as config_lib
-
-    files.only_process(folder)
-    Vocabulary(tuple(words), True).save(folder)
-    whole = {"config": config_lib.to_dict(Config(model=config)), "data": []}
-    files.write_json(folder / "config.json", whole)
-    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", Config().checkpoint)
-    checkpoints.save(7, params)
-    checkpoints.close()
-    return folder
 
 
 def inputs(seed=0, batch=3, length=11):
@@ -141,21 +78,13 @@ def apply(config, params, *args, method=None):
     return run(params, *args)
 
 
-def refusal(folder, **options):
-    with pytest.raises(UserError) as caught:
-        source.read(str(folder), **options)
-    said = str(caught.value)
-    assert "\n" not in said
-    return said
-
-
 # --- Their models here ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_gives_their_outputs(tmp_path, name):
     model = torch_model(name, type_vocab_size=2)
-    config, vocabulary, params, about = source.read(str(save(model, tmp_path / "m")))
+    config, vocabulary, params, about = source.read(str(save_pretrained(model, tmp_path / "m")))
     assert vocabulary.tokens == WORDS
     assert about["left_out"] == []
     tokens, layout, theirs, real = inputs()
@@ -197,14 +126,14 @@ def test_every_class_gives_their_outputs(tmp_path, name):
 @pytest.mark.parametrize("kind", ["sharded", "bin", "legacy bin", "sharded bin", "bfloat16"])
 def test_every_kind_of_weight_file_is_the_same_model(tmp_path, kind):
     model = torch_model()
-    plain = source.read(str(save(model, tmp_path / "plain")))
+    plain = source.read(str(save_pretrained(model, tmp_path / "plain")))
     folder = tmp_path / "other"
-    save(model, folder, max_shard_size="2KB" if kind == "sharded" else "1GB")
+    save_pretrained(model, folder, max_shard_size="2KB" if kind == "sharded" else "1GB")
     if kind == "sharded":
         assert len(list(folder.glob("model-*.safetensors"))) > 2
     elif kind == "bfloat16":
-        save(model.to(torch.bfloat16), folder)
-        plain = source.read(str(save(model.float(), tmp_path / "rounded")))
+        save_pretrained(model.to(torch.bfloat16), folder)
+        plain = source.read(str(save_pretrained(model.float(), tmp_path / "rounded")))
     else:
         (folder / "model.safetensors").unlink()
         state = model.state_dict()
@@ -238,24 +167,24 @@ def old(name):
 @pytest.mark.parametrize(
     "change", [old, lambda n: f"module.{n}", lambda n: f"module.model.{old(n)}"]
 )
-def test_old_and_wrapped_names(folder, change):
-    wanted = source.read(str(folder))
+def test_old_and_wrapped_names(hf_folder, change):
+    wanted = source.read(str(hf_folder))
     buffer = change("bert.embeddings.position_ids")
-    rename(folder, change, [(buffer, np.arange(24)[None])])
-    got = source.read(str(folder))
+    rename(hf_folder, change, [(buffer, np.arange(24)[None])])
+    got = source.read(str(hf_folder))
     assert got.about["left_out"] == [buffer]
     assert_same(got.params, wanted.params)
 
 
-def test_a_decoder_written_twice(folder):
-    wanted = source.read(str(folder))
-    words = load_file(folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+def test_a_decoder_written_twice(hf_folder):
+    wanted = source.read(str(hf_folder))
+    words = load_file(hf_folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
     twice = [("cls.predictions.decoder.weight", words)]
-    rename(folder, lambda n: n, twice)
-    assert_same(source.read(str(folder)).params, wanted.params)
-    rename(folder, lambda n: n, [("cls.predictions.decoder.weight", words + 1)])
+    rename(hf_folder, lambda n: n, twice)
+    assert_same(source.read(str(hf_folder)).params, wanted.params)
+    rename(hf_folder, lambda n: n, [("cls.predictions.decoder.weight", words + 1)])
     with pytest.raises(UserError, match=r"ties the decoder .* but cls.predictions.decoder.weight"):
-        source.read(str(folder))
+        source.read(str(hf_folder))
 
 
 def test_a_google_release_and_its_zip(tmp_path):
@@ -308,9 +237,8 @@ def test_official_files_are_recognized(tmp_path, monkeypatch):
     assert imported.about["vocabulary"] is None
 
 
-@pytest.mark.skipif("BERT_JAX_DATA" not in os.environ, reason="needs BERT_JAX_DATA: vocab/")
-def test_the_official_digests_are_those_on_record():
-    data = pathlib.Path(os.environ["BERT_JAX_DATA"]) / "vocab"
+def test_the_official_digests_are_those_on_record(shared_data):
+    data = shared_data("vocab/OFFICIAL_SHA256.txt").parent
     listed = {}
     for line in (data / "OFFICIAL_SHA256.txt").read_text().splitlines():
         if line.startswith("sha256:"):
@@ -326,35 +254,35 @@ def test_the_official_digests_are_those_on_record():
         )
 
 
-def test_only_vocab_txt_with_and_without_settings(folder):
+def test_only_vocab_txt_with_and_without_settings(hf_folder):
     """`do_lower_case` and its like where they are said, else by the look of the vocabulary."""
-    (folder / "tokenizer.json").unlink()
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    saved = folder / "tokenizer_config.json"
+    (hf_folder / "tokenizer.json").unlink()
+    (hf_folder / "vocab.txt").write_text("\n".join(WORDS))
+    saved = hf_folder / "tokenizer_config.json"
     saved.unlink()
-    assert source.read(str(folder)).vocabulary == Vocabulary(WORDS, True)
+    assert source.read(str(hf_folder)).vocabulary == Vocabulary(WORDS, True)
     saved.write_text(json.dumps({"do_lower_case": False, "strip_accents": True}))
-    assert source.read(str(folder)).vocabulary == Vocabulary(WORDS, False, True)
+    assert source.read(str(hf_folder)).vocabulary == Vocabulary(WORDS, False, True)
     saved.write_text(json.dumps({"tokenize_chinese_chars": False}))
-    assert source.read(str(folder)).vocabulary == Vocabulary(WORDS, True, None, False)
-    assert not source.read(str(folder), lowercase=False).vocabulary.lowercase
+    assert source.read(str(hf_folder)).vocabulary == Vocabulary(WORDS, True, None, False)
+    assert not source.read(str(hf_folder), lowercase=False).vocabulary.lowercase
     saved.write_text(json.dumps({"strip_accents": "yes"}))
-    assert "strip_accents is 'yes', not true or false" in refusal(folder)
+    assert "strip_accents is 'yes', not true or false" in refusal(hf_folder)
     saved.write_text(json.dumps({"tokenizer_class": "BertJapaneseTokenizer"}))
-    assert "its tokenizer is a BertJapaneseTokenizer" in refusal(folder)
+    assert "its tokenizer is a BertJapaneseTokenizer" in refusal(hf_folder)
     saved.unlink()
-    (folder / "added_tokens.json").write_text(json.dumps({"<new>": 26, "[PAD]": 0}))
-    assert "finds <new> in a text" in refusal(folder)
+    (hf_folder / "added_tokens.json").write_text(json.dumps({"<new>": 26, "[PAD]": 0}))
+    assert "finds <new> in a text" in refusal(hf_folder)
 
 
-def test_the_settings_beside_a_tokenizer_json_go_first(folder):
-    saved = folder / "tokenizer_config.json"
+def test_the_settings_beside_a_tokenizer_json_go_first(hf_folder):
+    saved = hf_folder / "tokenizer_config.json"
     values = json.loads(saved.read_text())
     for change in ({"do_lower_case": False}, {"strip_accents": False}):
         saved.write_text(json.dumps({**values, **change}))
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        theirs = transformers.AutoTokenizer.from_pretrained(hf_folder)
         text = "The CAT sat É é"
-        assert source.read(str(folder)).vocabulary.encode(text) == theirs(text)["input_ids"]
+        assert source.read(str(hf_folder)).vocabulary.encode(text) == theirs(text)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -478,7 +406,7 @@ def test_import_then_export_is_the_same_bits(tmp_path_factory, shape, name, seed
         model.cls.predictions.bias.data = model.cls.predictions.decoder.bias.data.clone()
     folder = tmp_path_factory.mktemp("trip")
     words = [*SPECIAL, *(f"w{i}" for i in range(shape["vocab_size"] - len(SPECIAL)))]
-    save(model, folder / "in", words)
+    save_pretrained(model, folder / "in", words)
     source.import_checkpoint(str(folder / "in"), folder / "ours")
     export(str(folder / "ours"), folder / "out")
     before, after = (load_file(folder / x / "model.safetensors") for x in ("in", "out"))
@@ -501,23 +429,25 @@ def test_import_then_export_is_the_same_bits(tmp_path_factory, shape, name, seed
         ({"pooling_mode_mean_tokens": True}, ["Pooling", "Dense"], "--allow-unexpected Dense"),
     ],
 )
-def test_how_a_sentence_encoder_makes_vectors_travels(folder, tmp_path, pooling, kinds, expected):
+def test_how_a_sentence_encoder_makes_vectors_travels(
+    hf_folder, tmp_path, pooling, kinds, expected
+):
     modules = [{"type": f"sentence_transformers.models.{k}", "path": f"x_{k}"} for k in kinds]
     modules.insert(0, {"type": "sentence_transformers.models.Transformer", "path": ""})
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "x_Pooling").mkdir()
-    (folder / "x_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 11}))
+    (hf_folder / "modules.json").write_text(json.dumps(modules))
+    (hf_folder / "x_Pooling").mkdir()
+    (hf_folder / "x_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (hf_folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 11}))
     if isinstance(expected, str):
-        assert expected in refusal(folder)
+        assert expected in refusal(hf_folder)
         allowed = [expected.split()[-1]]
-        assert source.read(str(folder), allow_unexpected=allowed).config.embed.pooling == "mean"
+        assert source.read(str(hf_folder), allow_unexpected=allowed).config.embed.pooling == "mean"
         return
-    for where in (folder, tmp_path / "again"):
+    for where in (hf_folder, tmp_path / "again"):
         embed = source.read(str(where)).config.embed
         assert (embed.pooling, embed.normalize, embed.tokens) == expected
-        if where == folder:
-            export(str(folder), tmp_path / "again")
+        if where == hf_folder:
+            export(str(hf_folder), tmp_path / "again")
 
 
 # --- Ours there -----------------------------------------------------------------------------------
@@ -537,17 +467,6 @@ def no_warnings():
     assert stream.getvalue() == ""
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    """A run with all pretraining heads over the words above."""
-    config = ModelConfig(
-        layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
-        vocab_multiple=8,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("ours") / "run"
-    return write_run(folder, config, random_params(config, 3), WORDS)
-
-
 @pytest.mark.parametrize(
     ("heads", "loader", "loaded"),
     [
@@ -557,12 +476,12 @@ def ours(tmp_path_factory):
         ("none", "AutoModel", "BertModel"),
     ],
 )
-def test_transformers_loads_ours_without_a_warning(tmp_path, ours, heads, loader, loaded):
-    export(str(ours), tmp_path / "out", heads=heads)
+def test_transformers_loads_ours_without_a_warning(tmp_path, run_folder, heads, loader, loaded):
+    export(str(run_folder), tmp_path / "out", heads=heads)
     with no_warnings():
         model = getattr(transformers, loader).from_pretrained(tmp_path / "out")
     assert type(model).__name__ == loaded
-    config, _, params, step = checkpoint.load_model(ours)
+    config, _, params, step = checkpoint.load_model(run_folder)
     assert step == 7
     tokens, layout, theirs, real = inputs()
     with torch.no_grad():
@@ -601,7 +520,7 @@ def test_a_left_to_right_model_goes_there_and_back(tmp_path):
     positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
     words, _ = apply(Config(model=config), params, tokens, layout, positions)
     np.testing.assert_allclose(words[real], logits[real], rtol=0, atol=1e-5)
-    save(model, tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "theirs")
     for folder in ("out", "theirs"):
         back = source.read(str(tmp_path / folder))
         assert back.config.model == config
@@ -611,7 +530,7 @@ def test_a_left_to_right_model_goes_there_and_back(tmp_path):
         MaskFiller(str(run))
 
 
-def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, folder):
+def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, hf_folder):
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
         causal=True, masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"),
@@ -623,9 +542,9 @@ def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, folder):
     back = source.read(str(tmp_path / "out")).config.model
     assert (back.causal, back.has_pooler) == (True, False)
     for name in ("BertForPreTraining", "BertForSequenceClassification"):
-        theirs = save(torch_model(name, is_decoder=True), tmp_path / name)
+        theirs = save_pretrained(torch_model(name, is_decoder=True), tmp_path / name)
         assert "is_decoder is True and a head stands on [CLS]" in refusal(theirs)
-    theirs = save(torch_model("BertModel", is_decoder=True), tmp_path / "pooled")
+    theirs = save_pretrained(torch_model("BertModel", is_decoder=True), tmp_path / "pooled")
     assert "unexpected: pooler.dense.bias, pooler.dense.weight" in refusal(theirs)
     found = source.read(str(theirs), allow_unexpected=["pooler.*"])
     assert found.config.model.causal
@@ -651,8 +570,8 @@ def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, said):
 
 
 @pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForMaskedLM"])
-def test_of_all_heads_nothing_is_missing_for_a_smaller_class(tmp_path, ours, loader):
-    export(str(ours), tmp_path / "out")
+def test_of_all_heads_nothing_is_missing_for_a_smaller_class(tmp_path, run_folder, loader):
+    export(str(run_folder), tmp_path / "out")
     _, info = getattr(transformers, loader).from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -661,20 +580,20 @@ def test_of_all_heads_nothing_is_missing_for_a_smaller_class(tmp_path, ours, loa
     assert all(name.startswith(("cls.", "bert.pooler.")) for name in info["unexpected_keys"])
 
 
-def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, ours):
-    export(str(ours), tmp_path / "out", heads="masked_lm")
+def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, run_folder):
+    export(str(run_folder), tmp_path / "out", heads="masked_lm")
     with no_warnings():
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
         fill = transformers.pipeline("fill-mask", str(tmp_path / "out"), top_k=4)
     assert tokenizer.is_fast
     assert tokenizer.model_max_length == 24
-    vocabulary = checkpoint.load_model(ours)[1]
+    vocabulary = checkpoint.load_model(run_folder)[1]
     for text, other in [("The cats sat on a mat!", None), ("UNSAT", "É café"), ("", "a")]:
         ids = tokenizer(text, other)["input_ids"] if other else tokenizer(text)["input_ids"]
         assert ids == vocabulary.encode(text, other)
     assert tokenizer.mask_token_id == vocabulary.mask_id
     text = "the [MASK] sat on the mat"
-    (candidates,) = MaskFiller(ours)(text, 4)
+    (candidates,) = MaskFiller(run_folder)(text, 4)
     found = fill(text)
     assert [c["token_str"] for c in found] == [c.token for c in candidates]
     np.testing.assert_allclose(
@@ -684,8 +603,8 @@ def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, ours):
 
 @pytest.mark.parametrize("cased", [False, True])
 @pytest.mark.parametrize("accents", [None, True, False])
-def test_tokenizer_settings_travel(tmp_path, ours, cased, accents):
-    config, _, params, _ = checkpoint.load_model(ours)
+def test_tokenizer_settings_travel(tmp_path, run_folder, cased, accents):
+    config, _, params, _ = checkpoint.load_model(run_folder)
     run = write_run(tmp_path / "run", config.model, params, WORDS)
     vocabulary = Vocabulary(WORDS, not cased, accents, split_chinese=accents is None)
     vocabulary.save(run)
@@ -699,8 +618,6 @@ def test_tokenizer_settings_travel(tmp_path, ours, cased, accents):
 
 
 def test_the_card_says_how_it_was_trained(tmp_path, rows, capsys):
-    from tests.test_train import arguments
-
     argv = ["pretrain", *arguments(), "--rows", str(rows()), "--workdir", str(tmp_path / "run")]
     assert cli.main(argv) == 0
     assert (
@@ -716,9 +633,9 @@ def test_the_card_says_how_it_was_trained(tmp_path, rows, capsys):
         transformers.BertForPreTraining.from_pretrained(tmp_path / "o")
 
 
-def test_the_cards_metrics_are_of_the_exported_step(ours, tmp_path):
+def test_the_cards_metrics_are_of_the_exported_step(run_folder, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(ours, run)
+    shutil.copytree(run_folder, run)
     lines = [
         {"step": step, "split": "heldout", "masked_lm_loss": loss}
         for step, loss in ((7, 0.7), (9, 0.9))
@@ -734,18 +651,18 @@ def test_the_cards_metrics_are_of_the_exported_step(ours, tmp_path):
 # --- The commands, and the hub --------------------------------------------------------------------
 
 
-def test_the_three_lines_of_the_story(folder, tmp_path, capsys):
+def test_the_three_lines_of_the_story(hf_folder, tmp_path, capsys):
     def run(*argv):
         assert cli.main([str(a) for a in argv]) == 0
         return capsys.readouterr().out
 
-    said = run("import", folder, "--out", tmp_path / "ours")
+    said = run("import", hf_folder, "--out", tmp_path / "ours")
     assert "BERT L2-H12-A3" in said
     assert "with pooler, masked_lm, next_sentence" in said
     assert len(run("fill-mask", "--init", tmp_path / "ours", "the [MASK] sat").splitlines()) == 2
     texts = tmp_path / "texts.txt"
     texts.write_text("the cat\n\na mat sat on the cat .\n")
-    for init in (tmp_path / "ours", folder):
+    for init in (tmp_path / "ours", hf_folder):
         run("embed", "--init", init, "--out", tmp_path / f"{init.name}.npy", texts)
     vectors = np.load(tmp_path / "ours.npy")
     assert vectors.shape == (3, 12)
@@ -756,23 +673,12 @@ def test_the_three_lines_of_the_story(folder, tmp_path, capsys):
 
 
 def hub_command(home, endpoint, out):
-    code = "from bert_jax.cli import console; console()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "import", "someone/tiny", "--out", str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={
-            **os.environ,
-            "HF_ENDPOINT": endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-        },
-    )
+    command = [*python("import", "someone/tiny", "--out", out)]
+    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    return processes.run(command, env={**os.environ, **env})
 
 
-def test_a_model_from_the_hub_and_without_one(folder, tmp_path):
+def test_a_model_from_the_hub_and_without_one(hf_folder, tmp_path):
     """A server on loopback speaks the hub's protocol."""
     commit = "0123456789abcdef0123456789abcdef01234567"
 
@@ -780,10 +686,10 @@ def test_a_model_from_the_hub_and_without_one(folder, tmp_path):
         def do_GET(self):
             path = self.path.split("?")[0]
             if path.startswith("/api/models/someone/tiny"):
-                names = [{"rfilename": p.name} for p in folder.iterdir()]
+                names = [{"rfilename": p.name} for p in hf_folder.iterdir()]
                 body = json.dumps({"id": "someone/tiny", "sha": commit, "siblings": names}).encode()
             else:
-                file = folder / path.rpartition("/")[2]
+                file = hf_folder / path.rpartition("/")[2]
                 body = file.read_bytes() if file.exists() else b""
             self.send_response(200 if body else 404)
             self.send_header("ETag", f'"{hash(body)}"')
@@ -805,7 +711,7 @@ def test_a_model_from_the_hub_and_without_one(folder, tmp_path):
     server.shutdown()
     server.server_close()
     assert done.returncode == 0, done.stderr
-    assert_same(checkpoint.load_model(tmp_path / "ours")[2], source.read(str(folder)).params)
+    assert_same(checkpoint.load_model(tmp_path / "ours")[2], source.read(str(hf_folder)).params)
 
     # Without a network what was downloaded before is used, and else it is said in a line.
     again = hub_command(tmp_path / "home", endpoint, tmp_path / "again")

@@ -20,10 +20,15 @@ from bert_jax.convert import huggingface, source
 from bert_jax.convert.export import export
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from tests import test_convert
-from tests.test_convert import TF1, WORDS, random_params, refusal, save, torch_model, write_run
-
-folder, ours = test_convert.folder, test_convert.ours  # fixtures
+from tests.helpers.checkpoints import (
+    TF1,
+    WORDS,
+    random_params,
+    refusal,
+    save_pretrained,
+    torch_model,
+    write_run,
+)
 
 
 def edit(folder, **changes):
@@ -41,9 +46,9 @@ def edit(folder, **changes):
         ("xlm-roberta", "XLMRobertaModel"),
     ],
 )
-def test_other_architectures_are_refused_by_name(folder, kind, name):
-    edit(folder, model_type=kind, architectures=[name])
-    said = refusal(folder)
+def test_other_architectures_are_refused_by_name(hf_folder, kind, name):
+    edit(hf_folder, model_type=kind, architectures=[name])
+    said = refusal(hf_folder)
     assert kind in said
     assert name in said
 
@@ -65,63 +70,63 @@ def test_other_architectures_are_refused_by_name(folder, kind, name):
         ({"hidden_dropout_prob": 2.0}, "dropout is 2.0"),
     ],
 )
-def test_a_config_that_does_not_fit(folder, changes, expected):
-    edit(folder, **changes)
-    assert expected in refusal(folder)
+def test_a_config_that_does_not_fit(hf_folder, changes, expected):
+    edit(hf_folder, **changes)
+    assert expected in refusal(hf_folder)
 
 
-def test_missing_and_unexpected_tensors_are_named(folder):
-    path = folder / "model.safetensors"
+def test_missing_and_unexpected_tensors_are_named(hf_folder):
+    path = hf_folder / "model.safetensors"
     tensors = load_file(path)
     lost = "bert.encoder.layer.1.output.dense.bias"
     save_file({k: v for k, v in tensors.items() if k != lost}, path)
-    assert f"missing: {lost}" in refusal(folder)
+    assert f"missing: {lost}" in refusal(hf_folder)
     save_file({**tensors, "adapter.down": np.ones(3), "adapter.up": np.ones(3)}, path)
-    said = refusal(folder)
+    said = refusal(hf_folder)
     assert "unexpected: adapter.down, adapter.up; leave them out with --allow-unexpected" in said
-    got = source.read(str(folder), allow_unexpected=["adapter.*"])
+    got = source.read(str(hf_folder), allow_unexpected=["adapter.*"])
     assert got.about["left_out"] == ["adapter.down", "adapter.up"]
     save_file({**tensors, lost: np.full(12, np.nan, np.float32)}, path)
-    assert f"not numbers everywhere: {lost}" in refusal(folder)
+    assert f"not numbers everywhere: {lost}" in refusal(hf_folder)
 
 
 @pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])
-def test_a_part_may_be_missing_when_that_is_said(folder, part):
-    path = folder / "model.safetensors"
+def test_a_part_may_be_missing_when_that_is_said(hf_folder, part):
+    path = hf_folder / "model.safetensors"
     starts = huggingface.PARTS[part]
     kept = {k: v for k, v in load_file(path).items() if not k.startswith(starts)}
     if part == "pooler":
         kept = {k: v for k, v in kept.items() if "seq_relationship" not in k}
     save_file(kept, path)
-    assert f"--allow-missing {part}" in refusal(folder)
-    got = source.read(str(folder), allow_missing=[part, "next_sentence"])
+    assert f"--allow-missing {part}" in refusal(hf_folder)
+    got = source.read(str(hf_folder), allow_missing=[part, "next_sentence"])
     there = {"pooler": got.config.model.has_pooler, "masked_lm": got.config.model.masked_lm}
     there["next_sentence"] = got.config.model.next_sentence
     assert not there[part]
     assert part not in got.params
 
 
-def test_vocabularies_of_another_size(folder, tmp_path):
+def test_vocabularies_of_another_size(hf_folder, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("\n".join(WORDS[:-2]))
-    said = refusal(folder, vocab=str(short))
+    said = refusal(hf_folder, vocab=str(short))
     assert f"has {len(WORDS) - 2} tokens, the embeddings {len(WORDS)} rows" in said
     assert "--allow-missing tokens" in said
-    padded = source.read(str(folder), vocab=str(short), allow_missing=["tokens"]).vocabulary
+    padded = source.read(str(hf_folder), vocab=str(short), allow_missing=["tokens"]).vocabulary
     assert len(padded) == len(WORDS)
     assert padded.encode("the cat") == Vocabulary(WORDS, True).encode("the cat")
     long = tmp_path / "long.txt"
     long.write_text("\n".join([*WORDS, "more"]))
     assert f"has {len(WORDS) + 1} tokens" in refusal(
-        folder, vocab=str(long), allow_missing=["tokens"]
+        hf_folder, vocab=str(long), allow_missing=["tokens"]
     )
     for name in ("vocab.txt", "tokenizer.json"):
-        (folder / name).unlink(missing_ok=True)
-    assert "no vocab.txt and no tokenizer.json; name one with --vocab" in refusal(folder)
+        (hf_folder / name).unlink(missing_ok=True)
+    assert "no vocab.txt and no tokenizer.json; name one with --vocab" in refusal(hf_folder)
 
 
-def test_another_tokenizer_is_refused(folder):
-    path = folder / "tokenizer.json"
+def test_another_tokenizer_is_refused(hf_folder):
+    path = hf_folder / "tokenizer.json"
     values = json.loads(path.read_text())
     for change, expected in (
         ({"model": {**values["model"], "type": "BPE"}}, "its model is BPE"),
@@ -131,46 +136,46 @@ def test_another_tokenizer_is_refused(folder):
         ({"model": []}, "tokenizer.json is not BERT's"),
     ):
         path.write_text(json.dumps({**values, **change}))
-        assert expected in refusal(folder)
+        assert expected in refusal(hf_folder)
     path.write_text("{")
-    assert "tokenizer.json is not BERT's" in refusal(folder)
+    assert "tokenizer.json is not BERT's" in refusal(hf_folder)
 
 
-def test_what_a_tokenizer_json_may_hold(folder):
-    path = folder / "tokenizer.json"
+def test_what_a_tokenizer_json_may_hold(hf_folder):
+    path = hf_folder / "tokenizer.json"
     values = json.loads(path.read_text())
     entry = {"id": 3, "content": "the", "special": False}
     path.write_text(json.dumps({**values, "added_tokens": [entry]}))
-    assert "its tokenizer finds the in a text" in refusal(folder)
-    assert len(source.read(str(folder), allow_missing=["added_tokens"]).vocabulary) == len(WORDS)
+    assert "its tokenizer finds the in a text" in refusal(hf_folder)
+    assert len(source.read(str(hf_folder), allow_missing=["added_tokens"]).vocabulary) == len(WORDS)
     vocab = {("x\ny" if k == "mat" else k): v for k, v in values["model"]["vocab"].items()}
     path.write_text(json.dumps({**values, "model": {**values["model"], "vocab": vocab}}))
-    assert "a token with a line break" in refusal(folder)
+    assert "a token with a line break" in refusal(hf_folder)
     path.write_text(json.dumps(values))
-    (folder / "vocab.txt").write_text("\n".join(reversed(WORDS)))
-    assert "hold different vocabularies" in refusal(folder)
+    (hf_folder / "vocab.txt").write_text("\n".join(reversed(WORDS)))
+    assert "hold different vocabularies" in refusal(hf_folder)
 
 
 @pytest.mark.parametrize("value", [5, [["x"]], "BertModel", {"a": 1}])
-def test_architectures_of_any_type(folder, value):
-    edit(folder, architectures=value)
-    assert "architectures is" in refusal(folder)
+def test_architectures_of_any_type(hf_folder, value):
+    edit(hf_folder, architectures=value)
+    assert "architectures is" in refusal(hf_folder)
 
 
-def test_odd_sources(folder, tmp_path, monkeypatch, capsys):
+def test_odd_sources(hf_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("", ".", "/", "~nobody/x", "x" * 300, "a\0b"):
         status = cli.main(["import", name, "--out", str(tmp_path / "o")])
         said = capsys.readouterr().err.strip()
         assert (status, len(said.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, said)
-    assert cli.main(["import", str(folder), "--out", "/"]) == cli.EXIT_USER_ERROR
-    assert "a folder: --revision is for" in refusal(folder, revision="main")
+    assert cli.main(["import", str(hf_folder), "--out", "/"]) == cli.EXIT_USER_ERROR
+    assert "a folder: --revision is for" in refusal(hf_folder, revision="main")
     # Beside Hugging Face's files Google's are not needed.
-    shutil.copy(TF1 / "bert_model.ckpt.index", folder)
-    assert source.read(str(folder)).about["format"] == "Hugging Face"
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert "a pointer of Git LFS" in refusal(folder)
-    shutil.rmtree(folder / "tokenizer.json", ignore_errors=True)
+    shutil.copy(TF1 / "bert_model.ckpt.index", hf_folder)
+    assert source.read(str(hf_folder)).about["format"] == "Hugging Face"
+    (hf_folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "a pointer of Git LFS" in refusal(hf_folder)
+    shutil.rmtree(hf_folder / "tokenizer.json", ignore_errors=True)
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         for file in ("bert_config.json", "bert_model.ckpt.index", "vocab.txt"):
             archive.write(TF1 / file, file)
@@ -186,11 +191,11 @@ def test_odd_sources(folder, tmp_path, monkeypatch, capsys):
     assert "the zip is damaged" in refusal(tmp_path / "z.zip")
 
 
-def test_damaged_weights_are_named(folder, ours, tmp_path):
-    path = folder / "model.safetensors"
+def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
+    path = hf_folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    said = refusal(folder)
+    said = refusal(hf_folder)
     assert "model.safetensors is damaged: it is cut short in " in said
     last = max(
         (v["data_offsets"][1], k)
@@ -199,11 +204,11 @@ def test_damaged_weights_are_named(folder, ours, tmp_path):
     )[1]
     assert last in said
     path.write_bytes(data[:50])
-    assert "is not whole" in refusal(folder)
+    assert "is not whole" in refusal(hf_folder)
     path.write_bytes(b"")
-    assert "is damaged" in refusal(folder)
+    assert "is damaged" in refusal(hf_folder)
     # Ours carry checksums.
-    export(str(ours), tmp_path / "out")
+    export(str(run_folder), tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -215,7 +220,7 @@ def test_damaged_weights_are_named(folder, ours, tmp_path):
 @given(st.data())
 def test_no_damage_is_a_traceback(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("spoilt") / "m"
-    save(torch_model(num_hidden_layers=1, hidden_size=3), folder)
+    save_pretrained(torch_model(num_hidden_layers=1, hidden_size=3), folder)
     names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
     path = folder / data.draw(st.sampled_from(names))
     content = bytearray(path.read_bytes())
@@ -228,49 +233,49 @@ def test_no_damage_is_a_traceback(tmp_path_factory, data):
         source.read(str(folder))
 
 
-def test_a_pickle_that_would_run_code_is_refused(folder, tmp_path):
+def test_a_pickle_that_would_run_code_is_refused(hf_folder, tmp_path):
     class Trap:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/ran",)
 
-    (folder / "model.safetensors").unlink()
-    torch.save({"x": Trap()}, folder / "pytorch_model.bin")
-    assert "system" in refusal(folder)
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    refusal(folder)
+    (hf_folder / "model.safetensors").unlink()
+    torch.save({"x": Trap()}, hf_folder / "pytorch_model.bin")
+    assert "system" in refusal(hf_folder)
+    (hf_folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    refusal(hf_folder)
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_index_may_not_point_outside(folder, tmp_path):
-    shutil.copy(folder / "model.safetensors", tmp_path / "secret.safetensors")
-    (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
+def test_an_index_may_not_point_outside(hf_folder, tmp_path):
+    shutil.copy(hf_folder / "model.safetensors", tmp_path / "secret.safetensors")
+    (hf_folder / "model.safetensors").unlink()
+    index = hf_folder / "model.safetensors.index.json"
     for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), "..", ""):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
-        assert "which is no file beside it" in refusal(folder)
+        assert "which is no file beside it" in refusal(hf_folder)
     index.write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
-    assert "absent.safetensors is missing" in refusal(folder)
+    assert "absent.safetensors is missing" in refusal(hf_folder)
 
 
-def test_nothing_half_written_and_nothing_overwritten(folder, ours, tmp_path, capsys):
+def test_nothing_half_written_and_nothing_overwritten(hf_folder, run_folder, tmp_path, capsys):
     out = tmp_path / "out"
 
     def run(*argv):
         status = cli.main([str(a) for a in argv])
         return status, capsys.readouterr().err.strip()
 
-    (folder / "model.safetensors").write_bytes(b"nothing")
-    status, said = run("import", folder, "--out", out)
+    (hf_folder / "model.safetensors").write_bytes(b"nothing")
+    status, said = run("import", hf_folder, "--out", out)
     assert (status, "\n" in said) == (cli.EXIT_USER_ERROR, False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
     out.mkdir()
     (out / "mine").write_text("mine")
-    for verb in (("import", TF1 / "bert_model.ckpt"), ("export", "--workdir", ours)):
+    for verb in (("import", TF1 / "bert_model.ckpt"), ("export", "--workdir", run_folder)):
         status, said = run(*verb, "--out", out)
         assert status == cli.EXIT_USER_ERROR
         assert said.endswith("exists: choose another folder or remove it first")
     assert [p.name for p in out.iterdir()] == ["mine"]
-    status, said = run("import", ours, "--out", tmp_path / "again")
+    status, said = run("import", run_folder, "--out", tmp_path / "again")
     assert "already: use it as it is" in said
     status, said = run("import", tmp_path / "nowhere" / "at" / "all", "--out", tmp_path / "again")
     assert "no such file or folder" in said

@@ -167,7 +167,7 @@ def test_reads_parquet(tmp_path):
 
 
 def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
-    tfds = pytest.importorskip("tensorflow_datasets")
+    import tensorflow_datasets as tfds
 
     class Tiny(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
@@ -458,13 +458,10 @@ def test_plain_text_is_told_apart(text, kind):
     assert kinds.kind_of_text(text) == kind
 
 
-def test_real_data():
-    folder = os.environ.get("BERT_JAX_DATA", "")
-    if not folder or not os.path.isdir(f"{folder}/text"):
-        pytest.skip("BERT_JAX_DATA names no folder with text/")
+def test_real_data(shared_data):
     for name, kind in (("wikipedia", "wikiextractor"), ("books", "books")):
         report = corpus.Report()
-        stream = corpus.read(corpus.parse_source(f"{folder}/text/{name}"), report)
+        stream = corpus.read(corpus.parse_source(str(shared_data(f"text/{name}"))), report)
         documents = [next(stream) for _ in range(3)]
         assert {d.kind for d in documents} == {kind}
         for document in documents:

@@ -12,7 +12,7 @@ import pytest
 from bert_jax import device
 from bert_jax.config import Config
 from bert_jax.errors import UserError
-from tests.test_train import ALONE
+from tests.helpers.runs import ONE_DEVICE
 
 # A temporary of 64 MB, and how many pages the system had to clear for each call. On a busy machine what
 # one call freed may come too late for the next, which then takes more: the first calls say nothing.
@@ -36,7 +36,7 @@ print(found[50:])
 def faults(argument):
     found = subprocess.run(
         [sys.executable, "-c", FAULTS, argument],
-        env=ALONE, capture_output=True, text=True, check=True, timeout=120,
+        env=ONE_DEVICE, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     return statistics.median(json.loads(found.stdout))
 
@@ -70,7 +70,7 @@ def test_products_are_eigens(argument, flags, product, after):
     """Unless the user says otherwise; and reductions YNNPACK's, as JAX has them."""
     done = subprocess.run(
         [sys.executable, "-c", PRODUCT, argument],
-        env={**ALONE, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True, timeout=120,
+        env={**ONE_DEVICE, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     found, left = done.stdout.splitlines()
     assert found.split()[0] == str(product)
@@ -108,7 +108,7 @@ print(grown(400))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 def test_what_is_freed_is_kept_unless_that_is_much_of_the_memory():
     said = subprocess.run(
-        [sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=ALONE
+        [sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=ONE_DEVICE
     )
     kept, more, given_back = map(float, said.stdout.split())
     assert kept > 90

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
 from unittest import mock
@@ -17,43 +15,17 @@ import pytest
 from bert_jax import checkpoint, cli, distributed, guard, sharding, workdir
 from bert_jax.config import Config, MeshConfig
 from bert_jax.errors import UserError
-from tests.test_train import ALONE, command, pretrain
+from tests.helpers import processes
+from tests.helpers.runs import (
+    ONE_DEVICE,
+    command,
+    free_port,
+    pretrain,
+    start_processes,
+    wait_for_all,
+)
 
 STEPS = ("steps=60", "checkpoint.every_steps=20", "evaluate_every_steps=60", "log_every_steps=5")
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(argv, count, **environment):
-    """So many processes that make one run."""
-    address, processes = f"127.0.0.1:{free_port()}", []
-    for i in range(count):
-        own = {
-            "BERT_JAX_COORDINATOR": address,
-            "BERT_JAX_PROCESSES": str(count),
-            "BERT_JAX_PROCESS": str(i),
-            **environment,
-        }
-        processes.append(
-            subprocess.Popen(
-                argv(i) if callable(argv) else argv,
-                env={**ALONE, **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return processes
-
-
-def ends(processes):
-    """Their exit statuses and what they said on standard error."""
-    said = [process.communicate(timeout=240)[1] for process in processes]
-    return [process.returncode for process in processes], said
 
 
 def lines(folder):
@@ -67,17 +39,17 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
     assert alone.returncode == 0, alone.stderr
 
     argv = command(parts, [rows()], *STEPS)
-    processes = start(argv, 2, BERT_JAX_LOST_SECONDS="12")
+    processes = start_processes(argv, 2, BERT_JAX_LOST_SECONDS="12")
     while len(lines(parts)) < 6:  # step 30
-        assert all(process.poll() is None for process in processes), ends(processes)
+        assert all(process.poll() is None for process in processes), wait_for_all(processes)
         time.sleep(0.01)
     processes[1].kill()
-    (first, _), (said, _) = ends(processes)
+    (first, _), (said, _) = wait_for_all(processes)
     assert first == distributed.EXIT_RUN_AGAIN == cli.EXIT_INTERRUPTED, said
     assert "process 1 of 2 has given no sign of life" in said
     assert said.strip().endswith("run the same command to go on")
 
-    status, said = ends(start(argv, 4))
+    status, said = wait_for_all(start_processes(argv, 4))
     assert status == [0] * 4, said
     assert "resuming at step 20 of 60" in said[0]
     assert "train:" not in "".join(said[1:])  # one speaks for all
@@ -95,12 +67,12 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
 def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
     folder = tmp_path / "w"
     argv = command(folder, [rows()], "steps=100000", "checkpoint.every_steps=100000")
-    processes = start(argv, 2)
+    processes = start_processes(argv, 2)
     while len(lines(folder)) < 2:
-        assert all(process.poll() is None for process in processes), ends(processes)
+        assert all(process.poll() is None for process in processes), wait_for_all(processes)
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
-    status, said = ends(processes)
+    status, said = wait_for_all(processes)
     assert status == [cli.EXIT_INTERRUPTED] * 2, said
     steps = {re.search(r"saved step ([\d,]+)", text)[1] for text in said}
     assert len(steps) == 1
@@ -111,7 +83,7 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
 def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
     folder = tmp_path / "w"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0", "steps=60")
-    status, said = ends(start(command(folder, [rows()], *changes), 2))
+    status, said = wait_for_all(start_processes(command(folder, [rows()], *changes), 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, said
     (step,) = guard.incidents(folder)
     incident = guard.read_incident(folder)
@@ -133,13 +105,13 @@ def test_a_step_that_does_not_end(tmp_path):
         "    watch.step = int(sys.argv[1])\n"
         "    time.sleep(200)\n"
     )
-    processes = start(
+    processes = start_processes(
         lambda i: [sys.executable, "-c", code, str(7 - i)],
         2,
         BERT_JAX_LOST_SECONDS="6",
         BERT_JAX_STUCK_SECONDS="3",
     )
-    status, said = ends(processes)
+    status, said = wait_for_all(processes)
     assert status == [distributed.EXIT_RUN_AGAIN] * 2, said
     for text in said:
         assert "no step for" in text
@@ -150,7 +122,7 @@ def test_processes_that_were_told_different_things(tmp_path, rows):
     def argv(i):
         return command(tmp_path / "w", [rows()], f"optim.learning_rate={i + 1}e-3")
 
-    status, said = ends(start(argv, 2))
+    status, said = wait_for_all(start_processes(argv, 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, said
     for text in said:
         assert "processes 0 and 1 differ (config.optim.learning_rate: 0.001 and 0.002)" in text
@@ -166,13 +138,8 @@ def test_one_that_does_not_come(here, expected):
         "BERT_JAX_PROCESS": str(here),
         "BERT_JAX_JOIN_SECONDS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**ALONE, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = processes.run(
+        [sys.executable, "-c", code], env={**ONE_DEVICE, **environment}, timeout=60
     )
     assert done.returncode == cli.EXIT_USER_ERROR
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("bert-jax")]

@@ -3,13 +3,9 @@
 import dataclasses
 import functools
 import json
-import pathlib
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -25,48 +21,14 @@ from bert_jax.data import examples
 from bert_jax.errors import UserError
 from bert_jax.finetune import problem_of
 from bert_jax.log import Log
-from tests.test_finetuning import VOCABULARY
-from tests.test_train import ALONE, assert_same_run
-
-CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+from tests.helpers import processes, tasks
+from tests.helpers.runs import ONE_DEVICE, VOCABULARY, assert_same_run, python
+from tests.helpers.tasks import arguments, choice_file, conll_file, squad_file
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with train.csv, dev.csv and a vocabulary: the label says which word is there."""
-    rng, folder = random.Random(0), tmp_path_factory.mktemp("table")
-    for name, count in (("train", 200), ("dev", 40)):
-        lines = ["text,label"]
-        for _ in range(count):
-            label = rng.choice(["no", "yes"])
-            words = [f"w{rng.randrange(2, 30)}" for _ in range(rng.randint(2, 6))]
-            words.insert(rng.randrange(len(words)), "w0" if label == "no" else "w1")
-            lines.append(f"{' '.join(words)},{label}")
-        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
-    (folder / "test.csv").write_text("text\nw2 w0\nw1 w4 w5\n")
-    VOCABULARY.save(folder / "vocab")
-    return folder
-
-
-def arguments(data, workdir, *changes, init="none", options=()):
-    changes = (
-        *("model.layers=2", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
-        *("model.positions=32", "task.tokens=32", "model.initializer_stddev=0.2"),
-        *("epochs=8", "batch_size=16", "optim.learning_rate=1e-2"),
-        *("log_every_steps=5", f"task.train={data}/train.csv", f"task.dev={data}/dev.csv"),
-        *changes,
-    )
-    return [
-        *("finetune", f"--config={CONFIGS / 'table.py'}", "--init", str(init)),
-        *(("--vocab", str(data / "vocab")) if init == "none" else ()),
-        *("--workdir", str(workdir), *options),
-        *(f"--config.{change}" for change in changes),
-    ]
-
-
-def process(*argv):
-    code = "from bert_jax.cli import console; console()"
-    return [sys.executable, "-c", code, *map(str, argv)]
+    return tasks.write_table(tmp_path_factory.mktemp("table"))
 
 
 @pytest.fixture(scope="module")
@@ -286,19 +248,14 @@ def test_killed_it_ends_the_same(run, data, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = ("checkpoint.every_steps=4", "model.dropout=0.1", "accumulation=2", "epochs=2")
     for folder in (whole, broken):
-        killed = subprocess.Popen(
-            process(*arguments(data, folder, *changes)),
-            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ALONE,
-        )  # fmt: skip
+        killed = processes.Process(python(*arguments(data, folder, *changes)), env=ONE_DEVICE)
         path = folder / "metrics.jsonl"
         while folder == broken and killed.poll() is None:
             if path.exists() and len(path.read_bytes().splitlines()) >= 3:
                 time.sleep(0.05)
                 killed.send_signal(signal.SIGKILL)
         assert killed.wait() == (0 if folder == whole else -signal.SIGKILL)
-    again = subprocess.run(
-        process(*arguments(data, broken, *changes)), capture_output=True, text=True, env=ALONE
-    )
+    again = processes.run(python(*arguments(data, broken, *changes)), env=ONE_DEVICE)
     assert again.returncode == 0, again.stderr
     assert "resuming at step" in again.stderr
     assert_same_run(broken, whole)
@@ -394,39 +351,14 @@ def test_other_refusals(run, data, tmp_path, capsys):
     assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
     with pytest.raises(UserError, match="standard input say too little"):
         problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
-    wrong = f"--config={CONFIGS / 'pretrain.py'}:mini,128"
+    wrong = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
     said = refused("finetune", wrong, "--init", "none", "--workdir", "w")
     assert "must return a bert_jax.config.FinetuneConfig" in said
 
 
 @pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
 def test_every_argument_of_the_config_files(name):
-    assert load([f"--config={CONFIGS / name}"], FinetuneConfig)
-
-
-def squad_file(path):
-    questions = [
-        {
-            "id": f"q{i}",
-            "question": f"w{i} ?",
-            "answers": [{"text": f"w{i + 3}", "answer_start": 3 * (i + 3)}],
-        }
-        for i in range(6)
-    ]
-    questions += [{"id": f"n{i}", "question": "w9 ?", "answers": []} for i in range(8)]
-    context = " ".join(f"w{i}" for i in range(10))
-    paragraphs = [{"context": context, "qas": questions}]
-    told = {"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}
-    path.write_text(json.dumps(told))
-
-
-def conll_file(path):
-    path.write_text("w1 B-a\nw2 I-a\nw3 O\n\nw4 O\nw5 B-b\n\n" * 5)
-
-
-def choice_file(path):
-    lines = ["question,first,second,label", *["w1 w2,w3,w4 w5,0", "w6,w7 w8,w9,1"] * 6]
-    path.write_text("\n".join(lines) + "\n")
+    assert load([f"--config={tasks.CONFIGS / name}"], FinetuneConfig)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +392,7 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     config = {"squad": "squad.py:2", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
     files = [f"task.{split}={tmp_path / file}" for split in ("train", "dev")]
     argv = arguments(data, tmp_path / "w", *files, "epochs=2", "batch_size=4", *changes)
-    argv[1] = f"--config={CONFIGS / config}"
+    argv[1] = f"--config={tasks.tasks.CONFIGS / config}"
     assert cli.main(argv) == 0
     found = json.loads((tmp_path / "w" / "metrics.json").read_text())
     assert found["best_by"] in found["dev"]

@@ -22,7 +22,6 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
 from bert_jax.evaluate import put
@@ -30,9 +29,8 @@ from bert_jax.finetune import _over_seeds, _spread, finetune
 from bert_jax.model import Bert, BiLstm, init_params, shapes
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.finetuning import Finetuning
+from tests.helpers.runs import VOCABULARY
 
-WORDS = (*SPECIAL, *(f"w{i}" for i in range(35)))
-VOCABULARY = Vocabulary(WORDS, True)
 LABELS = {
     "sequence": ("no", "maybe", "yes"), "choice": ("score",), "token": ("O", "B", "I"),
     "span": ("start", "end"),

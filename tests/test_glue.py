@@ -1,8 +1,6 @@
 """GLUE: each task's files with their quirks, its scores, its submission; TFDS."""
 
 import gzip
-import os
-import pathlib
 import sys
 import zipfile
 
@@ -411,7 +409,8 @@ def test_lines_of_pairs_need_no_names_of_columns(tmp_path):
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
     """Stand-ins for TFDS's glue/rte, glue/mrpc and glue/stsb on disk."""
-    tfds = pytest.importorskip("tensorflow_datasets")
+    import tensorflow_datasets as tfds
+
     features = tfds.features
     labels = {
         "rte": features.ClassLabel(names=["entailment", "not_entailment"]),
@@ -466,8 +465,6 @@ def test_tfds(prepared, tmp_path):
 
 
 def test_tfds_that_is_not_there(tmp_path, monkeypatch):
-    pytest.importorskip("tensorflow_datasets")
-
     def fail(*_, **__):
         raise OSError("no network\nat all")
 
@@ -481,13 +478,9 @@ def test_tfds_that_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dev", "positive"), [("cola", 1_043, 721), ("sst2", 872, 444), ("rte", 277, 131)]
 )
-def test_the_real_files(name, dev, positive):
-    data = os.environ.get("BERT_JAX_DATA")
-    if not data:
-        pytest.skip("BERT_JAX_DATA is not set: no glue/CoLA, glue/SST-2, glue/RTE")
-    data = pathlib.Path(data)
-    vocabulary = wordpiece.load(data / "vocab" / "bert-base-uncased-vocab.txt")
-    found = Glue(TaskConfig(name=name, data=str(data / "glue")), vocabulary, ["dev"])
+def test_the_real_files(shared_data, name, dev, positive):
+    vocabulary = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt"))
+    found = Glue(TaskConfig(name=name, data=str(shared_data("glue"))), vocabulary, ["dev"])
     assert len(found.splits["dev"]) == dev
     labels = found.splits["dev"].targets["label"]
     assert int((labels == 1).sum()) == positive

@@ -1,6 +1,5 @@
 """Numbers that go wrong: every policy, what is written down, replaying it, resuming after it."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -17,39 +16,25 @@ from bert_jax.config import GuardConfig, Phase, load
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.tasks import pretraining
-from tests.test_train import arguments, assert_same_run, final_arrays
+from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 BAD = 17  # the step whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
 
 
-def poisoned(stage, bad):
-    """The stage with sentence labels that cannot be in the batches of some steps: their loss is NaN."""
-
-    def batches(first, end, process, processes):
-        for step, batch in enumerate(stage.batches(first, end, process, processes), first):
-            if step + stage.first_step in bad:
-                batch = {**batch, "label": np.full_like(batch["label"], 7)}
-            yield batch
-
-    return dataclasses.replace(stage, batches=batches)
-
-
-# What is not compiled into a step.
-HOST = ("guard.nonfinite", "guard.rollback", "guard.most", "guard.probe", "checkpoint.")
+# Programs of the training steps, by the changes that are compiled into them.
 COMPILED = {}
+NOT_COMPILED = ("guard.nonfinite", "guard.rollback", "guard.most", "guard.probe", "checkpoint.")
 
 
 def run(folder, rows, *changes, bad=(BAD,), compiled=None):
-    """Trains in this process on rows of T=32; runs of the same step share its compilation."""
-    config = load(arguments(*SHORT, *changes))
-    config.phases = (Phase(rows=str(rows())),)
-    config, vocabulary, data, stages = pretraining.stages(config)
-    stages = [poisoned(stage, set(bad)) for stage in stages]
+    """Train for 30 steps in this process; runs of the same step share its program."""
     if compiled is None:
-        same = tuple(change for change in changes if not change.startswith(HOST))
+        same = tuple(change for change in changes if not change.startswith(NOT_COMPILED))
         compiled = COMPILED.setdefault(same, {})
-    loop.train(config, vocabulary, data, stages, folder, compiled=compiled)
+    train_here(folder, rows, *SHORT, *changes, bad=bad, compiled=compiled)
 
 
 def skipped(folder):
@@ -60,15 +45,6 @@ def trained(folder):
     """The steps of the lines about training."""
     lines = workdir.read_lines(folder / "metrics.jsonl")
     return [line["step"] for line in lines if line["split"] == "train"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """Eight on two cores are slow."""
-    make = sharding.make_mesh
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "make_mesh", lambda config: make(config, jax.devices()[:1]))
-        yield
 
 
 @pytest.fixture(scope="module")

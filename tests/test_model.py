@@ -151,8 +151,9 @@ def reference():
 
 
 def torch_model(config, params, activation):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     torch.set_num_threads(1)
     model = transformers.BertForPreTraining(
         transformers.BertConfig(
@@ -420,8 +421,9 @@ def next_token_loss(config):
 
 def test_a_causal_model_is_their_decoder():
     """Hidden states of all layers, the loss of every next token and its gradients."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     rng = np.random.default_rng(11)
     config = make_config("L3-H32-A4", causal=True, next_sentence=False)
     params, length = random_params(config, rng), np.array([[30], [12], [5]])
@@ -499,7 +501,8 @@ def test_last_tokens():
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
     """Outputs, and the gradients of weights and of inputs."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     rng, width, d = np.random.default_rng(13), 5, 6
     config = make_config(hidden=d, heads=1, lstm_layers=layers)
     length, tokens = np.array([[4, 7, 1], [12, 0, 0]]), 14

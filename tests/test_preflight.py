@@ -13,11 +13,6 @@ from bert_jax.errors import UserError
 from bert_jax.hlo import Collective
 from bert_jax.tasks import pretraining
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (pip install 'bert-jax[tpu]', 210 MB): it is what compiles for TPUs",
-)
-
 # Two layers of a loop of 3, an asynchronous all-gather that shows up twice, a reduce-scatter as TPUs
 # write it, a batched product as a convolution, arrays in VMEM (`S(1)`).
 PROGRAM = """HloModule step, is_scheduled=true
@@ -384,7 +379,7 @@ def compiled():
     return config, report["phases"][0]
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
     """As libtpu 0.0.42 has it for BERT-large, T=512, on four slices of v6e:16x16."""
 
@@ -399,7 +394,7 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
         preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_compiler_holds_what_sharding_says(compiled):
     config, phase = compiled
     _, (stage,) = pretraining.stages_without_rows(config, 1)
@@ -414,7 +409,7 @@ def test_the_compiler_holds_what_sharding_says(compiled):
     assert phase["fits"]
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_compiler_knows_tpu7x():
     """Two devices a chip: eight of a 2x2x1. Older versions are told what they lack."""
     topology = preflight.parse_topology("tpu7x:2x2x1")
@@ -428,7 +423,7 @@ def test_the_compiler_knows_tpu7x():
     assert report["expected_chip_hours"] == pytest.approx(4 * report["expected_hours"])
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_compiler_multiplies_what_the_formula_says(compiled):
     _, phase = compiled
     flops = phase["flops"]
@@ -440,7 +435,7 @@ def test_the_compiler_multiplies_what_the_formula_says(compiled):
     assert flops["cost_analysis"] < 0.8 * flops["compiled"]
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_compiler_exchanges_what_the_mesh_says(compiled):
     config, phase = compiled
     assert {"all-gather", "all-reduce"} <= phase["collectives"].keys()

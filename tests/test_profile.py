@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import pathlib
 import re
 from types import SimpleNamespace
 
@@ -16,18 +14,17 @@ from bert_jax import train as loop
 from bert_jax.config import Config, FinetuneConfig, Phase
 from bert_jax.errors import UserError
 from bert_jax.profile import PARTS
-from tests import test_guard
-from tests.test_distributed import ends, start
-from tests.test_guard import one_device  # noqa: F401 (a fixture of all tests here)
-from tests.test_train import assert_same_run, command
+from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")
 COMPILED = {}
 
 
 def run(folder, rows, *changes, bad=()):
-    """As `test_guard.run`, shorter; all runs share one compilation."""
-    test_guard.run(folder, rows, *SHORT, *changes, bad=bad, compiled=COMPILED)
+    """Train for 20 steps in this process; all runs share one program."""
+    train_here(folder, rows, *SHORT, *changes, bad=bad, compiled=COMPILED)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +155,7 @@ def test_no_room_for_measuring(tmp_path, monkeypatch):
 
 def test_one_process_speaks_for_all(tmp_path, rows):
     argv = command(tmp_path / "w", [rows()], "steps=6", "profile_steps=2:4")
-    status, said = ends(start(argv, 2))
+    status, said = wait_for_all(start_processes(argv, 2))
     assert status == [0, 0], said
     assert ["steps in float32" in text for text in said] == [True, False]
     assert made(tmp_path / "w")[1]["steps"] == 2
@@ -464,13 +461,9 @@ def traced_program(xspace, name):
     raise AssertionError(f"no program {name} in the trace")
 
 
-@pytest.mark.data
-def test_a_trace_of_an_h100(tmp_path):
+def test_a_trace_of_an_h100(shared_data, tmp_path):
     """Five steps of base, T=128, 256 rows, where the sums by kind of kernel are known."""
-    data = os.environ.get("BERT_JAX_DATA", "")
-    path = pathlib.Path(data).parent / "gpu" / "base_128_5_steps.xplane.pb.gz"
-    if not data or not path.exists():
-        pytest.skip(f"needs {path.name} in the folder gpu beside $BERT_JAX_DATA")
+    path = shared_data("../gpu/base_128_5_steps.xplane.pb.gz")
     xspace = gzip.decompress(path.read_bytes())
     (tmp_path / "x.xplane.pb").write_bytes(xspace)
     text = traced_program(xspace, b"jit_step")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bert_jax
-from tests.test_train import ALONE
+from tests.helpers.runs import ONE_DEVICE
 
 HERE = pathlib.Path(__file__).parent.parent / "experiments" / "speed"
 SCRIPT = HERE / "gpu.py"
@@ -63,7 +63,7 @@ def smoke(tmp_path_factory):
     (folder / "sitecustomize.py").write_text(BARE)
     done = subprocess.run(
         [sys.executable, SCRIPT, "--smoke", "--out", folder / "out", "--minutes", "14"],
-        env={**ALONE, "PYTHONPATH": str(folder)}, cwd=folder,
+        env={**ONE_DEVICE, "PYTHONPATH": str(folder)}, cwd=folder,
         capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import pathlib
 import random
 
 import numpy as np
@@ -610,11 +608,8 @@ def test_training_data_of_the_other_version_are_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def dev():
-    path = pathlib.Path(os.environ.get("BERT_JAX_DATA", "/nowhere")) / "squad/dev-v1.1.json.gz"
-    if not path.exists():
-        pytest.skip("needs BERT_JAX_DATA with squad/dev-v1.1.json.gz")
-    return path
+def dev(shared_data):
+    return shared_data("squad/dev-v1.1.json.gz")
 
 
 def test_every_official_answer_scores_100(dev, tmp_path):
@@ -629,10 +624,8 @@ def test_every_official_answer_scores_100(dev, tmp_path):
     assert found["f1"] == pytest.approx(100 * 10_569 / 10_570)
 
 
-def test_official_dev_windows(dev):
-    vocab = dev.parent.parent / "vocab/bert-base-uncased-vocab.txt"
-    if not vocab.exists():
-        pytest.skip("needs BERT_JAX_DATA with vocab/bert-base-uncased-vocab.txt")
+def test_official_dev_windows(dev, shared_data):
+    vocab = shared_data("vocab/bert-base-uncased-vocab.txt")
     config = TaskConfig(kind="squad", name="squad1", tokens=384, dev=str(dev))
     problem = Squad(config, wordpiece.load(vocab))
     examples = problem.splits["dev"]

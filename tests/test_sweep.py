@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import statistics
-import subprocess
 import sys
 import time
 
@@ -30,7 +29,8 @@ from bert_jax.sweep.run import run
 from bert_jax.sweep.scheduler import Engine, Place
 from bert_jax.sweep.scheduler import Scheduler as Queue
 from bert_jax.tasks import pretraining
-from tests.test_train import ALONE
+from tests.helpers import processes
+from tests.helpers.runs import ONE_DEVICE
 
 # Stands for any long work: notes its start, waits until a file is there, then writes its metrics.
 SCRIPT = """
@@ -321,11 +321,8 @@ def test_one_that_was_stopped_by_others_is_started_again(bench, tmp_path):
 
 
 def background(tmp_path, file, *options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "bert_jax", "sweep", str(file), "--runs", str(tmp_path / "runs"),
-         *options],
-        env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    argv = [sys.executable, "-m", "bert_jax", "sweep", file, "--runs", tmp_path / "runs", *options]
+    return processes.Process(argv, env=ONE_DEVICE)
 
 
 def wait_for(condition, process=None):
@@ -365,13 +362,15 @@ def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of)
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
     process.kill()
     process.wait()
-    process = background(tmp_path, file, "--data", str(tmp_path))
-    assert process.stderr.readline() == "1 of 2 points are done already\n"
-    time.sleep(2)  # ten times as long as it looks away
-    assert bench.calls() == ["a", "b"]
+    given = Given(data=tmp_path)
+    queue = Queue(tmp_path / "runs", given, Engine(), False, print)
+    queue.add(sweep.load(file, given).points)
+    for _ in range(3):
+        queue.look()
+        assert queue.state == {"a": "done", "b": "waiting"}  # its process holds the lock
     (tmp_path / "go").touch()
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    wait_for(lambda: queue.look() or queue.is_over)
+    assert queue.state == {"a": "done", "b": "done"}
     assert bench.calls() == ["a", "b", "b"]  # a second time, which finds the first one's work
 
 
@@ -387,12 +386,10 @@ def test_a_signal_is_passed_on_and_waited_for(bench, tmp_path, file_of):
 
 
 def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
-    one, two = (
-        background(tmp_path, file_of(WAITING, name), "--data", str(tmp_path))
-        for name in ("one", "two")
-    )
-    wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls())
-    time.sleep(1)
+    one = background(tmp_path, file_of(WAITING, "one"), "--data", str(tmp_path))
+    wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), one)
+    two = background(tmp_path, file_of(WAITING, "two"), "--data", str(tmp_path))
+    assert two.stderr.readline() == "1 of 2 points are done already\n"
     (tmp_path / "go").touch()
     for process in (one, two):
         _, said = process.communicate(timeout=120)
@@ -422,24 +419,20 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     programs.mkdir()
     (programs / "sbatch").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/jobs\n')
     (programs / "sbatch").chmod(0o755)
-    monkeypatch.setitem(ALONE, "PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setitem(ONE_DEVICE, "PATH", f"{programs}:{os.environ['PATH']}")
     file = file_of(
         "def get_points(given):\n"
         "    yield Point('m', ('pretrain', '--config', 'configs/pretrain.py:mini,128', '--rows', 'r',"
         " '--config.steps=7'))\n"
     )
     options = ("--on", "slurm", "--launch=--gpus=4", "--data", str(tmp_path))
-    for _ in range(2):  # the second one finds the job queued
-        process = background(tmp_path, file, *options)
-        wait_for((tmp_path / "jobs").exists, process)
-        (folder,) = (tmp_path / "runs").glob("m-*")
-        wait_for((folder / "attempts.jsonl").exists, process)
-        owner = f"pid {process.pid} "
-        wait_for(lambda path=folder / "lock", owner=owner: owner in path.read_text(), process)
-        time.sleep(1)
-        process.terminate()
-        process.communicate(timeout=60)
-        assert process.returncode == cli.EXIT_INTERRUPTED
+    process = background(tmp_path, file, *options)
+    wait_for((tmp_path / "jobs").exists, process)
+    (folder,) = (tmp_path / "runs").glob("m-*")
+    wait_for((folder / "attempts.jsonl").exists, process)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == cli.EXIT_INTERRUPTED
     (job,) = (tmp_path / "jobs").read_text().splitlines()
     assert "--gpus-per-node=4" in job
     assert f"--job-name={folder.name} " in job  # m-HASH
@@ -450,13 +443,14 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     # Slurm knows it no more, and its workdir has no end: it has failed, and goes again next time.
     (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     (programs / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", ALONE["PATH"])
+    monkeypatch.setenv("PATH", ONE_DEVICE["PATH"])
     monkeypatch.setattr(scheduler, "_ASK_SECONDS", 0.01)
     engine = Engine("slurm", ("--gpus=4",))
     queue = Queue(tmp_path / "runs", Given(data=tmp_path), engine, False, print)
     queue.add([place.point])
     queue.look()
     assert queue.state == {"m": "running"}
+    assert len((tmp_path / "jobs").read_text().splitlines()) == 1  # queued already
     for _ in range(2):
         time.sleep(0.02)
         queue.look()
@@ -683,7 +677,6 @@ class Objective:
 
 
 def test_a_search_finds_and_remembers(bench, tmp_path, capsys):
-    pytest.importorskip("optuna")
     module = Objective(bench)
     status, results = go([], tmp_path, jobs=2, module=module, trials=5)
     assert status == 0
@@ -705,7 +698,6 @@ class Drawn(Objective):
 
 
 def test_a_search_that_goes_on_draws_anew(bench, tmp_path):
-    pytest.importorskip("optuna")
     for trials in (2, 4):
         status, results = go([], tmp_path, module=Drawn(bench), trials=trials)
         assert status == 0
@@ -713,7 +705,8 @@ def test_a_search_that_goes_on_draws_anew(bench, tmp_path):
 
 
 def test_an_error_in_a_searchs_function_is_one_line(bench, tmp_path):
-    optuna = pytest.importorskip("optuna")
+    import optuna
+
     module = Objective(bench)
     module.get_trial = lambda given, trial: 1 / 0
     with pytest.raises(UserError, match="get_trial: ZeroDivisionError: division by zero"):
@@ -725,7 +718,8 @@ def test_an_error_in_a_searchs_function_is_one_line(bench, tmp_path):
 
 
 def test_a_trial_whose_search_was_killed_is_tried_again(bench, tmp_path):
-    optuna = pytest.importorskip("optuna")
+    import optuna
+
     module = Objective(bench)
     go([], tmp_path, module=module, trials=1)
     journal = optuna.storages.journal

@@ -4,8 +4,6 @@ import gzip
 import io
 import itertools
 import json
-import os
-import pathlib
 import sys
 
 import numpy as np
@@ -173,7 +171,8 @@ pairs = st.lists(st.lists(st.tuples(tag, tag), min_size=1, max_size=8), min_size
 @given(pairs)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 def test_scores_are_seqevals(pairs):
-    metrics = pytest.importorskip("seqeval.metrics", reason="needs seqeval, the reference")
+    from seqeval import metrics
+
     gold, predicted = ([[pair[i] for pair in some] for some in pairs] for i in (0, 1))
     found = conll_score.score(gold, predicted, True)
     for name in ("precision", "recall", "f1"):
@@ -554,16 +553,12 @@ def test_words_with_spaces_are_written_between_tabs(tmp_path):
 # The real files
 
 
-def test_wnut_17():
-    folder = pathlib.Path(os.environ.get("BERT_JAX_DATA", "/nowhere"))
+def test_wnut_17(shared_data):
     paths = {
-        "train": folder / "ner/wnut17train.conll.gz",
-        "dev": folder / "ner/emerging.dev.conll.gz",
-        "test": folder / "ner/emerging.test.annotated.gz",
+        "train": shared_data("ner/wnut17train.conll.gz"),
+        "dev": shared_data("ner/emerging.dev.conll.gz"),
+        "test": shared_data("ner/emerging.test.annotated.gz"),
     }
-    missing = [str(path) for path in paths.values() if not path.exists()]
-    if missing:
-        pytest.skip(f"needs BERT_JAX_DATA with {' '.join(missing)}")
     config = TaskConfig(kind="tagging", tokens=64, **{k: str(v) for k, v in paths.items()})
     problem = Tagging(config, VOCABULARY)
     assert len(problem.labels) == 13

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import json
 import os
-import pathlib
 import random
 import re
 import signal
@@ -25,69 +24,15 @@ from bert_jax.config import Config, MeshConfig, OptimConfig, Phase, load
 from bert_jax.progress import Progress
 from bert_jax.tasks import pretraining
 from bert_jax.tasks.stage import Stage
-
-CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
-SMALL = (
-    "optim.warmup_steps=5 optim.learning_rate=1e-3 batch_size=8 evaluate_rows=16 "
-    "steps=10 model.positions=64 log_every_steps=5 evaluate_every_steps=10 checkpoint.every_steps=10"
-).split()
-
-
-# One device in the processes that the tests start: eight on two cores are slow.
-ALONE = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1")}
-
-
-def arguments(*changes, size="L2-H32-A2", phases=",32"):
-    return [
-        f"--config={CONFIG}:{size}{phases}",
-        *(f"--config.{change}" for change in [*SMALL, *changes]),
-    ]
-
-
-def pretrain(folder, rows, *changes, options=(), phases=",32"):
-    """Runs the command in a process of its own and waits for it."""
-    return subprocess.run(
-        command(folder, rows, *changes, options=options, phases=phases),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=ALONE,
-    )
-
-
-def command(folder, rows, *changes, options=(), phases=",32"):
-    chosen = [part for path in rows for part in ("--rows", str(path))]
-    return [
-        *(sys.executable, "-c", "from bert_jax.cli import console; console()"),
-        *("pretrain", *arguments(*changes, phases=phases), *chosen),
-        *("--workdir", str(folder), *options),
-    ]
-
-
-def final_arrays(folder):
-    _, _, params, step = checkpoint.load_model(folder, "latest")
-    everything = loop_state(folder, step)
-    return step, jax.tree.leaves(jax.device_get(params)), everything
-
-
-def loop_state(folder, step):
-    """The optimizer's arrays as Orbax finds them on disk."""
-    import orbax.checkpoint as ocp
-
-    path = pathlib.Path(folder).absolute() / "checkpoints" / str(step) / checkpoint.TRAINING
-    return jax.tree.leaves(ocp.StandardCheckpointer().restore(path))
-
-
-def assert_same_run(folder, reference):
-    assert (folder / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
-    (step, params, rest), (step_r, params_r, rest_r) = final_arrays(folder), final_arrays(reference)
-    assert step == step_r
-    assert len(params) == len(params_r)
-    assert len(rest) == len(rest_r) > len(params)
-    for a, b in zip(params + rest, params_r + rest_r, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
+from tests.helpers import processes
+from tests.helpers.runs import (
+    ONE_DEVICE,
+    arguments,
+    assert_same_run,
+    command,
+    pretrain,
+    refused,
+)
 
 PHASES = (
     "steps=160",
@@ -105,9 +50,7 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
     assert done.returncode == 0, done.stderr
     rng, kills = random.Random(0), 0
     for lines in (8, 24):
-        process = subprocess.Popen(
-            command(broken, both, *changes, **options), stderr=subprocess.DEVNULL, env=ALONE
-        )
+        process = processes.Process(command(broken, both, *changes, **options), env=ONE_DEVICE)
         # Killed once it has come a little further than the last time, at no particular moment.
         path = broken / "metrics.jsonl"
         while process.poll() is None:
@@ -130,9 +73,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
     changes = ("steps=150", "checkpoint.every_steps=1000")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert pretrain(whole, [rows()], *changes).returncode == 0
-    process = subprocess.Popen(
-        command(stopped, [rows()], *changes), stderr=subprocess.PIPE, text=True, env=ALONE
-    )
+    process = processes.Process(command(stopped, [rows()], *changes), env=ONE_DEVICE)
     path = stopped / "metrics.jsonl"
     while not path.exists() or len(path.read_bytes().splitlines()) < 3:
         assert process.poll() is None, process.stderr.read()
@@ -163,7 +104,7 @@ def test_sigterm_in_the_middle_of_a_line_is_heard():
         [sys.executable, "-c", WRITING],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**ALONE, "PYTHONUNBUFFERED": ""},
+        env={**ONE_DEVICE, "PYTHONUNBUFFERED": ""},
     )
     assert process.stderr.read(1) == b"x"
     process.terminate()
@@ -182,7 +123,7 @@ def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
         "import time; from bert_jax import checkpoint; seal, saves = checkpoint.seal, []; "
         "checkpoint.seal = lambda folder: (saves.append(time.sleep(600 * len(saves))), seal(folder)); "
     ) + slow[2]
-    process = subprocess.Popen(slow, stderr=subprocess.PIPE, text=True, env=ALONE)
+    process = processes.Process(slow, env=ONE_DEVICE)
     while not (stopped / "checkpoints" / "40").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)
@@ -426,15 +367,6 @@ def test_next_tokens_are_counted_in_the_formula(rows):
     (masked, flops), (following, more) = counts
     assert following == 31
     assert more - flops == 3 * (31 - masked) * 2 * 32 * (150 + 32)
-
-
-def refused(capsys, *argv):
-    capsys.readouterr()  # the progress of rows made for this test
-    status = cli.main([str(a) for a in argv])
-    said = capsys.readouterr().err.strip()
-    assert status == cli.EXIT_USER_ERROR, said
-    assert "\n" not in said, said
-    return said
 
 
 @pytest.mark.parametrize(

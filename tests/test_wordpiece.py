@@ -1,7 +1,6 @@
 """WordPiece vocabularies and tokenizing, against Google's algorithm and Hugging Face's tokenizer."""
 
 import os
-import pathlib
 import pickle
 import subprocess
 import sys
@@ -146,12 +145,8 @@ def test_google_ids():
 
 
 @pytest.mark.parametrize("case", ["uncased", "cased"])
-def test_google_vocabularies(case):
-    folder = os.environ.get("BERT_JAX_DATA", "")
-    path = pathlib.Path(folder, "vocab", f"bert-base-{case}-vocab.txt")
-    if not folder or not path.exists():
-        pytest.skip(f"BERT_JAX_DATA names no folder with vocab/{path.name}")
-    vocabulary = wordpiece.load(path)
+def test_google_vocabularies(shared_data, case):
+    vocabulary = wordpiece.load(shared_data(f"vocab/bert-base-{case}-vocab.txt"))
     official = {"uncased": "07eced375cec144d", "cased": "eeaa9875b23b04b4"}[case]
     assert vocabulary.lowercase == (case == "uncased")
     assert vocabulary.sha256.startswith(official)

@@ -1,0 +1,92 @@
+"""Small checkpoints: of transformers with random weights, and runs of ours without training."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bert_jax import checkpoint, files
+from bert_jax import config as config_lib
+from bert_jax.config import Config
+from bert_jax.convert import source
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model import shapes
+
+TF1 = pathlib.Path(__file__).parent.parent / "data" / "tf1"
+WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")
+LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
+CLASSES = {
+    "BertModel": {},
+    "BertForPreTraining": {},
+    "BertForMaskedLM": {},
+    "BertForNextSentencePrediction": {},
+    "BertForSequenceClassification": LABELS,
+    "BertForTokenClassification": LABELS,
+    "BertForMultipleChoice": {},
+    "BertForQuestionAnswering": {},
+}
+
+
+def torch_model(name="BertForPreTraining", seed=0, **changes):
+    """A random model of a class of transformers, without weights that are 0 or 1."""
+    values = dict(
+        vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
+        intermediate_size=20, max_position_embeddings=24,
+    )  # fmt: skip
+    config = transformers.BertConfig(**{**values, **CLASSES[name], **changes})
+    model = getattr(transformers, name)(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def save_pretrained(model, folder, words=WORDS, **options):
+    """Save a model of transformers with its tokenizer; return the folder."""
+    model.save_pretrained(folder, **options)
+    tokenizer = transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def random_params(config, seed=0):
+    """Random parameters of a model, with its vocabulary's padding 0."""
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(
+        lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32),
+        shapes(config),
+    )
+    extra = params["embeddings"]["word"]["embedding"][config.vocab_size :]
+    extra[:] = 0  # the padding of the vocabulary
+    if config.masked_lm:
+        params["masked_lm"]["bias"][config.vocab_size :] = 0
+        if not config.tied_decoder:
+            params["masked_lm"]["decoder"][:, config.vocab_size :] = 0
+    return params
+
+
+def write_run(folder, config, params, words=None):
+    """Write a run's folder with a checkpoint of these parameters."""
+    words = words or [*SPECIAL, *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
+    files.only_process(folder)
+    Vocabulary(tuple(words), True).save(folder)
+    whole = {"config": config_lib.to_dict(Config(model=config)), "data": []}
+    files.write_json(folder / "config.json", whole)
+    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", Config().checkpoint)
+    checkpoints.save(7, params)
+    checkpoints.close()
+    return folder
+
+
+def refusal(folder, **options):
+    """Read a checkpoint that must be refused in one line; return the line."""
+    with pytest.raises(UserError) as caught:
+        source.read(str(folder), **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

@@ -1,0 +1,45 @@
+"""A small corpus in Google's format, its vocabulary and rows made of it."""
+
+import pathlib
+import random
+
+from bert_jax.data import prepare, wordpiece
+
+
+def write(folder):
+    """Write 60 documents of sentences from a small grammar; return the file."""
+    rng = random.Random(0)
+    nouns = "king river mountain book child city teacher horse garden winter letter ship".split()
+    verbs = "sees follows remembers leaves finds builds crosses describes".split()
+    where = ["in the morning", "near the old bridge", "without a word", "after the war"]
+    documents = []
+    for _ in range(60):
+        topic = rng.sample(nouns, 4)  # a document keeps to few nouns, so its pairs can be told
+        documents.append(
+            "\n".join(
+                f"The {rng.choice(topic)} {rng.choice(verbs)} the {rng.choice(topic)} {rng.choice(where)}."
+                for _ in range(rng.randint(4, 30))
+            )
+        )
+    path = pathlib.Path(folder) / "text.txt"
+    path.write_text("\n\n".join(documents) + "\n")
+    return path
+
+
+def write_rows(text, tokens=32, sequences=3):
+    """Prepare rows of a text in a folder beside it, unless they are there; return the folder."""
+    vocabulary = text.parent / "vocab"
+    if not vocabulary.exists():
+        wordpiece.train([str(text)], str(vocabulary), size=150)
+    folder = text.parent / f"rows_{tokens}_{sequences}"
+    if not folder.exists():
+        prepare.prepare(
+            [str(text)],
+            str(vocabulary),
+            str(folder),
+            tokens=tokens,
+            sequences=sequences,
+            heldout_fraction=0.1,
+            workers=1,
+        )
+    return folder

@@ -1,0 +1,169 @@
+"""Start Python commands quickly: fork them from a server that has imported bert_jax and JAX.
+
+Importing takes most of the time of a short command, and many tests start several. A forked command
+is a process of its own: it has its own arguments, environment, JAX backend and exit status, and can
+be killed at any moment. A test of how `bert-jax` itself starts uses `subprocess`.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.reduction
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+
+# What the verbs import when they run.
+PRELOAD = (
+    "bert_jax.cli",
+    "bert_jax.evaluate",
+    "bert_jax.finetune",
+    "bert_jax.guard",
+    "bert_jax.log",
+    "bert_jax.sweep.run",
+    "bert_jax.tasks.pretraining",
+    "bert_jax.train",
+)
+
+
+class Process:
+    """A running `python -c CODE …` or `python -m MODULE …`; has what tests need of `subprocess.Popen`.
+
+    Args:
+        command: `[sys.executable, "-c", code, *arguments]`, or with "-m" and a module's name.
+        env: the environment. JAX was imported in this process's environment, so variables that it
+            reads then (`JAX_…`) have no effect; `XLA_FLAGS` has.
+        cwd: the working directory, this process's by default.
+
+    Attributes:
+        stdout: what the command prints, as a text stream.
+        stderr: its standard error.
+    """
+
+    def __init__(self, command, env=None, cwd=None):
+        program, option, what, *arguments = map(str, command)
+        assert program == sys.executable, command
+        assert option in ("-c", "-m"), command
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        (out, child_out), (error, child_error) = os.pipe(), os.pipe()
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(error)
+        self._process = context.Process(
+            target=_Child(option, what, arguments, dict(env or os.environ), cwd or os.getcwd()),
+            args=(_Pipe(child_out), _Pipe(child_error)),
+        )
+        self._process.start()
+        os.close(child_out)
+        os.close(child_error)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        """The exit status, minus the signal's number if one ended it, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self):
+        """Return the exit status, None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout=None):
+        """Wait for the end and return the exit status."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("forked command", timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        """Send a signal, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self):
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=240):
+        """Wait for the end; return the rest of what it wrote to standard output and error."""
+        expired = threading.Event()
+        timer = threading.Timer(timeout, lambda: (expired.set(), self.kill()))
+        timer.start()
+        texts = {}
+        readers = [
+            threading.Thread(
+                target=lambda name=name: texts.update({name: getattr(self, name).read()})
+            )
+            for name in ("stdout", "stderr")
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        self._process.join()
+        timer.cancel()
+        if expired.is_set():
+            raise subprocess.TimeoutExpired("forked command", timeout, *texts.values())
+        return texts["stdout"], texts["stderr"]
+
+
+def run(command, env=None, cwd=None, timeout=240):
+    """Run a command to its end, as `subprocess.run` with its output captured as text."""
+    process = Process(command, env, cwd)
+    out, error = process.communicate(timeout)
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
+
+
+class _Pipe:
+    """The writing end of a pipe, which the fork server passes on to the child."""
+
+    def __init__(self, descriptor):
+        self._descriptor = descriptor
+
+    def __reduce__(self):
+        return _open_pipe, (multiprocessing.reduction.DupFd(self._descriptor),)
+
+
+def _open_pipe(copy):
+    return copy.detach()
+
+
+class _Child:
+    """What the forked process runs."""
+
+    def __init__(self, option, what, arguments, env, cwd):
+        self.option, self.what, self.arguments, self.env, self.cwd = (
+            option,
+            what,
+            arguments,
+            env,
+            cwd,
+        )
+
+    def __call__(self, out, error):
+        for descriptor, ours in ((out, 1), (error, 2)):
+            os.dup2(descriptor, ours)
+            os.close(descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+        # A server ignores the terminal's interrupts; a command does not.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(self.env)
+        os.chdir(self.cwd)
+        try:
+            if self.option == "-m":
+                sys.argv = [self.what, *self.arguments]
+                runpy.run_module(self.what, run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = ["-c", *self.arguments]
+                exec(self.what, {"__name__": "__main__"})
+        finally:
+            threading._shutdown()
+            atexit._run_exitfuncs()  # multiprocessing leaves them out
+            sys.stdout.flush()

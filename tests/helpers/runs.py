@@ -1,0 +1,147 @@
+"""Small pretraining runs, as commands and as arguments, and comparisons between them."""
+
+import dataclasses
+import os
+import pathlib
+import socket
+import sys
+
+import jax
+import numpy as np
+
+from bert_jax import checkpoint, cli, train
+from bert_jax.config import Phase, load
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.tasks import pretraining
+from tests.helpers import processes
+
+CONFIG = pathlib.Path(__file__).parent.parent.parent / "configs" / "pretrain.py"
+SMALL = (
+    "optim.warmup_steps=5 optim.learning_rate=1e-3 batch_size=8 evaluate_rows=16 "
+    "steps=10 model.positions=64 log_every_steps=5 evaluate_every_steps=10 checkpoint.every_steps=10"
+).split()
+
+WORDS = (*SPECIAL, *(f"w{i}" for i in range(35)))
+VOCABULARY = Vocabulary(WORDS, True)
+
+# The environment of a process with one device: eight are slow on two cores.
+ONE_DEVICE = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1")}
+
+
+def arguments(*changes, size="L2-H32-A2", phases=",32"):
+    """The arguments of a small pretraining that follow `--config`, with changes of config fields."""
+    return [
+        f"--config={CONFIG}:{size}{phases}",
+        *(f"--config.{change}" for change in [*SMALL, *changes]),
+    ]
+
+
+def python(*arguments):
+    """The command line of `bert-jax`."""
+    code = "from bert_jax.cli import console; console()"
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def command(folder, rows, *changes, options=(), phases=",32"):
+    """The command line of a small pretraining in `folder` on folders of rows."""
+    chosen = [part for path in rows for part in ("--rows", path)]
+    return python(
+        "pretrain", *arguments(*changes, phases=phases), *chosen, "--workdir", folder, *options
+    )
+
+
+def pretrain(folder, rows, *changes, options=(), phases=",32"):
+    """Run a small pretraining in a process of its own."""
+    return processes.run(
+        command(folder, rows, *changes, options=options, phases=phases), env=ONE_DEVICE
+    )
+
+
+def poisoned(stage, steps):
+    """The stage with sentence labels out of range in the batches of some steps: their loss is NaN."""
+
+    def batches(first, end, process, processes):
+        for step, batch in enumerate(stage.batches(first, end, process, processes), first):
+            if step + stage.first_step in steps:
+                batch = {**batch, "label": np.full_like(batch["label"], 7)}
+            yield batch
+
+    return dataclasses.replace(stage, batches=batches)
+
+
+def train_here(folder, rows, *changes, bad=(), compiled=None):
+    """Run a small pretraining in this process on rows of T=32.
+
+    Args:
+        bad: steps whose loss is to be NaN.
+        compiled: programs of the training step by its shapes, shared by runs of the same step.
+    """
+    config = load(arguments(*changes))
+    config.phases = (Phase(rows=str(rows())),)
+    config, vocabulary, data, stages = pretraining.stages(config)
+    stages = [poisoned(stage, set(bad)) for stage in stages]
+    train.train(config, vocabulary, data, stages, folder, compiled=compiled)
+
+
+def free_port():
+    """A TCP port that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start_processes(argv, count, **environment):
+    """Start one run in several processes; `argv` is its command line, or a function of the process."""
+    own = {
+        "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "BERT_JAX_PROCESSES": str(count),
+        **environment,
+    }
+    return [
+        processes.Process(
+            argv(i) if callable(argv) else argv,
+            env={**ONE_DEVICE, **own, "BERT_JAX_PROCESS": str(i)},
+        )
+        for i in range(count)
+    ]
+
+
+def wait_for_all(started):
+    """Wait for processes; return their exit statuses and what each wrote to standard error."""
+    errors = [process.communicate()[1] for process in started]
+    return [process.returncode for process in started], errors
+
+
+def refused(capsys, *argv):
+    """Run a command that must be refused in one line, in this process; return the line."""
+    capsys.readouterr()  # the progress of rows made for this test
+    status = cli.main([str(a) for a in argv])
+    error = capsys.readouterr().err.strip()
+    assert status == cli.EXIT_USER_ERROR, error
+    assert "\n" not in error, error
+    return error
+
+
+def final_arrays(folder):
+    """The last step of a run, its parameters and everything in its training state."""
+    _, _, params, step = checkpoint.load_model(folder, "latest")
+    return step, jax.tree.leaves(jax.device_get(params)), _training_arrays(folder, step)
+
+
+def _training_arrays(folder, step):
+    """The optimizer's arrays as Orbax reads them."""
+    import orbax.checkpoint as ocp
+
+    path = pathlib.Path(folder).absolute() / "checkpoints" / str(step) / checkpoint.TRAINING
+    return jax.tree.leaves(ocp.StandardCheckpointer().restore(path))
+
+
+def assert_same_run(folder, reference):
+    """Assert that two runs have the same metrics, parameters and optimizer state, bit for bit."""
+    assert (folder / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    (step, params, rest), (step_r, params_r, rest_r) = final_arrays(folder), final_arrays(reference)
+    assert step == step_r
+    assert len(params) == len(params_r)
+    assert len(rest) == len(rest_r) > len(params)
+    for a, b in zip(params + rest, params_r + rest_r, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
