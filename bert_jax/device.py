@@ -14,7 +14,8 @@ from bert_jax.errors import UserError
 
 # Of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-_KEPT_AT_MOST = 3  # times a step's temporaries
+_RETENTION = 3  # bytes that glibc may keep for each byte of a program's temporaries
+_compiled: list[int] = []  # temporaries of the programs of this process
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
@@ -205,18 +206,19 @@ def _keep_memory() -> None:
     _tell_malloc({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
 
 
-def mind_memory(temporaries: int) -> None:
-    """Has glibc give back what is freed after all, where a program needs much of the memory.
+def limit_malloc_retention(temporary_bytes: int) -> None:
+    """Let glibc return freed memory to the system once the process's programs need much of it.
 
-    What is kept has holes that the next step's blocks do not fit in, up to three times as much; the
-    other half of the memory is for the state and for other programs.
+    What glibc keeps is fragmented and can grow to three times a program's temporaries; blocks of one
+    program rarely fit into the holes that another leaves. Call this for every program compiled.
 
     Args:
-        temporaries: bytes of them that the program takes.
+        temporary_bytes: the temporaries of the program.
     """
-    if not _only_cpu() or _KEPT_AT_MOST * temporaries < _memory_bytes() / 2:
+    _compiled.append(temporary_bytes)
+    if not _only_cpu() or _RETENTION * sum(_compiled) < _memory_bytes() / 2:
         return
-    # Larger blocks are the system's, and go back to it one by one.
+    # Larger blocks are mapped one by one and returned when they are freed.
     _tell_malloc({_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20})
 
 

@@ -193,7 +193,7 @@ def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Stat
     with jax.set_mesh(mesh), _no_garbage_collection():
         compiled = step.lower(state, batch).compile()
     if told := compiled.memory_analysis():
-        device.mind_memory(told.temp_size_in_bytes)
+        device.limit_malloc_retention(told.temp_size_in_bytes)
     return compiled
 
 

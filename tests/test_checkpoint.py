@@ -400,6 +400,7 @@ def test_a_lock_dies_with_its_owner(tmp_path):
         assert f"pid {os.getpid()} on" in (tmp_path / files.LOCK).read_text()
 
 
+@pytest.mark.slow
 def test_several_processes_agree(rows, copy):
     """The first looks and moves; all go on from the same step."""
     flip(step(copy) / "manifest.json")
@@ -413,6 +414,7 @@ def test_several_processes_agree(rows, copy):
     assert checkpoint.damage(step(copy)) is None
 
 
+@pytest.mark.slow
 def test_no_room_then_room_then_read_only(tmp_path, rows):
     mounted = tmp_path / "small"
     mounted.mkdir()

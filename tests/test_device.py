@@ -98,9 +98,10 @@ def grown(megabytes):
 
 print(grown(100))
 device._memory_bytes = lambda: 1000
-device.mind_memory(166)  # three times that are less than half
+device.limit_malloc_retention(100)
+device.limit_malloc_retention(66)  # three times both are less than half
 print(grown(200))
-device.mind_memory(167)
+device.limit_malloc_retention(1)
 print(grown(400))
 """
 

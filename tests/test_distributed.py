@@ -33,6 +33,7 @@ def lines(folder):
     return workdir.read_lines(path) if path.exists() else []
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_path, rows):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     alone = pretrain(whole, [rows()], *STEPS)

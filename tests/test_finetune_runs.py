@@ -67,6 +67,7 @@ def row_counts(said):
     return [int(each) for each in text.split(" or ")]
 
 
+@pytest.mark.slow
 def test_across_the_step_where_row_counts_begin_it_ends_the_same(data, tmp_path, several, capsys):
     whole = tmp_path / "whole"
     changes = (*several, "checkpoint.keep_last=9", "model.dropout=0.1")
@@ -244,6 +245,7 @@ def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
     assert "it began from another checkpoint (--init)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_killed_it_ends_the_same(run, data, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = ("checkpoint.every_steps=4", "model.dropout=0.1", "accumulation=2", "epochs=2")

@@ -205,6 +205,7 @@ def test_too_many_incidents_end_the_run(tmp_path, rows):
     assert len(list(tmp_path.glob("incidents/*/state"))) == 3
 
 
+@pytest.mark.slow
 def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
     changes = ("steps=180", "log_every_steps=1", "guard.sigmas=0.5", "checkpoint.every_steps=200")
     run(tmp_path / "report", rows, *changes, bad=())

@@ -451,6 +451,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, small_pieces):
     text, vocab = write_corpus(tmp_path, 80)
     prepare([text], vocab, tmp_path / "whole", sequences=4, workers=1)

@@ -153,6 +153,7 @@ def test_no_room_for_measuring(tmp_path, monkeypatch):
     assert str(tmp_path / "p") in said[0]
 
 
+@pytest.mark.slow
 def test_one_process_speaks_for_all(tmp_path, rows):
     argv = command(tmp_path / "w", [rows()], "steps=6", "profile_steps=2:4")
     status, said = wait_for_all(start_processes(argv, 2))

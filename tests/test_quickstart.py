@@ -119,6 +119,7 @@ def test_speeches_become_json_lines(quickstart):
     assert [json.loads(line) for line in lines] == [{"text": 'One "two",\nthree'}, {"text": "Four"}]
 
 
+@pytest.mark.slow
 def test_from_text_to_masks(tmp_path):
     animals = "cat dog horse cow hen goat duck fox".split()
     documents = [

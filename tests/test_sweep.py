@@ -630,6 +630,7 @@ def get_points(given):
 """
 
 
+@pytest.mark.slow
 def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     data = tmp_path / "data"
     data.mkdir()

@@ -21,6 +21,7 @@ def said(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", ()))
 
 
+@pytest.mark.slow
 def test_it_runs(tour, rows, tmp_path, monkeypatch):
     folder = rows(32, 3)
     model = tmp_path / "model"

@@ -42,6 +42,7 @@ PHASES = (
 )
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
     both, options = [rows(32, 3), rows(64, 4)], {"phases": ",32,64"}
     changes = (*PHASES, "checkpoint.every_steps=7", "accumulation=2")
@@ -69,6 +70,7 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
     assert_same_run(broken, whole)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
     changes = ("steps=150", "checkpoint.every_steps=1000")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -113,6 +115,7 @@ def test_sigterm_in_the_middle_of_a_line_is_heard():
     assert b"stopping after this step" in said
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
     changes = ("steps=150", "checkpoint.every_steps=40")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

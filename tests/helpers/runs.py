@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 
 import jax
@@ -91,16 +92,22 @@ def free_port():
 
 
 def start_processes(argv, count, **environment):
-    """Start one run in several processes; `argv` is its command line, or a function of the process."""
+    """Start one run in several processes; `argv` is its command line, or a function of the process.
+
+    They are not forked: Gloo, which connects them, draws the same identity in children of one process.
+    """
     own = {
         "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "BERT_JAX_PROCESSES": str(count),
         **environment,
     }
     return [
-        processes.Process(
+        subprocess.Popen(
             argv(i) if callable(argv) else argv,
             env={**ONE_DEVICE, **own, "BERT_JAX_PROCESS": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in range(count)
     ]
@@ -108,7 +115,7 @@ def start_processes(argv, count, **environment):
 
 def wait_for_all(started):
     """Wait for processes; return their exit statuses and what each wrote to standard error."""
-    errors = [process.communicate()[1] for process in started]
+    errors = [process.communicate(timeout=240)[1] for process in started]
     return [process.returncode for process in started], errors
 
 
