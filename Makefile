@@ -1,6 +1,8 @@
 # Every target works from a bare python3: it makes its own virtual environment first.
 #   make quickstart [CORPUS=PATH]   text to a pretrained model in minutes
-#   make test                       the tests
+#   make test                       the tests, without those marked slow, gpu or tpu
+#   make test-quick                 a subset that takes two minutes
+#   make test-all                   every test that can run here, and coverage by lines
 #   make lint                       ruff check and format
 #   make bench [ARGS=…]             this project's speed beside its peers'; needs BERT_JAX_DATA
 #   make soak                       runs killed a hundred times, a long one watched, much fuzzing
@@ -8,13 +10,22 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint bench soak clean
+.PHONY: quickstart test test-quick test-all lint bench soak clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
 
+# A worker a core; a file's tests stay on one worker, which builds their fixtures once. Memory: 3 GB each.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST) -m "not slow and not gpu and not tpu" $(ARGS)
+
+test-quick: $(VENV)/test.done
+	$(PYTEST) -m "not slow and not gpu and not tpu" --quick $(ARGS)
+
+test-all: $(VENV)/test.done
+	$(PYTEST) --cov=bert_jax --cov-report=term:skip-covered $(ARGS)
 
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .

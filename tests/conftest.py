@@ -40,6 +40,11 @@ LONGEST = (
 )  # fmt: skip
 
 
+def pytest_addoption(parser):
+    """`--quick` leaves out the files that take longest."""
+    parser.addoption("--quick", action="store_true", help="leave out the files that take longest")
+
+
 def pytest_configure():
     """Tests compute as commands in processes of their own do, whose bits they compare with theirs."""
     from bert_jax import device
@@ -47,7 +52,15 @@ def pytest_configure():
     device.use_fast_products()
 
 
-def pytest_collection_modifyitems(items):
+def has_gpu():
+    """Whether a process that starts now would train on a GPU."""
+    return (
+        pathlib.Path("/dev/nvidia0").exists()
+        and importlib.util.find_spec("jax_plugins") is not None
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     """Put the longest files first, mark tests by the fixtures they use, and skip what cannot run."""
 
     def place(item):
@@ -55,11 +68,17 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+    if config.getoption("quick"):
+        left_out = [item for item in items if place(item) < len(LONGEST)]
+        items[:] = items[len(left_out) :]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if "shared_data" in item.fixturenames:
             item.add_marker("data")
-        if "chromium" in item.fixturenames:
+        if {"chromium", "smoke"} & {*item.fixturenames}:
             item.add_marker("slow")
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU and JAX's plugin for it"))
         if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
             reason = "needs libtpu, which compiles for TPUs: pip install 'bert-jax[tpu]' (210 MB)"
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -176,16 +195,21 @@ def run_folder(tmp_path_factory):
     return checkpoints.write_run(folder, config, params, checkpoints.WORDS)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Meshes of one device, where eight on two cores would only be slow."""
+@pytest.fixture(scope="session", autouse=True)
+def single_device_meshes():
+    """Meshes that no config or argument describes have one device: eight on two cores are slow."""
     import jax
 
     from bert_jax import sharding
+    from bert_jax.config import MeshConfig
 
     make_mesh = sharding.make_mesh
+
+    def make(config, devices=None):
+        if devices is None and config == MeshConfig():
+            devices = jax.devices()[:1]
+        return make_mesh(config, devices)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sharding, "make_mesh", lambda config, devices=None: make_mesh(config, jax.devices()[:1])
-        )
+        patch.setattr(sharding, "make_mesh", make)
         yield

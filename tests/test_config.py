@@ -299,6 +299,6 @@ def test_a_mesh_that_does_not_fit_is_refused():
     message = refusal(sharding.make_mesh, MeshConfig(data=3))
     assert "8 devices" in message
     assert "config.mesh" in message
-    mesh = sharding.make_mesh(MeshConfig())
+    mesh = sharding.make_mesh(MeshConfig(data=8))
     sharding.check_batch(mesh, 32, 2)
     assert "32 or 48" in refusal(sharding.check_batch, mesh, 40, 2)

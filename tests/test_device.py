@@ -12,6 +12,7 @@ import pytest
 from bert_jax import device
 from bert_jax.config import Config
 from bert_jax.errors import UserError
+from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
 # A temporary of 64 MB, and how many pages the system had to clear for each call. On a busy machine what
@@ -41,6 +42,7 @@ def faults(argument):
     return statistics.median(json.loads(found.stdout))
 
 
+@pytest.mark.slow
 def test_what_a_step_frees_is_there_for_the_next():
     assert faults("start") < 100 < faults("as it is") / 10
 
@@ -68,10 +70,8 @@ print(os.environ["XLA_FLAGS"])
 )
 def test_products_are_eigens(argument, flags, product, after):
     """Unless the user says otherwise; and reductions YNNPACK's, as JAX has them."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRODUCT, argument],
-        env={**ONE_DEVICE, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+    env = {**ONE_DEVICE, "XLA_FLAGS": flags}
+    done = processes.run([sys.executable, "-c", PRODUCT, argument], env=env, check=True)
     found, left = done.stdout.splitlines()
     assert found.split()[0] == str(product)
     assert left == (flags if after is None else after)

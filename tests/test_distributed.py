@@ -65,6 +65,7 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
     assert [s["processes"] for s in workdir.read_lines(parts / "starts.jsonl")] == [2, 4]
 
 
+@pytest.mark.slow
 def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
     folder = tmp_path / "w"
     argv = command(folder, [rows()], "steps=100000", "checkpoint.every_steps=100000")
@@ -81,6 +82,7 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
     assert kept == [int(steps.pop().replace(",", ""))]
 
 
+@pytest.mark.slow
 def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
     folder = tmp_path / "w"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0", "steps=60")

@@ -7,7 +7,6 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 
@@ -21,6 +20,7 @@ from bert_jax.config import Config, FinetuneConfig
 from bert_jax.errors import UserError
 from bert_jax.report import experiment
 from bert_jax.sweep import SCALES, Given
+from tests.helpers import processes
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
@@ -232,7 +232,7 @@ def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(
                 file.write(text)
     out = tmp_path / "out"
     command = [sys.executable, "experiments/table1_glue/submit.py", glue, *runs, "--out", out]
-    subprocess.run(command, check=True, capture_output=True)
+    processes.run(command, check=True)
     with zipfile.ZipFile(out / "glue.zip") as archive:
         told = {name: archive.read(name).decode().splitlines()[1:] for name in archive.namelist()}
     expected = {"RTE.tsv": ["0\tb, 3"], "CoLA.tsv": ["0\tc, 4"]}
@@ -507,7 +507,7 @@ report.write(results, pathlib.Path(sys.argv[1]))
 
 def test_the_page_of_scale_tells_kinds_of_results_apart(tmp_path):
     page = tmp_path / "README.md"
-    subprocess.run([sys.executable, "-c", SCALE, page], cwd=ROOT.parent, check=True)
+    processes.run([sys.executable, "-c", SCALE, page], cwd=ROOT.parent, check=True)
     text = page.read_text()
     assert "1 programs compiled so far" in text
     assert "Not compiled: recipe base T=128 v6e:2x2 : libtpu does not." in text

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from flax import traverse_util
 
-from bert_jax import checkpoint, cli, guard, sharding, train
+from bert_jax import checkpoint, cli, guard, train
 from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig, load
 from bert_jax.convert import source
 from bert_jax.data import examples
@@ -52,10 +52,6 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
 @pytest.fixture
 def several(monkeypatch):
     """Changes of a run of 30 steps that has several row counts from step 10 on, on one device."""
-    make_mesh = sharding.make_mesh
-    monkeypatch.setattr(
-        sharding, "make_mesh", lambda config, devices=None: make_mesh(config, jax.devices()[:1])
-    )
     monkeypatch.setattr(examples, "LONG_RUN_STEPS", 30)
     monkeypatch.setattr(examples, "FIRST_STEPS", 10)
     return ("steps=30", "log_every_steps=1", "checkpoint.every_steps=4")
@@ -394,7 +390,7 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     config = {"squad": "squad.py:2", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
     files = [f"task.{split}={tmp_path / file}" for split in ("train", "dev")]
     argv = arguments(data, tmp_path / "w", *files, "epochs=2", "batch_size=4", *changes)
-    argv[1] = f"--config={tasks.tasks.CONFIGS / config}"
+    argv[1] = f"--config={tasks.CONFIGS / config}"
     assert cli.main(argv) == 0
     found = json.loads((tmp_path / "w" / "metrics.json").read_text())
     assert found["best_by"] in found["dev"]

@@ -18,8 +18,6 @@ from bert_jax.log import Log
 from bert_jax.tasks import pretraining
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
 BAD = 17  # the step whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
 
@@ -256,6 +254,7 @@ def test_another_phase_is_compared_with_itself_only():
     assert jnp.isnan(recent.figures).sum() == 2 * (guard.WINDOW - 1)
 
 
+@pytest.mark.slow
 def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch, capsys):
     run(tmp_path / "without", rows, bad=())
     run(tmp_path / "with", rows, "guard.probe_every_steps=4", bad=())

@@ -16,8 +16,6 @@ from bert_jax.errors import UserError
 from bert_jax.profile import PARTS
 from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
 SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")
 COMPILED = {}
 

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from bert_jax import cli
 from bert_jax.report import experiment
 from bert_jax.report.experiment import Claim, Claims, Column, Curves, Table
 from bert_jax.sweep.results import Results, current
+from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
 
@@ -133,7 +133,7 @@ def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
     )
     lines = [line(0.5, seed, size=1) for seed in range(150)]
     command = [sys.executable, "-c", script, str(tmp_path), json.dumps(lines)]
-    writers = [subprocess.Popen(command, env=ONE_DEVICE, stdout=subprocess.PIPE) for _ in range(3)]
+    writers = [processes.Process(command, env=ONE_DEVICE) for _ in range(3)]
     for writer in writers:
         writer.stdout.readline()
     (tmp_path / "go").touch()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import bert_jax
+from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
 HERE = pathlib.Path(__file__).parent.parent / "experiments" / "speed"
@@ -79,7 +80,7 @@ def test_the_plan_takes_less_than_nine_minutes(gpu):
     jobs = gpu.plan()
     total = sum(gpu.START + sum(seconds for seconds, _ in job.rows) for job in jobs)
     assert total < 540
-    printed = subprocess.run([sys.executable, SCRIPT, "--plan"], capture_output=True, text=True, check=True)  # fmt: skip
+    printed = processes.run([sys.executable, SCRIPT, "--plan"], check=True)
     lines = printed.stdout.splitlines()
     assert lines[-1].split()[2] == str(total)
     assert len(lines) == len(jobs) + sum(len(job.rows) for job in jobs)
@@ -226,7 +227,7 @@ def test_after_continues_with_what_is_missing(faked):
 
 def test_after_needs_a_file(tmp_path):
     command = [sys.executable, SCRIPT, "--out", tmp_path, "--after", tmp_path / "none.jsonl"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    refused = processes.run(command, timeout=60)
     assert refused.returncode == 2
     assert "none.jsonl does not exist" in refused.stderr
 

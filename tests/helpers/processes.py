@@ -30,10 +30,11 @@ PRELOAD = (
 
 
 class Process:
-    """A running `python -c CODE …` or `python -m MODULE …`; has what tests need of `subprocess.Popen`.
+    """A running Python command, with the part of `subprocess.Popen` that tests need.
 
     Args:
-        command: `[sys.executable, "-c", code, *arguments]`, or with "-m" and a module's name.
+        command: `[sys.executable, "-c", code, *arguments]`, or with "-m" and a module's name, or with
+            the path of a script.
         env: the environment. JAX was imported in this process's environment, so variables that it
             reads then (`JAX_…`) have no effect; `XLA_FLAGS` has.
         cwd: the working directory, this process's by default.
@@ -44,15 +45,14 @@ class Process:
     """
 
     def __init__(self, command, env=None, cwd=None):
-        program, option, what, *arguments = map(str, command)
+        program, what, *arguments = map(str, command)
         assert program == sys.executable, command
-        assert option in ("-c", "-m"), command
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         (out, child_out), (error, child_error) = os.pipe(), os.pipe()
         self.stdout, self.stderr = os.fdopen(out), os.fdopen(error)
         self._process = context.Process(
-            target=_Child(option, what, arguments, dict(env or os.environ), cwd or os.getcwd()),
+            target=_Child(what, arguments, dict(env or os.environ), cwd or os.getcwd()),
             args=(_Pipe(child_out), _Pipe(child_error)),
         )
         self._process.start()
@@ -113,11 +113,13 @@ class Process:
         return texts["stdout"], texts["stderr"]
 
 
-def run(command, env=None, cwd=None, timeout=240):
+def run(command, env=None, cwd=None, timeout=240, check=False):
     """Run a command to its end, as `subprocess.run` with its output captured as text."""
     process = Process(command, env, cwd)
     out, error = process.communicate(timeout)
-    return subprocess.CompletedProcess(command, process.returncode, out, error)
+    done = subprocess.CompletedProcess(command, process.returncode, out, error)
+    assert not check or done.returncode == 0, error
+    return done
 
 
 class _Pipe:
@@ -137,14 +139,8 @@ def _open_pipe(copy):
 class _Child:
     """What the forked process runs."""
 
-    def __init__(self, option, what, arguments, env, cwd):
-        self.option, self.what, self.arguments, self.env, self.cwd = (
-            option,
-            what,
-            arguments,
-            env,
-            cwd,
-        )
+    def __init__(self, what, arguments, env, cwd):
+        self.what, self.arguments, self.env, self.cwd = what, arguments, env, cwd
 
     def __call__(self, out, error):
         for descriptor, ours in ((out, 1), (error, 2)):
@@ -157,12 +153,17 @@ class _Child:
         os.environ.update(self.env)
         os.chdir(self.cwd)
         try:
-            if self.option == "-m":
-                sys.argv = [self.what, *self.arguments]
-                runpy.run_module(self.what, run_name="__main__", alter_sys=True)
+            if self.what == "-c":
+                code, *arguments = self.arguments
+                sys.argv = ["-c", *arguments]
+                exec(code, {"__name__": "__main__"})
+            elif self.what == "-m":
+                sys.argv = self.arguments
+                runpy.run_module(self.arguments[0], run_name="__main__", alter_sys=True)
             else:
-                sys.argv = ["-c", *self.arguments]
-                exec(self.what, {"__name__": "__main__"})
+                sys.argv = [self.what, *self.arguments]
+                sys.path.insert(0, os.path.dirname(os.path.abspath(self.what)))
+                runpy.run_path(self.what, run_name="__main__")
         finally:
             threading._shutdown()
             atexit._run_exitfuncs()  # multiprocessing leaves them out
