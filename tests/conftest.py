@@ -1,6 +1,7 @@
 """Shared by all tests: shape checking, a quiet JAX on eight virtual CPU devices, a small corpus."""
 
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -46,10 +47,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    """Tests compute as commands in processes of their own do, whose bits they compare with theirs."""
+    """Compute as commands do in processes of their own, and look for garbage less often."""
     from bert_jax import device
 
     device.use_fast_products()
+    gc.set_threshold(100_000, 50, 50)  # tracing allocates much that lives on
 
 
 def has_gpu():

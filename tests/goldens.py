@@ -93,13 +93,16 @@ def pretraining(folder: pathlib.Path) -> dict[str, dict[str, str]]:
     text = corpus.write(folder)
     rows = [corpus.write_rows(text, tokens, sequences) for tokens, sequences in ((32, 3), (64, 4))]
     whole, resumed, eight = (folder / name for name in ("whole", "resumed", "eight"))
-    _run(command(whole, rows, *PRETRAINING, phases=",32,64"), ONE_DEVICE)
+    _run(command(whole, rows, *PRETRAINING, size="L2-H32-A2", phases=",32,64"), ONE_DEVICE)
     shutil.copytree(whole, resumed)
     for step in (16, 24):
         shutil.rmtree(resumed / "checkpoints" / str(step))
-    _run(command(resumed, rows, *PRETRAINING, phases=",32,64"), ONE_DEVICE)
+    _run(command(resumed, rows, *PRETRAINING, size="L2-H32-A2", phases=",32,64"), ONE_DEVICE)
     mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "phases[1].batch_size=8")
-    _run(command(eight, rows, *PRETRAINING, *mesh, phases=",32,64"), dict(os.environ))
+    _run(
+        command(eight, rows, *PRETRAINING, *mesh, size="L2-H32-A2", phases=",32,64"),
+        dict(os.environ),
+    )
     return {path.name: digest(path) for path in (whole, resumed, eight)}
 
 

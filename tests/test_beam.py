@@ -134,6 +134,7 @@ def test_the_text_is_as_odd_as_it_should_be(tmp_path, text, small_pieces):
     assert len(manifest.train.shards) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "beam"),
     [

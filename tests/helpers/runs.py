@@ -29,7 +29,7 @@ VOCABULARY = Vocabulary(WORDS, True)
 ONE_DEVICE = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1")}
 
 
-def arguments(*changes, size="L2-H32-A2", phases=",32"):
+def arguments(*changes, size="L1-H32-A2", phases=",32"):
     """The arguments of a small pretraining that follow `--config`, with changes of config fields."""
     return [
         f"--config={CONFIG}:{size}{phases}",
@@ -43,11 +43,16 @@ def python(*arguments):
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
-def command(folder, rows, *changes, options=(), phases=",32"):
+def command(folder, rows, *changes, options=(), size="L1-H32-A2", phases=",32"):
     """The command line of a small pretraining in `folder` on folders of rows."""
     chosen = [part for path in rows for part in ("--rows", path)]
     return python(
-        "pretrain", *arguments(*changes, phases=phases), *chosen, "--workdir", folder, *options
+        "pretrain",
+        *arguments(*changes, size=size, phases=phases),
+        *chosen,
+        "--workdir",
+        folder,
+        *options,
     )
 
 
