@@ -307,8 +307,8 @@ class Encoder(nn.Module):
         return states
 
     def _run(self, x, segment_ids, key, all_layers):
-        # Parameters are stored per layer and passed to a pure function, so checkpoints, LAMB's norms
-        # and dropout bits do not depend on `layer_loop`.
+        # Parameters are stored per layer and passed to a pure function, so checkpoints, LAMB's
+        # norms and dropout bits do not depend on `layer_loop`.
         c = self.config
         layers = [self.variables["params"][f"layer_{i}"] for i in range(c.layers)]
 
@@ -687,8 +687,8 @@ def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions:
     """Return the FLOPs of a training step per row: three times the forward matrix products.
 
     A multiply-add counts as 2. Attention counts all T² pairs, as dense implementations compute
-    them, for causal models too. Frozen layers that `config.features` uses are counted once, layers above
-    them not at all. LSTMs are included, fine-tuned heads are not.
+    them, for causal models too. Frozen layers that `config.features` uses are counted once, layers
+    above them not at all. LSTMs are included, fine-tuned heads are not.
     """
     d, f = config.hidden, config.feed_forward
     layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)

@@ -131,7 +131,7 @@ def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    while "once more to stop without saving" not in (line := process.stderr.readline()):
+    while "repeat the signal to stop without saving" not in (line := process.stderr.readline()):
         assert line
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 128 + signal.SIGINT
