@@ -359,8 +359,8 @@ def train(
             vocabulary.save(folder)
 
         distributed.require_same(workdir.identity(config, data))
-        distributed.first("the workdir", claim)
-        distributed.first("the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
+        distributed.first("opening the workdir", claim)
+        distributed.first("checking the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
@@ -377,7 +377,9 @@ def train(
             state = init(_placed_seed(config.seed, shapes))
             return state._replace(params=_start_from(state.params, start or {}, shapes.params))
 
-        distributed.first("starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config))
+        distributed.first(
+            "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
+        )
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
         progress.say(attention.describe(config, *hardware))
         interrupted = stack.enter_context(interrupts(progress))
