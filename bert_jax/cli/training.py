@@ -55,7 +55,7 @@ def _pretrain(options) -> int | None:
     try:
         train(config, vocabulary, data, stages, options.workdir, options.resume == "force")
     except Interrupted as stopped:
-        print(f"bert-jax pretrain: {stopped}; run the same command to go on", file=sys.stderr)
+        print(f"bert-jax pretrain: {stopped}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     return None
 
@@ -118,7 +118,7 @@ def _finetune(options) -> int | None:
             force=options.resume == "force",
         )
     except Interrupted as stopped:
-        print(f"bert-jax finetune: {stopped}; run the same command to go on", file=sys.stderr)
+        print(f"bert-jax finetune: {stopped}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     print(finetune.describe(summary))
     return None
