@@ -397,7 +397,7 @@ def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, c
 def test_a_missing_accelerator_is_one_line(tmp_path, rows):
     done = pretrain(tmp_path / "w", [rows()], "platform=gpu")
     assert done.returncode == cli.EXIT_USER_ERROR
-    assert "config.platform is 'gpu' and JAX finds no such device" in done.stderr.splitlines()[-1]
+    assert "config.platform is 'gpu', but JAX finds no such device" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "w").exists()
 
 
