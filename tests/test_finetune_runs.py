@@ -46,7 +46,7 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
     (step,) = guard.incidents(folder)
     assert 0 < step < 10
     assert cli.main(["replay", str(folder)]) == 0
-    assert "the same, bit for bit" in capsys.readouterr().out
+    assert "identical, bit for bit" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_step_of_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, 
     most = row_counts(capsys.readouterr().out)[-1]
     assert len(guard.read_incident(tmp_path).batch["tokens"]) < most
     assert cli.main(["replay", str(tmp_path)]) == 0
-    assert "the same, bit for bit" in capsys.readouterr().out
+    assert "identical, bit for bit" in capsys.readouterr().out
 
 
 def test_a_signal_after_the_last_step_stops_before_the_next_seed(

@@ -108,7 +108,7 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
     assert (incident.batch["label"] == 7).all()
     assert len(incident.batch["tokens"]) == 8
     assert cli.main(["replay", str(folder)]) == 0
-    assert "the same, bit for bit" in capsys.readouterr().out
+    assert "identical, bit for bit" in capsys.readouterr().out
     # With what should have been there, the same step is a good one, and not the same.
     healthy = {**incident.batch, "label": np.zeros_like(incident.batch["label"])}
     place = folder / "incidents" / f"step_{BAD}"

@@ -446,8 +446,8 @@ def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
     run = ("pretrain", "--rows", rows(), "--workdir", folder)
     before = (folder / "metrics.jsonl").read_bytes()
     said = refused(capsys, *run, *arguments("steps=20", "seed=1"))
-    assert "steps: 10 there, 20 here" in said
-    assert "seed: 0 there, 1 here" in said
+    assert "steps: was 10, is now 20" in said
+    assert "seed: was 0, is now 1" in said
     assert (folder / "metrics.jsonl").read_bytes() == before
     forced = pretrain(folder, [rows()], "steps=20", options=["--resume=force"])
     assert forced.returncode == 0, forced.stderr
