@@ -42,7 +42,7 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
     folder = tmp_path / "run"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0")
     assert cli.main(arguments(data, folder, *changes)) == cli.EXIT_USER_ERROR
-    assert "not finite: loss nan" in capsys.readouterr().err
+    assert "non-finite value: loss nan" in capsys.readouterr().err
     (step,) = guard.incidents(folder)
     assert 0 < step < 10
     assert cli.main(["replay", str(folder)]) == 0
