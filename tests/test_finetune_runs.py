@@ -349,7 +349,9 @@ def test_other_refusals(run, data, tmp_path, capsys):
     (tmp_path / "s" / "seed_4").mkdir(parents=True)
     (tmp_path / "s" / "seed_4" / "config.json").touch()
     assert "holds runs of several seeds (seed_4" in refused(*arguments(data, tmp_path / "s"))
-    assert "--rows and --all are for pretraining" in refused("evaluate", "--workdir", run, "--all")
+    assert "--rows and --all: only for pretraining runs" in refused(
+        "evaluate", "--workdir", run, "--all"
+    )
     assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
     with pytest.raises(UserError, match="standard input say too little"):
         problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
