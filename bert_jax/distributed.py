@@ -229,7 +229,7 @@ def _is_collective_error(error: BaseException) -> bool:
 
 
 class Stopping:
-    """Reduces a stop flag over all processes, so that all stop after the same step.
+    """A stop flag, reduced over all processes so that all stop after the same step.
 
     The result of a step is read `steps_ahead` steps later, so that no process waits for it.
     """

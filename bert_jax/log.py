@@ -17,7 +17,7 @@ from bert_jax.tasks.stage import Stage
 
 
 class Log:
-    """Writes metrics.jsonl, speed.jsonl, TensorBoard events and the note of the progress bar.
+    """Writer of metrics.jsonl, speed.jsonl, TensorBoard events and the progress bar's note.
 
     Only process 0 writes.
 

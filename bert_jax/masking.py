@@ -75,7 +75,7 @@ class NextTokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masker:
-    """Masks rows of T tokens and at most S sequences.
+    """Masking of rows with T tokens and at most S sequences.
 
     Attributes:
         config: rates and fractions.
