@@ -1,7 +1,7 @@
-"""Orbax checkpoints of a run: saved while the next steps run, sealed and committed by a rename.
+"""Orbax checkpoints of a run: saved in the background, sealed and committed by a rename.
 
-A step's folder is there as a whole or not at all, and its manifest says what every file in it must
-be; nothing is read from a folder that is not as it says.
+The folder of a step exists completely or not at all. Its manifest lists the size and checksum of
+every file, and a folder that does not match its manifest is never used.
 """
 
 import contextlib
@@ -29,24 +29,23 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import Params, shapes
 
-# The optimizer's copy of the parameters' size is kept apart, so that fine-tuning and prediction
-# read the parameters alone.
+# The optimizer state is a separate item, so that fine-tuning and prediction read only parameters.
 PARAMS, TRAINING = "params", "training"
-METRICS = "metrics"  # as Orbax calls them
+METRICS = "metrics"  # Orbax's name
 MANIFEST = "manifest.json"
 
-# Several files of a state are written, flushed and checked at the same time.
+# State is split into files of this size, which are written, flushed and verified in parallel.
 _DATA_FILE_BYTES = 128 << 20
 # Checksums of a manifest without this prefix are SHA-256, as older versions wrote them.
 _CRC32C = "crc32c:"
-# A step that is to go is renamed to this folder's first, or a kill would leave a part of it behind.
+# Steps are renamed into this folder before they are deleted, so a kill leaves no partial step.
 _REMOVED = "removed"
-# Beside the steps once there has been one: none is there yet, or none is left?
+# Marker file, created with the first step: tells a new run from one that lost its checkpoints.
 _SAVED = "saved"
 
 
 def seal(folder: pathlib.Path) -> None:
-    """Write the manifest of a step's folder (size and checksum of every other file), durably."""
+    """Write and sync the manifest of a step's folder: size and checksum of every other file."""
     paths = [
         path
         for path in sorted(folder.rglob("*"))
@@ -54,125 +53,129 @@ def seal(folder: pathlib.Path) -> None:
     ]
     with futures.ThreadPoolExecutor() as pool:
         checksums = pool.map(files.crc32c, paths)
-        listed = {
+        entries = {
             path.relative_to(folder).as_posix(): [path.stat().st_size, _CRC32C + checksum]
             for path, checksum in zip(paths, checksums, strict=True)
         }
-    files.write_json(folder / MANIFEST, {"sha256": _digest(listed), "files": listed})
+    files.write_json(folder / MANIFEST, {"sha256": _digest(entries), "files": entries})
     files.sync_below(folder)
 
 
-def _digest(listed: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+def _digest(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def damage(folder: pathlib.Path, items: Collection[str] | None = None) -> str | None:
-    """The first file of a step's folder that is not as it was saved, in words; None if all are.
+    """Describe the first damaged file in a step's folder; return None if there is none.
 
     Args:
         folder: `WORKDIR/checkpoints/STEP`.
-        items: look at these and at the files that belong to none; None looks at all.
+        items: check only these items and files outside any item; None checks everything.
 
     Raises:
-        UserError: the folder may not be read.
+        UserError: the folder cannot be read.
     """
     with files.one_line_errors(f"cannot read {folder}"):
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
-            listed = manifest["files"]
-            if manifest["sha256"] != _digest(listed):
+            entries = manifest["files"]
+            if manifest["sha256"] != _digest(entries):
                 return f"{MANIFEST} fails its checksum"
         except FileNotFoundError:
             return f"{MANIFEST} is missing"
         except (ValueError, TypeError, KeyError):
             return f"{MANIFEST} is damaged"
-        found = {
+        sizes = {
             path.relative_to(folder).as_posix(): path.stat().st_size
             for path in folder.rglob("*")
             if not path.is_dir() and path != folder / MANIFEST
         }
         names = [
             name
-            for name in sorted(listed.keys() | found.keys())
+            for name in sorted(entries.keys() | sizes.keys())
             if items is None or "/" not in name or name.split("/")[0] in items
         ]
         for name in names:
-            if name not in found:
+            if name not in sizes:
                 return f"{name} is missing"
-            if name not in listed:
+            if name not in entries:
                 return f"{name} is not in {MANIFEST}"
-            if found[name] != listed[name][0]:
-                return f"{name} has {found[name]:,} bytes instead of {listed[name][0]:,}"
+            if sizes[name] != entries[name][0]:
+                return f"{name} has {sizes[name]:,} bytes instead of {entries[name][0]:,}"
         with futures.ThreadPoolExecutor() as pool:
-            checked = pool.map(lambda name: _damage_of(folder / name, name, listed[name][1]), names)
-            return next(filter(None, checked), None)
+            results = pool.map(
+                lambda name: _file_damage(folder / name, name, entries[name][1]), names
+            )
+            return next(filter(None, results), None)
 
 
-def _damage_of(path: pathlib.Path, name: str, checksum: str) -> str | None:
-    """What is wrong with the bytes of a file that a manifest calls `name`; None if nothing is."""
+def _file_damage(path: pathlib.Path, name: str, checksum: str) -> str | None:
+    """Verify the checksum of a file; return a description of the damage, or None."""
     is_crc = str(checksum).startswith(_CRC32C)
     try:
         computed = _CRC32C + files.crc32c(path) if is_crc else files.sha256(path)
     except OSError as error:
-        if error.errno != errno.EIO:  # a broken disk
+        if error.errno != errno.EIO:  # EIO: bad sectors, which count as damage
             raise
         return f"{name} cannot be read ({error.strerror})"
     return None if computed == checksum else f"{name} fails its checksum"
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
-    """The committed steps in `WORKDIR/checkpoints`, oldest first."""
+    """Return the committed steps in `WORKDIR/checkpoints`, oldest first."""
     return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal())
 
 
 def set_aside_damaged(folder: pathlib.Path) -> None:
-    """Before a run goes on: moves checkpoints it cannot go on from to `WORKDIR/damaged`, and says so.
+    """Move damaged checkpoints to `WORKDIR/damaged` before a run resumes, and report them.
 
-    The newest whole one is read to the end. Older ones are there to be kept or removed by their
-    metrics, so of them only those are looked at.
+    Checkpoints are verified completely from the newest down to the first intact one. Of older ones
+    only the metrics are verified, which decide whether they are kept.
 
     Args:
         folder: the workdir; no other process may use it.
 
     Raises:
-        UserError: the run has had checkpoints, and none is whole; nothing is moved then.
+        UserError: the run has had checkpoints, but none is intact; nothing is moved.
     """
-    checkpoints, aside, newest = folder / "checkpoints", folder / "damaged", None
+    checkpoints, damaged_folder, newest = folder / "checkpoints", folder / "damaged", None
     damaged = {}
     for step in reversed(_steps(checkpoints)):
-        found = damage(checkpoints / str(step), None if newest is None else [METRICS])
-        if found:
-            damaged[step] = found
+        description = damage(checkpoints / str(step), None if newest is None else [METRICS])
+        if description:
+            damaged[step] = description
         elif newest is None:
             newest = step
-    anew = "to begin anew, choose another workdir or remove this one"
+    advice = "to start over, choose another workdir or remove this one"
     if newest is None and damaged:
-        each = "; ".join(f"step {step}: {found}" for step, found in damaged.items())
-        raise UserError(f"every checkpoint in {checkpoints} is damaged ({each}): {anew}")
-    gone = not checkpoints.exists() and (folder / "starts.jsonl").exists()
-    if newest is None and (gone or aside.exists() or (checkpoints / _SAVED).exists()):
-        raise UserError(f"the run in {folder} has lost its checkpoints: put one back, or {anew}")
-    for step, found in damaged.items():
+        details = "; ".join(f"step {step}: {text}" for step, text in damaged.items())
+        raise UserError(f"every checkpoint in {checkpoints} is damaged ({details}): {advice}")
+    is_missing = not checkpoints.exists() and (folder / "starts.jsonl").exists()
+    if newest is None and (
+        is_missing or damaged_folder.exists() or (checkpoints / _SAVED).exists()
+    ):
+        raise UserError(f"the run in {folder} has lost its checkpoints: restore one, or {advice}")
+    for step, description in damaged.items():
         names = itertools.chain([str(step)], (f"{step}.{i}" for i in itertools.count(2)))
-        target = next(path for name in names if not (path := aside / name).exists())
+        target = next(path for name in names if not (path := damaged_folder / name).exists())
         with files.one_line_errors(f"cannot move {checkpoints / str(step)} to {target}"):
-            aside.mkdir(exist_ok=True)
+            damaged_folder.mkdir(exist_ok=True)
             os.replace(checkpoints / str(step), target)
-            files.sync_folder(aside)
+            files.sync_folder(damaged_folder)
             files.sync_folder(checkpoints)
         print(
-            f"the checkpoint of step {step:,} is damaged ({found}): moved to {target}; "
-            f"going on from step {newest:,}",
+            f"the checkpoint of step {step:,} is damaged ({description}): moved to {target}; "
+            f"resuming from step {newest:,}",
             file=sys.stderr,
             flush=True,
         )
 
 
 class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The folder of a step while it is saved: sealed before it takes its name.
+    """Temporary folder of a step, sealed before it is renamed to its final name.
 
-    On process 0 alone, in Orbax's thread, when all processes have written their parts. Orbax uses
-    the class for the folders of the items inside as well; those have no metadata.
+    Orbax calls it on process 0, in its own thread, once all processes have written their parts.
+    Orbax also uses the class for the items' folders, which have no metadata store.
     """
 
     async def create(self) -> Any:
@@ -183,7 +186,7 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
     async def finalize(self) -> None:
         if not self._checkpoint_metadata_store:
             return await super().finalize()
-        # Not super's: it writes another file and renames in one go.
+        # super().finalize() would write another file and rename before the folder can be sealed.
         self._checkpoint_metadata_store.wait_until_finished()
         seal(pathlib.Path(self.get()))
         os.rename(self.get(), self.get_final())
@@ -193,14 +196,14 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 class Checkpoints:
-    """The checkpoints of one workdir, by step.
+    """The checkpoints of a workdir, by step.
 
     Args:
-        folder: `WORKDIR/checkpoints`, created if need be.
-        config: what to keep.
-        best_by: the held-out metric of the best checkpoints.
-        highest: whether they have the highest values of it, or the lowest.
-        read_only: only look, neither create nor clean up.
+        folder: `WORKDIR/checkpoints`, created if necessary.
+        config: which checkpoints to keep.
+        best_by: held-out metric that ranks checkpoints.
+        highest: whether higher values of the metric are better.
+        read_only: neither create nor clean up the folder.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class Checkpoints:
         highest: bool = False,
         read_only: bool = False,
     ):
-        # Orbax narrates every save, and a failed one at length before it raises what we report.
+        # Orbax logs every save, and logs a failed one at length before it raises.
         logging.set_verbosity(logging.FATAL)
         self.folder = pathlib.Path(folder).absolute()
         self._read_only = read_only
@@ -221,22 +224,22 @@ class Checkpoints:
             keep.append(
                 managers.BestN(
                     get_metric_fn=lambda metrics: metrics[best_by],
-                    reverse=not highest,  # the last of the order are kept
+                    reverse=not highest,  # the last in this order are kept
                     n=config.keep_best,
                     keep_checkpoints_without_metrics=False,
                 )
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy(keep),
-            best_fn=lambda metrics: metrics[best_by],  # without one it saves no metrics
+            best_fn=lambda metrics: metrics[best_by],  # required for metrics to be saved
             temporary_path_class=_Sealed,
             todelete_subdir=_REMOVED,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
-            lightweight_initialize=read_only,  # or it would read metrics that may be damaged
+            lightweight_initialize=read_only,  # do not read metrics, which may be damaged
         )
-        # Random-looking float32 shrinks by 8%, which takes most of the time of a save and a restore.
+        # Compression shrinks float32 weights by 8% but dominates the time to save and restore.
         handlers = {
             item: ocp.PyTreeCheckpointHandler(use_compression=False) for item in (PARAMS, TRAINING)
         }
@@ -246,7 +249,7 @@ class Checkpoints:
             )
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
+        """Return the committed steps, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(
@@ -256,16 +259,16 @@ class Checkpoints:
         training: Any = None,
         heldout: dict[str, float] | None = None,
     ) -> None:
-        """Starts saving a step; returns once the arrays are copied.
+        """Start saving a step in the background; return once the arrays are copied.
 
         Args:
-            step: its number.
-            params: the parameters.
-            training: everything else that resuming needs; None for a model that has no run.
-            heldout: held-out metrics at this step, None if it was not evaluated.
+            step: step number.
+            params: model parameters.
+            training: the rest of the training state; None for a model without a run.
+            heldout: held-out metrics at this step; None if it was not evaluated.
 
         Raises:
-            UserError: this save or the one before it failed (a full disk).
+            UserError: this save or the previous one failed (for example, the disk is full).
         """
         items = {PARAMS: params} if training is None else {PARAMS: params, TRAINING: training}
         args = ocp.args.Composite(
@@ -278,7 +281,7 @@ class Checkpoints:
             self._manager.save(step, args=args, metrics=heldout, force=True)
 
     def wait(self) -> None:
-        """Returns once every save has been committed.
+        """Wait until every save is committed.
 
         Raises:
             UserError: a save failed.
@@ -287,33 +290,35 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def verify(self, step: int, *items: str) -> None:
-        """Refuses a step of which a file of one of `items` is damaged.
+        """Check that the files of `items` at a step are intact.
 
         Raises:
-            UserError: names the file, and the other steps.
+            UserError: a file is damaged; the message names it and the other steps.
         """
-        if found := damage(self.folder / str(step), items):
+        if description := damage(self.folder / str(step), items):
             others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
-                f"the checkpoint of step {step} in {self.folder} is damaged ({found}): "
-                + (f"ask for another step ({others})" if others else "there is no other")
+                f"the checkpoint of step {step} in {self.folder} is damaged ({description}): "
+                + (f"choose another step ({others})" if others else "there is no other step")
             )
 
     def restore(self, step: int, params: Params, training: Any) -> tuple[Params, Any]:
-        """Reads a step into arrays shaped and sharded as the arguments (`jax.ShapeDtypeStruct`)."""
-        args = ocp.args.Composite(**{PARAMS: _read(params), TRAINING: _read(training)})
+        """Restore a step with the shapes and shardings given (`jax.ShapeDtypeStruct`)."""
+        args = ocp.args.Composite(
+            **{PARAMS: _restore_args(params), TRAINING: _restore_args(training)}
+        )
         with self._errors(f"restore step {step} from"):
             restored = self._manager.restore(step, args=args)
         return restored[PARAMS], restored[TRAINING]
 
     def restore_params(self, step: int, params: Params) -> Params:
-        """Reads the parameters of a step alone."""
-        args = ocp.args.Composite(**{PARAMS: _read(params)})
+        """Restore only the parameters of a step."""
+        args = ocp.args.Composite(**{PARAMS: _restore_args(params)})
         with self._errors(f"restore step {step} from"):
             return self._manager.restore(step, args=args)[PARAMS]
 
     def best_step(self) -> int:
-        """The kept step with the best held-out metric, or the newest if none was evaluated.
+        """Return the step with the best held-out metric, or the newest if none was evaluated.
 
         Raises:
             UserError: the metrics of a step are damaged.
@@ -326,17 +331,17 @@ class Checkpoints:
         return min(scored)[1] if scored else self.steps()[-1]
 
     def forget_after(self, step: int) -> None:
-        """Deletes the steps after one."""
+        """Delete all steps after `step`."""
         self.wait()
-        left = [s for s in self.steps() if s <= step]
-        if not left and jax.process_index() == 0:  # as before the first: none is lost
+        remaining = [s for s in self.steps() if s <= step]
+        if not remaining and jax.process_index() == 0:  # a restart must not report lost checkpoints
             (self.folder / _SAVED).unlink(missing_ok=True)
         with self._errors("delete from"):
-            for later in self.steps()[len(left) :]:
+            for later in self.steps()[len(remaining) :]:
                 self._manager.delete(later)
 
     def close(self) -> None:
-        """Waits for saves and lets go of the folder's threads."""
+        """Wait for pending saves and stop background threads."""
         with self._errors("save to"):
             self._manager.close()
         if not self._read_only and jax.process_index() == 0:
@@ -349,24 +354,24 @@ class Checkpoints:
         except OSError as error:
             raise UserError(f"cannot {action} {self.folder}: {files.describe(error)}") from error
         except Exception as error:
-            # TensorStore reports the system's errors as text inside a ValueError.
+            # TensorStore reports system errors as the text of a ValueError.
             text = " ".join(str(error).split())
             if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
                 raise UserError(
                     f"cannot {action} {self.folder}: the disk is full; free some space and run the "
-                    "same command again: it goes on from the newest complete checkpoint"
+                    "same command again to resume from the newest complete checkpoint"
                 ) from error
             raise UserError(f"cannot {action} {self.folder}: {text[:500]}") from error
 
 
-def _read(shapes: Any) -> ocp.args.PyTreeRestore:
-    """Arguments that restore a tree of `jax.ShapeDtypeStruct` with its shapes and shardings."""
+def _restore_args(shapes: Any) -> ocp.args.PyTreeRestore:
+    """Return arguments that restore a tree with the shapes and shardings of `shapes`."""
     restore_args = ocp.checkpoint_utils.construct_restore_args(shapes)
     return ocp.args.PyTreeRestore(shapes, restore_args=restore_args)
 
 
 def abstract(tree: Any, sharding: Any) -> Any:
-    """Shapes of a tree (arrays or shapes) with shardings: one for all leaves, or a tree of them."""
+    """Return a tree's shapes with shardings, given one for all leaves or a tree of them."""
     if isinstance(sharding, jax.sharding.Sharding):
         sharding = jax.tree.map(lambda _: sharding, tree)
     return jax.tree.map(
@@ -377,17 +382,18 @@ def abstract(tree: Any, sharding: Any) -> Any:
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
 ) -> tuple[Run, Vocabulary, Params, int]:
-    """The model of a workdir.
+    """Load the model of a workdir.
 
     Args:
         folder: the workdir.
-        which: "best" (by the held-out metric of its task), "latest", or a step.
+        which: "best" (by the held-out metric of its task), "latest", or a step number.
 
     Returns:
-        Its config, with the attention that runs anywhere, vocabulary, parameters and step.
+        The config (with attention set to "xla", which runs anywhere), vocabulary, parameters and
+        step.
 
     Raises:
-        UserError: no run there, no such checkpoint, or a damaged one.
+        UserError: there is no run, no such checkpoint, or it is damaged.
     """
     config = workdir.read_config(folder)
     config.model.attention = "xla"
@@ -399,16 +405,18 @@ def load_model(
     )
     steps = checkpoints.steps()
     if not steps:
-        raise UserError(f"{folder} has no checkpoint yet: let the run reach its first one")
+        raise UserError(f"{folder} has no checkpoint yet: wait until the run saves its first one")
     if which in ("best", "latest"):
         step = checkpoints.best_step() if which == "best" else steps[-1]
     elif which.isdigit() and int(which) in steps:
         step = int(which)
     else:
-        kept = ", ".join(map(str, steps))
-        raise UserError(f"{folder} has no checkpoint {which!r}: best, latest, or one of {kept}")
+        choices = ", ".join(map(str, steps))
+        raise UserError(
+            f"{folder} has no checkpoint {which!r}: choose best, latest, or a step of {choices}"
+        )
     checkpoints.verify(step, PARAMS)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = checkpoints.restore_params(step, abstract(shapes(config.model), here))
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params = checkpoints.restore_params(step, abstract(shapes(config.model), sharding))
     checkpoints.close()
     return config, wordpiece.load(folder), params, step

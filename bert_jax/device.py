@@ -1,4 +1,4 @@
-"""The accelerator: choosing it, its data sheet, and the cache of compiled programs."""
+"""Platform selection, XLA flags, memory settings and data sheets of accelerators."""
 
 import ctypes
 import importlib.util
@@ -12,25 +12,26 @@ import jax
 from bert_jax.config import Run
 from bert_jax.errors import UserError
 
-# Of malloc.h.
+# Options of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-_RETENTION = 3  # bytes that glibc may keep for each byte of a program's temporaries
-_compiled: list[int] = []  # temporaries of the programs of this process
+_RETENTION = 3  # bytes that glibc may retain per byte of a program's temporaries
+_temporary_bytes: list[int] = []  # temporaries of each program compiled in this process
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 class Chip(NamedTuple):
-    """What one device can do, from its maker's data sheet: a chip, or half of a TPU7x.
+    """Data sheet of one device: a chip, or half a chip on TPU7x.
 
     Attributes:
         flops: dense bfloat16 FLOP/s.
-        memory_bytes: what a program may take.
-        memory_bandwidth: bytes/s of main memory.
-        link_bandwidth: bytes/s one way of a link to a neighbor (TPU) or to the node's switch (GPU).
-        network_bandwidth: bytes/s one way of a device's share of the network between slices or
-            nodes; 0 if unknown.
-        source: of all of these.
+        memory_bytes: memory available to a program.
+        memory_bandwidth: main memory bandwidth in bytes/s.
+        link_bandwidth: bandwidth in bytes/s, one way, of a link to a neighboring chip (TPU) or to
+            the node's switch (GPU).
+        network_bandwidth: a device's share of the network bandwidth between slices or nodes, in
+            bytes/s, one way; 0 if unknown.
+        source: where these numbers come from.
     """
 
     flops: float
@@ -43,8 +44,8 @@ class Chip(NamedTuple):
 
 _GIB = 2**30
 _CLOUD = "docs.cloud.google.com/tpu/docs"
-# A TPU's memory is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x); a link's
-# bandwidth is the chip's divided by its ports and, where it is given for both directions, by 2.
+# Memory of TPUs is what libtpu's compiler reports as available (0.0.42; 0.0.50 for TPU7x). Link
+# bandwidth is the chip's total divided by its number of links, and by 2 if given for both ways.
 _V5P = Chip(
     459e12,
     int(95.74 * _GIB),
@@ -53,7 +54,7 @@ _V5P = Chip(
     6.25e9,
     f"{_CLOUD}/v5p: 1,200 GB/s both ways over 6 links; 50 Gbit/s between slices",
 )
-# By what `device_kind` begins with.
+# Keys are prefixes of `device_kind`.
 CHIPS = {
     "TPU v4": Chip(
         275e12,
@@ -81,7 +82,7 @@ CHIPS = {
         12.5e9,
         f"{_CLOUD}/v6e: 800 GB/s both ways over 4 links; 4 x 200 Gbit/s a host of 8 between slices",
     ),
-    # One of the two devices of a chip: half of its compute, memory and bandwidth.
+    # A device is half a chip: half of its compute, memory and bandwidth.
     "TPU7x": Chip(
         2307e12 / 2,
         int(94.74 * _GIB),
@@ -135,19 +136,18 @@ CHIPS = {
 
 
 def start(platform: str, cache: bool = True, deterministic: bool = False) -> None:
-    """Choose the platform, turn on the compilation cache and set XLA's flags.
+    """Select the platform, enable the compilation cache and set XLA flags.
 
-    Call it before JAX is used. Compiled programs are kept in `$BERT_JAX_CACHE`, or
-    `~/.cache/bert_jax`, so a restart of an unchanged run does not compile again.
+    Call this before JAX is used. Compiled programs are cached in `$BERT_JAX_CACHE`, or
+    `~/.cache/bert_jax`, so restarting an unchanged run does not compile again.
 
     Args:
-        platform: "cpu", "gpu" or "tpu"; "" takes the best there is.
-        cache: False for programs of hardware that is not here, which cannot be read back.
-        deterministic: have XLA use deterministic kernels on a GPU. A setting of that flag in
-            `$XLA_FLAGS` takes precedence.
+        platform: "cpu", "gpu" or "tpu"; "" selects the best one available.
+        cache: set to False when compiling for absent hardware, whose programs cannot be loaded.
+        deterministic: use deterministic kernels on GPUs, unless `$XLA_FLAGS` sets that flag.
 
     Raises:
-        UserError: a platform was named that is not there.
+        UserError: the platform is not available.
     """
     folder = os.environ.get("BERT_JAX_CACHE") or pathlib.Path.home() / ".cache" / "bert_jax"
     jax.config.update("jax_compilation_cache_dir", str(folder) if cache else None)
@@ -161,24 +161,24 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
         _add_xla_flag(_DETERMINISTIC, "true")
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that some backend was found
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has a backend
         if not platform:
             raise
         extra = {"gpu": "cuda", "tpu": "tpu"}.get(platform)
-        advice = f"install bert-jax[{extra}] on a machine that has one, or " if extra else ""
+        advice = f"install bert-jax[{extra}] on a machine with one, or " if extra else ""
         raise UserError(
-            f"config.platform is {platform!r} and JAX finds no such device here: {advice}"
-            "leave it at '' to take what there is"
+            f"config.platform is {platform!r}, but JAX finds no such device: {advice}"
+            "set it to '' to use the best one available"
         ) from error
 
 
 def _platforms() -> str:
-    """The platforms that JAX is told to use, separated by commas; "" leaves it the choice."""
+    """Return the platforms that JAX is configured to use, comma-separated; "" means any."""
     return jax.config.jax_platforms or ""
 
 
 def _plugins() -> list[str]:
-    """The installed modules that bring JAX an accelerator."""
+    """Return the names of installed modules that add an accelerator to JAX."""
     spec = importlib.util.find_spec("jax_plugins")
     paths = spec.submodule_search_locations if spec else []
     names = [module.name for module in pkgutil.iter_modules(paths)]
@@ -186,7 +186,7 @@ def _plugins() -> list[str]:
 
 
 def _only_cpu() -> bool:
-    """Whether JAX will look for no accelerator: it is told to, or has no plugin for one."""
+    """Whether JAX can only use the CPU, because of its configuration or for lack of plugins."""
     return _platforms() == "cpu" if _platforms() else not _plugins()
 
 
@@ -197,65 +197,67 @@ def _may_use_gpu() -> bool:
 
 
 def _keep_memory() -> None:
-    """Lets glibc keep what is freed, for the next step wants as much again.
+    """Make glibc retain freed memory, which the next step allocates again.
 
-    XLA allocates a step's temporaries anew for every step. glibc would take them from the system and
-    give them back each time, which then has to clear every page: a good part of a small step's time.
-    Threads share one arena, for the others cannot hold blocks of that size.
+    XLA allocates its temporaries anew in every step. By default glibc returns them to the system
+    each time, which then has to clear every page: a large part of a small step's time. All threads
+    share one arena because the others cannot hold blocks of that size.
     """
-    _tell_malloc({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
+    _set_malloc_options({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
 
 
 def limit_malloc_retention(temporary_bytes: int) -> None:
-    """Let glibc return freed memory to the system once the process's programs need much of it.
+    """Make glibc return freed memory to the system once retaining it could exhaust memory.
 
-    What glibc keeps is fragmented and can grow to three times a program's temporaries; blocks of one
-    program rarely fit into the holes that another leaves. Call this for every program compiled.
+    Because of fragmentation, glibc may retain up to three times the temporaries of a program, and
+    one program rarely reuses the blocks of another. Call this after compiling each program.
 
     Args:
-        temporary_bytes: the temporaries of the program.
+        temporary_bytes: size of the program's temporaries.
     """
-    _compiled.append(temporary_bytes)
-    if not _only_cpu() or _RETENTION * sum(_compiled) < _memory_bytes() / 2:
+    _temporary_bytes.append(temporary_bytes)
+    if not _only_cpu() or _RETENTION * sum(_temporary_bytes) < _memory_bytes() / 2:
         return
-    # Larger blocks are mapped one by one and returned when they are freed.
-    _tell_malloc({_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20})
+    # Blocks above the threshold are mapped individually and unmapped when freed.
+    _set_malloc_options(
+        {_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20}
+    )
 
 
 def _memory_bytes() -> int:
-    """Of this machine."""
+    """Return the physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _tell_malloc(settings: dict[int, int]) -> None:
+def _set_malloc_options(options: dict[int, int]) -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
+    except (OSError, AttributeError):  # not glibc
         return
-    for name, value in settings.items():
+    for name, value in options.items():
         mallopt(name, value)
 
 
 def use_fast_products() -> None:
-    """Has XLA compute a CPU's matrix products with Eigen, and reductions only with YNNPACK.
+    """Make XLA use Eigen for matrix products on CPU, and YNNPACK only for reductions.
 
-    JAX 0.10 to 0.12 have YNNPACK do both, whose products use a second core badly; what that costs
-    depends on how busy the machine is (`products` in experiments/speed). To be called before any
-    program is compiled; if `$XLA_FLAGS` says something of it already, that stays. JAX ends the
-    process for flags that it does not know: look again when pyproject.toml lets a newer one in.
+    JAX 0.10 to 0.12 use YNNPACK for both, whose matrix products make poor use of a second core; the
+    cost depends on the load of the machine (`products` in experiments/speed). Call this before any
+    program is compiled. A setting in `$XLA_FLAGS` takes precedence. XLA aborts on unknown flags, so
+    check this one when pyproject.toml allows a newer JAX.
     """
     _add_xla_flag(_YNNPACK, "LIBRARY_FUSION_TYPE_REDUCE")
 
 
 def _add_xla_flag(name: str, value: str) -> None:
-    """Add a flag to `$XLA_FLAGS`, which XLA reads once, unless the user has set it."""
+    """Add a flag to `$XLA_FLAGS`, which XLA reads once, unless it is set already."""
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
 
 
 def check_deterministic(config: Run, platform: str) -> None:
-    """Refuse to train on a GPU without the flag that `config.deterministic` promises.
+    """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true.
 
     Raises:
         UserError: `start` was not called with `deterministic`, or `$XLA_FLAGS` contradicts it.
@@ -267,16 +269,16 @@ def check_deterministic(config: Run, platform: str) -> None:
     if not values or values[-1].partition("=")[2].lower() not in ("", "true", "1"):
         raise UserError(
             f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: set it "
-            "before JAX starts (bert_jax.device.start does), or config.deterministic to false"
+            "before JAX starts (bert_jax.device.start does), or set config.deterministic to false"
         )
 
 
 def peak_flops() -> float | None:
-    """bfloat16 FLOP/s of one device, None where nobody has looked it up (any CPU)."""
-    found = chip(jax.devices()[0].device_kind)
-    return found.flops if found else None
+    """Return the bfloat16 FLOP/s of one device; None if it has no data sheet here (any CPU)."""
+    data_sheet = chip(jax.devices()[0].device_kind)
+    return data_sheet.flops if data_sheet else None
 
 
 def chip(kind: str) -> Chip | None:
-    """The data sheet of a `device_kind`, None where nobody has looked it up (any CPU)."""
-    return next((chip for name, chip in CHIPS.items() if kind.startswith(name)), None)
+    """Return the data sheet of a `device_kind`; None if there is none here (any CPU)."""
+    return next((chip for prefix, chip in CHIPS.items() if kind.startswith(prefix)), None)

@@ -1,4 +1,4 @@
-"""Dropout as a function of a key, and the generators that its bits may come from."""
+"""Dropout and its random bit generators."""
 
 import math
 from typing import Any
@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Key, UInt32
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of 32 bits in which each input bit flips each output bit half of the time.
+    """Mix 32 bits with a bijection in which each input bit flips each output bit half of the time.
 
-    The constants are those of Chris Wellons' `lowbias32`.
+    This is Chris Wellons' `lowbias32`.
     """
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
@@ -20,14 +20,14 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _counted(key: UInt32[Array, "2"], count: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """The bits at places `count` of the key's stream: two rounds, each with half of the key."""
+    """Return the bits at counters `count`, in two rounds that each use half of the key."""
     return _mix(_mix(count ^ key[0]) + key[1])
 
 
 def _hash_bits(key: UInt32[Array, "2"], bit_width: int, shape: tuple[int, ...]) -> Array:
     if bit_width != 32:
-        raise NotImplementedError("the hash generator makes 32 bits at a time")
-    # The place of every element, from one iota an axis: nothing to communicate when sharded.
+        raise NotImplementedError("the hash generator supports only 32-bit output")
+    # Flat index of every element, from one iota per axis: sharding needs no communication.
     count = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32
@@ -36,7 +36,7 @@ def _hash_bits(key: UInt32[Array, "2"], bit_width: int, shape: tuple[int, ...]) 
 
 
 def _hash_fold_in(key: UInt32[Array, "2"], data: Any) -> UInt32[Array, "2"]:
-    # Apart from the streams' places by one more round, so a folded key is not a shifted stream.
+    # An extra round, so that the stream of a folded key is not a shifted copy of another.
     base = _mix(jnp.asarray(data, jnp.uint32) + jnp.uint32(0x9E3779B9))
     return jnp.stack([_counted(key, base), _counted(key[::-1], base + 1)])
 
@@ -60,7 +60,7 @@ GENERATORS = {"threefry": "threefry2x32", "rbg": "rbg", "hash": _HASH}
 
 
 def generator_key(key: Key[Array, ""], generator: str) -> Key[Array, ""]:
-    """A key for one of `GENERATORS` that is a function of a (threefry) key."""
+    """Convert a threefry key to a key of one of `GENERATORS`."""
     data = jax.random.key_data(key)
     if generator == "rbg":  # its keys are twice as long
         data = jnp.concatenate([data, data])
@@ -68,18 +68,18 @@ def generator_key(key: Key[Array, ""], generator: str) -> Key[Array, ""]:
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:
-    """Zeroes each element with probability `rate` and scales the others by 1 / (1 - rate).
+    """Zero each element with probability `rate` and scale the others by 1 / (1 - rate).
 
     Args:
-        x: any shape.
-        rate: in [0, 1).
-        key: of any generator; None returns `x` (evaluation).
+        x: input of any shape.
+        rate: dropout probability in [0, 1).
+        key: key of any generator; None disables dropout.
     """
     if key is None or rate == 0:
         return x
     with jax.named_scope("dropout"):
-        # Comparing raw bits saves making floats of them; 2**-32 is the error in the rate.
+        # Compare raw bits instead of converting them to floats; the rate is exact to 2**-32.
         keep = jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(round(rate * 2**32))
-        # In float32: 0.9 in bfloat16 is 0.8984, which would scale everything by 1.0017.
+        # Scale in float32: 0.9 is 0.8984 in bfloat16, which would scale everything by 1.0017.
         scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)
         return jnp.where(keep, scaled, 0).astype(x.dtype)

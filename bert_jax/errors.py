@@ -1,18 +1,18 @@
-"""The one exception for what a person can mend."""
+"""The exception for errors that the user can fix."""
 
-_HALF = 1000  # characters
+_HALF_LENGTH = 1000  # characters
 
 
 class UserError(Exception):
-    """A mistake or a circumstance outside the program: a wrong path, a full disk, a misspelt key.
+    """An error outside the program, such as a wrong path, a full disk or a misspelled key.
 
-    The message is one line that says what is wrong, where, and what to do about it.
-    `bert-jax` prints it without a traceback and exits with status 2.
+    The message is one line that says what is wrong, where, and what to do about it. `bert-jax`
+    prints it without a traceback and exits with status 2.
     """
 
     def __init__(self, message: str):
-        # It may quote a file, whose line breaks and terminal codes are for nobody's terminal, at
-        # any length; what to do stands at the end.
-        if len(message) > 2 * _HALF:
-            message = f"{message[:_HALF]} … {message[-_HALF:]}"
+        # Messages may quote files. Shorten them in the middle, since the advice is at the end, and
+        # escape line breaks and terminal codes.
+        if len(message) > 2 * _HALF_LENGTH:
+            message = f"{message[:_HALF_LENGTH]} … {message[-_HALF_LENGTH:]}"
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))

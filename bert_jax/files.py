@@ -1,4 +1,4 @@
-"""Files that are never half-written, and a folder that only one process writes to."""
+"""Atomic writes of files and folders, durability, checksums and locks."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from typing import Any
 from bert_jax.errors import UserError
 
 LOCK = "lock"
-_PIECE_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
@@ -32,13 +32,13 @@ _ADVICE = {
 
 
 def describe(error: OSError) -> str:
-    """What went wrong with a file and what to do about it, in one line."""
+    """Return one line that says what is wrong with a file and what to do about it."""
     return _ADVICE.get(error.errno, error.strerror or str(error))
 
 
 @contextlib.contextmanager
 def one_line_errors(action: str) -> Iterator[None]:
-    """Turns an `OSError` inside the block into a `UserError` that begins with `action`."""
+    """Turn an `OSError` in the block into a `UserError` that begins with `action`."""
     try:
         yield
     except OSError as error:
@@ -47,31 +47,33 @@ def one_line_errors(action: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Yields a path beside `path` to write to; on success it is fsynced and takes `path`'s place.
+    """Yield a temporary path to write to; on success it is fsynced and renamed to `path`.
 
-    A reader sees the old file or the whole new one, whenever the power fails. On an error inside
-    the block the file beside it is removed and `path` is as it was.
+    Readers see either the old file or the complete new one, even after a power failure. If the
+    block raises, the temporary file is removed and `path` is unchanged.
     """
     path = pathlib.Path(path)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    handle, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".partial"
+    )
     os.close(handle)
-    beside = pathlib.Path(beside)
+    temporary = pathlib.Path(temporary)
     try:
-        yield beside
-        with open(beside, "rb") as file:
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        beside.chmod(0o644)
-        os.replace(beside, path)
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
         sync_folder(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def check_new(path: str | os.PathLike) -> pathlib.Path:
-    """The absolute path of a folder that is not there yet, or empty.
+    """Return the absolute path of a new folder after checking that it is missing or empty.
 
     Raises:
-        UserError: something is at `path` already, or nothing can be.
+        UserError: `path` exists, or cannot be created.
     """
     path = pathlib.Path(os.path.abspath(path))
     with one_line_errors(f"cannot write {path}"):
@@ -82,46 +84,46 @@ def check_new(path: str | os.PathLike) -> pathlib.Path:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Yields a hidden folder beside `path` to fill; on success it is renamed to `path`.
+    """Yield a hidden temporary folder to fill; on success it is renamed to `path`.
 
-    On an error inside the block it is removed, and what a kill leaves is removed the next time.
+    If the block raises, the folder is removed. Leftovers of a killed process are removed next time.
 
     Raises:
-        UserError: something is at `path` already, or it cannot be written there.
+        UserError: `path` exists, or cannot be written.
     """
     path = check_new(path)
-    beside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     with one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with only_process(beside):
+    with only_process(temporary):
         try:
             with one_line_errors(f"cannot write {path}"):
-                for old in beside.iterdir():
-                    if old.name != LOCK:
-                        shutil.rmtree(old) if old.is_dir() else old.unlink()
-                yield beside
-                (beside / LOCK).unlink()
-                sync_below(beside)
-                os.replace(beside, path)
+                for entry in temporary.iterdir():
+                    if entry.name != LOCK:
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                yield temporary
+                (temporary / LOCK).unlink()
+                sync_below(temporary)
+                os.replace(temporary, path)
                 sync_folder(path.parent)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """Replaces the content of `path` as a whole."""
-    with replacing(path) as beside:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+    """Write `content` to `path` atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Replaces `path` by `value` as indented JSON."""
+    """Write `value` to `path` as indented JSON, atomically."""
     write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync_folder(folder: str | os.PathLike) -> None:
-    """Makes a rename or a new name inside `folder` durable."""
+    """Sync a folder to disk, which makes new and renamed entries durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -130,41 +132,41 @@ def sync_folder(folder: str | os.PathLike) -> None:
 
 
 def sync_below(folder: pathlib.Path) -> None:
-    """Makes a folder and all that is in it durable."""
+    """Sync a folder and everything in it to disk."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
             sync_folder(path)
         else:
-            with open(path, "rb") as written:
-                os.fsync(written.fileno())
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def sha256(path: str | os.PathLike | Traversable) -> str:
-    """The hexadecimal SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with (pathlib.Path(path) if isinstance(path, str) else path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def crc32c(path: str | os.PathLike) -> str:
-    """The hexadecimal CRC-32C of a file's bytes, which processors compute as fast as they read."""
+    """Return the CRC-32C of a file in hexadecimal; processors have instructions for it."""
     import google_crc32c
 
     crc = 0
     with open(path, "rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            crc = google_crc32c.extend(crc, piece)
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = google_crc32c.extend(crc, chunk)
     return f"{crc:08x}"
 
 
 @contextlib.contextmanager
 def only_process(folder: str | os.PathLike) -> Iterator[int]:
-    """Holds the file `LOCK` in a folder for as long as the block runs, creating the folder if need be.
+    """Hold the lock file `LOCK` of a folder during the block; create the folder if necessary.
 
-    The kernel releases the lock when its owner dies, however it dies, so a crash leaves nothing
-    to clean up. A child that is given the yielded file descriptor owns it too.
+    The kernel releases the lock when its owner dies, so a crash leaves nothing to clean up. A child
+    process that inherits the yielded file descriptor shares the lock.
 
     Raises:
-        UserError: another live process holds it; the line names that process.
+        UserError: another process holds the lock; the message names that process.
     """
     folder = pathlib.Path(folder)
     with one_line_errors(f"cannot use the folder {folder}"):

@@ -1,12 +1,12 @@
-"""When numbers go wrong: noticed inside the step, before a weight changes, and written down.
+"""Detect bad steps before they update the parameters, record them and apply the policy.
 
-The step judges its loss and its gradients' norm. Where they are not finite, or far above those of
-the steps before, it leaves the state as it was and so does every step that is already on its way;
-the loop then stops, leaves the batch out, or goes back (`GuardConfig`). Decisions are files of the
-workdir, so a run that is killed and started again makes the same ones:
+The training step checks its loss and gradient norm. If they are not finite, or far above those of
+previous steps, it leaves the state unchanged, and so does every step already dispatched. The loop
+then stops, skips the batch or rolls back (`GuardConfig`). Decisions are files of the workdir, so a
+run that is killed and restarted makes the same ones:
 
-skipped.json               the steps whose batches were left out, and whether the run is to go back
-incidents/step_N/          what was seen at step N, the batch, and the state before it, for `replay`
+skipped.json               the steps whose batches are skipped, and the step to roll back to
+incidents/step_N/          statistics of step N, its batch and the state before it, for `replay`
     incident.json, batch.npz, state/
 """
 
@@ -31,27 +31,27 @@ from bert_jax.data.loader import Batch
 from bert_jax.errors import UserError
 from bert_jax.model import Params
 
-# Loss and gradient norm are compared with those of so many steps before.
+# Number of previous steps that loss and gradient norm are compared with.
 WINDOW = 128
 FINE, NOT_FINITE, SPIKE, UNEQUAL = range(4)
 KINDS = ("fine", "nonfinite", "spike", "probe")
-# A standard deviation is taken as at least this part of the mean: figures that hardly ever differ,
-# as when a model has learned all there is, are not far apart by any rounding error.
-_LEAST_DEVIATION = 1e-3
-# Incidents that keep the state beside the batch: it is as large as a checkpoint.
-_STATES_KEPT = 3
+# Lower bound of a standard deviation, as a fraction of the mean: once a model has converged,
+# rounding errors must not count as spikes.
+_MIN_DEVIATION = 1e-3
+# Maximum number of incidents that store the state, which is as large as a checkpoint.
+_MAX_STATES = 3
 
 SKIPPED, INCIDENTS = "skipped.json", "incidents"
 _INCIDENT, _BATCH, _STATE = "incident.json", "batch.npz", "state"
 
 
 class Recent(NamedTuple):
-    """What the state carries from step to step.
+    """Loss history, part of the training state; field names are part of the checkpoint format.
 
     Attributes:
-        figures: loss and gradient norm of the last `WINDOW` steps of this phase; NaN where there
-            were none.
-        halted: whether a step was left out and the loop is yet to hear of it.
+        figures: loss and gradient norm of the last `WINDOW` steps of this phase, as a ring buffer
+            that is initially NaN.
+        halted: whether there was a bad step that the loop has not handled yet.
     """
 
     figures: Float[Array, "W 2"]
@@ -59,13 +59,14 @@ class Recent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a step says of its numbers.
+    """Statistics of a step.
 
     Attributes:
         kind: one of `FINE`, `NOT_FINITE`, `SPIKE`.
-        figures: the loss and the gradient's norm.
-        mean, deviation: of both over the steps before; NaN while those are fewer than `WINDOW`.
-        norms: of the gradient, by layer.
+        figures: loss and gradient norm.
+        mean, deviation: mean and standard deviation of both over the last `WINDOW` steps; NaN while
+            there are fewer.
+        norms: gradient norm by layer.
     """
 
     kind: Int[Array, ""]
@@ -76,51 +77,51 @@ class Seen(NamedTuple):
 
 
 def begin() -> Recent:
-    """Before the first step."""
+    """Return the empty history before the first step."""
     return Recent(jnp.full((WINDOW, 2), jnp.nan), jnp.array(False))
 
 
 def of_phase(recent: Recent, begins: Bool[Array, ""]) -> Recent:
-    """Without figures where a phase begins: those of the one before are others."""
+    """Clear the history where a phase begins, since losses of phases are not comparable."""
     return recent._replace(figures=jnp.where(begins, jnp.nan, recent.figures))
 
 
 def judge(
     config: GuardConfig, recent: Recent, step: Int[Array, ""], loss: Float[Array, ""], grads: Params
 ) -> tuple[Recent, Seen]:
-    """Compares a step with those before it.
+    """Compare the loss and gradient norm of a step with the steps before it.
 
     Args:
-        config: what is far.
-        recent: the state's, `of_phase`.
-        step: its number.
-        loss: what the gradients are of.
-        grads: before they are clipped.
+        config: thresholds and policies.
+        recent: history of this phase (see `of_phase`).
+        step: step number.
+        loss: loss of the step.
+        grads: gradients before clipping.
 
     Returns:
-        The next state's, halted if this step must change nothing; what is said of it.
+        The updated history, halted if the step must not change the state, and the statistics.
     """
-    # The norm of all is that of the layers' norms: a large model is traced once for both.
+    # The global norm is the norm of the layers' norms, so the gradients are reduced only once.
     by_layer = {name: optax.tree.norm(part) for name, part in _layers(grads).items()}
     figures = jnp.stack([loss, optax.tree.norm(by_layer)]).astype(jnp.float32)
-    # NaN until the window is full, and nothing is above NaN.
+    # Until the window is full the mean is NaN, and comparisons with NaN are false.
     mean, deviation = recent.figures.mean(0), recent.figures.std(0)
-    far = figures > mean + config.sigmas * jnp.maximum(deviation, _LEAST_DEVIATION * jnp.abs(mean))
-    spike = jnp.any(far) if config.spike != "off" else False
-    finite = jnp.isfinite(figures).all()
-    kind = jnp.where(finite, jnp.where(spike, SPIKE, FINE), NOT_FINITE).astype(jnp.int32)
-    halts = ~finite | (spike if config.spike != "report" else False)
-    # A spike that is only reported is none of the usual figures either.
-    own = jnp.where(kind == FINE, figures, recent.figures[step % WINDOW])
-    kept = jax.lax.dynamic_update_index_in_dim(recent.figures, own, step % WINDOW, 0)
+    is_far = figures > mean + config.sigmas * jnp.maximum(deviation, _MIN_DEVIATION * jnp.abs(mean))
+    is_spike = jnp.any(is_far) if config.spike != "off" else False
+    is_finite = jnp.isfinite(figures).all()
+    kind = jnp.where(is_finite, jnp.where(is_spike, SPIKE, FINE), NOT_FINITE).astype(jnp.int32)
+    is_bad = ~is_finite | (is_spike if config.spike != "report" else False)
+    # Spikes stay out of the history even if they are only reported.
+    entry = jnp.where(kind == FINE, figures, recent.figures[step % WINDOW])
+    history = jax.lax.dynamic_update_index_in_dim(recent.figures, entry, step % WINDOW, 0)
     return (
-        Recent(kept, recent.halted | halts),
+        Recent(history, recent.halted | is_bad),
         Seen(kind, figures, mean, deviation, by_layer),
     )
 
 
 def _layers(tree: Params) -> dict[str, Any]:
-    """The parts of a model by name: embeddings, each layer, each head."""
+    """Return the parts of a parameter tree by name: embeddings, each layer, each head."""
     return {
         name: part
         for top, value in tree.items()
@@ -129,121 +130,121 @@ def _layers(tree: Params) -> dict[str, Any]:
 
 
 def bits(tree: Any) -> dict[str, UInt32[Array, ""]]:
-    """A checksum of every part of a model's parameters, equal where all bits are."""
+    """Return a checksum of each part of a model's parameters, equal if all bits are equal."""
 
-    def of(x: Array) -> UInt32[Array, ""]:
+    def checksum(x: Array) -> UInt32[Array, ""]:
         flat = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        # Each in its place times an odd number of its own: two that are exchanged are noticed.
+        # A distinct odd factor per position makes the sum sensitive to swapped elements.
         return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1))
 
-    return {name: sum(map(of, jax.tree.leaves(part))) for name, part in _layers(tree).items()}
+    return {name: sum(map(checksum, jax.tree.leaves(part))) for name, part in _layers(tree).items()}
 
 
 class Alarm(Exception):
-    """A step was left out: the state stands before it."""
+    """Raised for a bad step; the state is the one before it."""
 
-    def __init__(self, step: int, kind: int, said: dict[str, Any]):
+    def __init__(self, step: int, kind: int, stats: dict[str, Any]):
         super().__init__(f"step {step}: {KINDS[kind]}")
-        self.step, self.kind, self.said = step, kind, said
+        self.step, self.kind, self.said = step, kind, stats
 
 
 class Guard:
-    """What is done about alarms in one workdir.
+    """Policies and records of bad steps in a workdir.
 
     Args:
         config: the policies.
         folder: the workdir.
 
     Attributes:
-        skipped: the steps whose batches are left out.
+        skipped: steps whose batches are skipped.
     """
 
     def __init__(self, config: GuardConfig, folder: pathlib.Path):
         self._config, self._folder = config, folder
         path = folder / SKIPPED
-        told = _told(path) if path.exists() else {"steps": [], "back_to": None}
-        self.skipped, self._back_to = set(told["steps"]), told["back_to"]
+        skipped = _read_json(path) if path.exists() else {"steps": [], "back_to": None}
+        self.skipped, self._back_to = set(skipped["steps"]), skipped["back_to"]
 
     def look(self, step: int, seen: Seen) -> dict[str, Any]:
-        """What to say of a finished step, {} if it was fine.
+        """Return the statistics of a finished step to report, or {} if it was fine.
 
         Raises:
-            Alarm: it was left out.
+            Alarm: the step was bad and left the state unchanged.
         """
         kind = int(seen.kind)
         if kind == FINE:
             return {}
-        said = describe(seen)
+        stats = describe(seen)
         if kind == NOT_FINITE or self._config.spike != "report":
-            raise Alarm(step, kind, said)
-        return said
+            raise Alarm(step, kind, stats)
+        return stats
 
     def policy(self, kind: int) -> str:
-        """What the config says to an alarm."""
+        """Return the configured policy for a kind of bad step."""
         return {NOT_FINITE: self._config.nonfinite, SPIKE: self._config.spike}.get(kind, "stop")
 
-    def record(self, step: int, kind: int, said: dict[str, Any], batch: Batch) -> pathlib.Path:
-        """Writes what was seen at a step; one that is there already, of a start before, stays.
+    def record(self, step: int, kind: int, stats: dict[str, Any], batch: Batch) -> pathlib.Path:
+        """Write an incident and return its folder; an incident of an earlier start is kept.
 
-        Of each kind `GuardConfig.most_incidents` are written; what is only reported goes on after
-        that, unwritten.
+        At most `GuardConfig.most_incidents` of each kind are written. Beyond that, spikes that are
+        only reported are no longer written.
 
         Raises:
-            UserError: it is one more of its kind than that, and more than a report.
+            UserError: there are more than that, and the policy is not "report".
         """
-        place = self._folder / INCIDENTS / f"step_{step}"
-        most, reports = self._config.most_incidents, self.policy(kind) == "report"
+        incident = self._folder / INCIDENTS / f"step_{step}"
+        max_incidents, report_only = self._config.most_incidents, self.policy(kind) == "report"
 
         def write() -> None:
             count = len(incidents(self._folder, KINDS[kind]))
-            if not place.exists() and not (reports and count >= most):
-                with files.new_folder(place) as beside:
-                    np.savez_compressed(beside / _BATCH, **batch)
+            if not incident.exists() and not (report_only and count >= max_incidents):
+                with files.new_folder(incident) as folder:
+                    np.savez_compressed(folder / _BATCH, **batch)
                     files.write_json(
-                        beside / _INCIDENT, {"step": step, "kind": KINDS[kind], **said}
+                        folder / _INCIDENT, {"step": step, "kind": KINDS[kind], **stats}
                     )
                 count += 1
-            if count > most and not reports:
+            if count > max_incidents and not report_only:
                 raise UserError(
-                    f"{count} steps went wrong like this, more than config.guard.most_incidents="
-                    f"{most}, the last of them step {step:,} ({sentence(KINDS[kind], said)}): look "
-                    f"at {place.parent}"
+                    f"{count} bad steps exceed config.guard.most_incidents={max_incidents}, the "
+                    f"last at step {step:,} ({sentence(KINDS[kind], stats)}): inspect "
+                    f"{incident.parent}"
                 )
 
-        distributed.first("what went wrong", write)
-        return place
+        distributed.first("recording an incident", write)
+        return incident
 
-    def keep_state(self, place: pathlib.Path, step: int, params: Params, training: Any) -> None:
-        """The state before an incident's step, unless there are some of other steps already."""
-        others = [path for path in place.parent.glob(f"*/{_STATE}") if path.parent != place]
-        if len(others) < _STATES_KEPT:
-            kept = Checkpoints(place / _STATE, CheckpointConfig(keep_best=0))
-            if step not in kept.steps():
-                kept.save(step, params, training)
-            kept.close()
+    def keep_state(self, incident: pathlib.Path, step: int, params: Params, training: Any) -> None:
+        """Save the state before an incident's step, unless enough other incidents store theirs."""
+        others = [path for path in incident.parent.glob(f"*/{_STATE}") if path.parent != incident]
+        if len(others) < _MAX_STATES:
+            checkpoints = Checkpoints(incident / _STATE, CheckpointConfig(keep_best=0))
+            if step not in checkpoints.steps():
+                checkpoints.save(step, params, training)
+            checkpoints.close()
 
     def skip(self, steps: Iterable[int], back_to: int | None = None) -> None:
-        """Leaves the batches of some steps out, from now on and in every later start.
+        """Skip the batches of `steps`, now and after every restart.
 
         Args:
-            steps: their numbers.
-            back_to: no checkpoint after this step is to be gone on from (`go_back`).
+            steps: step numbers.
+            back_to: step to roll back to; `go_back` deletes the checkpoints after it.
         """
         self.skipped.update(steps)
         self._back_to = back_to
-        told = {"steps": sorted(self.skipped), "back_to": back_to}
+        skipped = {"steps": sorted(self.skipped), "back_to": back_to}
         path = self._folder / SKIPPED
-        distributed.first("the steps left out", lambda: files.write_json(path, told))
+        distributed.first("writing skipped.json", lambda: files.write_json(path, skipped))
 
     def go_back(self, checkpoints: Checkpoints) -> None:
-        """Deletes the checkpoints that `skip` said are not to be gone on from, also after a kill."""
+        """Delete the checkpoints that a rollback discards, including one cut short by a kill."""
         if self._back_to is not None:
             checkpoints.forget_after(self._back_to)
             self.skip([])
 
 
 def describe(seen: Seen) -> dict[str, Any]:
-    """Plain values."""
+    """Convert the statistics of a step to plain Python values."""
     seen = jax.device_get(seen)
     pair = functools.partial(zip, ("loss", "gradient_norm"), strict=True)
     return {
@@ -254,49 +255,49 @@ def describe(seen: Seen) -> dict[str, Any]:
     }
 
 
-def sentence(kind: str, said: dict[str, Any]) -> str:
-    """A few words on an incident."""
+def sentence(kind: str, stats: dict[str, Any]) -> str:
+    """Return a short description of an incident."""
     if kind == "probe":
-        return f"computed twice, the step differs in {', '.join(said['differ'])}"
+        return f"two computations of the step differ in {', '.join(stats['differ'])}"
     figures = ", ".join(
-        f"{name.replace('_', ' ')} {said[name]:.4g} (usually {said['mean'][name]:.4g} ± "
-        f"{said['deviation'][name]:.2g})"
-        if np.isfinite(said["mean"][name])
-        else f"{name.replace('_', ' ')} {said[name]:.4g}"
+        f"{name.replace('_', ' ')} {stats[name]:.4g} (mean {stats['mean'][name]:.4g} ± "
+        f"{stats['deviation'][name]:.2g})"
+        if np.isfinite(stats["mean"][name])
+        else f"{name.replace('_', ' ')} {stats[name]:.4g}"
         for name in ("loss", "gradient_norm")
     )
-    return f"{'not finite' if kind == 'nonfinite' else 'a spike'}: {figures}"
+    return f"{'non-finite value' if kind == 'nonfinite' else 'spike'}: {figures}"
 
 
 def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> None:
-    """Computes a step twice.
+    """Compute a step twice and compare the results.
 
     Raises:
-        Alarm: the results differ, which only faulty hardware or a race in a kernel explains.
+        Alarm: the results differ, because of faulty hardware or a race in a kernel.
     """
-    one, two = (jax.device_get(fingerprint()) for _ in range(2))
-    differ = sorted(name for name in one if one[name] != two[name])
+    first, second = (jax.device_get(fingerprint()) for _ in range(2))
+    differ = sorted(name for name in first if first[name] != second[name])
     if differ:
         raise Alarm(step, UNEQUAL, {"differ": differ})
 
 
 def incidents(folder: str | pathlib.Path, kind: str | None = None) -> list[int]:
-    """The steps at which something went wrong in a workdir, in any way or in that one."""
-    found = (pathlib.Path(folder) / INCIDENTS).glob(f"step_*/{_INCIDENT}")
+    """Return the steps of a workdir's incidents, optionally of one kind."""
+    paths = (pathlib.Path(folder) / INCIDENTS).glob(f"step_*/{_INCIDENT}")
     return sorted(
         int(path.parent.name.removeprefix("step_"))
-        for path in found
-        if kind is None or _told(path)["kind"] == kind
+        for path in paths
+        if kind is None or _read_json(path)["kind"] == kind
     )
 
 
-def _told(path: pathlib.Path) -> dict[str, Any]:
-    with _readable(path):
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    with _read_errors(path):
         return json.loads(path.read_text())
 
 
 @contextlib.contextmanager
-def _readable(path: pathlib.Path) -> Iterator[None]:
+def _read_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         with files.one_line_errors(f"cannot read {path}"):
             yield
@@ -305,13 +306,13 @@ def _readable(path: pathlib.Path) -> Iterator[None]:
 
 
 class Incident(NamedTuple):
-    """What `Guard.record` and `Guard.keep_state` wrote.
+    """An incident as written by `Guard.record` and `Guard.keep_state`.
 
     Attributes:
-        step: of the run.
-        told: incident.json.
-        batch: the whole batch of the step.
-        state: the folder of the state before it; it may be missing.
+        step: step number.
+        told: contents of incident.json.
+        batch: global batch of the step.
+        state: folder of the state before the step; may be missing.
     """
 
     step: int
@@ -321,19 +322,21 @@ class Incident(NamedTuple):
 
 
 def read_incident(folder: str | pathlib.Path, step: int | None = None) -> Incident:
-    """Of a workdir, the first or that of a step.
+    """Read the incident at `step` of a workdir, or the first one.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such incident.
     """
-    found = incidents(folder)
-    if not found:
-        raise UserError(f"{folder} has no incidents: nothing went wrong in that run")
-    step = found[0] if step is None else step
-    if step not in found:
-        raise UserError(f"{folder} has no incident at step {step}: {', '.join(map(str, found))}")
-    place = pathlib.Path(folder) / INCIDENTS / f"step_{step}"
-    told = _told(place / _INCIDENT)
-    with _readable(place), np.load(place / _BATCH) as arrays:
+    steps = incidents(folder)
+    if not steps:
+        raise UserError(f"{folder} has no incidents: the run had no bad steps")
+    step = steps[0] if step is None else step
+    if step not in steps:
+        raise UserError(
+            f"{folder} has no incident at step {step}; choose one of {', '.join(map(str, steps))}"
+        )
+    path = pathlib.Path(folder) / INCIDENTS / f"step_{step}"
+    record = _read_json(path / _INCIDENT)
+    with _read_errors(path), np.load(path / _BATCH) as arrays:
         batch = dict(arrays)
-    return Incident(step, told, batch, place / _STATE)
+    return Incident(step, record, batch, path / _STATE)

@@ -1,4 +1,4 @@
-"""Metrics of a run on their way to files, TensorBoard and the terminal."""
+"""Write the metrics of a run to files, TensorBoard and the terminal."""
 
 import pathlib
 import sys
@@ -17,16 +17,16 @@ from bert_jax.tasks.stage import Stage
 
 
 class Log:
-    """Writes metrics.jsonl and speed.jsonl, TensorBoard events and the progress bar's note.
+    """Writer of metrics.jsonl, speed.jsonl, TensorBoard events and the progress bar's note.
 
-    Only the first process writes.
+    Only process 0 writes.
 
     Args:
         folder: the workdir.
-        step: the step the run stands at; later lines of an earlier start are dropped.
-        config: for the schedule.
-        mesh: for the number of devices.
-        progress: the bar.
+        step: current step; lines of an earlier start after this step are dropped.
+        config: config of the run.
+        mesh: device mesh.
+        progress: progress bar.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Log:
     ):
         self._config, self._progress = config, progress
         self._devices = mesh.size
-        # Of each line's last step, all at once: a rate that is computed when it is needed waits on the
-        # device for the steps ahead.
+        # Precompute the learning rates to log: computing one later would wait on the device for the
+        # steps dispatched ahead.
         ends = np.append(np.arange(0, config.steps, config.log_every_steps)[1:], config.steps)
         self._rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
         self._clock = (step, time.monotonic())
@@ -59,55 +59,56 @@ class Log:
                 self._board.close()
 
     def begin(self, stage: Stage, step: int) -> None:
-        """From here on, `step`, the steps are of this stage."""
+        """Log the steps after `step` as those of `stage`."""
         self._stage, self._clock = stage, (step, time.monotonic())
 
     def training(self, step: int, sums: dict[str, Any]) -> None:
-        """Writes the means of the window that ends with `step`, which the device has finished."""
+        """Write the means of the window that ends with `step`, which must be finished."""
         summary = self._stage.task.summarize(means(sums))
-        # The rate that the window's last step was taken with.
+        # The learning rate of the window's last step.
         summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
         self._write(step, "train", summary)
         note = self._stage.task.describe(summary)
         rows = float(self._stage.batch_size)
-        if self._stage.smaller_batches:  # the window's mean, from its tokens with padding
+        if self._stage.smaller_batches:  # mean row count, from the tokens including padding
             steps = (step - 1) % self._config.log_every_steps + 1
             rows = float(sums["real_fraction"][1]) / self._stage.tokens / steps
-        self._progress.note(note + self._measure(step, summary, rows))
+        self._progress.note(note + self._log_speed(step, summary, rows))
 
-    def heldout(self, step: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Writes held-out means and returns them with what the task adds to them.
+    def heldout(self, step: int, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Evaluate, write the held-out metrics and return them as the task summarizes them.
 
-        The time that `measure` takes is no step's; the steps so far must be done.
+        The time that `evaluate` takes does not count as training time. All dispatched steps must be
+        finished.
         """
-        begun = time.monotonic()
-        found = measure()
-        self._clock = (self._clock[0], self._clock[1] + time.monotonic() - begun)
-        if not found:
+        start_time = time.monotonic()
+        metrics = evaluate()
+        self._clock = (self._clock[0], self._clock[1] + time.monotonic() - start_time)
+        if not metrics:
             return {}
-        summary = self._stage.task.summarize(found)
+        summary = self._stage.task.summarize(metrics)
         self._write(step, "heldout", summary)
         self._progress.say(f"step {step:,}: held-out {self._stage.task.describe(summary)}")
         return summary
 
     def sync(self) -> None:
-        """Makes everything so far survive a power failure."""
+        """Sync all lines written so far to disk."""
         if self._writes:
             self._metrics.sync()
             self._board.flush()
 
-    def _measure(self, step: int, summary: dict[str, float], rows_a_step: float) -> str:
+    def _log_speed(self, step: int, summary: dict[str, float], rows_per_step: float) -> str:
         now = time.monotonic()
-        before, self._clock = self._clock, (step, now)
+        (last_step, last_time), self._clock = self._clock, (step, now)
         if not self._writes:
             return ""
-        seconds = now - before[1]
-        rows = (step - before[0]) * rows_a_step
+        seconds = now - last_time
+        rows = (step - last_step) * rows_per_step
         tokens = rows * self._stage.tokens / seconds
         speed = {
             "step": step,
             "seconds": seconds,
-            "steps_per_second": (step - before[0]) / seconds,
+            "steps_per_second": (step - last_step) / seconds,
             "tokens_per_second": tokens,
             "real_tokens_per_second": tokens * summary["real_fraction"],
             "flops_per_second": rows * self._stage.task.flops_per_row / seconds,
@@ -115,8 +116,8 @@ class Log:
         note = f" {tokens * summary['real_fraction']:,.0f} real tok/s {summary['real_fraction']:.0%} real"
         peak = device.peak_flops()
         if peak:
-            used = speed["flops_per_second"] / (peak * self._devices)
-            speed["model_flops_utilization"] = used
+            mfu = speed["flops_per_second"] / (peak * self._devices)
+            speed["model_flops_utilization"] = mfu
             note += f" {speed['model_flops_utilization']:.0%} MFU"
         self._speed.append(speed)
         for name, value in speed.items():
@@ -133,8 +134,8 @@ class Log:
 
 
 def _board(folder: pathlib.Path, step: int) -> Any:
-    """A TensorBoard writer in which events after `step` of an earlier start count no more."""
-    # tensorboardX imports PyTorch where it is installed: seconds for nothing we use.
+    """Return a TensorBoard writer that discards events of an earlier start after `step`."""
+    # If PyTorch is installed, tensorboardX imports it, which takes seconds and is not needed.
     torch = sys.modules.get("torch")
     sys.modules["torch"] = None
     try:

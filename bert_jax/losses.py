@@ -1,7 +1,7 @@
 """Losses and metrics as (sum, weight) pairs.
 
-Sums add up over microbatches, devices and evaluation batches; the mean is taken once, at the end,
-over everything. A mean of means would weigh sequences by the company they keep.
+Sums are accumulated over microbatches, devices and evaluation batches, and divided once at the end.
+Averaging per-batch means would over-weight sequences from small batches.
 """
 
 import jax
@@ -12,19 +12,19 @@ Pair = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 def label_logits(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Return the labels' logits; NaN for a label that is not below C, which `guard` reports.
+    """Return the logits of the labels; NaN for a label of C or more, which `guard` reports.
 
-    Written as a sum with a single nonzero term: its gradient is a comparison, which fuses with the
-    softmax's, where the gradient of an index is a scatter.
+    This is a sum with one nonzero term: its gradient is a comparison that fuses with the softmax,
+    whereas the gradient of indexing is a scatter.
     """
-    here = labels[..., None] == jnp.arange(logits.shape[-1])
-    return jnp.where(labels < logits.shape[-1], jnp.sum(logits, -1, where=here), jnp.nan)
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1])
+    return jnp.where(labels < logits.shape[-1], jnp.sum(logits, -1, where=is_label), jnp.nan)
 
 
 def cross_entropy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> Pair:
-    """Negative log-likelihood of the labels in nats, summed with weights; and the weights' sum."""
+    """Return the weighted sum of the cross-entropy in nats, and the sum of the weights."""
     with jax.named_scope("loss"):
         loss = jax.nn.logsumexp(logits, axis=-1) - label_logits(logits, labels)
         return jnp.sum(loss * weights), jnp.sum(weights)
@@ -33,8 +33,8 @@ def cross_entropy(
 def accuracy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> Pair:
-    """How many of the labels score highest, with weights; and the weights' sum."""
+    """Return the weighted number of labels with the highest logit, and the sum of the weights."""
     with jax.named_scope("loss"):
-        # Comparing against the maximum is one reduction; argmax on CPU is many times slower.
-        best = label_logits(logits, labels) >= jnp.max(logits, -1)
-        return jnp.sum(best * weights), jnp.sum(weights)
+        # Comparing with the maximum takes one reduction; argmax is many times slower on CPU.
+        is_correct = label_logits(logits, labels) >= jnp.max(logits, -1)
+        return jnp.sum(is_correct * weights), jnp.sum(weights)

@@ -1,8 +1,8 @@
-"""What to predict: masked tokens (Devlin et al., section 3.1), or the next ones (section 5.1, "LTR").
+"""Mask tokens for masked language modelling (Devlin et al., section 3.1); next-token targets.
 
-The corruption happens on the device, fresh at every step. Of each sequence's n tokens,
-round(rate * n) are chosen, at least 1 and at most a cap, never [CLS] or [SEP]. Of the chosen, 80%
-become [MASK], 10% stay and 10% become a random token.
+Masking runs on the device and is different in every step. Of a sequence's n tokens, round(rate * n)
+are selected, at least 1 and at most a maximum, never [CLS] or [SEP]. By default 80% of these become
+[MASK], 10% are kept and 10% become a random token.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from bert_jax.data.rows import Layout
 
 
 class Masked(NamedTuple):
-    """Rows as the model sees them and what to predict. P is `Masker.predictions`."""
+    """Input tokens and prediction targets; P is `Masker.predictions`."""
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B P"]
     labels: Int[Array, "B P"]
-    # 1 where there is a prediction, 0 where a row has fewer than P.
+    # 1 for a prediction, 0 for padding of a row with fewer than P.
     weights: Float[Array, "B P"]
 
 
 def most_predictions(config: MaskingConfig, tokens: int) -> int:
-    """The cap a sequence: as configured, or the original recipe's for its two lengths."""
+    """Return the maximum number of predictions per sequence, by default that of Google's recipe."""
     recipe = {128: 20, 512: 76}  # google-research/bert, README, "max_predictions_per_seq"
     if config.most_predictions:
         return config.most_predictions
@@ -41,10 +41,10 @@ def most_predictions(config: MaskingConfig, tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class NextTokens:
-    """In the place of a `Masker`: leaves rows as they are and asks each token for the one after it.
+    """Next-token prediction targets (section 5.1, "LTR"), with the interface of `Masker`.
 
-    Asked is whatever has a next token in its own sequence: [CLS] for the first word, and the last
-    word for [SEP]; never padding.
+    Every token with a successor in its own sequence predicts it: [CLS] predicts the first word and
+    the last word predicts [SEP]. Padding predicts nothing.
 
     Attributes:
         tokens, sequences: T, S.
@@ -55,7 +55,7 @@ class NextTokens:
 
     @property
     def predictions(self) -> int:
-        """P: all but the row's last."""
+        """P = T - 1."""
         return self.tokens - 1
 
     def __call__(
@@ -66,23 +66,23 @@ class NextTokens:
         layout: Layout,
         key: Key[Array, ""],
     ) -> Masked:
-        """A function of the rows alone."""
-        sequence, following = layout.sequence[:, :-1], layout.sequence[:, 1:]
-        asked = (sequence == following) & (sequence < self.sequences)
-        positions = jnp.broadcast_to(jnp.arange(self.predictions), sequence.shape)
-        return Masked(tokens, positions, tokens[:, 1:], asked.astype(jnp.float32))
+        """Return unchanged tokens and their next-token targets; `key` is unused."""
+        segment_ids, next_segment_ids = layout.sequence[:, :-1], layout.sequence[:, 1:]
+        has_target = (segment_ids == next_segment_ids) & (segment_ids < self.sequences)
+        positions = jnp.broadcast_to(jnp.arange(self.predictions), segment_ids.shape)
+        return Masked(tokens, positions, tokens[:, 1:], has_target.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masker:
-    """Corrupts rows of T tokens and at most S sequences.
+    """Masking of rows with T tokens and at most S sequences.
 
     Attributes:
         config: rates and fractions.
         tokens, sequences: T, S.
-        vocab_size: random tokens are drawn from all of the vocabulary, as the original does.
-        mask_id: of [MASK].
-        continuation: [V] whether a token continues a word (`##…`); read for whole words only.
+        vocab_size: random tokens are drawn from the whole vocabulary, as in Google's code.
+        mask_id: token id of [MASK].
+        continuation: [V] whether a token continues a word (`##…`); used for whole-word masking.
     """
 
     config: MaskingConfig
@@ -94,26 +94,29 @@ class Masker:
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """[T + 1] predictions for a sequence of n tokens.
+        """[T + 1] number of predictions for a sequence of n tokens.
 
-        Computed on the host: 0.15 * n in float32 rounds some halves to the other side.
+        Computed on the host in float64: in float32, 0.15 * n rounds some halves the other way.
         """
-        cap = most_predictions(self.config, self.tokens)
-        wanted = [round(self.config.rate * n) for n in range(self.tokens + 1)]
+        maximum = most_predictions(self.config, self.tokens)
+        targets = [round(self.config.rate * n) for n in range(self.tokens + 1)]
         return np.array(
-            [min(max(1, k), cap, max(n - 2, 0)) for n, k in enumerate(wanted)], np.int32
+            [min(max(1, k), maximum, max(n - 2, 0)) for n, k in enumerate(targets)], np.int32
         )
 
     @functools.cached_property
     def predictions(self) -> int:
-        """P: the most predictions that S sequences sharing T tokens can ask for."""
-        most = self.counts  # most[n]: of sequences of n tokens in all, one sequence more each round
+        """P, the maximum number of predictions of S sequences with T tokens in total."""
+        # max_counts[n]: maximum for n tokens in total; each iteration adds one more sequence.
+        max_counts = self.counts
         for _ in range(self.sequences - 1):
-            more = [(most[: n + 1] + self.counts[n::-1]).max() for n in range(self.tokens + 1)]
-            if np.array_equal(more, most):
+            updated = [
+                (max_counts[: n + 1] + self.counts[n::-1]).max() for n in range(self.tokens + 1)
+            ]
+            if np.array_equal(updated, max_counts):
                 break
-            most = np.array(more)
-        return int(most.max())
+            max_counts = np.array(updated)
+        return int(max_counts.max())
 
     def __call__(
         self,
@@ -123,13 +126,13 @@ class Masker:
         layout: Layout,
         key: Key[Array, ""],
     ) -> Masked:
-        """Masks every row; a function of `key` and the rows alone."""
-        choose_key, kind_key, random_key = jax.random.split(key, 3)
-        chosen = self._choose(tokens, length, a_length, layout, choose_key)
+        """Mask every row, as a function of `key` and the rows alone."""
+        select_key, kind_key, random_key = jax.random.split(key, 3)
+        selected = self._select(tokens, length, a_length, layout, select_key)
 
-        # The chosen positions in order, then padding: an earlier position scores higher.
+        # Earlier positions score higher: top_k returns selected positions in order, then padding.
         score, positions = jax.lax.top_k(
-            jnp.where(chosen, self.tokens - jnp.arange(self.tokens), 0), self.predictions
+            jnp.where(selected, self.tokens - jnp.arange(self.tokens), 0), self.predictions
         )
         weights = (score > 0).astype(jnp.float32)
         labels = jnp.take_along_axis(tokens, positions, 1)
@@ -141,48 +144,48 @@ class Masker:
             kind < config.mask_fraction + config.same_fraction, tokens, replacement
         )
         corrupted = jnp.where(kind < config.mask_fraction, self.mask_id, corrupted)
-        return Masked(jnp.where(chosen, corrupted, tokens), positions, labels, weights)
+        return Masked(jnp.where(selected, corrupted, tokens), positions, labels, weights)
 
-    def _choose(self, tokens, length, a_length, layout: Layout, key) -> Bool[Array, "B T"]:
-        own = layout.sequence[:, :, None] == jnp.arange(self.sequences)  # [B, T, S]
+    def _select(self, tokens, length, a_length, layout: Layout, key) -> Bool[Array, "B T"]:
+        membership = layout.sequence[:, :, None] == jnp.arange(self.sequences)  # [B, T, S]
 
         def per_token(per_sequence):  # [B, S] -> [B, T]
-            return jnp.sum(own * per_sequence[:, None, :], axis=2)
+            return jnp.sum(membership * per_sequence[:, None, :], axis=2)
 
         n, a = per_token(length), per_token(a_length)
         special = (layout.position == 0) | (layout.position == a - 1) | (layout.position == n - 1)
         candidate = (layout.sequence < self.sequences) & ~special
-        wanted = per_token(jnp.asarray(self.counts)[length])
+        num_predictions = per_token(jnp.asarray(self.counts)[length])
         same_sequence = layout.sequence[:, :, None] == layout.sequence[:, None, :]
 
-        # A unit (word piece or whole word) is known by where it starts; its pieces share one draw.
+        # A unit (word piece or whole word) is identified by its start; its pieces share one draw.
         start = jnp.broadcast_to(jnp.arange(self.tokens), tokens.shape)
         if self.config.whole_word:
             continues = jnp.asarray(self.continuation)[tokens]
-            # A piece that a segment's edge cut off from its word starts a unit of its own.
+            # A piece that truncation separated from its word starts a new unit.
             after_candidate = jnp.pad(candidate, ((0, 0), (1, 0)))[:, :-1]
             start = jnp.where(continues & candidate & after_candidate, 0, start)
             start = jax.lax.cummax(start, axis=1)
         draw = jnp.take_along_axis(jax.random.uniform(key, tokens.shape), start, 1)
 
-        # before[b, t, u]: in t's sequence, u's unit comes no later than t's in the order of the
-        # draws; equal draws are told apart by place.
+        # before[b, t, u]: u is in t's sequence, and its unit comes no later than t's in the order
+        # of the draws, with ties broken by position.
         earlier = draw[:, None, :] < draw[:, :, None]
         tied = (draw[:, None, :] == draw[:, :, None]) & (start[:, None, :] <= start[:, :, None])
         before = (earlier | tied) & same_sequence & candidate[:, None, :]
         if not self.config.whole_word:
-            return candidate & (jnp.sum(before, axis=2) <= wanted)
+            return candidate & (jnp.sum(before, axis=2) <= num_predictions)
 
-        # The original walks through the words once and skips any that no longer fits. Each round
-        # here takes the words up to the first such, after dropping those that never will fit.
+        # Google's code goes through the words once and skips those that no longer fit. Here, each
+        # iteration drops words that cannot fit anymore and takes all words up to the next misfit.
         size = jnp.sum((start[:, :, None] == start[:, None, :]) & candidate[:, None, :], axis=2)
 
         def take(state):
-            chosen, left = state
-            room = wanted - jnp.sum(same_sequence & chosen[:, None, :], axis=2)
-            left &= size <= room
-            new = left & (jnp.sum(before & left[:, None, :], axis=2) <= room)
-            return chosen | new, left & ~new
+            selected, remaining = state
+            room = num_predictions - jnp.sum(same_sequence & selected[:, None, :], axis=2)
+            remaining &= size <= room
+            new = remaining & (jnp.sum(before & remaining[:, None, :], axis=2) <= room)
+            return selected | new, remaining & ~new
 
-        start_state = (jnp.zeros_like(candidate), candidate)
-        return jax.lax.while_loop(lambda state: jnp.any(state[1]), take, start_state)[0]
+        initial = (jnp.zeros_like(candidate), candidate)
+        return jax.lax.while_loop(lambda state: jnp.any(state[1]), take, initial)[0]

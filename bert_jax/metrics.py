@@ -1,7 +1,7 @@
-"""Metrics of labels and numbers, as the benchmarks' own scorers compute them; in 0 to 1.
+"""Classification and regression metrics as the benchmarks' official scorers compute them.
 
-What cannot be told is 0, as scikit-learn has it: a correlation with something constant, the F1 of a
-label that neither occurs nor is predicted.
+Scores are not percentages. Undefined ones are 0, as in scikit-learn: a correlation with a constant,
+or the F1 of a label that neither occurs nor is predicted.
 """
 
 import numpy as np
@@ -13,42 +13,43 @@ LOWER_IS_BETTER = ("mean_squared_error",)
 def classification(
     truth: Int[np.ndarray, " E"], predicted: Int[np.ndarray, " E"], classes: int
 ) -> dict[str, float]:
-    """Accuracy, the mean F1 of the classes that occur, Matthews' correlation (any number of classes).
+    """Return accuracy, macro F1 and Matthews correlation.
 
-    Of two classes also the F1 of the second, which GLUE's MRPC and QQP report.
+    Macro F1 averages over the classes that occur in labels or predictions. With two classes, also
+    return the F1 of the second, which GLUE's MRPC and QQP report.
     """
     from sklearn import metrics
 
-    varied = np.ptp(truth) > 0 and np.ptp(predicted) > 0
-    found = {
+    is_defined = np.ptp(truth) > 0 and np.ptp(predicted) > 0
+    scores = {
         "accuracy": metrics.accuracy_score(truth, predicted),
         "macro_f1": metrics.f1_score(truth, predicted, average="macro", zero_division=0),
-        "matthews": metrics.matthews_corrcoef(truth, predicted) if varied else 0.0,
+        "matthews": metrics.matthews_corrcoef(truth, predicted) if is_defined else 0.0,
     }
     if classes == 2:
-        found["f1"] = metrics.f1_score(truth, predicted, pos_label=1, zero_division=0)
-    return {name: float(value) for name, value in found.items()}
+        scores["f1"] = metrics.f1_score(truth, predicted, pos_label=1, zero_division=0)
+    return {name: float(value) for name, value in scores.items()}
 
 
 def regression(
     truth: Float[np.ndarray, " E"], predicted: Float[np.ndarray, " E"]
 ) -> dict[str, float]:
-    """Pearson's and Spearman's correlation and the mean squared error."""
+    """Return Pearson and Spearman correlation, and mean squared error."""
     from scipy import stats
 
     truth, predicted = truth.astype(np.float64), predicted.astype(np.float64)
-    found = {"pearson": 0.0, "spearman": 0.0}
+    scores = {"pearson": 0.0, "spearman": 0.0}
     if np.ptp(truth) > 0 and np.ptp(predicted) > 0:
-        found["pearson"] = stats.pearsonr(truth, predicted).statistic
-        found["spearman"] = stats.spearmanr(truth, predicted).statistic
-    found["mean_squared_error"] = np.mean((truth - predicted) ** 2)
-    return {name: float(value) for name, value in found.items()}
+        scores["pearson"] = stats.pearsonr(truth, predicted).statistic
+        scores["spearman"] = stats.spearmanr(truth, predicted).statistic
+    scores["mean_squared_error"] = np.mean((truth - predicted) ** 2)
+    return {name: float(value) for name, value in scores.items()}
 
 
 def several_labels(
     truth: Bool[np.ndarray, "E C"], predicted: Bool[np.ndarray, "E C"]
 ) -> dict[str, float]:
-    """F1 over all labels of all examples, its mean over labels, and how many examples are all right."""
+    """Return multilabel metrics: micro F1, macro F1 and the fraction of exact matches."""
     from sklearn import metrics
 
     scores = {

@@ -1,10 +1,10 @@
-"""BERT in Flax Linen: embeddings, encoder, pooler, heads. No loss, no data.
+"""BERT in Flax Linen: embeddings, encoder, pooler and heads, without losses or data.
 
-Shapes, here and everywhere: B rows, T tokens a row, S sequences a row, P predictions a row,
-N heads, K head size, D hidden, F feed-forward, L layers, V vocabulary (as padded), C classes.
+Shapes, throughout the package: B rows, T tokens per row, S sequences per row, P predictions per
+row, N heads, K head size, D hidden, F feed-forward, L layers, V vocabulary (padded), C classes.
 
 Parameter paths (`encoder/layer_3/attention/query/kernel`) are public: weight-decay masks, sharding
-and conversion match on them.
+and checkpoint conversion match on them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from bert_jax.dropout import dropout
 
 Params = dict[str, Any]
 
-# What the outputs of dense layers are called where memory is to be saved.
+# Checkpoint name of the dense layers' outputs, for `jax.checkpoint` policies.
 _DENSE = "dense"
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(_DENSE),
@@ -36,10 +36,10 @@ REMAT_POLICIES = {
 
 
 def _in_float32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Compute an elementwise function of bfloat16 in float32 and round its result once.
+    """Wrap an elementwise function to compute in float32 and round its result once.
 
-    The derivative is recomputed from the bfloat16 input: automatic differentiation would keep
-    float32 intermediates, twice the bytes.
+    The backward pass recomputes the derivative from the bfloat16 input. Automatic differentiation
+    would store float32 intermediates, which take twice the memory.
     """
 
     @jax.custom_vjp
@@ -58,11 +58,11 @@ def _in_float32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    # Written with erf, which compiles to less on CPU than `jax.nn.gelu`'s erfc.
+    # erf compiles to less code on CPU than the erfc of `jax.nn.gelu`.
     return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
 
 
-# In bfloat16 `1 + erf(x)` and `1 + tanh(x)` cancel for negative x, which costs a digit.
+# In bfloat16, `1 + erf(x)` and `1 + tanh(x)` lose a digit to cancellation for negative x.
 ACTIVATIONS = {
     "gelu": _in_float32(_gelu),
     "gelu_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
@@ -71,12 +71,12 @@ ACTIVATIONS = {
 
 
 def select(table: Float[Array, "... n D"], index: Int[Array, "... m"]) -> Float[Array, "... m D"]:
-    """Select rows of a small table by a product with a one-hot matrix; exact in every dtype.
+    """Gather rows of a small table by multiplying with a one-hot matrix; exact in every dtype.
 
-    Its gradient is a product too. That of an index is a scatter-add, which GPUs do one element at a
-    time where many indices are equal, and in no fixed order.
+    The gradient is a matrix product too. The gradient of indexing is a scatter-add, which GPUs
+    serialize where many indices are equal, in a nondeterministic order.
     """
-    # By default accelerators round float32 operands of a product.
+    # By default, accelerators round the float32 operands of a matrix product.
     precision = jax.lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
     with jax.named_scope("select"):
         one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
@@ -84,16 +84,16 @@ def select(table: Float[Array, "... n D"], index: Int[Array, "... m"]) -> Float[
 
 
 def padded_vocab(config: ModelConfig) -> int:
-    """Rows of the embedding table: the vocabulary, up to a multiple of `vocab_multiple`."""
+    """Return the vocabulary size rounded up to a multiple of `vocab_multiple`."""
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
 @dataclasses.dataclass
 class _InitConfig(ModelConfig):
-    """A model's config while its parameters are made.
+    """A model config with a custom initializer, used by `init_params`.
 
     Attributes:
-        draw: (key, shape, dtype) to an array, in place of the truncated normal distribution.
+        draw: function (key, shape, dtype) -> array that replaces the truncated normal initializer.
     """
 
     draw: Callable | None = None
@@ -105,50 +105,53 @@ def _initializer(config: ModelConfig) -> Callable:
 
 
 def _vocab_initializer(config: ModelConfig, axis: int) -> Callable:
-    """As `_initializer`, with the padding of the vocabulary axis zero and without effect on the rest."""
+    """Return `_initializer` with zeros in the padding of the vocabulary axis.
+
+    The other values do not depend on the amount of padding.
+    """
 
     def initialize(key, shape, dtype):
-        missing = padded_vocab(config) - config.vocab_size
-        real = tuple(n - missing * (i == axis) for i, n in enumerate(shape))
-        padding = [(0, missing * (i == axis)) for i in range(len(shape))]
-        return jnp.pad(_initializer(config)(key, real, dtype), padding)
+        excess = padded_vocab(config) - config.vocab_size
+        unpadded_shape = tuple(n - excess * (i == axis) for i, n in enumerate(shape))
+        padding = [(0, excess * (i == axis)) for i in range(len(shape))]
+        return jnp.pad(_initializer(config)(key, unpadded_shape, dtype), padding)
 
     return initialize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Array, kernel: Array, dimensions: Any) -> Array:
-    """`jax.lax.dot_general` of a dense layer: the last axes of x by the first ones of the kernel."""
+def _dense_product(x: Array, kernel: Array, dimensions: Any) -> Array:
+    """Contract the last axes of x with the first axes of the kernel, as a dense layer does."""
     return jax.lax.dot_general(x, kernel, dimensions)
 
 
-def _product_forward(x, kernel, dimensions):
-    return _product(x, kernel, dimensions), (x, kernel)
+def _dense_product_forward(x, kernel, dimensions):
+    return _dense_product(x, kernel, dimensions), (x, kernel)
 
 
-def _product_backward(dimensions, saved, gradient):
-    (x, kernel), inputs = saved, len(dimensions[0][0])
-    batch, outputs = range(x.ndim - inputs), kernel.ndim - inputs
+def _dense_product_backward(dimensions, residuals, grad):
+    (x, kernel), num_inputs = residuals, len(dimensions[0][0])
+    batch_axes, num_outputs = range(x.ndim - num_inputs), kernel.ndim - num_inputs
 
-    def plain(x, gradient):
-        return jax.lax.dot_general(x, gradient, ((batch, batch), ((), ())))
+    def kernel_grad(x, grad):
+        return jax.lax.dot_general(x, grad, ((batch_axes, batch_axes), ((), ())))
 
-    def narrow(x, gradient):
-        # A CPU's products want their first matrix transposed here: the narrower one, by a copy. By
-        # itself XLA would turn this round, transpose what is wide, and find no fast product for it.
-        turned = jax.lax.optimization_barrier(plain(gradient, x))
-        return jnp.moveaxis(turned, range(outputs), range(-outputs, 0))
+    def transposed_kernel_grad(x, grad):
+        # XLA's CPU backend copies the first operand to transpose it, so put the narrower one first.
+        # Without the barrier XLA swaps the operands back and finds no fast matrix product.
+        transposed = jax.lax.optimization_barrier(kernel_grad(grad, x))
+        return jnp.moveaxis(transposed, range(num_outputs), range(-num_outputs, 0))
 
-    wide = math.prod(kernel.shape[:inputs]) > math.prod(kernel.shape[inputs:])
-    fast = narrow if wide else plain
-    axes = (range(len(batch), gradient.ndim), range(inputs, kernel.ndim))
+    is_wide = math.prod(kernel.shape[:num_inputs]) > math.prod(kernel.shape[num_inputs:])
+    cpu_kernel_grad = transposed_kernel_grad if is_wide else kernel_grad
+    axes = (range(len(batch_axes), grad.ndim), range(num_inputs, kernel.ndim))
     return (
-        jax.lax.dot_general(gradient, kernel, (axes, ((), ()))),
-        jax.lax.platform_dependent(x, gradient, cpu=fast, default=plain),
+        jax.lax.dot_general(grad, kernel, (axes, ((), ()))),
+        jax.lax.platform_dependent(x, grad, cpu=cpu_kernel_grad, default=kernel_grad),
     )
 
 
-_product.defvjp(_product_forward, _product_backward)
+_dense_product.defvjp(_dense_product_forward, _dense_product_backward)
 
 
 def _dense(
@@ -161,7 +164,7 @@ def _dense(
         kernel_init=_initializer(config),
         dot_general_cls=lambda: (
             lambda x, kernel, dimensions, precision: checkpoint_name(
-                _product(x, kernel, dimensions), _DENSE
+                _dense_product(x, kernel, dimensions), _DENSE
             )
         ),
         name=name,
@@ -169,7 +172,8 @@ def _dense(
 
 
 def _norm(config: ModelConfig, name: str | None = None) -> nn.Module:
-    # The fast variance E[x²] - E[x]² cancels in float32 and costs parity with the references.
+    # The fast variance E[x²] - E[x]² suffers from cancellation in float32 and would break parity
+    # with the reference implementations.
     return nn.LayerNorm(
         config.layer_norm_epsilon, dtype=config.dtype, use_fast_variance=False, name=name
     )
@@ -180,7 +184,7 @@ def _fold(key: Key[Array, ""] | None, data: Any) -> Key[Array, ""] | None:
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment embeddings, summed, normalized, dropped out (section 3.2)."""
+    """Sum of word, position and segment embeddings, then LayerNorm and dropout (section 3.2)."""
 
     config: ModelConfig
 
@@ -197,8 +201,8 @@ class Embeddings(nn.Module):
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
         c = self.config
-        # Words are gathered in float32: the gradient is one scatter-add, and GPUs have no fast
-        # atomic addition in bfloat16. The two small tables need none.
+        # Gather words in float32: the gradient is a scatter-add, and GPUs have no fast atomic
+        # addition in bfloat16. The two small tables avoid scatters altogether.
         x = self.word(tokens)
         positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
         x += select(positions, layout.position).astype(x.dtype)
@@ -212,7 +216,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with its output projection, residual and LayerNorm."""
+    """Multi-head self-attention with output projection, residual connection and LayerNorm."""
 
     config: ModelConfig
 
@@ -226,27 +230,27 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        sequence: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
         c = self.config
         q, k, v = self.query(x), self.key(x), self.value(x)
-        # Shapes of parameters are all that is wanted of the one token that a model begins with.
-        how = "xla" if self.is_initializing() else c.attention
-        settings = (sequence, c.attention_dropout, _fold(key, 0), how)
+        # Initialization traces one token, where only the shapes of parameters matter.
+        implementation = "xla" if self.is_initializing() else c.attention
+        settings = (segment_ids, c.attention_dropout, _fold(key, 0), implementation)
         with jax.named_scope("attend"):
             y = attention(q, k, v, *settings, causal=c.causal)
         return self.norm(x + dropout(self.output(y), c.dropout, _fold(key, 1)))
 
     def probabilities(
-        self, x: Float[Array, "B T D"], sequence: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B N T T"]:
-        """`attention.probabilities` of hidden states, whatever `config.attention` trains with."""
-        return probabilities(self.query(x), self.key(x), sequence, self.config.causal)
+        """Return the attention probabilities, independently of `config.attention`."""
+        return probabilities(self.query(x), self.key(x), segment_ids, self.config.causal)
 
 
 class FeedForward(nn.Module):
-    """The position-wise network with its residual and LayerNorm."""
+    """Position-wise feed-forward network with residual connection and LayerNorm."""
 
     config: ModelConfig
 
@@ -261,7 +265,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One Transformer layer, normalized after each residual as in BERT."""
+    """Transformer layer with LayerNorm after each residual connection (post-norm)."""
 
     config: ModelConfig
 
@@ -269,15 +273,15 @@ class Layer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        sequence: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        x = Attention(self.config, name="attention")(x, sequence, _fold(key, 0))
+        x = Attention(self.config, name="attention")(x, segment_ids, _fold(key, 0))
         return FeedForward(self.config, name="feed_forward")(x, _fold(key, 1))
 
 
 class Encoder(nn.Module):
-    """The stack of layers, unrolled or scanned, with or without recomputation."""
+    """Stack of Transformer layers, unrolled or scanned, with optional rematerialization."""
 
     config: ModelConfig
 
@@ -285,61 +289,61 @@ class Encoder(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        sequence: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
         key: Key[Array, ""] | None,
-        every: bool = False,
+        all_layers: bool = False,
     ) -> list[Float[Array, "B T D"]]:
-        """What comes out of the last layer alone, or of `every` layer from the first on."""
+        """Return the output of the last layer, or of all layers if `all_layers` is true."""
         c = self.config
         if self.is_initializing():
             states = []
             for i in range(c.layers):
-                x = Layer(c, name=f"layer_{i}")(x, sequence, None)
+                x = Layer(c, name=f"layer_{i}")(x, segment_ids, None)
                 states.append(x)
         else:
-            states = self._run(x, sequence, key, every)
+            states = self._run(x, segment_ids, key, all_layers)
         if c.final_norm:
             states[-1] = _norm(c, "norm")(states[-1])
         return states
 
-    def _run(self, x, sequence, key, every):
-        # The parameters always lie layer by layer, and from here on a layer is a function of them.
-        # So a checkpoint, LAMB's norms and the dropout bits are the same however the stack is run.
+    def _run(self, x, segment_ids, key, all_layers):
+        # Parameters are stored per layer and passed to a pure function, so checkpoints, LAMB's
+        # norms and dropout bits do not depend on `layer_loop`.
         c = self.config
         layers = [self.variables["params"][f"layer_{i}"] for i in range(c.layers)]
 
         def layer(x, params, i):
-            return Layer(c, parent=None).apply({"params": params}, x, sequence, _fold(key, i))
+            return Layer(c, parent=None).apply({"params": params}, x, segment_ids, _fold(key, i))
 
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
         if c.layer_loop == "unrolled":
-            layer = jax.jit(layer)  # so that JAX traces one of them only; XLA sees them all
+            layer = jax.jit(layer)  # JAX traces the layer once; XLA still sees every copy
             states = []
             for i, params in enumerate(layers):
                 x = layer(x, params, i)
                 states.append(x)
-            return states if every else [x]
+            return states if all_layers else [x]
 
         def scanned(x, item):
             x = layer(x, *item)
-            return x, x if every else None
+            return x, x if all_layers else None
 
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         x, states = jax.lax.scan(scanned, x, (stacked, jnp.arange(c.layers)))
-        return list(states) if every else [x]
+        return list(states) if all_layers else [x]
 
     def probabilities(
-        self, states: list[Float[Array, "B T D"]], sequence: Int[Array, "B T"]
+        self, states: list[Float[Array, "B T D"]], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "L B N T T"]:
-        """How every layer's heads attend, from what goes into each layer."""
+        """Return the attention probabilities of every layer, given each layer's input."""
         attention, params = Attention(self.config, parent=None), self.variables["params"]
         return jnp.stack(
             [
                 attention.apply(
                     {"params": params[f"layer_{i}"]["attention"]},
                     x,
-                    sequence,
+                    segment_ids,
                     method="probabilities",
                 )
                 for i, x in enumerate(states)
@@ -348,23 +352,23 @@ class Encoder(nn.Module):
 
 
 @jax.custom_vjp
-def _vocab_product(x: Float[Array, "B P D"], kernel: Float[Array, "D V"]) -> Float[Array, "B P V"]:
-    """Scores over the vocabulary in float32, which a softmax over so many needs.
+def _vocab_logits(x: Float[Array, "B P D"], kernel: Float[Array, "D V"]) -> Float[Array, "B P V"]:
+    """Return logits over the vocabulary in float32, as a softmax over so many entries needs.
 
-    The backward pass rounds their cotangent to the dtype of x: products of float32 are several
-    times slower on accelerators, and the other operands have no more digits.
+    The backward pass rounds the cotangent to the dtype of x: float32 matrix products are several
+    times slower on accelerators, and the other operands have no more precision.
     """
     return jnp.einsum("bpd,dv->bpv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-def _vocab_product_forward(x, kernel):
-    return _vocab_product(x, kernel), (x, kernel)
+def _vocab_logits_forward(x, kernel):
+    return _vocab_logits(x, kernel), (x, kernel)
 
 
-def _vocab_product_backward(saved, cotangent):
-    x, kernel = saved
+def _vocab_logits_backward(residuals, cotangent):
+    x, kernel = residuals
     cotangent = cotangent.astype(x.dtype)
-    # One contracted axis instead of two: XLA's CPU backend lacks that product in bfloat16.
+    # Flatten to one contracted axis: XLA's CPU backend cannot contract two in bfloat16.
     flat_x, flat_cotangent = (y.reshape(-1, y.shape[-1]) for y in (x, cotangent))
     return (
         jnp.einsum("bpv,dv->bpd", cotangent, kernel.astype(x.dtype)),
@@ -372,11 +376,11 @@ def _vocab_product_backward(saved, cotangent):
     )
 
 
-_vocab_product.defvjp(_vocab_product_forward, _vocab_product_backward)
+_vocab_logits.defvjp(_vocab_logits_forward, _vocab_logits_backward)
 
 
 class MaskedLM(nn.Module):
-    """Scores over the vocabulary for gathered hidden states (section 3.1, task 1)."""
+    """Masked-LM head: vocabulary logits for gathered hidden states (section 3.1, task 1)."""
 
     config: ModelConfig
 
@@ -393,14 +397,14 @@ class MaskedLM(nn.Module):
         else:
             kernel = self.param("decoder", _vocab_initializer(c, 1), (c.hidden, vocab), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
-        logits = _vocab_product(x, kernel) + bias
+        logits = _vocab_logits(x, kernel) + bias
         if vocab == c.vocab_size:
             return logits
         return jnp.where(jnp.arange(vocab) < c.vocab_size, logits, jnp.finfo(jnp.float32).min)
 
 
 class Mixture(nn.Module):
-    """A sum of layers with learned weights, at first their mean (Peters et al., ELMo, equation 1)."""
+    """Learned weighted sum of layers, initially their mean (Peters et al., ELMo, equation 1)."""
 
     @nn.compact
     def __call__(self, states: list[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
@@ -411,11 +415,10 @@ class Mixture(nn.Module):
 
 
 class Lstm(nn.Module):
-    """An LSTM in one direction, `hidden` wide, that begins anew where told to.
+    """Unidirectional LSTM of size `hidden` that resets its state where `begins` is true.
 
-    Gates are in PyTorch's order: input, forget, cell, output. The forget gate's bias begins at 1, so
-    that a cell keeps most of itself (Jozefowicz et al. 2015), and kernels uniform within one over the
-    root of how many come in.
+    Gates are in PyTorch's order: input, forget, cell, output. The forget gate's bias is initialized
+    to 1 (Jozefowicz et al. 2015) and kernels to U(-1/sqrt(fan_in), 1/sqrt(fan_in)).
     """
 
     config: ModelConfig
@@ -428,64 +431,68 @@ class Lstm(nn.Module):
         c, d = self.config, self.config.hidden
         uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
-        def forget(key, shape, dtype):
+        def forget_bias(key, shape, dtype):
             return jnp.zeros(shape, dtype).at[d : 2 * d].set(1)
 
-        # What comes from below is one product for all tokens; only the rest waits for its turn.
-        enters = nn.Dense(4 * d, dtype=c.dtype, kernel_init=uniform, bias_init=forget, name="input")
-        below = enters(x).astype(jnp.float32).swapaxes(0, 1)
+        # Project the inputs of all tokens at once; only the recurrent product is sequential.
+        project = nn.Dense(
+            4 * d, dtype=c.dtype, kernel_init=uniform, bias_init=forget_bias, name="input"
+        )
+        projected = project(x).astype(jnp.float32).swapaxes(0, 1)
         recurrent = self.param("recurrent", uniform, (d, 4 * d), jnp.float32).astype(c.dtype)
 
         def step(state, item):
-            # The state is float32: it is added to once a token.
-            below, begins = item
+            # Keep the state in float32: every token adds to it.
+            projected, begins = item
             hidden, cell = (jnp.where(begins[:, None], 0, part) for part in state)
-            gates = below + jnp.einsum(
+            gates = projected + jnp.einsum(
                 "bd,dg->bg", hidden.astype(c.dtype), recurrent, preferred_element_type=jnp.float32
             )
-            enter, keep, new, leave = jnp.split(gates, 4, axis=1)
-            cell = jax.nn.sigmoid(keep) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
-            hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+            input_gate, forget_gate, candidate, output_gate = jnp.split(gates, 4, axis=1)
+            cell = jax.nn.sigmoid(forget_gate) * cell + jax.nn.sigmoid(input_gate) * jnp.tanh(
+                candidate
+            )
+            hidden = jax.nn.sigmoid(output_gate) * jnp.tanh(cell)
             return (hidden, cell), hidden
 
         zeros = jnp.zeros((len(x), d), jnp.float32)
-        _, hidden = jax.lax.scan(step, (zeros, zeros), (below, begins.T), reverse=self.reverse)
+        _, hidden = jax.lax.scan(step, (zeros, zeros), (projected, begins.T), reverse=self.reverse)
         return hidden.swapaxes(0, 1).astype(x.dtype)
 
 
 class BiLstmLayer(nn.Module):
-    """Both directions, one after the other in the last axis, each sequence by itself."""
+    """Bidirectional LSTM layer: forward and backward outputs concatenated, per sequence."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T n"], sequence: Int[Array, "B T"]
+        self, x: Float[Array, "B T n"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T m"]:
-        edge = sequence[:, 1:] != sequence[:, :-1]
-        first = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
-        last = jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True)
-        forward = Lstm(self.config, reverse=False, name="forward")(x, first)
-        backward = Lstm(self.config, reverse=True, name="backward")(x, last)
+        boundary = segment_ids[:, 1:] != segment_ids[:, :-1]
+        is_first = jnp.pad(boundary, ((0, 0), (1, 0)), constant_values=True)
+        is_last = jnp.pad(boundary, ((0, 0), (0, 1)), constant_values=True)
+        forward = Lstm(self.config, reverse=False, name="forward")(x, is_first)
+        backward = Lstm(self.config, reverse=True, name="backward")(x, is_last)
         return jnp.concatenate([forward, backward], -1)
 
 
 class BiLstm(nn.Module):
-    """The stack between the encoder and a fine-tuned head (sections 5.1 and 5.3)."""
+    """Stack of bidirectional LSTM layers between encoder and head (sections 5.1 and 5.3)."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T n"], sequence: Int[Array, "B T"]
+        self, x: Float[Array, "B T n"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T m"]:
         for i in range(self.config.lstm_layers):
-            x = BiLstmLayer(self.config, name=f"layer_{i}")(x, sequence)
+            x = BiLstmLayer(self.config, name=f"layer_{i}")(x, segment_ids)
         return x
 
 
 class Bert(nn.Module):
-    """The encoder with its pooler and whichever heads the config names."""
+    """BERT encoder with pooler and the heads that the config selects."""
 
     config: ModelConfig
 
@@ -509,28 +516,28 @@ class Bert(nn.Module):
     def encode(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
     ) -> Float[Array, "B T D"]:
-        """The last layer's hidden states. A `key` switches dropout on."""
+        """Return the last layer's hidden states; dropout is applied if `key` is given."""
         x = self.embeddings(tokens, layout, _fold(key, 0))
         return self.encoder(x, layout.sequence, _fold(key, 1))[-1]
 
     def hidden_states(
         self, tokens: Int[Array, "B T"], layout: Layout
     ) -> list[Float[Array, "B T D"]]:
-        """L + 1 of them: the embeddings, then what comes out of every layer. Without dropout."""
+        """Return L + 1 hidden states, the embeddings and each layer's output, without dropout."""
         x = self.embeddings(tokens, layout, None)
-        return [x, *self.encoder(x, layout.sequence, None, every=True)]
+        return [x, *self.encoder(x, layout.sequence, None, all_layers=True)]
 
     def attention_probabilities(
         self, tokens: Int[Array, "B T"], layout: Layout
     ) -> Float[Array, "L B N T T"]:
-        """How much each token (fourth axis) attends to each (fifth), in float32, without dropout."""
+        """Return attention from each token (axis 4) to each (axis 5), float32, without dropout."""
         states = self.hidden_states(tokens, layout)
         return self.encoder.probabilities(states[:-1], layout.sequence)
 
     def frozen_features(self, tokens: Int[Array, "B T"], layout: Layout) -> Float[Array, "B T n"]:
-        """The hidden states that `config.features` names (section 5.3), n is D or 4 D.
+        """Return the features that `config.features` selects (section 5.3); n is D or 4 D.
 
-        Without dropout, and no gradient goes below them.
+        They are computed without dropout, and gradients do not flow into the encoder.
         """
         states = jax.lax.stop_gradient(self.hidden_states(tokens, layout))
         states = [states[i] for i in self.config.feature_layers]
@@ -539,7 +546,7 @@ class Bert(nn.Module):
         return jnp.concatenate(states, -1)
 
     def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """dense + tanh on every sequence's [CLS], or whichever token `cls` says."""
+        """Apply dense + tanh to every sequence's [CLS], or to the tokens at indices `cls`."""
         return jnp.tanh(self.pooler(select(hidden, cls)))
 
     def __call__(
@@ -549,26 +556,30 @@ class Bert(nn.Module):
         positions: Int[Array, "B P"],
         key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B P V"] | None, Float[Array, "B S 2"] | None]:
-        """The pretraining heads' logits: masked LM at `positions`, next sentence at every [CLS].
+        """Return the pretraining logits: masked LM at `positions`, next sentence at every [CLS].
 
-        Those of a head that the model does not have are None (`BertForPreTraining`).
+        A head that the model lacks returns None. The counterpart of `BertForPreTraining`.
         """
         hidden = self.encode(tokens, layout, key)
-        words = sentences = None
+        masked_lm_logits = next_sentence_logits = None
         if self.config.masked_lm:
-            words = self.masked_lm(select(hidden, positions), self.embeddings.word.embedding)
+            masked_lm_logits = self.masked_lm(
+                select(hidden, positions), self.embeddings.word.embedding
+            )
         if self.config.next_sentence:
-            # Two columns; float32 costs nothing.
-            sentences = self.next_sentence(self.pool(hidden, layout.cls)).astype(jnp.float32)
-        return words, sentences
+            next_sentence_logits = self.next_sentence(self.pool(hidden, layout.cls)).astype(
+                jnp.float32
+            )
+        return masked_lm_logits, next_sentence_logits
 
     def classify(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
     ) -> Float[Array, "B n C"]:
-        """The fine-tuned head's logits (section 4): n is S, pooled [CLS]s, or T, tokens.
+        """Return the fine-tuned head's logits (section 4).
 
-        Which of the two follows from `config.head`; see there. The pooler's dense + tanh belongs to
-        the encoder's last layer: of an LSTM or of features the token's vector is taken as it is.
+        `config.head` decides whether n is S, with one prediction per sequence, or T, with one per
+        token. The pooler applies to the encoder's last layer only; outputs of an LSTM or of
+        `frozen_features` go to the classifier without it.
         """
         c = self.config
         if c.features:
@@ -578,14 +589,14 @@ class Bert(nn.Module):
         if c.lstm_layers:
             hidden = self.lstm(hidden, layout.sequence)
         if c.head in POOLED_HEADS:
-            place = last_tokens(layout) if c.causal else layout.cls
-            on_encoder = not (c.features or c.lstm_layers)
-            hidden = self.pool(hidden, place) if on_encoder else select(hidden, place)
+            indices = last_tokens(layout) if c.causal else layout.cls
+            use_pooler = not (c.features or c.lstm_layers)
+            hidden = self.pool(hidden, indices) if use_pooler else select(hidden, indices)
         hidden = dropout(hidden, c.dropout, _fold(key, 1))
         return self.classifier(hidden).astype(jnp.float32)
 
     def touch(self, tokens: Int[Array, "B T"], layout: Layout, positions: Int[Array, "B P"]):
-        """Use every parameter once, so that `init` makes it."""
+        """Use every parameter once, so that `init` creates it."""
         c = self.config
         states = self.hidden_states(tokens, layout)
         hidden = states[-1]
@@ -597,8 +608,8 @@ class Bert(nn.Module):
                 self.next_sentence(pooled)
         if c.features:
             states = [states[i] for i in c.feature_layers]
-            weighted = c.features.startswith("weighted-")
-            hidden = self.features(states) if weighted else jnp.concatenate(states, -1)
+            is_weighted = c.features.startswith("weighted-")
+            hidden = self.features(states) if is_weighted else jnp.concatenate(states, -1)
         if c.lstm_layers:
             hidden = self.lstm(hidden, layout.sequence)
         if c.head:
@@ -606,13 +617,13 @@ class Bert(nn.Module):
 
 
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
-    """Random parameters of the whole model: the same bits as `Bert(config).init` draws.
+    """Return random parameters of the whole model, bit for bit those of `Bert(config).init`.
 
-    Kernels of one shape are drawn together. A generator for each of them, and for each key, takes XLA
-    longer to compile than the training step.
+    Kernels of one shape are drawn together: XLA compiles a separate generator per parameter for
+    longer than the training step.
     """
-    one = jnp.ones((1, 1), jnp.int32)
-    inputs = (one, layout(one, one, 1), one - 1)
+    ones = jnp.ones((1, 1), jnp.int32)
+    inputs = (ones, layout(ones, ones, 1), ones - 1)
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
 
     def init(key: Key[Array, ""], draw: Callable) -> Params:
@@ -620,64 +631,64 @@ def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
             "params"
         ]
 
-    kinds: list[tuple[tuple[int, ...], Any]] = []
+    shapes_and_dtypes: list[tuple[tuple[int, ...], Any]] = []
 
-    def keys(key: Key[Array, ""]) -> list[Key[Array, ""]]:
-        drawn_with = []
+    def param_keys(key: Key[Array, ""]) -> list[Key[Array, ""]]:
+        keys = []
 
-        def record(own_key, shape, dtype):
-            drawn_with.append(own_key)
-            kinds.append((shape, dtype))
-            return jnp.full(shape, jax.random.key_data(own_key)[0], dtype)
+        def record(param_key, shape, dtype):
+            keys.append(param_key)
+            shapes_and_dtypes.append((shape, dtype))
+            return jnp.full(shape, jax.random.key_data(param_key)[0], dtype)
 
         init(key, record)
-        return drawn_with
+        return keys
 
     # Flax folds a hash of the parameter's path into the key.
-    traced = jax.make_jaxpr(keys)(key).jaxpr
-    made_by = {variable: equation for equation in traced.eqns for variable in equation.outvars}
-    hashes = [made_by[variable].invars[1].val for variable in traced.outvars]
+    jaxpr = jax.make_jaxpr(param_keys)(key).jaxpr
+    eqn_of = {variable: eqn for eqn in jaxpr.eqns for variable in eqn.outvars}
+    hashes = [eqn_of[variable].invars[1].val for variable in jaxpr.outvars]
     groups: dict[Any, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(i)
-    drawn: dict[int, Array] = {}
-    for (shape, dtype), members in groups.items():
+    for i, shape_and_dtype in enumerate(shapes_and_dtypes):
+        groups.setdefault(shape_and_dtype, []).append(i)
+    values: dict[int, Array] = {}
+    for (shape, dtype), indices in groups.items():
 
         def draw(path_hash, shape=shape, dtype=dtype):
             return _initializer(config)(jax.random.fold_in(key, path_hash), shape, dtype)
 
-        path_hashes = np.array([hashes[i] for i in members], np.uint32)
-        drawn.update(zip(members, jax.vmap(draw)(path_hashes), strict=True))
-    in_order = iter(range(len(kinds)))
-    return init(key, lambda *_: drawn[next(in_order)])
+        path_hashes = np.array([hashes[i] for i in indices], np.uint32)
+        values.update(zip(indices, jax.vmap(draw)(path_hashes), strict=True))
+    counter = iter(range(len(shapes_and_dtypes)))
+    return init(key, lambda *_: values[next(counter)])
 
 
 def shapes(config: ModelConfig) -> Params:
-    """Shapes of the whole model's parameters, as a tree of `jax.ShapeDtypeStruct`."""
+    """Return the parameters' shapes as a tree of `jax.ShapeDtypeStruct`."""
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
 def last_tokens(layout: Layout) -> Int[Array, "B S"]:
-    """Where each sequence ends; for an unused slot, some valid token."""
+    """Return the index of each sequence's last token; an unused slot gets a valid index."""
     slots = jnp.arange(layout.cls.shape[1])
-    through = jnp.sum(layout.sequence[:, None, :] <= slots[:, None], axis=2)
-    return jnp.maximum(through - 1, 0)
+    ends = jnp.sum(layout.sequence[:, None, :] <= slots[:, None], axis=2)
+    return jnp.maximum(ends - 1, 0)
 
 
 def parameter_count(params: Params, config: ModelConfig) -> int:
-    """Scalars in `params`, the padding of the vocabulary not counted."""
+    """Return the number of scalars in `params`, without the padding of the vocabulary."""
     total = sum(x.size for x in jax.tree.leaves(params))
-    tables = 1 if config.tied_decoder or not config.masked_lm else 2
-    per_word = config.hidden * tables + config.masked_lm  # the decoder's bias
-    return total - (padded_vocab(config) - config.vocab_size) * per_word
+    num_tables = 1 if config.tied_decoder or not config.masked_lm else 2
+    per_entry = config.hidden * num_tables + config.masked_lm  # the decoder's bias
+    return total - (padded_vocab(config) - config.vocab_size) * per_entry
 
 
 def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions: int) -> float:
-    """Floating-point operations of a training step on one row: three times the matrix products forward.
+    """Return the FLOPs of a training step per row: three times the forward matrix products.
 
-    Counts 2 a multiply-add. Attention counts all T² pairs, as dense implementations compute them, of
-    a causal model too. Layers below `config.features` are counted once, those above not at all.
-    Fine-tuned heads are left out, LSTMs are not.
+    A multiply-add counts as 2. Attention counts all T² pairs, as dense implementations compute
+    them, for causal models too. Frozen layers that `config.features` uses are counted once, layers
+    above them not at all. LSTMs are included, fine-tuned heads are not.
     """
     d, f = config.hidden, config.feed_forward
     layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)

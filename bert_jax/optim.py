@@ -1,4 +1,4 @@
-"""BERT's Adam, AdamW and LAMB; learning-rate schedules; which parameters decay."""
+"""Optimizers (BERT's Adam, AdamW, LAMB), learning-rate schedules and weight-decay masks."""
 
 import re
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from bert_jax.model import Params
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """The learning rate at a step: linear warm-up from 0, then decay that counts from step 0.
+    """Return the learning-rate schedule: linear warm-up from 0, then decay counted from step 0.
 
-    So at step 10k of 1M with 10k of warm-up the linear rate is 0.99 of the peak, not all of it
+    With 10k of 1M steps of warm-up, linear decay thus reaches 0.99 of the peak, as in Google's code
     (google-research/bert, `optimization.create_optimizer`).
     """
     peak, end = config.learning_rate, config.end_fraction * config.learning_rate
@@ -33,10 +33,10 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Params) -> Params:
-    """True for the parameters that weight decay (and LAMB's trust ratio) applies to.
+    """Return a mask of the parameters that weight decay (and LAMB's trust ratio) applies to.
 
-    Biases and LayerNorm are left out (`exclude_from_weight_decay` in Google's code), and so are the
-    few weights of a sum of layers.
+    It excludes biases and LayerNorm (`exclude_from_weight_decay` in Google's code), and the weights
+    of `model.Mixture`.
     """
 
     def decays(path, _):
@@ -47,14 +47,14 @@ def decay_mask(params: Params) -> Params:
 
 
 class MomentsState(NamedTuple):
-    """Moving averages of the gradients and of their squares, shaped as the parameters."""
+    """Moving averages of gradients and squared gradients, with the parameters' shapes."""
 
     first: Params
     second: Params
 
 
 def scale_by_moments(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
-    """Adam without bias correction, as BERT was trained with (`AdamWeightDecayOptimizer`)."""
+    """Return Adam without bias correction, as in BERT's `AdamWeightDecayOptimizer`."""
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -70,34 +70,34 @@ def scale_by_moments(beta1: float, beta2: float, epsilon: float) -> optax.Gradie
     return optax.GradientTransformation(init, update)
 
 
-def _layer(path: tuple, layers: int) -> int:
-    """How far up a parameter lies: 0 for the embeddings, 1 to `layers`, one more for heads."""
+def _depth(path: tuple, layers: int) -> int:
+    """Return a parameter's depth: 0 for embeddings, 1 to `layers`, and `layers` + 1 for heads."""
     name = "/".join(str(key.key) for key in path)
-    found = re.match(r"encoder/layer_(\d+)/", name)
-    return int(found.group(1)) + 1 if found else 0 if name.startswith("embeddings/") else layers + 1
+    match = re.match(r"encoder/layer_(\d+)/", name)
+    return int(match.group(1)) + 1 if match else 0 if name.startswith("embeddings/") else layers + 1
 
 
 def rate_factors(config: Run, params: Params) -> Params:
-    """For each parameter what the learning rate is multiplied by: decay by layer, 0 where frozen.
+    """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
-    Layer-wise decay as ELECTRA fine-tunes with (Clark et al., arXiv 2003.10555). Where heads stand on
-    features the whole encoder is frozen.
+    Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555). With `config.model.features`
+    the whole encoder is frozen.
     """
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
 
     def factor(path, _):
-        layer = _layer(path, layers)
-        if frozen and layer <= frozen:
+        depth = _depth(path, layers)
+        if frozen and depth <= frozen:
             return 0.0
         if config.model.features and path[0].key in ("embeddings", "encoder"):
             return 0.0
-        return config.optim.layer_decay ** (layers + 1 - layer)
+        return config.optim.layer_decay ** (layers + 1 - depth)
 
     return jax.tree_util.tree_map_with_path(factor, params)
 
 
 def freeze(config: Run, params: Params) -> Params:
-    """The same parameters, of which the frozen ones get no gradient, so that none is computed."""
+    """Stop gradients of frozen parameters, so that they are not computed."""
     return jax.tree.map(
         lambda factor, x: x if factor else jax.lax.stop_gradient(x),
         rate_factors(config, params),
@@ -106,24 +106,24 @@ def freeze(config: Run, params: Params) -> Params:
 
 
 def make(run: Run) -> optax.GradientTransformation:
-    """The whole update: clip by global norm, moments, decay, trust ratio, schedule, layers."""
+    """Return the optimizer: clipping, moments, weight decay, trust ratio, schedule, layer decay."""
     config = run.optim
     corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-    plain = scale_by_moments(config.beta1, config.beta2, config.epsilon)
-    parts = [
+    uncorrected = scale_by_moments(config.beta1, config.beta2, config.epsilon)
+    transforms = [
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        plain if config.optimizer == "adam" else corrected,
+        uncorrected if config.optimizer == "adam" else corrected,
         optax.add_decayed_weights(config.weight_decay, decay_mask),
     ]
     if config.optimizer == "lamb":
-        parts.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
-    parts.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
+        transforms.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
+    transforms.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
     if config.layer_decay != 1 or getattr(run, "frozen_layers", 0) or run.model.features:
-        parts.append(
+        transforms.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(
                     lambda factor, x: factor * x, rate_factors(run, updates), updates
                 )
             )
         )
-    return optax.chain(*parts)
+    return optax.chain(*transforms)

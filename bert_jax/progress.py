@@ -1,4 +1,4 @@
-"""Progress of long work: a live bar in a terminal, a plain line now and then in a log."""
+"""Progress of long tasks: a live bar in a terminal, occasional plain lines in a log."""
 
 import contextlib
 import os
@@ -6,36 +6,36 @@ import sys
 import time
 
 LOG_EVERY_SECONDS = 15.0
-SILENT_SECONDS = 0.5  # in a log, work that is over so soon is not worth a line
+SILENT_SECONDS = 0.5  # tasks shorter than this write no line to a log
 
 
 def _write(text: str) -> None:
-    """To standard error, whatever it is at the moment; nobody may be there to read."""
+    """Write to file descriptor 2, unbuffered; ignore errors such as a closed pipe."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 
 
 class Progress:
-    """Counts towards a total and shows it on standard error.
+    """Progress bar on standard error, or plain lines if that is not a terminal.
 
-    Use as a context manager. `advance` moves it, `note` sets the text at its end (a loss, a speed),
-    and `say` prints a line above the bar without tearing it.
+    Use it as a context manager. `advance` moves it, `note` sets the text at its end (such as a loss
+    or speed), and `say` prints a line above the bar.
 
     Args:
-        title: what is being done, a word or two.
-        total: how many units it takes, or None where nobody knows.
-        unit: the name of a unit; "B" shows sizes as MB and MB/s.
-        done: units already there when the work starts (a resumed run).
+        title: name of the task, a word or two.
+        total: number of units; None if unknown.
+        unit: name of a unit; "B" shows sizes as MB and MB/s.
+        done: units already done at the start, for a resumed run.
 
     Attributes:
-        shown: False where another process speaks for all.
+        shown: set to False in processes that must not print, such as all but process 0.
     """
 
     shown = True
 
     def __init__(self, title: str, total: int | None, unit: str, done: int = 0):
         self._title, self._total, self._unit = title, total, unit
-        self._begun, self._done = done, done
+        self._initial, self._done = done, done
         self._note = ""
         self._bar = None
         self._start = self._logged = time.monotonic()
@@ -43,7 +43,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._start = self._logged = time.monotonic()
         if self.shown and sys.stderr.isatty():
-            from rich import console, progress  # imported where shown: it costs 0.1 s
+            from rich import console, progress  # importing rich takes 0.1 s
 
             sizes = (
                 (progress.DownloadColumn(), progress.TransferSpeedColumn())
@@ -69,11 +69,11 @@ class Progress:
     def __exit__(self, *error) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._done > self._begun and time.monotonic() - self._start > SILENT_SECONDS:
+        elif self._done > self._initial and time.monotonic() - self._start > SILENT_SECONDS:
             self._log()
 
     def advance(self, units: int = 1) -> None:
-        """Moves on by `units`, or back."""
+        """Advance by `units`, which may be negative."""
         self._done += units
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
@@ -81,27 +81,27 @@ class Progress:
             self._log()
 
     def note(self, text: str) -> None:
-        """Sets the text at the bar's end."""
+        """Set the text at the end of the bar."""
         self._note = text
         if self._bar is not None:
             self._bar.update(self._task, note=text)
 
     def say(self, line: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.shown:
             print(line, file=sys.stderr, flush=True)
 
     def say_in_handler(self, line: str) -> None:
-        """The same in a signal handler: past `sys.stderr`, which may be in the middle of a write."""
+        """Print a line in a signal handler, without `sys.stderr`, which may be amid a write."""
         if self._bar is not None:
             _write(f"\r\x1b[2K{line}\n")
         elif self.shown:
             _write(f"{line}\n")
 
     def show_cursor(self) -> None:
-        """Gives the terminal its cursor back, in a signal handler that leaves without `__exit__`."""
+        """Restore the cursor in a signal handler that exits without calling `__exit__`."""
         if self._bar is not None:
             _write("\x1b[?25h\n")
 
@@ -110,7 +110,7 @@ class Progress:
         self._logged = now
         if not self.shown:
             return
-        rate = (self._done - self._begun) / max(now - self._start, 1e-9)
+        rate = (self._done - self._initial) / max(now - self._start, 1e-9)
         scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
         text = f"{self._title}: {self._done / scale:,.0f}"
         if self._total is not None:

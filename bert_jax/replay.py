@@ -1,4 +1,4 @@
-"""A step that went wrong, computed again from what was written down (`bert_jax.guard`)."""
+"""Replay a bad step from its recorded incident (`bert_jax.guard`)."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ from bert_jax.train import compile_stage, initial_state, restore
 
 
 class Replayed(NamedTuple):
-    """What came of it.
+    """Result of a replay.
 
     Attributes:
-        incident: what was written down.
-        said: of the step computed now, as `guard.describe` says it.
-        same: every figure is that of the run, bit for bit, and of two computations now all
-            weights are the same.
+        incident: the recorded incident.
+        said: statistics of the replayed step, as returned by `guard.describe`.
+        same: whether the statistics equal the recorded ones bit for bit, and two computations of
+            the step give the same parameters.
     """
 
     incident: guard.Incident
@@ -32,20 +32,21 @@ class Replayed(NamedTuple):
 
 
 def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
-    """Computes an incident's step again, on the devices that are here.
+    """Compute the step of an incident again, on the local devices.
 
     Args:
         folder: the workdir.
-        step: which incident; None for the first.
+        step: step of the incident; None for the first one.
 
     Raises:
-        UserError: no such incident, or one that was only reported, without the state.
+        UserError: there is no such incident, or its state was not saved.
     """
     incident = guard.read_incident(folder, step)
     config, vocabulary = workdir.read_config(folder), wordpiece.load(folder)
     if not incident.state.exists():
         raise UserError(
-            f"{incident.state} is not there: of step {incident.step} only the batch was kept"
+            f"{incident.state} does not exist: only the batch of step {incident.step} was saved; "
+            "replay another incident with --step"
         )
     mesh = sharding.make_mesh(config.mesh)
     if isinstance(config, Config):
@@ -54,35 +55,40 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
         problem = problem_of(config.task, vocabulary, config.model.labels)
         stage = finetuning.stage(config, problem, [config.seed], sharding.row_shards(mesh))[-1]
     _, shapes = initial_state(config, stage, mesh)
-    kept = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
-    state = restore(kept, incident.step, shapes, config.seed)
-    kept.close()
+    checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
+    state = restore(checkpoints, incident.step, shapes, config.seed)
+    checkpoints.close()
     stage = stage.with_rows(len(incident.batch["tokens"]))
     compiled, batch = compile_stage(config, stage, mesh, shapes), put(incident.batch, mesh)
     with jax.set_mesh(mesh):
-        one, two = (jax.device_get(compiled.fingerprint(state, batch)) for _ in range(2))
-    said = guard.describe(compiled.step(state, batch)[2])
-    # As text, for NaN is no number's equal. A probe's incident has no figures.
-    agree = all(repr(incident.told.get(name, value)) == repr(value) for name, value in said.items())
-    return Replayed(incident, said, one == two and agree)
+        first, second = (jax.device_get(compiled.fingerprint(state, batch)) for _ in range(2))
+    stats = guard.describe(compiled.step(state, batch)[2])
+    # Compare as text because NaN is unequal to itself. Incidents of probes record no statistics.
+    agree = all(
+        repr(incident.told.get(name, value)) == repr(value) for name, value in stats.items()
+    )
+    return Replayed(incident, stats, first == second and agree)
 
 
-def describe(found: Replayed) -> str:
-    """For people: what was recorded beside what came out now."""
-    told, said = found.incident.told, found.said
-    lines = [f"step {found.incident.step:,} of {told['kind']}", f"{'':28}{'then':>12}{'now':>12}"]
-    for name, before, now in (
-        *((name, told.get(name), said[name]) for name in ("loss", "gradient_norm")),
+def describe(result: Replayed) -> str:
+    """Return a table of the recorded and the replayed statistics."""
+    recorded, replayed = result.incident.told, result.said
+    lines = [
+        f"step {result.incident.step:,}, kind {recorded['kind']}",
+        f"{'':28}{'recorded':>12}{'replayed':>12}",
+    ]
+    for name, old, new in (
+        *((name, recorded.get(name), replayed[name]) for name in ("loss", "gradient_norm")),
         *(
-            (f"  {name}", told.get("gradient_norms", {}).get(name), norm)
-            for name, norm in said["gradient_norms"].items()
+            (f"  {name}", recorded.get("gradient_norms", {}).get(name), norm)
+            for name, norm in replayed["gradient_norms"].items()
         ),
     ):
-        then = "" if before is None else f"{before:.5g}"
-        lines.append(f"{name.replace('_', ' '):28}{then:>12}{now:>12.5g}")
+        old_text = "" if old is None else f"{old:.5g}"
+        lines.append(f"{name.replace('_', ' '):28}{old_text:>12}{new:>12.5g}")
     lines.append(
-        "the same, bit for bit"
-        if found.same
-        else "not the same: other devices or versions, or a fault"
+        "identical, bit for bit"
+        if result.same
+        else "different: other devices, other versions, or a hardware fault"
     )
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""The loop, for every task.
+"""The training loop, for every task.
 
-A step is a function of the state and of (seed, step): batch, masks and dropout follow from those
-two. So a run that is killed and started again with the same command goes on from its newest
-checkpoint and ends as if nothing had happened, bit for bit.
+A step is a function of the state and of (seed, step), which determine the batch, masking and
+dropout. A run that is killed and restarted with the same command resumes from its newest checkpoint
+and ends with the same bits as an uninterrupted run.
 """
 
 import collections
@@ -49,47 +49,51 @@ from bert_jax.model import Params
 from bert_jax.progress import Progress
 from bert_jax.tasks.stage import Stage
 
-# Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop quickly.
+# Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop soon.
 STEPS_AHEAD = 2
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGINT: the run has saved its state and can be started again."""
+    """Raised after SIGTERM or SIGINT, once the state is saved; the run can be resumed."""
 
 
 class State(NamedTuple):
-    """All that a run carries from step to step."""
+    """State carried from step to step; field names are part of the checkpoint format."""
 
     step: Int[Array, ""]
     params: Params
     optimizer: Any
-    # Sums of the metrics since the last log, part of the state so that a restart in the middle of
-    # a window logs what the uninterrupted run does.
+    # Sums of the metrics since the last log line. They are part of the state so that a restart in
+    # the middle of a logging window logs the same values as an uninterrupted run.
     sums: dict[str, Any]
-    # config.seed; here so that runs of several seeds share a compilation.
+    # config.seed, an argument of the step so that runs with different seeds share a compilation.
     seed: UInt[Array, ""]
     recent: guard.Recent
 
 
 def _parts(state: State) -> tuple[Params, dict[str, Any]]:
-    """A state as checkpoints keep it: the parameters, and the rest but for the seed."""
+    """Split a state into what checkpoints store: the parameters, and the rest without the seed."""
     rest = state._asdict()
     del rest["params"], rest["seed"]
     return state.params, rest
 
 
 def make_step(config: Run, stage: Stage):
-    """The training step: (state, rows) to (state, sums of the metrics since the last log, `Seen`).
+    """Return the training step.
 
-    A step whose numbers are wrong changes nothing, nor does any after it until `advance`.
+    The step is a function (state, batch) -> (state, metric sums since the last log, `guard.Seen`).
+    A bad step leaves the state unchanged, and so do later ones until `advance` is called.
     """
     optimizer = optim.make(config)
     task, accumulation = stage.task, stage.accumulation
 
-    def objective(params, inputs, key, weights):
-        pairs = task.pairs(optim.freeze(config, params), inputs, key)
-        loss = sum(pairs[name][0] / jnp.maximum(weight, 1) for name, weight in weights.items())
-        return loss, {**pairs, "_loss": (loss, jnp.float32(0))}
+    def loss_fn(params, inputs, key, normalizers):
+        loss_terms = task.pairs(optim.freeze(config, params), inputs, key)
+        loss = sum(
+            loss_terms[name][0] / jnp.maximum(normalizer, 1)
+            for name, normalizer in normalizers.items()
+        )
+        return loss, {**loss_terms, "_loss": (loss, jnp.float32(0))}
 
     def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Any], guard.Seen]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
@@ -97,29 +101,35 @@ def make_step(config: Run, stage: Stage):
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
         with jax.named_scope("inputs"):
             inputs = task.inputs(batch, input_key)
-            weights = task.weights(inputs)
-        gradient = jax.grad(objective, has_aux=True)
+            normalizers = task.weights(inputs)
+        grad_fn = jax.grad(loss_fn, has_aux=True)
         if accumulation == 1:
-            grads, pairs = gradient(state.params, inputs, dropout_key, weights)
+            grads, loss_terms = grad_fn(state.params, inputs, dropout_key, normalizers)
         else:
-            # Part i takes every accumulation-th row, so each device splits its own rows. Dividing
-            # by the whole batch's weights makes the parts add up to the whole batch's gradient.
-            parts = jax.tree.map(
+            # Microbatch i takes every accumulation-th row, so each device splits its own rows.
+            # Normalizing by the whole batch makes microbatches add up to the batch's gradient.
+            microbatches = jax.tree.map(
                 lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), inputs
             )
 
-            def add_part(total, item):
-                i, part = item
-                part_key = jax.random.fold_in(dropout_key, i)
-                found = gradient(state.params, part, part_key, weights)
-                return jax.tree.map(jnp.add, total, found), None
+            def accumulate(total, item):
+                i, microbatch = item
+                key = jax.random.fold_in(dropout_key, i)
+                grads_and_terms = grad_fn(state.params, microbatch, key, normalizers)
+                return jax.tree.map(jnp.add, total, grads_and_terms), None
 
             shapes = jax.eval_shape(
-                gradient, state.params, jax.tree.map(lambda x: x[0], parts), dropout_key, weights
+                grad_fn,
+                state.params,
+                jax.tree.map(lambda x: x[0], microbatches),
+                dropout_key,
+                normalizers,
             )
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            (grads, pairs), _ = jax.lax.scan(add_part, zeros, (jnp.arange(accumulation), parts))
-        loss, _ = pairs.pop("_loss")
+            (grads, loss_terms), _ = jax.lax.scan(
+                accumulate, zeros, (jnp.arange(accumulation), microbatches)
+            )
+        loss, _ = loss_terms.pop("_loss")
         with jax.named_scope("optimizer"):
             recent, seen = guard.judge(
                 config.guard,
@@ -128,28 +138,31 @@ def make_step(config: Run, stage: Stage):
                 loss,
                 grads,
             )
-            pairs["gradient_norm"] = (seen.figures[1], jnp.float32(1))
+            loss_terms["gradient_norm"] = (seen.figures[1], jnp.float32(1))
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            sums = jax.tree.map(jnp.add, _of_window(config, state), pairs)
-            after = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
-            state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, after)
+            sums = jax.tree.map(jnp.add, _window_sums(config, state), loss_terms)
+            new_state = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
+            state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, new_state)
         return state._replace(recent=state.recent._replace(halted=recent.halted)), sums, seen
 
     return step
 
 
-def _of_window(config: Run, state: State) -> dict[str, Any]:
-    """The sums that the state's step adds to."""
-    first = state.step % config.log_every_steps == 0
-    return jax.tree.map(lambda total: jnp.where(first, 0, total), state.sums)
+def _window_sums(config: Run, state: State) -> dict[str, Any]:
+    """Return the metric sums that the next step adds to: zeros at the start of a logging window."""
+    is_first = state.step % config.log_every_steps == 0
+    return jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
 
 
 def make_advance(config: Run, stage: Stage):
-    """What takes the place of a step whose batch is left out: (state) to (state, sums)."""
+    """Return a function state -> (state, sums) that skips a batch.
+
+    It advances the step counter without updating the parameters.
+    """
 
     def advance(state: State) -> tuple[State, dict[str, Any]]:
-        sums = _of_window(config, state)
+        sums = _window_sums(config, state)
         recent = guard.of_phase(state.recent, state.step == stage.first_step)._replace(
             halted=jnp.array(False)
         )
@@ -161,20 +174,20 @@ def make_advance(config: Run, stage: Stage):
 def initial_state(
     config: Run, stage: Stage, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> tuple[Any, State]:
-    """A jitted function from the seed to the state at step 0, and the state's shapes on the mesh."""
+    """Return a jitted function from the seed to the state at step 0, and the state's shapes."""
     task, optimizer = stage.task, optim.make(config)
     params = jax.eval_shape(task.init, jax.random.key(0))
-    pairs = jax.eval_shape(
+    loss_terms = jax.eval_shape(
         lambda params, batch, key: task.pairs(params, task.inputs(batch, key), None),
         params,
         stage.batch_shape,
         jax.random.key(0),
     )
-    pairs["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+    loss_terms["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
 
     def init(seed: UInt[Array, ""]) -> State:
         params = task.init(jax.random.key(seed))
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pairs)
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss_terms)
         return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.begin())
 
     shapes = jax.eval_shape(init, jnp.uint32(0))
@@ -183,7 +196,7 @@ def initial_state(
 
 
 def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
-    """The training step of a stage, compiled; `state` gives shapes and shardings."""
+    """Compile the training step of a stage; `state` gives shapes and shardings."""
     batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
     step = jax.jit(
         make_step(config, stage),
@@ -192,26 +205,26 @@ def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Stat
     )
     with jax.set_mesh(mesh), _no_garbage_collection():
         compiled = step.lower(state, batch).compile()
-    if told := compiled.memory_analysis():
-        device.limit_malloc_retention(told.temp_size_in_bytes)
+    if memory := compiled.memory_analysis():
+        device.limit_malloc_retention(memory.temp_size_in_bytes)
     return compiled
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    # Tracing makes millions of objects and keeps them: to look among them for garbage, over and
-    # over, takes a tenth of the time of a compilation that the cache on disk answers.
-    was_on = gc.isenabled()
+    # Tracing allocates millions of objects that stay alive. Scanning them for garbage takes a tenth
+    # of the time of a compilation that hits the cache on disk.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> State:
-    """The state of a checkpoint, shaped and sharded as `shapes`."""
+    """Restore the state of a checkpoint with the shapes and shardings of `shapes`."""
     params, rest = checkpoints.restore(step, *_parts(shapes))
     return State(params=params, seed=_placed_seed(seed, shapes), **rest)
 
@@ -225,15 +238,15 @@ def _shardings(state: State) -> State:
 
 
 class _Programs:
-    """A stage's step, as a program for each of its row counts.
+    """The training step of a stage, compiled for each of its row counts.
 
-    The one for the most rows is compiled at once, the others in a thread. A step that needs one of
-    those before it is ready waits: which program a step runs is a function of its batch alone.
+    The largest row count is compiled at once, the others in a background thread. A step waits for
+    its program if necessary, so which program it runs depends on its batch alone.
     """
 
     def __init__(self, compile_: Callable[[Stage], Any], stage: Stage):
         self._largest = compile_(stage.with_rows(stage.batch_size))
-        # One thread: a second compilation would slow down the first, and the steps under way.
+        # One thread: a second compilation would slow down the first and the running steps.
         pool = concurrent.futures.ThreadPoolExecutor(1)
         self._smaller = {
             rows: pool.submit(compile_, stage.with_rows(rows)) for rows in stage.smaller_batches
@@ -245,17 +258,17 @@ class _Programs:
         return (smaller.result() if smaller else self._largest)(state, batch)
 
     def as_text(self) -> str:
-        """Of the program for the most rows, the only one in steps that may be profiled."""
+        """Return the HLO text of the program for the most rows, the only one that is profiled."""
         return self._largest.as_text()
 
 
 class Compiled(NamedTuple):
-    """What a stage runs; it does not depend on the seed.
+    """Compiled functions of a stage, which do not depend on the seed.
 
     Attributes:
-        step, advance: as `make_step` and `make_advance` make them; the state is donated.
-        fingerprint: (state, batch) to checksums of the parameters after the step.
-        measure: the held-out evaluation.
+        step, advance: the functions of `make_step` and `make_advance`; the state is donated.
+        fingerprint: function (state, batch) -> checksums of the parameters after the step.
+        measure: held-out evaluation, parameters -> metrics.
     """
 
     step: Callable[..., tuple[State, dict[str, Any], guard.Seen]]
@@ -265,8 +278,8 @@ class Compiled(NamedTuple):
 
 
 def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Compiled:
-    """The step, and what is compiled when it is first called."""
-    step, everywhere = make_step(config, stage), sharding.replicated(mesh)
+    """Compile the step of a stage; the other functions compile when they are first called."""
+    step, replicated = make_step(config, stage), sharding.replicated(mesh)
 
     def compile_(stage: Stage) -> Any:
         return compile_step(config, stage, mesh, state)
@@ -276,26 +289,26 @@ def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Sta
         jax.jit(
             make_advance(config, stage),
             donate_argnums=0,
-            out_shardings=(_shardings(state), everywhere),
+            out_shardings=(_shardings(state), replicated),
         ),
         jax.jit(
-            lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=everywhere
+            lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=replicated
         ),
         evaluator(stage, mesh),
     )
 
 
-def _compile_aloud(
+def _compile_and_report(
     config: Run, stage: Stage, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
 ) -> Compiled:
     """Compile a stage and report how long it took."""
-    begun = time.monotonic()
+    start_time = time.monotonic()
     compiled = compile_stage(config, stage, mesh, shapes)
-    fewer = " and ".join(map(str, stage.smaller_batches))
+    row_counts = " and ".join(map(str, stage.smaller_batches))
     progress.say(
         f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
-        f"in {time.monotonic() - begun:.1f} s"
-        + (f"; compiling it for {fewer} rows in the background" if fewer else "")
+        f"in {time.monotonic() - start_time:.1f} s"
+        + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
     )
     return compiled
 
@@ -310,31 +323,31 @@ def train(
     start: Params | None = None,
     compiled: dict[int, Any] | None = None,
 ) -> None:
-    """Runs `config` in `folder` from wherever it stands there to the end.
+    """Train `config` in `folder` to the end, resuming from the newest checkpoint if there is one.
 
     Args:
-        config: validated, with the vocabulary's size filled in.
-        vocabulary: kept with the run.
-        data: for each stage what its rows are (`workdir.claim`).
-        stages: what to train on, in order.
+        config: validated, with the vocabulary size filled in.
+        vocabulary: saved with the run.
+        data: description of the rows of each stage (see `workdir.claim`).
+        stages: stages to train on, in order.
         folder: the workdir.
-        force: go on in a workdir that holds a run with another config.
-        start: parameters that take the place of random ones at step 0, a part of the model's.
-        compiled: kept by the caller between runs that differ by their seeds only: what
-            `compile_stage` made, by stage.
+        force: resume in a workdir that holds a run with another config.
+        start: parameters that replace the random ones at step 0; may be a subset of the model's.
+        compiled: cache of `compile_stage` results by stage index, which the caller may share
+            between runs that differ only in their seeds.
 
     Raises:
-        UserError: something a person can mend; nothing is lost.
-        Interrupted: SIGTERM or SIGINT came and the state is saved.
+        UserError: an error that the user can fix; no progress is lost.
+        Interrupted: SIGTERM or SIGINT was received and the state is saved.
     """
     folder = pathlib.Path(folder)
     compiled = {} if compiled is None else compiled
     mesh = sharding.make_mesh(config.mesh)
     for stage in stages:
         sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
-    where = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
-    attention.check(config, *where)
-    device.check_deterministic(config, where[0])
+    hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
+    attention.check(config, *hardware)
+    device.check_deterministic(config, hardware[0])
     init, shapes = initial_state(config, stages[0], mesh)
     best = {"best_by": stages[0].task.best_by, "highest": stages[0].task.best_is_highest}
 
@@ -346,16 +359,16 @@ def train(
             vocabulary.save(folder)
 
         distributed.require_same(workdir.identity(config, data))
-        distributed.first("the workdir", claim)
-        distributed.first("the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
+        distributed.first("opening the workdir", claim)
+        distributed.first("checking the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
-        keeper = guard.Guard(config.guard, folder)
-        keeper.go_back(checkpoints)
+        step_guard = guard.Guard(config.guard, folder)
+        step_guard.go_back(checkpoints)
         step = max(checkpoints.steps(), default=0)
         distributed.require_same({"the newest checkpoint in the workdir": step})
         if step >= config.steps or Patience(config, best, folder, step).is_over:
-            print(f"{folder} is finished: it stands at step {step:,} of {config.steps:,}")
+            print(f"{folder}: training is complete (step {step:,} of {config.steps:,})")
             return
 
         def state_at(step: int) -> State:
@@ -364,21 +377,25 @@ def train(
             state = init(_placed_seed(config.seed, shapes))
             return state._replace(params=_start_from(state.params, start or {}, shapes.params))
 
-        distributed.first("starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config))
+        distributed.first(
+            "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
+        )
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
-        progress.say(attention.describe(config, *where))
+        progress.say(attention.describe(config, *hardware))
         interrupted = stack.enter_context(interrupts(progress))
         watch = stack.enter_context(distributed.Watch())
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
         number = next(i for i, s in enumerate(stages) if step < s.end_step)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            # Shapes are enough to compile the step, which takes longer than to make the state.
+            # Compiling the step needs only shapes and takes longer than creating the state.
             if number not in compiled:
-                making = pool.submit(_compile_aloud, config, stages[number], mesh, shapes, progress)
+                compiling = pool.submit(
+                    _compile_and_report, config, stages[number], mesh, shapes, progress
+                )
             state = state_at(step)
             if number not in compiled:
-                compiled[number] = making.result()
+                compiled[number] = compiling.result()
         loop = _Loop(
             config=config,
             mesh=mesh,
@@ -386,7 +403,7 @@ def train(
             shapes=shapes,
             folder=folder,
             checkpoints=checkpoints,
-            keeper=keeper,
+            step_guard=step_guard,
             compiled=compiled,
             progress=progress,
             watch=watch,
@@ -400,84 +417,88 @@ def train(
                     loop.run(log, patience, interrupted)
                     break
                 except guard.Alarm as alarm:
-                    to = loop.answer(alarm, log)
-            if to is not None:
-                del loop.state  # two of them may not fit the device
-                loop.step, loop.state = to, state_at(to)
-        if interrupted():  # since the last step, and more may come after this run
+                    rollback_step = loop.handle_bad_step(alarm, log)
+            if rollback_step is not None:
+                del loop.state  # device memory may not hold two states
+                loop.step, loop.state = rollback_step, state_at(rollback_step)
+        if interrupted():  # a signal after the last step must still stop the runs that follow
             raise loop.interrupted()
 
 
 def _start_from(params: Params, start: Params, shapes: Params) -> Params:
-    """Random parameters with those of `start` in their places."""
-    given = traverse_util.flatten_dict(start, sep="/")
-    where = traverse_util.flatten_dict(shapes, sep="/")
+    """Return `params` with the values of `start` in place of the random ones."""
+    start = traverse_util.flatten_dict(start, sep="/")
+    shapes = traverse_util.flatten_dict(shapes, sep="/")
     params = traverse_util.flatten_dict(params, sep="/")
-    placed = {k: jax.device_put(v, where[k].sharding) for k, v in given.items()}
+    placed = {k: jax.device_put(v, shapes[k].sharding) for k, v in start.items()}
     return traverse_util.unflatten_dict({**params, **placed}, sep="/")
 
 
 class Patience:
-    """Whether a run has gone on for `config.patience` evaluations without a better one.
+    """Early stopping after `config.patience` evaluations without improvement.
 
-    A function of the metrics so far, read again on a restart, so a restart changes nothing.
+    The decision depends only on the metrics so far, which a restart reads again from the workdir.
     """
 
     def __init__(self, config: Run, best: dict[str, Any], folder: pathlib.Path, step: int):
         self._evaluations = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
-        self._found: list[float] = []
+        self._values: list[float] = []
         path = folder / "metrics.jsonl"
         for line in workdir.read_lines(path) if path.exists() else []:
             if line["split"] == "heldout" and line["step"] <= step:
                 self.look(line)
 
     def look(self, metrics: dict[str, Any]) -> None:
-        """Takes an evaluation into account."""
+        """Add the metrics of an evaluation."""
         if self._metric in metrics:
-            self._found.append(self._sign * metrics[self._metric])
+            self._values.append(self._sign * metrics[self._metric])
 
     @property
     def is_over(self) -> bool:
-        """Whether it is time to stop."""
-        since = len(self._found) - 1 - self._found.index(max(self._found)) if self._found else 0
-        return 0 < self._evaluations <= since
+        """Whether to stop."""
+        since_best = (
+            len(self._values) - 1 - self._values.index(max(self._values)) if self._values else 0
+        )
+        return 0 < self._evaluations <= since_best
 
 
 @contextlib.contextmanager
 def interrupts(progress: Progress) -> Iterator[Callable[[], bool]]:
-    """Inside, the first SIGTERM or SIGINT only sets what the yielded function returns.
+    """Catch SIGTERM and SIGINT in the block; yield a function that says whether one was received.
 
-    The second one ends the process at once, with 128 and its number: unwinding would wait for a save.
+    A second signal exits at once with status 128 + signal number: unwinding would wait for a save.
     """
-    caught = []
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    received = []
+    old_handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def handle(number, frame):
-        if caught:
+        if received:
             progress.show_cursor()
             os._exit(128 + number)
-        caught.append(number)
-        progress.say_in_handler("stopping after this step; once more to stop without saving")
+        received.append(number)
+        progress.say_in_handler(
+            "stopping after this step; repeat the signal to stop without saving"
+        )
 
-    for number in before:
+    for number in old_handlers:
         signal.signal(number, handle)
     try:
-        yield lambda: bool(caught)
+        yield lambda: bool(received)
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 @dataclasses.dataclass
 class _Loop:
-    """The steps of a run, from wherever `step` and `state` stand.
+    """The training loop from `step` and `state` on.
 
     Attributes:
-        step: how many are dispatched.
-        state: after them, but for those that are left out.
-        shapes: the state's, with shardings.
-        compiled: by stage, kept by the caller.
+        step: number of steps dispatched so far.
+        state: state after these steps.
+        shapes: shapes and shardings of the state.
+        compiled: compiled stages by index; owned by the caller.
     """
 
     config: Run
@@ -486,7 +507,7 @@ class _Loop:
     shapes: State
     folder: pathlib.Path
     checkpoints: Checkpoints
-    keeper: guard.Guard
+    step_guard: guard.Guard
     compiled: dict[int, Compiled]
     progress: Progress
     watch: distributed.Watch
@@ -498,25 +519,25 @@ class _Loop:
         self._running: collections.deque[Any] = collections.deque()
 
     def run(self, log: Log, patience: Patience, interrupted: Callable[[], bool]) -> None:
-        """Goes on to the end.
+        """Train to the end.
 
         Raises:
-            Alarm: a step was left out.
-            Interrupted: a signal came and the state is saved.
+            Alarm: a step was bad; the state is the one before it.
+            Interrupted: a signal was received and the state is saved.
         """
         self._running.clear()
         while self.step < self.config.steps:
             number = next(i for i, s in enumerate(self.stages) if self.step < s.end_step)
             stage = self.stages[number]
             if number not in self.compiled:
-                self.compiled[number] = _compile_aloud(
+                self.compiled[number] = _compile_and_report(
                     self.config, stage, self.mesh, self.shapes, self.progress
                 )
             log.begin(stage, self.step)
             part = sharding.row_part(self.mesh)
-            wanted = (self.step - stage.first_step, stage.end_step - stage.first_step)
+            steps = (self.step - stage.first_step, stage.end_step - stage.first_step)
             batches = profile.watched(
-                stage.batches(*wanted, *part),
+                stage.batches(*steps, *part),
                 self.config,
                 range(self.step, stage.end_step),
                 self.folder,
@@ -524,120 +545,121 @@ class _Loop:
                 functools.partial(self._retire, log, 0),
                 self.progress.say,
             )
-            with contextlib.closing(batches):  # else a loop that is left would go on being traced
+            with contextlib.closing(batches):  # ends a trace when an exception leaves the loop
                 for batch in batches:
                     self._dispatch(self.compiled[number], batch, log)
-                    if self._look_around(log, patience, interrupted, self.compiled[number]):
+                    if self._after_step(log, patience, interrupted, self.compiled[number]):
                         return
 
     def _dispatch(self, compiled: Compiled, batch: Batch, log: Log) -> None:
-        """Sends the next step to the device."""
+        """Dispatch the next step to the device."""
         seen = None
-        if self.step in self.keeper.skipped:
+        if self.step in self.step_guard.skipped:
             self.state, sums = compiled.advance(self.state)
         else:
-            rows, every = put(batch, self.mesh), self.config.guard.probe_every_steps
+            device_batch, every = put(batch, self.mesh), self.config.guard.probe_every_steps
             if every and self.step % every == 0:
-                self._retire(log, 0)  # an alarm must find all steps before it looked at
+                self._retire(log, 0)  # check all earlier steps before a probe may raise
                 with jax.set_mesh(self.mesh):
-                    guard.probe(self.step, lambda: compiled.fingerprint(self.state, rows))
-            self.state, sums, seen = compiled.step(self.state, rows)
+                    guard.probe(self.step, lambda: compiled.fingerprint(self.state, device_batch))
+            self.state, sums, seen = compiled.step(self.state, device_batch)
         self.step += 1
         self._running.append((self.step, sums, seen))
 
-    def _look_around(
+    def _after_step(
         self,
         log: Log,
         patience: Patience,
         interrupted: Callable[[], bool],
         compiled: Compiled,
     ) -> bool:
-        """After a step: metrics, evaluation, saving, signals; whether the run is over."""
+        """Log, evaluate, save and handle signals; return whether to stop early."""
         config, step = self.config, self.step
         self.watch.step = step
         self.progress.advance()
-        at_end = step == config.steps
+        is_last = step == config.steps
         every = config.evaluate_every_steps
-        evaluates = at_end or bool(every and step % every == 0)
-        stop = self._stopping(interrupted())
-        saves = at_end or stop or step % config.checkpoint.every_steps == 0
-        # What is evaluated or saved must have been looked at.
-        self._retire(log, 0 if evaluates or saves else STEPS_AHEAD)
-        evaluated = None
-        if evaluates:
-            evaluated = log.heldout(step, lambda: compiled.measure(self.state.params))
-            patience.look(evaluated)
-        if saves or patience.is_over:
-            # The metrics up to here must survive whatever the checkpoint survives.
+        should_evaluate = is_last or bool(every and step % every == 0)
+        should_stop = self._stopping(interrupted())
+        should_save = is_last or should_stop or step % config.checkpoint.every_steps == 0
+        # Check all dispatched steps before their state is evaluated or saved.
+        self._retire(log, 0 if should_evaluate or should_save else STEPS_AHEAD)
+        metrics = None
+        if should_evaluate:
+            metrics = log.heldout(step, lambda: compiled.measure(self.state.params))
+            patience.look(metrics)
+        if should_save or patience.is_over:
+            # Metrics must be on disk before the checkpoint that a restart resumes from.
             log.sync()
-            self.checkpoints.save(step, *_parts(self.state), evaluated or None)
-        if stop:
+            self.checkpoints.save(step, *_parts(self.state), metrics or None)
+        if should_stop:
             self.checkpoints.wait()
             raise self.interrupted()
         if patience.is_over:
-            self.progress.say(f"no better for {config.patience} evaluations: stopping")
+            self.progress.say(f"stopping early: no improvement in {config.patience} evaluations")
         return patience.is_over
 
     def interrupted(self) -> Interrupted:
-        """To be raised where the state is saved."""
+        """Return the exception to raise once the state is saved."""
         return Interrupted(f"saved step {self.step:,} of {self.config.steps:,} in {self.folder}")
 
-    def _retire(self, log: Log, most: int) -> None:
-        """Waits for the oldest steps until at most so many run, and looks at what they say."""
-        while len(self._running) > most:
+    def _retire(self, log: Log, max_running: int) -> None:
+        """Wait for the oldest steps until at most `max_running` are left; check and log them."""
+        while len(self._running) > max_running:
             step, sums, seen = self._running.popleft()
             if seen is None:
                 jax.block_until_ready(sums)
-            elif said := self.keeper.look(step - 1, seen):  # which waits too
-                self.keeper.record(step - 1, guard.SPIKE, said, self._batch(step - 1))
-                self.progress.say(f"step {step - 1:,}: {guard.sentence('spike', said)}")
+            elif stats := self.step_guard.look(step - 1, seen):  # blocks until the step is done
+                self.step_guard.record(step - 1, guard.SPIKE, stats, self._batch(step - 1))
+                self.progress.say(f"step {step - 1:,}: {guard.sentence('spike', stats)}")
             if step % self.config.log_every_steps == 0 or step == self.config.steps:
                 log.training(step, sums)
 
     def _batch(self, step: int) -> Batch:
-        """All rows of a step."""
+        """Return the global batch of a step."""
         stage = next(s for s in self.stages if step < s.end_step)
         return next(stage.batches(step - stage.first_step, step + 1 - stage.first_step, 0, 1))
 
-    def answer(self, alarm: guard.Alarm, log: Log) -> int | None:
-        """Does what the config says to an alarm.
+    def handle_bad_step(self, alarm: guard.Alarm, log: Log) -> int | None:
+        """Apply the configured policy to a bad step.
 
         Returns:
-            The step to go back to; None to go on here.
+            The step to roll back to; None to continue from the current state.
 
         Raises:
-            UserError: to stop.
+            UserError: the policy is to stop.
         """
         step, config = alarm.step, self.config.guard
         self.progress.advance(step - self.step)
-        # As it stood before that step.
+        # The state is the one before the bad step, except for the flag.
         halted = jax.device_put(np.bool_(False), self.state.recent.halted.sharding)
         self.state = self.state._replace(recent=self.state.recent._replace(halted=halted))
         self.step = step
-        place = self.keeper.record(step, alarm.kind, alarm.said, self._batch(step))
-        self.keeper.keep_state(place, step, *_parts(self.state))
-        what = f"step {step:,}: {guard.sentence(guard.KINDS[alarm.kind], alarm.said)}"
-        policy = self.keeper.policy(alarm.kind)
+        incident = self.step_guard.record(step, alarm.kind, alarm.said, self._batch(step))
+        self.step_guard.keep_state(incident, step, *_parts(self.state))
+        message = f"step {step:,}: {guard.sentence(guard.KINDS[alarm.kind], alarm.said)}"
+        policy = self.step_guard.policy(alarm.kind)
         if policy == "skip":
-            self.keeper.skip([step])
-            self.progress.say(f"{what}; its batch is left out")
+            self.step_guard.skip([step])
+            self.progress.say(f"{message}; skipping its batch")
             return None
         if policy == "rollback":
             first = max(step - config.rollback_steps, 0)
-            self.keeper.skip(range(first, step + 1), back_to=first)
-            self.keeper.go_back(self.checkpoints)
-            to = max(self.checkpoints.steps(), default=0)
-            self.progress.advance(to - step)
+            self.step_guard.skip(range(first, step + 1), back_to=first)
+            self.step_guard.go_back(self.checkpoints)
+            rollback_step = max(self.checkpoints.steps(), default=0)
+            self.progress.advance(rollback_step - step)
             self.progress.say(
-                f"{what}; back to step {to:,}, and the batches from step {first:,} on are left out"
+                f"{message}; rolling back to step {rollback_step:,} and skipping the batches of "
+                f"steps {first:,} to {step:,}"
             )
-            return to
+            return rollback_step
         if step and step not in self.checkpoints.steps():
             log.sync()
             self.checkpoints.save(step, *_parts(self.state))
         self.checkpoints.wait()
         raise UserError(
-            f"{what}; the weights are those before it. Look at {place}, try `bert-jax replay "
-            f"{self.folder}`, and go on with another config or without this batch "
+            f"{message}; the parameters before this step are saved. Inspect {incident}, run "
+            f"`bert-jax replay {self.folder}`, then resume with another config or skip the batch "
             f"(--config.guard.{guard.KINDS[alarm.kind]}=skip)"
         )

@@ -264,34 +264,34 @@ def test_what_a_kernel_cannot_do_is_refused(name):
     check(run_config(attention=name), platform, 4)
     prefix = f"config.model.attention='{name}': config."
     error = refusal(platform, attention=name, attention_dropout=0.1)
-    assert error.startswith(f"{prefix}model.attention_dropout is 0.1, and {name} has no dropout")
+    assert error.startswith(f"{prefix}model.attention_dropout is 0.1, but {name} has no dropout")
     error = refusal(platform, attention=name, hidden=520, heads=2)
     sizes = {"cudnn": "8, 16, … 128", "pallas": "16, 24, … 128", "splash": "1, 2, … 256"}[name]
-    assert error == f"{prefix}model.hidden / heads is 260, and {name} takes head sizes {sizes}"
+    assert error == f"{prefix}model.hidden / heads is 260, but {name} supports head sizes {sizes}"
     if name != "splash":
         assert "heads is 12" in refusal(platform, attention=name, hidden=120, heads=10)
     error = refusal(platform, tensor=5, attention=name)
-    assert error.startswith(f"{prefix}mesh.tensor is 5, which must divide config.model.heads=12")
+    assert error.startswith(f"{prefix}mesh.tensor is 5, but must divide config.model.heads=12")
     if name == "splash":
         check(run_config(attention=name, dtype="float32"), platform, 1)
     else:
         error = refusal(platform, attention=name, dtype="float32")
-        assert error.endswith(f"model.dtype is 'float32', and {name} computes in 'bfloat16' only")
+        assert error.endswith(f"model.dtype is 'float32', but {name} supports only 'bfloat16'")
 
 
 def test_cudnn_is_refused_where_runs_must_be_deterministic():
     error = refusal("gpu", attention="cudnn", deterministic=True)
-    assert "set the attention to 'xla', or config.deterministic to false" in error
+    assert "set config.model.attention to 'xla', or config.deterministic to false" in error
     check(run_config(attention="pallas", deterministic=True), "gpu", 1)
 
 
 @pytest.mark.parametrize(
     ("platform", "changes", "implementation", "reason"),
     [
-        ("cpu", {}, "xla", "on a CPU"),
-        ("gpu", {}, "cudnn", "on a GPU"),
-        ("tpu", {}, "splash", "on a TPU"),
-        ("tpu", {"deterministic": True}, "splash", "on a TPU"),
+        ("cpu", {}, "xla", "no kernel for CPU"),
+        ("gpu", {}, "cudnn", "fused kernel for GPU"),
+        ("tpu", {}, "splash", "fused kernel for TPU"),
+        ("tpu", {"deterministic": True}, "splash", "fused kernel for TPU"),
         ("gpu", {"deterministic": True}, "xla", "config.deterministic is true"),
         ("gpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),
         ("tpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),

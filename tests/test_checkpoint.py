@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(run, copy, 
     go_on(copy)
     said = capfd.readouterr().err.splitlines()
     assert f"the checkpoint of step 6 is damaged ({name} " in said[0]
-    assert said[0].endswith(f"moved to {copy}/damaged/6; going on from step 4")
+    assert said[0].endswith(f"moved to {copy}/damaged/6; resuming from step 4")
     assert "resuming at step 4 of 6" in said
     assert steps(copy / "damaged") == [6]
     assert_whole_run(copy, whole)
@@ -172,13 +172,13 @@ def test_several_are_damaged_and_a_second_time(run, copy, capfd):
         "the checkpoint of step 6",
         "the checkpoint of step 4",
     ]
-    assert all(line.endswith("going on from step 2") for line in said[:2])
+    assert all(line.endswith("resuming from step 2") for line in said[:2])
     zero(step(copy, 6) / "manifest.json")
     zero(step(copy, 2) / "metrics" / "metrics")  # an older one, which would spoil what is best
     go_on(copy)
     said = capfd.readouterr().err.splitlines()
-    assert said[0].endswith(f"moved to {copy}/damaged/6.2; going on from step 4")
-    assert said[1].endswith(f"moved to {copy}/damaged/2; going on from step 4")
+    assert said[0].endswith(f"moved to {copy}/damaged/6.2; resuming from step 4")
+    assert said[1].endswith(f"moved to {copy}/damaged/2; resuming from step 4")
     assert sorted(p.name for p in (copy / "damaged").iterdir()) == ["2", "4", "6", "6.2"]
     assert_same_run(copy, whole)
 
@@ -229,12 +229,12 @@ def test_readers_refuse_what_is_damaged_and_take_no_other(run, copy, tmp_path, c
         said = refused(capsys, *verb)
         assert f"the checkpoint of step 6 in {copy}/checkpoints is damaged" in said
         assert f"({data.relative_to(step(copy))} fails its checksum)" in said
-        assert said.endswith("ask for another step (2, 4)")
+        assert said.endswith("choose another step (2, 4)")
     assert not out.exists()
     assert checkpoint.load_model(copy, "4")[3] == 4
     shutil.rmtree(step(copy, 2))
     shutil.rmtree(step(copy, 4))
-    assert refused(capsys, *verb).endswith("there is no other")
+    assert refused(capsys, *verb).endswith("there is no other step")
     flip(data)  # back
     assert checkpoint.load_model(copy, "latest")[3] == 6, "what is not read does not matter"
     cut(step(copy) / "metrics" / "metrics")
@@ -407,7 +407,7 @@ def test_several_processes_agree(rows, copy):
     argv = command(copy, [rows()], *CHANGES)
     status, said = wait_for_all(start_processes(argv, 2))
     assert status == [0, 0], said
-    assert f"moved to {copy}/damaged/6; going on from step 4" in said[0]
+    assert f"moved to {copy}/damaged/6; resuming from step 4" in said[0]
     assert "damaged" not in said[1]
     assert [line["step"] for line in workdir.read_lines(copy / "starts.jsonl")] == [0, 4]
     assert steps(copy / "checkpoints") == [2, 4, 6]

@@ -47,8 +47,8 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
     processes[1].kill()
     (first, _), (said, _) = wait_for_all(processes)
     assert first == distributed.EXIT_RUN_AGAIN == cli.EXIT_INTERRUPTED, said
-    assert "process 1 of 2 has given no sign of life" in said
-    assert said.strip().endswith("run the same command to go on")
+    assert "process 1 of 2 has been silent for" in said
+    assert said.strip().endswith("run the same command to resume")
 
     status, said = wait_for_all(start_processes(argv, 4))
     assert status == [0] * 4, said
@@ -94,7 +94,7 @@ def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
     assert checkpoint.damage(incident.state / str(step)) is None
     assert [p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()] == [str(step)]
     for text in said:
-        assert f"bert-jax pretrain: step {step}: not finite: loss" in text
+        assert f"bert-jax pretrain: step {step}: non-finite value: loss" in text
         assert "Traceback" not in text
 
 
@@ -118,7 +118,7 @@ def test_a_step_that_does_not_end(tmp_path):
     assert status == [distributed.EXIT_RUN_AGAIN] * 2, said
     for text in said:
         assert "no step for" in text
-        assert "(processes by step: 0 at 7, 1 at 6); run the same command to go on" in text
+        assert "(processes by step: 0 at 7, 1 at 6); run the same command to resume" in text
 
 
 def test_processes_that_were_told_different_things(tmp_path, rows):
@@ -153,10 +153,10 @@ def test_one_that_does_not_come(here, expected):
     ("environment", "expected"),
     [
         ({"PROCESS": "0"}, "BERT_JAX_PROCESS without BERT_JAX_COORDINATOR, BERT_JAX_PROCESSES"),
-        ({"COORDINATOR": "a:1", "PROCESSES": "2", "PROCESS": "2"}, "it must be 0 to 1"),
+        ({"COORDINATOR": "a:1", "PROCESSES": "2", "PROCESS": "2"}, "it must be between 0 and 1"),
         ({"COORDINATOR": "a:1", "PROCESSES": "x", "PROCESS": "2"}, "must be a number"),
         ({"COORDINATOR": "a", "PROCESSES": "2", "PROCESS": "1"}, "it must be HOST:PORT"),
-        ({"DISTRIBUTED": "yes"}, "it may be 'auto'"),
+        ({"DISTRIBUTED": "yes"}, "set it to 'auto'"),
     ],
 )
 def test_an_incomplete_environment(monkeypatch, environment, expected):

@@ -43,11 +43,11 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
     folder = tmp_path / "run"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0")
     assert cli.main(arguments(data, folder, *changes)) == cli.EXIT_USER_ERROR
-    assert "not finite: loss nan" in capsys.readouterr().err
+    assert "non-finite value: loss nan" in capsys.readouterr().err
     (step,) = guard.incidents(folder)
     assert 0 < step < 10
     assert cli.main(["replay", str(folder)]) == 0
-    assert "the same, bit for bit" in capsys.readouterr().out
+    assert "identical, bit for bit" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_step_of_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, 
     most = row_counts(capsys.readouterr().out)[-1]
     assert len(guard.read_incident(tmp_path).batch["tokens"]) < most
     assert cli.main(["replay", str(tmp_path)]) == 0
-    assert "the same, bit for bit" in capsys.readouterr().out
+    assert "identical, bit for bit" in capsys.readouterr().out
 
 
 def test_a_signal_after_the_last_step_stops_before_the_next_seed(
@@ -349,7 +349,9 @@ def test_other_refusals(run, data, tmp_path, capsys):
     (tmp_path / "s" / "seed_4").mkdir(parents=True)
     (tmp_path / "s" / "seed_4" / "config.json").touch()
     assert "holds runs of several seeds (seed_4" in refused(*arguments(data, tmp_path / "s"))
-    assert "--rows and --all are for pretraining" in refused("evaluate", "--workdir", run, "--all")
+    assert "--rows and --all: only for pretraining runs" in refused(
+        "evaluate", "--workdir", run, "--all"
+    )
     assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
     with pytest.raises(UserError, match="standard input say too little"):
         problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")

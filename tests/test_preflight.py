@@ -349,7 +349,7 @@ def test_what_does_not_fit_is_told_what_would(capsys):
         (["--topology", "h100:8,slices=2"], "slices are not known for h100"),
         (["--topology", "h100:8", "--config.mesh.fsdp=3"], "does not fit 8 devices"),
         (["--topology", "h100:8", "--config.mesh.tensor=8"], "vocab_multiple"),
-        (["--topology", "h100:8", "--config.batch_size=12"], "16 would be"),
+        (["--topology", "h100:8", "--config.batch_size=12"], "set it to 8 or 16"),
         (["--topology", "h100:8", "--config.phases[0].tokens=0"], "phase 0 has neither rows"),
         (["--topology", "h100:8", "--sequences", "0"], "--sequences 0"),
         (["--topology", "h100:8", "--dollars-per-chip-hour", "-1"], "a price above 0"),

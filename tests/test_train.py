@@ -131,7 +131,7 @@ def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    while "once more to stop without saving" not in (line := process.stderr.readline()):
+    while "repeat the signal to stop without saving" not in (line := process.stderr.readline()):
         assert line
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 128 + signal.SIGINT
@@ -398,7 +398,7 @@ def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, c
 def test_a_missing_accelerator_is_one_line(tmp_path, rows):
     done = pretrain(tmp_path / "w", [rows()], "platform=gpu")
     assert done.returncode == cli.EXIT_USER_ERROR
-    assert "config.platform is 'gpu' and JAX finds no such device" in done.stderr.splitlines()[-1]
+    assert "config.platform is 'gpu', but JAX finds no such device" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "w").exists()
 
 
@@ -447,8 +447,8 @@ def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
     run = ("pretrain", "--rows", rows(), "--workdir", folder)
     before = (folder / "metrics.jsonl").read_bytes()
     said = refused(capsys, *run, *arguments("steps=20", "seed=1"))
-    assert "steps: 10 there, 20 here" in said
-    assert "seed: 0 there, 1 here" in said
+    assert "steps: was 10, is now 20" in said
+    assert "seed: was 0, is now 1" in said
     assert (folder / "metrics.jsonl").read_bytes() == before
     forced = pretrain(folder, [rows()], "steps=20", options=["--resume=force"])
     assert forced.returncode == 0, forced.stderr

@@ -1,4 +1,4 @@
-"""`bert-jax VERB`: arguments in, one function called. Imports wait until a verb needs them."""
+"""The command line, `bert-jax VERB`. Verbs import what they need lazily, so --help is fast."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from bert_jax.errors import UserError
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_USER_ERROR", "console", "main", "parser"]
 
-# As --help lists them.
+# In the order of --help.
 _VERBS = (
     data.add_vocab,
     data.add_prepare,
@@ -34,54 +34,63 @@ _VERBS = (
 
 
 def console() -> None:
-    """The `bert-jax` command: `main`, then out, without what libraries say on their way."""
-    _quieten()
+    """Run `main` as the `bert-jax` command and exit without output of libraries' exit handlers."""
+    _install_hooks()
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
     if status == EXIT_USER_ERROR:
         if "bert_jax.distributed" in sys.modules:
             sys.modules["bert_jax.distributed"].leave()
-        os._exit(status)  # exit handlers would try to write once more and print tracebacks
+        os._exit(status)  # exit handlers would retry failed writes and print tracebacks
     sys.exit(status)
 
 
-def _quieten() -> None:
-    """Keeps libraries' threads from printing tracebacks about a full disk that `main` reports."""
-    in_thread, anywhere, unraisable = threading.excepthook, sys.excepthook, sys.unraisablehook
+def _install_hooks() -> None:
+    """Suppress tracebacks from libraries' threads about a full disk, which `main` reports."""
+    thread_hook, main_hook, unraisable_hook = (
+        threading.excepthook,
+        sys.excepthook,
+        sys.unraisablehook,
+    )
 
-    def late(kind, error) -> bool:
-        """TensorStore's callbacks, when they come after the save that waited for them has failed."""
+    def is_late_callback(kind, error) -> bool:
+        """Whether a TensorStore callback ran after the save that awaited it had failed."""
         return kind is RuntimeError and str(error) == "Event loop is closed"
 
-    def quieter(hook, unimportant):
-        return lambda failure: None if unimportant(failure) else hook(failure)
+    def filtered(hook, ignore):
+        return lambda failure: None if ignore(failure) else hook(failure)
 
-    threading.excepthook = quieter(in_thread, lambda f: issubclass(f.exc_type, OSError))
-    # C++ reports them to one of these two, by TensorStore's version.
-    sys.unraisablehook = quieter(unraisable, lambda f: late(f.exc_type, f.exc_value))
-    sys.excepthook = lambda *failure: None if late(*failure[:2]) else anywhere(*failure)
+    threading.excepthook = filtered(thread_hook, lambda f: issubclass(f.exc_type, OSError))
+    # Depending on its version, TensorStore's C++ code reports callbacks to one of these two.
+    sys.unraisablehook = filtered(
+        unraisable_hook, lambda f: is_late_callback(f.exc_type, f.exc_value)
+    )
+    sys.excepthook = lambda *failure: (
+        None if is_late_callback(*failure[:2]) else main_hook(*failure)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a verb and returns the exit status: 0, 2 for a user's error, 75 for saved and stopped.
+    """Run a verb and return the exit status.
 
-    1 is preflight's and replay's: it does not fit, it is not the same.
+    0: success. 1: the run does not fit (preflight) or the results differ (replay). 2: user error.
+    75: stopped by a signal, state saved. 130: interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     command = []
-    if arguments[:1] == ["launch"] and "--" in arguments:  # what follows is another command
-        at = arguments.index("--")
-        arguments, command = arguments[:at], arguments[at + 1 :]
+    if arguments[:1] == ["launch"] and "--" in arguments:  # a command to launch follows
+        index = arguments.index("--")
+        arguments, command = arguments[:index], arguments[index + 1 :]
     from bert_jax.config import split
 
     config, rest = split(arguments)
     for argument in rest:
-        if argument.endswith("=--"):  # of which Python's argparse makes a list
-            parser().error(f"{argument}: a value cannot be --")
+        if argument.endswith("=--"):  # argparse would parse the value as a list
+            parser().error(f"{argument}: the value cannot be --")
     options = parser().parse_args(rest)
     if config and not getattr(options, "takes_config", False):
-        parser().error(f"{options.verb} takes no --config")
+        parser().error(f"{options.verb} does not take --config")
     options.config = config
     if options.verb == "launch":
         options.command = command
@@ -93,19 +102,20 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
 
 
 def parser() -> Parser:
-    """Of the whole command line but --config."""
-    whole = Parser(
+    """Return the parser of the command line without --config."""
+    main_parser = Parser(
         prog="bert-jax",
-        description="BERT in JAX, end to end: text, vocabulary, rows, pretraining, fine-tuning, checkpoints.",
-        epilog="`bert-jax VERB --help` explains a verb and shows an example.",
+        description="Pretrain, fine-tune and analyse BERT in JAX, from raw text to Hugging Face "
+        "checkpoints.",
+        epilog="`bert-jax VERB --help` describes a verb and shows examples.",
     )
-    verbs = Verbs(whole)
+    verbs = Verbs(main_parser)
     for add in _VERBS:
         add(verbs)
-    return whole
+    return main_parser

@@ -1,14 +1,14 @@
-"""Somebody else's checkpoints to ours, and ours to somebody else's."""
+"""Verbs that import and export checkpoints."""
 
 from bert_jax.cli.common import Verbs, add_case, add_model
 
 
 def add_import(verbs: Verbs) -> None:
-    """`bert-jax import`."""
+    """Add `bert-jax import`."""
     sub = verbs.add(
         "import",
         _import,
-        "make somebody else's checkpoint one of ours",
+        "import a Hugging Face or TensorFlow 1 checkpoint",
         "  bert-jax import bert-base-uncased --out models/base\n"
         "  bert-jax import uncased_L-12_H-768_A-12.zip --out models/google\n"
         "  bert-jax import all-MiniLM-L6-v2/ --out models/minilm",
@@ -16,27 +16,27 @@ def add_import(verbs: Verbs) -> None:
     sub.add_argument(
         "source",
         metavar="SOURCE",
-        help="a Hugging Face folder or name on its hub; a TensorFlow 1 release of Google's, as a "
-        "folder or zip",
+        help="a Hugging Face folder or model name, or a TensorFlow 1 release by Google as a folder "
+        "or zip",
     )
     sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
-    sub.add_argument("--revision", help="branch, tag or commit on the hub")
-    sub.add_argument("--vocab", metavar="FILE", help="a vocab.txt instead of the source's own")
+    sub.add_argument("--revision", help="branch, tag or commit on the Hugging Face hub")
+    sub.add_argument("--vocab", metavar="FILE", help="a vocab.txt to use instead of the source's")
     add_case(sub)
     sub.add_argument(
         "--allow-missing",
         action="append",
         default=[],
         choices=("pooler", "masked_lm", "next_sentence", "head", "tokens", "added_tokens"),
-        help="go on without a part that the source says it has, with fewer tokens than embeddings, "
-        "or without finding added tokens in texts; may be repeated",
+        help="import even if this part of the source is missing, if there are fewer tokens than "
+        "embeddings, or without support for added tokens; may be repeated",
     )
     sub.add_argument(
         "--allow-unexpected",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="leave out tensors or modules of such names (* stands for anything); may be repeated",
+        help="skip tensors or modules whose names match (* is a wildcard); may be repeated",
     )
 
 
@@ -60,11 +60,11 @@ def _import(options) -> None:
 
 
 def add_export(verbs: Verbs) -> None:
-    """`bert-jax export`."""
+    """Add `bert-jax export`."""
     sub = verbs.add(
         "export",
         _export,
-        "write a model for Hugging Face's transformers",
+        "export a model to Hugging Face transformers",
         "  bert-jax export --workdir runs/mini --out mini-hf\n"
         "  bert-jax export --workdir runs/mini --out mini-fill-mask --heads masked_lm",
     )
@@ -74,8 +74,8 @@ def add_export(verbs: Verbs) -> None:
         "--heads",
         default="all",
         choices=("all", "masked_lm", "none"),
-        help="all (default), or those of a BertForMaskedLM or of a BertModel alone: transformers "
-        "lists weights that the class it loads has no place for",
+        help="all (default), masked_lm for BertForMaskedLM, or none for BertModel: transformers "
+        "warns about weights that the class it loads does not use",
     )
 
 
@@ -88,4 +88,6 @@ def _export(options) -> None:
 
     settings = export(options.init, options.out, options.checkpoint, options.heads)
     name = settings["architectures"][0]
-    print(f'{options.out}: {name}; transformers.{name}.from_pretrained("{options.out}") loads it')
+    print(
+        f'{options.out}: {name}; load it with transformers.{name}.from_pretrained("{options.out}")'
+    )

@@ -1,4 +1,4 @@
-"""What verbs have in common: their parser, arguments, exit statuses."""
+"""Parser, arguments and exit statuses that verbs share."""
 
 import argparse
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from typing import Any, NoReturn
 from bert_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
-# preflight: the run does not fit the hardware. replay: the step came out differently.
+# preflight: the run does not fit the hardware. replay: the results differ.
 EXIT_NO = 1
-# BSD's EX_TEMPFAIL: stopped by a signal with everything saved; run the same command again.
+# EX_TEMPFAIL of BSD: stopped by a signal with all state saved; the same command resumes.
 EXIT_INTERRUPTED = 75
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors quote what was given as ours do."""
+    """An argument parser whose errors escape and shorten their text like `UserError`."""
 
     def error(self, message: str) -> NoReturn:
         super().error(str(UserError(message)))
 
 
 class Verbs:
-    """The verbs of a parser, added one by one."""
+    """The subcommands of a parser."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self._verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -34,7 +34,7 @@ class Verbs:
         example: str,
         takes_config: bool = False,
     ) -> argparse.ArgumentParser:
-        """The parser of one, whose arguments `run` is called with."""
+        """Add a verb and return its parser; `run` is called with the parsed arguments."""
         sub = self._verbs.add_parser(
             name,
             help=summary,
@@ -47,16 +47,19 @@ class Verbs:
 
 
 def add_config(sub: argparse.ArgumentParser) -> None:
-    """--config, which is taken out of the command line before argparse sees it; here for the help."""
+    """Add --config to the help; it is removed from the command line before argparse sees it."""
     group = sub.add_argument_group("config")
     group.add_argument("--config", metavar="FILE[:ARG]", help="a Python file with get_config")
     group.add_argument(
-        "--config.KEY", metavar="VALUE", dest="_", help="changes a setting (bert_jax/config.py)"
+        "--config.KEY",
+        metavar="VALUE",
+        dest="_",
+        help="override a setting (see bert_jax/config.py)",
     )
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
-    """--init or --workdir: a model of any origin."""
+    """Add --init, alias --workdir: a model of any origin."""
     sub.add_argument(
         "--init",
         "--workdir",
@@ -69,27 +72,30 @@ def add_model(sub: argparse.ArgumentParser) -> None:
 
 
 def add_which(sub: argparse.ArgumentParser) -> None:
-    """--checkpoint."""
+    """Add --checkpoint."""
     sub.add_argument(
-        "--checkpoint", default="best", help="best (default), latest, or a step", metavar="WHICH"
+        "--checkpoint",
+        default="best",
+        help="best (default), latest, or a step number",
+        metavar="WHICH",
     )
 
 
 def add_case(sub: argparse.ArgumentParser) -> None:
-    """--cased and --uncased."""
-    text = "case of the vocabulary (default: detected from it)"
+    """Add --cased and --uncased."""
+    text = "case of the vocabulary (default: detected)"
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", action="store_const", const=False, dest="lowercase", help=text)
     case.add_argument("--uncased", action="store_const", const=True, dest="lowercase", help=text)
 
 
 def take_rows(config, folders: list[str]) -> None:
-    """`--rows`, once a phase, into the config."""
+    """Set the rows of each phase of a config from `--rows`."""
     if folders and len(folders) != len(config.phases):
         raise UserError(
             f"{len(folders)} --rows for the config's {len(config.phases)} phases "
-            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): give one a phase, or "
-            "choose a config of one phase, such as configs/pretrain.py:base,128"
+            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): pass one per "
+            "phase, or choose a config with one phase, such as configs/pretrain.py:base,128"
         )
     for phase, rows in zip(config.phases, folders, strict=bool(folders)):
         phase.rows = rows

@@ -1,4 +1,4 @@
-"""Training, and what is asked of a run afterwards."""
+"""Verbs that train, evaluate and replay runs."""
 
 import argparse
 import json
@@ -13,26 +13,26 @@ def _add_resume(sub: argparse.ArgumentParser) -> None:
         "--resume",
         choices=("auto", "force"),
         default="auto",
-        help="force: go on although the config differs from the run's",
+        help="force: resume even if the config differs from the run's",
     )
 
 
 def add_pretrain(verbs: Verbs) -> None:
-    """`bert-jax pretrain`."""
+    """Add `bert-jax pretrain`."""
     sub = verbs.add(
         "pretrain",
         _pretrain,
         "pretrain a model on rows",
         "  bert-jax pretrain --config configs/pretrain.py:mini,128 --rows rows128 --workdir runs/mini \\\n"
         "    --config.steps=20000 --config.optim.learning_rate=5e-4\n\n"
-        "Started again, the same command goes on from the newest checkpoint.\n"
-        "exit status: 0 done, 2 a mistake told in one line, 75 stopped by a signal and saved",
+        "Run the same command again to resume from the newest checkpoint.\n"
+        "exit status: 0 done, 2 user error, 75 state saved after a signal",
         takes_config=True,
     )
     add_config(sub)
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     sub.add_argument(
-        "--rows", action="append", default=[], metavar="DIR", help="rows; once a phase, in order"
+        "--rows", action="append", default=[], metavar="DIR", help="rows; once per phase, in order"
     )
     _add_resume(sub)
 
@@ -54,14 +54,14 @@ def _pretrain(options) -> int | None:
     config, vocabulary, data, stages = pretraining.stages(config)
     try:
         train(config, vocabulary, data, stages, options.workdir, options.resume == "force")
-    except Interrupted as stopped:
-        print(f"bert-jax pretrain: {stopped}; run the same command to go on", file=sys.stderr)
+    except Interrupted as interrupt:
+        print(f"bert-jax pretrain: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     return None
 
 
 def add_finetune(verbs: Verbs) -> None:
-    """`bert-jax finetune`."""
+    """Add `bert-jax finetune`."""
     sub = verbs.add(
         "finetune",
         _finetune,
@@ -69,8 +69,8 @@ def add_finetune(verbs: Verbs) -> None:
         "  bert-jax finetune --config configs/glue.py:rte --data GLUE --init runs/base --workdir runs/rte\n"
         "  bert-jax finetune --config configs/table.py --config.task.train=train.csv \\\n"
         "    --config.task.dev=dev.csv --init bert-base-uncased --workdir runs/mine --seeds 5\n\n"
-        "Started again, the same command goes on from the newest checkpoint.\n"
-        "exit status: as pretrain's",
+        "Run the same command again to resume from the newest checkpoint.\n"
+        "exit status: as for pretrain",
         takes_config=True,
     )
     add_config(sub)
@@ -78,14 +78,19 @@ def add_finetune(verbs: Verbs) -> None:
         "--init",
         required=True,
         metavar="DIR",
-        help="a run, an imported checkpoint, or a Hugging Face folder or name; none: random weights",
+        help="a run, an imported checkpoint, or a Hugging Face folder or name; "
+        "none: random parameters",
     )
     add_which(sub)
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    sub.add_argument("--data", help="sets config.task.data: a benchmark's folder, or tfds")
+    sub.add_argument("--data", help="set config.task.data: folder of a benchmark, or tfds")
     sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
     sub.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="run N seeds; mean, deviation, best"
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train N seeds and report mean, standard deviation and best",
     )
     _add_resume(sub)
 
@@ -117,26 +122,28 @@ def _finetune(options) -> int | None:
             which=options.checkpoint,
             force=options.resume == "force",
         )
-    except Interrupted as stopped:
-        print(f"bert-jax finetune: {stopped}; run the same command to go on", file=sys.stderr)
+    except Interrupted as interrupt:
+        print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     print(finetune.describe(summary))
     return None
 
 
 def add_evaluate(verbs: Verbs) -> None:
-    """`bert-jax evaluate`."""
+    """Add `bert-jax evaluate`."""
     sub = verbs.add(
         "evaluate",
         _evaluate,
-        "measure a run again on held-out data",
+        "evaluate a run on held-out data",
         "  bert-jax evaluate --workdir runs/mini --rows rows128\n"
         "  bert-jax evaluate --workdir runs/rte",
     )
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    sub.add_argument("--rows", metavar="DIR", help="rows (default: those of its last phase)")
+    sub.add_argument("--rows", metavar="DIR", help="rows (default: those of the last phase)")
     add_which(sub)
-    sub.add_argument("--all", action="store_true", help="all held-out rows, not the run's choice")
+    sub.add_argument(
+        "--all", action="store_true", help="use all held-out rows, not only the run's subset"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -153,8 +160,8 @@ def _evaluate(options) -> None:
 
         if options.rows or options.all:
             raise UserError(
-                f"--rows and --all are for pretraining; {options.workdir} is measured on all of its "
-                "own task's data"
+                f"--rows and --all: only for pretraining runs; {options.workdir} is a fine-tuning "
+                "run, which is evaluated on all data of its task"
             )
 
         summary = finetune.evaluate_run(options.workdir, which=options.checkpoint)
@@ -163,25 +170,25 @@ def _evaluate(options) -> None:
 
     from bert_jax.evaluate import evaluate_workdir
 
-    step, found = evaluate_workdir(options.workdir, options.rows, options.checkpoint, options.all)
+    step, metrics = evaluate_workdir(options.workdir, options.rows, options.checkpoint, options.all)
     if options.json:
-        print(json.dumps({"step": step, **found}))
+        print(json.dumps({"step": step, **metrics}))
     else:
         print(f"step {step:,} of {options.workdir}, held-out")
-        for name, value in found.items():
+        for name, value in metrics.items():
             print(f"  {name:24} {value:.4f}")
 
 
 def add_replay(verbs: Verbs) -> None:
-    """`bert-jax replay`."""
+    """Add `bert-jax replay`."""
     sub = verbs.add(
         "replay",
         _replay,
-        "compute a step that went wrong again, from what a run wrote down of it",
+        "compute a bad step of a run again from its recorded incident",
         "  bert-jax replay runs/mini\n  bert-jax replay runs/mini --step 4711 --json",
     )
     sub.add_argument("workdir", metavar="DIR", help="folder of the run")
-    sub.add_argument("--step", type=int, help="of an incident (default: the first)")
+    sub.add_argument("--step", type=int, help="step of the incident (default: the first)")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -192,10 +199,10 @@ def _replay(options) -> int:
 
     from bert_jax import replay
 
-    found = replay.replay(options.workdir, options.step)
+    result = replay.replay(options.workdir, options.step)
     if options.json:
-        told = {"recorded": found.incident.told, "replayed": found.said, "same": found.same}
-        print(json.dumps(told))
+        summary = {"recorded": result.incident.told, "replayed": result.said, "same": result.same}
+        print(json.dumps(summary))
     else:
-        print(replay.describe(found))
-    return 0 if found.same else EXIT_NO
+        print(replay.describe(result))
+    return 0 if result.same else EXIT_NO
