@@ -351,7 +351,7 @@ def test_other_refusals(run, data, tmp_path, capsys):
     assert "holds runs of several seeds (seed_4" in refused(*arguments(data, tmp_path / "s"))
     assert "--rows and --all are for pretraining" in refused("evaluate", "--workdir", run, "--all")
     assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
-    with pytest.raises(UserError, match="standard input say too little"):
+    with pytest.raises(UserError, match="standard input do not suffice"):
         problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
     wrong = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
     said = refused("finetune", wrong, "--init", "none", "--workdir", "w")
