@@ -1,4 +1,4 @@
-"""What a model is used for."""
+"""Verbs that use a trained model: predict, score, glue-zip, fill-mask, attention, embed."""
 
 import argparse
 import json
