@@ -1,8 +1,8 @@
-"""Every setting of a run: typed dataclasses, their defaults, and what makes sense together.
+"""Settings of a run: typed dataclasses with their defaults and constraints.
 
-A config file (`configs/*.py`) returns a `Config`; the command line changes single fields of it
-(`--config.optim.learning_rate=2e-4`). No other module holds a default. L/H/A is the users' language:
-`base`, `L6-H768-A3`.
+A config file (`configs/*.py`) returns a `Config`; the command line overrides single fields
+(`--config.optim.learning_rate=2e-4`). Defaults are defined only here. Model sizes are named by
+layers, hidden size and attention heads: `base`, `L6-H768-A3`.
 """
 
 import dataclasses
@@ -29,81 +29,82 @@ class ModelConfig:
     hidden: int = 768
     heads: int = 12
     feed_forward: int = 3072
-    # 0 takes the size of the vocabulary that the rows were made with.
+    # 0: the size of the vocabulary that the rows were tokenized with.
     vocab_size: int = 0
-    # The embedding table is padded with unused rows to a multiple of this, for hardware and
-    # sharding. It changes no result.
+    # Pad the embedding table with unused entries to a multiple of this, for alignment and sharding.
+    # Results do not change.
     vocab_multiple: int = 1
     positions: int = 512
-    # 2 segment (token type) embeddings in BERT, 0 for none.
+    # Number of segment (token type) embeddings: 2 in BERT, 0 for none.
     segments: int = 2
-    # "gelu" is exact (erf), "gelu_tanh" what Google's code computes, or "relu".
+    # "gelu" (exact, erf), "gelu_tanh" (the approximation in Google's code) or "relu".
     activation: str = "gelu"
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    # Where dropout's random bits come from, a function of seed and step whichever: "hash" (a
-    # counter-based hash, nearly free), "threefry" (JAX's own, dear on CPU) or "rbg" (the
-    # accelerator's own; its bits differ between kinds of devices and meshes).
+    # Source of dropout's random bits, always a function of seed and step: "hash" (a counter-based
+    # hash, almost free), "threefry" (JAX's default, slow on CPU) or "rbg" (the accelerator's
+    # generator; its bits depend on the kind of device and on the mesh).
     dropout_generator: str = "hash"
-    # What computes attention while training: "xla" anywhere, "cudnn" or "pallas" on GPUs, "splash"
-    # on TPUs; the last three need attention_dropout=0, and other needs are checked at the start.
-    # "auto" is "splash" on TPUs and "cudnn" on GPUs where they can be used ("cudnn" only without
-    # config.deterministic), else "xla". Inference always uses "xla".
+    # Attention implementation for training: "xla" (any device), "cudnn" or "pallas" (GPU) or
+    # "splash" (TPU). All but "xla" need attention_dropout=0; their other requirements are checked
+    # at startup. "auto" selects "splash" on TPU and "cudnn" on GPU where they are supported
+    # ("cudnn" only with config.deterministic=false), else "xla". Inference always uses "xla".
     attention: str = "auto"
     layer_norm_epsilon: float = 1e-12
     initializer_stddev: float = 0.02
-    # A LayerNorm after the last layer; BERT's layers end in one already.
+    # Add a LayerNorm after the last layer. BERT's layers already end in one.
     final_norm: bool = False
-    # A left-to-right model ("LTR", section 5.1): a token sees itself and what is before it in its
-    # sequence, and pretraining predicts every next token instead of masked ones. [CLS] then sees
-    # nothing: next_sentence must be false, what is pooled is each sequence's last token ([SEP]), and
-    # SQuAD 2.0's score of no answer, which is [CLS]'s, is the same for all questions.
+    # Left-to-right model ("LTR", section 5.1): each token attends to itself and earlier tokens of
+    # its sequence, and pretraining predicts the next token instead of masked ones. [CLS] attends
+    # only to itself, so next_sentence must be false, the pooler reads the last token of each
+    # sequence ([SEP]), and the no-answer score of SQuAD 2.0, read at [CLS], is the same for all
+    # questions.
     causal: bool = False
-    # The masked-LM head (a causal model's for the next token): dense + activation + LayerNorm before
-    # the decoder, and the decoder is the embedding table.
+    # The masked-LM head (next-token head if causal). transform: dense + activation + LayerNorm
+    # before the decoder. tied_decoder: the decoder shares the embedding table.
     masked_lm: bool = True
     transform: bool = True
     tied_decoder: bool = True
-    # The pooler and the next-sentence head on every sequence's [CLS].
+    # The pooler and the next-sentence head, on the [CLS] of every sequence.
     next_sentence: bool = True
-    # The pooler also where no head needs it.
+    # Keep the pooler even if no head needs it.
     pooler: bool = False
-    # A fine-tuned head, a dense layer on dropped out hidden states (section 4): "sequence" on the
-    # pooled [CLS], "choice" one score on it, "token" on every token, "span" start and end scores of
-    # every token; "" for none.
+    # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
+    # "choice" (one score from the pooled [CLS]), "token" (on every token), "span" (start and end
+    # scores for every token) or "" for none.
     head: str = ""
-    # What its outputs are called, in order.
+    # Names of the head's outputs, in order.
     labels: tuple[str, ...] = ()
-    # Fine-tuning: so many layers of a bidirectional LSTM from random weights below the head, `hidden`
-    # wide in each direction (sections 5.1 and 5.3). It begins anew with every sequence.
+    # Fine-tuning: layers of a randomly initialized bidirectional LSTM below the head, `hidden`
+    # units in each direction (sections 5.1 and 5.3). Its state is reset at every sequence.
     lstm_layers: int = 0
-    # Fine-tuning: what the head (or the LSTM) stands on (section 5.3, table 7). "" is the last layer,
-    # all of the encoder being trained. The others are hidden states of an encoder that stays as it
-    # is: "embeddings", "second-to-last", "last", "last4" (concatenated), "weighted-last4" and
-    # "weighted-all" (of all layers; sums with learned weights, as ELMo's).
+    # Fine-tuning: input of the head, or of the LSTM (section 5.3, table 7). "" is the last layer,
+    # and the encoder is trained. The others are hidden states of a frozen encoder: "embeddings",
+    # "second-to-last", "last", "last4" (concatenated), "weighted-last4" and "weighted-all" (sums
+    # with learned weights as in ELMo, over the last four or all layers).
     features: str = ""
-    # What activations are computed in; parameters and the optimizer stay float32.
+    # Compute dtype of activations. Parameters and optimizer state stay float32.
     dtype: str = "float32"
-    # "unrolled" compiles every layer (faster steps), "scanned" one (faster compilation). Same
-    # parameters, same checkpoints.
+    # "unrolled" compiles every layer (faster steps), "scanned" compiles one (faster compilation).
+    # Parameters and checkpoints are the same.
     layer_loop: str = "unrolled"
-    # What the backward pass recomputes instead of keeping: "none", "dots" (keep the results of
-    # matrix products only) or "full" (keep each layer's input only).
+    # Rematerialization in the backward pass: "none", "dots" (keep only results of matrix products)
+    # or "full" (keep only each layer's input).
     remat: str = "none"
 
     @property
     def has_pooler(self) -> bool:
-        """Whether there is a pooler, for itself or for a head.
+        """Whether the model has a pooler, requested directly or needed by a head.
 
-        It is of the encoder's last layer: a head on an LSTM or on features takes their vectors as
-        they are.
+        The pooler reads the encoder's last layer; a head on an LSTM or on features uses their
+        outputs unpooled.
         """
-        pools = self.head in POOLED_HEADS and not (self.lstm_layers or self.features)
-        return self.pooler or self.next_sentence or pools
+        pooled_head = self.head in POOLED_HEADS and not (self.lstm_layers or self.features)
+        return self.pooler or self.next_sentence or pooled_head
 
     @property
     def feature_layers(self) -> list[int]:
-        """Which hidden states `features` are made of, as `layer_numbers` numbers them.
+        """Indices of the hidden states in `features`, numbered as in `layer_numbers`.
 
         Raises:
             UserError: the model has too few layers.
@@ -116,15 +117,15 @@ class ModelConfig:
 class MaskingConfig:
     """Masked-LM corruption (Devlin et al., section 3.1 and table 8)."""
 
-    # Of every sequence's tokens, special ones counted: round(rate * n), at least 1.
+    # Fraction of each sequence's n tokens, special ones included: round(rate * n), at least 1.
     rate: float = 0.15
-    # At most this many a sequence. 0 is BERT's: 20 at T=128, 76 at T=512, else ceil(rate * T).
+    # Maximum per sequence. 0 takes BERT's: 20 at T=128, 76 at T=512, otherwise ceil(rate * T).
     most_predictions: int = 0
-    # What becomes of a chosen token: [MASK], itself, or a random token of the vocabulary.
+    # Replacement of a selected token: [MASK], itself, or a random token of the vocabulary.
     mask_fraction: float = 0.8
     same_fraction: float = 0.1
     random_fraction: float = 0.1
-    # Choose whole words (all pieces of one) instead of word pieces.
+    # Select whole words (all of their word pieces) instead of single word pieces.
     whole_word: bool = False
 
 
@@ -132,13 +133,13 @@ class MaskingConfig:
 class OptimConfig:
     """The optimizer and its schedule. The defaults are BERT's (section A.2)."""
 
-    # "adam": BERT's, with decoupled weight decay and no bias correction. "adamw": with bias
-    # correction. "lamb": You et al., arXiv 1904.00962.
+    # "adam" (BERT's: decoupled weight decay, no bias correction), "adamw" (with bias correction) or
+    # "lamb" (You et al., arXiv 1904.00962).
     optimizer: str = "adam"
     learning_rate: float = 1e-4
     warmup_steps: int = 10_000
-    # "linear", "polynomial" (power below) or "cosine", down to end_fraction of the peak at the
-    # last step. Decay is counted from step 0, as in BERT, not from the end of the warm-up.
+    # "linear", "polynomial" (with `power`) or "cosine" decay to end_fraction of the peak at the
+    # last step. As in BERT, decay is counted from step 0, not from the end of warm-up.
     schedule: str = "linear"
     power: float = 0.5
     end_fraction: float = 0.0
@@ -147,32 +148,32 @@ class OptimConfig:
     epsilon: float = 1e-6
     # Not applied to biases and LayerNorm.
     weight_decay: float = 0.01
-    # Gradients are scaled down to this global norm; 0 leaves them alone.
+    # Clip gradients to this global norm; 0 disables clipping.
     clip_norm: float = 1.0
-    # Each layer learns at this times the rate of the one above it; heads at the full rate.
+    # Learning rate of each layer relative to the layer above it; heads use the full rate.
     layer_decay: float = 1.0
 
 
 @dataclasses.dataclass
 class Phase:
-    """A stretch of the run with its own rows: BERT trains on T=128 first, then T=512."""
+    """A part of the run with its own rows: BERT trains on T=128 first, then T=512."""
 
-    # The folder that `bert-jax prepare` wrote.
+    # Folder written by `bert-jax prepare`.
     rows: str = ""
-    # T the rows must have; 0 takes any.
+    # T that the rows must have; 0 accepts any.
     tokens: int = 0
-    # This phase's share of config.steps.
+    # Fraction of config.steps.
     fraction: float = 1.0
-    # Rows a step in all, over all devices and hosts. 0 takes config.batch_size.
+    # Global number of rows per step, over all devices and hosts. 0 takes config.batch_size.
     batch_size: int = 0
-    # Splits a batch into this many parts computed one after the other. 0 takes
+    # Gradient accumulation: split a batch into this many parts, computed in turn. 0 takes
     # config.accumulation.
     accumulation: int = 0
 
 
 @dataclasses.dataclass
 class MeshConfig:
-    """How devices are arranged. One axis may be -1: all devices that are left."""
+    """The device mesh. One axis may be -1: all remaining devices."""
 
     data: int = -1
     fsdp: int = 1
@@ -181,55 +182,55 @@ class MeshConfig:
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    """What is kept of a run."""
+    """When checkpoints are saved and which are kept."""
 
-    # Fine-tuning: 0 saves after every evaluation.
+    # 0 saves after every evaluation (fine-tuning only).
     every_steps: int = 1_000
     keep_last: int = 2
-    # Besides the last ones, the best checkpoints: lowest held-out loss on words (masked or next
-    # ones), or the fine-tuned task's own metric.
+    # Number of best checkpoints kept besides the last ones: by held-out masked-LM (or next-token)
+    # loss, or by the metric of the fine-tuning task.
     keep_best: int = 1
 
 
 @dataclasses.dataclass
 class GuardConfig:
-    """What a run does when its numbers go wrong (`bert_jax.guard`)."""
+    """How a run reacts to non-finite values and loss spikes (`bert_jax.guard`)."""
 
-    # A loss or gradient that is not finite: "stop" before the step, "skip" (go on without its
-    # batch) or "rollback" (go on from the checkpoint before, without its batch and those of
-    # rollback_steps steps before it).
+    # Non-finite loss or gradient: "stop" before the update, "skip" its batch, or "rollback" (resume
+    # from the previous checkpoint without this batch and those of the rollback_steps steps before).
     nonfinite: str = "stop"
-    # A loss or gradient norm that is `sigmas` standard deviations above the mean of the last 128
-    # steps: the same, or "report" (say so and go on), or "off".
+    # Loss or gradient norm more than `sigmas` standard deviations above the mean of the last 128
+    # steps: "stop", "skip" or "rollback" as above, "report" (log it and continue) or "off".
     spike: str = "report"
     sigmas: float = 10.0
     rollback_steps: int = 16
-    # More than so many steps that went wrong end the run; of spikes that are only reported, no more
-    # than so many are written down.
+    # The run stops after more than this many bad steps. Of spikes that are only reported, at most
+    # this many are recorded.
     most_incidents: int = 100
-    # Every so many steps the step is computed twice; results that differ, by faulty hardware or a
-    # race, end the run. 0 never.
+    # Compute a step twice every this many steps and stop the run if the results differ (faulty
+    # hardware or a race condition). 0 disables the check.
     probe_every_steps: int = 0
 
 
 @dataclasses.dataclass
 class EmbedConfig:
-    """How `bert-jax embed` makes vectors of texts; an imported sentence encoder brings its own."""
+    """How `bert-jax embed` computes vectors; imported sentence encoders set these themselves."""
 
-    # "mean" of a text's tokens, [CLS] and [SEP] among them, "cls", or "none": a vector a token.
+    # "mean" (over a text's tokens, [CLS] and [SEP] included), "cls" or "none" (one vector per
+    # token).
     pooling: str = "mean"
-    # "last", "second-to-last", "last4", "all", "embeddings", or numbers: 0 are the embeddings,
-    # -1 is the last layer, "-4,-1" are two.
+    # "last", "second-to-last", "last4", "all", "embeddings" or layer numbers: 0 is the embeddings,
+    # -1 the last layer, "-4,-1" two layers.
     layers: str = "last"
-    # Scale every vector to length 1.
+    # Scale every vector to unit length.
     normalize: bool = False
-    # Longer texts are cut; 0 takes model.positions.
+    # Truncate texts to this many tokens; 0 takes model.positions.
     tokens: int = 0
 
 
 @dataclasses.dataclass
 class Run:
-    """What every run has."""
+    """Settings common to pretraining and fine-tuning."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -237,23 +238,24 @@ class Run:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     embed: EmbedConfig = dataclasses.field(default_factory=EmbedConfig)
-    # Everything random (initial weights, order, masks, dropout) is a function of this and the step.
+    # Initial weights, data order, masking and dropout are functions of the seed and the step.
     seed: int = 0
     steps: int = 1_000_000
-    # Rows a step in all, over all devices and hosts; fine-tuning: examples.
+    # Global number of rows per step, over all devices and hosts. Fine-tuning: number of examples.
     batch_size: int = 256
     accumulation: int = 1
-    # Held-out evaluation; 0 evaluates at the end only (fine-tuning: once an epoch).
+    # Held-out evaluation; 0 evaluates only at the end (fine-tuning: once per epoch).
     evaluate_every_steps: int = 1_000
-    # Metrics are means over this many steps.
+    # Logged metrics are averages over this many steps.
     log_every_steps: int = 50
-    # "100:110" traces the ten steps after the first hundred into the workdir's profile/, with a table
-    # of where their time went (`bert_jax.profile`); "" none. What is computed stays the same.
+    # FIRST:END, for example "100:110" for the ten steps after the first hundred: write a profiler
+    # trace and a table of time by operation (`bert_jax.profile`) to the workdir's profile/. Results
+    # do not change. "" disables profiling.
     profile_steps: str = ""
-    # "cpu", "gpu" or "tpu" refuses to run on anything else; "" takes the best there is.
+    # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.
     platform: str = ""
-    # Two identical runs end with the same bits on a GPU too, where XLA then avoids atomic additions
-    # and autotuning; CPUs and TPUs are deterministic either way.
+    # Make runs on GPU bitwise reproducible: XLA avoids atomic additions and autotuning. CPUs and
+    # TPUs are deterministic either way.
     deterministic: bool = True
 
 
@@ -263,73 +265,74 @@ class Config(Run):
 
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
     phases: tuple[Phase, ...] = (Phase(),)
-    # Records of the rows that fail their checksum: "stop" with an error that names the first, or
-    # "skip": tell each and put a row of padding, which weighs nothing, in its place, so that all
-    # other rows stay where they were.
+    # Rows that fail their checksum: "stop" with an error that names the first, or "skip": warn
+    # about each and replace it with a row of padding of weight 0, so that all other rows keep their
+    # positions.
     damaged_rows: str = "stop"
-    # 0 takes all held-out rows.
+    # Number of held-out rows per evaluation; 0 takes all.
     evaluate_rows: int = 2_048
 
 
 @dataclasses.dataclass
 class TaskConfig:
-    """What to fine-tune on."""
+    """The task and its data."""
 
-    # "classification" (of texts or pairs), "choice" (of one text among several), "tagging" (of
-    # words) or "squad" (answers in a text).
+    # "classification" (texts or pairs of texts), "choice" (multiple choice), "tagging" (one label
+    # per word) or "squad" (extractive question answering).
     kind: str = "classification"
-    # A benchmark: "cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "squad1",
-    # "squad2", "swag"; "" for files of one's own.
+    # Benchmark: "cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "squad1",
+    # "squad2", "swag"; "" for your own files.
     name: str = ""
-    # The folder of a benchmark's files, or "tfds".
+    # Folder with the benchmark's files, or "tfds".
     data: str = ""
-    # Files of one's own: .tsv, .csv, .jsonl, .parquet; CoNLL columns; SQuAD's JSON.
+    # Your own files: .tsv, .csv, .jsonl or .parquet; CoNLL columns; SQuAD's JSON.
     train: str = ""
     dev: str = ""
     test: str = ""
-    # Columns: the text or the pair, what is to be learned, and for "choice" the choices.
+    # Columns: the text or pair of texts, the target, and the choices of "choice".
     text_a: str = "text"
     text_b: str = ""
     label: str = "label"
     choices: tuple[str, ...] = ()
-    # "class" (one label), "classes" (several at a time) or "number".
+    # "class" (one label), "classes" (multilabel) or "number" (regression).
     objective: str = "class"
-    # A file with a label a line, or names with commas; "" takes those of the training data.
+    # A file with one label per line, or comma-separated names; "" takes the training data's labels.
     labels: str = ""
-    # Longer sequences are cut (classification, choice) or go over several (tagging, squad).
+    # Maximum length. Longer sequences are truncated (classification, choice) or split (tagging,
+    # squad).
     tokens: int = 128
-    # SQuAD: how far windows of a text lie apart, most tokens of a question and of an answer, and
-    # how many starts and ends are combined to answers.
+    # SQuAD: stride between windows of a context, maximum tokens of a question and of an answer, and
+    # number of start and end candidates that are combined into answers.
     stride_tokens: int = 128
     question_tokens: int = 64
     answer_tokens: int = 30
     n_best: int = 20
-    # Tagging: sentences see their neighbors in the document (Devlin et al., section 5.3).
+    # Tagging: add neighboring sentences of the document as context (Devlin et al., section 5.3).
     document_context: bool = False
 
 
 @dataclasses.dataclass
 class FinetuneConfig(Run):
-    """A fine-tuning run (Devlin et al., section 4). `steps` follows from `epochs`."""
+    """A fine-tuning run (Devlin et al., section 4). `steps` is computed from `epochs`."""
 
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     epochs: float = 3.0
-    # Of the steps; fills in optim.warmup_steps.
+    # Fraction of the steps; sets optim.warmup_steps.
     warmup_fraction: float = 0.1
-    # Stop after this many evaluations without a better one; 0 never.
+    # Stop after this many evaluations without improvement; 0 disables early stopping.
     patience: int = 0
-    # The embeddings and this many layers above them keep their weights; 0 trains everything.
+    # Freeze the embeddings and this many layers above them; 0 trains everything.
     frozen_layers: int = 0
-    # This many layers from the top start anew instead of from the checkpoint.
+    # Reinitialize this many layers from the top instead of loading them from the checkpoint.
     reset_layers: int = 0
-    # No packing: every sequence in a row of its own. Slower; for comparison.
+    # Do not pack: one sequence per row. Slower; for comparison.
     one_a_row: bool = False
     batch_size: int = 32
     steps: int = 0
     evaluate_every_steps: int = 0
     log_every_steps: int = 20
-    # Bias correction makes small sets reliable (Mosbach et al., arXiv 2006.04884); BERT's own
-    # "adam" goes without.
+    # Bias correction stabilizes training on small datasets (Mosbach et al., arXiv 2006.04884);
+    # BERT's "adam" has none.
     optim: OptimConfig = dataclasses.field(
         default_factory=lambda: OptimConfig(optimizer="adamw", learning_rate=3e-5)
     )
@@ -338,7 +341,7 @@ class FinetuneConfig(Run):
     )
 
 
-SIZES = {  # Devlin et al., and Turc et al. (arXiv 1908.08962) for the small ones
+SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)
     "tiny": (2, 128, 2),
     "mini": (4, 256, 4),
     "small": (4, 512, 8),
@@ -349,10 +352,10 @@ SIZES = {  # Devlin et al., and Turc et al. (arXiv 1908.08962) for the small one
 
 
 def model_size(name: str) -> ModelConfig:
-    """The model of a name: one of `SIZES`, `teaching`, or any `L6-H768-A3`.
+    """Return the config of a named size: one of `SIZES`, `teaching`, or e.g. `L6-H768-A3`.
 
     Raises:
-        UserError: no such size; the line lists those there are.
+        UserError: unknown size; the message lists the known ones.
     """
     if name == "teaching":
         return ModelConfig(
@@ -375,24 +378,24 @@ def model_size(name: str) -> ModelConfig:
         layers, hidden, heads = SIZES[name]
     else:
         known = ", ".join(["teaching", *SIZES])
-        raise UserError(f"no model size {name!r}: choose {known}, or any like L6-H768-A3")
+        raise UserError(f"unknown model size {name!r}: choose {known}, or a shape like L6-H768-A3")
     return ModelConfig(layers=layers, hidden=hidden, heads=heads, feed_forward=4 * hidden)
 
 
 def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> list[int]:
-    """The hidden states that a setting names, of a model with `count` layers.
+    """Return the indices of the hidden states selected by a setting.
 
     Args:
-        layers: as `EmbedConfig.layers` says.
-        count: L.
-        key: what the setting is called in an error.
+        layers: a value of `EmbedConfig.layers`.
+        count: number of layers of the model, L.
+        key: name of the setting in error messages.
 
     Returns:
-        Numbers from 0 (the embeddings) to `count` (the last layer), in the order given. "all" are
-        1 to `count`.
+        Indices from 0 (the embeddings) to `count` (the last layer), in the given order. "all" is 1
+        to `count`.
 
     Raises:
-        UserError: no such layer.
+        UserError: the model has no such layer.
     """
     named = {
         "last": [-1],
@@ -410,8 +413,8 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
     for number in numbers:
         if not -count <= number <= count:
             raise UserError(
-                f"{key} is {layers!r}: the model has no layer {number}, only 0 (the embeddings) to "
-                f"{count}, or {-count} to -1 from the end"
+                f"{key} is {layers!r}: the model has no layer {number}; choose 0 (the embeddings) "
+                f"to {count}, or {-count} to -1 from the end"
             )
     return [number + (count + 1) * (number < 0) for number in numbers]
 
@@ -441,7 +444,7 @@ _POSITIVE = (
     "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last optim.layer_decay "
     "guard.sigmas epochs task.stride_tokens task.question_tokens task.answer_tokens task.n_best"
 ).split()
-# The benchmarks of each kind of task; "" for data of one's own.
+# The benchmarks of each kind of task; "" for the user's own data.
 _GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
 _NAMES = {
     "classification": ("", *_GLUE),
@@ -449,8 +452,8 @@ _NAMES = {
     "tagging": ("",),
     "squad": ("", "squad1", "squad2"),
 }
-# What follows from something else in fine-tuning, so that setting it would do nothing.
-_FOLLOWS = {
+# Keys that fine-tuning derives from other settings, so setting them would have no effect.
+_DERIVED = {
     "optim.warmup_steps": "config.warmup_fraction",
     "model.vocab_size": "the vocabulary",
     **{
@@ -458,8 +461,8 @@ _FOLLOWS = {
         for name in ("head", "labels", "masked_lm", "next_sentence", "pooler")
     },
 }
-# What fine-tuning fills in where it is 0.
-_FILLED_IN = ("steps", "checkpoint.every_steps")
+# Where 0, fine-tuning computes these.
+_COMPUTED_IF_ZERO = ("steps", "checkpoint.every_steps")
 _NOT_NEGATIVE = (
     "model.vocab_size model.segments model.initializer_stddev model.lstm_layers "
     "masking.most_predictions seed guard.rollback_steps guard.most_incidents guard.probe_every_steps "
@@ -472,16 +475,16 @@ _FRACTIONS = (
 
 
 def validate(config: Run) -> None:
-    """Refuses a config whose fields cannot be or cannot go together.
+    """Check the fields of a config, alone and in combination.
 
     Raises:
-        UserError: names the first such field, its value and what it may be.
+        UserError: names the first invalid field, its value and the valid ones.
     """
     flat = flatten(config)
 
-    def require(holds: bool, key: str, may_be: str) -> None:
+    def require(holds: bool, key: str, requirement: str) -> None:
         if not holds:
-            raise UserError(f"config.{key} is {flat[key]!r}: it must be {may_be}")
+            raise UserError(f"config.{key} is {flat[key]!r}: it must be {requirement}")
 
     for key, value in flat.items():
         if isinstance(value, float):
@@ -490,9 +493,9 @@ def validate(config: Run) -> None:
             require(abs(value) < 2**31, key, "below 2**31")
     for key, choices in _CHOICES.items():
         require(flat.get(key) in (None, *choices), key, "one of " + ", ".join(map(repr, choices)))
-    may_be_0 = _FILLED_IN if isinstance(config, FinetuneConfig) else ()
+    may_be_zero = _COMPUTED_IF_ZERO if isinstance(config, FinetuneConfig) else ()
     for key in flat.keys() & {*_POSITIVE}:
-        require(flat[key] > 0 or (flat[key] == 0 and key in may_be_0), key, "above 0")
+        require(flat[key] > 0 or (flat[key] == 0 and key in may_be_zero), key, "above 0")
     for key in flat.keys() & {*_NOT_NEGATIVE}:
         require(flat[key] >= 0, key, "0 or more")
     for key in flat.keys() & {*_FRACTIONS}:
@@ -501,12 +504,12 @@ def validate(config: Run) -> None:
 
     model = config.model
     require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
-    outputs = {"": 0, "choice": 1, "span": 2}.get(model.head, max(len(model.labels), 1))
-    require(len(model.labels) == outputs, "model.labels", f"{outputs} names for this head")
+    num_labels = {"": 0, "choice": 1, "span": 2}.get(model.head, max(len(model.labels), 1))
+    require(len(model.labels) == num_labels, "model.labels", f"{num_labels} names for this head")
     axes = dataclasses.astuple(config.mesh)
     if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
         raise UserError(
-            f"config.mesh (data, fsdp, tensor) is {axes}: sizes above 0, at most one of them -1"
+            f"config.mesh (data, fsdp, tensor) is {axes}: sizes must be above 0, at most one -1"
         )
     if isinstance(config, Config):
         _validate_pretraining(config, require)
@@ -515,47 +518,49 @@ def validate(config: Run) -> None:
         names = _NAMES[config.task.kind]
         require(config.task.name in names, "task.name", "one of " + ", ".join(map(repr, names)))
         if model.features:
-            stays = f"config.model.features={model.features!r} leaves the encoder as it is"
+            reason = f"because config.model.features={model.features!r} freezes the encoder"
             for name in ("frozen_layers", "reset_layers"):
-                require(getattr(config, name) == 0, name, f"0, for {stays}")
-            require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, for {stays}")
-        if model.head:  # else a checkpoint is yet to say how large the model is
-            most = model.positions
-            require(config.task.tokens <= most, "task.tokens", f"8 to {most}")
+                require(getattr(config, name) == 0, name, f"0, {reason}")
+            require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, {reason}")
+        if model.head:  # else the model's size is not known until a checkpoint is read
+            limit = model.positions
+            require(config.task.tokens <= limit, "task.tokens", f"8 to {limit}")
             if model.features:
-                _ = model.feature_layers  # raises where there are too few
-            for name, most in (
+                _ = model.feature_layers  # raises if the model has too few layers
+            for name, limit in (
                 ("frozen_layers", model.layers),
                 ("reset_layers", model.layers - config.frozen_layers),
             ):
-                what = f"at most {most}, the model's layers"
+                requirement = f"at most {limit}, the number of layers"
                 if name == "reset_layers" and config.frozen_layers:
-                    what += " that are not frozen: what starts anew must learn"
-                require(getattr(config, name) <= most, name, what)
+                    requirement += " that are not frozen: reinitialized layers must be trained"
+                require(getattr(config, name) <= limit, name, requirement)
     profiled_steps(config)
 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
     model, masking = config.model, config.masking
-    for name, nothing in (("lstm_layers", 0), ("features", "")):
-        what = f"{nothing!r} in pretraining, for it is of fine-tuned heads"
-        require(getattr(model, name) == nothing, f"model.{name}", what)
+    for name, default in (("lstm_layers", 0), ("features", "")):
+        requirement = f"{default!r} in pretraining; it applies to fine-tuning heads only"
+        require(getattr(model, name) == default, f"model.{name}", requirement)
     if model.causal:
-        what = "false with config.model.causal=true, where [CLS] sees nothing but itself"
-        require(not model.next_sentence, "model.next_sentence", what)
+        requirement = "false with config.model.causal=true, where [CLS] attends only to itself"
+        require(not model.next_sentence, "model.next_sentence", requirement)
         for name, value in dataclasses.asdict(MaskingConfig()).items():
-            what = f"{value!r}, as by default, with config.model.causal=true, which masks nothing"
-            require(getattr(masking, name) == value, f"masking.{name}", what)
+            requirement = (
+                f"{value!r}, the default, with config.model.causal=true, which masks nothing"
+            )
+            require(getattr(masking, name) == value, f"masking.{name}", requirement)
     require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
     split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
     if min(split) < 0 or abs(sum(split) - 1) > 1e-6:
         raise UserError(
-            f"config.masking: mask, same and random fractions are {split}: they must add up to 1"
+            f"config.masking: mask, same and random fractions are {split}: they must sum to 1"
         )
     if not config.phases:
-        raise UserError("config.phases is empty: a run needs at least one")
+        raise UserError("config.phases is empty: add at least one phase")
     if abs(sum(phase.fraction for phase in config.phases) - 1) > 1e-6:
-        raise UserError("config.phases: the fractions must add up to 1")
+        raise UserError("config.phases: the fractions must sum to 1")
     for i, phase in enumerate(config.phases):
         key = f"phases[{i}]"
         require(phase.fraction > 0, f"{key}.fraction", "above 0")
@@ -566,16 +571,17 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
             f"{key}.tokens",
             f"at most {model.positions}, config.model.positions",
         )
-        batch = phase.batch_size or config.batch_size
-        parts = phase.accumulation or config.accumulation
-        if batch % parts:
+        batch_size = phase.batch_size or config.batch_size
+        accumulation = phase.accumulation or config.accumulation
+        if batch_size % accumulation:
             raise UserError(
-                f"config.batch_size {batch} is not divisible by accumulation {parts} (phase {i})"
+                f"config.batch_size {batch_size} is not divisible by accumulation {accumulation} "
+                f"(phase {i})"
             )
 
 
 def phase_ends(config: Config) -> list[int]:
-    """The step at which each phase ends; the last is `config.steps`."""
+    """Return the step at which each phase ends; the last is `config.steps`."""
     ends, share = [], 0.0
     for phase in config.phases:
         share += phase.fraction
@@ -584,36 +590,36 @@ def phase_ends(config: Config) -> list[int]:
 
 
 def profiled_steps(config: Run) -> range:
-    """The steps that `config.profile_steps` names, counted from 0; none where it is "".
+    """Return the steps of `config.profile_steps`, counted from 0; empty if it is "".
 
     Raises:
-        UserError: no such steps, in a config whose number of steps is known, or of several phases.
+        UserError: malformed, past the end of the run (if its length is known), or across phases.
     """
     text = config.profile_steps
     if not text:
         return range(0)
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    first, end = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    first, end = map(int, match.groups()) if match else (0, 0)
     if first >= end:
         raise UserError(
-            f"config.profile_steps is {text!r}: it must be FIRST:END, as 100:110 for the ten steps after "
-            "the first hundred"
+            f"config.profile_steps is {text!r}: it must be FIRST:END, e.g. 100:110 for the ten "
+            "steps after the first hundred"
         )
     if config.steps and end > config.steps:
         raise UserError(
-            f"config.profile_steps is {text!r}: the run has {config.steps:,} steps only"
+            f"config.profile_steps is {text!r}: the run has only {config.steps:,} steps"
         )
     for phase_end in phase_ends(config) if isinstance(config, Config) else []:
         if first < phase_end < end:
             raise UserError(
-                f"config.profile_steps is {text!r}: a phase ends at step {phase_end:,}, and its steps and "
-                "those of the next are different programs; name steps of one of them"
+                f"config.profile_steps is {text!r}: a phase ends at step {phase_end:,}; choose "
+                "steps within one phase"
             )
     return range(first, end)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted path: `optim.learning_rate`, `phases[0].rows`."""
+    """Return the leaves by dotted path: `optim.learning_rate`, `phases[0].rows`."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, path = getattr(config, field.name), f"{prefix}{field.name}"
@@ -628,15 +634,15 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: Run) -> dict[str, Any]:
-    """Nested plain values, for config.json."""
+    """Return nested plain values, as stored in config.json."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: Any) -> Run:
-    """The inverse of `to_dict`, a `FinetuneConfig` where there is a task, else a `Config`.
+    """Invert `to_dict`: a `FinetuneConfig` if there is a task, else a `Config`.
 
     Raises:
-        UserError: a field that this version does not have, or of another type.
+        UserError: a field is unknown to this version or has the wrong type.
     """
     try:
         if not isinstance(values, Mapping) or not values.keys() & {"task", "phases"}:
@@ -647,15 +653,15 @@ def from_dict(values: Any) -> Run:
 
 
 def build(kind: Any, value: Any, where: str) -> Any:
-    """The inverse of `dataclasses.asdict`, also for what has been JSON in between.
+    """Invert `dataclasses.asdict`, also after a round trip through JSON.
 
     Args:
-        kind: a dataclass, or the type of one's field: plain ones, `tuple[kind, ...]`, `Any`.
+        kind: a dataclass or the type of a field: a plain type, `tuple[kind, ...]` or `Any`.
         value: plain values.
-        where: what to call it in an error.
+        where: what to call the value in error messages.
 
     Raises:
-        ValueError: a value of another type, a field that is missing or unknown; names it.
+        ValueError: a value has the wrong type, or a field is missing or unknown; names the field.
     """
     if kind is Any:
         return value
@@ -664,10 +670,10 @@ def build(kind: Any, value: Any, where: str) -> Any:
         for name in value:
             if name not in fields:
                 raise ValueError(f"{where} has an unknown field {name!r}")
-        found = {name: build(fields[name], v, f"{where}.{name}") for name, v in value.items()}
+        built = {name: build(fields[name], v, f"{where}.{name}") for name, v in value.items()}
         try:
-            return kind(**found)
-        except TypeError as error:  # which are missing
+            return kind(**built)
+        except TypeError as error:  # names the missing fields
             raise ValueError(f"{where}: {error}") from None
     if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
         item = typing.get_args(kind)[0]
@@ -676,48 +682,50 @@ def build(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     fits = isinstance(value, typing.get_origin(kind) or kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where} is {str(value)[:80]!r}, which is no {_KINDS.get(kind, 'group')}")
+        raise ValueError(
+            f"{where} is {str(value)[:80]!r}: it must be {_KINDS.get(kind, 'a group')}"
+        )
     return value
 
 
-_KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """`--config FILE`, `--config.key=value` and `--config.key value` of a command line, and the rest."""
-    config, rest, waiting = [], [], ""
+    """Split arguments into config ones (`--config FILE`, `--config.key[=]value`) and the rest."""
+    config, rest, pending = [], [], ""
     for argument in arguments:
-        if waiting:
-            config.append(f"{waiting}={argument}")
-            waiting = ""
+        if pending:
+            config.append(f"{pending}={argument}")
+            pending = ""
         elif argument == "--config" or argument.startswith(("--config=", "--config.")):
             if "=" in argument:
                 config.append(argument)
             else:
-                waiting = argument
+                pending = argument
         else:
             rest.append(argument)
-    if waiting:
-        rest.append(waiting)  # argparse will say that it lacks a value
+    if pending:
+        rest.append(pending)  # argparse reports the missing value
     return config, rest
 
 
 def load(arguments: list[str], kind: type = Config) -> Any:
-    """The config of `--config FILE[:ARGUMENT]` and `--config.key=value` arguments, validated.
+    """Load the config of `--config FILE[:ARGUMENT]` and `--config.key=value` and validate it.
 
     Args:
-        arguments: of the command line.
-        kind: `Config` or `FinetuneConfig`, which the file must make.
+        arguments: command-line arguments.
+        kind: `Config` or `FinetuneConfig`, which the file must return.
 
     Raises:
-        UserError: no such file, an unknown key (names the nearest), a value of the wrong type or
-            fields that do not go together.
+        UserError: the file is missing, a key is unknown (the message names the nearest one), a
+            value has the wrong type, or fields are incompatible.
     """
     from absl import flags
     from ml_collections import config_flags
 
     values = flags.FlagValues()
-    # One pass for the file alone, so that keys can be checked before anything is set.
+    # Load the file alone first, so that keys can be checked before any is set.
     file = [a for a in arguments if a.startswith("--config=")]
     if not file:
         raise UserError(
@@ -725,21 +733,21 @@ def load(arguments: list[str], kind: type = Config) -> Any:
         )
     path = file[0].removeprefix("--config=").partition(":")[0]
     if not os.path.exists(path):
-        raise UserError(f"there is no config file {path} (from {os.getcwd()})")
+        raise UserError(f"config file {path} does not exist (working directory: {os.getcwd()})")
     argv = ["bert-jax", *arguments]
     try:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)
         values(argv[:1] + file)
         config = values.config
         if not isinstance(config, kind):
-            # A missing file gives a stand-in that raises on use.
+            # For a missing file this is a placeholder that raises when used.
             getattr(config, "steps", None)
             raise UserError(
                 f"{file[0][9:]}: get_config must return a bert_jax.config.{kind.__name__} here"
             )
         for argument in arguments:
             if not argument.startswith("--"):
-                raise UserError(f"cannot read {argument}: settings are written --config.KEY=VALUE")
+                raise UserError(f"cannot parse {argument}: write settings as --config.KEY=VALUE")
             key = argument.partition("=")[0].removeprefix("--config.")
             if key != "--config":
                 _check_key(key, config)
@@ -749,29 +757,33 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     except UserError:
         raise
     except flags.Error as error:
-        if "Traceback" in str(error):  # a whole one is quoted where the file itself raised
+        if "Traceback" in str(error):  # raised by the file itself, with its traceback
             last = str(error).strip().splitlines()[-1]
             raise UserError(f"cannot load {file[0][9:]}: {last}") from None
-        raise UserError(f"a config value of the wrong type: {error}") from None
-    except Exception as error:  # a config file is a program: anything may come out of it
+        raise UserError(f"config value of the wrong type: {error}") from None
+    except Exception as error:  # a config file is a program and can raise anything
         text = " ".join(str(error).split())
         raise UserError(f"cannot load {file[0][9:]}: {type(error).__name__}: {text}") from error
-    config = from_dict(to_dict(values.config))  # a config file may have put anything anywhere
+    config = from_dict(to_dict(values.config))  # a config file can assign values of any type
     validate(config)
     return config
 
 
 def _check_key(key: str, config: Run) -> None:
     flat = flatten(config)
-    if isinstance(config, FinetuneConfig) and key in _FOLLOWS:
-        raise UserError(f"config.{key} follows from {_FOLLOWS[key]} when fine-tuning: set that")
+    if isinstance(config, FinetuneConfig) and key in _DERIVED:
+        raise UserError(
+            f"config.{key} follows from {_DERIVED[key]} when fine-tuning: set that instead"
+        )
     if key in flat:
         return
     if any(name.startswith((f"{key}.", f"{key}[")) for name in flat):
-        raise UserError(f"config.{key} is a group of settings: set one of them, config.{key}.…")
+        raise UserError(
+            f"config.{key} is a group of settings: set one of its fields, config.{key}.…"
+        )
     nearest = difflib.get_close_matches(key, flat, 1, 0.5)
-    # A right name in the wrong group is a likelier slip than a similar path.
+    # A correct name in the wrong group is a likelier mistake than a similar path.
     same_name = [name for name in flat if name.rpartition(".")[2] == key.rpartition(".")[2]]
     guess = (same_name or nearest or [""])[0]
     hint = f"; did you mean config.{guess}?" if guess else ""
-    raise UserError(f"unknown config key config.{key}{hint}")
+    raise UserError(f"config.{key}: unknown key{hint}")

@@ -1,7 +1,7 @@
-"""Texts to vectors: hidden states of any layers, pooled over each text, computed in packed rows.
+"""Text embeddings: hidden states of chosen layers, pooled over each text, computed in packed rows.
 
-A stream of texts is cut into chunks; a chunk is tokenized on all cores and packed into rows of few
-lengths while the device works on the chunk before it, and leaves in the order it came.
+Texts are processed in chunks. While the device computes one chunk, the next is tokenized on all
+cores and packed into rows of a few lengths. Vectors are returned in the order of the texts.
 """
 
 import collections
@@ -30,31 +30,33 @@ from bert_jax.progress import Progress
 
 LONG = ("truncate", "window")
 OUTPUTS = (".npy", ".jsonl", ".parquet")
-# Rows are of these lengths or a further power of two. Attention costs T² a row, so short texts
-# stay in short rows.
+# Rows have this length or a larger power of two. Attention costs T² per row, so short texts are
+# packed into short rows.
 _SHORTEST_ROW = 64
-# Tokens a batch and device. A CPU is fastest where a layer's activations stay in its caches.
+# Tokens per batch and device. A CPU is fastest if a layer's activations fit into its caches.
 _BATCH_TOKENS = {"cpu": 1024}
 _BATCH_TOKENS_ACCELERATOR = 1 << 16
-# Batches a chunk, about: at a chunk's end one batch of each row length is only partly full.
+# Approximate batches per chunk. At the end of a chunk, one batch per row length is only partly
+# full.
 _CHUNK_BATCHES = 64
 _CHUNK_TEXTS = 1 << 16
 _CHUNK_BYTES = 1 << 28  # of vectors
-_TOKENIZE_TEXTS = 1024  # at a time: the tokenizer's own records are some 200 bytes a token
-_IN_FLIGHT = 1  # besides the batch being computed
+_TOKENIZE_TEXTS = 1024  # per call, as the tokenizer's encodings take about 200 bytes per token
+_IN_FLIGHT = 1  # batches queued besides the one being computed
 
 
 @dataclasses.dataclass
 class Counts:
-    """What an `Embedder` has done so far.
+    """Statistics of an `Embedder`.
 
     Attributes:
-        texts: that went in.
-        tokens: computed for them, [CLS] and [SEP] and windows' overlaps included.
-        truncated, windowed: texts with more tokens than the limit, by what became of them.
-        windows: sequences computed; one a text that is not windowed.
-        rows: computed.
-        row_tokens: tokens of these rows, padding included.
+        texts: number of texts.
+        tokens: tokens computed, including [CLS], [SEP] and overlaps of windows.
+        truncated: texts longer than the limit that were truncated.
+        windowed: texts longer than the limit that were split into windows.
+        windows: sequences computed; one for each text that is not windowed.
+        rows: rows computed.
+        row_tokens: tokens in these rows, including padding.
     """
 
     texts: int = 0
@@ -67,35 +69,35 @@ class Counts:
 
     @property
     def real_fraction(self) -> float:
-        """Of the tokens computed, those that are not padding."""
+        """Fraction of the computed tokens that are not padding."""
         return self.tokens / max(self.row_tokens, 1)
 
     def __str__(self) -> str:
-        cut = f"{self.truncated:,} truncated" if self.truncated else ""
+        truncated = f"{self.truncated:,} truncated" if self.truncated else ""
         windowed = f"{self.windowed:,} in windows" if self.windowed else ""
         return ", ".join(
-            filter(None, [f"{self.texts:,} texts", cut, windowed, f"{self.tokens:,} tokens"])
+            filter(None, [f"{self.texts:,} texts", truncated, windowed, f"{self.tokens:,} tokens"])
         )
 
 
 class Window(NamedTuple):
-    """A part of a long text: tokens [start, …) are computed, those in [first, last) count."""
+    """A part of a long text: tokens from `start` are computed, those in [first, last) are used."""
 
     start: int
     first: int
     last: int
 
 
-def windows(length: int, room: int, overlap: int) -> list[Window]:
-    """Covers `length` tokens by windows of `room`, neighbors sharing at least `overlap`.
+def windows(length: int, max_tokens: int, overlap: int) -> list[Window]:
+    """Cover `length` tokens by windows of `max_tokens`; neighbors overlap by at least `overlap`.
 
-    Every token counts in exactly one window, that in which it lies farthest from an edge: as all
-    windows are of one size, the one whose middle is nearest (the earlier of two).
+    Every token is used from exactly one window: the one in which it is farthest from an edge, which
+    is the one with the nearest center (the earlier if tied).
     """
-    if length <= room:
+    if length <= max_tokens:
         return [Window(0, 0, length)]
-    starts = [*range(0, length - room, room - overlap), length - room]
-    between = [(a + b + room + 1) // 2 for a, b in itertools.pairwise(starts)]
+    starts = [*range(0, length - max_tokens, max_tokens - overlap), length - max_tokens]
+    between = [(a + b + max_tokens + 1) // 2 for a, b in itertools.pairwise(starts)]
     bounds = [0, *between, length]
     return list(map(Window, starts, bounds, bounds[1:]))
 
@@ -104,20 +106,20 @@ class _Piece(NamedTuple):
     """A sequence to compute: a text or a window of it.
 
     Attributes:
-        text: which one of the chunk.
-        tokens: ids, [CLS] and [SEP] included.
-        counted: which of them make the text's vectors.
-        at: which of the text's tokens the first counted one is.
+        text: index of the text in its chunk.
+        tokens: ids, including [CLS] and [SEP].
+        counted: mask of the tokens that contribute to the text's vectors.
+        offset: index in the text of the first counted token.
     """
 
     text: int
     tokens: np.ndarray
     counted: np.ndarray
-    at: int
+    offset: int
 
 
 class _Batch(NamedTuple):
-    """Rows to compute together: T, and for each row its pieces."""
+    """Rows to compute together: their length T, and the pieces in each row."""
 
     tokens: int
     rows: list[list[_Piece]]
@@ -125,44 +127,44 @@ class _Batch(NamedTuple):
 
 @dataclasses.dataclass
 class _Chunk:
-    """Texts on their way.
+    """Texts in progress.
 
     Attributes:
-        tokens: each text's ids, [CLS] and [SEP] included.
-        counted: of how many tokens each text's vector is the mean.
-        batches: what to compute for them.
-        left: how many batches have yet to come back.
-        vectors: [texts, D], sums of what has come back; without pooling one [n, D] a text.
+        tokens: each text's ids, including [CLS] and [SEP].
+        counted: number of tokens that each text's vector is averaged over.
+        batches: batches to compute.
+        num_pending: number of batches that are not finished.
+        vectors: [texts, D], sums over finished batches; without pooling, one [n, D] per text.
     """
 
     tokens: list[np.ndarray]
     counted: list[int]
     batches: list[_Batch]
-    left: int
+    num_pending: int
     vectors: Any
 
 
 class Embedder:
-    """Turns texts into vectors with one loaded model.
+    """Computes vectors of texts with a loaded model.
 
-    `config.embed` says which hidden states, how they are pooled, and how many tokens of a text are
-    looked at. Several layers are concatenated, or summed if they have weights.
+    `config.embed` selects the hidden states, the pooling and the maximum number of tokens per text.
+    Several layers are concatenated, or summed if `weights` are given.
 
     Args:
-        config, vocabulary, params: as `checkpoint.load_model` returns them.
-        long: what becomes of a text of more tokens: "truncate" looks at its beginning, "window" at
-            all of it in overlapping windows. Of these each token counts once, in the window where
-            it lies farthest from an edge, and each window's [CLS] and [SEP] count.
-        overlap_tokens: what neighboring windows share at least.
-        weights: one a layer.
-        batch_tokens: tokens a device computes at a time, padding included; 0 takes what suits it.
+        config, vocabulary, params: as returned by `checkpoint.load_model`.
+        long: handling of longer texts: "truncate", or "window" to compute overlapping windows. Each
+            token is then used once, from the window in which it is farthest from an edge, and the
+            [CLS] and [SEP] of every window are used.
+        overlap_tokens: minimum overlap of neighboring windows.
+        weights: one weight per layer.
+        batch_tokens: tokens per device and batch, including padding; 0 selects it by platform.
 
     Attributes:
-        dimension: D, of a vector.
-        counts: what has been done so far.
+        dimension: size of a vector, D.
+        counts: statistics so far.
 
     Raises:
-        UserError: settings that cannot be or that this model does not have.
+        UserError: a setting is invalid or not supported by this model.
     """
 
     def __init__(
@@ -177,35 +179,41 @@ class Embedder:
         batch_tokens: int = 0,
     ):
         model, embed = config.model, config.embed
-        most = embed.tokens or model.positions
-        if not 3 <= most <= model.positions:
+        max_tokens = embed.tokens or model.positions
+        if not 3 <= max_tokens <= model.positions:
             raise UserError(
-                f"config.embed.tokens is {most}: it must be 3 to {model.positions}, "
+                f"config.embed.tokens is {max_tokens}: it must be 3 to {model.positions}, "
                 "config.model.positions"
             )
         if long not in LONG:
-            raise UserError(f"long texts: {long!r} is none of {', '.join(LONG)}")
-        if long == "window" and not 0 <= overlap_tokens < most - 2:
+            raise UserError(f"long={long!r}: it must be one of {', '.join(LONG)}")
+        if long == "window" and not 0 <= overlap_tokens < max_tokens - 2:
             raise UserError(
-                f"windows of {most} tokens cannot overlap by {overlap_tokens}: choose 0 to {most - 3}"
+                f"windows of {max_tokens} tokens cannot overlap by {overlap_tokens}: choose 0 to "
+                f"{max_tokens - 3}"
             )
         layers = layer_numbers(embed.layers, model.layers)
         if model.causal and embed.pooling == "cls":
             raise UserError(
-                "config.embed.pooling is 'cls': [CLS] of a causal model sees nothing but itself; it "
-                "can be 'mean' or 'none'"
+                "config.embed.pooling is 'cls': [CLS] of a causal model attends only to itself; use "
+                "'mean' or 'none'"
             )
         if weights and len(weights) != len(layers):
             raise UserError(
                 f"{len(weights)} weights for {len(layers)} layers (config.embed.layers is "
-                f"{embed.layers!r}): give one a layer"
+                f"{embed.layers!r}): give one per layer"
             )
         if not np.isfinite(weights).all():
-            raise UserError(f"weights of layers must be numbers, not {list(weights)}")
+            raise UserError(f"layer weights must be finite numbers, not {list(weights)}")
         self.vocabulary, self.pooling = vocabulary, embed.pooling
         self.dimension = model.hidden * (1 if weights else len(layers))
         self.counts = Counts()
-        self._room, self._windowing, self._overlap = most - 2, long == "window", overlap_tokens
+        # _max_tokens excludes [CLS] and [SEP].
+        self._max_tokens, self._windowing, self._overlap = (
+            max_tokens - 2,
+            long == "window",
+            overlap_tokens,
+        )
         self._normalize, self._tokenizer = embed.normalize, vocabulary.tokenizer()
         mesh = sharding.make_mesh(MeshConfig(), jax.local_devices())
         self._devices, self._split = mesh.size, sharding.rows(mesh)
@@ -215,25 +223,25 @@ class Embedder:
         self._batch_tokens = self._devices * (
             batch_tokens or _BATCH_TOKENS.get(platform, _BATCH_TOKENS_ACCELERATOR)
         )
-        # Memory is bounded in vectors: one a text, or without pooling about one a character (in
-        # Chinese), fewer else.
-        most_vectors = max(_CHUNK_BYTES // (4 * self.dimension), 1)
-        self._chunk_texts = min(most_vectors, _CHUNK_TEXTS)
+        # Limit the memory of vectors: one per text, or without pooling up to about one per
+        # character (in Chinese).
+        max_vectors = max(_CHUNK_BYTES // (4 * self.dimension), 1)
+        self._chunk_texts = min(max_vectors, _CHUNK_TEXTS)
         self._chunk_characters = 4 * _CHUNK_BATCHES * self._batch_tokens
         if embed.pooling == "none":
-            self._chunk_characters = min(most_vectors, self._chunk_characters)
+            self._chunk_characters = min(max_vectors, self._chunk_characters)
 
     def __call__(self, texts: Iterable[str]) -> Iterator[Float[np.ndarray, "..."]]:
-        """Each text's vector [D], or without pooling its vectors [n, D], in order.
+        """Yield each text's vector [D], or its vectors [n, D] without pooling, in order.
 
-        Texts are taken from the iterable as needed, some thousands ahead of what comes out.
+        Texts are read from the iterable lazily, some thousands ahead of the results.
         """
         return (vectors for _, vectors in self.with_tokens(texts))
 
     def with_tokens(
         self, texts: Iterable[str]
     ) -> Iterator[tuple[Int[np.ndarray, " n"], Float[np.ndarray, "..."]]]:
-        """As calling it, but with each text's token ids, [CLS] and [SEP] included."""
+        """Like `__call__`, but with each text's token ids, including [CLS] and [SEP]."""
         in_flight: collections.deque = collections.deque()
         for chunk in self._prepared(texts):
             for batch in chunk.batches:
@@ -244,16 +252,16 @@ class Embedder:
             yield from self._finish(*in_flight.popleft())
 
     def _prepared(self, texts: Iterable[str]) -> Iterator[_Chunk]:
-        """Chunks, each prepared while the one before it is computed."""
-        with concurrent.futures.ThreadPoolExecutor(1) as ahead:
-            waiting = None
+        """Yield chunks, preparing the next one in a thread."""
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            pending = None
             for chunk in self._chunks(texts):
-                coming = ahead.submit(self._prepare, chunk)
-                if waiting:
-                    yield waiting.result()
-                waiting = coming
-            if waiting:
-                yield waiting.result()
+                upcoming = executor.submit(self._prepare, chunk)
+                if pending:
+                    yield pending.result()
+                pending = upcoming
+            if pending:
+                yield pending.result()
 
     def _chunks(self, texts: Iterable[str]) -> Iterator[list[str]]:
         chunk, characters = [], 0
@@ -269,14 +277,16 @@ class Embedder:
     def _prepare(self, texts: list[str]) -> _Chunk:
         tokens, counted, pieces = [], [], []
         for i, ids in enumerate(self._tokenize(texts)):
-            if len(ids) > self._room:
+            if len(ids) > self._max_tokens:
                 self.counts.windowed += self._windowing
                 self.counts.truncated += not self._windowing
-                ids = ids if self._windowing else ids[: self._room]
+                ids = ids if self._windowing else ids[: self._max_tokens]
             tokens.append(self._with_special(ids))
-            own = list(self._pieces(i, tokens[-1]))
-            counted.append(len(own) if self.pooling == "cls" else len(ids) + 2 * len(own))
-            pieces += own
+            text_pieces = list(self._pieces(i, tokens[-1]))
+            counted.append(
+                len(text_pieces) if self.pooling == "cls" else len(ids) + 2 * len(text_pieces)
+            )
+            pieces += text_pieces
         self.counts.texts += len(texts)
         self.counts.windows += len(pieces)
         self.counts.tokens += sum(len(piece.tokens) for piece in pieces)
@@ -300,47 +310,47 @@ class Embedder:
 
     def _pieces(self, text: int, tokens: np.ndarray) -> Iterator[_Piece]:
         length = len(tokens) - 2
-        for start, first, last in windows(length, self._room, self._overlap):
-            own = tokens
-            if length > self._room:
-                own = self._with_special(tokens[1:-1][start : start + self._room])
-            counted = np.zeros(len(own), bool)
+        for start, first, last in windows(length, self._max_tokens, self._overlap):
+            window_tokens = tokens
+            if length > self._max_tokens:
+                window_tokens = self._with_special(tokens[1:-1][start : start + self._max_tokens])
+            counted = np.zeros(len(window_tokens), bool)
             if self.pooling == "cls":
                 counted[0] = True
             else:
-                # Without pooling the text as a whole has one [CLS] and one [SEP].
+                # Without pooling, a windowed text keeps one [CLS] and one [SEP].
                 counted[0] = self.pooling == "mean" or first == 0
                 counted[first - start + 1 : last - start + 1] = True
                 counted[-1] = self.pooling == "mean" or last == length
-            yield _Piece(text, own, counted, first + (first > 0))
+            yield _Piece(text, window_tokens, counted, first + (first > 0))
 
     def _batches(self, pieces: list[_Piece]) -> Iterator[_Batch]:
-        """Packs sequences into rows of T tokens, T a few powers of two, and rows into batches.
+        """Pack sequences into rows of T tokens, T a few powers of two, and rows into batches.
 
-        A row of T begins with a sequence that does not fit half of it; shorter ones fill it up.
+        The first sequence of a row fills more than half of it; shorter sequences fill the rest.
         """
         lengths = [len(piece.tokens) for piece in pieces]
         tokens = _SHORTEST_ROW
         while tokens < max(lengths):
             tokens *= 2
-        left = list(range(len(pieces)))
-        while left:
-            least = tokens // 2 + 1 if tokens > _SHORTEST_ROW else 0
-            packed = rows.pack_lengths([lengths[i] for i in left], tokens, _slots(tokens))
-            packed = [[left[i] for i in row] for row in packed]
-            full = [[pieces[i] for i in row] for row in packed if lengths[row[0]] >= least]
-            left = [i for row in packed if lengths[row[0]] < least for i in row]
+        remaining = list(range(len(pieces)))
+        while remaining:
+            min_length = tokens // 2 + 1 if tokens > _SHORTEST_ROW else 0
+            packed = rows.pack_lengths([lengths[i] for i in remaining], tokens, _slots(tokens))
+            packed = [[remaining[i] for i in row] for row in packed]
+            full = [[pieces[i] for i in row] for row in packed if lengths[row[0]] >= min_length]
+            remaining = [i for row in packed if lengths[row[0]] < min_length for i in row]
             size = self._batch_rows(tokens)
             for start in range(0, len(full), size):
                 yield _Batch(tokens, full[start : start + size])
             tokens //= 2
 
     def _batch_rows(self, tokens: int) -> int:
-        """B for rows of T tokens, a multiple of the devices."""
+        """Return B for rows of T tokens, a multiple of the number of devices."""
         return max(self._batch_tokens // (self._devices * tokens), 1) * self._devices
 
     def _start(self, batch: _Batch) -> jax.Array:
-        """Hands a batch to the devices and returns what will be its result."""
+        """Start computing a batch and return its result, which may not be available yet."""
         size = self._batch_rows(batch.tokens)
         tokens = np.full((size, batch.tokens), self.vocabulary.pad_id, np.int32)
         counted = np.zeros((size, batch.tokens), bool)
@@ -362,32 +372,32 @@ class Embedder:
     def _finish(
         self, chunk: _Chunk, batch: _Batch, result: jax.Array
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Takes a batch's result into its chunk; yields the texts of a chunk that is complete."""
-        found = np.asarray(result)
+        """Add a batch's result to its chunk, and yield the texts of the chunk if it is complete."""
+        hidden = np.asarray(result)
         for i, row in enumerate(batch.rows):
             start = 0
             for slot, piece in enumerate(row):
                 if self.pooling == "none":
                     end = start + len(piece.tokens)
-                    own = found[i, start:end][piece.counted]
-                    chunk.vectors[piece.text][piece.at : piece.at + len(own)] = own
+                    states = hidden[i, start:end][piece.counted]
+                    chunk.vectors[piece.text][piece.offset : piece.offset + len(states)] = states
                     start = end
                 else:
-                    chunk.vectors[piece.text] += found[i, slot]
-        chunk.left -= 1
-        if not chunk.left:
+                    chunk.vectors[piece.text] += hidden[i, slot]
+        chunk.num_pending -= 1
+        if not chunk.num_pending:
             if self.pooling != "none":
                 chunk.vectors /= np.array(chunk.counted, np.float32)[:, None]
             for tokens, vectors in zip(chunk.tokens, chunk.vectors, strict=True):
-                yield tokens, _unit(vectors) if self._normalize else vectors
+                yield tokens, _normalized(vectors) if self._normalize else vectors
 
 
 def _slots(tokens: int) -> int:
-    """S of rows of T tokens: single words, of three tokens and more, still fill most of a row."""
+    """Return S for rows of T tokens; single words (three tokens) still fill most of a row."""
     return tokens // 4
 
 
-def _unit(vectors: np.ndarray) -> np.ndarray:
+def _normalized(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
@@ -398,20 +408,20 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
         length: Int[Array, "B S"],
         counted: Bool[Array, "B T"],
     ) -> Float[Array, "B n D"]:
-        """Sums over each sequence's counted tokens (n is S), or without pooling all tokens (T)."""
+        """Sum over each sequence's counted tokens (n is S); without pooling, all tokens (n is T)."""
         slots = length.shape[1]
-        place = rows.layout(length, length, tokens.shape[1])
-        states = model.apply({"params": params}, tokens, place, method=Bert.hidden_states)
-        chosen = [states[i].astype(jnp.float32) for i in layers]
+        layout = rows.layout(length, length, tokens.shape[1])
+        states = model.apply({"params": params}, tokens, layout, method=Bert.hidden_states)
+        selected = [states[i].astype(jnp.float32) for i in layers]
         if weights:
-            x = sum(w * state for w, state in zip(weights, chosen, strict=True))
+            x = sum(w * state for w, state in zip(weights, selected, strict=True))
         else:
-            x = jnp.concatenate(chosen, -1)
+            x = jnp.concatenate(selected, -1)
         if pooling == "none":
             return x
-        own = place.sequence[:, None, :] == jnp.arange(slots)[None, :, None]
-        own = (own & counted[:, None, :]).astype(jnp.float32)
-        return jnp.einsum("bst,btd->bsd", own, x, precision=jax.lax.Precision.HIGHEST)
+        mask = layout.sequence[:, None, :] == jnp.arange(slots)[None, :, None]
+        mask = (mask & counted[:, None, :]).astype(jnp.float32)
+        return jnp.einsum("bst,btd->bsd", mask, x, precision=jax.lax.Precision.HIGHEST)
 
     return forward
 
@@ -422,38 +432,38 @@ def embed_file(
     out: str | os.PathLike,
     column: str = "text",
 ) -> Counts:
-    """Writes the vectors of a file's texts, in order, and shows progress.
+    """Write the vectors of a file's texts in order, showing progress.
 
     Args:
-        embedder: makes them.
-        source: as `texts.read` takes it.
-        out: .npy, float32 [texts, D]; without pooling [tokens, D], one text after the other, and
-            NAME.lengths.npy says how many tokens each has. .jsonl or .parquet: index, text,
-            vector, and without pooling the tokens.
-        column: the field or column of the texts.
+        embedder: computes the vectors.
+        source: as in `texts.read`.
+        out: output path. .npy holds float32 [texts, D], or without pooling [tokens, D] of all texts
+            with the number of tokens of each in NAME.lengths.npy. .jsonl and .parquet hold index,
+            text, vector and, without pooling, the tokens.
+        column: field or column of the texts.
 
     Raises:
-        UserError: `out` exists or cannot be written; the source cannot be read, or something in it
-            is no text (names the line). Nothing is left half-written.
+        UserError: `out` exists or cannot be written, or the source cannot be read or contains
+            something other than text (names the line). No partial output is left.
     """
-    path, each_token = pathlib.Path(out), embedder.pooling == "none"
+    path, per_token = pathlib.Path(out), embedder.pooling == "none"
     if path.suffix not in OUTPUTS:
-        raise UserError(f"{path}: what to write goes by the name, one of *{', *'.join(OUTPUTS)}")
-    lengths = path.with_suffix(".lengths.npy") if each_token and path.suffix == ".npy" else None
-    for there in (path, lengths):
-        if there and there.exists():
-            raise UserError(f"{there} is there already; remove it or choose another name")
-    found = texts.read(str(source), column)
-    waiting: collections.deque = collections.deque()  # texts that the embedder has, in order
+        raise UserError(f"{path}: unknown output format: the name must end in {', '.join(OUTPUTS)}")
+    lengths = path.with_suffix(".lengths.npy") if per_token and path.suffix == ".npy" else None
+    for existing in (path, lengths):
+        if existing and existing.exists():
+            raise UserError(f"{existing} already exists: remove it or choose another name")
+    source_texts = texts.read(str(source), column)
+    pending: collections.deque = collections.deque()  # texts passed to the embedder, in order
 
-    def taken() -> Iterator[str]:
-        for text, read in found.texts:
-            waiting.append((text, read))
+    def iterate_texts() -> Iterator[str]:
+        for text, read in source_texts.texts:
+            pending.append((text, read))
             yield text
 
-    names, before = embedder.vocabulary.tokens, 0
+    names, previous = embedder.vocabulary.tokens, 0
     with (
-        Progress("embed", found.total, found.unit) as progress,
+        Progress("embed", source_texts.total, source_texts.unit) as progress,
         files.one_line_errors(f"cannot write {path}"),
         contextlib.ExitStack() as stack,
     ):
@@ -462,12 +472,12 @@ def embed_file(
         if path.suffix == ".npy":
             writer = Npy(beside, beside_lengths, embedder.dimension)
         else:
-            writer = {".jsonl": Jsonl, ".parquet": Parquet}[path.suffix](beside, each_token)
+            writer = {".jsonl": Jsonl, ".parquet": Parquet}[path.suffix](beside, per_token)
         with contextlib.closing(writer):
-            for tokens, vectors in embedder.with_tokens(taken()):
-                text, read = waiting.popleft()
-                pieces = [names[i] for i in tokens] if each_token else []
+            for tokens, vectors in embedder.with_tokens(iterate_texts()):
+                text, read = pending.popleft()
+                pieces = [names[i] for i in tokens] if per_token else []
                 writer.write(text, pieces, vectors)
-                progress.advance(read - before)
-                before = read
+                progress.advance(read - previous)
+                previous = read
     return embedder.counts

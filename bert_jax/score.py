@@ -1,4 +1,4 @@
-"""`bert-jax score`: anyone's prediction files, scored as the benchmarks' own programs do."""
+"""`bert-jax score`: score prediction files with the official metrics of their benchmarks."""
 
 from bert_jax.errors import UserError
 
@@ -6,20 +6,20 @@ from bert_jax.errors import UserError
 def score(
     benchmark: str, data: str, predictions: str, null_odds: str | None = None
 ) -> dict[str, float]:
-    """The official metrics of a prediction file.
+    """Compute the official metrics of a prediction file.
 
     Args:
         benchmark: "squad1", "squad2", "glue:TASK" or "conll".
-        data: the file with the answers.
-        predictions: in the benchmark's submission format.
-        null_odds: SQuAD 2.0's file of how likely each question has no answer.
+        data: path of the file with the answers.
+        predictions: path of the predictions, in the benchmark's submission format.
+        null_odds: for SQuAD 2.0, path of the odds that each question has no answer.
 
     Raises:
-        UserError: an unknown benchmark, a file that is not what it should be.
+        UserError: the benchmark is unknown, or a file is malformed.
     """
     kind, _, name = benchmark.partition(":")
     if null_odds and kind != "squad2":
-        raise UserError("--null-odds is for squad2")
+        raise UserError("--null-odds is for squad2 only: remove it")
     if kind in ("squad1", "squad2"):
         from bert_jax.tasks import squad_score
 
@@ -36,4 +36,4 @@ def score(
         from bert_jax.tasks import conll_score
 
         return conll_score.score_file(data, predictions)
-    raise UserError(f"no benchmark {benchmark!r}: squad1, squad2, glue:TASK or conll")
+    raise UserError(f"no benchmark {benchmark!r}: choose squad1, squad2, glue:TASK or conll")

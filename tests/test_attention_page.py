@@ -140,7 +140,7 @@ def test_what_cannot_be_looked_at_is_said_in_a_line(theirs):
     assert refusal("") == "'' has no word piece: give a text with words"
     assert refusal("the cat", " \t") == r"' \t' has no word piece: give a text with words"
     assert refusal("cat " * 23) == (
-        "'cat cat cat cat cat cat cat cat cat cat '… has 25 tokens, the model takes 24"
+        "'cat cat cat cat cat cat cat cat cat cat '… has 25 tokens, the model takes 24: shorten it"
     )
     assert "has 25 tokens" in refusal("cat " * 10, "cat " * 12)
     assert len(mapper("cat " * 22).tokens) == 24

@@ -132,7 +132,7 @@ def test_several_labels(tmp_path):
     targets = problem.splits["train"].targets["label"]
     assert targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 0, 1]]
     assert targets.dtype == np.float32
-    assert "'a, c' is taken as one label" in problem.report[0]
+    assert "'a, c' is read as one label" in problem.report[0]
     cells = Classification(
         task(tmp_path, ["w1\ta|b", "w2\t", "w3\tb"], objective="classes"), VOCABULARY
     )
@@ -223,7 +223,7 @@ def test_a_fine_tuned_model_takes_unlabelled_dev_data(tmp_path):
     config = TaskConfig(dev=write(tmp_path / "dev.tsv", ["text", "w1"]))
     problem = Classification(config, VOCABULARY, labels=("x", "y"))
     assert problem.splits["dev"].targets["label"].tolist() == [NO_EXAMPLE]
-    refused(config, "dev.tsv:2: no 'label' (it has: text)")
+    refused(config, "dev.tsv:2: no 'label' (columns: text)")
     config = TaskConfig(test=config.dev)
     refused(config, "no labels in the training data (there is none)")
 
@@ -235,15 +235,15 @@ def test_a_fine_tuned_model_takes_unlabelled_dev_data(tmp_path):
         (["w1\tyes", "w2\t "], {}, "train.tsv:3: 'label' is empty"),
         (["w1\tyes", "w2"], {}, "train.tsv:3: 1 column where 2 columns are expected"),
         (["w1\tyes", "w2\tyes"], {}, "only the label 'yes' in "),
-        (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class' (it has: text, label)"),
+        (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class' (columns: text, label)"),
         (["w1\tyes"], {"text_b": "other"}, "train.tsv:1: no column 'other'"),
-        (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes' where a number is expected"),
-        (["w1\tnan"], {"objective": "number"}, "train.tsv:2: 'nan' where a number is expected"),
-        (["w1\tyes"], {"labels": "no,maybe"}, "train.tsv:2: the label 'yes' is none of the 2"),
-        (["w1\tyes"], {"labels": "no,no"}, "'no' is there twice"),
+        (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes' is not a number"),
+        (["w1\tnan"], {"objective": "number"}, "train.tsv:2: 'nan' is not a number"),
+        (["w1\tyes"], {"labels": "no,maybe"}, "train.tsv:2: unknown label 'yes', not one of the 2"),
+        (["w1\tyes"], {"labels": "no,no"}, "duplicate label 'no'"),
         (["w1\tyes"], {"labels": "no"}, "fewer than two labels"),
-        (["w1\tyes"], {"labels": "no,"}, "config.task.labels: '' is no label"),
-        (["w1\tyes"], {"labels": "names.txt"}, "there is no file names.txt"),
+        (["w1\tyes"], {"labels": "no,"}, "config.task.labels: '' is not a label"),
+        (["w1\tyes"], {"labels": "names.txt"}, "file names.txt does not exist"),
         (["w1\tyes"], {"test": "texts.txt"}, "texts.txt: .txt has no columns"),
     ],
 )
@@ -254,9 +254,9 @@ def test_bad_tables_are_told_in_one_line(tmp_path, rows, more, says):
 def test_an_unseen_label_names_its_row(tmp_path):
     config = task(tmp_path, dev=["w1\tyes", "w1\tyess"])
     refused(
-        config, "dev.tsv:3: the label 'yess' is none of the 2 there are (no, yes); did you mean"
+        config, "dev.tsv:3: unknown label 'yess', not one of the 2 labels (no, yes); did you mean"
     )
-    refused(config, "the label 'no' is none of", labels=("yes", "yess"))
+    refused(config, "unknown label 'no', not one of", labels=("yes", "yess"))
     refused(config, "or leave it empty", labels=("yes", "yess"))
     many = [f"w1\tlabel{i}" for i in range(99)]
     refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11, label12, label13, label14")
@@ -267,12 +267,12 @@ def test_lists_are_for_several_labels(tmp_path):
     refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "a.jsonl:1: a list of labels")
     row = json.dumps({"text": "w1", "label": [["a"]]})
     config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="classes")
-    refused(config, "a.jsonl:1: ['a'] is no label")
+    refused(config, "a.jsonl:1: ['a'] is not a label")
     row = json.dumps({"text": "w1", "label": 10**400})
     config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="number")
-    refused(config, "0 where a number is expected")
+    refused(config, "0 is not a number")
     row = json.dumps({"text": "w1", "label": "a\tb"})
-    refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is no label")
+    refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is not a label")
 
 
 def test_missing_splits_are_named(tmp_path):
@@ -477,7 +477,7 @@ def test_choices_of_ones_own(tmp_path):
             text_a="q",
             choices=("yes", "no, sir"),
         )
-        with pytest.raises(UserError, match=rf"half\.jsonl:1: {said} is no choice"):
+        with pytest.raises(UserError, match=rf"half\.jsonl:1: {said} is not a choice"):
             Choice(half, VOCABULARY)
     with pytest.raises(UserError, match="each once"):
         Choice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)
@@ -496,10 +496,10 @@ def test_choices_of_ones_own(tmp_path):
     [
         (
             SWAG[0].rpartition(",")[0] + ",4",
-            "a.csv:2: '4' is no choice; it must be 0 to 3 or one of",
+            "a.csv:2: '4' is not a choice: it must be 0 to 3 or one of",
         ),
         (SWAG[0].rpartition(",")[0] + ",", "a.csv:2: 'label' is empty"),
-        (SWAG[0].rpartition(",")[0] + ",1.5", "a.csv:2: '1.5' is no choice"),
+        (SWAG[0].rpartition(",")[0] + ",1.5", "a.csv:2: '1.5' is not a choice"),
         (SWAG[0].replace("w4", ""), "a.csv:2: 'ending2' is empty"),
         (SWAG[0].replace("w4", "w4,w4"), "a.csv:2: 13 columns where 12"),
     ],
@@ -512,7 +512,7 @@ def test_bad_questions_are_told_in_one_line(tmp_path, line, says):
 
 
 def test_choices_must_be_named(tmp_path):
-    with pytest.raises(UserError, match="name the columns of two choices"):
+    with pytest.raises(UserError, match="name the columns of at least two choices"):
         Choice(TaskConfig(train="a.csv"), VOCABULARY)
     with pytest.raises(UserError, match="no 'dev' split"):
         Choice(TaskConfig(name="swag", data=str(tmp_path)), VOCABULARY, ["dev"])

@@ -65,7 +65,7 @@ def refusal(call, *arguments) -> str:
                 model=ModelConfig(causal=True, next_sentence=False),
                 masking=MaskingConfig(whole_word=True),
             ),
-            "config.masking.whole_word is True: it must be False, as by default",
+            "config.masking.whole_word is True: it must be False, the default",
         ),
         (
             Config(model=ModelConfig(lstm_layers=2)),
@@ -117,7 +117,7 @@ def test_the_defaults_are_valid_and_berts():
         ("--config.model.warmup_steps=1", "did you mean config.optim.warmup_steps?"),
         ("--config.optim.steps=1", "did you mean config.steps?"),
         ("--config.phases[2].rows=x", "did you mean config.phases["),
-        ("--config.zzzzqqq=1", "unknown config key config.zzzzqqq"),
+        ("--config.zzzzqqq=1", "config.zzzzqqq: unknown key"),
         ("--optim.learning_rate=1", "did you mean config.optim.learning_rate?"),
         ("--confg.steps=1", "did you mean config.steps?"),
         ("steps=1", "steps=1"),
@@ -162,7 +162,7 @@ def test_what_a_frozen_encoder_has_no_use_for_is_refused():
         {"optim": OptimConfig(layer_decay=0.9)},
     ):
         said = refusal(configs.validate, FinetuneConfig(model=model, **changes))
-        assert "for config.model.features='weighted-last4' leaves the encoder as it is" in said
+        assert "config.model.features='weighted-last4' freezes the encoder" in said
         configs.validate(FinetuneConfig(**changes))
     shallow = dataclasses.replace(model, layers=3, head="sequence", labels=("a", "b"))
     assert "config.model.features is 'last4': the model has no layer -4" in (
@@ -183,7 +183,7 @@ def test_limits_of_a_model_wait_until_it_is_known():
     configs.validate(FinetuneConfig(**changes))
     large = ModelConfig(layers=24, positions=1024, head="sequence", labels=("a", "b"))
     configs.validate(FinetuneConfig(model=large, reset_layers=4, **changes))
-    assert "config.reset_layers is 5: it must be at most 4, the model's layers that are not " in (
+    assert "config.reset_layers is 5: it must be at most 4, the number of layers that are not " in (
         refusal(configs.validate, FinetuneConfig(model=large, reset_layers=5, **changes))
     )
     assert "config.frozen_layers is 25" in (
@@ -215,7 +215,7 @@ def test_arguments_set_single_fields():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "there is no config file"),
+        (None, "does not exist"),
         ("def get_config():\n    raise KeyError('gone')\n", "gone"),
         ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
         ("def get_config(:\n", "SyntaxError"),

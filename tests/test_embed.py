@@ -513,10 +513,10 @@ def test_outputs_are_never_overwritten(source, tmp_path):
     (tmp_path / "out.npy").write_text("mine")
     (tmp_path / "v.lengths.npy").write_text("mine")
     for out, pooling in (("out.npy", "mean"), ("v.npy", "none")):
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="already exists"):
             embed_file(embedder(pooling=pooling), source, tmp_path / out)
     assert not (tmp_path / "v.npy").exists()
-    with pytest.raises(UserError, match=r"one of \*\.npy"):
+    with pytest.raises(UserError, match=r"must end in \.npy"):
         embed_file(embedder(), source, tmp_path / "out.csv")
     with pytest.raises(UserError, match="cannot write"):
         embed_file(embedder(), source, tmp_path / "nowhere" / "out.npy")
@@ -525,13 +525,13 @@ def test_outputs_are_never_overwritten(source, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"layers": "5"}, "no layer 5, only 0"),
+        ({"layers": "5"}, "no layer 5; choose 0"),
         ({"layers": "-5"}, "no layer -5"),
         ({"layers": "first"}, "it must be one of last,"),
         ({"tokens": 161}, "it must be 3 to 160"),
         ({"tokens": 2}, "it must be 3 to 160"),
         ({"weights": (1.0, 2.0)}, "2 weights for 1 layers"),
-        ({"long": "drop"}, "'drop' is none of truncate, window"),
+        ({"long": "drop"}, "'drop': it must be one of truncate, window"),
         ({"long": "window", "tokens": 12, "overlap_tokens": 10}, "choose 0 to 9"),
     ],
 )
@@ -547,7 +547,7 @@ def test_cls_of_a_model_that_reads_from_left_to_right_is_refused():
     model = dataclasses.replace(MODEL, causal=True)
     for pooling in ("mean", "none"):
         Embedder(Config(model=model, embed=EmbedConfig(pooling=pooling)), VOCABULARY, params())
-    with pytest.raises(UserError, match="of a causal model sees nothing but itself"):
+    with pytest.raises(UserError, match="of a causal model attends only to itself"):
         Embedder(Config(model=model, embed=EmbedConfig(pooling="cls")), VOCABULARY, params())
 
 

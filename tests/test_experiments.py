@@ -241,7 +241,7 @@ def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(
     assert told == expected
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["rte"] == pytest.approx(0.755)
-    missing = "WNLI.tsv is missing; the server takes all together"
+    missing = "WNLI.tsv is missing: the server requires all files"
     assert (missing in metrics["notes"]) == (wnli is None)
 
 

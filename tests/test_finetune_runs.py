@@ -312,9 +312,9 @@ def test_devices_share_a_batch(data, tmp_path, more):
         (["task.dev="], "nothing to evaluate on"),
         (["task.tokens=64"], "config.task.tokens is 64: it must be 8 to 32"),
         (["frozen_layers=3"], "config.frozen_layers is 3: it must be at most 2"),
-        (["batch_size=3000"], "config.batch_size is 3000, there are only 200 examples"),
+        (["batch_size=3000"], "config.batch_size is 3000, but there are only 200 examples"),
         (["epochs=0.05"], "only 200 examples for 0.05 epochs: not one step"),
-        (["reset_layers=1"], "config.reset_layers: with --init none"),
+        (["reset_layers=1"], "config.reset_layers must be 0 with --init none"),
         (["task.label=class"], "class"),
         (["task.kind=poetry"], "config.task.kind is 'poetry'"),
     ],
@@ -343,7 +343,7 @@ def test_other_refusals(run, data, tmp_path, capsys):
     assert "--init none needs a vocabulary" in refused(*argv)
     argv = [*arguments(data, tmp_path / "w", init=run), "--vocab", str(data / "vocab")]
     assert "--vocab" in refused(*argv)
-    assert "is for --init none" in refused(*argv)
+    assert "is only for --init none" in refused(*argv)
     several = arguments(data, run, options=("--seeds", "2"))
     assert "holds a run of one seed" in refused(*several)
     (tmp_path / "s" / "seed_4").mkdir(parents=True)
@@ -353,7 +353,7 @@ def test_other_refusals(run, data, tmp_path, capsys):
         "evaluate", "--workdir", run, "--all"
     )
     assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
-    with pytest.raises(UserError, match="standard input say too little"):
+    with pytest.raises(UserError, match="standard input do not suffice"):
         problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
     wrong = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
     said = refused("finetune", wrong, "--init", "none", "--workdir", "w")

@@ -202,7 +202,7 @@ def test_quotes_are_characters_and_empty_questions_stay(folder):
     assert words(found.splits["train"], 1) == "[CLS] w1 [SEP] [SEP]"
     assert words(found.splits["test"], 0) == '[CLS] w1 [SEP] " w2 [SEP]'
     assert len(found.splits["test"]) == 2
-    left_out = f"train: 2 rows left out for missing columns, the first {folder}/QQP/train.tsv:4: 4"
+    left_out = f"train: 2 rows skipped for missing columns, the first {folder}/QQP/train.tsv:4: 4"
     assert found.report[0].startswith(left_out)
     cola = problem(folder, "cola").splits
     assert words(cola["train"], 1) == '[CLS] w3 " w4 [SEP]'
@@ -312,13 +312,13 @@ def test_anyones_predictions_are_scored(folder, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([("index", "prediction"), (0, "entailment"), (0, "entailment")], "p.tsv:3: a second"),
+        ([("index", "prediction"), (0, "entailment"), (0, "entailment")], "p.tsv:3: duplicate"),
         ([("index", "prediction"), (1, "entailment")], "no prediction for index 0 ("),
         (
             [("index", "prediction"), (0, "entailment"), (7, "entailment")],
-            "p.tsv:3: a prediction for",
+            "p.tsv:3: prediction for",
         ),
-        ([("index", "prediction"), (0, "1")], "p.tsv:2: '1' where entailment or not_entailment is"),
+        ([("index", "prediction"), (0, "1")], "p.tsv:2: '1' is not entailment or not_entailment"),
         ([("index", "guess"), (0, "entailment")], "p.tsv:2: no column 'prediction'"),
         ([("prediction",), ("entailment",)], "p.tsv:1: no column 'index'"),
     ],
@@ -352,8 +352,8 @@ def test_submission(folder, tmp_path):
     with zipfile.ZipFile(tmp_path / "glue.zip") as archive:
         assert set(archive.namelist()) == set(glue.SUBMISSION) - {"QNLI.tsv"}
         assert archive.read("AX.tsv") == b"index\tprediction\n0\tcontradiction\n"
-    assert "QNLI.tsv is missing; the server takes all together" in notes
-    assert any(note.endswith("WNLI.tsv: 2 predictions, not 146") for note in notes)
+    assert "QNLI.tsv is missing: the server requires all files" in notes
+    assert any(note.endswith("WNLI.tsv: 2 predictions instead of 146") for note in notes)
     first = (tmp_path / "glue.zip").read_bytes()
     glue.submission([out / name for name in glue.TASKS], tmp_path / "glue.zip")
     assert (tmp_path / "glue.zip").read_bytes() == first
@@ -370,7 +370,7 @@ def test_submission(folder, tmp_path):
 
 def test_bad_files_are_told_in_one_line(folder):
     refused("GLUE's tasks are cola, sst2,", folder, "sst-2")
-    refused("there is no folder", folder / "nowhere", "rte")
+    refused("does not exist", folder / "nowhere", "rte")
     refused(
         "has none of train.tsv, dev.tsv, test.tsv (plain or compressed)",
         folder / "diagnostic",
@@ -380,20 +380,20 @@ def test_bad_files_are_told_in_one_line(folder):
     path = folder / "RTE" / "train.tsv"
     header = ("index", "sentence1", "sentence2", "label")
     write(path, header, (0, "w1", "w2", "entails"))
-    refused(f"{path}:2: the label 'entails' is none of the 2", folder, "rte")
+    refused(f"{path}:2: unknown label 'entails', not one of the 2", folder, "rte")
     write(path, header, (0, "w1", "w2", "entailment"), (1, "w1", "w2"))
     refused(f"{path}:3: 3 columns where 4 columns are expected", folder, "rte")
     write(path, header[:-1], (0, "w1", "w2"))
-    refused(f"{path}:2: no 'label' (it has: index, sentence1, sentence2)", folder, "rte")
+    refused(f"{path}:2: no 'label' (columns: index, sentence1, sentence2)", folder, "rte")
     write(path, ("index", "premise", "sentence2", "label"), (0, "w1", "w2", "entailment"))
     refused(f"{path}:1: no column 'sentence1'", folder, "rte")
     write(folder / "STS-B" / "train.tsv", STSB, [*STSB[:-1], "five"])
-    refused("train.tsv:2: 'five' where a number is expected", folder, "stsb")
+    refused("train.tsv:2: 'five' is not a number", folder, "stsb")
     write(folder / "CoLA" / "train.tsv", ("index", "sentence"), (0, "w1"))
     refused(
         "train.tsv:1: 2 columns where 4 columns are expected (source, label, mark", folder, "cola"
     )
-    with pytest.raises(UserError, match=r"qnli is about a pair: set config\.task\.text_b"):
+    with pytest.raises(UserError, match=r"qnli takes a pair: set config\.task\.text_b"):
         Glue(TaskConfig(name="qnli", text_a="q"), VOCABULARY, labels=("a", "b"), new="new.txt")
 
 
@@ -469,7 +469,7 @@ def test_tfds_that_is_not_there(tmp_path, monkeypatch):
         raise OSError("no network\nat all")
 
     monkeypatch.setattr("tensorflow_datasets.data_source", fail)
-    refused("tfds glue/rte: no network; prepare it where there is a network", "tfds", "rte")
+    refused("tfds glue/rte: no network; prepare it on a machine with network access", "tfds", "rte")
 
 
 # --- Real data ------------------------------------------------------------------------------------

@@ -164,12 +164,12 @@ def test_one_process_speaks_for_all(tmp_path, rows):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (Config(profile_steps="7"), "it must be FIRST:END, as 100:110"),
+        (Config(profile_steps="7"), "it must be FIRST:END, e.g. 100:110"),
         (Config(profile_steps="7:7"), "it must be FIRST:END"),
         (Config(profile_steps="9:7"), "it must be FIRST:END"),
         (Config(profile_steps="-1:7"), "it must be FIRST:END"),
-        (Config(profile_steps="5:11", steps=10), "'5:11': the run has 10 steps only"),
-        (FinetuneConfig(profile_steps="5:11", steps=10), "the run has 10 steps only"),
+        (Config(profile_steps="5:11", steps=10), "'5:11': the run has only 10 steps"),
+        (FinetuneConfig(profile_steps="5:11", steps=10), "the run has only 10 steps"),
         (
             Config(
                 profile_steps="8:10", steps=10, phases=(Phase(fraction=0.9), Phase(fraction=0.1))

@@ -173,7 +173,7 @@ BROKEN = [
     ({"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]}, "qas[0]: 'id'"),
     ({"data": [{"paragraphs": [{"context": "x", "qas": [{"id": "Q7"}]}]}]}, "'Q7': 'question'"),
     ({"data": []}, "no questions"),
-    (layout([question("Q7"), question("Q7")]), "two questions are called 'Q7'"),
+    (layout([question("Q7"), question("Q7")]), "duplicate question id 'Q7'"),
 ]
 
 
@@ -248,7 +248,7 @@ def test_prediction_files(tmp_path):
         value = {"1": 0.5, **odd}
         with pytest.raises(UserError, match="question '2'"):
             squad_score.score_file(data, good, 2, save(tmp_path / "bad.json", value))
-    with pytest.raises(UserError, match="no odds"):
+    with pytest.raises(UserError, match="no null odds"):
         squad_score.score_file(data, good, 1, odds)
     for answers, version, words in [((), 1, "no answer"), (None, 2, "no 'answers'")]:
         q = question("Q7")._replace(answers=answers)
@@ -368,14 +368,14 @@ def naive(problem, split, logits):
                 sorted(range(len(scores)), key=lambda t, k=k, s=scores: s[t][k], reverse=True)
                 for k in (0, 1)
             ]
-            at, first = windows.at[w], windows.first[w]
+            at, first = windows.offset[w], windows.first[w]
             for s in best[0][: config.n_best]:
                 for e in best[1][: config.n_best]:
                     if s < at or e < at or e >= len(scores) - 1 or e < s:
                         continue
                     if e - s + 1 > config.answer_tokens:
                         continue
-                    low, high = windows.own[w]
+                    low, high = windows.max_context[w]
                     if not low <= s - at + first < high:
                         continue
                     spans = windows.spans[i]
@@ -579,7 +579,7 @@ def test_folders_and_splits(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "nothing to read"),
+        ({}, "no data"),
         ({"data": "tfds", "name": "squad1"}, "JSON files"),
         ({"dev": "/nowhere.json"}, "/nowhere.json"),
         ({"tokens": 67, "dev": "x"}, "task.tokens=67"),

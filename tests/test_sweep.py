@@ -160,13 +160,13 @@ def test_another_program_is_another_point(tmp_path):
             "    rows = Point('r', ('prepare', 't', '--vocab', 'v'))\n"
             "    where = ('--config', 'configs/pretrain.py:mini,128', '--rows', rows)\n"
             "    return [Point('a', ('pretrain', *where, '--config.optim.learning_rat=1'))]",
-            "sweep.py: a: unknown config key config.optim.learning_rat; did you mean",
+            "sweep.py: a: config.optim.learning_rat: unknown key; did you mean",
         ),
         (
             "def get_points(given):\n"
             "    command = ('finetune', '--init', 'x', '--config', 'no/such.py')\n"
             "    return [Point('a', command)]",
-            "sweep.py: a: there is no config file no/such.py (from /",
+            "sweep.py: a: config file no/such.py does not exist (working directory: /",
         ),
         ("import nothing_of_that_name", "cannot load"),
         (None, "there is no sweep"),

@@ -99,10 +99,10 @@ def test_documents_lines_and_odd_spaces(tmp_path):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"a O\nb NN O\n", "FILE:2: 3 columns where line 1 has 2"),
+        (b"a O\nb NN O\n", "FILE:2: 3 columns, but line 1 has 2"),
         (b"a\tO\n\nb\n", "FILE:3: 1 columns"),
-        (b"a O\n\tO\n", "FILE:2: an empty column"),
-        (b"a O\nb \0\n", "FILE:2: an empty column or a NUL"),
+        (b"a O\n\tO\n", "FILE:2: empty column"),
+        (b"a O\nb \0\n", "FILE:2: empty column or NUL"),
         (b"a O\n\nb\xff O\n", "FILE:3: not UTF-8"),
         (b"\n\n", "FILE: no words"),
         (gzip.compress(b"a O\n" * 99, mtime=0)[:-9], "FILE: the compressed data"),
@@ -311,7 +311,7 @@ def test_context_is_the_document_and_no_more(tmp_path):
     np.testing.assert_array_equal(labelled, [[1, 3], [4, 6], [4, 6], [7, 9], [1, 3], [4, 6]])
     assert not any("one document" in line for line in problem.report)
     problem = tagging(tmp_path, sentences, document_context=True)
-    assert any("the file is one document" in line for line in problem.report)
+    assert any("the file is read as one document" in line for line in problem.report)
     alone = tagging(tmp_path, sentences, documents=(0, 4), tokens=11)
     assert [len(t) for t in alone.splits["train"].tokens] == [5] * 6
 
@@ -322,7 +322,7 @@ def test_long_sentences_are_divided_evenly_and_it_is_said(tmp_path):
     # 6 and 5 words are labelled, and the rest of the room shows the sentence's other words.
     assert [(t >= 0).sum() for t in examples.token_targets["label"]] == [6, 5, 1]
     assert [len(t) for t in examples.tokens] == [12, 12, 3]
-    assert "train: 1 sentences too long for 10 word pieces were divided" in problem.report
+    assert "train: 1 sentences longer than 10 word pieces split" in problem.report
 
 
 @settings(deadline=None)
@@ -338,8 +338,8 @@ def test_chunks(lengths, room):
 def test_odd_words_keep_their_place(tmp_path):
     sentences = [[("a", "B-x"), ("\u200d", "O"), ("b" * 30, "I-x"), ("日", "O")]]
     problem = tagging(tmp_path, sentences, tokens=12)
-    assert "train: 1 words longer than that lost their end" in problem.report
-    assert any("1 words without a character" in line for line in problem.report)
+    assert "train: 1 words longer than that truncated" in problem.report
+    assert any("1 words without any valid character" in line for line in problem.report)
     targets = problem.splits["train"].token_targets["label"]
     assert sum((t >= 0).sum() for t in targets) == 4
     assert problem.score("train", perfect(problem))["accuracy"] == 1
@@ -352,7 +352,7 @@ def test_iob1_is_read_as_bio(tmp_path):
     tags = ["I-x", "I-x", "B-x", "O", "I-y"]
     problem = tagging(tmp_path, [[("a", tag) for tag in tags]])
     assert problem._sentences["train"].tags == [["B-x", "I-x", "B-x", "O", "B-y"]]
-    assert any("1 sentences entities began with I-" in line for line in problem.report)
+    assert any("1 sentences with entities beginning with I-" in line for line in problem.report)
     assert problem.labels == ("O", "B-x", "I-x", "B-y", "I-y")
 
 
@@ -374,10 +374,10 @@ def test_bad_tags_name_the_line(tmp_path):
     train, dev = write(tmp_path / "a.txt", TWO), write(tmp_path / "b.txt", [[("x", "B-ORG")]])
     config = TaskConfig(kind="tagging", train=train, dev=dev)
     message = errors(dev, Tagging, config, VOCABULARY)
-    assert message.startswith("FILE:1: the label 'B-ORG' is none of those learned (O, B-LOC, ")
+    assert message.startswith("FILE:1: unknown label 'B-ORG', not one of O, B-LOC, ")
     plain = write(tmp_path / "c.txt", [[("x", "NN"), ("y", "VB")]])
     config = TaskConfig(kind="tagging", train=plain, dev=dev)
-    assert errors(dev, Tagging, config, VOCABULARY).startswith("FILE:1: the label 'B-ORG'")
+    assert errors(dev, Tagging, config, VOCABULARY).startswith("FILE:1: unknown label 'B-ORG'")
     message = errors(path, tagging, tmp_path, [[("a", "O"), ("b", "O")]])
     assert message.startswith("FILE: every word has the tag 'O'")
     path.write_text("alone\n")
@@ -397,7 +397,7 @@ def test_where_labels_come_from(tmp_path):
     config.labels = str(tmp_path / "labels.txt")
     assert Tagging(config, VOCABULARY).labels == ("B-z", "O")
     config.labels = ""
-    with pytest.raises(UserError, match="which labels"):
+    with pytest.raises(UserError, match="labels are unknown"):
         Tagging(config, VOCABULARY)
     assert Tagging(config, VOCABULARY, labels=("O", "B-z")).labels == ("O", "B-z")
 
@@ -419,8 +419,8 @@ def test_columns_by_number(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "nothing to read"),
-        ({"data": "tfds"}, "files of columns"),
+        ({}, "no data"),
+        ({"data": "tfds"}, "CoNLL files"),
         ({"tokens": 2, "train": "x"}, r"config\.task\.tokens=2"),
         ({"train": "/nowhere"}, "/nowhere"),
     ],

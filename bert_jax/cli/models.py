@@ -1,4 +1,4 @@
-"""What a model is used for."""
+"""Verbs that use a trained model: predict, score, glue-zip, fill-mask, attention, embed."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from bert_jax.errors import UserError
 
 
 def add_predict(verbs: Verbs) -> None:
-    """`bert-jax predict`."""
+    """Add `bert-jax predict`."""
     sub = verbs.add(
         "predict",
         _predict,
@@ -16,7 +16,9 @@ def add_predict(verbs: Verbs) -> None:
         "  bert-jax predict --workdir runs/mine --out predictions new.csv\n"
         "  cat texts.txt | bert-jax predict --workdir runs/mine --out predictions -",
     )
-    sub.add_argument("source", nargs="?", default="-", metavar="FILE", help="- (default): lines")
+    sub.add_argument(
+        "source", nargs="?", default="-", metavar="FILE", help="data; - (default) reads lines"
+    )
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     add_which(sub)
     sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the predictions")
@@ -33,39 +35,39 @@ def _predict(options) -> None:
 
 
 def add_score(verbs: Verbs) -> None:
-    """`bert-jax score`."""
+    """Add `bert-jax score`."""
     sub = verbs.add(
         "score",
         _score,
-        "score anyone's predictions as the benchmark's own program does",
+        "score predictions with a benchmark's official metrics",
         "  bert-jax score squad1 dev-v1.1.json predictions.json\n"
         "  bert-jax score glue:rte RTE/dev.tsv RTE.tsv\n"
         "  bert-jax score conll dev.txt predictions.conll",
     )
     sub.add_argument("benchmark", help="squad1, squad2, glue:TASK or conll")
-    sub.add_argument("data", metavar="DATA", help="the answers")
-    sub.add_argument("predictions", metavar="PREDICTIONS")
-    sub.add_argument("--null-odds", metavar="FILE", help="squad2: null_odds.json")
+    sub.add_argument("data", metavar="DATA", help="file with the answers")
+    sub.add_argument("predictions", metavar="PREDICTIONS", help="file with the predictions")
+    sub.add_argument("--null-odds", metavar="FILE", help="for squad2: null_odds.json")
 
 
 def _score(options) -> None:
     from bert_jax import score
 
-    found = score.score(options.benchmark, options.data, options.predictions, options.null_odds)
-    for name, value in found.items():
+    metrics = score.score(options.benchmark, options.data, options.predictions, options.null_odds)
+    for name, value in metrics.items():
         print(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
 
 
 def add_glue_zip(verbs: Verbs) -> None:
-    """`bert-jax glue-zip`."""
+    """Add `bert-jax glue-zip`."""
     sub = verbs.add(
         "glue-zip",
         _glue_zip,
-        "collect predictions for GLUE's test sets into the zip that its server takes",
+        "collect test predictions into a zip for the GLUE server",
         "  bert-jax glue-zip --out glue.zip runs/cola runs/sst2 runs/mnli",
     )
-    sub.add_argument("folders", nargs="+", metavar="DIR", help="runs, or what predict wrote")
-    sub.add_argument("--out", required=True, metavar="FILE", help="the zip")
+    sub.add_argument("folders", nargs="+", metavar="DIR", help="runs, or outputs of predict")
+    sub.add_argument("--out", required=True, metavar="FILE", help="zip to write")
 
 
 def _glue_zip(options) -> None:
@@ -76,7 +78,7 @@ def _glue_zip(options) -> None:
 
 
 def add_fill_mask(verbs: Verbs) -> None:
-    """`bert-jax fill-mask`."""
+    """Add `bert-jax fill-mask`."""
     sub = verbs.add(
         "fill-mask",
         _fill_mask,
@@ -86,8 +88,8 @@ def add_fill_mask(verbs: Verbs) -> None:
     )
     sub.add_argument("texts", nargs="*", metavar="TEXT", help="texts; - or none reads lines")
     add_model(sub)
-    sub.add_argument("--top", type=int, default=5, help="candidates a mask (default 5)")
-    sub.add_argument("--json", action="store_true", help="print a JSON line a text")
+    sub.add_argument("--top", type=int, default=5, help="candidates per mask (default 5)")
+    sub.add_argument("--json", action="store_true", help="print one JSON line per text")
 
 
 def _fill_mask(options) -> None:
@@ -106,8 +108,11 @@ def _fill_mask(options) -> None:
     for text in texts:
         masks = fill(text, options.top)
         if options.json:
-            found = [[c._asdict() for c in candidates] for candidates in masks]
-            print(json.dumps({"text": text, "masks": found}, ensure_ascii=False), flush=True)
+            candidates_by_mask = [[c._asdict() for c in candidates] for candidates in masks]
+            print(
+                json.dumps({"text": text, "masks": candidates_by_mask}, ensure_ascii=False),
+                flush=True,
+            )
             continue
         print(text)
         for candidates in masks:
@@ -117,24 +122,24 @@ def _fill_mask(options) -> None:
 
 
 def add_attention(verbs: Verbs) -> None:
-    """`bert-jax attention`."""
+    """Add `bert-jax attention`."""
     sub = verbs.add(
         "attention",
         _attention,
-        "show what attends to what in a text, in every layer and head",
+        "show the attention within a text, in every layer and head",
         '  bert-jax attention --init models/base --text "The bank of the river"\n'
         '  bert-jax attention --init models/base --text "Who wrote it?" --text-b "She did." --rollout',
     )
     add_model(sub)
-    sub.add_argument("--text", required=True, help="a text; [MASK] in it is the token")
-    sub.add_argument("--text-b", metavar="TEXT", help="the second of a pair")
+    sub.add_argument("--text", required=True, help="text; [MASK] is read as the mask token")
+    sub.add_argument("--text-b", metavar="TEXT", help="second text of a pair")
     sub.add_argument(
-        "--rollout", action="store_true", help="also what comes through all layers up to each"
+        "--rollout", action="store_true", help="also show attention rollout up to each layer"
     )
     sub.add_argument(
         "--out", default="attention.html", metavar="FILE",
-        help="a page (.html, default %(default)s), beside which a .png is put, or a picture (.png, "
-        ".svg or .pdf), beside which a .html is put",
+        help="page (.html, default %(default)s), with a .png beside it; or image (.png, .svg or "
+        ".pdf), with a .html beside it",
     )  # fmt: skip
 
 
@@ -146,7 +151,7 @@ def _attention(options) -> None:
     from bert_jax.explore import AttentionMapper
     from bert_jax.report import attention
 
-    attention.paths(options.out)  # what is wrong with it is said before the model is read
+    attention.paths(options.out)  # check the output path before loading the model
     maps = AttentionMapper(options.init, options.checkpoint)(options.text, options.text_b)
     written = attention.write(maps, options.init, options.out, options.rollout)
     layers, heads, tokens, _ = maps.probabilities.shape
@@ -154,48 +159,50 @@ def _attention(options) -> None:
 
 
 def add_embed(verbs: Verbs) -> None:
-    """`bert-jax embed`."""
+    """Add `bert-jax embed`."""
     sub = verbs.add(
         "embed",
         _embed,
-        "turn texts into vectors",
+        "compute vectors of texts",
         "  bert-jax embed --init models/minilm --out vectors.npy sentences.txt\n"
         "  bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.parquet a.jsonl\n"
         "  cat texts.txt | bert-jax embed --init runs/mini --out vectors.jsonl -",
     )
     sub.add_argument(
         "source", nargs="?", default="-", metavar="FILE",
-        help="a text a line, .jsonl or .parquet, each also compressed; - (default) reads lines",
+        help="one text per line, .jsonl or .parquet, optionally compressed; - (default) reads lines",
     )  # fmt: skip
     add_model(sub)
     sub.add_argument("--out", required=True, metavar="FILE", help=".npy, .jsonl or .parquet")
-    sub.add_argument("--column", default="text", help="of .jsonl and .parquet (default text)")
+    sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
     sub.add_argument(
         "--pooling",
         choices=("mean", "cls", "none"),
-        help="a vector a text, the mean of its tokens' or [CLS]'s, or a vector a token "
-        "(default: what an imported sentence encoder says, else mean)",
+        help="mean of a text's tokens, its [CLS], or none: one vector per token (default: the "
+        "setting of an imported sentence encoder, else mean)",
     )
     sub.add_argument(
         "--layers",
         metavar="WHICH",
-        help="last (default), second-to-last, last4, all, embeddings, or numbers: 0 are the "
-        "embeddings, --layers=-4,-1 two layers, one vector after the other",
+        help="last (default), second-to-last, last4, all, embeddings, or numbers: 0 is the "
+        "embeddings, --layers=-4,-1 concatenates two layers",
     )
     sub.add_argument(
-        "--weights", metavar="W,W,…", help="a number a layer: their weighted sum instead"
+        "--weights", metavar="W,W,…", help="one weight per layer: sum layers, do not concatenate"
     )
     sub.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to length 1"
+        "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to unit length"
     )
-    sub.add_argument("--tokens", type=int, help="most tokens a text (default: all positions)")
+    sub.add_argument("--tokens", type=int, help="maximum tokens per text (default: all positions)")
     sub.add_argument(
         "--long",
         choices=("truncate", "window"),
         default="truncate",
-        help="cut longer texts (default), or go over them in windows",
+        help="truncate longer texts (default), or compute them in overlapping windows",
     )
-    sub.add_argument("--overlap", type=int, metavar="TOKENS", help="of windows (default 64)")
+    sub.add_argument(
+        "--overlap", type=int, metavar="TOKENS", help="overlap of windows (default 64)"
+    )
 
 
 def _embed(options) -> None:
@@ -211,11 +218,13 @@ def _embed(options) -> None:
         if (value := getattr(options, name)) is not None:
             setattr(config.embed, name, value)
     if options.overlap is not None and options.long != "window":
-        raise UserError("--overlap is of windows: add --long window")
+        raise UserError("--overlap applies to windows only: add --long window")
     try:
         weights = tuple(float(w) for w in options.weights.split(",")) if options.weights else ()
     except ValueError:
-        raise UserError(f"--weights {options.weights}: numbers with commas between them") from None
+        raise UserError(
+            f"--weights {options.weights}: it must be comma-separated numbers"
+        ) from None
     embedder = Embedder(
         config,
         vocabulary,

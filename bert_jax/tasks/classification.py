@@ -1,6 +1,6 @@
-"""Classification of texts and of pairs: one label, several labels, or a number; tables of one's own.
+"""Classification and regression of texts and text pairs, single-label or multilabel, from tables.
 
-The sequences are BERT's (Devlin et al., section 4.1): `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`.
+Sequences are BERT's (Devlin et al., section 4.1): `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`.
 """
 
 import collections
@@ -24,21 +24,21 @@ from bert_jax.tasks.problem import Logits
 
 PREDICTIONS = "predictions.tsv"
 NEW = "new"
-# Between several labels in one cell. A JSON or Parquet list needs none.
+# Separates the labels in a multilabel cell; JSON and Parquet use lists instead.
 SEPARATOR = "|"
 THRESHOLD = 0.5
-_NAMED_LABELS = 12  # in messages
+_MAX_LABELS_SHOWN = 12  # in messages
 
 
 class Row(NamedTuple):
-    """A text or a pair as it was read.
+    """A text or a text pair as read from a table.
 
     Attributes:
         where: "file:line", for messages.
-        index: what predictions call it.
-        a: the text.
-        b: the second one of a pair.
-        label: as the file has it; None where it has none.
+        index: its identifier in prediction files.
+        a: the first text.
+        b: the second text of a pair, else None.
+        label: the value in the file; None if missing.
     """
 
     where: str
@@ -49,20 +49,20 @@ class Row(NamedTuple):
 
 
 class Classification:
-    """A `Problem` of labelled texts or pairs in tables.
+    """A `Problem` of labeled texts or text pairs in tables.
 
     Args:
-        config: the task; `objective` "class" has one label a row, "number" a number, "classes" any
-            number of labels: a list in JSON and Parquet, names with "|" between in a cell.
-        vocabulary: of the model.
-        splits: which of "train", "dev" and "test" to read; None all there are.
-        labels: those of a fine-tuned model. Without them `config.labels`, or the ones of the
-            training data in order. With them only training data must be labelled.
-        new: a table, lines of text (of pairs: with a tab between), or "-" for lines from standard
-            input, to be read as the one split "new"; it need not be labelled.
+        config: the task. `objective` "class" has one label per row, "number" a number, "classes"
+            any number of labels: a list in JSON and Parquet, names separated by "|" in a cell.
+        vocabulary: the model's vocabulary.
+        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        labels: labels of a fine-tuned model, with which only training data must be labeled. If (),
+            `config.labels` or the sorted labels of the training data.
+        new: a table, lines of text (pairs: tab-separated) or "-" for lines from standard input, to
+            read as the only split, "new"; its labels are optional.
 
     Raises:
-        UserError: a file or a row that is not as it should be; a label that is none of them.
+        UserError: a file or a row is malformed, or a label is unknown.
     """
 
     head = "sequence"
@@ -86,44 +86,44 @@ class Classification:
         for name in names:
             if not sources.get(name):
                 raise UserError(
-                    f"no {name!r} split: set config.task.{name.partition('_')[0]} or look at what "
-                    f"config.task.data holds (there is: {', '.join(sources) or 'nothing'})"
+                    f"no {name!r} split: set config.task.{name.partition('_')[0]} or check "
+                    f"config.task.data (found: {', '.join(sources) or 'nothing'})"
                 )
         rows = {name: list(self.rows(name, sources[name])) for name in names}
-        for name, found in rows.items():
-            if not found and name != NEW:
-                raise UserError(f"{sources[name]} ({name}) holds no rows; it needs one at least")
+        for name, split_rows in rows.items():
+            if not split_rows and name != NEW:
+                raise UserError(f"{sources[name]} ({name}) holds no rows: add at least one")
         self.labels = labels or self._find_labels(rows, sources)
         ids = {label: i for i, label in enumerate(self.labels)}
         self.splits: dict[str, Examples] = {}
         self._rows: dict[str, list[Row]] = rows
-        for name, found in rows.items():
-            self.splits[name] = self._examples(name, found, ids, vocabulary)
+        for name, split_rows in rows.items():
+            self.splits[name] = self._examples(name, split_rows, ids, vocabulary)
         if "train" in rows and self.objective != "number":
-            self._note_absent()
+            self._report_absent_labels()
 
     # --- Reading ----------------------------------------------------------------------------------
 
     def sources(self) -> dict[str, str]:
-        """The file of each split there is."""
-        named = {"train": self.config.train, "dev": self.config.dev, "test": self.config.test}
-        return {name: path for name, path in named.items() if path}
+        """Return the path of each split that has a file."""
+        paths = {"train": self.config.train, "dev": self.config.dev, "test": self.config.test}
+        return {name: path for name, path in paths.items() if path}
 
     def rows(self, split: str, source: str) -> Iterator[Row]:
-        """What a split's file holds."""
-        config, must = self.config, self.must_be_labelled(split)
+        """Yield the rows of a split's file."""
+        config, required = self.config, self.must_be_labelled(split)
         texts = [config.text_a, config.text_b] if config.text_b else [config.text_a]
         records = own_records(source, split, texts, (config.label,))
         for index, (where, fields) in enumerate(records):
-            several = self.objective == "classes"
-            label = labelled(where, fields, config.label, must, several)
+            multilabel = self.objective == "classes"
+            label = labelled(where, fields, config.label, required, multilabel)
             b = fields[config.text_b] if config.text_b else None
             yield Row(where, str(index), fields[config.text_a], b, label)
 
     def must_be_labelled(self, split: str) -> bool:
-        """Whether a row without a label is an error."""
-        trains = split == "train" or not self._model_labels
-        return trains and not split.startswith(("test", NEW))
+        """Whether every row of the split needs a label."""
+        needed = split == "train" or not self._model_labels
+        return needed and not split.startswith(("test", NEW))
 
     def _find_labels(self, rows: dict[str, list[Row]], sources: dict[str, str]) -> tuple[str, ...]:
         if self.objective == "number":
@@ -133,22 +133,22 @@ class Classification:
         train = rows.get("train") or (
             self.rows("train", sources["train"]) if "train" in sources else ()
         )
-        found = {name for row in train for name in self._names(row)}
-        if len(found) < 2:
-            what = f"only the label {next(iter(found))!r}" if found else "no labels"
+        names = {name for row in train for name in self._row_labels(row)}
+        if len(names) < 2:
+            problem = f"only the label {next(iter(names))!r}" if names else "no labels"
             raise UserError(
-                f"{what} in {sources.get('train') or 'the training data (there is none)'}: there "
-                "must be two at least; set config.task.labels to name them all"
+                f"{problem} in {sources.get('train') or 'the training data (there is none)'}: at "
+                "least two are needed; set config.task.labels to name them all"
             )
-        if any("," in name for name in found) and self.objective == "classes":
-            comma = next(name for name in sorted(found) if "," in name)
+        if any("," in name for name in names) and self.objective == "classes":
+            comma = next(name for name in sorted(names) if "," in name)
             self.report.append(
-                f"{comma!r} is taken as one label; several in a cell are written a{SEPARATOR}b"
+                f"{comma!r} is read as one label; write several labels as a{SEPARATOR}b"
             )
-        return tuple(sorted(found, key=_label_order(found)))
+        return tuple(sorted(names, key=_label_order(names)))
 
-    def _names(self, row: Row) -> list[str]:
-        """The labels a row has; for "class" one or, where it is unknown, none."""
+    def _row_labels(self, row: Row) -> list[str]:
+        """Return a row's labels; for "class" at most one."""
         label = row.label
         if self.objective == "classes":
             if isinstance(label, str):
@@ -158,37 +158,39 @@ class Classification:
             return [_label_name(name, row.where) for name in label]
         if isinstance(label, list):
             raise UserError(
-                f"{row.where}: a list of labels; config.task.objective='classes' is for several"
+                f"{row.where}: a list of labels: set config.task.objective='classes' to use lists"
             )
         return [] if label is None else [_label_name(label, row.where)]
 
     def _target(self, row: Row, ids: dict[str, int]) -> Any:
         if self.objective == "number":
             return math.nan if row.label is None else _number(row)
-        found = []
-        for name in self._names(row):
+        label_ids = []
+        for name in self._row_labels(row):
             if name not in ids:
-                raise UserError(_unseen(row.where, name, self.labels, bool(self._model_labels)))
-            found.append(ids[name])
+                raise UserError(
+                    _unknown_label_message(row.where, name, self.labels, bool(self._model_labels))
+                )
+            label_ids.append(ids[name])
         if self.objective == "class":
-            return found[0] if found else NO_EXAMPLE
-        known = np.full(len(ids), math.nan if row.label is None else 0.0, np.float32)
-        known[found] = 1.0
-        return known
+            return label_ids[0] if label_ids else NO_EXAMPLE
+        target = np.full(len(ids), math.nan if row.label is None else 0.0, np.float32)
+        target[label_ids] = 1.0
+        return target
 
     def _examples(
         self, split: str, rows: list[Row], ids: dict[str, int], vocabulary: Vocabulary
     ) -> Examples:
         targets = [self._target(row, ids) for row in rows]
-        kind = np.int32 if self.objective == "class" else np.float32
+        dtype = np.int32 if self.objective == "class" else np.float32
         shape = (len(rows), len(ids)) if self.objective == "classes" else (len(rows),)
         tokens, a_length, note = encode(
             vocabulary, [row.a for row in rows], [row.b for row in rows], self.config.tokens
         )
         self.report.append(f"{split}: {len(rows):,} examples{note}")
-        return Examples(tokens, a_length, {"label": np.array(targets, kind).reshape(shape)})
+        return Examples(tokens, a_length, {"label": np.array(targets, dtype).reshape(shape)})
 
-    def _note_absent(self) -> None:
+    def _report_absent_labels(self) -> None:
         values = self.splits["train"].targets["label"]
         if self.objective == "class":
             counts = np.bincount(values[values >= 0], minlength=len(self.labels))
@@ -201,13 +203,13 @@ class Classification:
     # --- Scoring ----------------------------------------------------------------------------------
 
     def score(self, split: str, logits: Logits) -> dict[str, float]:
-        """The metrics of a split's labelled examples; none where there are no labels."""
-        truth, values = self.splits[split].targets["label"], self.stacked(logits)
-        known = _known(truth)
-        return self.measure(truth[known], values[known]) if known.any() else {}
+        """Return the metrics of a split's labeled examples; empty if none is labeled."""
+        targets, values = self.splits[split].targets["label"], self.stacked(logits)
+        known = _is_labeled(targets)
+        return self.measure(targets[known], values[known]) if known.any() else {}
 
     def measure(self, truth: np.ndarray, logits: Float[np.ndarray, "E C"]) -> dict[str, float]:
-        """The metrics of logits."""
+        """Return the metrics of logits against labels."""
         if self.objective == "number":
             return metrics.regression(truth, logits[:, 0])
         if self.objective == "class":
@@ -215,56 +217,56 @@ class Classification:
         return metrics.several_labels(truth > 0.5, probabilities(logits, "classes") > THRESHOLD)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
-        """Writes predictions.tsv: index, label (or number), the probability of every label.
+        """Write predictions.tsv: index, label (or number) and the probability of every label.
 
-        Where labels are known also a picture: confusion.png, or scatter.png for numbers.
+        If labels are known also write a figure: confusion.png, or scatter.png for regression.
         """
-        values = self.stacked(logits)
+        stacked = self.stacked(logits)
         if self.objective == "number":
-            header, cells = ["index", self.labels[0]], [[f"{x:.6g}"] for x in values[:, 0]]
+            header, cells = ["index", self.labels[0]], [[f"{x:.6g}"] for x in stacked[:, 0]]
         else:
-            chances = probabilities(values, self.objective)
+            probs = probabilities(stacked, self.objective)
             header = ["index", "label", *(f"probability:{label}" for label in self.labels)]
             cells = [
                 [name, *(f"{p:.6f}" for p in row)]
-                for name, row in zip(self.predicted(values), chances, strict=True)
+                for name, row in zip(self.predicted(stacked), probs, strict=True)
             ]
         lines = [[row.index, *more] for row, more in zip(self._rows[split], cells, strict=True)]
         with files.one_line_errors(f"cannot write predictions to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             write_table(folder / PREDICTIONS, [header, *lines])
-            truth = self.splits[split].targets["label"]
-            known = _known(truth)
+            targets = self.splits[split].targets["label"]
+            known = _is_labeled(targets)
             if not known.any() or self.objective == "classes":
                 return
             if self.objective == "number":
-                draw_scatter(truth[known], values[known, 0], folder / "scatter.png")
+                draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
             else:
                 counts = np.zeros((len(self.labels), len(self.labels)), np.int64)
-                np.add.at(counts, (truth[known], values[known].argmax(1)), 1)
+                np.add.at(counts, (targets[known], stacked[known].argmax(1)), 1)
                 draw_confusion(counts, self.labels, folder / "confusion.png")
 
     def stacked(self, logits: Logits) -> Float[np.ndarray, "E C"]:
-        """The logits of all examples."""
+        """Stack the logits of all examples."""
         return np.array([np.asarray(x) for x in logits], np.float64).reshape(-1, len(self.labels))
 
     def predicted(self, logits: Float[np.ndarray, "E C"]) -> list[str]:
-        """The label of each example, or its labels with "|" between."""
+        """Return each example's label, or its labels joined by "|"."""
         if self.objective == "class":
             return [self.labels[i] for i in logits.argmax(1)]
-        over = probabilities(logits, "classes") > THRESHOLD
-        return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in over]
+        positive = probabilities(logits, "classes") > THRESHOLD
+        return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
 
 
 def own_records(
     source: str, split: str, texts: Sequence[str], optional: Sequence[str]
 ) -> Iterator[tables.Record]:
-    """The records of a table of one's own; the split "new" may be lines of text, and empty ones."""
+    """Yield the records of a user's table. The split "new" may also be plain text, and empty."""
     kind = ""
     if split == NEW and (source == tables.STANDARD_INPUT or tables.kind_of(source) == ".txt"):
         kind = ".txt"
     elif tables.kind_of(source) == ".txt":
-        raise UserError(f"{source}: .txt has no columns; a table is .tsv, .csv, .jsonl or .parquet")
+        raise UserError(f"{source}: .txt has no columns: use .tsv, .csv, .jsonl or .parquet")
     yield from tables.read(
         source,
         texts,
@@ -276,57 +278,58 @@ def own_records(
 
 
 def labelled(
-    where: str, fields: dict[str, Any], label: str, must: bool, several: bool = False
+    where: str, fields: dict[str, Any], label: str, required: bool, multilabel: bool = False
 ) -> Any:
-    """The label in a record; None where it has none, [] for an empty cell of several labels.
+    """Return the label of a record: None if missing, [] for an empty multilabel cell.
 
     Raises:
-        UserError: it must have one.
+        UserError: the label is missing and required.
     """
     value = fields.get(label)
     empty = isinstance(value, str) and not value.strip()
-    if empty and several:
+    if empty and multilabel:
         return []
     if value is not None and not empty:
         return value
-    if must:
-        what = f"{label!r} is empty" if empty else f"no {label!r}"
+    if required:
+        problem = f"{label!r} is empty" if empty else f"no {label!r}"
         raise UserError(
-            f"{where}: {what} (it has: {', '.join(fields)[:200]}); label that row, or set "
+            f"{where}: {problem} (columns: {', '.join(fields)[:200]}); label the row, or set "
             "config.task.label to the column of the labels"
         )
     return None
 
 
 def read_labels(names: str) -> tuple[str, ...]:
-    """The labels in a file, one a line, or in a line with commas between.
+    """Read labels from a file, one per line, or from a comma-separated list.
 
     Raises:
-        UserError: fewer than two, one twice, or something that looks like a missing file.
+        UserError: fewer than two labels, a duplicate, or the path of a missing file.
     """
     path = pathlib.Path(names)
     if path.is_file():
         records = tables.read(path, ["label"], kind=".txt", header=["label"])
-        found = [_label_name(record.fields["label"], record.where) for record in records]
+        labels = [_label_name(record.fields["label"], record.where) for record in records]
     elif path.suffix in tables.KINDS:
-        raise UserError(f"config.task.labels: there is no file {names}")
+        raise UserError(f"config.task.labels: file {names} does not exist")
     else:
-        found = [_label_name(name, "config.task.labels") for name in names.split(",")]
-    twice = [name for name, n in collections.Counter(found).items() if n > 1]
-    if twice or len(found) < 2:
-        what = f"{twice[0]!r} is there twice" if twice else "fewer than two labels"
-        raise UserError(f"config.task.labels ({names[:80]}): {what}; each label is named once")
-    return tuple(found)
+        labels = [_label_name(name, "config.task.labels") for name in names.split(",")]
+    duplicates = [name for name, n in collections.Counter(labels).items() if n > 1]
+    if duplicates or len(labels) < 2:
+        problem = f"duplicate label {duplicates[0]!r}" if duplicates else "fewer than two labels"
+        raise UserError(f"config.task.labels ({names[:80]}): {problem}; name each label once")
+    return tuple(labels)
 
 
 def _label_name(value: Any, where: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float) and value.is_integer():  # as a table with a gap in it has them
+    # Integer columns with missing values are read as floats.
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     name = str(value).strip()
     if not isinstance(value, str | int | float) or not name or not name.isprintable():
-        raise UserError(f"{where}: {value!r} is no label; one is a word or a few on one line")
+        raise UserError(f"{where}: {value!r} is not a label: labels are words on one line")
     return name
 
 
@@ -339,13 +342,13 @@ def _label_order(names: Iterable[str]) -> Any:
     return str
 
 
-def _unseen(where: str, name: str, labels: Sequence[str], learned: bool) -> str:
-    shown = ", ".join(labels[:_NAMED_LABELS]) + ", …" * (len(labels) > _NAMED_LABELS)
+def _unknown_label_message(where: str, name: str, labels: Sequence[str], predicting: bool) -> str:
+    shown = ", ".join(labels[:_MAX_LABELS_SHOWN]) + ", …" * (len(labels) > _MAX_LABELS_SHOWN)
     nearest = difflib.get_close_matches(name, labels, 1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
-        f"{where}: the label {name!r} is none of the {len(labels)} there are ({shown}); {hint}"
-        f"mend it, or {'leave it empty' if learned else 'name all labels in config.task.labels'}"
+        f"{where}: unknown label {name!r}, not one of the {len(labels)} labels ({shown}); {hint}"
+        f"correct it, or {'leave it empty' if predicting else 'set config.task.labels to list all'}"
     )
 
 
@@ -353,55 +356,60 @@ def _number(row: Row) -> float:
     try:
         if isinstance(row.label, str | int | float) and math.isfinite(float(row.label)):
             return float(row.label)
-    except (ValueError, OverflowError):  # JSON may hold whole numbers of any size
+    except (ValueError, OverflowError):  # JSON integers can exceed the range of float
         pass
     raise UserError(
-        f"{row.where}: {row.label!r} where a number is expected; mend it, or set "
+        f"{row.where}: {row.label!r} is not a number: correct it, or set "
         "config.task.objective='class' for labels"
     )
 
 
 def encode(
-    vocabulary: Vocabulary, a: Sequence[str], b: Sequence[str | None], most: int
+    vocabulary: Vocabulary, a: Sequence[str], b: Sequence[str | None], max_tokens: int
 ) -> tuple[list[np.ndarray], list[int], str]:
-    """Texts or pairs as sequences of at most `most` tokens.
+    """Tokenize texts or pairs to sequences of at most `max_tokens` tokens.
 
     Returns:
-        The sequences, how many tokens of each belong to segment a, and, for people, what was cut.
+        The sequences, the number of tokens of segment a in each, and a note on truncation for the
+        report ("" if nothing was truncated).
     """
-    tokens, a_length, cut, lost = [], [], 0, 0
+    tokens, a_length, num_truncated, num_lost = [], [], 0, 0
     texts = [text for pair_ in zip(a, b, strict=True) for text in pair_ if text is not None]
-    found = iter(vocabulary.encode_all(texts))
+    encoded = iter(vocabulary.encode_all(texts))
     for text_b in b:
-        first = next(found).ids.tolist()
-        second = None if text_b is None else next(found).ids.tolist()
-        ids, length, over = pair(vocabulary, first, second, most)
+        first = next(encoded).ids.tolist()
+        second = None if text_b is None else next(encoded).ids.tolist()
+        ids, length, excess = pair(vocabulary, first, second, max_tokens)
         tokens.append(ids)
         a_length.append(length)
-        cut, lost = cut + (over > 0), lost + over
-    note = f", {cut:,} sequences cut to {most} tokens ({lost:,} tokens lost)" if cut else ""
+        num_truncated, num_lost = num_truncated + (excess > 0), num_lost + excess
+    note = (
+        f", {num_truncated:,} sequences cut to {max_tokens} tokens ({num_lost:,} tokens lost)"
+        if num_truncated
+        else ""
+    )
     return tokens, a_length, note
 
 
 def probabilities(
     logits: Float[np.ndarray, "E C"], objective: str = "class"
 ) -> Float[np.ndarray, "E C"]:
-    """Of logits: they add up to 1 over the labels, or for "classes" each is for itself."""
+    """Return probabilities: softmax over the labels, or a sigmoid per label for "classes"."""
     if objective == "classes":
         return 0.5 * (1 + np.tanh(logits / 2))
-    powers = np.exp(logits - logits.max(1, keepdims=True))
-    return powers / powers.sum(1, keepdims=True)
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    return exps / exps.sum(1, keepdims=True)
 
 
-def _known(truth: np.ndarray) -> np.ndarray:
-    """Which examples have a label."""
-    if truth.dtype == np.int32:
-        return truth != NO_EXAMPLE
-    return ~np.isnan(truth.reshape(len(truth), -1)).any(1)
+def _is_labeled(targets: np.ndarray) -> np.ndarray:
+    """Return a mask of the examples that have a label."""
+    if targets.dtype == np.int32:
+        return targets != NO_EXAMPLE
+    return ~np.isnan(targets.reshape(len(targets), -1)).any(1)
 
 
 def write_table(path: pathlib.Path, rows: Iterable[Sequence[str]], delimiter: str = "\t") -> None:
-    """Replaces a file by rows of cells, which hold no delimiters."""
+    """Write rows of cells, which must not contain the delimiter, replacing the file."""
     files.write(path, "".join(f"{delimiter.join(row)}\n" for row in rows))
 
 
@@ -411,7 +419,7 @@ def write_table(path: pathlib.Path, rows: Iterable[Sequence[str]], delimiter: st
 def draw_confusion(
     counts: Int[np.ndarray, "C C"], labels: Sequence[str], path: pathlib.Path
 ) -> None:
-    """Draws how often each label (a row) was taken for which (a column)."""
+    """Draw a confusion matrix: labels in rows, predictions in columns."""
     from matplotlib.figure import Figure
 
     n = len(labels)
@@ -420,7 +428,7 @@ def draw_confusion(
     figure = Figure(figsize=(cell * n + 1, cell * n + 1))
     axes = figure.add_axes((0, 0, 1, 1))
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    # The root makes what is rare visible.
+    # The square root makes rare confusions visible.
     axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1.1)
     axes.set_xticks(range(n), names, rotation=90, fontsize=font, parse_math=False)
     axes.set_yticks(range(n), names, fontsize=font, parse_math=False)
@@ -445,7 +453,7 @@ def draw_confusion(
 def draw_scatter(
     truth: Float[np.ndarray, " E"], predicted: Float[np.ndarray, " E"], path: pathlib.Path
 ) -> None:
-    """Draws predicted numbers over the true ones."""
+    """Plot predicted against true numbers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 5))
@@ -460,6 +468,6 @@ def draw_scatter(
 
 def _save(figure: Any, path: pathlib.Path, dots_per_inch: int) -> None:
     with files.replacing(path) as beside, warnings.catch_warnings():
-        # A script that the font lacks shows as boxes; nothing a person could do about it here.
+        # Characters that the font lacks are drawn as boxes; users cannot do anything about it.
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(beside, format="png", dpi=dots_per_inch, bbox_inches="tight")

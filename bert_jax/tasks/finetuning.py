@@ -1,4 +1,4 @@
-"""Fine-tuning on any `Problem`: the heads' objectives, and the stage that the loop runs."""
+"""Fine-tuning on any `Problem`: losses of the heads, and the stage that the training loop runs."""
 
 import copy
 import dataclasses
@@ -25,16 +25,16 @@ from bert_jax.model import Bert, Params, flops_per_row, init_params
 from bert_jax.tasks.problem import Logits, Problem
 from bert_jax.tasks.stage import Stage
 
-# Evaluation takes so many times the examples of a training step at once.
+# Evaluation batches hold this many times the examples of a training batch.
 _EVALUATION_FACTOR = 2
 
 
 class Inputs(NamedTuple):
-    """A batch as the objectives take it; every leaf has the rows on its first axis.
+    """A batch as the losses take it; rows are the first axis of every leaf.
 
     Attributes:
-        example: [B, S], which one a sequence belongs to, or `NO_EXAMPLE`.
-        label: the targets, [B, S, …] or of tokens [B, T].
+        example: [B, S], index of the example that a sequence belongs to, or `NO_EXAMPLE`.
+        label: targets, [B, S, …] per sequence or [B, T] per token.
     """
 
     tokens: Int[Array, "B T"]
@@ -44,12 +44,12 @@ class Inputs(NamedTuple):
 
 
 class Finetuning:
-    """The `Task` of a problem on packed rows."""
+    """The `Task` of a fine-tuning problem on packed rows."""
 
     best_is_highest = True
 
     def __init__(self, model: ModelConfig, problem: Problem, split: str, plan: Plan):
-        """`split` is evaluated; `plan` is of the training examples."""
+        """Initialize for evaluation on `split`; `plan` is of the training examples."""
         self.model, self.problem, self._split = Bert(model), problem, split
         self.best_by = problem.best_by
         self._group = plan.examples.group
@@ -57,49 +57,49 @@ class Finetuning:
         self.flops_per_row = flops_per_row(model, shape.tokens, shape.sequences, 0)
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Random parameters of the encoder and the head."""
+        """Return random parameters of the encoder and the head."""
         return init_params(self.model.config, key)
 
     def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
-        """Rows to inputs, on the device."""
+        """Convert rows to inputs on the device."""
         layout = rows.layout(batch["length"], batch["a_length"], batch["tokens"].shape[1])
         return Inputs(batch["tokens"], layout, batch["example"], batch["label"])
 
     def weights(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
-        """What the objective is divided by, for a whole batch before it is split into parts."""
-        return {"loss": jnp.sum(self._known(inputs))}
+        """Return the normalizer of the loss for a whole batch, before it is split into parts."""
+        return {"loss": jnp.sum(self._loss_weights(inputs))}
 
-    def _known(self, inputs: Inputs) -> Float[Array, "B n"]:
-        """1 for what counts: each example's (first) sequence, or each labelled token."""
+    def _loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
+        """Return 1 for each labeled example (at its first sequence) or labeled token, else 0."""
         if self.problem.head == "token":
             real = inputs.layout.sequence < inputs.example.shape[1]
             return (real & (inputs.label != NO_EXAMPLE)).astype(jnp.float32)
-        known = inputs.example != NO_EXAMPLE
+        mask = inputs.example != NO_EXAMPLE
         if self.problem.head == "choice":
-            known = known[:, :: self._group]
-            return (known & (inputs.label[:, :: self._group] != NO_EXAMPLE)).astype(jnp.float32)
+            mask = mask[:, :: self._group]
+            return (mask & (inputs.label[:, :: self._group] != NO_EXAMPLE)).astype(jnp.float32)
         if self.problem.head == "span":
-            known &= inputs.label[..., 0] != NO_EXAMPLE
+            mask &= inputs.label[..., 0] != NO_EXAMPLE
         elif self.problem.head == "sequence":
             if self.problem.objective == "class":
-                known &= inputs.label != NO_EXAMPLE
-            else:  # not a number where it is unknown
-                given = ~jnp.isnan(inputs.label)
-                known &= given if given.ndim == 2 else given.all(-1)
-        return known.astype(jnp.float32)
+                mask &= inputs.label != NO_EXAMPLE
+            else:  # NaN if unknown
+                has_label = ~jnp.isnan(inputs.label)
+                mask &= has_label if has_label.ndim == 2 else has_label.all(-1)
+        return mask.astype(jnp.float32)
 
     def pairs(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None) -> dict[str, Pair]:
-        """The objective and the fraction of real tokens as (sum, weight)."""
+        """Return the loss, metrics and the fraction of non-padding tokens as (sum, weight)."""
         logits = self.model.apply(
             {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.classify
         )
-        found = self._losses(logits, inputs)
+        loss_terms = self._losses(logits, inputs)
         real = inputs.layout.sequence < inputs.example.shape[1]
-        found["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
-        return found
+        loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
+        return loss_terms
 
     def _losses(self, logits: Float[Array, "B n C"], inputs: Inputs) -> dict[str, Pair]:
-        weights, label = self._known(inputs), inputs.label
+        weights, label = self._loss_weights(inputs), inputs.label
         head, objective = self.problem.head, self.problem.objective
         if head == "span":
             return {"loss": _span_loss(logits, inputs, weights)}
@@ -107,12 +107,12 @@ class Finetuning:
             logits = logits[..., 0].reshape(len(logits), -1, self._group)
             label = label[:, :: self._group]
         elif objective == "number":
-            squares = (logits[..., 0] - jnp.nan_to_num(label)) ** 2
-            return {"loss": (jnp.sum(squares * weights), jnp.sum(weights))}
+            squared_errors = (logits[..., 0] - jnp.nan_to_num(label)) ** 2
+            return {"loss": (jnp.sum(squared_errors * weights), jnp.sum(weights))}
         elif objective == "classes":
             label = jnp.nan_to_num(label)
-            each = jnp.maximum(logits, 0) - logits * label + jnp.log1p(jnp.exp(-jnp.abs(logits)))
-            return {"loss": (jnp.sum(each.mean(-1) * weights), jnp.sum(weights))}
+            bce = jnp.maximum(logits, 0) - logits * label + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+            return {"loss": (jnp.sum(bce.mean(-1) * weights), jnp.sum(weights))}
         label = jnp.maximum(label, 0)
         return {
             "loss": losses.cross_entropy(logits, label, weights),
@@ -120,62 +120,68 @@ class Finetuning:
         }
 
     def outputs(self, params: Params, inputs: Inputs) -> dict[str, Array]:
-        """The logits."""
+        """Return the logits."""
         return {
             "logits": self.model.apply(
                 {"params": params}, inputs.tokens, inputs.layout, method=Bert.classify
             )
         }
 
-    def score(self, found: list[tuple[Batch, dict[str, np.ndarray]]]) -> dict[str, float]:
-        """The problem's own metrics."""
-        return self.problem.score(self._split, self.logits(self._split, found))
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return the official metrics of the evaluated split."""
+        return self.problem.score(self._split, self.logits(self._split, batches_and_outputs))
 
-    def logits(self, split: str, found: list[tuple[Batch, dict[str, np.ndarray]]]) -> Logits:
-        """Logits of a split's examples in order, from rows in any."""
+    def logits(
+        self, split: str, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> Logits:
+        """Unpack the logits of a split's examples, in the order of the examples."""
         examples, head = self.problem.splits[split], self.problem.head
         logits: list[Any] = [None] * len(examples)
-        for batch, outputs in found:
+        for batch, outputs in batches_and_outputs:
             for row, slot in zip(*np.nonzero(batch["example"] != NO_EXAMPLE), strict=True):
-                example, place = batch["example"][row, slot], outputs["logits"][row]
+                example, row_logits = batch["example"][row, slot], outputs["logits"][row]
                 if head in ("token", "span"):
                     start = batch["length"][row, :slot].sum()
-                    logits[example] = place[start : start + batch["length"][row, slot]]
+                    logits[example] = row_logits[start : start + batch["length"][row, slot]]
                 elif head == "sequence":
-                    logits[example] = place[slot]
+                    logits[example] = row_logits[slot]
                 elif slot % self._group == 0:
-                    logits[example] = place[slot : slot + self._group, 0]
+                    logits[example] = row_logits[slot : slot + self._group, 0]
         return logits
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """As they are."""
+        """Return the means unchanged."""
         return means
 
     def describe(self, summary: dict[str, float]) -> str:
-        """Loss and the problem's best metric, or accuracy while training."""
+        """Return the loss and the selection metric, or accuracy while training."""
         shown = [name for name in (self.best_by, "accuracy") if name in summary][:1]
         return " ".join(f"{name} {summary[name]:.4g}" for name in ["loss", *shown])
 
 
 def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Array, "B S"]) -> Pair:
-    """Cross-entropy of start and end over each sequence's own tokens, their mean (section 4.2)."""
+    """Mean of the start and end cross-entropies over each sequence's tokens (section 4.2)."""
     slots = inputs.example.shape[1]
-    own = inputs.layout.sequence[:, None, :] == jnp.arange(slots)[None, :, None]
+    in_sequence = inputs.layout.sequence[:, None, :] == jnp.arange(slots)[None, :, None]
     start = inputs.layout.cls
     total = jnp.float32(0)
     for i in range(2):
-        scores = jnp.where(own, logits[:, None, :, i], jnp.finfo(jnp.float32).min)  # [B, S, T]
-        place = jnp.minimum(start + inputs.label[..., i], scores.shape[-1] - 1)
-        chosen = losses.label_logits(scores, place)
-        loss = jnp.where(weights > 0, jax.nn.logsumexp(scores, -1) - chosen, 0)
+        scores = jnp.where(  # [B, S, T]
+            in_sequence, logits[:, None, :, i], jnp.finfo(jnp.float32).min
+        )
+        position = jnp.minimum(start + inputs.label[..., i], scores.shape[-1] - 1)
+        label_scores = losses.label_logits(scores, position)
+        loss = jnp.where(weights > 0, jax.nn.logsumexp(scores, -1) - label_scores, 0)
         total += jnp.sum(loss * weights) / 2
     return total, jnp.sum(weights)
 
 
-# What is the run's own and not the model's: taken from the config also where there is a checkpoint,
-# for one that was pretrained without dropout could never be given any, and what stands between
-# encoder and head starts anew with the head.
-_FREE = (
+# Model fields that belong to the run rather than the checkpoint. They are always taken from the
+# config: dropout must be possible on a model pretrained without it, and the modules between encoder
+# and head are reinitialized with the head.
+_RUN_FIELDS = (
     "lstm_layers",
     "features",
     "dropout",
@@ -191,21 +197,21 @@ _FREE = (
 def model_config(
     config: FinetuneConfig, start: ModelConfig | None, problem: Problem
 ) -> ModelConfig:
-    """The model to fine-tune: a checkpoint's encoder, or the config's, with the problem's head.
+    """Return the model to fine-tune: the checkpoint's or config's encoder with the problem's head.
 
     Raises:
-        UserError: the config asks for another encoder than the checkpoint has.
+        UserError: the config asks for an encoder that differs from the checkpoint's.
     """
-    asked, default = config.model, ModelConfig()
-    model = copy.deepcopy(asked if start is None else start)
+    requested, default = config.model, ModelConfig()
+    model = copy.deepcopy(requested if start is None else start)
     for field in dataclasses.fields(ModelConfig):
-        value = getattr(asked, field.name)
-        if field.name in _FREE:
+        value = getattr(requested, field.name)
+        if field.name in _RUN_FIELDS:
             setattr(model, field.name, value)
         elif value not in (getattr(default, field.name), getattr(model, field.name)):
             raise UserError(
                 f"config.model.{field.name} is {value!r}, the checkpoint's is "
-                f"{getattr(start, field.name)!r}: leave it out, or train with --init none"
+                f"{getattr(start, field.name)!r}: remove the setting, or train with --init none"
             )
     return dataclasses.replace(
         model,
@@ -220,14 +226,15 @@ def model_config(
 def restored(
     config: FinetuneConfig, start: ModelConfig, params: Params
 ) -> tuple[Params, list[str]]:
-    """Of a checkpoint's parameters those to begin with: encoder and pooler, not what heads have.
+    """Select the checkpoint parameters to start from: encoder and pooler, without heads.
 
     Args:
         config: with the model to fine-tune.
-        start, params: the checkpoint's.
+        start: the checkpoint's model.
+        params: the checkpoint's parameters.
 
     Returns:
-        A part of the parameters, and the modules of the model that start anew.
+        A subset of the parameters, and the names of the modules that are initialized randomly.
     """
     model = config.model
     kept = range(model.layers - config.reset_layers)
@@ -238,7 +245,7 @@ def restored(
         new.append("features")
     if model.lstm_layers:
         new.append("lstm")
-    taken = {
+    selected = {
         path: value
         for path, value in traverse_util.flatten_dict(params, sep="/").items()
         if path.startswith(
@@ -246,43 +253,44 @@ def restored(
         )
         and not path.startswith(tuple(f"{name}/" for name in new))
     }
-    return traverse_util.unflatten_dict(taken, sep="/"), new
+    return traverse_util.unflatten_dict(selected, sep="/"), new
 
 
 def stage(
     config: FinetuneConfig, problem: Problem, seeds: Sequence[int], rows_multiple: int
 ) -> tuple[FinetuneConfig, list[dict[str, Any]], Plan, Stage]:
-    """The single stage of a fine-tuning run.
+    """Return the single stage of a fine-tuning run.
 
     Args:
         config: with the model to fine-tune.
         problem: the data.
-        seeds: all that will be run, so that they share their programs; the stage is of the first.
-        rows_multiple: how many devices share a batch.
+        seeds: all seeds that will be run, so that they share compiled programs; the stage is that
+            of the first.
+        rows_multiple: number of devices that share a batch.
 
     Returns:
-        The config with what follows from the data filled in; what the data are (`workdir.claim`);
-        the plan of the steps' batches; the stage.
+        The config, completed with what follows from the data; a description of the data for
+        `workdir.claim`; the plan of the training batches; the stage.
 
     Raises:
-        UserError: no training or held-out examples, or too few; a profile of steps that run several
-            programs.
+        UserError: there are no or too few training or held-out examples, or the profiled steps run
+            several programs.
     """
     config = copy.deepcopy(config)
     examples = problem.splits.get("train")
     if not examples:
-        raise UserError("there are no training examples: name them, config.task.data or .train")
+        raise UserError("there are no training examples: set config.task.data or config.task.train")
     split = evaluated_split(problem)
-    an_epoch = max(len(examples) // config.batch_size, 1)
-    # As run_classifier.py counts.
+    steps_per_epoch = max(len(examples) // config.batch_size, 1)
+    # Rounded as in run_classifier.py.
     config.steps = config.steps or int(len(examples) / config.batch_size * config.epochs)
     if not config.steps:
         raise UserError(
-            f"config.batch_size is {config.batch_size}, there are only {len(examples)} examples for "
-            f"{config.epochs:g} epochs: not one step; lower it, or raise config.epochs"
+            f"config.batch_size is {config.batch_size}, but there are only {len(examples)} examples "
+            f"for {config.epochs:g} epochs: not one step; lower it, or raise config.epochs"
         )
     config.optim.warmup_steps = int(config.steps * config.warmup_fraction)
-    config.evaluate_every_steps = config.evaluate_every_steps or an_epoch
+    config.evaluate_every_steps = config.evaluate_every_steps or steps_per_epoch
     config.checkpoint.every_steps = config.checkpoint.every_steps or config.evaluate_every_steps
     config_lib.validate(config)
     multiple = rows_multiple * config.accumulation
@@ -297,13 +305,12 @@ def stage(
     )
     if len(plan.shapes) > 1 and config_lib.profiled_steps(config).stop > FIRST_STEPS:
         raise UserError(
-            f"config.profile_steps is {config.profile_steps!r}: from step {FIRST_STEPS} on, batches of "
-            f"this run have {len(plan.shapes)} row counts, each a program of its own; profile steps "
-            "before that"
+            f"config.profile_steps is {config.profile_steps!r}: from step {FIRST_STEPS} on, batches "
+            f"have {len(plan.shapes)} row counts, each with its own program; profile earlier steps"
         )
     task = Finetuning(config.model, problem, split, plan)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
-    only = Stage(
+    finetuning_stage = Stage(
         task=task,
         tokens=plan.shape.tokens,
         batch_size=plan.shape.rows,
@@ -316,16 +323,16 @@ def stage(
         smaller_batches=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
     counts = {name: len(examples) for name, examples in problem.splits.items()}
-    return config, [{"digest": digest(problem), "examples": counts}], plan, only
+    return config, [{"digest": digest(problem), "examples": counts}], plan, finetuning_stage
 
 
 def _cost_tokens(model: ModelConfig) -> int:
-    """T at which a layer's attention costs as much as its other matrix products (`flops_per_row`)."""
+    """Return T at which a layer's attention costs as much as its other matmuls."""
     return (8 * model.hidden + 4 * model.feed_forward) // 4
 
 
 def evaluated_split(problem: Problem) -> str:
-    """The split whose score decides: the first that is for it.
+    """Return the split that selects the best checkpoint: the first dev split.
 
     Raises:
         UserError: there is none.
@@ -333,11 +340,11 @@ def evaluated_split(problem: Problem) -> str:
     for name in problem.splits:
         if name.startswith("dev"):
             return name
-    raise UserError("there is nothing to evaluate on: name a dev set, config.task.data or .dev")
+    raise UserError("there is nothing to evaluate on: set config.task.data or config.task.dev")
 
 
 def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: int) -> Plan:
-    """Plan the batches that hold every example of a split once."""
+    """Plan batches that contain every example of a split once."""
     size = config.batch_size * _EVALUATION_FACTOR
     return Plan(
         examples,
@@ -351,24 +358,24 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
 
 
 def weights_digest(params: Params) -> str:
-    """Of the parameters that a run begins with; "" where all are random."""
-    sums, flat = hashlib.sha256(), traverse_util.flatten_dict(params, sep="/")
+    """Return a digest of a run's initial parameters; "" if all are random."""
+    sha256, flat = hashlib.sha256(), traverse_util.flatten_dict(params, sep="/")
     for path in sorted(flat):
-        sums.update(path.encode())
-        sums.update(np.asarray(flat[path]).tobytes())
-    return sums.hexdigest() if flat else ""
+        sha256.update(path.encode())
+        sha256.update(np.asarray(flat[path]).tobytes())
+    return sha256.hexdigest() if flat else ""
 
 
 def digest(problem: Problem) -> str:
-    """Of what is trained and evaluated on."""
-    sums = hashlib.sha256()
+    """Return a digest of the training and evaluation data."""
+    sha256 = hashlib.sha256()
     for name, examples in problem.splits.items():
-        sums.update(f"{name} {len(examples)} {problem.head} {problem.labels}".encode())
+        sha256.update(f"{name} {len(examples)} {problem.head} {problem.labels}".encode())
         for tokens in examples.tokens:
-            sums.update(tokens.tobytes())
+            sha256.update(tokens.tobytes())
         for target in examples.targets.values():
-            sums.update(np.ascontiguousarray(target).tobytes())
-        for each in examples.token_targets.values():
-            for target in each:
-                sums.update(target.tobytes())
-    return sums.hexdigest()
+            sha256.update(np.ascontiguousarray(target).tobytes())
+        for sequences in examples.token_targets.values():
+            for target in sequences:
+                sha256.update(target.tobytes())
+    return sha256.hexdigest()

@@ -1,6 +1,6 @@
-"""GLUE's nine tasks (arXiv 1804.07461): its files with their quirks, its scores, its submission.
+"""The nine GLUE tasks (arXiv 1804.07461): reading their files, official metrics, submission.
 
-Labels are in the order of the reference readers: Google's run_classifier.py for CoLA, MRPC and MNLI,
+Labels are ordered as in the reference readers: Google's run_classifier.py for CoLA, MRPC and MNLI,
 GLUE's baselines for the others.
 """
 
@@ -28,15 +28,15 @@ TFDS = "tfds"
 
 
 class Task(NamedTuple):
-    """A task's files.
+    """Files, columns and metric of a GLUE task.
 
     Attributes:
-        folder: of its files below GLUE's.
-        texts: their columns, one or two.
-        label: its column.
-        labels: in order; none for a number.
-        best_by: GLUE's score; "A_B" is the mean of two.
-        tfds_texts: the features' names where they differ.
+        folder: folder of its files in GLUE's folder.
+        texts: one or two text columns.
+        label: label column.
+        labels: label names in order; () for regression.
+        best_by: GLUE's metric; "A_B" is the mean of two.
+        tfds_texts: names of the text features in TFDS if they differ.
     """
 
     folder: str
@@ -68,7 +68,7 @@ TASKS = {
     "rte": Task("RTE", _SENTENCES, "label", _ENTAILMENT),
     "wnli": Task("WNLI", _SENTENCES, "label", ("0", "1")),
 }
-# GLUE's names of a task's files, and those of TFDS's splits.
+# Split names to names of GLUE's files, which are also the splits of TFDS up to dev/validation.
 _SPLITS = {"train": "train", "dev": "dev", "test": "test"}
 _MNLI_SPLITS = {
     "train": "train",
@@ -77,7 +77,7 @@ _MNLI_SPLITS = {
     "test": "test_matched",
     "test_mismatched": "test_mismatched",
 }
-# GLUE's diagnostic set, for models of MNLI.
+# GLUE's diagnostic set, evaluated with models trained on MNLI.
 _AX = ("diagnostic/diagnostic", "AX/AX", "AX/diagnostic")
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
 _MRPC_TRAIN, _MRPC_TEST, _MRPC_DEV_IDS = (
@@ -85,7 +85,7 @@ _MRPC_TRAIN, _MRPC_TEST, _MRPC_DEV_IDS = (
     "msr_paraphrase_test.txt",
     "dev_ids.tsv",
 )
-# Files of a submission and how many predictions the server wants in each.
+# Files of a submission and the number of predictions that the server expects in each.
 SUBMISSION = {
     "CoLA.tsv": 1_063,
     "SST-2.tsv": 1_821,
@@ -102,20 +102,20 @@ SUBMISSION = {
 
 
 class Glue(Classification):
-    """A `Problem` of one of GLUE's tasks.
+    """A `Problem` of a GLUE task.
 
-    Splits are "train", "dev" and "test"; of MNLI "dev" and "test" are the matched ones, beside
-    "dev_mismatched", "test_mismatched" and, where it is there, the diagnostic set "ax".
+    Splits are "train", "dev" and "test". For MNLI, "dev" and "test" are the matched sets, and there
+    are "dev_mismatched", "test_mismatched" and, if its file exists, the diagnostic set "ax".
 
     Args:
-        config: the task: `name`, and in `data` GLUE's folder, the task's own folder, or "tfds";
-            `train`, `dev` and `test` name single files in GLUE's format instead.
-        vocabulary, splits, labels, new: as `Classification` has them; a new table has GLUE's
-            columns unless `config.text_a` and `text_b` name others.
+        config: the task. `name` is the GLUE task, `data` GLUE's folder, the task's folder, or
+            "tfds". `train`, `dev` and `test` override single files, in GLUE's format.
+        vocabulary, splits, labels, new: as in `Classification`; a new table has GLUE's columns
+            unless `config.text_a` and `text_b` name others.
 
     Raises:
-        UserError: as `Classification`; a row of QQP with missing columns is left out and counted,
-            as the reference readers do, in any other task it is an error.
+        UserError: as in `Classification`. Rows with missing columns are an error except in QQP,
+            where they are skipped and counted as in the reference readers.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class Glue(Classification):
         if not new or texts == ("text",):
             texts = self.task.texts
         if new and len(texts) != len(self.task.texts):
-            what = "a pair: set config.task.text_b too" if len(texts) == 1 else "one text"
-            raise UserError(f"{config.name} is about {what} (columns: {', '.join(texts)})")
+            expected = "a pair: set config.task.text_b too" if len(texts) == 1 else "one text"
+            raise UserError(f"{config.name} takes {expected} (columns: {', '.join(texts)})")
         config = dataclasses.replace(
             config,
             text_a=texts[0],
@@ -145,68 +145,68 @@ class Glue(Classification):
         self.best_by = self.task.best_by
 
     def sources(self) -> dict[str, str]:
-        """The file (or TFDS's split) of each split there is."""
-        named = super().sources()
+        """Return the file, or TFDS split, of each available split."""
+        named_files = super().sources()
         if self.config.data == TFDS:
-            return {**_tfds_splits(self.config.name), **named}
+            return {**_tfds_splits(self.config.name), **named_files}
         if not self.config.data:
-            return named
+            return named_files
         root = pathlib.Path(self.config.data)
         if not root.is_dir():
-            raise UserError(f"config.task.data: there is no folder {root}")
+            raise UserError(f"config.task.data: folder {root} does not exist")
         folder = root / self.task.folder if (root / self.task.folder).is_dir() else root
         names = _MNLI_SPLITS if self.config.name == "mnli" else _SPLITS
-        found = {split: existing(folder / f"{name}.tsv") for split, name in names.items()}
+        paths = {split: existing(folder / f"{name}.tsv") for split, name in names.items()}
         if self.config.name == "mrpc":
             train = existing(folder / _MRPC_TRAIN)
             original = {"train": train, "dev": train, "test": existing(folder / _MRPC_TEST)}
-            found = {split: path or original[split] for split, path in found.items()}
+            paths = {split: path or original[split] for split, path in paths.items()}
         if self.config.name == "mnli":
-            places = [parent / f"{name}.tsv" for parent in (root, folder) for name in _AX]
-            found["ax"] = next(filter(None, map(existing, places)), "")
-        found = {split: path for split, path in {**found, **named}.items() if path}
-        if not found:
+            candidates = [parent / f"{name}.tsv" for parent in (root, folder) for name in _AX]
+            paths["ax"] = next(filter(None, map(existing, candidates)), "")
+        paths = {split: path for split, path in {**paths, **named_files}.items() if path}
+        if not paths:
             raise UserError(
-                f"{folder} has none of {', '.join(f'{name}.tsv' for name in names.values())} "
-                f"(plain or compressed): config.task.data is GLUE's folder or its {self.task.folder}"
+                f"{folder} has none of {', '.join(f'{name}.tsv' for name in names.values())} (plain "
+                f"or compressed): set config.task.data to GLUE's folder or its {self.task.folder}"
             )
-        return found
+        return paths
 
     def must_be_labelled(self, split: str) -> bool:
-        """Whether a row without a label is an error; GLUE keeps those of its test sets."""
+        """Whether every row of the split needs a label; GLUE does not publish its test labels."""
         return split != "ax" and super().must_be_labelled(split)
 
     def rows(self, split: str, source: str) -> Iterator[Row]:
-        """What a split's file holds."""
+        """Yield the rows of a split's file."""
         if split == NEW:
             yield from super().rows(split, source)
         elif source.startswith(f"{TFDS}:"):
             yield from _tfds_rows(self.config.name, source)
         else:
             skipped: list[str] = []
-            must = self.must_be_labelled(split)
-            yield from read(self.config.name, source, split, must, skipped)
+            required = self.must_be_labelled(split)
+            yield from read(self.config.name, source, split, required, skipped)
             if skipped:
                 self.report.append(
-                    f"{split}: {len(skipped):,} rows left out for missing columns, the first "
+                    f"{split}: {len(skipped):,} rows skipped for missing columns, the first "
                     f"{skipped[0]}"
                 )
 
     def measure(self, truth: np.ndarray, logits: Float[np.ndarray, "E C"]) -> dict[str, float]:
-        """GLUE's scores and their mean where it has two."""
+        """Return GLUE's metrics, and their mean if there are two."""
         return _with_mean(super().measure(truth, logits), self.task)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
-        """Writes also GLUE's file for a test split, such as MNLI-mm.tsv."""
+        """Write predictions, and for a test split GLUE's submission file, e.g. MNLI-mm.tsv."""
         super().write(split, logits, folder)
         name = _submission_name(self.task, split)
         if not name:
             return
-        values = self.stacked(logits)
+        stacked = self.stacked(logits)
         predictions = (
-            self.predicted(values)
+            self.predicted(stacked)
             if self.task.labels
-            else [f"{x:.3f}" for x in np.clip(values[:, 0], 0, 5)]
+            else [f"{x:.3f}" for x in np.clip(stacked[:, 0], 0, 5)]
         )
         rows = [[r.index, p] for r, p in zip(self._rows[split], predictions, strict=True)]
         with files.one_line_errors(f"cannot write predictions to {folder}"):
@@ -216,26 +216,26 @@ class Glue(Classification):
 def read(
     name: str, source: str, split: str, must_be_labelled: bool, skipped: list[str]
 ) -> Iterator[Row]:
-    """The rows of a file in GLUE's format, or of MRPC's original files.
+    """Yield the rows of a file in GLUE's format, or of MRPC's original files.
 
     Args:
-        name: of the task, as in `TASKS`.
-        source: the file.
-        split: which it is.
+        name: name of the task, as in `TASKS`.
+        source: path of the file.
+        split: the split that it holds.
         must_be_labelled: whether a row without a label is an error.
-        skipped: gets a message for each row of QQP that is left out.
+        skipped: list to which a message is appended for each skipped row of QQP.
     """
     task, path = _task(name), pathlib.Path(source)
-    bare = name == "cola" and not split.startswith("test")  # no line with the columns' names
+    no_header = name == "cola" and not split.startswith("test")
     original = name == "mrpc" and path.name.startswith(_MRPC_TRAIN)
     dev_ids = _mrpc_dev_ids(path.parent) if original else set()
     records = tables.read(
         path,
         task.texts,
         kind=".tsv",
-        header=_COLA_COLUMNS if bare else None,
+        header=_COLA_COLUMNS if no_header else None,
         quoting=False,
-        empty=True,  # QQP has empty questions
+        empty=True,  # QQP contains empty questions
         skip=skipped.append if name == "qqp" else None,
     )
     for number, (where, fields) in enumerate(records):
@@ -249,87 +249,87 @@ def read(
 
 
 def score(name: str, data: str, predictions: str) -> dict[str, float]:
-    """GLUE's scores of anyone's predictions.
+    """Compute GLUE's metrics of a prediction file.
 
     Args:
-        name: of the task, as in `TASKS`.
-        data: the file with the labels, in GLUE's format.
-        predictions: a .tsv with the columns index and prediction (as GLUE wants it) or label (as
-            `Glue.write` writes it; of STS-B score).
+        name: name of the task, as in `TASKS`.
+        data: path of the labeled file, in GLUE's format.
+        predictions: path of a .tsv with the columns index and prediction (GLUE's format) or label
+            (the format of `Glue.write`; score for STS-B).
 
     Raises:
-        UserError: a file that is not as it should be; a prediction that is missing, there twice,
-            for no row of the data, or no label.
+        UserError: a file is malformed, or a prediction is missing, duplicate, not a label, or for
+            an index that the data do not have.
     """
-    task, given = _task(name), {}
+    task, predictions_by_index = _task(name), {}
     for where, fields in tables.read(predictions, ["index"], kind=".tsv"):
         columns = ("prediction", "label", task.label)
         value = next((fields[column] for column in columns if column in fields), None)
         if value is None:
-            raise UserError(f"{where}: no column 'prediction' (it has: {', '.join(fields)[:200]})")
-        if fields["index"] in given:
-            raise UserError(f"{where}: a second prediction for index {fields['index']}")
-        given[fields["index"]] = (where, value)
-    truth, predicted = [], []
+            raise UserError(f"{where}: no column 'prediction' (columns: {', '.join(fields)[:200]})")
+        if fields["index"] in predictions_by_index:
+            raise UserError(f"{where}: duplicate prediction for index {fields['index']}")
+        predictions_by_index[fields["index"]] = (where, value)
+    labels, predicted = [], []
     for row in read(name, data, "dev", True, []):
-        if row.index not in given:
+        if row.index not in predictions_by_index:
             raise UserError(f"{predictions}: no prediction for index {row.index} ({row.where})")
-        where, value = given.pop(row.index)
-        truth.append(_value(task, row.label, row.where))
-        predicted.append(_value(task, value, where))
-    if given:
-        index, (where, _) = next(iter(given.items()))
-        raise UserError(f"{where}: a prediction for index {index}, which {data} does not have")
-    if not truth:
+        where, value = predictions_by_index.pop(row.index)
+        labels.append(_parse_label(task, row.label, row.where))
+        predicted.append(_parse_label(task, value, where))
+    if predictions_by_index:
+        index, (where, _) = next(iter(predictions_by_index.items()))
+        raise UserError(f"{where}: prediction for index {index}, which {data} does not have")
+    if not labels:
         raise UserError(f"{data} holds no rows to score")
     if task.labels:
-        found = metrics.classification(
-            np.array(truth, np.int64), np.array(predicted, np.int64), len(task.labels)
+        values = metrics.classification(
+            np.array(labels, np.int64), np.array(predicted, np.int64), len(task.labels)
         )
     else:
-        found = metrics.regression(np.array(truth, np.float64), np.array(predicted, np.float64))
-    return _with_mean(found, task)
+        values = metrics.regression(np.array(labels, np.float64), np.array(predicted, np.float64))
+    return _with_mean(values, task)
 
 
 def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -> list[str]:
-    """Collects GLUE's files, wherever they are below the folders, into the zip its server takes.
+    """Collect GLUE's prediction files found anywhere in the folders into the server's zip.
 
     Returns:
-        What the server will not like, a line each: missing files, wrong numbers of predictions.
+        What the server would reject, one line each: missing files, wrong numbers of predictions.
 
     Raises:
-        UserError: no such files, or the same one twice.
+        UserError: there are no such files, or two for the same task.
     """
-    found: dict[str, pathlib.Path] = {}
+    paths: dict[str, pathlib.Path] = {}
     for folder in map(pathlib.Path, folders):
         for path in sorted(folder.rglob("*.tsv")):
             if path.name not in SUBMISSION:
                 continue
-            if path.name in found and not path.samefile(found[path.name]):
+            if path.name in paths and not path.samefile(paths[path.name]):
                 raise UserError(
-                    f"{path} and {found[path.name]} are for the same task: name one folder of each"
+                    f"{path} and {paths[path.name]} are for the same task: pass one folder per task"
                 )
-            found[path.name] = path
-    if not found:
+            paths[path.name] = path
+    if not paths:
         raise UserError(
-            f"no {', '.join(list(SUBMISSION)[:3])}, … below {', '.join(map(str, folders))}: predict "
-            "GLUE's test sets first"
+            f"no {', '.join(list(SUBMISSION)[:3])}, … below {', '.join(map(str, folders))}: "
+            "predict GLUE's test sets first"
         )
     notes = [
-        f"{name} is missing; the server takes all together" for name in SUBMISSION.keys() - found
+        f"{name} is missing: the server requires all files" for name in SUBMISSION.keys() - paths
     ]
     with (
         files.one_line_errors(f"cannot write {out}"),
         files.replacing(out) as beside,
         zipfile.ZipFile(beside, "w") as archive,
     ):
-        for name, path in sorted(found.items()):
+        for name, path in sorted(paths.items()):
             data = path.read_bytes()
-            # Without the date, which would make every zip another one.
+            # ZipInfo's default date makes the archive reproducible.
             archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
             rows = data.count(b"\n") - 1
             if rows != SUBMISSION[name]:
-                notes.append(f"{path}: {rows:,} predictions, not {SUBMISSION[name]:,}")
+                notes.append(f"{path}: {rows:,} predictions instead of {SUBMISSION[name]:,}")
     return sorted(notes)
 
 
@@ -339,14 +339,14 @@ def _task(name: str) -> Task:
     return TASKS[name]
 
 
-def _with_mean(found: dict[str, float], task: Task) -> dict[str, float]:
+def _with_mean(values: dict[str, float], task: Task) -> dict[str, float]:
     if "_" in task.best_by:
         first, second = task.best_by.split("_")
-        found[task.best_by] = (found[first] + found[second]) / 2
-    return found
+        values[task.best_by] = (values[first] + values[second]) / 2
+    return values
 
 
-def _value(task: Task, text: str, where: str) -> int | float:
+def _parse_label(task: Task, text: str, where: str) -> int | float:
     if text in task.labels:
         return task.labels.index(text)
     try:
@@ -355,7 +355,7 @@ def _value(task: Task, text: str, where: str) -> int | float:
     except ValueError:
         pass
     expected = " or ".join(task.labels) or "a number"
-    raise UserError(f"{where}: {text!r} where {expected} is expected")
+    raise UserError(f"{where}: {text!r} is not {expected}")
 
 
 def _submission_name(task: Task, split: str) -> str:
@@ -369,18 +369,17 @@ def _submission_name(task: Task, split: str) -> str:
 
 
 def existing(path: pathlib.Path) -> str:
-    """The path of a file that is there plain or compressed, or ""."""
+    """Return the path of a file that exists plain or compressed, else ""."""
     names = [f"{path.name}{suffix}" for suffix in ("", *SUFFIXES)]
     return next((str(path.with_name(name)) for name in names if path.with_name(name).is_file()), "")
 
 
 def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
-    """Which pairs of MRPC's original training file are GLUE's dev set."""
+    """Return the pairs of MRPC's original training file that are GLUE's dev set."""
     path = existing(folder / _MRPC_DEV_IDS)
     if not path:
         raise UserError(
-            f"{folder} has no {_MRPC_DEV_IDS}: it says which pairs of {_MRPC_TRAIN} are the dev set; "
-            "get it with GLUE"
+            f"{folder} has no {_MRPC_DEV_IDS}, the list of pairs in the dev set: get it from GLUE"
         )
     columns = ("#1 ID", "#2 ID")
     records = tables.read(path, columns, kind=".tsv", header=columns)
@@ -394,39 +393,43 @@ def _tfds_source(name: str, split: str | None) -> Any:
     try:
         import tensorflow_datasets as tfds
 
-        # Random access into ArrayRecord needs no TensorFlow, unlike tfds.load.
+        # Unlike tfds.load, random access into ArrayRecord does not need TensorFlow.
         return tfds.data_source(
             f"glue/{name}", split=split, data_dir=os.environ.get("TFDS_DATA_DIR")
         )
-    except Exception as error:  # whatever a dataset's own code, the network or the disk does
+    except Exception as error:  # the dataset's code, the network or the disk can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            f"tfds glue/{name}: {reason.rstrip('.')}; prepare it where there is a network, with "
-            'file_format="array_record", and set TFDS_DATA_DIR to its folder'
+            f"tfds glue/{name}: {reason.rstrip('.')}; prepare it on a machine with network access, "
+            'with file_format="array_record", and set TFDS_DATA_DIR to its folder'
         ) from None
 
 
 def _tfds_splits(name: str) -> dict[str, str]:
     names = _MNLI_SPLITS if name == "mnli" else _SPLITS
-    there = _tfds_source(name, None)
-    theirs = {split: ours.replace("dev", "validation") for split, ours in names.items()}
-    return {split: f"{TFDS}:{name}:{each}" for split, each in theirs.items() if each in there}
+    available = _tfds_source(name, None)
+    tfds_splits = {split: value.replace("dev", "validation") for split, value in names.items()}
+    return {
+        split: f"{TFDS}:{name}:{value}"
+        for split, value in tfds_splits.items()
+        if value in available
+    }
 
 
 def _tfds_rows(name: str, source: str) -> Iterator[Row]:
-    """In the order of GLUE's files, which TFDS shuffles."""
+    """Yield the rows in the order of GLUE's files; TFDS shuffles them."""
     _, config, split = source.split(":")
     data, task = _tfds_source(config, split), _task(name)
     names = getattr(data.dataset_info.features["label"], "names", None)
-    found = []
+    indexed_rows = []
     for i in range(len(data)):
         example = data[i]
         texts = [example[k].decode(errors="replace") for k in task.tfds_texts or task.texts]
         label: Any = float(example["label"])
         if label < 0:
             label = None
-        elif names is not None:  # their own order and, for "0" and "1", their own names
+        elif names is not None:  # TFDS orders labels differently and renames "0" and "1"
             label = names[int(label)] if task.labels[0] in names else str(int(label))
         index, b = int(example["idx"]), texts[1] if len(texts) > 1 else None
-        found.append((index, Row(f"{source}:{index}", str(index), texts[0], b, label)))
-    yield from (row for _, row in sorted(found, key=lambda numbered: numbered[0]))
+        indexed_rows.append((index, Row(f"{source}:{index}", str(index), texts[0], b, label)))
+    yield from (row for _, row in sorted(indexed_rows, key=lambda indexed: indexed[0]))

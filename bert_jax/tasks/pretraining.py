@@ -1,4 +1,4 @@
-"""Masked LM and next sentence (Devlin et al., section 3.1), or next tokens (section 5.1)."""
+"""Masked LM and next sentence (Devlin et al., section 3.1), or next-token prediction (5.1)."""
 
 import copy
 import dataclasses
@@ -22,13 +22,13 @@ from bert_jax.masking import Masked, Masker, NextTokens
 from bert_jax.model import Bert, Params, flops_per_row, init_params
 from bert_jax.tasks.stage import Stage
 
-# BERT's uncased vocabulary.
+# Size of BERT's uncased vocabulary.
 USUAL_VOCAB_SIZE = 30_522
 OBJECTIVES = ("masked_lm_loss", "next_token_loss", "next_sentence_loss")
 
 
 class Inputs(NamedTuple):
-    """A batch as the losses take it; every leaf has the rows on its first axis."""
+    """A batch as the losses take it; rows are the first axis of every leaf."""
 
     masked: Masked
     layout: rows.Layout
@@ -51,9 +51,9 @@ class Pretraining:
     ):
         """`mask_id` and `continuation` ([V], `##…` pieces) come from the vocabulary."""
         self.model = Bert(model)
-        # What the loss on words is of, as metrics call it.
-        self._words = "next_token" if model.causal else "masked_lm"
-        self.best_by = f"{self._words}_loss"
+        # Prefix of the names of the token loss and its metrics.
+        self._token_metrics = "next_token" if model.causal else "masked_lm"
+        self.best_by = f"{self._token_metrics}_loss"
         if model.causal:
             self.masker = NextTokens(row_format.tokens, row_format.sequences)
         else:
@@ -71,89 +71,97 @@ class Pretraining:
         )
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Random parameters; they do not depend on the format of the rows."""
+        """Return random parameters, independent of the format of the rows."""
         return init_params(self.model.config, key)
 
     def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
-        """Rows to inputs, masked unless the model is causal, on the device."""
+        """Convert rows to inputs on the device, masked unless the model is causal."""
         batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
         length, a_length = batch["length"], batch["a_length"]
         layout = rows.layout(length, a_length, self._tokens)
         masked = self.masker(batch["tokens"], length, a_length, layout, key)
-        labelled = (batch["label"] != rows.NO_LABEL) & (length > 0)
-        return Inputs(masked, layout, jnp.maximum(batch["label"], 0), labelled.astype(jnp.float32))
+        has_label = (batch["label"] != rows.NO_LABEL) & (length > 0)
+        return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
 
     def weights(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
-        """What each objective is divided by, for a whole batch before it is split into parts."""
-        weights = {self.best_by: jnp.sum(inputs.masked.weights)}
+        """Return the normalizer of each loss for a whole batch, before it is split into parts."""
+        normalizers = {self.best_by: jnp.sum(inputs.masked.weights)}
         if self.model.config.next_sentence:
-            weights["next_sentence_loss"] = jnp.sum(inputs.label_weights)
-        return weights
+            normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
+        return normalizers
 
     def pairs(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None) -> dict[str, Pair]:
-        """Objectives and metrics as (sum, weight); a `key` switches dropout on."""
+        """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked = inputs.masked
-        words, sentences = self.model.apply(
+        token_logits, nsp_logits = self.model.apply(
             {"params": params}, masked.tokens, inputs.layout, masked.positions, key
         )
-        found: dict[str, Any] = {
-            self.best_by: losses.cross_entropy(words, masked.labels, masked.weights),
-            f"{self._words}_accuracy": losses.accuracy(words, masked.labels, masked.weights),
+        loss_terms: dict[str, Any] = {
+            self.best_by: losses.cross_entropy(token_logits, masked.labels, masked.weights),
+            f"{self._token_metrics}_accuracy": losses.accuracy(
+                token_logits, masked.labels, masked.weights
+            ),
         }
-        if sentences is not None:
-            labels = (sentences, inputs.labels, inputs.label_weights)
-            found["next_sentence_loss"] = losses.cross_entropy(*labels)
-            found["next_sentence_accuracy"] = losses.accuracy(*labels)
+        if nsp_logits is not None:
+            nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
+            loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
+            loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
         real = inputs.layout.sequence < self.masker.sequences
-        found["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
-        return found
+        loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
+        return loss_terms
 
     def outputs(self, params: Params, inputs: Inputs) -> dict[str, Array]:
-        """None: all that is measured are means."""
+        """Return nothing: all held-out metrics are means."""
         return {}
 
-    def score(self, found: list[tuple[Batch, dict[str, np.ndarray]]]) -> dict[str, float]:
-        """None."""
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return nothing: all held-out metrics are means."""
         return {}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Adds the sum of the objectives and the perplexity, exp of the loss on words."""
-        objectives = [means[name] for name in OBJECTIVES if name in means]
+        """Add the sum of the losses, and the perplexity: exp of the token loss."""
+        losses_present = [means[name] for name in OBJECTIVES if name in means]
         perplexity = float(np.exp(min(means[self.best_by], 700.0)))
-        return {"loss": sum(objectives), **means, f"{self._words}_perplexity": perplexity}
+        return {
+            "loss": sum(losses_present),
+            **means,
+            f"{self._token_metrics}_perplexity": perplexity,
+        }
 
     def describe(self, summary: dict[str, float]) -> str:
-        """Loss and accuracy on words, and next-sentence accuracy if it is learned."""
-        name, accuracy = self._words, summary[f"{self._words}_accuracy"]
-        short = "next token" if name == "next_token" else "mlm"
-        text = f"{short} {summary[self.best_by]:.3f} acc {accuracy:.1%}"
+        """Return token loss and accuracy, and next-sentence accuracy if it is trained."""
+        name, accuracy = self._token_metrics, summary[f"{self._token_metrics}_accuracy"]
+        abbreviation = "next token" if name == "next_token" else "mlm"
+        text = f"{abbreviation} {summary[self.best_by]:.3f} acc {accuracy:.1%}"
         if "next_sentence_accuracy" in summary:
             text += f" nsp {summary['next_sentence_accuracy']:.1%}"
         return text
 
 
 def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Stage]]:
-    """Opens the rows of every phase and checks that they, the model and each other fit.
+    """Open the rows of every phase and check that they fit the model and each other.
 
     Returns:
-        The config with the vocabulary's size filled in; the vocabulary; for each phase what its
-        rows are (`workdir.claim`); the stages.
+        The config with the vocabulary size filled in; the vocabulary; a description of each phase's
+        rows for `workdir.claim`; the stages.
 
     Raises:
-        UserError: names the phase, the rows and what does not fit.
+        UserError: names the phase, its rows and the mismatch.
     """
     config = copy.deepcopy(config)
     if not config.model.masked_lm or config.model.head:
         raise UserError("config.model: pretraining needs masked_lm=True and head=''")
     skip = _warn if config.damaged_rows == "skip" else None
-    found: list[Stage] = []
+    phase_stages: list[Stage] = []
     data: list[dict[str, Any]] = []
     vocabulary = None
     for i, phase in enumerate(config.phases):
         if not phase.rows:
             raise UserError(
-                f"phase {i} has no rows: add --rows DIR (once a phase, in order), or "
-                f"--config.phases[{i}].rows=DIR; make them with `bert-jax prepare`"
+                f"phase {i} has no rows: add --rows DIR (once per phase, in order) or "
+                f"--config.phases[{i}].rows=DIR; `bert-jax prepare` creates them"
             )
         train, heldout = (Rows(phase.rows, split, skip) for split in ("train", "heldout"))
         train.verify()
@@ -164,18 +172,18 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
             vocabulary = wordpiece.load(phase.rows)
             if vocabulary.sha256 != manifest.vocab_sha256:
                 raise UserError(
-                    f"phase {i}: {phase.rows}: {wordpiece.VOCAB} is not the one its rows were made "
-                    "with; put that back, or prepare the rows again"
+                    f"phase {i}: {phase.rows}: {wordpiece.VOCAB} is not the vocabulary that its "
+                    "rows were prepared with: restore that file, or prepare the rows again"
                 )
         config.model.vocab_size = manifest.vocab_size
         attention.resolve(config)
         data.append(_describe(manifest))
         stage = _stage(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
-        found.append(
+        phase_stages.append(
             dataclasses.replace(
                 stage,
                 batches=functools.partial(batches, train, stage.batch_size, config.seed),
-                # No larger than a part, which is what is known to fit the device.
+                # No more rows than one accumulation part, which is known to fit the device.
                 heldout=functools.partial(
                     heldout_batches,
                     heldout,
@@ -184,25 +192,25 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
                 ),
             )
         )
-    return config, vocabulary, data, found
+    return config, vocabulary, data, phase_stages
 
 
 def _warn(line: str) -> None:
-    """Every process speaks for itself: each reads rows that no other one sees."""
+    """Warn in every process: each reads rows that no other process reads."""
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[Stage]]:
-    """Stages of the shapes that `stages` would give, to compile on a machine that has no data.
+    """Return stages of the shapes that `stages` would give, to compile on a machine without data.
 
-    Where a phase names rows, their manifest tells T, S and the vocabulary's size.
+    If a phase names rows, their manifest gives T, S and the vocabulary size.
 
     Args:
-        config: validated.
+        config: validated config.
         sequences: S of the phases that name no rows.
 
     Returns:
-        The config with the vocabulary's size filled in, `USUAL_VOCAB_SIZE` if nothing tells it; the
+        The config with the vocabulary size filled in (`USUAL_VOCAB_SIZE` if unknown), and the
         stages, without batches.
 
     Raises:
@@ -210,7 +218,7 @@ def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[St
     """
     config = copy.deepcopy(config)
     manifests = [rows.read_manifest(phase.rows) if phase.rows else None for phase in config.phases]
-    told = [manifest.vocab_size for manifest in manifests if manifest]
+    vocab_sizes = [manifest.vocab_size for manifest in manifests if manifest]
     for i, manifest in enumerate(manifests):
         if manifest:
             _check_rows(config, i, manifest, "")
@@ -218,17 +226,17 @@ def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[St
             raise UserError(
                 f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
             )
-    config.model.vocab_size = config.model.vocab_size or (told or [USUAL_VOCAB_SIZE])[0]
-    vocab_size, found = config.model.vocab_size, []
+    config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [USUAL_VOCAB_SIZE])[0]
+    vocab_size, phase_stages = config.model.vocab_size, []
     for i in range(len(config.phases)):
-        without = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
-        row_format = manifests[i].format if manifests[i] else without
-        found.append(_stage(config, i, row_format, 0, np.zeros(vocab_size, bool)))
-    return config, found
+        default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
+        row_format = manifests[i].format if manifests[i] else default_format
+        phase_stages.append(_stage(config, i, row_format, 0, np.zeros(vocab_size, bool)))
+    return config, phase_stages
 
 
 def stage_of(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Stage:
-    """The stage of a run's step, known from a batch of its rows, without batches of its own."""
+    """Return the stage of a step, without batches; `batch` gives the shapes of its rows."""
     tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
     row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
     i = next(i for i, end in enumerate(phase_ends(config)) if step < end)
@@ -242,7 +250,7 @@ def _stage(
     mask_id: int,
     continuation: np.ndarray,
 ) -> Stage:
-    """Phase i as a stage without batches."""
+    """Return phase i as a stage without batches."""
     phase = config.phases[i]
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase.batch_size or config.batch_size
@@ -264,12 +272,12 @@ def _stage(
 
 
 def _describe(manifest: rows.Manifest) -> dict[str, Any]:
-    """A digest of the rows, and what of their manifest says how they came to be."""
-    told = manifest.to_dict()
-    del told["length_histogram"]
+    """Return a digest of the rows and the part of their manifest that says how they were made."""
+    description = manifest.to_dict()
+    del description["length_histogram"]
     for split in ("train", "heldout"):
-        del told[split]["shards"]
-    return {"digest": manifest.digest, **told}
+        del description[split]["shards"]
+    return {"digest": manifest.digest, **description}
 
 
 def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: str) -> None:
@@ -277,22 +285,26 @@ def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: s
     where = f"phase {i}: {phase.rows}"
     if phase.tokens and manifest.tokens != phase.tokens:
         raise UserError(
-            f"{where} has rows of T={manifest.tokens}, config.phases[{i}].tokens is {phase.tokens}"
+            f"{where} has rows of T={manifest.tokens}, but config.phases[{i}].tokens is "
+            f"{phase.tokens}"
         )
     if manifest.tokens > model.positions:
         raise UserError(
-            f"{where} has rows of T={manifest.tokens}, config.model.positions is {model.positions}"
+            f"{where} has rows of T={manifest.tokens}, but config.model.positions is "
+            f"{model.positions}"
         )
     if model.vocab_size not in (0, manifest.vocab_size):
         raise UserError(
-            f"{where} has a vocabulary of {manifest.vocab_size}, config.model.vocab_size is "
-            f"{model.vocab_size}: leave it at 0 to take the rows'"
+            f"{where} has a vocabulary of {manifest.vocab_size}, but config.model.vocab_size is "
+            f"{model.vocab_size}: set it to 0 to take the vocabulary of the rows"
         )
     if vocab_sha256 and manifest.vocab_sha256 != vocab_sha256:
-        raise UserError(f"{where} was made with another vocabulary than {config.phases[0].rows}")
+        raise UserError(
+            f"{where} was prepared with another vocabulary than {config.phases[0].rows}"
+        )
     if model.next_sentence and manifest.pairs == "none":
         raise UserError(
-            f"{where} has no sentence pairs: prepare with --pairs nsp, or train without with "
+            f"{where} has no sentence pairs: prepare rows with --pairs nsp, or train with "
             "--config.model.next_sentence=false"
         )
     if not manifest.train.rows:

@@ -1,4 +1,4 @@
-"""What is asked of a kind of fine-tuning: its examples, its head, its official score, its files."""
+"""The interface of fine-tuning data: examples, labels, official metrics and prediction files."""
 
 import pathlib
 from collections.abc import Sequence
@@ -8,26 +8,28 @@ import numpy as np
 
 from bert_jax.data.examples import Examples
 
-# Of an example's head: [C] for "sequence" and "choice", for "token" [n, C] and "span" [n, 2] with n
-# the tokens of its sequence.
+# Per example: [C] for "sequence" and "choice", [n, C] for "token" and [n, 2] for "span", where n is
+# the number of tokens of its sequence.
 Logits = Sequence[np.ndarray]
 
 
 @runtime_checkable
 class Problem(Protocol):
-    """A task with its data read and tokenized.
+    """A fine-tuning dataset, read and tokenized, with its metrics.
 
     Attributes:
         head: one of `config.HEADS`.
         labels: names of the head's outputs, in order.
-        objective: "class" (cross-entropy), "number" (squared error) or "classes" (a logistic loss
-            for each) for the heads "sequence" and "choice"; "token" and "span" have one each.
-        best_by: the metric of `score` that decides which checkpoint is best; higher is better.
-        splits: by name. "train" and what is evaluated ("dev", "dev_mismatched", "test", …).
-            `Examples.targets["label"]` is int32 [E] for "class" (NO_EXAMPLE where unknown), float32
-            [E] for "number", [E, C] for "classes"; int32 [E, 2], the answer's first and last token
-            within its sequence, for "span"; `token_targets["label"]` int32 [n] for "token".
-        report: what was cut, dropped or odd when reading, a line each.
+        objective: loss of the heads "sequence" and "choice": "class" (cross-entropy), "number"
+            (squared error) or "classes" (binary cross-entropy per label). The heads "token" and
+            "span" have one loss each.
+        best_by: the metric of `score` that selects the best checkpoint; higher is better.
+        splits: examples by name: "train" and those to evaluate ("dev", "dev_mismatched", "test",
+            …). `Examples.targets["label"]` is int32 [E] for "class" (NO_EXAMPLE if unknown),
+            float32 [E] for "number", [E, C] for "classes"; int32 [E, 2], the answer's first and
+            last token within its sequence, for "span". For "token", `token_targets["label"]` is
+            int32 [n].
+        report: notes on truncated, dropped or unusual data, one line each.
     """
 
     head: str
@@ -38,7 +40,7 @@ class Problem(Protocol):
     report: list[str]
 
     def score(self, split: str, logits: Logits) -> dict[str, float]:
-        """The official metrics, in the benchmark's scale of 0 to 1 (SQuAD's: 0 to 100)."""
+        """Return the official metrics in the benchmark's scale: 0 to 1, SQuAD 0 to 100."""
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
-        """Predictions in the benchmark's own format, with probabilities beside, and pictures."""
+        """Write predictions in the benchmark's format, with probabilities and figures."""

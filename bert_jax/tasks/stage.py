@@ -1,4 +1,4 @@
-"""What the loop needs of a task: a stretch of steps over rows of one length."""
+"""The interface between training loop and task: a range of steps over rows of one length."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,37 +15,39 @@ from bert_jax.model import Params
 
 @runtime_checkable
 class Task(Protocol):
-    """Inputs, objectives and metrics on rows of one shape."""
+    """Inputs, losses and metrics for rows of one shape."""
 
-    # The held-out metric that decides which checkpoint is best, the highest or the lowest.
+    # Held-out metric that selects the best checkpoint, and whether higher is better.
     best_by: str
     best_is_highest: bool
-    # Of a training step, for the utilization of the device.
+    # FLOPs of a training step per row, for hardware utilization.
     flops_per_row: float
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Random parameters, the same whatever the shape of the rows."""
+        """Return random parameters, independent of the shape of the rows."""
 
     def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
-        """Rows to inputs, on the device; every leaf has the rows on its first axis."""
+        """Convert rows to inputs on the device; rows are the first axis of every leaf."""
 
     def weights(self, inputs: Any) -> dict[str, Float[Array, ""]]:
-        """The objectives, and what each is divided by for a whole batch."""
+        """Return the normalizer of each loss for a whole batch."""
 
     def pairs(self, params: Params, inputs: Any, key: Key[Array, ""] | None) -> dict[str, Pair]:
-        """Objectives and metrics as (sum, weight); a `key` switches dropout on."""
+        """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
 
     def outputs(self, params: Params, inputs: Any) -> dict[str, Array]:
-        """What `score` needs of held-out rows, which are on each array's first axis."""
+        """Return what `score` needs of held-out rows; rows are the first axis of every array."""
 
-    def score(self, found: list[tuple[Batch, dict[str, np.ndarray]]]) -> dict[str, float]:
-        """Held-out metrics that are no means, from all batches and their outputs."""
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return held-out metrics that are not means, from all batches and their outputs."""
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Means for people: adds what follows from them."""
+        """Add metrics derived from the means, for display."""
 
     def describe(self, summary: dict[str, float]) -> str:
-        """A few words of a summary for the progress bar."""
+        """Return a short text of a summary for the progress bar."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +55,17 @@ class Stage:
     """Steps from `first_step` up to `end_step` on one task.
 
     Attributes:
-        task: what to learn.
-        tokens: T.
-        batch_size: rows a step over all devices and hosts, at most.
-        accumulation: parts a batch is computed in.
-        batch_shape: shapes and types of a global batch of `batch_size` rows.
+        task: what to train.
+        tokens: tokens per row, T.
+        batch_size: maximum rows per step over all devices and hosts.
+        accumulation: number of parts in which a batch is computed.
+        batch_shape: shapes and dtypes of a global batch of `batch_size` rows.
         first_step: the first step of this stage.
-        end_step: the first step that is no longer of this stage.
+        end_step: the step after its last one.
         batches: (first, end, process, processes) to a process's batches of those steps, counted
             from the start of the stage.
         heldout: (process, processes) to a process's part of the held-out batches.
-        smaller_batches: the other row counts that steps have; they follow from the step alone.
+        smaller_batches: other row counts that steps can have, determined by the step number.
     """
 
     task: Task
@@ -78,7 +80,7 @@ class Stage:
     smaller_batches: tuple[int, ...] = ()
 
     def with_rows(self, rows: int) -> "Stage":
-        """Return this stage with all batches of one row count, to compile its step for."""
+        """Return this stage with `rows` rows in every batch, to compile its step for that shape."""
         shape = {
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
             for name, x in self.batch_shape.items()
