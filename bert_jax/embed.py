@@ -145,7 +145,7 @@ class _Chunk:
 
 
 class Embedder:
-    """Computes vectors of texts with a loaded model.
+    """Text embeddings from a loaded model.
 
     `config.embed` selects the hidden states, the pooling and the maximum number of tokens per text.
     Several layers are concatenated, or summed if `weights` are given.

@@ -43,7 +43,7 @@ def _row(
 
 
 class MaskFiller:
-    """Fills in the masks of texts with a loaded model.
+    """Mask filling in texts with a loaded model.
 
     Args:
         source, which: as in `convert.source.open_model`.
@@ -105,7 +105,7 @@ class AttentionMaps(NamedTuple):
 
 
 class AttentionMapper:
-    """Computes attention maps of texts with a loaded model of any kind.
+    """Attention maps of texts from a loaded model of any kind.
 
     Args:
         source, which: as in `convert.source.open_model`.

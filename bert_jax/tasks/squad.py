@@ -54,7 +54,7 @@ class Prediction(NamedTuple):
 
 @dataclasses.dataclass
 class _Windows:
-    """Maps the E windows of a split back to its Q questions.
+    """Mapping from the E windows of a split to its Q questions.
 
     Attributes:
         questions: questions in the order of the windows.

@@ -32,7 +32,7 @@ _NAMES = {
 
 @dataclasses.dataclass
 class _Sentences:
-    """Maps the sequences of a split back to its sentences.
+    """Mapping from the sequences of a split to its sentences.
 
     Attributes:
         words: words of each sentence.
