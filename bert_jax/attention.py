@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax import sharding
-from bert_jax.config import Run
+from bert_jax.config import TrainConfig
 from bert_jax.dropout import dropout
 from bert_jax.errors import UserError
 
@@ -38,7 +38,7 @@ def attention(
 
     Args:
         query, key, value: projections of the hidden states.
-        segment_ids: index of each token's sequence in its row (`rows.Layout.sequence`), from 0.
+        segment_ids: index of each token's sequence in its row (`rows.Layout.segment_ids`), from 0.
         dropout_rate: dropout of the attention probabilities.
         dropout_key: None disables dropout.
         implementation: "xla" (or unresolved "auto"), or one of `KERNELS` that passed `check`.
@@ -188,7 +188,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(config: Run, platform: str, tensor: int) -> Choice:
+def choose(config: TrainConfig, platform: str, tensor: int) -> Choice:
     """Resolve "auto" in `config.model.attention`.
 
     Args:
@@ -211,13 +211,13 @@ def choose(config: Run, platform: str, tensor: int) -> Choice:
     return Choice(name, f"fused kernel for {platform.upper()}, no T x T scores in memory")
 
 
-def resolve(config: Run) -> None:
+def resolve(config: TrainConfig) -> None:
     """Replace "auto" in `config.model.attention` by the implementation for the local devices."""
     tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
     config.model.attention = choose(config, jax.devices()[0].platform, tensor).implementation
 
 
-def describe(config: Run, platform: str, tensor: int) -> str:
+def describe(config: TrainConfig, platform: str, tensor: int) -> str:
     """Return a line with the attention of a resolved config and the reason for it."""
     model = dataclasses.replace(config.model, attention="auto")
     choice = choose(dataclasses.replace(config, model=model), platform, tensor)
@@ -226,7 +226,7 @@ def describe(config: Run, platform: str, tensor: int) -> str:
     return f"attention: {implementation} ({reason})"
 
 
-def check(config: Run, platform: str, tensor: int) -> None:
+def check(config: TrainConfig, platform: str, tensor: int) -> None:
     """Check that the configured attention can train the model.
 
     Args:
@@ -251,7 +251,7 @@ def check(config: Run, platform: str, tensor: int) -> None:
         raise UserError(f"config.model.attention={name!r}: {obstacle}")
 
 
-def _obstacle(name: str, config: Run, tensor: int) -> str:
+def _obstacle(name: str, config: TrainConfig, tensor: int) -> str:
     """Return why a kernel cannot train the model and what to change; "" if it can."""
     model, kernel = config.model, KERNELS[name]
     sizes, head_size = kernel.head_sizes, model.hidden // model.heads

@@ -23,7 +23,7 @@ from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import files, workdir
-from bert_jax.config import CheckpointConfig, Run
+from bert_jax.config import CheckpointConfig, TrainConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -381,7 +381,7 @@ def abstract(tree: Any, sharding: Any) -> Any:
 
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
-) -> tuple[Run, Vocabulary, Params, int]:
+) -> tuple[TrainConfig, Vocabulary, Params, int]:
     """Load the model of a workdir.
 
     Args:

@@ -120,7 +120,7 @@ class MaskingConfig:
     # Fraction of each sequence's n tokens, special ones included: round(rate * n), at least 1.
     rate: float = 0.15
     # Maximum per sequence. 0 takes BERT's: 20 at T=128, 76 at T=512, otherwise ceil(rate * T).
-    most_predictions: int = 0
+    max_predictions_per_sequence: int = 0
     # Replacement of a selected token: [MASK], itself, or a random token of the vocabulary.
     mask_fraction: float = 0.8
     same_fraction: float = 0.1
@@ -206,7 +206,7 @@ class GuardConfig:
     rollback_steps: int = 16
     # The run stops after more than this many bad steps. Of spikes that are only reported, at most
     # this many are recorded.
-    most_incidents: int = 100
+    max_incidents: int = 100
     # Compute a step twice every this many steps and stop the run if the results differ (faulty
     # hardware or a race condition). 0 disables the check.
     probe_every_steps: int = 0
@@ -229,7 +229,7 @@ class EmbedConfig:
 
 
 @dataclasses.dataclass
-class Run:
+class TrainConfig:
     """Settings common to pretraining and fine-tuning."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -260,7 +260,7 @@ class Run:
 
 
 @dataclasses.dataclass
-class Config(Run):
+class Config(TrainConfig):
     """A pretraining run."""
 
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
@@ -312,7 +312,7 @@ class TaskConfig:
 
 
 @dataclasses.dataclass
-class FinetuneConfig(Run):
+class FinetuneConfig(TrainConfig):
     """A fine-tuning run (Devlin et al., section 4). `steps` is computed from `epochs`."""
 
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
@@ -465,7 +465,7 @@ _DERIVED = {
 _COMPUTED_IF_ZERO = ("steps", "checkpoint.every_steps")
 _NOT_NEGATIVE = (
     "model.vocab_size model.segments model.initializer_stddev model.lstm_layers "
-    "masking.most_predictions seed guard.rollback_steps guard.most_incidents guard.probe_every_steps "
+    "masking.max_predictions_per_sequence seed guard.rollback_steps guard.max_incidents guard.probe_every_steps "
     "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
     "evaluate_rows checkpoint.keep_best embed.tokens patience frozen_layers reset_layers"
 ).split()
@@ -474,7 +474,7 @@ _FRACTIONS = (
 ).split()  # below 1
 
 
-def validate(config: Run) -> None:
+def validate(config: TrainConfig) -> None:
     """Check the fields of a config, alone and in combination.
 
     Raises:
@@ -589,7 +589,7 @@ def phase_ends(config: Config) -> list[int]:
     return ends
 
 
-def profiled_steps(config: Run) -> range:
+def profiled_steps(config: TrainConfig) -> range:
     """Return the steps of `config.profile_steps`, counted from 0; empty if it is "".
 
     Raises:
@@ -633,12 +633,12 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def to_dict(config: Run) -> dict[str, Any]:
+def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Return nested plain values, as stored in config.json."""
     return dataclasses.asdict(config)
 
 
-def from_dict(values: Any) -> Run:
+def from_dict(values: Any) -> TrainConfig:
     """Invert `to_dict`: a `FinetuneConfig` if there is a task, else a `Config`.
 
     Raises:
@@ -667,6 +667,7 @@ def build(kind: Any, value: Any, where: str) -> Any:
         return value
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}
+        value = {_RENAMED.get(name, name): v for name, v in value.items()}
         for name in value:
             if name not in fields:
                 raise ValueError(f"{where} has an unknown field {name!r}")
@@ -688,6 +689,11 @@ def build(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+# Old names of fields, which config.json files of earlier versions have.
+_RENAMED = {
+    "most_incidents": "max_incidents",
+    "most_predictions": "max_predictions_per_sequence",
+}
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -769,7 +775,7 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     return config
 
 
-def _check_key(key: str, config: Run) -> None:
+def _check_key(key: str, config: TrainConfig) -> None:
     flat = flatten(config)
     if isinstance(config, FinetuneConfig) and key in _DERIVED:
         raise UserError(
@@ -783,7 +789,8 @@ def _check_key(key: str, config: Run) -> None:
         )
     nearest = difflib.get_close_matches(key, flat, 1, 0.5)
     # A correct name in the wrong group is a likelier mistake than a similar path.
-    same_name = [name for name in flat if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    field = _RENAMED.get(key.rpartition(".")[2], key.rpartition(".")[2])
+    same_name = [name for name in flat if name.rpartition(".")[2] == field]
     guess = (same_name or nearest or [""])[0]
     hint = f"; did you mean config.{guess}?" if guess else ""
     raise UserError(f"config.{key}: unknown key{hint}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from bert_jax.config import Run
+from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
 # Options of mallopt, from malloc.h.
@@ -256,7 +256,7 @@ def _add_xla_flag(name: str, value: str) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
 
 
-def check_deterministic(config: Run, platform: str) -> None:
+def check_deterministic(config: TrainConfig, platform: str) -> None:
     """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true.
 
     Raises:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import files, sharding
-from bert_jax.config import MeshConfig, Run, layer_numbers
+from bert_jax.config import MeshConfig, TrainConfig, layer_numbers
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
@@ -169,7 +169,7 @@ class Embedder:
 
     def __init__(
         self,
-        config: Run,
+        config: TrainConfig,
         vocabulary: Vocabulary,
         params: Params,
         *,
@@ -419,7 +419,7 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
             x = jnp.concatenate(selected, -1)
         if pooling == "none":
             return x
-        mask = layout.sequence[:, None, :] == jnp.arange(slots)[None, :, None]
+        mask = layout.segment_ids[:, None, :] == jnp.arange(slots)[None, :, None]
         mask = (mask & counted[:, None, :]).astype(jnp.float32)
         return jnp.einsum("bst,btd->bsd", mask, x, precision=jax.lax.Precision.HIGHEST)
 

@@ -14,7 +14,7 @@ from bert_jax.config import MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.model import Params
 from bert_jax.tasks import pretraining
-from bert_jax.tasks.stage import Stage, Task
+from bert_jax.tasks.stage import Objective, Stage
 
 
 def put(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
@@ -35,12 +35,12 @@ def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[
     It compiles once. Masks depend only on the index of the batch, so two evaluations differ only in
     their parameters.
     """
-    task = stage.task
+    task = stage.objective
 
     @jax.jit
     def measure(params, batch, key):
-        inputs = task.inputs(batch, key)
-        return task.pairs(params, inputs, None), task.outputs(params, inputs)
+        inputs = task.prepare(batch, key)
+        return task.loss_terms(params, inputs, None), task.predict(params, inputs)
 
     def evaluate(params: Params) -> dict[str, float]:
         total, batches_and_outputs = None, []
@@ -56,12 +56,14 @@ def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[
     return evaluate
 
 
-def outputs(
-    task: Task, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
+def predictions(
+    task: Objective, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
 ) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
     """Yield each batch with the task's outputs for it, both on the host."""
     predict = jax.jit(
-        lambda params, batch: task.outputs(params, task.inputs(batch, jax.random.key(HELDOUT_SEED)))
+        lambda params, batch: task.predict(
+            params, task.prepare(batch, jax.random.key(HELDOUT_SEED))
+        )
     )
     params = jax.device_put(params, sharding.replicated(mesh))
     for batch in batches:
@@ -103,4 +105,4 @@ def evaluate_workdir(
     config = dataclasses.replace(config, phases=(phase,), evaluate_rows=num_rows)
     _, _, _, (stage,) = pretraining.stages(config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    return step, stage.task.summarize(evaluator(stage, mesh)(params))
+    return step, stage.objective.summarize(evaluator(stage, mesh)(params))

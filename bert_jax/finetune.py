@@ -18,12 +18,12 @@ from bert_jax.data import tables, wordpiece
 from bert_jax.data.examples import Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.evaluate import outputs
+from bert_jax.evaluate import predictions
 from bert_jax.metrics import LOWER_IS_BETTER
 from bert_jax.model import Params
 from bert_jax.progress import Progress
 from bert_jax.tasks import finetuning
-from bert_jax.tasks.problem import Logits, Problem
+from bert_jax.tasks.problem import FinetuneDataset, Logits
 from bert_jax.tasks.squad import Squad
 from bert_jax.train import train
 
@@ -32,9 +32,9 @@ METRICS, PREDICTIONS = "metrics.json", "predictions"
 SCRATCH = "none"
 
 
-def problem_of(
+def load_dataset(
     task: TaskConfig, vocabulary: Vocabulary, labels: tuple[str, ...] = (), **options: Any
-) -> Problem:
+) -> FinetuneDataset:
     """Read and tokenize the data of a task.
 
     Args:
@@ -119,7 +119,7 @@ def finetune(
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, vocab_size=len(vocabulary))
         )
-    problem = problem_of(config.task, vocabulary)
+    problem = load_dataset(config.task, vocabulary)
     config.model = finetuning.model_config(config, start, problem)
     attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
@@ -130,7 +130,7 @@ def finetune(
     init_params, new = {}, ["everything"]
     if start is not None:
         init_params, new = finetuning.restored(config, start, params)
-    data[0]["start"] = finetuning.weights_digest(init_params)
+    data[0]["start"] = finetuning.params_digest(init_params)
     _print_run(problem, config, stage, init, new)
     compiled: dict[int, Any] = {}
     results = []
@@ -165,13 +165,13 @@ def _require_same_kind(folder: pathlib.Path, seeds: int) -> None:
 
 
 def _print_run(
-    problem: Problem, config: FinetuneConfig, stage, init: str, new: Sequence[str]
+    problem: FinetuneDataset, config: FinetuneConfig, stage, init: str, new: Sequence[str]
 ) -> None:
     counts = ", ".join(f"{len(e):,} {name}" for name, e in problem.splits.items())
     print(f"{counts} examples; {len(problem.labels)} outputs: {_abbreviate(problem.labels)}")
     for line in problem.report:
         print(f"  {line}")
-    row_counts = " or ".join(map(str, [*stage.smaller_batches, stage.batch_size]))
+    row_counts = " or ".join(map(str, [*stage.smaller_batch_sizes, stage.batch_size]))
     print(
         f"{config.steps:,} steps of {config.batch_size} examples in {row_counts} rows of "
         f"T={stage.tokens}; from {init}, new: {', '.join(new)}",
@@ -184,7 +184,7 @@ def _abbreviate(names: Sequence[str], max_names: int = 6) -> str:
 
 
 def evaluate_run(
-    folder: str | pathlib.Path, problem: Problem | None = None, mesh: MeshConfig | None = None,
+    folder: str | pathlib.Path, problem: FinetuneDataset | None = None, mesh: MeshConfig | None = None,
     which: str = "best",
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's checkpoint on every split except training, and write its predictions.
@@ -201,7 +201,7 @@ def evaluate_run(
     folder = pathlib.Path(folder)
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     if problem is None:
-        problem = problem_of(config.task, vocabulary, config.model.labels)
+        problem = load_dataset(config.task, vocabulary, config.model.labels)
     results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": problem.best_by}
     for split, examples in problem.splits.items():
         if split != "train" and len(examples):
@@ -216,7 +216,7 @@ def evaluate_run(
     return results
 
 
-def _tuned(problem: Problem, dev: dict[str, float]) -> Problem:
+def _tuned(problem: FinetuneDataset, dev: dict[str, float]) -> FinetuneDataset:
     """Return the problem with the null threshold tuned on dev (SQuAD 2.0), others unchanged."""
     return problem.tuned(dev) if isinstance(problem, Squad) else problem
 
@@ -236,7 +236,7 @@ def has_labels(examples: Examples) -> bool:
 
 
 def predict(
-    config: FinetuneConfig, params: Params, problem: Problem, split: str, mesh: MeshConfig
+    config: FinetuneConfig, params: Params, problem: FinetuneDataset, split: str, mesh: MeshConfig
 ) -> Logits:
     """Return the logits of all examples of a split, in order."""
     device_mesh = sharding.make_mesh(mesh)
@@ -245,7 +245,7 @@ def predict(
     task = finetuning.Finetuning(config.model, problem, split, plan)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
         batches_and_outputs = []
-        for result in outputs(task, params, plan.batches(0, 0, plan.steps), device_mesh):
+        for result in predictions(task, params, plan.batches(0, 0, plan.steps), device_mesh):
             batches_and_outputs.append(result)
             progress.advance()
         return task.logits(split, batches_and_outputs)
@@ -269,7 +269,7 @@ def predict_file(
     config, vocabulary, params, _ = checkpoint.load_model(folder, which)
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
-    problem = problem_of(config.task, vocabulary, config.model.labels, new=source)
+    problem = load_dataset(config.task, vocabulary, config.model.labels, new=source)
     metrics_path = pathlib.Path(folder) / METRICS
     if metrics_path.exists():
         problem = _tuned(problem, json.loads(metrics_path.read_text()).get("dev", {}))

@@ -45,7 +45,7 @@ SKIPPED, INCIDENTS = "skipped.json", "incidents"
 _INCIDENT, _BATCH, _STATE = "incident.json", "batch.npz", "state"
 
 
-class Recent(NamedTuple):
+class LossHistory(NamedTuple):
     """Loss history, part of the training state; field names are part of the checkpoint format.
 
     Attributes:
@@ -58,37 +58,41 @@ class Recent(NamedTuple):
     halted: Bool[Array, ""]
 
 
-class Seen(NamedTuple):
+class StepStats(NamedTuple):
     """Statistics of a step.
 
     Attributes:
         kind: one of `FINE`, `NOT_FINITE`, `SPIKE`.
-        figures: loss and gradient norm.
+        loss_and_grad_norm: loss and global gradient norm.
         mean, deviation: mean and standard deviation of both over the last `WINDOW` steps; NaN while
             there are fewer.
         norms: gradient norm by layer.
     """
 
     kind: Int[Array, ""]
-    figures: Float[Array, "2"]
+    loss_and_grad_norm: Float[Array, "2"]
     mean: Float[Array, "2"]
     deviation: Float[Array, "2"]
     norms: dict[str, Float[Array, ""]]
 
 
-def begin() -> Recent:
+def begin() -> LossHistory:
     """Return the empty history before the first step."""
-    return Recent(jnp.full((WINDOW, 2), jnp.nan), jnp.array(False))
+    return LossHistory(jnp.full((WINDOW, 2), jnp.nan), jnp.array(False))
 
 
-def of_phase(recent: Recent, begins: Bool[Array, ""]) -> Recent:
+def of_phase(recent: LossHistory, begins: Bool[Array, ""]) -> LossHistory:
     """Clear the history where a phase begins, since losses of phases are not comparable."""
     return recent._replace(figures=jnp.where(begins, jnp.nan, recent.figures))
 
 
-def judge(
-    config: GuardConfig, recent: Recent, step: Int[Array, ""], loss: Float[Array, ""], grads: Params
-) -> tuple[Recent, Seen]:
+def check_step(
+    config: GuardConfig,
+    recent: LossHistory,
+    step: Int[Array, ""],
+    loss: Float[Array, ""],
+    grads: Params,
+) -> tuple[LossHistory, StepStats]:
     """Compare the loss and gradient norm of a step with the steps before it.
 
     Args:
@@ -115,8 +119,8 @@ def judge(
     entry = jnp.where(kind == FINE, figures, recent.figures[step % WINDOW])
     history = jax.lax.dynamic_update_index_in_dim(recent.figures, entry, step % WINDOW, 0)
     return (
-        Recent(history, recent.halted | is_bad),
-        Seen(kind, figures, mean, deviation, by_layer),
+        LossHistory(history, recent.halted | is_bad),
+        StepStats(kind, figures, mean, deviation, by_layer),
     )
 
 
@@ -140,12 +144,12 @@ def bits(tree: Any) -> dict[str, UInt32[Array, ""]]:
     return {name: sum(map(checksum, jax.tree.leaves(part))) for name, part in _layers(tree).items()}
 
 
-class Alarm(Exception):
+class BadStep(Exception):
     """Raised for a bad step; the state is the one before it."""
 
     def __init__(self, step: int, kind: int, stats: dict[str, Any]):
         super().__init__(f"step {step}: {KINDS[kind]}")
-        self.step, self.kind, self.said = step, kind, stats
+        self.step, self.kind, self.stats = step, kind, stats
 
 
 class Guard:
@@ -165,7 +169,7 @@ class Guard:
         skipped = _read_json(path) if path.exists() else {"steps": [], "back_to": None}
         self.skipped, self._back_to = set(skipped["steps"]), skipped["back_to"]
 
-    def look(self, step: int, seen: Seen) -> dict[str, Any]:
+    def look(self, step: int, seen: StepStats) -> dict[str, Any]:
         """Return the statistics of a finished step to report, or {} if it was fine.
 
         Raises:
@@ -176,7 +180,7 @@ class Guard:
             return {}
         stats = describe(seen)
         if kind == NOT_FINITE or self._config.spike != "report":
-            raise Alarm(step, kind, stats)
+            raise BadStep(step, kind, stats)
         return stats
 
     def policy(self, kind: int) -> str:
@@ -186,14 +190,14 @@ class Guard:
     def record(self, step: int, kind: int, stats: dict[str, Any], batch: Batch) -> pathlib.Path:
         """Write an incident and return its folder; an incident of an earlier start is kept.
 
-        At most `GuardConfig.most_incidents` of each kind are written. Beyond that, spikes that are
+        At most `GuardConfig.max_incidents` of each kind are written. Beyond that, spikes that are
         only reported are no longer written.
 
         Raises:
             UserError: there are more than that, and the policy is not "report".
         """
         incident = self._folder / INCIDENTS / f"step_{step}"
-        max_incidents, report_only = self._config.most_incidents, self.policy(kind) == "report"
+        max_incidents, report_only = self._config.max_incidents, self.policy(kind) == "report"
 
         def write() -> None:
             count = len(incidents(self._folder, KINDS[kind]))
@@ -206,7 +210,7 @@ class Guard:
                 count += 1
             if count > max_incidents and not report_only:
                 raise UserError(
-                    f"{count} bad steps exceed config.guard.most_incidents={max_incidents}, the "
+                    f"{count} bad steps exceed config.guard.max_incidents={max_incidents}, the "
                     f"last at step {step:,} ({sentence(KINDS[kind], stats)}): inspect "
                     f"{incident.parent}"
                 )
@@ -243,12 +247,12 @@ class Guard:
             self.skip([])
 
 
-def describe(seen: Seen) -> dict[str, Any]:
+def describe(seen: StepStats) -> dict[str, Any]:
     """Convert the statistics of a step to plain Python values."""
     seen = jax.device_get(seen)
     pair = functools.partial(zip, ("loss", "gradient_norm"), strict=True)
     return {
-        **{name: float(value) for name, value in pair(seen.figures)},
+        **{name: float(value) for name, value in pair(seen.loss_and_grad_norm)},
         "mean": {name: float(value) for name, value in pair(seen.mean)},
         "deviation": {name: float(value) for name, value in pair(seen.deviation)},
         "gradient_norms": {name: float(value) for name, value in sorted(seen.norms.items())},
@@ -278,7 +282,7 @@ def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> None:
     first, second = (jax.device_get(fingerprint()) for _ in range(2))
     differ = sorted(name for name in first if first[name] != second[name])
     if differ:
-        raise Alarm(step, UNEQUAL, {"differ": differ})
+        raise BadStep(step, UNEQUAL, {"differ": differ})
 
 
 def incidents(folder: str | pathlib.Path, kind: str | None = None) -> list[int]:

@@ -131,7 +131,8 @@ def local(
 
     return Plan(
         processes=[
-            Process([*here(), *command], environment(i), f"[{i}] ") for i in range(processes)
+            Process([*python_command(), *command], environment(i), f"[{i}] ")
+            for i in range(processes)
         ],
         again=frozenset({STOPPED, *KILLED}),
         restarts=restarts,
@@ -163,7 +164,7 @@ def slurm(
     script = str(SCRIPTS / "slurm.sh")
     submit = ["sbatch", f"--job-name={name}", *sizes, *extra]
     return Plan(
-        before=[[*submit, script, str(restarts), *here(), *command]],
+        before=[[*submit, script, str(restarts), *python_command(), *command]],
         note=f"follow: tail -F slurm-JOB.out; state: squeue --name {name}; stop: scancel --name {name}",
     )
 
@@ -478,7 +479,7 @@ def _runtime(accelerator: str) -> str:
     return next((r for start, r in _RUNTIMES.items() if accelerator.startswith(start)), "")
 
 
-def here() -> list[str]:
+def python_command() -> list[str]:
     """The command `bert-jax`, by this Python, wherever its folder is shared."""
     return [sys.executable, "-m", "bert_jax"]
 
@@ -548,7 +549,7 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
         if status and status not in plan.again:
             raise UserError(f"{shlex.join(command)} ended with status {status}")
         if not status:
-            status, interrupted = together(plan.processes, stop_seconds)
+            status, interrupted = run_processes(plan.processes, stop_seconds)
         if interrupted or status not in plan.again:
             break
         if restart < plan.restarts:
@@ -565,7 +566,9 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
     return status
 
 
-def together(processes: Sequence[Process], stop_seconds: float = STOP_SECONDS) -> tuple[int, bool]:
+def run_processes(
+    processes: Sequence[Process], stop_seconds: float = STOP_SECONDS
+) -> tuple[int, bool]:
     """Runs processes side by side until all have ended.
 
     SIGINT and SIGTERM are passed on to all of them. When one fails, the others get SIGTERM. Who is

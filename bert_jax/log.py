@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from bert_jax import device, files, optim, workdir
-from bert_jax.config import Run
+from bert_jax.config import TrainConfig
 from bert_jax.evaluate import means
 from bert_jax.progress import Progress
 from bert_jax.tasks.stage import Stage
@@ -33,7 +33,7 @@ class Log:
         self,
         folder: pathlib.Path,
         step: int,
-        config: Run,
+        config: TrainConfig,
         mesh: jax.sharding.Mesh,
         progress: Progress,
     ):
@@ -64,13 +64,13 @@ class Log:
 
     def training(self, step: int, sums: dict[str, Any]) -> None:
         """Write the means of the window that ends with `step`, which must be finished."""
-        summary = self._stage.task.summarize(means(sums))
+        summary = self._stage.objective.summarize(means(sums))
         # The learning rate of the window's last step.
         summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
         self._write(step, "train", summary)
-        note = self._stage.task.describe(summary)
+        note = self._stage.objective.describe(summary)
         rows = float(self._stage.batch_size)
-        if self._stage.smaller_batches:  # mean row count, from the tokens including padding
+        if self._stage.smaller_batch_sizes:  # mean row count, from the tokens including padding
             steps = (step - 1) % self._config.log_every_steps + 1
             rows = float(sums["real_fraction"][1]) / self._stage.tokens / steps
         self._progress.note(note + self._log_speed(step, summary, rows))
@@ -86,9 +86,9 @@ class Log:
         self._clock = (self._clock[0], self._clock[1] + time.monotonic() - start_time)
         if not metrics:
             return {}
-        summary = self._stage.task.summarize(metrics)
+        summary = self._stage.objective.summarize(metrics)
         self._write(step, "heldout", summary)
-        self._progress.say(f"step {step:,}: held-out {self._stage.task.describe(summary)}")
+        self._progress.say(f"step {step:,}: held-out {self._stage.objective.describe(summary)}")
         return summary
 
     def sync(self) -> None:
@@ -111,7 +111,7 @@ class Log:
             "steps_per_second": (step - last_step) / seconds,
             "tokens_per_second": tokens,
             "real_tokens_per_second": tokens * summary["real_fraction"],
-            "flops_per_second": rows * self._stage.task.flops_per_row / seconds,
+            "flops_per_second": rows * self._stage.objective.flops_per_row / seconds,
         }
         note = f" {tokens * summary['real_fraction']:,.0f} real tok/s {summary['real_fraction']:.0%} real"
         peak = device.peak_flops()

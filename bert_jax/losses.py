@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-Pair = tuple[Float[Array, ""], Float[Array, ""]]
+WeightedSum = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 def label_logits(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -23,7 +23,7 @@ def label_logits(logits: Float[Array, "... C"], labels: Int[Array, "..."]) -> Fl
 
 def cross_entropy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
-) -> Pair:
+) -> WeightedSum:
     """Return the weighted sum of the cross-entropy in nats, and the sum of the weights."""
     with jax.named_scope("loss"):
         loss = jax.nn.logsumexp(logits, axis=-1) - label_logits(logits, labels)
@@ -32,7 +32,7 @@ def cross_entropy(
 
 def accuracy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
-) -> Pair:
+) -> WeightedSum:
     """Return the weighted number of labels with the highest logit, and the sum of the weights."""
     with jax.named_scope("loss"):
         # Comparing with the maximum takes one reduction; argmax is many times slower on CPU.

@@ -29,11 +29,11 @@ class Masked(NamedTuple):
     weights: Float[Array, "B P"]
 
 
-def most_predictions(config: MaskingConfig, tokens: int) -> int:
+def max_predictions_per_sequence(config: MaskingConfig, tokens: int) -> int:
     """Return the maximum number of predictions per sequence, by default that of Google's recipe."""
     recipe = {128: 20, 512: 76}  # google-research/bert, README, "max_predictions_per_seq"
-    if config.most_predictions:
-        return config.most_predictions
+    if config.max_predictions_per_sequence:
+        return config.max_predictions_per_sequence
     if config.rate == 0.15 and tokens in recipe:
         return recipe[tokens]
     return math.ceil(config.rate * tokens)
@@ -67,7 +67,7 @@ class NextTokens:
         key: Key[Array, ""],
     ) -> Masked:
         """Return unchanged tokens and their next-token targets; `key` is unused."""
-        segment_ids, next_segment_ids = layout.sequence[:, :-1], layout.sequence[:, 1:]
+        segment_ids, next_segment_ids = layout.segment_ids[:, :-1], layout.segment_ids[:, 1:]
         has_target = (segment_ids == next_segment_ids) & (segment_ids < self.sequences)
         positions = jnp.broadcast_to(jnp.arange(self.predictions), segment_ids.shape)
         return Masked(tokens, positions, tokens[:, 1:], has_target.astype(jnp.float32))
@@ -98,7 +98,7 @@ class Masker:
 
         Computed on the host in float64: in float32, 0.15 * n rounds some halves the other way.
         """
-        maximum = most_predictions(self.config, self.tokens)
+        maximum = max_predictions_per_sequence(self.config, self.tokens)
         targets = [round(self.config.rate * n) for n in range(self.tokens + 1)]
         return np.array(
             [min(max(1, k), maximum, max(n - 2, 0)) for n, k in enumerate(targets)], np.int32
@@ -147,16 +147,20 @@ class Masker:
         return Masked(jnp.where(selected, corrupted, tokens), positions, labels, weights)
 
     def _select(self, tokens, length, a_length, layout: Layout, key) -> Bool[Array, "B T"]:
-        membership = layout.sequence[:, :, None] == jnp.arange(self.sequences)  # [B, T, S]
+        membership = layout.segment_ids[:, :, None] == jnp.arange(self.sequences)  # [B, T, S]
 
         def per_token(per_sequence):  # [B, S] -> [B, T]
             return jnp.sum(membership * per_sequence[:, None, :], axis=2)
 
         n, a = per_token(length), per_token(a_length)
-        special = (layout.position == 0) | (layout.position == a - 1) | (layout.position == n - 1)
-        candidate = (layout.sequence < self.sequences) & ~special
+        special = (
+            (layout.position_ids == 0)
+            | (layout.position_ids == a - 1)
+            | (layout.position_ids == n - 1)
+        )
+        candidate = (layout.segment_ids < self.sequences) & ~special
         num_predictions = per_token(jnp.asarray(self.counts)[length])
-        same_sequence = layout.sequence[:, :, None] == layout.sequence[:, None, :]
+        same_sequence = layout.segment_ids[:, :, None] == layout.segment_ids[:, None, :]
 
         # A unit (word piece or whole word) is identified by its start; its pieces share one draw.
         start = jnp.broadcast_to(jnp.arange(self.tokens), tokens.shape)

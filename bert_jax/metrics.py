@@ -46,7 +46,7 @@ def regression(
     return {name: float(value) for name, value in scores.items()}
 
 
-def several_labels(
+def multilabel_metrics(
     truth: Bool[np.ndarray, "E C"], predicted: Bool[np.ndarray, "E C"]
 ) -> dict[str, float]:
     """Return multilabel metrics: micro F1, macro F1 and the fraction of exact matches."""

@@ -205,13 +205,13 @@ class Embeddings(nn.Module):
         # addition in bfloat16. The two small tables avoid scatters altogether.
         x = self.word(tokens)
         positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
-        x += select(positions, layout.position).astype(x.dtype)
+        x += select(positions, layout.position_ids).astype(x.dtype)
         if c.segments:
             segments = jnp.asarray(self.segment.embedding)
             if c.segments == 2:
-                x += jnp.where(layout.segment[..., None] == 0, *segments)
+                x += jnp.where(layout.token_type_ids[..., None] == 0, *segments)
             else:
-                x += select(segments, layout.segment)
+                x += select(segments, layout.token_type_ids)
         return dropout(self.norm(x.astype(c.dtype)), c.dropout, key)
 
 
@@ -518,21 +518,21 @@ class Bert(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Return the last layer's hidden states; dropout is applied if `key` is given."""
         x = self.embeddings(tokens, layout, _fold(key, 0))
-        return self.encoder(x, layout.sequence, _fold(key, 1))[-1]
+        return self.encoder(x, layout.segment_ids, _fold(key, 1))[-1]
 
     def hidden_states(
         self, tokens: Int[Array, "B T"], layout: Layout
     ) -> list[Float[Array, "B T D"]]:
         """Return L + 1 hidden states, the embeddings and each layer's output, without dropout."""
         x = self.embeddings(tokens, layout, None)
-        return [x, *self.encoder(x, layout.sequence, None, all_layers=True)]
+        return [x, *self.encoder(x, layout.segment_ids, None, all_layers=True)]
 
     def attention_probabilities(
         self, tokens: Int[Array, "B T"], layout: Layout
     ) -> Float[Array, "L B N T T"]:
         """Return attention from each token (axis 4) to each (axis 5), float32, without dropout."""
         states = self.hidden_states(tokens, layout)
-        return self.encoder.probabilities(states[:-1], layout.sequence)
+        return self.encoder.probabilities(states[:-1], layout.segment_ids)
 
     def frozen_features(self, tokens: Int[Array, "B T"], layout: Layout) -> Float[Array, "B T n"]:
         """Return the features that `config.features` selects (section 5.3); n is D or 4 D.
@@ -587,7 +587,7 @@ class Bert(nn.Module):
         else:
             hidden = self.encode(tokens, layout, _fold(key, 0))
         if c.lstm_layers:
-            hidden = self.lstm(hidden, layout.sequence)
+            hidden = self.lstm(hidden, layout.segment_ids)
         if c.head in POOLED_HEADS:
             indices = last_tokens(layout) if c.causal else layout.cls
             use_pooler = not (c.features or c.lstm_layers)
@@ -611,7 +611,7 @@ class Bert(nn.Module):
             is_weighted = c.features.startswith("weighted-")
             hidden = self.features(states) if is_weighted else jnp.concatenate(states, -1)
         if c.lstm_layers:
-            hidden = self.lstm(hidden, layout.sequence)
+            hidden = self.lstm(hidden, layout.segment_ids)
         if c.head:
             self.classifier(hidden)
 
@@ -671,7 +671,7 @@ def shapes(config: ModelConfig) -> Params:
 def last_tokens(layout: Layout) -> Int[Array, "B S"]:
     """Return the index of each sequence's last token; an unused slot gets a valid index."""
     slots = jnp.arange(layout.cls.shape[1])
-    ends = jnp.sum(layout.sequence[:, None, :] <= slots[:, None], axis=2)
+    ends = jnp.sum(layout.segment_ids[:, None, :] <= slots[:, None], axis=2)
     return jnp.maximum(ends - 1, 0)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bert_jax.config import OptimConfig, Run
+from bert_jax.config import OptimConfig, TrainConfig
 from bert_jax.model import Params
 
 
@@ -77,7 +77,7 @@ def _depth(path: tuple, layers: int) -> int:
     return int(match.group(1)) + 1 if match else 0 if name.startswith("embeddings/") else layers + 1
 
 
-def rate_factors(config: Run, params: Params) -> Params:
+def rate_factors(config: TrainConfig, params: Params) -> Params:
     """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
     Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555). With `config.model.features`
@@ -96,7 +96,7 @@ def rate_factors(config: Run, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(factor, params)
 
 
-def freeze(config: Run, params: Params) -> Params:
+def freeze(config: TrainConfig, params: Params) -> Params:
     """Stop gradients of frozen parameters, so that they are not computed."""
     return jax.tree.map(
         lambda factor, x: x if factor else jax.lax.stop_gradient(x),
@@ -105,7 +105,7 @@ def freeze(config: Run, params: Params) -> Params:
     )
 
 
-def make(run: Run) -> optax.GradientTransformation:
+def make(run: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer: clipping, moments, weight decay, trust ratio, schedule, layer decay."""
     config = run.optim
     corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)

@@ -319,7 +319,7 @@ def activation_bytes(config: Config, stage: Stage, rows: int | float) -> float:
     dots = (6 * model.hidden + model.feed_forward) * size
     kept = {"none": whole, "dots": dots, "full": model.hidden * size}[model.remat]
     layers = model.layers * kept + (whole if model.remat != "none" else 0)
-    predictions = stage.task.masker.predictions
+    predictions = stage.objective.masker.predictions
     logits = 2 * 4 * predictions * model.vocab_size
     return rows * (tokens * layers + logits)
 
@@ -401,7 +401,7 @@ def preflight(
     # Nothing is compiled for a GPU, and its kernels cannot be traced without its libraries.
     traced = choice.implementation if topology.is_tpu else "xla"
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=traced))
-    config, stages = pretraining.stages_without_rows(config, sequences)
+    config, stages = pretraining.abstract_stages(config, sequences)
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
@@ -472,7 +472,7 @@ def _phase(
         "optimizer": sharding.bytes_per_device(state.optimizer),
         "batch": sharding.bytes_per_device(batch),
     }
-    formula_flops = stage.task.flops_per_row * stage.batch_size / topology.devices
+    formula_flops = stage.objective.flops_per_row * stage.batch_size / topology.devices
     flops: dict[str, Any] = {"formula": formula_flops, "compiled": None, "cost_analysis": None}
     compiled, compile_seconds, needed = None, None, None
     if topology.is_tpu:
@@ -520,7 +520,7 @@ def _phase(
         change = would_fit(config, i, stage, topology, state, memory["temporaries"])
     return {
         "tokens": stage.tokens,
-        "sequences": stage.task.masker.sequences,
+        "sequences": stage.objective.masker.sequences,
         "batch_size": stage.batch_size,
         "accumulation": stage.accumulation,
         "method": "formula" if compiled is None else "compiled",

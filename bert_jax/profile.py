@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from bert_jax import files, hlo
-from bert_jax.config import Run, profiled_steps
+from bert_jax.config import TrainConfig, profiled_steps
 
 FOLDER = "profile"
 # What a step consists of, and what it waits for.
@@ -86,7 +86,7 @@ _STEPS, _WAITS = "bert_jax steps", "bert_jax input wait"
 
 def watched(
     batches: Iterator[Any],
-    config: Run,
+    config: TrainConfig,
     span: range,
     folder: pathlib.Path,
     program: Any,

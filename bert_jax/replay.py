@@ -11,7 +11,7 @@ from bert_jax.config import CheckpointConfig, Config
 from bert_jax.data import wordpiece
 from bert_jax.errors import UserError
 from bert_jax.evaluate import put
-from bert_jax.finetune import problem_of
+from bert_jax.finetune import load_dataset
 from bert_jax.tasks import finetuning, pretraining
 from bert_jax.train import compile_stage, initial_state, restore
 
@@ -50,9 +50,9 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
         )
     mesh = sharding.make_mesh(config.mesh)
     if isinstance(config, Config):
-        stage = pretraining.stage_of(config, vocabulary, incident.batch, incident.step)
+        stage = pretraining.stage_at_step(config, vocabulary, incident.batch, incident.step)
     else:
-        problem = problem_of(config.task, vocabulary, config.model.labels)
+        problem = load_dataset(config.task, vocabulary, config.model.labels)
         stage = finetuning.stage(config, problem, [config.seed], sharding.row_shards(mesh))[-1]
     _, shapes = initial_state(config, stage, mesh)
     checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)

@@ -38,7 +38,7 @@ from bert_jax import (
     workdir,
 )
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import Run
+from bert_jax.config import TrainConfig
 from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.dropout import generator_key
@@ -68,7 +68,7 @@ class State(NamedTuple):
     sums: dict[str, Any]
     # config.seed, an argument of the step so that runs with different seeds share a compilation.
     seed: UInt[Array, ""]
-    recent: guard.Recent
+    recent: guard.LossHistory
 
 
 def _parts(state: State) -> tuple[Params, dict[str, Any]]:
@@ -78,30 +78,32 @@ def _parts(state: State) -> tuple[Params, dict[str, Any]]:
     return state.params, rest
 
 
-def make_step(config: Run, stage: Stage):
+def make_step(config: TrainConfig, stage: Stage):
     """Return the training step.
 
-    The step is a function (state, batch) -> (state, metric sums since the last log, `guard.Seen`).
+    The step is a function (state, batch) -> (state, metric sums since the last log, `guard.StepStats`).
     A bad step leaves the state unchanged, and so do later ones until `advance` is called.
     """
     optimizer = optim.make(config)
-    task, accumulation = stage.task, stage.accumulation
+    task, accumulation = stage.objective, stage.accumulation
 
     def loss_fn(params, inputs, key, normalizers):
-        loss_terms = task.pairs(optim.freeze(config, params), inputs, key)
+        loss_terms = task.loss_terms(optim.freeze(config, params), inputs, key)
         loss = sum(
             loss_terms[name][0] / jnp.maximum(normalizer, 1)
             for name, normalizer in normalizers.items()
         )
         return loss, {**loss_terms, "_loss": (loss, jnp.float32(0))}
 
-    def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Any], guard.Seen]:
+    def step(
+        state: State, batch: dict[str, Array]
+    ) -> tuple[State, dict[str, Any], guard.StepStats]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         input_key, dropout_key = jax.random.split(key)
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
         with jax.named_scope("inputs"):
-            inputs = task.inputs(batch, input_key)
-            normalizers = task.weights(inputs)
+            inputs = task.prepare(batch, input_key)
+            normalizers = task.normalizers(inputs)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accumulation == 1:
             grads, loss_terms = grad_fn(state.params, inputs, dropout_key, normalizers)
@@ -131,14 +133,14 @@ def make_step(config: Run, stage: Stage):
             )
         loss, _ = loss_terms.pop("_loss")
         with jax.named_scope("optimizer"):
-            recent, seen = guard.judge(
+            recent, seen = guard.check_step(
                 config.guard,
                 guard.of_phase(state.recent, state.step == stage.first_step),
                 state.step,
                 loss,
                 grads,
             )
-            loss_terms["gradient_norm"] = (seen.figures[1], jnp.float32(1))
+            loss_terms["gradient_norm"] = (seen.loss_and_grad_norm[1], jnp.float32(1))
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             sums = jax.tree.map(jnp.add, _window_sums(config, state), loss_terms)
@@ -149,13 +151,13 @@ def make_step(config: Run, stage: Stage):
     return step
 
 
-def _window_sums(config: Run, state: State) -> dict[str, Any]:
+def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
     """Return the metric sums that the next step adds to: zeros at the start of a logging window."""
     is_first = state.step % config.log_every_steps == 0
     return jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
 
 
-def make_advance(config: Run, stage: Stage):
+def make_advance(config: TrainConfig, stage: Stage):
     """Return a function state -> (state, sums) that skips a batch.
 
     It advances the step counter without updating the parameters.
@@ -172,13 +174,13 @@ def make_advance(config: Run, stage: Stage):
 
 
 def initial_state(
-    config: Run, stage: Stage, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> tuple[Any, State]:
     """Return a jitted function from the seed to the state at step 0, and the state's shapes."""
-    task, optimizer = stage.task, optim.make(config)
+    task, optimizer = stage.objective, optim.make(config)
     params = jax.eval_shape(task.init, jax.random.key(0))
     loss_terms = jax.eval_shape(
-        lambda params, batch, key: task.pairs(params, task.inputs(batch, key), None),
+        lambda params, batch, key: task.loss_terms(params, task.prepare(batch, key), None),
         params,
         stage.batch_shape,
         jax.random.key(0),
@@ -195,7 +197,7 @@ def initial_state(
     return jax.jit(init, out_shardings=shardings), checkpoint.abstract(shapes, shardings)
 
 
-def compile_step(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
+def compile_step(config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
     """Compile the training step of a stage; `state` gives shapes and shardings."""
     batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
     step = jax.jit(
@@ -249,7 +251,7 @@ class _Programs:
         # One thread: a second compilation would slow down the first and the running steps.
         pool = concurrent.futures.ThreadPoolExecutor(1)
         self._smaller = {
-            rows: pool.submit(compile_, stage.with_rows(rows)) for rows in stage.smaller_batches
+            rows: pool.submit(compile_, stage.with_rows(rows)) for rows in stage.smaller_batch_sizes
         }
         pool.shutdown(wait=False)
 
@@ -271,13 +273,15 @@ class Compiled(NamedTuple):
         measure: held-out evaluation, parameters -> metrics.
     """
 
-    step: Callable[..., tuple[State, dict[str, Any], guard.Seen]]
+    step: Callable[..., tuple[State, dict[str, Any], guard.StepStats]]
     advance: Callable[[State], tuple[State, dict[str, Any]]]
     fingerprint: Callable[..., dict[str, Array]]
     measure: Callable[[Params], dict[str, float]]
 
 
-def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Compiled:
+def compile_stage(
+    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, state: State
+) -> Compiled:
     """Compile the step of a stage; the other functions compile when they are first called."""
     step, replicated = make_step(config, stage), sharding.replicated(mesh)
 
@@ -285,7 +289,7 @@ def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Sta
         return compile_step(config, stage, mesh, state)
 
     return Compiled(
-        _Programs(compile_, stage) if stage.smaller_batches else compile_(stage),
+        _Programs(compile_, stage) if stage.smaller_batch_sizes else compile_(stage),
         jax.jit(
             make_advance(config, stage),
             donate_argnums=0,
@@ -299,12 +303,12 @@ def compile_stage(config: Run, stage: Stage, mesh: jax.sharding.Mesh, state: Sta
 
 
 def _compile_and_report(
-    config: Run, stage: Stage, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
+    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
 ) -> Compiled:
     """Compile a stage and report how long it took."""
     start_time = time.monotonic()
     compiled = compile_stage(config, stage, mesh, shapes)
-    row_counts = " and ".join(map(str, stage.smaller_batches))
+    row_counts = " and ".join(map(str, stage.smaller_batch_sizes))
     progress.say(
         f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
         f"in {time.monotonic() - start_time:.1f} s"
@@ -314,7 +318,7 @@ def _compile_and_report(
 
 
 def train(
-    config: Run,
+    config: TrainConfig,
     vocabulary: Vocabulary,
     data: list[dict[str, Any]],
     stages: list[Stage],
@@ -416,8 +420,8 @@ def train(
                 try:
                     loop.run(log, patience, interrupted)
                     break
-                except guard.Alarm as alarm:
-                    rollback_step = loop.handle_bad_step(alarm, log)
+                except guard.BadStep as bad_step:
+                    rollback_step = loop.handle_bad_step(bad_step, log)
             if rollback_step is not None:
                 del loop.state  # device memory may not hold two states
                 loop.step, loop.state = rollback_step, state_at(rollback_step)
@@ -440,7 +444,7 @@ class Patience:
     The decision depends only on the metrics so far, which a restart reads again from the workdir.
     """
 
-    def __init__(self, config: Run, best: dict[str, Any], folder: pathlib.Path, step: int):
+    def __init__(self, config: TrainConfig, best: dict[str, Any], folder: pathlib.Path, step: int):
         self._evaluations = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
         self._values: list[float] = []
@@ -501,7 +505,7 @@ class _Loop:
         compiled: compiled stages by index; owned by the caller.
     """
 
-    config: Run
+    config: TrainConfig
     mesh: jax.sharding.Mesh
     stages: list[Stage]
     shapes: State
@@ -620,7 +624,7 @@ class _Loop:
         stage = next(s for s in self.stages if step < s.end_step)
         return next(stage.batches(step - stage.first_step, step + 1 - stage.first_step, 0, 1))
 
-    def handle_bad_step(self, alarm: guard.Alarm, log: Log) -> int | None:
+    def handle_bad_step(self, bad_step: guard.BadStep, log: Log) -> int | None:
         """Apply the configured policy to a bad step.
 
         Returns:
@@ -629,16 +633,16 @@ class _Loop:
         Raises:
             UserError: the policy is to stop.
         """
-        step, config = alarm.step, self.config.guard
+        step, config = bad_step.step, self.config.guard
         self.progress.advance(step - self.step)
         # The state is the one before the bad step, except for the flag.
         halted = jax.device_put(np.bool_(False), self.state.recent.halted.sharding)
         self.state = self.state._replace(recent=self.state.recent._replace(halted=halted))
         self.step = step
-        incident = self.step_guard.record(step, alarm.kind, alarm.said, self._batch(step))
+        incident = self.step_guard.record(step, bad_step.kind, bad_step.stats, self._batch(step))
         self.step_guard.keep_state(incident, step, *_parts(self.state))
-        message = f"step {step:,}: {guard.sentence(guard.KINDS[alarm.kind], alarm.said)}"
-        policy = self.step_guard.policy(alarm.kind)
+        message = f"step {step:,}: {guard.sentence(guard.KINDS[bad_step.kind], bad_step.stats)}"
+        policy = self.step_guard.policy(bad_step.kind)
         if policy == "skip":
             self.step_guard.skip([step])
             self.progress.say(f"{message}; skipping its batch")
@@ -661,5 +665,5 @@ class _Loop:
         raise UserError(
             f"{message}; the parameters before this step are saved. Inspect {incident}, run "
             f"`bert-jax replay {self.folder}`, then resume with another config or skip the batch "
-            f"(--config.guard.{guard.KINDS[alarm.kind]}=skip)"
+            f"(--config.guard.{guard.KINDS[bad_step.kind]}=skip)"
         )

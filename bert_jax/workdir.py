@@ -32,7 +32,7 @@ import jax
 import bert_jax
 from bert_jax import config as config_lib
 from bert_jax import files
-from bert_jax.config import Run
+from bert_jax.config import TrainConfig
 from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
 
@@ -91,7 +91,7 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_config(workdir: str | pathlib.Path) -> Run:
+def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     """Return the config of the run in `workdir`.
 
     Raises:
@@ -207,7 +207,7 @@ def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None
     return description.strip() + ("-dirty" if changes else "")
 
 
-def identity(config: Run, data: list[dict[str, Any]]) -> dict[str, Any]:
+def identity(config: TrainConfig, data: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what must be the same in all processes of a run, by descriptive names."""
     settings = {f"config.{key}": value for key, value in config_lib.flatten(config).items()}
     digests = {f"data of phase {i}": rows["digest"] for i, rows in enumerate(data)}
@@ -216,7 +216,7 @@ def identity(config: Run, data: list[dict[str, Any]]) -> dict[str, Any]:
 
 def claim(
     workdir: pathlib.Path,
-    config: Run,
+    config: TrainConfig,
     data: list[dict[str, Any]],
     best: dict[str, Any],
     force: bool,
@@ -258,7 +258,9 @@ def claim(
     files.write_json(path, {"config": config_lib.to_dict(config), "data": data, "best": best})
 
 
-def record_start(workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh, config: Run) -> None:
+def record_start(
+    workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh, config: TrainConfig
+) -> None:
     """Append a line to starts.jsonl that describes this start of the run."""
     start = {
         "step": step,

@@ -146,17 +146,17 @@ class Watching(pretraining.Pretraining):
     def init(self, key):
         return {"kernel": jnp.ones(3)}
 
-    def inputs(self, batch, key):
+    def prepare(self, batch, key):
         return batch["length"]
 
-    def weights(self, inputs):
+    def normalizers(self, inputs):
         return {"masked_lm_loss": jnp.float32(1)}
 
-    def pairs(self, params, inputs, key):
+    def loss_terms(self, params, inputs, key):
         self.seen.append(dict(jax.sharding.get_abstract_mesh().shape))
         return {"masked_lm_loss": (jnp.sum(params["kernel"]), jnp.float32(1))}
 
-    def outputs(self, params, inputs):
+    def predict(self, params, inputs):
         return {}
 
 
@@ -174,7 +174,7 @@ def small_run(rows, **changes):
 
 def test_training_and_evaluation_know_their_mesh(rows):
     config, stage = small_run(rows)
-    stage.task.__class__ = Watching
+    stage.objective.__class__ = Watching
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
     init, shapes = loop.initial_state(config, stage, mesh)
     Watching.seen.clear()

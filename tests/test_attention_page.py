@@ -20,7 +20,7 @@ from bert_jax import config as config_lib
 from bert_jax.config import Config, ModelConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.explore import AttentionMapper, AttentionMaps, distance, entropy, rollout
+from bert_jax.inference import AttentionMapper, AttentionMaps, distance, entropy, rollout
 from bert_jax.model import init_params
 from bert_jax.report import attention as report
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bert_jax import cli
-from bert_jax.data import pieces, wordpiece, workers
 from bert_jax.data import prepare as module
+from bert_jax.data import prepare_worker, wordpiece, workers
 from bert_jax.data.prepare import prepare
 from bert_jax.errors import UserError
 
@@ -32,8 +32,8 @@ OPTIONS = [
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many chunks, batches and shards of little text."""
-    monkeypatch.setattr(pieces, "CHUNK_CHARACTERS", 1500)
-    monkeypatch.setattr(pieces, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 1500)
+    monkeypatch.setattr(prepare_worker, "BATCH_BYTES", 3000)
     monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
 
 
@@ -114,8 +114,8 @@ def test_bytes_depend_on_no_order_of_the_work(
     folder = tmp_path_factory.mktemp("rows")
     local = prepare(sources, vocab, folder / "local", workers=1, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "BATCH_BYTES", batch_bytes)
-        patch.setattr(pieces, "CHUNK_CHARACTERS", chunk_characters)
+        patch.setattr(prepare_worker, "BATCH_BYTES", batch_bytes)
+        patch.setattr(prepare_worker, "CHUNK_CHARACTERS", chunk_characters)
         there = shuffled(sources, vocab, folder / "there", rng, **options)
     assert there == local
     assert content(folder / "there") == content(folder / "local")
@@ -192,9 +192,11 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(
     done = {path.name for path in out.glob(".partial/*.batch")}
     assert done
     began = []
-    original = pieces.Worker.tokenize_files
+    original = prepare_worker.Worker.tokenize_files
     monkeypatch.setattr(
-        pieces.Worker, "tokenize_files", lambda w, b: (began.append(b.number), original(w, b))[1]
+        prepare_worker.Worker,
+        "tokenize_files",
+        lambda w, b: (began.append(b.number), original(w, b))[1],
     )
     prepare(*text, out, runner="beam")
     assert not {f"{number:06}.batch" for number in began} & done

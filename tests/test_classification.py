@@ -25,7 +25,7 @@ from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.tasks.choice import Choice
 from bert_jax.tasks.classification import Classification, draw_confusion, probabilities
-from bert_jax.tasks.problem import Problem
+from bert_jax.tasks.problem import FinetuneDataset
 
 WORDS = [f"w{i}" for i in range(30)]
 VOCABULARY = Vocabulary((*SPECIAL, *WORDS), True)
@@ -62,7 +62,7 @@ def refused(config, says, *rest, **more):
 
 def test_one_label(tmp_path):
     problem = Classification(task(tmp_path, dev=["w5 ,w6\tyes"]), VOCABULARY)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, FinetuneDataset)
     assert (problem.head, problem.objective, problem.best_by) == ("sequence", "class", "accuracy")
     assert problem.labels == ("no", "yes")
     train, dev = problem.splits["train"], problem.splits["dev"]
@@ -354,7 +354,7 @@ def test_several_labels_metrics_are_those_of_the_counts(seed):
     truth, predicted = np.random.default_rng(seed).random((2, 6, 3)) > 0.6
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = metrics.several_labels(truth, predicted)
+        found = metrics.multilabel_metrics(truth, predicted)
     both, either = (truth & predicted).sum(0), truth.sum(0) + predicted.sum(0)
     assert found["micro_f1"] == pytest.approx(2 * both.sum() / max(either.sum(), 1))
     assert found["macro_f1"] == pytest.approx((2 * both / np.maximum(either, 1)).mean())
@@ -431,7 +431,7 @@ def test_swag(tmp_path):
     no_labels = [line.rpartition(",")[0] for line in [SWAG_HEADER, *SWAG]]
     write(tmp_path / "test.csv", no_labels)
     problem = Choice(TaskConfig(kind="choice", name="swag", data=str(tmp_path)), VOCABULARY)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, FinetuneDataset)
     assert (problem.head, problem.objective, len(problem.labels)) == ("choice", "class", 1)
     train = problem.splits["train"]
     assert (len(train), train.group, len(train.tokens)) == (2, 4, 8)

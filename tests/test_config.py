@@ -294,6 +294,17 @@ def test_every_config_file_loads(path):
     assert isinstance(configs.load([f"--config={path}"], kind), kind)
 
 
+def test_fields_that_were_renamed_are_read():
+    values = configs.to_dict(Config())
+    values["masking"]["most_predictions"] = values["masking"].pop("max_predictions_per_sequence")
+    values["guard"]["most_incidents"] = values["guard"].pop("max_incidents") + 1
+    config = configs.from_dict(values)
+    assert config.guard.max_incidents == Config().guard.max_incidents + 1
+    argv = [f"{PRETRAIN}:mini,128", "--config.masking.most_predictions=5"]
+    message = refusal(configs.load, argv)
+    assert "did you mean config.masking.max_predictions_per_sequence" in message
+
+
 def test_a_mesh_that_does_not_fit_is_refused():
     assert dict(sharding.make_mesh(MeshConfig(fsdp=2)).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
     message = refusal(sharding.make_mesh, MeshConfig(data=3))

@@ -30,7 +30,7 @@ from bert_jax.convert.export import _write_safetensors, export
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.explore import MaskFiller
+from bert_jax.inference import MaskFiller
 from bert_jax.model import Bert
 from tests.helpers import processes
 from tests.helpers.checkpoints import (
@@ -63,11 +63,11 @@ def inputs(seed=0, batch=3, length=11):
     lengths = np.array([[length], [7], [4]])[:batch]
     a_lengths = np.array([[length - 4], [7], [2]])[:batch]
     layout = rows.layout(lengths, a_lengths, length)
-    attention = (layout.sequence == 0).astype(int)
+    attention = (layout.segment_ids == 0).astype(int)
     theirs = {
         "input_ids": torch.tensor(tokens),
         "attention_mask": torch.tensor(attention),
-        "token_type_ids": torch.tensor(layout.segment),
+        "token_type_ids": torch.tensor(layout.token_type_ids),
     }
     return jnp.asarray(tokens), rows.Layout(*map(jnp.asarray, layout)), theirs, attention == 1
 

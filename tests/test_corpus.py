@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import compressed, corpus, kinds
+from bert_jax.data import compressed, corpus, formats
 from bert_jax.errors import UserError
 
 PROSE = (
@@ -376,7 +376,7 @@ def test_long_sentences_are_cut_between_words():
     text=st.text(
         st.sampled_from(" \n.!?aBé'\"\u3000\u2028[]{}|=<>*&;:#") | st.characters(codec="utf-8")
     ),
-    kind=st.sampled_from([k for k in kinds.KINDS if k != "mediawiki"]),
+    kind=st.sampled_from([k for k in formats.KINDS if k != "mediawiki"]),
 )
 def test_sentences_lose_nothing(text, kind):
     found = corpus.sentences(corpus.RawDocument(text, kind, "f", 1))
@@ -455,7 +455,7 @@ def test_markup(markup, plain):
     ],
 )
 def test_plain_text_is_told_apart(text, kind):
-    assert kinds.kind_of_text(text) == kind
+    assert formats.kind_of_text(text) == kind
 
 
 def test_real_data(shared_data):

@@ -19,7 +19,7 @@ from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig, load
 from bert_jax.convert import source
 from bert_jax.data import examples
 from bert_jax.errors import UserError
-from bert_jax.finetune import problem_of
+from bert_jax.finetune import load_dataset
 from bert_jax.log import Log
 from tests.helpers import processes, tasks
 from tests.helpers.runs import ONE_DEVICE, VOCABULARY, assert_same_run, python
@@ -354,7 +354,7 @@ def test_other_refusals(run, data, tmp_path, capsys):
     )
     assert "predict GLUE's test sets first" in refused("glue-zip", run, "--out", tmp_path / "z")
     with pytest.raises(UserError, match="standard input do not suffice"):
-        problem_of(TaskConfig(kind="squad"), VOCABULARY, new="-")
+        load_dataset(TaskConfig(kind="squad"), VOCABULARY, new="-")
     wrong = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
     said = refused("finetune", wrong, "--init", "none", "--workdir", "w")
     assert "must return a bert_jax.config.FinetuneConfig" in said

@@ -66,7 +66,7 @@ def random_examples(head, objective="class", count=23, seed=0, longest=20):
 
 
 class Made:
-    """A `Problem` of random examples."""
+    """A `FinetuneDataset` of random examples."""
 
     best_by = "score"
 
@@ -109,9 +109,9 @@ def loss_and_grads(problem, plan, params, config, steps=(0,)):
     @jax.jit
     def run(params, batch):
         def objective(params):
-            inputs = task.inputs(batch, jax.random.key(0))
-            total, weight = task.pairs(params, inputs, None)["loss"]
-            return total / task.weights(inputs)["loss"], weight
+            inputs = task.prepare(batch, jax.random.key(0))
+            total, weight = task.loss_terms(params, inputs, None)["loss"]
+            return total / task.normalizers(inputs)["loss"], weight
 
         return jax.value_and_grad(objective, has_aux=True)(params)
 
@@ -320,9 +320,9 @@ def test_rows_of_padding_at_the_end_change_nothing(head, objective, dropout):
     @jax.jit
     def run(batch):
         def objective(params):
-            inputs = task.inputs(batch, jax.random.key(0))
-            total, weight = task.pairs(params, inputs, key)["loss"]
-            return total / task.weights(inputs)["loss"], weight
+            inputs = task.prepare(batch, jax.random.key(0))
+            total, weight = task.loss_terms(params, inputs, key)["loss"]
+            return total / task.normalizers(inputs)["loss"], weight
 
         return jax.value_and_grad(objective, has_aux=True)(params)
 
@@ -430,8 +430,8 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
 
     task = Finetuning(config, problem, "train", plan)
     batch = plan.batch(0, 0)
-    inputs = task.inputs(jax.device_put(batch), jax.random.key(0))
-    logits = task.outputs(params, inputs)
+    inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
+    logits = task.predict(params, inputs)
     found = task.logits("train", [(batch, jax.device_get(logits))])
     for row, i in enumerate(members):
         n = len(examples.tokens[i])
@@ -492,7 +492,7 @@ def test_what_has_no_label_is_not_counted(head, objective):
     config, plan = model_config(problem), Plan(problem.splits["train"], 7, 1)
     task, params = Finetuning(config, problem, "train", plan), random_params(config)
     key = jax.random.key(0)
-    measure = jax.jit(lambda batch: task.pairs(params, task.inputs(batch, key), None)["loss"])
+    measure = jax.jit(lambda batch: task.loss_terms(params, task.prepare(batch, key), None)["loss"])
     _, whole = measure(plan.batch(0, 0))
     label = plan.batch(0, 0)["label"]
     unknown = np.nan if label.dtype == np.float32 else NO_EXAMPLE
@@ -576,7 +576,7 @@ def test_what_is_pooled(causal):
         assert ("pooler" in params) == (not changes)
         x = states[1] if config.features else states[2]
         if config.lstm_layers:
-            x = BiLstm(config).apply({"params": params["lstm"]}, x, layout.sequence)
+            x = BiLstm(config).apply({"params": params["lstm"]}, x, layout.segment_ids)
         x = np.take_along_axis(np.array(x), places[:, :, None], 1)
         if not changes:
             x = np.tanh(x @ params["pooler"]["kernel"] + params["pooler"]["bias"])
@@ -617,11 +617,11 @@ def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
     params = random_params(config)
     run = FinetuneConfig(model=config)
     task = Finetuning(config, problem, "train", plan)
-    inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+    inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
     for frozen in (optim.freeze, lambda _, params: params):
 
         def loss(params, frozen=frozen):
-            return task.pairs(frozen(run, params), inputs, None)["loss"][0]
+            return task.loss_terms(frozen(run, params), inputs, None)["loss"][0]
 
         grads = traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
         for path, value in grads.items():
@@ -668,8 +668,8 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
     task = Finetuning(model, problem, "train", plan)
 
     def loss(params):
-        inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
-        return task.pairs(optim.freeze(config, params), inputs, None)["loss"][0]
+        inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+        return task.loss_terms(optim.freeze(config, params), inputs, None)["loss"][0]
 
     grads = traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
     assert not np.any(grads["encoder/layer_0/attention/query/kernel"])
@@ -719,7 +719,7 @@ def test_a_run_is_as_long_and_evaluated_as_often_as_it_says():
         np.testing.assert_array_equal(batch["example"], other["example"])
     held_out = [batch["example"][batch["example"] >= 0] for batch in stage.heldout(0, 1)]
     assert sorted(np.concatenate(held_out)) == list(range(10))  # of dev
-    assert stage.task.best_is_highest
+    assert stage.objective.best_is_highest
     config, *_ = staged(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
     assert staged()[1] == data  # the digest is of the data alone
@@ -729,7 +729,7 @@ def test_a_profile_of_several_programs_is_refused(monkeypatch):
     monkeypatch.setattr(examples_lib, "LONG_RUN_STEPS", 20)
     monkeypatch.setattr(finetuning, "FIRST_STEPS", 10)
     *_, plan, stage = staged(steps=20, profile_steps="5:10")
-    assert stage.smaller_batches == tuple(shape.rows for shape in plan.shapes[:-1]) != ()
+    assert stage.smaller_batch_sizes == tuple(shape.rows for shape in plan.shapes[:-1]) != ()
     with pytest.raises(UserError, match=r"config.profile_steps is '5:11': from step 10 on"):
         staged(steps=20, profile_steps="5:11")
     staged(steps=19, profile_steps="5:11")
@@ -740,11 +740,11 @@ def test_dropout_is_used_in_training_alone():
     plan = plans(problem)[0]
     task = Finetuning(model_config(problem, dropout=0.5), problem, "train", plan)
     params = random_params(task.model.config)
-    inputs = task.inputs(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
-    loss = jax.jit(lambda key: task.pairs(params, inputs, key)["loss"][0])
+    inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
+    loss = jax.jit(lambda key: task.loss_terms(params, inputs, key)["loss"][0])
     a, b, again = (float(loss(generator_key(jax.random.key(i), "hash"))) for i in (0, 1, 0))
     assert a == again != b
-    assert float(task.pairs(params, inputs, None)["loss"][0]) not in (a, b)
+    assert float(task.loss_terms(params, inputs, None)["loss"][0]) not in (a, b)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def read_texts(folder):
 
 
 def learn(problem, **fields):
-    """Reads a training file into a `Problem`."""
+    """Reads a training file into a `FinetuneDataset`."""
 
     def read(folder):
         (path,) = folder.iterdir()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from bert_jax.config import Config, Phase
 from bert_jax.data import loader
-from bert_jax.data.order import shuffled
 from bert_jax.data.rows import read_manifest
+from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
 from bert_jax.tasks import pretraining
 

@@ -16,7 +16,7 @@ from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.tasks import glue
 from bert_jax.tasks.glue import Glue
-from bert_jax.tasks.problem import Problem
+from bert_jax.tasks.problem import FinetuneDataset
 
 VOCABULARY = Vocabulary((*SPECIAL, *(f"w{i}" for i in range(30)), '"'), True)
 MNLI = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2".split()
@@ -178,7 +178,7 @@ def refused(says, *args, **more):
 )
 def test_every_task_is_read(folder, name, labels, targets, first, best_by, splits):
     found = problem(folder, name)
-    assert isinstance(found, Problem)
+    assert isinstance(found, FinetuneDataset)
     assert found.labels == tuple(labels.split())
     train = found.splits["train"]
     assert train.targets["label"].tolist() == targets

@@ -193,8 +193,8 @@ def test_rollback_to_the_very_beginning(tmp_path, rows):
 
 
 def test_too_many_incidents_end_the_run(tmp_path, rows):
-    changes = ("guard.nonfinite=skip", "guard.most_incidents=4")
-    with pytest.raises(UserError, match=r"5 bad steps exceed config\.guard\.most_incidents=4"):
+    changes = ("guard.nonfinite=skip", "guard.max_incidents=4")
+    with pytest.raises(UserError, match=r"5 bad steps exceed config\.guard\.max_incidents=4"):
         run(tmp_path, rows, *changes, bad=range(12, 20))
     assert guard.incidents(tmp_path) == [12, 13, 14, 15, 16]
     # Only some keep the state, which is as large as a checkpoint.
@@ -225,7 +225,7 @@ def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
     assert guard.incidents(tmp_path / "report") == expected
     assert f"step {expected[0]}: spike: loss" in capsys.readouterr().err
     # Reports end no run, nor do they count among the others.
-    few = (*changes, "guard.most_incidents=2", "guard.nonfinite=skip")
+    few = (*changes, "guard.max_incidents=2", "guard.nonfinite=skip")
     run(tmp_path / "few", rows, *few, bad=(170,))
     assert guard.incidents(tmp_path / "few") == [*expected[:2], 170]
     with pytest.raises(UserError, match=f"step {expected[0]}: spike"):
@@ -239,14 +239,14 @@ def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
 
 def test_another_phase_is_compared_with_itself_only():
     config, grads = GuardConfig(spike="stop"), {"embeddings": jnp.ones(4)}
-    usual = guard.Recent(jnp.ones((guard.WINDOW, 2)), jnp.array(False))
+    usual = guard.LossHistory(jnp.ones((guard.WINDOW, 2)), jnp.array(False))
     usual = guard.of_phase(usual, jnp.array(False))
     loss = jnp.float32(3)
-    recent, seen = guard.judge(config, usual, jnp.int32(200), loss, grads)
+    recent, seen = guard.check_step(config, usual, jnp.int32(200), loss, grads)
     assert int(seen.kind) == guard.SPIKE
     assert bool(recent.halted)
     new = guard.of_phase(usual, jnp.array(True))
-    recent, seen = guard.judge(config, new, jnp.int32(200), loss, grads)
+    recent, seen = guard.check_step(config, new, jnp.int32(200), loss, grads)
     assert int(seen.kind) == guard.FINE
     np.testing.assert_array_equal(recent.figures[200 % guard.WINDOW], [3, 2])
     assert jnp.isnan(recent.figures).sum() == 2 * (guard.WINDOW - 1)

@@ -206,7 +206,7 @@ def worker(bench):
     def arrives(on, plan):
         if on == "local":
             process = plan.processes[0]
-            assert launch.together([process])[0] == 0
+            assert launch.run_processes([process])[0] == 0
         elif on == "slurm":
             (submit,) = plan.before
             at = submit.index(str(ROOT / "launch" / "slurm.sh"))
@@ -255,7 +255,7 @@ def in_a_pod(command):
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
 def test_any_value_arrives_as_it_is(on, worker, bench, values, monkeypatch):
     assume(not any("://" in value for value in values))
-    monkeypatch.setattr(launch, "here", lambda: [str(bench.bin / "bert-jax")])
+    monkeypatch.setattr(launch, "python_command", lambda: [str(bench.bin / "bert-jax")])
     arguments = [*values, *(f"--config.task.data={value}" for value in values)]
     made = plan(on, *arguments, **({"processes": 1} if on == "local" else {}))
     assert worker(on, made) == [*COMMAND, "/shared/runs/one", *arguments]
@@ -535,7 +535,7 @@ def test_local_processes_know_each_other_and_say_who_speaks(capsys, monkeypatch)
         "print(e['BERT_JAX_PROCESS'], e['BERT_JAX_PROCESSES'], e['BERT_JAX_COORDINATOR'], e['XLA_FLAGS']);"
         "sys.stderr.write('no newline')"
     )
-    monkeypatch.setattr(launch, "here", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(launch, "python_command", lambda: [sys.executable, "-c", code])
     monkeypatch.setenv("XLA_FLAGS", "--old")
     assert launch.run(plan("local", processes=3, devices=4)) == 0
     told = capsys.readouterr()
@@ -574,20 +574,20 @@ def test_the_status_that_counts(statuses, counts, tmp_path):
     (tmp_path / "go").touch()
     others = [python(SLEEPS)] if len(statuses) == 1 else []
     processes = [ends(status, tmp_path / "go") for status in statuses]
-    assert launch.together([*processes, *others]) == (counts, False)
+    assert launch.run_processes([*processes, *others]) == (counts, False)
 
 
 def test_2_wins_though_it_came_second(tmp_path):
     late = python("import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(2))\n"
                   f"open({str(tmp_path / 'go')!r}, 'w').close()\ntime.sleep(600)")  # fmt: skip
-    assert launch.together([late, ends(75, tmp_path / "go")]) == (2, False)
+    assert launch.run_processes([late, ends(75, tmp_path / "go")]) == (2, False)
 
 
 def test_who_does_not_stop_is_killed(tmp_path):
     deaf = python(
         DEAF.replace("print('up'", f"open({str(tmp_path / 'go')!r}, 'w').close(); print('up'")
     )
-    status, _ = launch.together([deaf, ends(1, tmp_path / "go")], stop_seconds=0.2)
+    status, _ = launch.run_processes([deaf, ends(1, tmp_path / "go")], stop_seconds=0.2)
     assert status == 1
 
 
@@ -628,7 +628,7 @@ def test_local_runs_again(statuses, restarts, last, runs, bench, monkeypatch):
     file.write_text("\n".join(statuses.split()) + "\n")
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
     program = bench.program("bert-jax", body)
-    monkeypatch.setattr(launch, "here", lambda: [str(program)])
+    monkeypatch.setattr(launch, "python_command", lambda: [str(program)])
     assert launch.run(plan("local", processes=1, restarts=restarts)) == last
     assert len(bench.calls()) == runs
 

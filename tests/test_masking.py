@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bert_jax import sharding
 from bert_jax.config import MaskingConfig, MeshConfig
 from bert_jax.data import rows
-from bert_jax.masking import Masker, NextTokens, most_predictions
+from bert_jax.masking import Masker, NextTokens, max_predictions_per_sequence
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 
@@ -86,14 +86,14 @@ def test_what_is_chosen(mask, seed):
         # Never [CLS], [SEP] or padding.
         assert (tokens[row, positions] > SEP).all()
         for slot, n in enumerate(length[row]):
-            inside = (layout.sequence[row, positions] == slot).sum()
+            inside = (layout.segment_ids[row, positions] == slot).sum()
             assert inside == (min(max(1, round(0.15 * int(n))), 10, n - 2) if n else 0)
         unchosen = np.delete(np.arange(T), positions)
         np.testing.assert_array_equal(got.tokens[row, unchosen], tokens[row, unchosen])
 
 
 def test_the_cap_of_a_sequence():
-    masker = make_masker(tokens=40, sequences=1, most_predictions=3)
+    masker = make_masker(tokens=40, sequences=1, max_predictions_per_sequence=3)
     got = run(masker)(*one_sequence(5, 40), jax.random.key(0))
     assert masker.predictions == 3
     np.testing.assert_array_equal(got.weights, np.ones((5, 3)))
@@ -103,7 +103,7 @@ def test_the_cap_of_a_sequence():
     ("tokens", "cap", "predictions"), [(128, 20, 19), (512, 76, 76), (64, 10, 10), (100, 15, 15)]
 )
 def test_predictions_of_one_sequence(tokens, cap, predictions):
-    assert most_predictions(MaskingConfig(), tokens) == cap
+    assert max_predictions_per_sequence(MaskingConfig(), tokens) == cap
     assert make_masker(tokens=tokens, sequences=1).predictions == predictions
 
 
@@ -112,7 +112,7 @@ def test_predictions_of_one_sequence(tokens, cap, predictions):
 )
 def test_predictions_is_the_most_that_any_row_asks_for(tokens, sequences, rate):
     masker = make_masker(tokens=tokens, sequences=sequences, rate=rate)
-    cap = most_predictions(masker.config, tokens)
+    cap = max_predictions_per_sequence(masker.config, tokens)
 
     def wanted(n):
         return min(max(1, round(rate * n)), cap, n - 2) if n > 2 else 0

@@ -60,7 +60,7 @@ def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
     length = np.array([row + [0] * (slots - len(row)) for row in lengths], np.int32)
     layout = rows.layout(length, np.where(length > 1, length // 2, length), tokens)
     # Id 0 is padding alone: PyTorch's embedding gives it no gradient.
-    ids = rng.integers(1, vocab, layout.sequence.shape) * (layout.sequence < slots)
+    ids = rng.integers(1, vocab, layout.segment_ids.shape) * (layout.segment_ids < slots)
     positions = np.zeros((len(lengths), predictions))
     weights = np.zeros((len(lengths), predictions))
     for i, used in enumerate(length.sum(1)):
@@ -188,8 +188,8 @@ def torch_inputs(batch):
         labels[i, batch.positions[i, j]] = batch.labels[i, j]
     return {
         "input_ids": torch.tensor(np.array(batch.tokens, np.int64)),
-        "attention_mask": torch.tensor(np.array(batch.layout.sequence < 1, np.int64)),
-        "token_type_ids": torch.tensor(np.array(batch.layout.segment, np.int64)),
+        "attention_mask": torch.tensor(np.array(batch.layout.segment_ids < 1, np.int64)),
+        "token_type_ids": torch.tensor(np.array(batch.layout.token_type_ids, np.int64)),
         "labels": torch.tensor(labels),
         "next_sentence_label": torch.tensor(np.array(batch.next_labels[:, 0], np.int64)),
     }
@@ -340,10 +340,10 @@ def test_packed_rows_equal_their_sequences_one_to_a_row(reference):
     for row in range(len(packed.tokens)):
         for slot in np.flatnonzero(packed.next_weights[row]):
             origin.append((row, slot))
-            inside = np.flatnonzero(packed.layout.sequence[row] == slot)
+            inside = np.flatnonzero(packed.layout.segment_ids[row] == slot)
             start, n = inside[0], len(inside)
             mine = (packed.positions[row] >= start) & (packed.positions[row] < start + n)
-            a_length = n - int(packed.layout.segment[row, inside].sum())
+            a_length = n - int(packed.layout.token_type_ids[row, inside].sum())
             layout = rows.layout(np.array([[n]]), np.array([[a_length]]), tokens)
             parts.append(
                 Batch(
@@ -381,7 +381,7 @@ def test_nothing_leaks_between_packed_sequences(causal):
         )
     )
     before = encode(batch.tokens)
-    sequence = np.array(batch.layout.sequence[0])
+    sequence = np.array(batch.layout.segment_ids[0])
     for changed in (0, 1, 2, 3):  # 3 is padding
         place = int(np.flatnonzero(sequence == changed)[2])
         after = encode(batch.tokens.at[0, place].add(1))
@@ -506,7 +506,7 @@ def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
     rng, width, d = np.random.default_rng(13), 5, 6
     config = make_config(hidden=d, heads=1, lstm_layers=layers)
     length, tokens = np.array([[4, 7, 1], [12, 0, 0]]), 14
-    sequence = jnp.asarray(rows.layout(length, length, tokens).sequence)
+    sequence = jnp.asarray(rows.layout(length, length, tokens).segment_ids)
     x, cotangent = (rng.standard_normal((2, tokens, n), np.float32) for n in (width, 2 * d))
     cotangent *= np.array(sequence < 3)[:, :, None]
     start = jax.eval_shape(BiLstm(config).init, jax.random.key(0), x, sequence)["params"]

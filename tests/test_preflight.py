@@ -242,12 +242,12 @@ def test_stages_without_rows_are_those_with(rows):
     config.phases[0].tokens = 32
     config.phases[0].rows = str(rows(32, 3))
     full, _, _, (expected,) = pretraining.stages(config)
-    empty, (found,) = pretraining.stages_without_rows(config, 1)
+    empty, (found,) = pretraining.abstract_stages(config, 1)
     assert found.batch_shape == expected.batch_shape
     assert found.task.flops_per_row == expected.task.flops_per_row
     assert empty.model.vocab_size == full.model.vocab_size
     config.phases[0].rows, config.model.vocab_size = "", full.model.vocab_size
-    _, (without,) = pretraining.stages_without_rows(config, 3)
+    _, (without,) = pretraining.abstract_stages(config, 3)
     assert without.batch_shape == expected.batch_shape
 
 
@@ -397,7 +397,7 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
 @pytest.mark.tpu
 def test_the_compiler_holds_what_sharding_says(compiled):
     config, phase = compiled
-    _, (stage,) = pretraining.stages_without_rows(config, 1)
+    _, (stage,) = pretraining.abstract_stages(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
     _, state = train.initial_state(config, stage, mesh)
     batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))

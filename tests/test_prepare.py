@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax import files
-from bert_jax.data import pieces as pieces_lib
 from bert_jax.data import prepare as module
-from bert_jax.data import wordpiece
+from bert_jax.data import prepare_worker, wordpiece
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM, Instances, _trim, truncated_lengths
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
@@ -260,7 +259,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
     vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
-    tokenizer, pieces = vocabulary.tokenizer(), pieces_lib._Pieces(vocabulary, np.dtype("<u2"))
+    tokenizer, pieces = vocabulary.tokenizer(), prepare_worker._Pieces(vocabulary, np.dtype("<u2"))
     alphabet = st.sampled_from(
         [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", "[UNK]"]
     )
@@ -285,7 +284,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many chunks and shards of little text."""
-    monkeypatch.setattr(pieces_lib, "CHUNK_CHARACTERS", 2000)
+    monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 2000)
     monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
 
 
@@ -443,9 +442,9 @@ def test_bytes_do_not_depend_on_workers(tmp_path, small_pieces):
 
 SCRIPT = """
 import sys
-from bert_jax.data import pieces
+from bert_jax.data import prepare_worker
 from bert_jax.data import prepare as module
-pieces.CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
+prepare_worker.CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
 if __name__ == "__main__":
     module.prepare([sys.argv[1]], sys.argv[2], sys.argv[3], sequences=4, workers=2)
 """
@@ -552,9 +551,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_pieces, monke
     tokenized = []
     with monkeypatch.context() as patch:
         patch.setattr(array_record_module, "ArrayRecordWriter", Full)
-        original = pieces_lib.Worker.tokenize
+        original = prepare_worker.Worker.tokenize
         patch.setattr(
-            pieces_lib.Worker, "tokenize", lambda *a: (tokenized.append(a[1]), original(*a))[1]
+            prepare_worker.Worker, "tokenize", lambda *a: (tokenized.append(a[1]), original(*a))[1]
         )
         with pytest.raises(UserError, match="the disk is full"):
             prepare([text], vocab, out, workers=1)

@@ -156,7 +156,7 @@ def test_layout_is_that_of_a_plain_loop(data):
     ):
         got = layout(array(length), array(a_length), tokens)
         assert {x.dtype for x in got} == {np.dtype("int32")}
-        for name in ("sequence", "position", "segment"):
+        for name in ("segment_ids", "position_ids", "token_type_ids"):
             np.testing.assert_array_equal(getattr(got, name), wanted[got._fields.index(name)])
         cls = np.array(got.cls)
         used = np.array(length) > 0
@@ -168,9 +168,9 @@ def test_layout_is_that_of_a_plain_loop(data):
 def test_layout_in_a_jitted_step():
     length, a_length = np.array([[5, 4, 0]]), np.array([[3, 4, 0]])
     got = jax.jit(layout, static_argnums=2)(jnp.asarray(length), jnp.asarray(a_length), 11)
-    assert np.array(got.sequence).tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 1, 3, 3]]
-    assert np.array(got.position).tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]
-    assert np.array(got.segment).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
+    assert np.array(got.segment_ids).tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 1, 3, 3]]
+    assert np.array(got.position_ids).tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]
+    assert np.array(got.token_type_ids).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
     assert np.array(got.cls)[0, :2].tolist() == [0, 5]
 
 

@@ -129,11 +129,16 @@ def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     init, shapes = train.initial_state(config, stage, mesh)
     batch = put(next(stage.batches(0, 1, 0, 1)), mesh)
     found = []
-    for judge in (guard.judge, ours._judges_nothing):
-        monkeypatch.setattr(guard, "judge", judge)
+    for judge in (guard.check_step, ours._judges_nothing):
+        monkeypatch.setattr(guard, "check_step", judge)
         step = train.compile_step(config, stage, mesh, shapes)
         state, _, seen = step(init(jnp.uint32(0)), batch)
-        found.append((state.params, np.isfinite(seen.figures).all() and seen.figures[0] > 0))
+        found.append(
+            (
+                state.params,
+                np.isfinite(seen.loss_and_grad_norm).all() and seen.loss_and_grad_norm[0] > 0,
+            )
+        )
     assert [bool(judged) for _, judged in found] == [True, False]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *(p for p, _ in found))
 

@@ -29,7 +29,7 @@ def pretraining_step(dtype="float32", **changes):
     """The jitted training step of a small model with every kind of embedding, and its arguments."""
     model = dataclasses.replace(model_size("L2-H32-A2"), vocab_size=VOCAB, dtype=dtype, **changes)
     config = Config(model=model, phases=(Phase(tokens=24),), batch_size=4, steps=10)
-    config, (stage,) = pretraining.stages_without_rows(config, sequences=3)
+    config, (stage,) = pretraining.abstract_stages(config, sequences=3)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     _, state = loop.initial_state(config, stage, mesh)
     return jax.jit(loop.make_step(config, stage)), state, stage.batch_shape

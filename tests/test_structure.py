@@ -18,7 +18,7 @@ LAYERS = (
     {"config"},
     {"model", "attention", "dropout", "losses", "masking", "optim", "sharding", "data"},
     {"checkpoint", "convert", "tasks"},
-    {"train", "evaluate", "predict", "explore", "preflight"},
+    {"train", "evaluate", "inference", "preflight"},
     {"sweep", "report"},
     {"cli"},
 )

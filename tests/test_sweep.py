@@ -655,7 +655,7 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     assert 6 * 4 * 32 * 0.7 < model["real_tokens"] <= 6 * 4 * 32
     assert model["config"]["steps"] == 6
     (stage,) = pretraining.stages(workdir.read_config(out))[3]
-    assert model["flops"] == pytest.approx(6 * 4 * stage.task.flops_per_row)
+    assert model["flops"] == pytest.approx(6 * 4 * stage.objective.flops_per_row)
     assert [line["seed"] for line in seeds] == [0, 1]
     assert all(line["metrics"]["dev.accuracy"] >= 0 and line["step"] > 0 for line in seeds)
     assert {line["config_hash"] for line in seeds} != {model["config_hash"]}

@@ -218,7 +218,7 @@ def test_batches_and_masks_are_bitwise_those_of_one_device(rows):
     halves = [next(stage.batches(3, 4, process, 2)) for process in range(2)]
     for name, value in batch.items():
         np.testing.assert_array_equal(value, np.concatenate([half[name] for half in halves]))
-    inputs = jax.jit(stage.task.inputs)
+    inputs = jax.jit(stage.objective.prepare)
     key = jax.random.fold_in(jax.random.key(0), 3)
     meshes = [sharding.make_mesh(MeshConfig(), jax.devices()[:n]) for n in (1, 2, 8)]
     one, *more = [jax.device_get(inputs(evaluate.put(batch, mesh), key)) for mesh in meshes]
@@ -315,7 +315,7 @@ def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(log, "optim", types.SimpleNamespace(schedule=schedule))
     task = types.SimpleNamespace(summarize=dict, describe=lambda summary: "", flops_per_row=1)
-    stage = mock.Mock(spec=Stage, task=task, batch_size=2, tokens=8)
+    stage = mock.Mock(spec=Stage, objective=task, batch_size=2, tokens=8)
     with (
         Progress("train", 8, "steps") as progress,
         log.Log(tmp_path, 0, config, sharding.make_mesh(MeshConfig()), progress) as written,
@@ -367,7 +367,7 @@ def test_next_tokens_are_counted_in_the_formula(rows):
         config = load(arguments("model.next_sentence=false", *changes))
         config.phases = (Phase(rows=str(rows())),)
         config, _, _, (stage,) = pretraining.stages(config)
-        counts.append((stage.task.masker.predictions, stage.task.flops_per_row))
+        counts.append((stage.objective.masker.predictions, stage.objective.flops_per_row))
     (masked, flops), (following, more) = counts
     assert following == 31
     assert more - flops == 3 * (31 - masked) * 2 * 32 * (150 + 32)

@@ -97,7 +97,7 @@ def _fill_mask(options) -> None:
 
     device.start("")
 
-    from bert_jax.explore import MaskFiller
+    from bert_jax.inference import MaskFiller
 
     fill = MaskFiller(options.init, options.checkpoint)
     texts = options.texts
@@ -148,7 +148,7 @@ def _attention(options) -> None:
 
     device.start("")
 
-    from bert_jax.explore import AttentionMapper
+    from bert_jax.inference import AttentionMapper
     from bert_jax.report import attention
 
     attention.paths(options.out)  # check the output path before loading the model

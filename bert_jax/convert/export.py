@@ -11,7 +11,7 @@ import numpy as np
 
 from bert_jax import config as config_lib
 from bert_jax import files, workdir
-from bert_jax.config import EmbedConfig, FinetuneConfig, Run
+from bert_jax.config import EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert import huggingface
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import VOCAB
@@ -107,7 +107,7 @@ def _order_metadata(path: pathlib.Path) -> None:
             file.write(ordered.ljust(size))
 
 
-def _write_sentence_encoder(folder: pathlib.Path, config: Run) -> None:
+def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
     """What sentence-transformers reads, so that it makes the vectors that `bert-jax embed` makes."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if config.embed.normalize else [])]
     modules = [
@@ -135,7 +135,7 @@ def _write_sentence_encoder(folder: pathlib.Path, config: Run) -> None:
         (folder / "2_Normalize").mkdir()
 
 
-def _card(source: str, config: Run, architecture: str, parameters: int, step: int) -> str:
+def _card(source: str, config: TrainConfig, architecture: str, parameters: int, step: int) -> str:
     """README.md: what the model is, how to load it, how it was made and measured."""
     model, told = config.model, workdir.read_story(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from bert_jax import checkpoint, files, workdir
 from bert_jax import config as config_lib
-from bert_jax.config import Config, EmbedConfig, Run
+from bert_jax.config import Config, EmbedConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
@@ -70,7 +70,7 @@ class Imported(NamedTuple):
     about: dict[str, Any]
 
 
-def open_model(source: str, which: str = "best") -> tuple[Run, Vocabulary, Params, int]:
+def open_model(source: str, which: str = "best") -> tuple[TrainConfig, Vocabulary, Params, int]:
     """The model of any source, ready to run.
 
     Args:

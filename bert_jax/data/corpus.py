@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from bert_jax.data.compressed import damage, decompressed
-from bert_jax.data.kinds import (
+from bert_jax.data.formats import (
     KINDS,
     WRAPPED_CHARACTERS,
     check_is_text,

@@ -14,7 +14,7 @@ import numpy as np
 
 from bert_jax.data import rows
 from bert_jax.data.loader import Batch
-from bert_jax.data.order import shuffled
+from bert_jax.data.shuffle import shuffled
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.progress import Progress
 

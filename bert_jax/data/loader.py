@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Int
 
 from bert_jax import files
-from bert_jax.data.order import shuffled
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
 from bert_jax.data.shards import ShardFile
+from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]

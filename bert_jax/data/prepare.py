@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from bert_jax import files
-from bert_jax.data import corpus, pieces, wordpiece
+from bert_jax.data import corpus, prepare_worker, wordpiece
 from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
@@ -128,7 +128,7 @@ def prepare(
         "language": language,
     }
     out = pathlib.Path(out)
-    job = pieces.Job(
+    job = prepare_worker.Job(
         out / ".partial",
         tuple(parsed),
         vocabulary,
@@ -228,11 +228,11 @@ def _finished(
     )
 
 
-def _keep_or_discard(job: pieces.Job, settings: dict[str, Any], runner: str) -> None:
+def _keep_or_discard(job: prepare_worker.Job, settings: dict[str, Any], runner: str) -> None:
     """Empties the working folder unless what it holds was made from the same input and settings."""
     stats = [(str(file), file.stat()) for source in job.sources for file in source.files]
     files_read = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    sizes = [pieces.CHUNK_CHARACTERS, pieces.BATCH_BYTES]
+    sizes = [prepare_worker.CHUNK_CHARACTERS, prepare_worker.BATCH_BYTES]
     content = json.dumps([settings, files_read, job.vocabulary.sha256, runner, sizes])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
     folder = job.folder
@@ -249,7 +249,7 @@ def _keep_or_discard(job: pieces.Job, settings: dict[str, Any], runner: str) -> 
 # Stage 1: documents to chunks of tokens.
 
 
-def _tokenize_all(job: pieces.Job, pool: Any, heldout_fraction: float) -> dict[str, Any]:
+def _tokenize_all(job: prepare_worker.Job, pool: Any, heldout_fraction: float) -> dict[str, Any]:
     """Tokenizes what is not yet tokenized and plans the rest; returns what `_plan` does."""
     path = job.folder / "plan.json"
     if path.exists():
@@ -266,7 +266,7 @@ def _tokenize_all(job: pieces.Job, pool: Any, heldout_fraction: float) -> dict[s
 
 
 def _tokenize_chunks(
-    job: pieces.Job, pool: Any, report: corpus.Report, progress: Progress
+    job: prepare_worker.Job, pool: Any, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Reads the sources and has workers tokenize them; returns the chunks' numbers in order."""
     chunks = 0
@@ -277,7 +277,7 @@ def _tokenize_chunks(
         documents = itertools.chain.from_iterable(
             corpus.read(source, report) for source in job.sources
         )
-        for chunk in pieces.chunks(documents):
+        for chunk in prepare_worker.chunks(documents):
             size, bytes_before = report.bytes_read - bytes_before, report.bytes_read
             number, chunks = chunks, chunks + 1
             if job.chunk(number).exists():
@@ -291,7 +291,7 @@ def _tokenize_chunks(
 
 
 def _tokenize_batches(
-    job: pieces.Job, pool: Any, report: corpus.Report, progress: Progress
+    job: prepare_worker.Job, pool: Any, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
     """Has workers read and tokenize the sources; returns the chunks' numbers in order."""
     batches = list(_batches(job.sources))
@@ -310,7 +310,7 @@ def _tokenize_batches(
         for batch in group:
             part, end = pickle.loads(job.batch(batch.number).read_bytes())
             report.add(part)
-            first = batch.number * pieces.BATCH_CHUNKS
+            first = batch.number * prepare_worker.BATCH_CHUNKS
             for chunk in range(first, end):
                 for file, *columns in pickle.loads(job.lines(chunk).read_bytes()):
                     report.look(file, zip(*columns, strict=True))
@@ -319,21 +319,23 @@ def _tokenize_batches(
     return chunks
 
 
-def _batches(sources: Sequence[corpus.Source]) -> Iterator[pieces.Batch]:
-    """Consecutive files of a source, of `pieces.BATCH_BYTES` or a little more; "tfds" is one batch."""
+def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.Batch]:
+    """Consecutive files of a source, of `prepare_worker.BATCH_BYTES` or a little more; "tfds" is one batch."""
     numbers = itertools.count()
     for i, source in enumerate(sources):
         first = size = 0
         for end, file in enumerate(source.files, 1):
             size += file.stat().st_size
-            if size >= pieces.BATCH_BYTES:
-                yield pieces.Batch(next(numbers), i, first, end)
+            if size >= prepare_worker.BATCH_BYTES:
+                yield prepare_worker.Batch(next(numbers), i, first, end)
                 first, size = end, 0
         if first < len(source.files) or not source.files:
-            yield pieces.Batch(next(numbers), i, first, len(source.files))
+            yield prepare_worker.Batch(next(numbers), i, first, len(source.files))
 
 
-def _plan(job: pieces.Job, chunks: Sequence[int], heldout_fraction: float) -> dict[str, Any]:
+def _plan(
+    job: prepare_worker.Job, chunks: Sequence[int], heldout_fraction: float
+) -> dict[str, Any]:
     """Divides the documents into splits and units and writes each split's index.
 
     Returns:
@@ -346,7 +348,7 @@ def _plan(job: pieces.Job, chunks: Sequence[int], heldout_fraction: float) -> di
     by_file = (
         (file, counts)
         for number in chunks
-        for file, counts in pieces.read_table(job.chunk(number))[1].items()
+        for file, counts in prepare_worker.read_table(job.chunk(number))[1].items()
     )
     for file, group in itertools.groupby(by_file, key=lambda item: item[0]):
         total, missed = (sum(column) for column in zip(*(c for _, c in group), strict=True))
@@ -355,7 +357,7 @@ def _plan(job: pieces.Job, chunks: Sequence[int], heldout_fraction: float) -> di
         if missed > UNKNOWN_FRACTION * total:
             mostly_unknown.append((missed / total, file))
     for number in chunks:
-        table, _ = pieces.read_table(job.chunk(number))
+        table, _ = prepare_worker.read_table(job.chunk(number))
         documents += len(table)
         tokens += int(table["tokens"].sum())
         distinct = np.unique(table["hash"])
@@ -406,7 +408,7 @@ def _plan(job: pieces.Job, chunks: Sequence[int], heldout_fraction: float) -> di
         size = dict.fromkeys(starts, 0)
         unit = dict.fromkeys(starts, -1)
         for number in chunks:
-            table, _ = pieces.read_table(job.chunk(number))
+            table, _ = prepare_worker.read_table(job.chunk(number))
             heldout = table["hash"] < np.uint64(threshold)
             for split, part in (("train", table[~heldout]), ("heldout", table[heldout])):
                 if not len(part):
@@ -426,16 +428,18 @@ def _plan(job: pieces.Job, chunks: Sequence[int], heldout_fraction: float) -> di
 # Stage 2: tokens to shards of rows.
 
 
-def _units(split: str, starts: list[int], passes: int) -> list[pieces.Unit]:
+def _units(split: str, starts: list[int], passes: int) -> list[prepare_worker.Unit]:
     bounds = list(itertools.pairwise(starts))
     total = passes * len(bounds)
     return [
-        pieces.Unit(split, turn, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord")
+        prepare_worker.Unit(
+            split, turn, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord"
+        )
         for number, (turn, (first, end)) in enumerate(itertools.product(range(passes), bounds))
     ]
 
 
-def _write_all(job: pieces.Job, pool: Any, units: list[pieces.Unit]) -> None:
+def _write_all(job: prepare_worker.Job, pool: Any, units: list[prepare_worker.Unit]) -> None:
     done = {u for u in units if (job.folder / f"{u.name}.json").exists()}
     size = {u: u.end - u.first for u in units}
     total, before = sum(size.values()), sum(size[u] for u in done)
@@ -445,7 +449,7 @@ def _write_all(job: pieces.Job, pool: Any, units: list[pieces.Unit]) -> None:
             progress.advance(documents)
 
 
-def _pool(job: pieces.Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
+def _pool(job: prepare_worker.Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
     """What has a `run` as `Workers` has."""
     if runner == "local":
         return Workers(job, workers or cores())
@@ -458,11 +462,11 @@ def _pool(job: pieces.Job, workers: int | None, runner: str, beam: Sequence[str]
 
 
 def _finish(
-    job: pieces.Job,
+    job: prepare_worker.Job,
     out: pathlib.Path,
     settings: dict[str, Any],
     plan: dict[str, Any],
-    units: dict[str, list[pieces.Unit]],
+    units: dict[str, list[prepare_worker.Unit]],
 ) -> Manifest:
     """Moves the shards into place and writes the manifest, in an order that a kill cannot spoil."""
     (out / MANIFEST).unlink(missing_ok=True)  # from here on the old rows, if any, are none

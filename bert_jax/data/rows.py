@@ -46,15 +46,15 @@ class Layout(NamedTuple):
     """What the model needs to know about every token of packed rows. B rows, T tokens, S sequences.
 
     Attributes:
-        sequence: [B, T] which of the row's sequences a token belongs to; S for padding.
-        position: [B, T] distance from the sequence's [CLS]; 0 for padding.
-        segment: [B, T] 0 in segment a, 1 in segment b, 0 for padding.
+        segment_ids: [B, T] which of the row's sequences a token belongs to; S for padding.
+        position_ids: [B, T] distance from the sequence's [CLS]; 0 for padding.
+        token_type_ids: [B, T] 0 in segment a, 1 in segment b, 0 for padding.
         cls: [B, S] where each sequence starts; for an unused slot, some valid token.
     """
 
-    sequence: Any
-    position: Any
-    segment: Any
+    segment_ids: Any
+    position_ids: Any
+    token_type_ids: Any
     cls: Any
 
 

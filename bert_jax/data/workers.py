@@ -1,4 +1,4 @@
-"""Processes that do the pieces of work (pieces.py)."""
+"""Processes that do the pieces of work (prepare_worker.py)."""
 
 import concurrent.futures
 import multiprocessing
@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any
 
-from bert_jax.data.pieces import Job, Worker
+from bert_jax.data.prepare_worker import Job, Worker
 from bert_jax.errors import UserError
 
 

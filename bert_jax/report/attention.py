@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from bert_jax.errors import UserError
-from bert_jax.explore import AttentionMaps, distance, entropy, rollout
+from bert_jax.inference import AttentionMaps, distance, entropy, rollout
 from bert_jax.report import page, plots
 
 if TYPE_CHECKING:

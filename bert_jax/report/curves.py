@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax import workdir
-from bert_jax.config import Run
+from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
 # What may stand on the x axis, as people call it.
@@ -37,7 +37,7 @@ class Recorded(NamedTuple):
 
     name: str
     folder: pathlib.Path
-    config: Run
+    config: TrainConfig
     metrics: list[dict[str, Any]]
     speed: list[dict[str, Any]]
     starts: list[dict[str, Any]]

@@ -21,7 +21,7 @@ from bert_jax.sweep.points import Given, Point, Sweep
 from bert_jax.sweep.results import RESULTS, Results, key
 from bert_jax.sweep.scheduler import LAUNCHED, Engine, Place
 from bert_jax.tasks import glue
-from bert_jax.tasks.pretraining import USUAL_VOCAB_SIZE
+from bert_jax.tasks.pretraining import DEFAULT_VOCAB_SIZE
 
 # Of a chip's data-sheet FLOP/s, for estimates where nothing was measured; of a CPU core's, 32-bit.
 UTILIZATION, _CORE_FLOPS = 0.4, 2e10
@@ -117,7 +117,7 @@ def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
     if isinstance(config, FinetuneConfig):
         return 3.0 * layers
     predicted = 1.0 if model.causal else config.masking.rate
-    return 3.0 * (layers + predicted * 2 * d * (model.vocab_size or USUAL_VOCAB_SIZE))
+    return 3.0 * (layers + predicted * 2 * d * (model.vocab_size or DEFAULT_VOCAB_SIZE))
 
 
 def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
@@ -156,7 +156,7 @@ def _tokens_before(point: Point, given: Given, before: Sequence[dict[str, Any]])
 def _vocab_size(rows: Sequence[Point]) -> int:
     """Of the vocabulary that rows are made with, 0 if nothing tells it."""
     vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
-    return int(_read(vocabs[0])[1].get("--size", USUAL_VOCAB_SIZE)) if vocabs else 0
+    return int(_read(vocabs[0])[1].get("--size", DEFAULT_VOCAB_SIZE)) if vocabs else 0
 
 
 def _tokens_of(rows: Point | None) -> int:

@@ -125,9 +125,9 @@ class Engine(NamedTuple):
         if point.verb == "python":
             return [sys.executable, *parts[1:], *where]
         if self.on == "local" or point.verb not in LAUNCHED:
-            return [*launch.here(), *parts, *where]
+            return [*launch.python_command(), *parts, *where]
         how = ["--on", self.on, "--name", _job(places[point.name]), *self.options]
-        return [*launch.here(), "launch", *how, "--", *parts, *where]
+        return [*launch.python_command(), "launch", *how, "--", *parts, *where]
 
     def is_queued(self, place: Place) -> bool:
         """Whether a job that was handed over is still to be run or runs, as far as can be told.

@@ -16,7 +16,7 @@ from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.tasks.classification import NEW, encode, labelled, probabilities, write_table
+from bert_jax.tasks.classification import NEW, encode, get_label, probabilities, write_table
 from bert_jax.tasks.problem import Logits
 
 PREDICTIONS = "predictions.csv"
@@ -32,7 +32,7 @@ class _Question(NamedTuple):
 
 
 class Choice:
-    """A multiple-choice `Problem`: select the choice that fits a context.
+    """A multiple-choice `FinetuneDataset`: select the choice that fits a context.
 
     Args:
         config: the task. With `name` "swag", columns are those of SWAG's files. In the user's own
@@ -101,7 +101,7 @@ class Choice:
                         f"{where}: no text in {self._b!r}, which is prepended to each choice"
                     )
                 choices = tuple(f"{prefix} {choice}".strip() for choice in choices)
-            value = labelled(where, fields, self._label, required)
+            value = get_label(where, fields, self._label, required)
             yield _Question(
                 fields[self._a],
                 choices,

@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Classification:
-    """A `Problem` of labeled texts or text pairs in tables.
+    """A `FinetuneDataset` of labeled texts or text pairs in tables.
 
     Args:
         config: the task. `objective` "class" has one label per row, "number" a number, "classes"
@@ -111,16 +111,16 @@ class Classification:
 
     def rows(self, split: str, source: str) -> Iterator[Row]:
         """Yield the rows of a split's file."""
-        config, required = self.config, self.must_be_labelled(split)
+        config, required = self.config, self.requires_labels(split)
         texts = [config.text_a, config.text_b] if config.text_b else [config.text_a]
-        records = own_records(source, split, texts, (config.label,))
+        records = read_records(source, split, texts, (config.label,))
         for index, (where, fields) in enumerate(records):
             multilabel = self.objective == "classes"
-            label = labelled(where, fields, config.label, required, multilabel)
+            label = get_label(where, fields, config.label, required, multilabel)
             b = fields[config.text_b] if config.text_b else None
             yield Row(where, str(index), fields[config.text_a], b, label)
 
-    def must_be_labelled(self, split: str) -> bool:
+    def requires_labels(self, split: str) -> bool:
         """Whether every row of the split needs a label."""
         needed = split == "train" or not self._model_labels
         return needed and not split.startswith(("test", NEW))
@@ -214,7 +214,7 @@ class Classification:
             return metrics.regression(truth, logits[:, 0])
         if self.objective == "class":
             return metrics.classification(truth, logits.argmax(1), len(self.labels))
-        return metrics.several_labels(truth > 0.5, probabilities(logits, "classes") > THRESHOLD)
+        return metrics.multilabel_metrics(truth > 0.5, probabilities(logits, "classes") > THRESHOLD)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write predictions.tsv: index, label (or number) and the probability of every label.
@@ -258,7 +258,7 @@ class Classification:
         return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
 
 
-def own_records(
+def read_records(
     source: str, split: str, texts: Sequence[str], optional: Sequence[str]
 ) -> Iterator[tables.Record]:
     """Yield the records of a user's table. The split "new" may also be plain text, and empty."""
@@ -277,7 +277,7 @@ def own_records(
     )
 
 
-def labelled(
+def get_label(
     where: str, fields: dict[str, Any], label: str, required: bool, multilabel: bool = False
 ) -> Any:
     """Return the label of a record: None if missing, [] for an empty multilabel cell.

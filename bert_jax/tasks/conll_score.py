@@ -84,7 +84,7 @@ def read(path: str | pathlib.Path) -> list[Sentence]:
     return sentences
 
 
-def are_entities(tags: Iterable[str]) -> bool:
+def is_entity_tagging(tags: Iterable[str]) -> bool:
     """Whether tags mark entities rather than label single words, e.g. with parts of speech."""
     return any(_OTHER_SCHEMES.fullmatch(tag) for tag in tags)
 
@@ -145,13 +145,13 @@ class Counts(NamedTuple):
 
 
 def count(
-    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], of_entities: bool
+    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], entity_tags: bool
 ) -> dict[str, Counts]:
     """Count by entity type or label, in alphabetical order."""
     totals = [collections.Counter() for _ in range(3)]
     for a, b in zip(gold, predicted, strict=True):
         spans = [
-            set(entities(tags) if of_entities else zip(tags, range(len(tags)), strict=True))
+            set(entities(tags) if entity_tags else zip(tags, range(len(tags)), strict=True))
             for tags in (a, b)
         ]
         for total, counted in zip(totals, (*spans, spans[0] & spans[1]), strict=True):
@@ -162,7 +162,7 @@ def count(
 
 
 def score(
-    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], of_entities: bool
+    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], entity_tags: bool
 ) -> dict[str, float]:
     """Compute the metrics of tagged sentences, 0 to 1.
 
@@ -174,7 +174,7 @@ def score(
         x == y for a, b in zip(gold, predicted, strict=True) for x, y in zip(a, b, strict=True)
     )
     result = {"accuracy": num_correct / num_words if num_words else 0.0}
-    if of_entities:
+    if entity_tags:
         counts = count(gold, predicted, True)
         total = overall(counts)
         result |= {"precision": total.precision, "recall": total.recall, "f1": total.f1}
@@ -226,11 +226,11 @@ def score_file(
             if len(source[0].rows[0]) < 2:
                 raise UserError(f"{path}:{source[0].line}: one column: expected a word and its tag")
     gold, predicted = ([s.column(column) for s in source] for _, source, column in sources)
-    of_entities = are_entities(tag for tags in (*gold, *predicted) for tag in tags)
-    if of_entities:
+    entity_tags = is_entity_tagging(tag for tags in (*gold, *predicted) for tag in tags)
+    if entity_tags:
         for path, source, column in sources:
             require_bio(path, source, column)
-    return score(gold, predicted, of_entities)
+    return score(gold, predicted, entity_tags)
 
 
 def _require_same_words(

@@ -1,4 +1,4 @@
-"""Fine-tuning on any `Problem`: losses of the heads, and the stage that the training loop runs."""
+"""Fine-tuning on any `FinetuneDataset`: losses of the heads, and the stage that the training loop runs."""
 
 import copy
 import dataclasses
@@ -20,9 +20,9 @@ from bert_jax.data import rows
 from bert_jax.data.examples import FIRST_STEPS, NO_EXAMPLE, Examples, Plan
 from bert_jax.data.loader import Batch
 from bert_jax.errors import UserError
-from bert_jax.losses import Pair
+from bert_jax.losses import WeightedSum
 from bert_jax.model import Bert, Params, flops_per_row, init_params
-from bert_jax.tasks.problem import Logits, Problem
+from bert_jax.tasks.problem import FinetuneDataset, Logits
 from bert_jax.tasks.stage import Stage
 
 # Evaluation batches hold this many times the examples of a training batch.
@@ -44,11 +44,11 @@ class Inputs(NamedTuple):
 
 
 class Finetuning:
-    """The `Task` of a fine-tuning problem on packed rows."""
+    """The `Objective` of a fine-tuning problem on packed rows."""
 
     best_is_highest = True
 
-    def __init__(self, model: ModelConfig, problem: Problem, split: str, plan: Plan):
+    def __init__(self, model: ModelConfig, problem: FinetuneDataset, split: str, plan: Plan):
         """Initialize for evaluation on `split`; `plan` is of the training examples."""
         self.model, self.problem, self._split = Bert(model), problem, split
         self.best_by = problem.best_by
@@ -60,19 +60,19 @@ class Finetuning:
         """Return random parameters of the encoder and the head."""
         return init_params(self.model.config, key)
 
-    def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
         """Convert rows to inputs on the device."""
         layout = rows.layout(batch["length"], batch["a_length"], batch["tokens"].shape[1])
         return Inputs(batch["tokens"], layout, batch["example"], batch["label"])
 
-    def weights(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of the loss for a whole batch, before it is split into parts."""
         return {"loss": jnp.sum(self._loss_weights(inputs))}
 
     def _loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
         """Return 1 for each labeled example (at its first sequence) or labeled token, else 0."""
         if self.problem.head == "token":
-            real = inputs.layout.sequence < inputs.example.shape[1]
+            real = inputs.layout.segment_ids < inputs.example.shape[1]
             return (real & (inputs.label != NO_EXAMPLE)).astype(jnp.float32)
         mask = inputs.example != NO_EXAMPLE
         if self.problem.head == "choice":
@@ -88,17 +88,19 @@ class Finetuning:
                 mask &= has_label if has_label.ndim == 2 else has_label.all(-1)
         return mask.astype(jnp.float32)
 
-    def pairs(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None) -> dict[str, Pair]:
+    def loss_terms(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
         """Return the loss, metrics and the fraction of non-padding tokens as (sum, weight)."""
         logits = self.model.apply(
             {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.classify
         )
         loss_terms = self._losses(logits, inputs)
-        real = inputs.layout.sequence < inputs.example.shape[1]
+        real = inputs.layout.segment_ids < inputs.example.shape[1]
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
 
-    def _losses(self, logits: Float[Array, "B n C"], inputs: Inputs) -> dict[str, Pair]:
+    def _losses(self, logits: Float[Array, "B n C"], inputs: Inputs) -> dict[str, WeightedSum]:
         weights, label = self._loss_weights(inputs), inputs.label
         head, objective = self.problem.head, self.problem.objective
         if head == "span":
@@ -119,7 +121,7 @@ class Finetuning:
             "accuracy": losses.accuracy(logits, label, weights),
         }
 
-    def outputs(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
         """Return the logits."""
         return {
             "logits": self.model.apply(
@@ -161,10 +163,12 @@ class Finetuning:
         return " ".join(f"{name} {summary[name]:.4g}" for name in ["loss", *shown])
 
 
-def _span_loss(logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Array, "B S"]) -> Pair:
+def _span_loss(
+    logits: Float[Array, "B T 2"], inputs: Inputs, weights: Float[Array, "B S"]
+) -> WeightedSum:
     """Mean of the start and end cross-entropies over each sequence's tokens (section 4.2)."""
     slots = inputs.example.shape[1]
-    in_sequence = inputs.layout.sequence[:, None, :] == jnp.arange(slots)[None, :, None]
+    in_sequence = inputs.layout.segment_ids[:, None, :] == jnp.arange(slots)[None, :, None]
     start = inputs.layout.cls
     total = jnp.float32(0)
     for i in range(2):
@@ -195,7 +199,7 @@ _RUN_FIELDS = (
 
 
 def model_config(
-    config: FinetuneConfig, start: ModelConfig | None, problem: Problem
+    config: FinetuneConfig, start: ModelConfig | None, problem: FinetuneDataset
 ) -> ModelConfig:
     """Return the model to fine-tune: the checkpoint's or config's encoder with the problem's head.
 
@@ -257,7 +261,7 @@ def restored(
 
 
 def stage(
-    config: FinetuneConfig, problem: Problem, seeds: Sequence[int], rows_multiple: int
+    config: FinetuneConfig, problem: FinetuneDataset, seeds: Sequence[int], rows_multiple: int
 ) -> tuple[FinetuneConfig, list[dict[str, Any]], Plan, Stage]:
     """Return the single stage of a fine-tuning run.
 
@@ -311,7 +315,7 @@ def stage(
     task = Finetuning(config.model, problem, split, plan)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
     finetuning_stage = Stage(
-        task=task,
+        objective=task,
         tokens=plan.shape.tokens,
         batch_size=plan.shape.rows,
         accumulation=config.accumulation,
@@ -320,7 +324,7 @@ def stage(
         end_step=config.steps,
         batches=functools.partial(plan.batches, seeds[0]),
         heldout=functools.partial(held_out.batches, 0, 0, held_out.steps),
-        smaller_batches=tuple(shape.rows for shape in plan.shapes[:-1]),
+        smaller_batch_sizes=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
     counts = {name: len(examples) for name, examples in problem.splits.items()}
     return config, [{"digest": digest(problem), "examples": counts}], plan, finetuning_stage
@@ -331,7 +335,7 @@ def _cost_tokens(model: ModelConfig) -> int:
     return (8 * model.hidden + 4 * model.feed_forward) // 4
 
 
-def evaluated_split(problem: Problem) -> str:
+def evaluated_split(problem: FinetuneDataset) -> str:
     """Return the split that selects the best checkpoint: the first dev split.
 
     Raises:
@@ -357,7 +361,7 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
     )
 
 
-def weights_digest(params: Params) -> str:
+def params_digest(params: Params) -> str:
     """Return a digest of a run's initial parameters; "" if all are random."""
     sha256, flat = hashlib.sha256(), traverse_util.flatten_dict(params, sep="/")
     for path in sorted(flat):
@@ -366,7 +370,7 @@ def weights_digest(params: Params) -> str:
     return sha256.hexdigest() if flat else ""
 
 
-def digest(problem: Problem) -> str:
+def digest(problem: FinetuneDataset) -> str:
     """Return a digest of the training and evaluation data."""
     sha256 = hashlib.sha256()
     for name, examples in problem.splits.items():

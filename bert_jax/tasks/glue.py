@@ -27,7 +27,7 @@ from bert_jax.tasks.problem import Logits
 TFDS = "tfds"
 
 
-class Task(NamedTuple):
+class GlueTask(NamedTuple):
     """Files, columns and metric of a GLUE task.
 
     Attributes:
@@ -50,23 +50,23 @@ class Task(NamedTuple):
 _ENTAILMENT = ("entailment", "not_entailment")
 _SENTENCES = ("sentence1", "sentence2")
 TASKS = {
-    "cola": Task("CoLA", ("sentence",), "label", ("0", "1"), "matthews"),
-    "sst2": Task("SST-2", ("sentence",), "label", ("0", "1")),
-    "mrpc": Task(
+    "cola": GlueTask("CoLA", ("sentence",), "label", ("0", "1"), "matthews"),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", ("0", "1")),
+    "mrpc": GlueTask(
         "MRPC", ("#1 String", "#2 String"), "Quality", ("0", "1"), "accuracy_f1", _SENTENCES
     ),
-    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", ("0", "1"), "accuracy_f1"),
-    "stsb": Task("STS-B", _SENTENCES, "score", (), "pearson_spearman"),
-    "mnli": Task(
+    "qqp": GlueTask("QQP", ("question1", "question2"), "is_duplicate", ("0", "1"), "accuracy_f1"),
+    "stsb": GlueTask("STS-B", _SENTENCES, "score", (), "pearson_spearman"),
+    "mnli": GlueTask(
         "MNLI",
         _SENTENCES,
         "gold_label",
         ("contradiction", "entailment", "neutral"),
         tfds_texts=("premise", "hypothesis"),
     ),
-    "qnli": Task("QNLI", ("question", "sentence"), "label", _ENTAILMENT),
-    "rte": Task("RTE", _SENTENCES, "label", _ENTAILMENT),
-    "wnli": Task("WNLI", _SENTENCES, "label", ("0", "1")),
+    "qnli": GlueTask("QNLI", ("question", "sentence"), "label", _ENTAILMENT),
+    "rte": GlueTask("RTE", _SENTENCES, "label", _ENTAILMENT),
+    "wnli": GlueTask("WNLI", _SENTENCES, "label", ("0", "1")),
 }
 # Split names to names of GLUE's files, which are also the splits of TFDS up to dev/validation.
 _SPLITS = {"train": "train", "dev": "dev", "test": "test"}
@@ -102,7 +102,7 @@ SUBMISSION = {
 
 
 class Glue(Classification):
-    """A `Problem` of a GLUE task.
+    """A `FinetuneDataset` of a GLUE task.
 
     Splits are "train", "dev" and "test". For MNLI, "dev" and "test" are the matched sets, and there
     are "dev_mismatched", "test_mismatched" and, if its file exists, the diagnostic set "ax".
@@ -172,9 +172,9 @@ class Glue(Classification):
             )
         return paths
 
-    def must_be_labelled(self, split: str) -> bool:
+    def requires_labels(self, split: str) -> bool:
         """Whether every row of the split needs a label; GLUE does not publish its test labels."""
-        return split != "ax" and super().must_be_labelled(split)
+        return split != "ax" and super().requires_labels(split)
 
     def rows(self, split: str, source: str) -> Iterator[Row]:
         """Yield the rows of a split's file."""
@@ -184,7 +184,7 @@ class Glue(Classification):
             yield from _tfds_rows(self.config.name, source)
         else:
             skipped: list[str] = []
-            required = self.must_be_labelled(split)
+            required = self.requires_labels(split)
             yield from read(self.config.name, source, split, required, skipped)
             if skipped:
                 self.report.append(
@@ -214,7 +214,7 @@ class Glue(Classification):
 
 
 def read(
-    name: str, source: str, split: str, must_be_labelled: bool, skipped: list[str]
+    name: str, source: str, split: str, requires_labels: bool, skipped: list[str]
 ) -> Iterator[Row]:
     """Yield the rows of a file in GLUE's format, or of MRPC's original files.
 
@@ -222,7 +222,7 @@ def read(
         name: name of the task, as in `TASKS`.
         source: path of the file.
         split: the split that it holds.
-        must_be_labelled: whether a row without a label is an error.
+        requires_labels: whether a row without a label is an error.
         skipped: list to which a message is appended for each skipped row of QQP.
     """
     task, path = _task(name), pathlib.Path(source)
@@ -243,7 +243,7 @@ def read(
         if original and (ids in dev_ids) != (split == "dev"):
             continue
         texts = [fields[column] for column in task.texts]
-        label = classification.labelled(where, fields, task.label, must_be_labelled)
+        label = classification.get_label(where, fields, task.label, requires_labels)
         index = fields.get("index", fields.get("id", str(number)))
         yield Row(where, index, texts[0], texts[1] if len(texts) > 1 else None, label)
 
@@ -333,20 +333,20 @@ def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -
     return sorted(notes)
 
 
-def _task(name: str) -> Task:
+def _task(name: str) -> GlueTask:
     if name not in TASKS:
         raise UserError(f"config.task.name is {name!r}: GLUE's tasks are {', '.join(TASKS)}")
     return TASKS[name]
 
 
-def _with_mean(values: dict[str, float], task: Task) -> dict[str, float]:
+def _with_mean(values: dict[str, float], task: GlueTask) -> dict[str, float]:
     if "_" in task.best_by:
         first, second = task.best_by.split("_")
         values[task.best_by] = (values[first] + values[second]) / 2
     return values
 
 
-def _parse_label(task: Task, text: str, where: str) -> int | float:
+def _parse_label(task: GlueTask, text: str, where: str) -> int | float:
     if text in task.labels:
         return task.labels.index(text)
     try:
@@ -358,7 +358,7 @@ def _parse_label(task: Task, text: str, where: str) -> int | float:
     raise UserError(f"{where}: {text!r} is not {expected}")
 
 
-def _submission_name(task: Task, split: str) -> str:
+def _submission_name(task: GlueTask, split: str) -> str:
     if split == "ax":
         return "AX.tsv"
     if not split.startswith("test"):

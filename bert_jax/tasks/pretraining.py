@@ -17,13 +17,13 @@ from bert_jax.data import rows, wordpiece
 from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.losses import Pair
+from bert_jax.losses import WeightedSum
 from bert_jax.masking import Masked, Masker, NextTokens
 from bert_jax.model import Bert, Params, flops_per_row, init_params
 from bert_jax.tasks.stage import Stage
 
 # Size of BERT's uncased vocabulary.
-USUAL_VOCAB_SIZE = 30_522
+DEFAULT_VOCAB_SIZE = 30_522
 OBJECTIVES = ("masked_lm_loss", "next_token_loss", "next_sentence_loss")
 
 
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 class Pretraining:
-    """The `Task` of pretraining on rows of one format."""
+    """The `Objective` of pretraining on rows of one format."""
 
     best_is_highest = False
 
@@ -74,7 +74,7 @@ class Pretraining:
         """Return random parameters, independent of the format of the rows."""
         return init_params(self.model.config, key)
 
-    def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
         """Convert rows to inputs on the device, masked unless the model is causal."""
         batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
         length, a_length = batch["length"], batch["a_length"]
@@ -83,14 +83,16 @@ class Pretraining:
         has_label = (batch["label"] != rows.NO_LABEL) & (length > 0)
         return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
 
-    def weights(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch, before it is split into parts."""
         normalizers = {self.best_by: jnp.sum(inputs.masked.weights)}
         if self.model.config.next_sentence:
             normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
         return normalizers
 
-    def pairs(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None) -> dict[str, Pair]:
+    def loss_terms(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked = inputs.masked
         token_logits, nsp_logits = self.model.apply(
@@ -106,11 +108,11 @@ class Pretraining:
             nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
             loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
             loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
-        real = inputs.layout.sequence < self.masker.sequences
+        real = inputs.layout.segment_ids < self.masker.sequences
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
 
-    def outputs(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
         """Return nothing: all held-out metrics are means."""
         return {}
 
@@ -200,7 +202,7 @@ def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[Stage]]:
+def abstract_stages(config: Config, sequences: int) -> tuple[Config, list[Stage]]:
     """Return stages of the shapes that `stages` would give, to compile on a machine without data.
 
     If a phase names rows, their manifest gives T, S and the vocabulary size.
@@ -210,7 +212,7 @@ def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[St
         sequences: S of the phases that name no rows.
 
     Returns:
-        The config with the vocabulary size filled in (`USUAL_VOCAB_SIZE` if unknown), and the
+        The config with the vocabulary size filled in (`DEFAULT_VOCAB_SIZE` if unknown), and the
         stages, without batches.
 
     Raises:
@@ -226,7 +228,7 @@ def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[St
             raise UserError(
                 f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
             )
-    config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [USUAL_VOCAB_SIZE])[0]
+    config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [DEFAULT_VOCAB_SIZE])[0]
     vocab_size, phase_stages = config.model.vocab_size, []
     for i in range(len(config.phases)):
         default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
@@ -235,7 +237,7 @@ def stages_without_rows(config: Config, sequences: int) -> tuple[Config, list[St
     return config, phase_stages
 
 
-def stage_of(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Stage:
+def stage_at_step(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Stage:
     """Return the stage of a step, without batches; `batch` gives the shapes of its rows."""
     tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
     row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
@@ -256,7 +258,7 @@ def _stage(
     batch_size = phase.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
     return Stage(
-        task=Pretraining(config.model, config.masking, row_format, mask_id, continuation),
+        objective=Pretraining(config.model, config.masking, row_format, mask_id, continuation),
         tokens=row_format.tokens,
         batch_size=batch_size,
         accumulation=phase.accumulation or config.accumulation,

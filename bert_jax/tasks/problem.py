@@ -14,7 +14,7 @@ Logits = Sequence[np.ndarray]
 
 
 @runtime_checkable
-class Problem(Protocol):
+class FinetuneDataset(Protocol):
     """A fine-tuning dataset, read and tokenized, with its metrics.
 
     Attributes:

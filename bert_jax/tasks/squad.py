@@ -76,7 +76,7 @@ class _Windows:
 
 
 class Squad:
-    """A question answering `Problem`, SQuAD 1.1 or 2.0.
+    """A question answering `FinetuneDataset`, SQuAD 1.1 or 2.0.
 
     Attributes:
         unanswerable: whether "" is a possible prediction (2.0).

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from bert_jax.data.loader import Batch
-from bert_jax.losses import Pair
+from bert_jax.losses import WeightedSum
 from bert_jax.model import Params
 
 
 @runtime_checkable
-class Task(Protocol):
+class Objective(Protocol):
     """Inputs, losses and metrics for rows of one shape."""
 
     # Held-out metric that selects the best checkpoint, and whether higher is better.
@@ -26,16 +26,18 @@ class Task(Protocol):
     def init(self, key: Key[Array, ""]) -> Params:
         """Return random parameters, independent of the shape of the rows."""
 
-    def inputs(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
         """Convert rows to inputs on the device; rows are the first axis of every leaf."""
 
-    def weights(self, inputs: Any) -> dict[str, Float[Array, ""]]:
+    def normalizers(self, inputs: Any) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch."""
 
-    def pairs(self, params: Params, inputs: Any, key: Key[Array, ""] | None) -> dict[str, Pair]:
+    def loss_terms(
+        self, params: Params, inputs: Any, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
 
-    def outputs(self, params: Params, inputs: Any) -> dict[str, Array]:
+    def predict(self, params: Params, inputs: Any) -> dict[str, Array]:
         """Return what `score` needs of held-out rows; rows are the first axis of every array."""
 
     def score(
@@ -55,7 +57,7 @@ class Stage:
     """Steps from `first_step` up to `end_step` on one task.
 
     Attributes:
-        task: what to train.
+        objective: what to train.
         tokens: tokens per row, T.
         batch_size: maximum rows per step over all devices and hosts.
         accumulation: number of parts in which a batch is computed.
@@ -68,7 +70,7 @@ class Stage:
         smaller_batches: other row counts that steps can have, determined by the step number.
     """
 
-    task: Task
+    objective: Objective
     tokens: int
     batch_size: int
     accumulation: int
@@ -77,7 +79,7 @@ class Stage:
     end_step: int
     batches: Callable[[int, int, int, int], Iterator[Batch]]
     heldout: Callable[[int, int], Iterator[Batch]]
-    smaller_batches: tuple[int, ...] = ()
+    smaller_batch_sizes: tuple[int, ...] = ()
 
     def with_rows(self, rows: int) -> "Stage":
         """Return this stage with `rows` rows in every batch, to compile its step for that shape."""
@@ -85,4 +87,4 @@ class Stage:
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
             for name, x in self.batch_shape.items()
         }
-        return dataclasses.replace(self, batch_size=rows, batch_shape=shape, smaller_batches=())
+        return dataclasses.replace(self, batch_size=rows, batch_shape=shape, smaller_batch_sizes=())

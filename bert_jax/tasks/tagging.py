@@ -47,7 +47,7 @@ class _Sentences:
 
 
 class Tagging:
-    """A token classification `Problem`: one label per word.
+    """A token classification `FinetuneDataset`: one label per word.
 
     Attributes:
         of_entities: whether labels mark entities (O, B-type, I-type) rather than single words.
@@ -117,8 +117,8 @@ class Tagging:
                 f"{paths.get('train')}: every word has the tag {self.labels[0]!r}: check the last "
                 "column, or set config.task.label to the number of the tag column"
             )
-        self.of_entities = conll_score.are_entities(self.labels)
-        self.best_by = "f1" if self.of_entities else "accuracy"
+        self.entity_tags = conll_score.is_entity_tagging(self.labels)
+        self.best_by = "f1" if self.entity_tags else "accuracy"
         self.splits: dict[str, Examples] = {}
         self._sentences: dict[str, _Sentences] = {}
         for split in requested:
@@ -152,13 +152,13 @@ class Tagging:
         """Return each sentence's labels, entities as BIO; None if the file has none."""
         if len(sentences[0].rows[0]) == 1:
             return None
-        if self.of_entities:
+        if self.entity_tags:
             conll_score.require_bio(path, sentences, self._tag)
         known, result, num_converted = set(self.labels), [], 0
         for sentence in sentences:
             file_tags = sentence.column(self._tag)
             tags = list(file_tags)
-            if self.of_entities:  # IOB1 has B- only between neighbors of the same type
+            if self.entity_tags:  # IOB1 has B- only between neighbors of the same type
                 for kind, begin, _ in conll_score.entities(file_tags):
                     tags[begin] = f"B-{kind}"
             num_converted += tags != file_tags
@@ -282,7 +282,7 @@ class Tagging:
         if gold is None:
             return {}
         predicted = self._predicted_tags(self.predict(split, logits))
-        return conll_score.score(gold, predicted, self.of_entities)
+        return conll_score.score(gold, predicted, self.entity_tags)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write prediction files to a folder.
@@ -312,7 +312,7 @@ class Tagging:
                 "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
             )
             if sentences.tags is not None:
-                counts = conll_score.count(sentences.tags, predicted, self.of_entities)
+                counts = conll_score.count(sentences.tags, predicted, self.entity_tags)
                 files.write(folder / "per_type.tsv", conll_score.table(counts))
 
 
@@ -357,7 +357,7 @@ def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
 def _label_set(tags: Iterator[str]) -> tuple[str, ...]:
     """Return all possible labels in a fixed order, with B- and I- for every entity type."""
     known = set(tags)
-    if not conll_score.are_entities(known):
+    if not conll_score.is_entity_tagging(known):
         return tuple(sorted(known))
     kinds = sorted({tag.partition("-")[2] for tag in known if "-" in tag})
     return (conll_score.OUTSIDE, *(f"{prefix}-{kind}" for kind in kinds for prefix in "BI"))

@@ -31,7 +31,7 @@ def state_shapes(size, optimizer):
 
     config = r.recipe(size, 128, 1)
     config.optim.optimizer = optimizer
-    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    config, (stage,) = pretraining.abstract_stages(config, 1)
     mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
     return train.initial_state(config, stage, mesh)[1]
 
@@ -47,7 +47,7 @@ def state_bytes(size, optimizer, sizes):
 
 def expected(size, config, topology):
     """A one-phase config by formula on a topology: state, temporaries, traffic, collectives."""
-    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    config, (stage,) = pretraining.abstract_stages(config, 1)
     sizes = sharding.mesh_sizes(config.mesh, topology.chips)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
@@ -62,7 +62,7 @@ def expected(size, config, topology):
         "state": state,
         "temporaries": preflight.expected_temporaries(config, stage, sizes, params),
         "traffic": preflight.expected_traffic(config, stage, sizes, params),
-        "flops": stage.task.flops_per_row
+        "flops": stage.objective.flops_per_row
         * stage.batch_size
         / topology.chips
         * (4 / 3 if config.model.remat == "full" else 1),
@@ -297,8 +297,8 @@ def lamb_table(predict_one, r):
             f"{milliseconds(cells[1])} | {minutes} | {how(cells)} |"
         )
     for tokens, batch_size, steps in r.LAMB:
-        _, (stage,) = pretraining.stages_without_rows(r.lamb(tokens), 1)
-        flops += stage.task.flops_per_row * batch_size * steps
+        _, (stage,) = pretraining.abstract_stages(r.lamb(tokens), 1)
+        flops += stage.objective.flops_per_row * batch_size * steps
     least = flops / (r.LAMB_CHIPS * r.V3_FLOPS) / 60
     lines += [
         "",

@@ -66,7 +66,7 @@ def lamb(tokens: int) -> Config:
 
 def usual(config: Config) -> Config:
     """What all have in common."""
-    config.model.vocab_size = pretraining.USUAL_VOCAB_SIZE
+    config.model.vocab_size = pretraining.DEFAULT_VOCAB_SIZE
     config.model.vocab_multiple = 128
     config.model.dtype = "bfloat16"
     config.model.layer_loop = "scanned"
@@ -167,11 +167,11 @@ def memory_of(name: str, changes: str) -> dict:
     """Runs three steps in this process: the compiler's bytes and how far the process grew."""
     device.start("cpu", cache=False)
     config = Config(model=model_size(name), phases=(Phase(tokens=128),), batch_size=32)
-    config.model.vocab_size = pretraining.USUAL_VOCAB_SIZE
+    config.model.vocab_size = pretraining.DEFAULT_VOCAB_SIZE
     config.model.layer_loop = "scanned"
     apply(config, changes)
     validate(config)
-    config, (stage,) = pretraining.stages_without_rows(config, 1)
+    config, (stage,) = pretraining.abstract_stages(config, 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices("cpu")[:1])
     init, shapes = train.initial_state(config, stage, mesh)
     step = train.compile_step(config, stage, mesh, shapes)
@@ -266,7 +266,7 @@ def step() -> None:
     model.attention, model.attention_dropout = "xla", 0.0
     config = Config(model=model, phases=(Phase(tokens=STEP["tokens"]),))
     config.batch_size = STEP["batch_size"]
-    config, (stage,) = pretraining.stages_without_rows(config, STEP["sequences"])
+    config, (stage,) = pretraining.abstract_stages(config, STEP["sequences"])
     devices = preflight.tpu_devices(preflight.parse_topology(STEP["target"]))
     mesh = sharding.make_mesh(config.mesh, list(devices))
     _, shapes = train.initial_state(config, stage, mesh)

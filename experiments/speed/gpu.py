@@ -293,7 +293,7 @@ def ceilings(row, out):
     }
 
 
-def stage_of(row, dtype="bfloat16"):
+def stage_at_step(row, dtype="bfloat16"):
     """Return the config of a row and its stage, as if there were files of rows."""
     from bert_jax.config import Config, Phase, model_size
     from bert_jax.tasks import pretraining
@@ -308,7 +308,7 @@ def stage_of(row, dtype="bfloat16"):
         deterministic=row["deterministic"],
     )
     sequences = SEQUENCES.get(row["tokens"], 3)
-    config, (stage,) = pretraining.stages_without_rows(config, sequences)
+    config, (stage,) = pretraining.abstract_stages(config, sequences)
     return config, stage
 
 
@@ -368,7 +368,7 @@ class Trainer:
         from bert_jax import attention, guard, sharding
         from bert_jax.train import compile_step, initial_state
 
-        self.config, self.stage = stage_of(row)
+        self.config, self.stage = stage_at_step(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])
         attention.check(self.config, jax.devices()[0].platform, 1)
         _, shapes = initial_state(self.config, self.stage, self.mesh)
@@ -378,7 +378,7 @@ class Trainer:
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         state = zeros._replace(params=random_params(shapes.params), recent=guard.begin())
         self.state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes))
-        masker = self.stage.task.masker
+        masker = self.stage.objective.masker
         self.data = packed_batches(row["tokens"], row["rows"], masker.sequences)
         self._steps = 0
 
@@ -431,7 +431,7 @@ def speed(row, step, wait, data, stage):
         "real_fraction": fraction,
         "real_tokens_per_second": rate,
         # As bert_jax counts them, whatever the baseline computes.
-        "operations_per_token": stage.task.flops_per_row / row["tokens"],
+        "operations_per_token": stage.objective.flops_per_row / row["tokens"],
     }
 
 
@@ -446,7 +446,7 @@ def step(row, out):
         "device": jax.devices()[0].device_kind,
         "layer_loop": trainer.config.model.layer_loop,
         "compile_seconds": trainer.compile_seconds,
-        "loss": float(trainer.seen.figures[0]),
+        "loss": float(trainer.seen.loss_and_grad_norm[0]),
         "memory_bytes": memory
         and sum(sign * getattr(memory, f"{kind}_size_in_bytes") for kind, sign in kinds.items()),
     }
@@ -482,9 +482,9 @@ def gradients(dtype, *values):
     from bert_jax.dropout import generator_key
 
     row = dict(zip(KEYS[1:], values, strict=True))
-    config, stage = stage_of(row, dtype)
+    config, stage = stage_at_step(row, dtype)
     attention.check(config, jax.devices()[0].platform, 1)
-    task = stage.task
+    task = stage.objective
     params = random_params(jax.eval_shape(task.init, jax.random.key(0)))
     batch = packed_batches(row["tokens"], row["rows"], task.masker.sequences)[0]
     inputs = jax.jit(task.inputs)(batch, jax.random.key(2))
@@ -492,8 +492,8 @@ def gradients(dtype, *values):
     @jax.jit
     @jax.value_and_grad
     def run(params):
-        terms = task.pairs(params, inputs, generator_key(jax.random.key(1), "hash"))
-        return sum(terms[name][0] / weight for name, weight in task.weights(inputs).items())
+        terms = task.loss_terms(params, inputs, generator_key(jax.random.key(1), "hash"))
+        return sum(terms[name][0] / weight for name, weight in task.normalizers(inputs).items())
 
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         loss, grads = run(params)
@@ -522,7 +522,7 @@ def torch(row, out):
     torch.set_float32_matmul_precision("high")
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    config, stage = stage_of({**row, "attention": "xla"})
+    config, stage = stage_at_step({**row, "attention": "xla"})
     padded = -(-VOCABULARY // config.model.vocab_multiple) * config.model.vocab_multiple
     model = dataclasses.replace(config.model, vocab_size=padded)
     network = peers.build(model, model.positions).to(device).train()

@@ -31,7 +31,7 @@ from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.embed import Embedder
 from bert_jax.evaluate import put
-from bert_jax.finetune import problem_of
+from bert_jax.finetune import load_dataset
 from bert_jax.model import Bert
 from bert_jax.tasks import finetuning, pretraining
 from bert_jax.tasks.stage import Stage
@@ -50,9 +50,7 @@ def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = Tr
 
 def _stage(size: str, tokens: int, sequences: int, batch: int) -> tuple[Config, Stage]:
     """Of a size as it is, without rows."""
-    config, stages = pretraining.stages_without_rows(
-        data.pretraining(size, tokens, batch), sequences
-    )
+    config, stages = pretraining.abstract_stages(data.pretraining(size, tokens, batch), sequences)
     return config, stages[0]
 
 
@@ -67,9 +65,9 @@ def _padded(batch: Batch) -> int:
 
 
 def _judges_nothing(config, recent, step, loss, grads):
-    """In the place of `guard.judge`: nothing to compute, and nothing to choose between."""
+    """In the place of `guard.check_step`: nothing to compute, and nothing to choose between."""
     nothing = jnp.zeros(2)
-    seen = guard.Seen(jnp.int32(guard.FINE), nothing, nothing, nothing, {})
+    seen = guard.StepStats(jnp.int32(guard.FINE), nothing, nothing, nothing, {})
     return recent._replace(halted=jnp.array(False)), seen
 
 
@@ -106,7 +104,7 @@ def pretrain(
     """
     _start(devices, keeps_memory, fast_products)
     if not guarded:
-        guard.judge = _judges_nothing
+        guard.check_step = _judges_nothing
     if erfc:
         model.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
     config = data.pretraining(size, tokens, batch, change)
@@ -141,7 +139,7 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
     config = config_lib.load(arguments, FinetuneConfig)
     source, vocabulary, _, _ = open_model(str(module.minilm()))
-    problem = problem_of(config.task, vocabulary)
+    problem = load_dataset(config.task, vocabulary)
     config.model = finetuning.model_config(config, source.model, problem)
     return config, problem
 
@@ -212,7 +210,7 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
     def forward(params, tokens, length):
         place = rows.layout(length, length, EMBED_TOKENS)
         hidden = model.apply({"params": params}, tokens, place, method=Bert.encode)
-        mean = jnp.einsum("bt,btd->bd", (place.sequence == 0) / length, hidden)
+        mean = jnp.einsum("bt,btd->bd", (place.segment_ids == 0) / length, hidden)
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
     def embed(texts):
@@ -415,17 +413,17 @@ class _Nothing:
     def init(self, key):
         return {"weight": jnp.zeros(1)}
 
-    def inputs(self, batch, key):
+    def prepare(self, batch, key):
         return batch
 
-    def weights(self, inputs):
+    def normalizers(self, inputs):
         return {"loss": jnp.float32(1)}
 
-    def pairs(self, params, inputs, key):
+    def loss_terms(self, params, inputs, key):
         one = jnp.float32(1)
         return {"loss": (params["weight"].sum(), one), "real_fraction": (one, one)}
 
-    def outputs(self, params, inputs):
+    def predict(self, params, inputs):
         return {}
 
     def score(self, found):
@@ -445,7 +443,7 @@ def host(steps: int) -> Turn:
     vocabulary = wordpiece.load(data.vocabulary())
     batch = {"tokens": np.zeros((8, 128), np.uint16)}
     stage = Stage(
-        task=_Nothing(),
+        objective=_Nothing(),
         tokens=128,
         batch_size=8,
         accumulation=1,
@@ -470,4 +468,4 @@ def host(steps: int) -> Turn:
 def rows_a_second(flops: float) -> float:
     """How many packed rows of T=128 base takes a second on a chip that does nothing else."""
     _, stage = _stage("base", 128, 4, 8)
-    return flops / stage.task.flops_per_row
+    return flops / stage.objective.flops_per_row

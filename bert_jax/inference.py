@@ -145,7 +145,7 @@ class AttentionMapper:
         return AttentionMaps(
             texts,
             [vocabulary.tokens[i] for i in tokens],
-            np.asarray(layout.segment)[0, :count],
+            np.asarray(layout.token_type_ids)[0, :count],
             probabilities[:, 0, :, :count, :count],
         )
 

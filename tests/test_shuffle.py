@@ -6,7 +6,7 @@ from grain.experimental import index_shuffle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data.order import shuffled
+from bert_jax.data.shuffle import shuffled
 
 
 def theirs(place, length, seed):
