@@ -63,7 +63,7 @@ def attention(
         pad_width = [(0, 0), (0, padding), (0, 0), (0, 0)]
         query, key, value = (jnp.pad(x, pad_width) for x in (query, key, value))
         segment_ids = jnp.pad(segment_ids, pad_width[:2], constant_values=-1)  # a separate sequence
-    return sharding.on_each_device(run)(query, key, value, segment_ids)[:, :tokens]
+    return sharding.shard_attention(run)(query, key, value, segment_ids)[:, :tokens]
 
 
 def _mask(segment_ids: Int[Array, "B T"], causal: bool) -> Bool[Array, "B 1 T T"]:

@@ -58,7 +58,7 @@ def seal(folder: pathlib.Path) -> None:
             for path, checksum in zip(paths, checksums, strict=True)
         }
     files.write_json(folder / MANIFEST, {"sha256": _digest(entries), "files": entries})
-    files.sync_below(folder)
+    files.sync_tree(folder)
 
 
 def _digest(entries: dict[str, Any]) -> str:
@@ -126,7 +126,7 @@ def _steps(folder: pathlib.Path) -> list[int]:
     return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal())
 
 
-def set_aside_damaged(folder: pathlib.Path) -> None:
+def move_damaged(folder: pathlib.Path) -> None:
     """Move damaged checkpoints to `WORKDIR/damaged` before a run resumes, and report them.
 
     Checkpoints are verified completely from the newest down to the first intact one. Of older ones
@@ -330,7 +330,7 @@ class Checkpoints:
                 scored.append((self._sign * metrics[self._best_by], step))
         return min(scored)[1] if scored else self.steps()[-1]
 
-    def forget_after(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """Delete all steps after `step`."""
         self.wait()
         remaining = [s for s in self.steps() if s <= step]

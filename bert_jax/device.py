@@ -155,8 +155,8 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if _only_cpu():
-        _keep_memory()
-        use_fast_products()
+        _retain_freed_memory()
+        use_eigen_matmul()
     elif deterministic and _may_use_gpu():
         _add_xla_flag(_DETERMINISTIC, "true")
     try:
@@ -196,7 +196,7 @@ def _may_use_gpu() -> bool:
     return any(kind in name for name in candidates for kind in ("cuda", "rocm", "gpu"))
 
 
-def _keep_memory() -> None:
+def _retain_freed_memory() -> None:
     """Make glibc retain freed memory, which the next step allocates again.
 
     XLA allocates its temporaries anew in every step. By default glibc returns them to the system
@@ -238,7 +238,7 @@ def _set_malloc_options(options: dict[int, int]) -> None:
         mallopt(name, value)
 
 
-def use_fast_products() -> None:
+def use_eigen_matmul() -> None:
     """Make XLA use Eigen for matrix products on CPU, and YNNPACK only for reductions.
 
     JAX 0.10 to 0.12 use YNNPACK for both, whose matrix products make poor use of a second core; the

@@ -51,7 +51,7 @@ def start() -> None:
         raise UserError(f"BERT_JAX_DISTRIBUTED is {auto!r}: unset it or set it to 'auto'")
     if not variables and not auto:
         return
-    # JAX's preemption service would catch SIGTERM, which `train.interrupts` handles.
+    # JAX's preemption service would catch SIGTERM, which `train.catch_signals` handles.
     jax.config.update("jax_enable_preemption_service", False)
     timeout = _seconds("JOIN")
     options: dict[str, Any] = {"initialization_timeout": int(timeout) + 60}
@@ -201,7 +201,7 @@ def first(what: str, action: Callable[[], None]) -> None:
         raise UserError(message)
 
 
-def require_same(settings: dict[str, Any]) -> None:
+def check_same_on_all_processes(settings: dict[str, Any]) -> None:
     """Check that all processes have the same settings.
 
     Raises:
@@ -228,7 +228,7 @@ def _is_collective_error(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
 
 
-class Stopping:
+class StopFlag:
     """A stop flag, reduced over all processes so that all stop after the same step.
 
     The result of a step is read `steps_ahead` steps later, so that no process waits for it.
@@ -251,7 +251,7 @@ class Stopping:
         return len(self._pending) > self._steps_ahead and bool(self._pending.popleft())
 
 
-class Watch:
+class Heartbeat:
     """Heartbeats between processes, to detect and report one that is lost or stuck.
 
     Collectives wait forever for a lost process. When the heartbeats of another process stop, a
@@ -265,7 +265,7 @@ class Watch:
         self.step, self._done = 0, threading.Event()
         self._lost_seconds, self._stuck_seconds = _seconds("LOST"), _seconds("STUCK")
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Heartbeat":
         if jax.process_count() > 1:
             threading.Thread(target=self._run, daemon=True).start()
         return self

@@ -29,7 +29,7 @@ def put(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
     return {k: jax.make_array_from_process_local_data(row_sharding, v) for k, v in batch.items()}
 
 
-def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[str, float]]:
+def make_evaluate(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps parameters to held-out metrics.
 
     It compiles once. Masks depend only on the index of the batch, so two evaluations differ only in
@@ -44,7 +44,7 @@ def evaluator(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[
 
     def evaluate(params: Params) -> dict[str, float]:
         total, batches_and_outputs = None, []
-        for i, batch in enumerate(stage.heldout(*sharding.row_part(mesh))):
+        for i, batch in enumerate(stage.heldout(*sharding.process_row_shard(mesh))):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
             with jax.set_mesh(mesh):
                 loss_terms, outputs = measure(params, put(batch, mesh), key)
@@ -105,4 +105,4 @@ def evaluate_workdir(
     config = dataclasses.replace(config, phases=(phase,), evaluate_rows=num_rows)
     _, _, _, (stage,) = pretraining.stages(config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    return step, stage.objective.summarize(evaluator(stage, mesh)(params))
+    return step, stage.objective.summarize(make_evaluate(stage, mesh)(params))

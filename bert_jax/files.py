@@ -103,7 +103,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
                         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 yield temporary
                 (temporary / LOCK).unlink()
-                sync_below(temporary)
+                sync_tree(temporary)
                 os.replace(temporary, path)
                 sync_folder(path.parent)
         except BaseException:
@@ -131,7 +131,7 @@ def sync_folder(folder: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def sync_below(folder: pathlib.Path) -> None:
+def sync_tree(folder: pathlib.Path) -> None:
     """Sync a folder and everything in it to disk."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():

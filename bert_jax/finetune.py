@@ -125,7 +125,7 @@ def finetune(
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
     config, data, plan, stage = finetuning.stage(
-        config, problem, all_seeds, sharding.row_shards(mesh)
+        config, problem, all_seeds, sharding.num_row_shards(mesh)
     )
     init_params, new = {}, ["everything"]
     if start is not None:
@@ -241,7 +241,7 @@ def predict(
     """Return the logits of all examples of a split, in order."""
     device_mesh = sharding.make_mesh(mesh)
     examples = problem.splits[split]
-    plan = finetuning.evaluation_plan(config, examples, sharding.row_shards(device_mesh))
+    plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
     task = finetuning.Finetuning(config.model, problem, split, plan)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
         batches_and_outputs = []

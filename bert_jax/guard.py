@@ -81,7 +81,7 @@ def begin() -> LossHistory:
     return LossHistory(jnp.full((WINDOW, 2), jnp.nan), jnp.array(False))
 
 
-def of_phase(recent: LossHistory, begins: Bool[Array, ""]) -> LossHistory:
+def reset_at_phase_start(recent: LossHistory, begins: Bool[Array, ""]) -> LossHistory:
     """Clear the history where a phase begins, since losses of phases are not comparable."""
     return recent._replace(figures=jnp.where(begins, jnp.nan, recent.figures))
 
@@ -97,7 +97,7 @@ def check_step(
 
     Args:
         config: thresholds and policies.
-        recent: history of this phase (see `of_phase`).
+        recent: history of this phase (see `reset_at_phase_start`).
         step: step number.
         loss: loss of the step.
         grads: gradients before clipping.
@@ -218,7 +218,7 @@ class Guard:
         distributed.first("recording an incident", write)
         return incident
 
-    def keep_state(self, incident: pathlib.Path, step: int, params: Params, training: Any) -> None:
+    def save_state(self, incident: pathlib.Path, step: int, params: Params, training: Any) -> None:
         """Save the state before an incident's step, unless enough other incidents store theirs."""
         others = [path for path in incident.parent.glob(f"*/{_STATE}") if path.parent != incident]
         if len(others) < _MAX_STATES:
@@ -232,7 +232,7 @@ class Guard:
 
         Args:
             steps: step numbers.
-            back_to: step to roll back to; `go_back` deletes the checkpoints after it.
+            back_to: step to roll back to; `roll_back` deletes the checkpoints after it.
         """
         self.skipped.update(steps)
         self._back_to = back_to
@@ -240,10 +240,10 @@ class Guard:
         path = self._folder / SKIPPED
         distributed.first("writing skipped.json", lambda: files.write_json(path, skipped))
 
-    def go_back(self, checkpoints: Checkpoints) -> None:
+    def roll_back(self, checkpoints: Checkpoints) -> None:
         """Delete the checkpoints that a rollback discards, including one cut short by a kill."""
         if self._back_to is not None:
-            checkpoints.forget_after(self._back_to)
+            checkpoints.delete_after(self._back_to)
             self.skip([])
 
 
@@ -310,7 +310,7 @@ def _read_errors(path: pathlib.Path) -> Iterator[None]:
 
 
 class Incident(NamedTuple):
-    """An incident as written by `Guard.record` and `Guard.keep_state`.
+    """An incident as written by `Guard.record` and `Guard.save_state`.
 
     Attributes:
         step: step number.

@@ -40,7 +40,7 @@ def max_predictions_per_sequence(config: MaskingConfig, tokens: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class NextTokens:
+class NextTokenTargets:
     """Next-token prediction targets (section 5.1, "LTR"), with the interface of `Masker`.
 
     Every token with a successor in its own sequence predicts it: [CLS] predicts the first word and

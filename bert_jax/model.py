@@ -83,7 +83,7 @@ def select(table: Float[Array, "... n D"], index: Int[Array, "... m"]) -> Float[
         return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
 
 
-def padded_vocab(config: ModelConfig) -> int:
+def padded_vocab_size(config: ModelConfig) -> int:
     """Return the vocabulary size rounded up to a multiple of `vocab_multiple`."""
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
@@ -111,7 +111,7 @@ def _vocab_initializer(config: ModelConfig, axis: int) -> Callable:
     """
 
     def initialize(key, shape, dtype):
-        excess = padded_vocab(config) - config.vocab_size
+        excess = padded_vocab_size(config) - config.vocab_size
         unpadded_shape = tuple(n - excess * (i == axis) for i, n in enumerate(shape))
         padding = [(0, excess * (i == axis)) for i in range(len(shape))]
         return jnp.pad(_initializer(config)(key, unpadded_shape, dtype), padding)
@@ -190,7 +190,9 @@ class Embeddings(nn.Module):
 
     def setup(self):
         c = self.config
-        self.word = nn.Embed(padded_vocab(c), c.hidden, embedding_init=_vocab_initializer(c, 0))
+        self.word = nn.Embed(
+            padded_vocab_size(c), c.hidden, embedding_init=_vocab_initializer(c, 0)
+        )
         table = functools.partial(nn.Embed, features=c.hidden, embedding_init=_initializer(c))
         self.position = table(c.positions)
         if c.segments:
@@ -388,7 +390,7 @@ class MaskedLM(nn.Module):
     def __call__(
         self, x: Float[Array, "B P D"], table: Float[Array, "V D"]
     ) -> Float[Array, "B P V"]:
-        c, vocab = self.config, padded_vocab(self.config)
+        c, vocab = self.config, padded_vocab_size(self.config)
         if c.transform:
             x = ACTIVATIONS[c.activation](_dense(c, c.hidden, "transform")(x))
             x = _norm(c, "norm")(x)
@@ -680,7 +682,7 @@ def parameter_count(params: Params, config: ModelConfig) -> int:
     total = sum(x.size for x in jax.tree.leaves(params))
     num_tables = 1 if config.tied_decoder or not config.masked_lm else 2
     per_entry = config.hidden * num_tables + config.masked_lm  # the decoder's bias
-    return total - (padded_vocab(config) - config.vocab_size) * per_entry
+    return total - (padded_vocab_size(config) - config.vocab_size) * per_entry
 
 
 def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions: int) -> float:

@@ -53,7 +53,9 @@ class MomentsState(NamedTuple):
     second: Params
 
 
-def scale_by_moments(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+def scale_by_adam_without_bias_correction(
+    beta1: float, beta2: float, epsilon: float
+) -> optax.GradientTransformation:
     """Return Adam without bias correction, as in BERT's `AdamWeightDecayOptimizer`."""
 
     def init(params):
@@ -77,7 +79,7 @@ def _depth(path: tuple, layers: int) -> int:
     return int(match.group(1)) + 1 if match else 0 if name.startswith("embeddings/") else layers + 1
 
 
-def rate_factors(config: TrainConfig, params: Params) -> Params:
+def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
     Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555). With `config.model.features`
@@ -100,7 +102,7 @@ def freeze(config: TrainConfig, params: Params) -> Params:
     """Stop gradients of frozen parameters, so that they are not computed."""
     return jax.tree.map(
         lambda factor, x: x if factor else jax.lax.stop_gradient(x),
-        rate_factors(config, params),
+        learning_rate_multipliers(config, params),
         params,
     )
 
@@ -109,7 +111,7 @@ def make(run: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer: clipping, moments, weight decay, trust ratio, schedule, layer decay."""
     config = run.optim
     corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-    uncorrected = scale_by_moments(config.beta1, config.beta2, config.epsilon)
+    uncorrected = scale_by_adam_without_bias_correction(config.beta1, config.beta2, config.epsilon)
     transforms = [
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         uncorrected if config.optimizer == "adam" else corrected,
@@ -122,7 +124,7 @@ def make(run: TrainConfig) -> optax.GradientTransformation:
         transforms.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(
-                    lambda factor, x: factor * x, rate_factors(run, updates), updates
+                    lambda factor, x: factor * x, learning_rate_multipliers(run, updates), updates
                 )
             )
         )

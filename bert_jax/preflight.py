@@ -429,7 +429,7 @@ def preflight(
     expected_hours = sum(entry["expected_hours"] for entry in found)
     measured, assumed = utilization(KINDS[topology.kind].device_kind)
     price = dollars_per_chip_hour
-    shapes = jax.eval_shape(stages[0].task.init, jax.random.key(0))
+    shapes = jax.eval_shape(stages[0].objective.init, jax.random.key(0))
     return {
         "topology": topology.name,
         "chips": topology.chips,

@@ -16,7 +16,7 @@ from bert_jax.tasks import finetuning, pretraining
 from bert_jax.train import compile_stage, initial_state, restore
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """Result of a replay.
 
     Attributes:
@@ -31,7 +31,7 @@ class Replayed(NamedTuple):
     same: bool
 
 
-def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
+def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
     """Compute the step of an incident again, on the local devices.
 
     Args:
@@ -53,7 +53,7 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
         stage = pretraining.stage_at_step(config, vocabulary, incident.batch, incident.step)
     else:
         problem = load_dataset(config.task, vocabulary, config.model.labels)
-        stage = finetuning.stage(config, problem, [config.seed], sharding.row_shards(mesh))[-1]
+        stage = finetuning.stage(config, problem, [config.seed], sharding.num_row_shards(mesh))[-1]
     _, shapes = initial_state(config, stage, mesh)
     checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
     state = restore(checkpoints, incident.step, shapes, config.seed)
@@ -67,10 +67,10 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> Replayed:
     agree = all(
         repr(incident.told.get(name, value)) == repr(value) for name, value in stats.items()
     )
-    return Replayed(incident, stats, first == second and agree)
+    return ReplayResult(incident, stats, first == second and agree)
 
 
-def describe(result: Replayed) -> str:
+def describe(result: ReplayResult) -> str:
     """Return a table of the recorded and the replayed statistics."""
     recorded, replayed = result.incident.told, result.said
     lines = [

@@ -70,12 +70,12 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     return Mesh(np.array(devices).reshape(mesh_sizes(config, len(devices))), AXES)
 
 
-def row_shards(mesh: Mesh | AbstractMesh) -> int:
+def num_row_shards(mesh: Mesh | AbstractMesh) -> int:
     """Return the number of shards that rows are split into."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def row_part(mesh: Mesh) -> tuple[int, int]:
+def process_row_shard(mesh: Mesh) -> tuple[int, int]:
     """Return the index of this process's part of a batch and the number of parts.
 
     Processes that differ only in their position on the tensor axis hold the same part.
@@ -83,7 +83,7 @@ def row_part(mesh: Mesh) -> tuple[int, int]:
     Raises:
         UserError: the devices of this process do not hold one contiguous part.
     """
-    shards = mesh.devices.reshape(row_shards(mesh), -1)
+    shards = mesh.devices.reshape(num_row_shards(mesh), -1)
     local = [
         i
         for i, devices in enumerate(shards)
@@ -105,7 +105,7 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -
     Raises:
         UserError: it cannot; the message names batch sizes that work.
     """
-    shards = row_shards(mesh) * accumulation
+    shards = num_row_shards(mesh) * accumulation
     if batch_size % shards:
         nearest = max(batch_size // shards, 1) * shards
         raise UserError(
@@ -139,7 +139,7 @@ def rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
-def on_each_device(attend: Callable[..., Array]) -> Callable[..., Array]:
+def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
     """Shard an attention kernel, which the compiler cannot partition, over rows and heads.
 
     Args:

@@ -43,7 +43,7 @@ from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
-from bert_jax.evaluate import evaluator, put
+from bert_jax.evaluate import make_evaluate, put
 from bert_jax.log import Log
 from bert_jax.model import Params
 from bert_jax.progress import Progress
@@ -135,7 +135,7 @@ def make_step(config: TrainConfig, stage: Stage):
         with jax.named_scope("optimizer"):
             recent, seen = guard.check_step(
                 config.guard,
-                guard.of_phase(state.recent, state.step == stage.first_step),
+                guard.reset_at_phase_start(state.recent, state.step == stage.first_step),
                 state.step,
                 loss,
                 grads,
@@ -157,7 +157,7 @@ def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
     return jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
 
 
-def make_advance(config: TrainConfig, stage: Stage):
+def make_skip_step(config: TrainConfig, stage: Stage):
     """Return a function state -> (state, sums) that skips a batch.
 
     It advances the step counter without updating the parameters.
@@ -165,7 +165,7 @@ def make_advance(config: TrainConfig, stage: Stage):
 
     def advance(state: State) -> tuple[State, dict[str, Any]]:
         sums = _window_sums(config, state)
-        recent = guard.of_phase(state.recent, state.step == stage.first_step)._replace(
+        recent = guard.reset_at_phase_start(state.recent, state.step == stage.first_step)._replace(
             halted=jnp.array(False)
         )
         return state._replace(step=state.step + 1, sums=sums, recent=recent), sums
@@ -268,7 +268,7 @@ class Compiled(NamedTuple):
     """Compiled functions of a stage, which do not depend on the seed.
 
     Attributes:
-        step, advance: the functions of `make_step` and `make_advance`; the state is donated.
+        step, advance: the functions of `make_step` and `make_skip_step`; the state is donated.
         fingerprint: function (state, batch) -> checksums of the parameters after the step.
         measure: held-out evaluation, parameters -> metrics.
     """
@@ -291,14 +291,14 @@ def compile_stage(
     return Compiled(
         _Programs(compile_, stage) if stage.smaller_batch_sizes else compile_(stage),
         jax.jit(
-            make_advance(config, stage),
+            make_skip_step(config, stage),
             donate_argnums=0,
             out_shardings=(_shardings(state), replicated),
         ),
         jax.jit(
             lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=replicated
         ),
-        evaluator(stage, mesh),
+        make_evaluate(stage, mesh),
     )
 
 
@@ -353,7 +353,7 @@ def train(
     attention.check(config, *hardware)
     device.check_deterministic(config, hardware[0])
     init, shapes = initial_state(config, stages[0], mesh)
-    best = {"best_by": stages[0].task.best_by, "highest": stages[0].task.best_is_highest}
+    best = {"best_by": stages[0].objective.best_by, "highest": stages[0].objective.best_is_highest}
 
     with contextlib.ExitStack() as stack:
 
@@ -362,16 +362,16 @@ def train(
             workdir.claim(folder, config, data, best, force)
             vocabulary.save(folder)
 
-        distributed.require_same(workdir.identity(config, data))
+        distributed.check_same_on_all_processes(workdir.identity(config, data))
         distributed.first("opening the workdir", claim)
-        distributed.first("checking the checkpoints", lambda: checkpoint.set_aside_damaged(folder))
+        distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
-        step_guard.go_back(checkpoints)
+        step_guard.roll_back(checkpoints)
         step = max(checkpoints.steps(), default=0)
-        distributed.require_same({"the newest checkpoint in the workdir": step})
-        if step >= config.steps or Patience(config, best, folder, step).is_over:
+        distributed.check_same_on_all_processes({"the newest checkpoint in the workdir": step})
+        if step >= config.steps or EarlyStopping(config, best, folder, step).is_over:
             print(f"{folder}: training is complete (step {step:,} of {config.steps:,})")
             return
 
@@ -386,8 +386,8 @@ def train(
         )
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
         progress.say(attention.describe(config, *hardware))
-        interrupted = stack.enter_context(interrupts(progress))
-        watch = stack.enter_context(distributed.Watch())
+        interrupted = stack.enter_context(catch_signals(progress))
+        watch = stack.enter_context(distributed.Heartbeat())
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
         number = next(i for i, s in enumerate(stages) if step < s.end_step)
@@ -416,7 +416,7 @@ def train(
         )
         while True:
             with Log(folder, loop.step, config, mesh, progress) as log:
-                patience = Patience(config, best, folder, loop.step)
+                patience = EarlyStopping(config, best, folder, loop.step)
                 try:
                     loop.run(log, patience, interrupted)
                     break
@@ -438,7 +438,7 @@ def _start_from(params: Params, start: Params, shapes: Params) -> Params:
     return traverse_util.unflatten_dict({**params, **placed}, sep="/")
 
 
-class Patience:
+class EarlyStopping:
     """Early stopping after `config.patience` evaluations without improvement.
 
     The decision depends only on the metrics so far, which a restart reads again from the workdir.
@@ -468,7 +468,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def interrupts(progress: Progress) -> Iterator[Callable[[], bool]]:
+def catch_signals(progress: Progress) -> Iterator[Callable[[], bool]]:
     """Catch SIGTERM and SIGINT in the block; yield a function that says whether one was received.
 
     A second signal exits at once with status 128 + signal number: unwinding would wait for a save.
@@ -514,15 +514,15 @@ class _Loop:
     step_guard: guard.Guard
     compiled: dict[int, Compiled]
     progress: Progress
-    watch: distributed.Watch
+    watch: distributed.Heartbeat
     step: int
     state: State
 
     def __post_init__(self) -> None:
-        self._stopping = distributed.Stopping(STEPS_AHEAD)
+        self._stopping = distributed.StopFlag(STEPS_AHEAD)
         self._running: collections.deque[Any] = collections.deque()
 
-    def run(self, log: Log, patience: Patience, interrupted: Callable[[], bool]) -> None:
+    def run(self, log: Log, patience: EarlyStopping, interrupted: Callable[[], bool]) -> None:
         """Train to the end.
 
         Raises:
@@ -538,7 +538,7 @@ class _Loop:
                     self.config, stage, self.mesh, self.shapes, self.progress
                 )
             log.begin(stage, self.step)
-            part = sharding.row_part(self.mesh)
+            part = sharding.process_row_shard(self.mesh)
             steps = (self.step - stage.first_step, stage.end_step - stage.first_step)
             batches = profile.watched(
                 stage.batches(*steps, *part),
@@ -573,7 +573,7 @@ class _Loop:
     def _after_step(
         self,
         log: Log,
-        patience: Patience,
+        patience: EarlyStopping,
         interrupted: Callable[[], bool],
         compiled: Compiled,
     ) -> bool:
@@ -640,7 +640,7 @@ class _Loop:
         self.state = self.state._replace(recent=self.state.recent._replace(halted=halted))
         self.step = step
         incident = self.step_guard.record(step, bad_step.kind, bad_step.stats, self._batch(step))
-        self.step_guard.keep_state(incident, step, *_parts(self.state))
+        self.step_guard.save_state(incident, step, *_parts(self.state))
         message = f"step {step:,}: {guard.sentence(guard.KINDS[bad_step.kind], bad_step.stats)}"
         policy = self.step_guard.policy(bad_step.kind)
         if policy == "skip":
@@ -650,7 +650,7 @@ class _Loop:
         if policy == "rollback":
             first = max(step - config.rollback_steps, 0)
             self.step_guard.skip(range(first, step + 1), back_to=first)
-            self.step_guard.go_back(self.checkpoints)
+            self.step_guard.roll_back(self.checkpoints)
             rollback_step = max(self.checkpoints.steps(), default=0)
             self.progress.advance(rollback_step - step)
             self.progress.say(
@@ -662,8 +662,9 @@ class _Loop:
             log.sync()
             self.checkpoints.save(step, *_parts(self.state))
         self.checkpoints.wait()
+        kind = guard.KINDS[bad_step.kind]
+        skip = "" if kind == "probe" else f" or skip the batch (--config.guard.{kind}=skip)"
         raise UserError(
             f"{message}; the parameters before this step are saved. Inspect {incident}, run "
-            f"`bert-jax replay {self.folder}`, then resume with another config or skip the batch "
-            f"(--config.guard.{guard.KINDS[bad_step.kind]}=skip)"
+            f"`bert-jax replay {self.folder}`, then resume with another config{skip}"
         )

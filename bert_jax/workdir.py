@@ -144,7 +144,7 @@ def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
     raise UserError(f"{folder}/config.json does not say what the data are; copy the run again")
 
 
-class Story(NamedTuple):
+class Provenance(NamedTuple):
     """Provenance of a model, as far as its folder records it.
 
     Attributes:
@@ -160,17 +160,17 @@ class Story(NamedTuple):
     heldout: dict[str, Any] | None
 
 
-def read_story(folder: str | pathlib.Path, step: int) -> Story:
+def read_provenance(folder: str | pathlib.Path, step: int) -> Provenance:
     """Return the provenance of a run's or an imported checkpoint; empty for anything else."""
     if not holds_run(folder):
-        return Story(None, [], [], None)
+        return Provenance(None, [], [], None)
     folder, config_json = pathlib.Path(folder), _read_config_json(folder)
     starts, metrics = (
         read_lines(path) if (path := folder / name).exists() else []
         for name in ("starts.jsonl", "metrics.jsonl")
     )
     heldout = [m for m in metrics if m["split"] == "heldout" and m["step"] == step]
-    return Story(
+    return Provenance(
         config_json.get("imported"),
         config_json.get("data", []),
         starts,

@@ -50,7 +50,7 @@ def pytest_configure():
     """Compute as commands do in processes of their own, and look for garbage less often."""
     from bert_jax import device
 
-    device.use_fast_products()
+    device.use_eigen_matmul()
     gc.set_threshold(100_000, 50, 50)  # tracing allocates much that lives on
 
 

@@ -125,7 +125,7 @@ def flags(monkeypatch):
     """`device.start` on a machine that looks as the test wants; returns $XLA_FLAGS afterwards."""
     monkeypatch.setattr(device.jax, "devices", lambda *_: [])
     monkeypatch.setattr(device.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(device, "_keep_memory", lambda: None)
+    monkeypatch.setattr(device, "_retain_freed_memory", lambda: None)
 
     def start(platforms, plugins, before="", **settings):
         monkeypatch.setenv("XLA_FLAGS", before)

@@ -104,7 +104,7 @@ def test_a_step_that_does_not_end(tmp_path):
         "import sys, time\n"
         "from bert_jax import distributed\n"
         "distributed.start()\n"
-        "with distributed.Watch() as watch:\n"
+        "with distributed.Heartbeat() as watch:\n"
         "    watch.step = int(sys.argv[1])\n"
         "    time.sleep(200)\n"
     )
@@ -174,9 +174,9 @@ def test_without_an_environment_there_is_one_process():
     assert not [name for name in os.environ if name.startswith("BERT_JAX_P")]
     distributed.start()
     assert distributed.gather("x", "text") == ["text"]
-    assert distributed.Stopping(2)(True)
-    assert not distributed.Stopping(2)(False)
-    distributed.require_same({"a": 1})
+    assert distributed.StopFlag(2)(True)
+    assert not distributed.StopFlag(2)(False)
+    distributed.check_same_on_all_processes({"a": 1})
 
     def refuse():
         raise UserError("no")
@@ -198,7 +198,7 @@ def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
         found = []
         for process in range(4):
             monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-            found.append(sharding.row_part(mesh))
+            found.append(sharding.process_row_shard(mesh))
         assert {of for _, of in found} == {parts}
         assert sorted({part for part, _ in found}) == list(range(parts))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -206,7 +206,7 @@ def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
     odd = [device(i, min(i // 3, 3)) for i in range(12)]
     mesh = sharding.make_mesh(MeshConfig(6, 1, 2), odd)
     with pytest.raises(UserError, match="cuts across the 4 processes"):
-        sharding.row_part(mesh)
+        sharding.process_row_shard(mesh)
 
 
 def test_what_is_compared_between_processes():

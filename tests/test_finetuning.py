@@ -25,7 +25,7 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
 from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
 from bert_jax.evaluate import put
-from bert_jax.finetune import _over_seeds, _spread, finetune
+from bert_jax.finetune import _over_seeds, _statistics, finetune
 from bert_jax.model import Bert, BiLstm, init_params, shapes
 from bert_jax.tasks import finetuning
 from bert_jax.tasks.finetuning import Finetuning
@@ -658,7 +658,7 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
     flat = traverse_util.flatten_dict(jax.device_get(updates), sep="/")
     for path in ("embeddings/word/embedding", "encoder/layer_0/attention/norm/bias"):
         assert not flat[path].any()
-    assert optim.rate_factors(config, params)["classifier"]["bias"] == 1
+    assert optim.learning_rate_multipliers(config, params)["classifier"]["bias"] == 1
     top = flat["classifier/bias"].mean()
     np.testing.assert_allclose(
         flat["encoder/layer_1/attention/norm/bias"].mean(), top / 2, rtol=1e-5
@@ -776,9 +776,9 @@ def test_patience_is_a_function_of_the_metrics(tmp_path):
     lines = [{"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1, 3, 2, 3, 4])]
     lines.insert(1, {"step": 0, "split": "train", "f1": 9})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    over = [loop.Patience(config, best, tmp_path, step).is_over for step in range(5)]
+    over = [loop.EarlyStopping(config, best, tmp_path, step).is_over for step in range(5)]
     assert over == [False, False, False, True, False]
-    assert not loop.Patience(Config(), best, tmp_path, 3).is_over
+    assert not loop.EarlyStopping(Config(), best, tmp_path, 3).is_over
 
 
 def test_several_processes_are_refused(monkeypatch, tmp_path):
@@ -787,8 +787,8 @@ def test_several_processes_are_refused(monkeypatch, tmp_path):
         finetune(FinetuneConfig(), "none", tmp_path / "w")
 
 
-def test_spread():
-    assert _spread([0.5, 0.7, 0.9]) == {
+def test_statistics():
+    assert _statistics([0.5, 0.7, 0.9]) == {
         "mean": pytest.approx(0.7), "sd": pytest.approx(0.2), "median": 0.7, "best": 0.9,
         "values": [0.5, 0.7, 0.9],
     }  # fmt: skip

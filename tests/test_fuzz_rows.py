@@ -198,7 +198,7 @@ def test_a_changed_vocabulary_is_refused(folder):
     config = Config(phases=(Phase(rows=str(folder)),), batch_size=8)
     path = folder / "vocab.txt"
     path.write_text(path.read_text().replace("##", "#", 1))
-    with pytest.raises(UserError, match=r"vocab\.txt is not the one its rows were made with"):
+    with pytest.raises(UserError, match="is not the vocabulary that its rows were prepared with"):
         pretraining.stages(config)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bert_jax import sharding
 from bert_jax.config import MaskingConfig, MeshConfig
 from bert_jax.data import rows
-from bert_jax.masking import Masker, NextTokens, max_predictions_per_sequence
+from bert_jax.masking import Masker, NextTokenTargets, max_predictions_per_sequence
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 
@@ -254,7 +254,7 @@ def test_a_word_is_masked_whole_or_not_at_all():
 
 def test_every_token_with_a_next_one_in_its_sequence_is_asked_for_it():
     tokens, length, a_length = random_rows(np.random.default_rng(6))
-    ask = NextTokens(T, S)
+    ask = NextTokenTargets(T, S)
     got = run(ask)(*map(jnp.asarray, (tokens, length, a_length)), jax.random.key(0))
     np.testing.assert_array_equal(got.tokens, tokens)
     assert got.labels.shape == (len(tokens), ask.predictions)

@@ -21,7 +21,7 @@ from bert_jax.config import Config, ModelConfig, OptimConfig, model_size
 from bert_jax.convert.huggingface import from_huggingface, to_huggingface
 from bert_jax.data import rows
 from bert_jax.dropout import dropout
-from bert_jax.masking import NextTokens
+from bert_jax.masking import NextTokenTargets
 from bert_jax.model import (
     Bert,
     BiLstm,
@@ -29,7 +29,7 @@ from bert_jax.model import (
     flops_per_row,
     init_params,
     last_tokens,
-    padded_vocab,
+    padded_vocab_size,
     parameter_count,
 )
 
@@ -410,7 +410,7 @@ def next_token_loss(config):
 
     def loss(params, tokens, length):
         layout = rows.layout(length, length, tokens.shape[1])
-        ask = NextTokens(tokens.shape[1], length.shape[1])
+        ask = NextTokenTargets(tokens.shape[1], length.shape[1])
         asked = ask(tokens, length, length, layout, jax.random.key(0))
         words, _ = Bert(config).apply({"params": params}, asked.tokens, layout, asked.positions)
         total, weight = losses.cross_entropy(words, asked.labels, asked.weights)
@@ -619,7 +619,7 @@ def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
     rng = np.random.default_rng(9)
     config = make_config("L1-H32-A2", tied_decoder=tied)
     padded = dataclasses.replace(config, vocab_multiple=64)
-    assert (padded_vocab(config), padded_vocab(padded)) == (101, 128)
+    assert (padded_vocab_size(config), padded_vocab_size(padded)) == (101, 128)
     params, batch = random_params(config, rng), make_batch(rng, [[16, 9], [24]], 24)
 
     def pad(leaf, like):

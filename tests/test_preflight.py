@@ -244,7 +244,7 @@ def test_stages_without_rows_are_those_with(rows):
     full, _, _, (expected,) = pretraining.stages(config)
     empty, (found,) = pretraining.abstract_stages(config, 1)
     assert found.batch_shape == expected.batch_shape
-    assert found.task.flops_per_row == expected.task.flops_per_row
+    assert found.objective.flops_per_row == expected.objective.flops_per_row
     assert empty.model.vocab_size == full.model.vocab_size
     config.phases[0].rows, config.model.vocab_size = "", full.model.vocab_size
     _, (without,) = pretraining.abstract_stages(config, 3)

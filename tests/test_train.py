@@ -94,8 +94,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
 # A line longer than a pipe takes, which nobody has read yet.
 WRITING = """
 from bert_jax.progress import Progress
-from bert_jax.train import interrupts
-with Progress("train", 1, "steps") as progress, interrupts(progress) as interrupted:
+from bert_jax.train import catch_signals
+with Progress("train", 1, "steps") as progress, catch_signals(progress) as interrupted:
     progress.say("x" * 1_000_000)
     print(interrupted())
 """

@@ -5,10 +5,10 @@ import sys
 import threading
 
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
-from bert_jax.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_USER_ERROR, Parser, Verbs
+from bert_jax.cli.common import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, Parser, Verbs
 from bert_jax.errors import UserError
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_USER_ERROR", "console", "main", "parser"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 
 # In the order of --help.
 _VERBS = (

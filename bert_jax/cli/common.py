@@ -8,7 +8,7 @@ from bert_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
 # preflight: the run does not fit the hardware. replay: the results differ.
-EXIT_NO = 1
+EXIT_NEGATIVE = 1
 # EX_TEMPFAIL of BSD: stopped by a signal with all state saved; the same command resumes.
 EXIT_INTERRUPTED = 75
 

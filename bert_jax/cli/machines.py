@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from bert_jax.cli.common import EXIT_NO, Verbs, add_config, take_rows
+from bert_jax.cli.common import EXIT_NEGATIVE, Verbs, add_config, take_rows
 from bert_jax.errors import UserError
 
 
@@ -82,7 +82,7 @@ def add_preflight(verbs: Verbs) -> None:
         "  bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4\n"
         "  bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \\\n"
         "    --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20\n\n"
-        "exit status: 0 it fits everywhere, 1 it does not, 2 a mistake told in one line",
+        "exit status: 0 it fits everywhere, 1 it does not, 2 user error",
         takes_config=True,
     )
     add_config(sub)
@@ -125,4 +125,4 @@ def _preflight(options) -> int:
             print(json.dumps(report), flush=True)
         else:
             print(("\n" if i else "") + preflight.describe(report), flush=True)
-    return 0 if fits else EXIT_NO
+    return 0 if fits else EXIT_NEGATIVE

@@ -4,7 +4,14 @@ import argparse
 import json
 import sys
 
-from bert_jax.cli.common import EXIT_INTERRUPTED, EXIT_NO, Verbs, add_config, add_which, take_rows
+from bert_jax.cli.common import (
+    EXIT_INTERRUPTED,
+    EXIT_NEGATIVE,
+    Verbs,
+    add_config,
+    add_which,
+    take_rows,
+)
 from bert_jax.errors import UserError
 
 
@@ -205,4 +212,4 @@ def _replay(options) -> int:
         print(json.dumps(summary))
     else:
         print(replay.describe(result))
-    return 0 if result.same else EXIT_NO
+    return 0 if result.same else EXIT_NEGATIVE

@@ -137,7 +137,7 @@ def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
 
 def _card(source: str, config: TrainConfig, architecture: str, parameters: int, step: int) -> str:
     """README.md: what the model is, how to load it, how it was made and measured."""
-    model, told = config.model, workdir.read_story(source, step)
+    model, told = config.model, workdir.read_provenance(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
     pipelines = {
         "BertForPreTraining": "fill-mask",

@@ -15,7 +15,7 @@ from flax import traverse_util
 from bert_jax.config import POOLED_HEADS, ModelConfig
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Params, padded_vocab, shapes
+from bert_jax.model import Params, padded_vocab_size, shapes
 
 # Our path → their name. {i} is the layer. Dense kernels are transposed, and LayerNorm's scale is
 # their weight, in `to_huggingface`.
@@ -131,7 +131,7 @@ def _is_transposed(path: str) -> bool:
 def _vocabulary_padding(path: str, config: ModelConfig) -> int:
     """By how much our tensor is longer than theirs, on the first axis of theirs."""
     is_table = path in ("embeddings/word/embedding", "masked_lm/decoder", "masked_lm/bias")
-    return padded_vocab(config) - config.vocab_size if is_table else 0
+    return padded_vocab_size(config) - config.vocab_size if is_table else 0
 
 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:

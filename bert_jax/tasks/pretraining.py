@@ -18,7 +18,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.losses import WeightedSum
-from bert_jax.masking import Masked, Masker, NextTokens
+from bert_jax.masking import Masked, Masker, NextTokenTargets
 from bert_jax.model import Bert, Params, flops_per_row, init_params
 from bert_jax.tasks.stage import Stage
 
@@ -55,7 +55,7 @@ class Pretraining:
         self._token_metrics = "next_token" if model.causal else "masked_lm"
         self.best_by = f"{self._token_metrics}_loss"
         if model.causal:
-            self.masker = NextTokens(row_format.tokens, row_format.sequences)
+            self.masker = NextTokenTargets(row_format.tokens, row_format.sequences)
         else:
             self.masker = Masker(
                 masking,

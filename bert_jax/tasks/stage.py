@@ -67,7 +67,7 @@ class Stage:
         batches: (first, end, process, processes) to a process's batches of those steps, counted
             from the start of the stage.
         heldout: (process, processes) to a process's part of the held-out batches.
-        smaller_batches: other row counts that steps can have, determined by the step number.
+        smaller_batch_sizes: other row counts that steps can have, determined by the step number.
     """
 
     objective: Objective

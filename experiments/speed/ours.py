@@ -42,9 +42,9 @@ Turn = Callable[[], dict[str, Any]]
 def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = True) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if not keeps_memory:
-        device._keep_memory = lambda: None
+        device._retain_freed_memory = lambda: None
     if not fast_products:
-        device.use_fast_products = lambda: None
+        device.use_eigen_matmul = lambda: None
     device.start("cpu")
 
 
@@ -113,7 +113,10 @@ def pretrain(
     mesh = sharding.make_mesh(config.mesh)
     init, shapes = train.initial_state(config, stage, mesh)
     step, state = train.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
-    coming, done = stage.batches(0, config.steps, *sharding.row_part(mesh)), itertools.count()
+    coming, done = (
+        stage.batches(0, config.steps, *sharding.process_row_shard(mesh)),
+        itertools.count(),
+    )
     checkpoints = Checkpoints(data.scratch(), config.checkpoint) if saves else None
 
     def turn():
@@ -158,7 +161,7 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     config, problem = load_finetuning(name)
     config.one_a_row, config.steps = one_a_row, LONG_RUN_STEPS
     mesh = sharding.make_mesh(config.mesh)
-    config, _, plan, stage = finetuning.stage(config, problem, [0], sharding.row_shards(mesh))
+    config, _, plan, stage = finetuning.stage(config, problem, [0], sharding.num_row_shards(mesh))
     init, shapes = train.initial_state(config, stage, mesh)
     step = train.compile_stage(config, stage, mesh, shapes).step
     state = init(jnp.uint32(0))
