@@ -286,7 +286,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
 def small_pieces(monkeypatch):
     """Many chunks and shards of little text."""
     monkeypatch.setattr(pieces_lib, "CHUNK_CHARACTERS", 2000)
-    monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
+    monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
 
 
 def write_corpus(folder, documents=40, sentences=12, seed=0):
@@ -445,7 +445,7 @@ SCRIPT = """
 import sys
 from bert_jax.data import pieces
 from bert_jax.data import prepare as module
-pieces.CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
+pieces.CHUNK_CHARACTERS, module._MIN_SHARD_TOKENS = 2000, 500
 if __name__ == "__main__":
     module.prepare([sys.argv[1]], sys.argv[2], sys.argv[3], sequences=4, workers=2)
 """

@@ -318,7 +318,7 @@ def test_weights_and_samples_count(tmp_path):
 def test_training_refuses_what_cannot_work(tmp_path):
     with pytest.raises(UserError, match="leaves 45 for word pieces"):
         train(tmp_path, size=50)
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="contains no text"):
         train(tmp_path, text="\n")
 
 
