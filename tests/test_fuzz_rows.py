@@ -244,7 +244,7 @@ def manifest(rows):
         (lambda m: m["train"]["shards"][0].update(name="../../etc/passwd"), "etc/passwd"),
         (lambda m: m["train"]["shards"][0].update(name="/x.arrayrecord"), "/x"),
         (lambda m: m["train"]["shards"][0].update(rows=-1), "-1 rows"),
-        (lambda m: m["train"].update(rows=10**12), "other rows"),
+        (lambda m: m["train"].update(rows=10**12), "total of its shards"),
         (lambda m: m["train"]["shards"].append(None), "shards"),
     ],
 )
