@@ -260,7 +260,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
     vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
-    tokenizer, pieces = vocabulary.tokenizer(), pieces_lib._Pieces(vocabulary, np.dtype("<u2"))
+    tokenizer, pieces = vocabulary.tokenizer(), pieces_lib._WordCache(vocabulary, np.dtype("<u2"))
     alphabet = st.sampled_from(
         [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", "[UNK]"]
     )
