@@ -187,7 +187,7 @@ def test_a_whole_shard_is_never_skipped(folder, skip):
         loader.Rows(folder, "train", skip)
     path.write_bytes(data[:2000])
     for read in (lambda: loader.Rows(folder, "train", skip), lambda: all_rows(opened)):
-        with pytest.raises(UserError, match=f"{path} has 2000 bytes.* cut short"):
+        with pytest.raises(UserError, match=f"{path} has 2000 bytes.* truncated"):
             read()
     path.unlink()
     with pytest.raises(UserError, match=f"cannot read the shard {path}: it does not exist"):
