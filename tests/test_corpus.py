@@ -256,20 +256,20 @@ def test_damaged_compression_is_refused(tmp_path, compression, damage):
     else:
         data[len(data) // 2] ^= 0xFF
     path = write(tmp_path / "file", bytes(data))
-    fails(path, "file: the compressed data is damaged or cut short")
+    fails(path, "file: the compressed data is damaged or truncated")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"Text\nthen \0 and more" * 10, r"file:2: not a text file \(a NUL at byte 10\)"),
-        ("Text".encode("utf-16"), "is UTF-16, not UTF-8; convert it: iconv"),
+        ("Text".encode("utf-16"), "UTF-16, not UTF-8 text; convert it, e.g. iconv"),
         ("Übergröße für ältere Väter\n".encode("latin1") * 9, "file:1: not UTF-8 text .from byte 0"),
         (b"\n\n  \n", "contains no text"),
         (b"", "contains no text"),
         (b'{"body": "x"}\n', r'file:1: no field "text" with a string \(it has: body\)'),
         (b'{"text": 3}\n', 'no field "text" with a string'),
-        (b'<?xml version="1.0"?>\n<html/>', "XML but no MediaWiki dump"),
+        (b'<?xml version="1.0"?>\n<html/>', "XML but not a MediaWiki dump"),
         (dump(page("A."))[:-30].encode(), "file:3: not well-formed XML"),
         (
             b'<!DOCTYPE m [<!ENTITY a "aa">]>\n<mediawiki><page><text>&a;</text></page></mediawiki>',

@@ -173,7 +173,7 @@ def test_any_csv_that_python_writes_is_read_back(tmp_path_factory, rows):
         ("a.jsonl", '{"text": 1, "label": 0}\n', "a.jsonl:1: no text in 'text'"),
         ("a.jsonl", '{"text": "a"}\n', "a.jsonl:1: no 'label' (it has: text)"),
         ("a.jsonl", '{"text": "a", "label": null}\n', "a.jsonl:1: no 'label'"),
-        ("a.tsv.gz", gzip.compress(b"text\tlabel\n" * 99, mtime=0)[:-9], "damaged or cut short"),
+        ("a.tsv.gz", gzip.compress(b"text\tlabel\n" * 99, mtime=0)[:-9], "damaged or truncated"),
         ("a.parquet", b"PAR1nonsense", "not a complete Parquet file"),
         ("a.xlsx", b"x", "unknown file format"),
         ("a.tsv", None, "it does not exist"),
