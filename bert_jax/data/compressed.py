@@ -97,7 +97,7 @@ class _CountedFile(io.FileIO):
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompresses Zstandard; unlike the library's reader, detects truncated files."""
+    """Zstandard decompressor that, unlike the library's reader, detects truncated files."""
 
     def __init__(self, file: io.BufferedReader):
         import zstandard

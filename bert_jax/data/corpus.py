@@ -86,7 +86,7 @@ class Source:
 
 
 class _SeenLines:
-    """Detects repeated lines with a hash table of fixed size (16 MB).
+    """Detector of repeated lines: a hash table of fixed size (16 MB).
 
     Colliding entries overwrite each other, so some repetitions among many millions of lines are
     missed. False positives have a probability of 2^-64.
@@ -404,7 +404,7 @@ def _split_long_documents(
 
 
 class _Reader:
-    """Reads a source's files, each according to its kind."""
+    """Reader of a source's files, each according to its kind."""
 
     def __init__(self, source: Source, report: Report):
         self._source, self._report = source, report

@@ -18,7 +18,7 @@ _TRIES = 100  # maximum number of draws of a different document
 
 
 class Instances:
-    """Creates BERT's pretraining sequences from documents.
+    """Generator of BERT's pretraining sequences from documents.
 
     Args:
         documents: tokenized documents, with the interface of `pieces._Documents`.

@@ -191,7 +191,7 @@ class _WordCache(dict):
 
 
 class Worker:
-    """Processes work units, in any process."""
+    """Executor of work units, in any process."""
 
     def __init__(self, job: Job):
         self._job = job
