@@ -291,7 +291,7 @@ def test_stray_bytes_are_replaced_and_told(tmp_path):
     assert "A caf\ufffd is not." in documents[0].text
     warnings = "\n".join(report.warnings)
     assert "t.txt:4 (byte 104 of the text): a line is not UTF-8 (2 in" in warnings
-    assert "replaced invalid bytes by U+FFFD" in warnings
+    assert "replaced invalid bytes with U+FFFD" in warnings
     assert "t.txt:6009: a line contains NUL characters (1 in" in warnings
 
 

@@ -131,7 +131,7 @@ class Report:
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
     _seen: _SeenLines | None = None
-    # Of the last source: documents, documents with one sentence, and where the first of those is.
+    # Of the last source: documents, those with a single sentence, and the location of the first.
     _read: int = 0
     _singles: int = 0
     _single: str = ""
@@ -162,10 +162,10 @@ class Report:
 
     def add(self, part: "Report") -> None:
         """Add the report on the current source's next files, read by another process."""
-        entry, more = self.sources[-1], part.sources[-1]
-        entry["kinds"] += [kind for kind in more["kinds"] if kind not in entry["kinds"]]
-        entry["bytes"] += more["bytes"]
-        entry["documents"] += more["documents"]
+        entry, part_entry = self.sources[-1], part.sources[-1]
+        entry["kinds"] += [kind for kind in part_entry["kinds"] if kind not in entry["kinds"]]
+        entry["bytes"] += part_entry["bytes"]
+        entry["documents"] += part_entry["documents"]
         self.bytes_read += part.bytes_read
         self.documents += part.documents
         self._read += part._read
@@ -175,7 +175,7 @@ class Report:
             self.tell(source, problem, consequence, where, count)
 
     def look(self, file: str, lines: Iterable[tuple[int, int]]) -> None:
-        """Warn of lines (from `long_lines`, of one file) that occurred before in any source."""
+        """Warn of lines of a file (from `long_lines`) that occurred before, in any source."""
         self._seen = self._seen or _SeenLines()
         for number in self._seen.repeated(lines):
             self.tell(self.sources[-1]["spec"], _REPEATED_LINE, "kept it", f"{file}:{number}")
@@ -479,13 +479,13 @@ class _Reader:
                 self._report.tell(
                     self._source.spec,
                     "a line is not UTF-8",
-                    "replaced invalid bytes by U+FFFD",
+                    "replaced invalid bytes with U+FFFD",
                     f"{path}:{number} (byte {offset + error.start:,} of the text)",
                 )
             if "\0" in line:
                 line = line.replace("\0", " ")
                 self._warn(
-                    path, number, "a line contains NUL characters", "replaced them by spaces"
+                    path, number, "a line contains NUL characters", "replaced them with spaces"
                 )
             yield number, line.rstrip("\r\n").removeprefix("\ufeff" if number == 1 else "\n")
             number += ended
@@ -624,7 +624,8 @@ class _Reader:
         except expat.ExpatError as error:
             raise UserError(
                 f"{path}:{error.lineno}: not well-formed XML "
-                f"({expat.errors.messages[error.code]}); the file may be truncated; copy or download it again"
+                f"({expat.errors.messages[error.code]}); the file may be truncated; copy or "
+                "download it again"
             ) from None
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
@@ -678,7 +679,8 @@ class _Reader:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise UserError(
                 f"source 'tfds:{name}': {reason.rstrip('.')}; prepare it on a machine "
-                'with network access and file_format="array_record", and set TFDS_DATA_DIR to its folder'
+                'with network access and file_format="array_record", and set TFDS_DATA_DIR to its '
+                "folder"
             ) from None
         if "text" not in features:
             raise UserError(

@@ -48,7 +48,7 @@ class Rows:
             folder: folder of rows.
             split: "train" or "heldout".
             skip: called with a message once for each damaged record, from any reading thread; the
-                record is replaced by a row of padding. Without it a damaged record is an error.
+                record is replaced with a row of padding. Without it a damaged record is an error.
 
         Raises:
             UserError: not a folder of rows, or a shard is missing, truncated or unreadable.
@@ -164,7 +164,7 @@ class Rows:
         with self._report_lock:
             if index not in self._reported:
                 self._reported.add(index)
-                self._skip(f"{damaged}; replaced it by a row of padding")
+                self._skip(f"{damaged}; replaced it with a row of padding")
         return self.empty(1)
 
     def empty(self, rows: int) -> Batch:

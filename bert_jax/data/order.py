@@ -91,18 +91,18 @@ def _round_keys(seeds: UInt32[np.ndarray, " n"]) -> UInt32[np.ndarray, "rounds n
     addends[0] += np.uint32(1)
     addends[1] += seeds
     for k in range(2 * _ROUNDS):
-        here, near, far, last = ((k + i) % _ROUNDS for i in (0, 1, 2, -1))
+        current, near, far, last = ((k + i) % _ROUNDS for i in (0, 1, 2, -1))
         if k < _ROUNDS:
-            mixed = _mix(state[here] ^ state[near] ^ state[last]) * np.uint32(1664525)
+            mixed = _mix(state[current] ^ state[near] ^ state[last]) * np.uint32(1664525)
             state[near] += mixed
-            mixed += addends[here]
+            mixed += addends[current]
             state[far] += mixed
         else:
-            mixed = _mix(state[here] + state[near] + state[last]) * np.uint32(1566083941)
+            mixed = _mix(state[current] + state[near] + state[last]) * np.uint32(1566083941)
             state[near] ^= mixed
-            mixed -= np.uint32(here)
+            mixed -= np.uint32(current)
             state[far] ^= mixed
-        state[here] = mixed
+        state[current] = mixed
     return state
 
 

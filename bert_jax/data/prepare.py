@@ -144,9 +144,8 @@ def prepare(
     if not job.folder.exists() and (manifest := _finished(out, settings, vocabulary, force)):
         return manifest
     with files.one_line_errors(f"cannot write to {out}"), files.only_process(job.folder):
-        if manifest := _finished(
-            out, settings, vocabulary, force
-        ):  # finished by another process, or only cleaning up was left
+        # Another process may have finished, or a previous run may have stopped before cleaning up.
+        if manifest := _finished(out, settings, vocabulary, force):
             shutil.rmtree(job.folder)
             return manifest
         _discard_stale_work(job, settings, runner)
@@ -195,8 +194,8 @@ def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None
     if runner == "beam":
         if workers is not None:
             raise UserError(
-                "workers: only the local runner has this option; use the options of Beam's runner, "
-                "such as --beam direct_num_workers=4"
+                "workers: not an option of the Beam runner; use Beam's own options, such as "
+                "--beam direct_num_workers=4"
             )
         from bert_jax.data import beam as beam_runner
 
@@ -208,7 +207,7 @@ def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None
 def _finished(
     out: pathlib.Path, settings: dict[str, Any], vocabulary: wordpiece.Vocabulary, force: bool
 ) -> Manifest | None:
-    """Return the manifest of `out` if its rows were made with `settings`, None to make them."""
+    """Return the manifest of `out` if it holds rows made with `settings`, else None."""
     if not (out / MANIFEST).exists():
         return None
     try:
