@@ -34,7 +34,7 @@ def small_pieces(monkeypatch):
     """Many chunks, batches and shards of little text."""
     monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 1500)
     monkeypatch.setattr(prepare_worker, "BATCH_BYTES", 3000)
-    monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
+    monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
 
 
 @pytest.fixture(scope="module")

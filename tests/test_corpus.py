@@ -163,7 +163,7 @@ def test_reads_parquet(tmp_path):
     parquet.write_table(table.rename_columns(["n", "body"]), tmp_path / "other.parquet")
     fails(tmp_path / "other.parquet", r'no column "text" \(it has: n, body\)')
     data = (tmp_path / "data.parquet").read_bytes()
-    fails(write(tmp_path / "cut.parquet", data[:-9]), "not a whole Parquet file")
+    fails(write(tmp_path / "cut.parquet", data[:-9]), "not a complete Parquet file")
 
 
 def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
@@ -210,15 +210,15 @@ def test_folders_globs_and_order(tmp_path):
     assert corpus.parse_source(f"{tmp_path}/we@3").weight == 1
     assert corpus.parse_source(f"{tmp_path}/we@3/x.txt@3").weight == 3
     (tmp_path / "none").mkdir()
-    fails(tmp_path / "none", "the folder .* holds no files")
+    fails(tmp_path / "none", "the folder .* contains no files")
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("/nowhere/*.txt", "no file matches '/nowhere/..txt'"),
-        ("bokks:novels/", "unknown kind of source 'bokks' in .* did you mean 'books'.*mediawiki"),
-        (f"{__file__}@0", "the weight '0' of source .* is not a positive number"),
+        ("bokks:novels/", "unknown kind 'bokks'; did you mean 'books'.*mediawiki"),
+        (f"{__file__}@0", "the weight '0' is not a positive number"),
         (f"{__file__}@x2", "the weight 'x2'"),
         (f"{__file__}@nan", "the weight 'nan'"),
     ],
@@ -256,20 +256,20 @@ def test_damaged_compression_is_refused(tmp_path, compression, damage):
     else:
         data[len(data) // 2] ^= 0xFF
     path = write(tmp_path / "file", bytes(data))
-    fails(path, "file: the compressed data is damaged or cut short")
+    fails(path, "file: the compressed data is damaged or truncated")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"Text\nthen \0 and more" * 10, r"file:2: not a text file \(a NUL at byte 10\)"),
-        ("Text".encode("utf-16"), "is UTF-16, not UTF-8; convert it: iconv"),
+        ("Text".encode("utf-16"), "UTF-16, not UTF-8 text; convert it, e.g. iconv"),
         ("Übergröße für ältere Väter\n".encode("latin1") * 9, "file:1: not UTF-8 text .from byte 0"),
-        (b"\n\n  \n", "holds no text"),
-        (b"", "holds no text"),
+        (b"\n\n  \n", "contains no text"),
+        (b"", "contains no text"),
         (b'{"body": "x"}\n', r'file:1: no field "text" with a string \(it has: body\)'),
         (b'{"text": 3}\n', 'no field "text" with a string'),
-        (b'<?xml version="1.0"?>\n<html/>', "XML but no MediaWiki dump"),
+        (b'<?xml version="1.0"?>\n<html/>', "XML but not a MediaWiki dump"),
         (dump(page("A."))[:-30].encode(), "file:3: not well-formed XML"),
         (
             b'<!DOCTYPE m [<!ENTITY a "aa">]>\n<mediawiki><page><text>&a;</text></page></mediawiki>',
@@ -291,8 +291,8 @@ def test_stray_bytes_are_replaced_and_told(tmp_path):
     assert "A caf\ufffd is not." in documents[0].text
     warnings = "\n".join(report.warnings)
     assert "t.txt:4 (byte 104 of the text): a line is not UTF-8 (2 in" in warnings
-    assert "went on, bad bytes became U+FFFD" in warnings
-    assert "t.txt:6009: a line holds NUL characters (1 in" in warnings
+    assert "replaced invalid bytes with U+FFFD" in warnings
+    assert "t.txt:6009: a line contains NUL characters (1 in" in warnings
 
 
 def test_marks_and_line_ends_are_not_text(tmp_path):
@@ -312,7 +312,7 @@ def test_warnings(tmp_path):
     assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path}); kept it" in told
     assert f"{path}:1: a blank line follows nearly every sentence" in told
     assert "(10 in" in told
-    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); went on" in told
+    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); skipped" in told
 
     bad = '{"text": "Fine it is."}\n{"text": "Cut\n{"text": " "}\n'
     _, report = read(write(tmp_path / "t.jsonl", bad))

@@ -465,14 +465,14 @@ def test_npy_grows_past_its_first_header(tmp_path):
     [
         ("a.txt", b"good\nb\xe4d\n", "a.txt:2: not UTF-8 text"),
         ("a.txt", b"good\n\nb\0d\n", "a.txt:3: not text"),
-        ("a.txt.gz", gzip.compress(b"good\n" * 999, mtime=0)[:-9], "damaged or cut short"),
-        ("a.txt.bz2", b"BZh91AY&SYnonsense", "damaged or cut short"),
+        ("a.txt.gz", gzip.compress(b"good\n" * 999, mtime=0)[:-9], "damaged or truncated"),
+        ("a.txt.bz2", b"BZh91AY&SYnonsense", "damaged or truncated"),
         ("a.jsonl", b'{"text": "good"}\n\n{"text": 3}\n', "a.jsonl:3: no text in 'text'"),
         ("a.jsonl", b'{"text": "good"}\n{"txt": "x"}\n', "it has: txt"),
         ("a.jsonl", b'{"text": "good"}\nbad\n', "a.jsonl:2: not JSON"),
         ("a.jsonl", b"[" * 99_999 + b"\n", "a.jsonl:1: not JSON"),
-        ("a.parquet", b"PAR1nonsense", "not a whole Parquet file"),
-        ("a.csv", b"x", "its name does not say what it is"),
+        ("a.parquet", b"PAR1nonsense", "not a complete Parquet file"),
+        ("a.csv", b"x", "unknown file format"),
         ("a.txt", None, "it does not exist"),
     ],
 )
@@ -490,7 +490,7 @@ def test_bad_sources_are_told_in_one_line(tmp_path, name, content, says):
     ("columns", "says"),
     [
         ({"txt": ["a"]}, "no column 'text' (it has: txt)"),
-        ({"text": [1]}, "holds int64, not strings"),
+        ({"text": [1]}, "has type int64; convert it to strings"),
         ({"text": ["a", None]}, "row 2: no text"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_whole_shard_is_never_skipped(folder, skip):
         loader.Rows(folder, "train", skip)
     path.write_bytes(data[:2000])
     for read in (lambda: loader.Rows(folder, "train", skip), lambda: all_rows(opened)):
-        with pytest.raises(UserError, match=f"{path} has 2000 bytes.* cut short"):
+        with pytest.raises(UserError, match=f"{path} has 2000 bytes.* truncated"):
             read()
     path.unlink()
     with pytest.raises(UserError, match=f"cannot read the shard {path}: it does not exist"):
@@ -244,7 +244,7 @@ def manifest(rows):
         (lambda m: m["train"]["shards"][0].update(name="../../etc/passwd"), "etc/passwd"),
         (lambda m: m["train"]["shards"][0].update(name="/x.arrayrecord"), "/x"),
         (lambda m: m["train"]["shards"][0].update(rows=-1), "-1 rows"),
-        (lambda m: m["train"].update(rows=10**12), "other rows"),
+        (lambda m: m["train"].update(rows=10**12), "total of its shards"),
         (lambda m: m["train"]["shards"].append(None), "shards"),
     ],
 )

@@ -259,7 +259,10 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
     vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
-    tokenizer, pieces = vocabulary.tokenizer(), prepare_worker._Pieces(vocabulary, np.dtype("<u2"))
+    tokenizer, pieces = (
+        vocabulary.tokenizer(),
+        prepare_worker._WordCache(vocabulary, np.dtype("<u2")),
+    )
     alphabet = st.sampled_from(
         [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", "[UNK]"]
     )
@@ -285,7 +288,7 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
 def small_pieces(monkeypatch):
     """Many chunks and shards of little text."""
     monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 2000)
-    monkeypatch.setattr(module, "_LEAST_SHARD_TOKENS", 500)
+    monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
 
 
 def write_corpus(folder, documents=40, sentences=12, seed=0):
@@ -444,7 +447,7 @@ SCRIPT = """
 import sys
 from bert_jax.data import prepare_worker
 from bert_jax.data import prepare as module
-prepare_worker.CHUNK_CHARACTERS, module._LEAST_SHARD_TOKENS = 2000, 500
+prepare_worker.CHUNK_CHARACTERS, module._MIN_SHARD_TOKENS = 2000, 500
 if __name__ == "__main__":
     module.prepare([sys.argv[1]], sys.argv[2], sys.argv[3], sequences=4, workers=2)
 """

@@ -406,7 +406,7 @@ def test_damaged_shards_are_refused_by_name(tmp_path, rows, capsys):
     import shutil
 
     for damage, expected in (
-        (lambda data: data[:-100], "cut short or altered"),
+        (lambda data: data[:-100], "truncated or altered"),
         (lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:], "fails its checksum"),
     ):
         folder = tmp_path / expected.split()[0]

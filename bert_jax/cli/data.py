@@ -1,15 +1,15 @@
-"""Text to vocabularies and rows."""
+"""Commands that turn text into vocabularies and rows."""
 
 from bert_jax.cli.common import Verbs, add_case
 
 _SOURCES = (
-    "text: a file, folder or glob, optionally KIND:… (google, books, wikiextractor, mediawiki, "
-    "jsonl, parquet, tfds:NAME/CONFIG) and …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
+    "text: a file, folder or glob, optionally as KIND:… (google, books, wikiextractor, "
+    "mediawiki, jsonl, parquet, tfds:NAME/CONFIG) and with …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
 )
 
 
 def add_vocab(verbs: Verbs) -> None:
-    """`bert-jax vocab`."""
+    """Add `bert-jax vocab`."""
     sub = verbs.add(
         "vocab",
         _vocab,
@@ -17,11 +17,13 @@ def add_vocab(verbs: Verbs) -> None:
         "  bert-jax vocab --out vocab --size 16384 books:novels/ 'wiki/*.gz'",
     )
     sub.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCES)
-    sub.add_argument("--out", required=True, metavar="DIR", help="folder for vocab.txt")
-    sub.add_argument("--size", type=int, default=30522, help="entries (default %(default)s)")
+    sub.add_argument("--out", required=True, metavar="DIR", help="output folder for vocab.txt")
+    sub.add_argument(
+        "--size", type=int, default=30522, help="number of tokens (default %(default)s)"
+    )
     sub.add_argument("--cased", action="store_true", help="keep case and accents")
     sub.add_argument(
-        "--min-frequency", type=int, default=2, help="rarer pieces are not merged (default 2)"
+        "--min-frequency", type=int, default=2, help="minimum occurrences of a piece (default 2)"
     )
 
 
@@ -39,7 +41,7 @@ def _vocab(options) -> None:
 
 
 def add_prepare(verbs: Verbs) -> None:
-    """`bert-jax prepare`."""
+    """Add `bert-jax prepare`."""
     sub = verbs.add(
         "prepare",
         _prepare,
@@ -49,36 +51,56 @@ def add_prepare(verbs: Verbs) -> None:
         "    --beam flink_master=flink:8081 '/nfs/wiki/*.gz'",
     )
     sub.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCES)
-    sub.add_argument("--vocab", required=True, help="vocab.txt, or a folder that holds it")
-    sub.add_argument("--out", required=True, metavar="DIR", help="folder for the rows")
-    sub.add_argument("--tokens", type=int, default=128, help="T, tokens a row (default 128)")
+    sub.add_argument("--vocab", required=True, help="a vocab.txt or its folder")
+    sub.add_argument("--out", required=True, metavar="DIR", help="output folder for the rows")
+    sub.add_argument("--tokens", type=int, default=128, help="T, tokens per row (default 128)")
     sub.add_argument(
-        "--sequences", type=int, default=1, help="most sequences packed into a row (default 1)"
+        "--sequences", type=int, default=1, help="maximum sequences packed into a row (default 1)"
     )
     sub.add_argument(
-        "--pairs", choices=("nsp", "none"), default="nsp", help="sentence pairs (default) or not"
+        "--pairs",
+        choices=("nsp", "none"),
+        default="nsp",
+        help="sentence pairs (default) or single segments",
     )
-    sub.add_argument("--passes", type=int, default=1, help="times over the text, pairs drawn anew")
-    sub.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
-    sub.add_argument("--heldout-fraction", type=float, default=0.01, help="of the documents (0.01)")
-    sub.add_argument("--short-fraction", type=float, default=0.1, help="shortened sequences (0.1)")
+    sub.add_argument(
+        "--passes",
+        type=int,
+        default=1,
+        help="passes over the text; sentence pairs are resampled in each (default 1)",
+    )
+    sub.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    sub.add_argument(
+        "--heldout-fraction",
+        type=float,
+        default=0.01,
+        help="fraction of documents to hold out (default 0.01)",
+    )
+    sub.add_argument(
+        "--short-fraction",
+        type=float,
+        default=0.1,
+        help="fraction of documents with shorter sequences (default 0.1)",
+    )
     add_case(sub)
-    sub.add_argument("--language", default="en", help="for splitting sentences (default en)")
+    sub.add_argument(
+        "--language", default="en", help="language code for the sentence splitter (default en)"
+    )
     sub.add_argument("--workers", type=int, default=None, help="processes (default: all cores)")
     sub.add_argument("--force", action="store_true", help="replace rows made with other settings")
     sub.add_argument(
         "--runner",
         choices=("local", "beam"),
         default="local",
-        help="beam: an Apache Beam pipeline, the same bytes; its workers must reach the sources and "
-        "--out by the same paths",
+        help="local processes (default) or an Apache Beam pipeline, which writes the same bytes; "
+        "its workers must reach the sources and --out by the same paths",
     )
     sub.add_argument(
         "--beam",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of Beam's, such as runner=FlinkRunner; may be repeated",
+        help="a Beam pipeline option, such as runner=FlinkRunner; may be repeated",
     )
 
 

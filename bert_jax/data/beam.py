@@ -1,9 +1,9 @@
-"""Pieces of work as Apache Beam pipelines, on whatever runs those (extra `beam`).
+"""Work units as Apache Beam pipelines, on any Beam runner (extra `beam`).
 
-Beam hands out numbers of pieces and nothing else: workers read text and write files themselves. So
+Beam distributes only the numbers of work units; workers read text and write files themselves. So
 they need bert_jax installed (`--beam environment_config=IMAGE`, `sdk_container_image=IMAGE`) and a
-file system shared with the process that waits, where sources and output have the same absolute
-paths everywhere. A piece may be done twice, also at once: its file appears whole, with the same bytes.
+file system shared with the launching process, with the same absolute paths for sources and output.
+A unit may be executed twice, even concurrently; its file is atomic and has the same bytes.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from bert_jax import files
 from bert_jax.errors import UserError
 
 
-def options(given: Sequence[str]) -> Any:
-    """Beam's `PipelineOptions` of NAME=VALUE or NAME alone, as `--NAME=VALUE` or `--NAME`.
+def options(arguments: Sequence[str]) -> Any:
+    """Return Beam's `PipelineOptions` for arguments NAME=VALUE or NAME.
 
     Raises:
-        UserError: Beam is not installed, knows no such option or refuses its value.
+        UserError: Beam is not installed, or an option is unknown or has an invalid value.
     """
     try:
         import apache_beam  # noqa: F401
@@ -31,49 +31,49 @@ def options(given: Sequence[str]) -> Any:
         raise UserError("the Beam runner needs Apache Beam: pip install 'bert-jax[beam]'") from None
     from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 
-    parsed = PipelineOptions([f"--{option}" for option in given])
+    parsed = PipelineOptions([f"--{option}" for option in arguments])
     logger = logging.getLogger(PipelineOptions.__module__)
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), _silent(logger):
+        with contextlib.redirect_stderr(stderr), _silent(logger):
             known = parsed.get_all_options()
             unknown = set(parsed.get_all_options(retain_unknown_options=True)) - set(known)
             runner = parsed.view_as(StandardOptions).runner or StandardOptions.DEFAULT_RUNNER
-    except SystemExit:  # argparse has printed its usage, and last what is wrong
-        line = said.getvalue().strip().splitlines()[-1]
-        raise UserError(f"Apache Beam's options: {line.partition('error: ')[2]}") from None
-    # Others ask a server which options there are.
+    except SystemExit:  # argparse has printed its usage, then the error
+        line = stderr.getvalue().strip().splitlines()[-1]
+        raise UserError(f"Apache Beam: {line.partition('error: ')[2]}") from None
+    # Other runners query a server for their options.
     if unknown and runner in StandardOptions.LOCAL_RUNNERS:
         name = min(unknown)
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"Apache Beam's {runner} has no option {name!r}{hint}")
+        matches = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
+        raise UserError(f"Apache Beam: {runner} has no option {name!r}{hint}")
     return parsed
 
 
 @contextlib.contextmanager
 def _silent(logger: logging.Logger) -> Iterator[None]:
-    before, logger.disabled = logger.disabled, True
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
 class Pipelines:
-    """Does pieces of work, each kind in a pipeline of its own.
+    """Executor of work units, with one pipeline per kind of unit.
 
     Args:
-        call: does a piece, given its method and arguments; is pickled, as they are.
-        error: where a worker leaves the line of a `UserError`, for the process that waits. Beam's
-            runners would each wrap it in tracebacks of their own, most after trying it four times.
-        given: as `options` takes them.
+        call: executes a unit, given its method and arguments; all three are pickled.
+        error: path to which a worker writes the message of a `UserError` for the launching process.
+            Beam's runners would wrap it in tracebacks, most of them after four attempts.
+        arguments: pipeline options, as for `options`.
     """
 
     def __init__(
-        self, call: Callable[[str, tuple], None], error: pathlib.Path, given: Sequence[str]
+        self, call: Callable[[str, tuple], None], error: pathlib.Path, arguments: Sequence[str]
     ):
-        self._call, self._error, self._options = call, error, options(given)
+        self._call, self._error, self._options = call, error, options(arguments)
 
     def __enter__(self) -> "Pipelines":
         return self
@@ -82,10 +82,10 @@ class Pipelines:
         pass
 
     def run(self, method: str, tasks: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, None]]:
-        """Calls a method for every (tag, arguments); when all are done, yields (tag, None) of each.
+        """Call a method for every (tag, arguments); yield (tag, None) for each when all are done.
 
         Raises:
-            UserError: what a worker raised, or the line in which Beam says why it failed.
+            UserError: a worker raised it, or the pipeline failed.
         """
         import apache_beam as beam
 
@@ -102,26 +102,28 @@ class Pipelines:
                 pipeline
                 | "pieces" >> beam.Create(work)
                 | "spread" >> beam.Reshuffle()
-                | method >> beam.Map(_do, self._call, self._error)
+                | method >> beam.Map(_execute, self._call, self._error)
             )
             pipeline.run().wait_until_finish()
-        except Exception as failure:  # whatever the runner, its server or the network do
+        except Exception as failure:  # the runner, its server or the network may raise anything
             text = str(failure).strip() or type(failure).__name__
-            if mistake := re.search(r"UserError: (.*?)(?: \[while running|\n|$)", text):
-                raise UserError(mistake[1]) from None
+            if match := re.search(r"UserError: (.*?)(?: \[while running|\n|$)", text):
+                raise UserError(match[1]) from None
             raise UserError(f"Apache Beam: {text.splitlines()[-1]}") from failure
         if self._error.exists():
             raise UserError(self._error.read_text())
         yield from ((tag, None) for tag in tags)
 
 
-def _do(piece: tuple[str, tuple], call: Callable[[str, tuple], None], error: pathlib.Path) -> None:
-    if error.exists():  # all is in vain
+def _execute(
+    unit: tuple[str, tuple], call: Callable[[str, tuple], None], error: pathlib.Path
+) -> None:
+    if error.exists():  # the run has failed already
         return
     try:
-        call(*piece)
-    except UserError as mistake:
+        call(*unit)
+    except UserError as user_error:
         try:
-            files.write(error, str(mistake))
-        except OSError:  # a full disk: by way of Beam, then
-            raise mistake from None
+            files.write(error, str(user_error))
+        except OSError:  # such as a full disk: report it through Beam
+            raise user_error from None

@@ -1,4 +1,4 @@
-"""Files of bytes, compressed or not, and what it means when they are damaged."""
+"""Read plain or compressed files, and report damaged ones."""
 
 import bz2
 import contextlib
@@ -15,19 +15,19 @@ from bert_jax.files import one_line_errors
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _BLOCK_BYTES = 1 << 20
-# Of a file that is read whole: far more than any description of a model or of rows takes, and than
-# any benchmark's file. A few compressed bytes can stand for more memory than there is.
+# Maximum sizes of settings and benchmark files that are read as a whole, far above those in use, to
+# guard against decompression bombs.
 SETTINGS_BYTES, DATA_BYTES = 1 << 26, 1 << 30
 
 
 def decompressed(
     path: pathlib.Path, count: Callable[[int], None] | None = None
 ) -> io.BufferedIOBase:
-    """Opens a file for reading, decompressed by what its first bytes say, not by its name.
+    """Open a file for reading, decompressing it as its first bytes (not its name) indicate.
 
     Args:
-        path: of the file.
-        count: is told how many bytes of it were read, each time.
+        path: path of the file.
+        count: called with the number of bytes of each read from disk.
     """
     raw = io.FileIO(path) if count is None else _CountedFile(path, count)
     file = io.BufferedReader(raw, _BLOCK_BYTES)
@@ -43,27 +43,27 @@ def decompressed(
     return file
 
 
-def whole(stream: IO[bytes], where: object, most_bytes: int = SETTINGS_BYTES) -> bytes:
-    """All of a stream.
+def whole(stream: IO[bytes], where: object, max_bytes: int = SETTINGS_BYTES) -> bytes:
+    """Read a whole stream.
 
     Raises:
-        UserError: there is more of it than `most_bytes`; `where` says of what.
+        UserError: it has more than `max_bytes`; the message begins with `where`.
     """
     blocks, size = [], 0
     while block := stream.read(_BLOCK_BYTES):
         blocks.append(block)
         size += len(block)
-        if size > most_bytes:
+        if size > max_bytes:
             raise UserError(
-                f"{where}: more than {most_bytes >> 20:,} MB, decompressed, which no such file has; "
-                "check that it is the right one"
+                f"{where}: more than {max_bytes >> 20:,} MB (decompressed), too large for such a "
+                "file; check that it is the right one"
             )
     return b"".join(blocks)
 
 
 @contextlib.contextmanager
 def damage(path: pathlib.Path) -> Iterator[None]:
-    """Turns what reading a `decompressed` file raises into a `UserError` that names it."""
+    """Convert errors of reading a `decompressed` file to a `UserError` that names it."""
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
@@ -78,13 +78,13 @@ def damage(path: pathlib.Path) -> Iterator[None]:
 def _damaged(path: pathlib.Path, error: Exception) -> UserError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return UserError(
-        f"{path}: the compressed data is damaged or cut short ({reason.rstrip('.')}); "
+        f"{path}: the compressed data is damaged or truncated ({reason.rstrip('.')}); "
         "copy or download it again"
     )
 
 
 class _CountedFile(io.FileIO):
-    """A file that says how much is read of it."""
+    """A file that reports the number of bytes read from it."""
 
     def __init__(self, path: pathlib.Path, count: Callable[[int], None]):
         super().__init__(path)
@@ -97,7 +97,7 @@ class _CountedFile(io.FileIO):
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompresses Zstandard; unlike the library's reader it notices when the end is missing."""
+    """Zstandard decompressor that, unlike the library's reader, detects truncated files."""
 
     def __init__(self, file: io.BufferedReader):
         import zstandard
@@ -111,7 +111,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            # Small bites: a kilobyte can stand for 32 MB.
+            # Read little at a time, as a kilobyte can expand to 32 MB.
             data = self._frame.unused_data if self._frame and self._frame.eof else b""
             data = data or self._file.read(1024)
             if not data:

@@ -1,9 +1,9 @@
-"""Sources of text, of every common format, to documents and their sentences.
+"""Read text sources of common formats into documents, and split documents into sentences.
 
-Reading is split in two, because one part must be sequential and the other is expensive. `read`
-streams raw documents in file order, cheaply and in bounded memory; `sentences` turns one raw
-document into sentences (markup removal, joining of wrapped lines, sentence splitting) and can run
-in any process. A `Report` collects how much was read and what was odd about it.
+Reading has two parts, as one must be sequential and the other is expensive. `read` streams raw
+documents in file order, cheaply and in bounded memory. `sentences` turns one raw document into
+sentences (removes markup, joins wrapped lines, splits sentences) and can run in any process. A
+`Report` collects statistics and warnings.
 """
 
 import array
@@ -39,24 +39,24 @@ from bert_jax.data.mediawiki import plain_text
 from bert_jax.errors import UserError
 from bert_jax.files import one_line_errors
 
-# No book or article is this long; whatever is would not fit a worker's memory once tokenized.
+# Longer than any book or article; a longer document would not fit a worker's memory once tokenized.
 DOCUMENT_CHARACTERS = 8 << 20
-# Far beyond T tokens of any row; longer ones are not sentences but text without punctuation.
+# Far beyond the T tokens of any row; longer ones are text without punctuation.
 SENTENCE_CHARACTERS = 10_000
 _BLOCK_BYTES = 1 << 20
-_MOST_WEIGHT = 1000
-_REPEATS = "a long line repeats an earlier one"
+_MAX_WEIGHT = 1000
+_REPEATED_LINE = "a long line repeats an earlier one"
 
 
 class RawDocument(NamedTuple):
-    """One document as it stands in its file.
+    """A document as read from its file.
 
     Attributes:
-        text: wiki markup for "mediawiki", else text; never longer than `DOCUMENT_CHARACTERS`.
+        text: wiki markup for "mediawiki", plain text otherwise; at most `DOCUMENT_CHARACTERS`.
         kind: one of `KINDS`.
-        file: where it comes from.
-        line: where it starts, from 1 (the record's number for "parquet" and "tfds").
-        copies: how often it counts, from the source's weight; at least 1.
+        file: path of its file.
+        line: line number of its start, from 1 (the record number for "parquet" and "tfds").
+        copies: how many times the document counts, from the source's weight; at least 1.
     """
 
     text: str
@@ -68,14 +68,14 @@ class RawDocument(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where text comes from.
+    """A source of text.
 
     Attributes:
-        spec: as the user wrote it.
-        kind: one of `KINDS`, or None to find out file by file.
-        pattern: a folder, a glob, a file; NAME/CONFIG for "tfds".
-        weight: copies of each document; a fraction means that share of the documents.
-        files: what the pattern stands for, sorted; empty for "tfds".
+        spec: the specification as the user wrote it.
+        kind: one of `KINDS`, or None to detect it for each file.
+        pattern: a folder, a glob or a file; NAME/CONFIG for "tfds".
+        weight: number of copies of each document; a fraction selects that share of the documents.
+        files: the files that match the pattern, sorted; empty for "tfds".
     """
 
     spec: str
@@ -86,17 +86,17 @@ class Source:
 
 
 class _SeenLines:
-    """Finds lines that were there before, in a table of fixed size (16 MB).
+    """Detector of repeated lines: a hash table of fixed size (16 MB).
 
-    A newer line takes an older one's slot, so among many millions of lines some repetitions are
-    missed; none is invented, save for one in 2^64.
+    Colliding entries overwrite each other, so some repetitions among many millions of lines are
+    missed. False positives have a probability of 2^-64.
     """
 
     def __init__(self, slots: int = 1 << 21):
         self._table = array.array("Q", bytes(8 * slots))
 
-    def again(self, lines: Iterable[tuple[int, int]]) -> Iterator[int]:
-        """The numbers of those of (fingerprint, line number) that were there before."""
+    def repeated(self, lines: Iterable[tuple[int, int]]) -> Iterator[int]:
+        """Yield line numbers of the (fingerprint, line number) pairs that were seen before."""
         table, slots = self._table, len(self._table)
         for fingerprint, number in lines:
             slot = fingerprint % slots
@@ -106,10 +106,10 @@ class _SeenLines:
 
 
 def long_lines(document: RawDocument) -> Iterator[tuple[int, int]]:
-    """(64-bit fingerprint, line number in the file) of lines that seldom come twice in good text."""
+    """Yield (64-bit fingerprint, line number) of the lines that rarely repeat in good text."""
     by_line = document.kind in ("google", "books", "wikiextractor")
     for number, line in enumerate(document.text.split("\n")):
-        # Short lines repeat in any text, and lines of markup and tables in any wiki.
+        # Short lines repeat in any text, markup and table rows in any wiki.
         if len(line) > 40 and line[0].isalpha():
             data = line.encode()
             fingerprint = zlib.crc32(data) << 32 | zlib.adler32(data)
@@ -118,12 +118,12 @@ def long_lines(document: RawDocument) -> Iterator[tuple[int, int]]:
 
 @dataclasses.dataclass
 class Report:
-    """What was read and what was odd about it.
+    """Statistics and warnings of reading.
 
     Attributes:
-        bytes_read: of files, as they lie on disk (compressed).
-        documents: read and kept.
-        sources: for each source its spec, kinds, files, bytes and documents.
+        bytes_read: bytes read from files, as stored on disk (compressed).
+        documents: number of documents read and kept.
+        sources: spec, kinds, files, bytes and documents of each source.
     """
 
     bytes_read: int = 0
@@ -131,41 +131,41 @@ class Report:
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
     _seen: _SeenLines | None = None
-    # Of the last source: documents read, those of one sentence, where the first of them is.
+    # Of the last source: documents, those with a single sentence, and the location of the first.
     _read: int = 0
     _singles: int = 0
     _single: str = ""
 
     def begin(self, source: Source) -> None:
-        """What follows is of this source, until `end`."""
+        """Begin a source; what follows belongs to it, until `end`."""
         entry = {"spec": source.spec, "kinds": [], "files": len(source.files), "bytes": 0}
         self.sources.append({**entry, "documents": 0})
         self._read, self._singles, self._single = 0, 0, ""
 
     def end(self) -> None:
-        """The last source has been read.
+        """End the current source.
 
         Raises:
-            UserError: there was no text in it.
+            UserError: the source contains no text.
         """
         spec = self.sources[-1]["spec"]
         if not self._read:
-            raise UserError(f"source {spec!r} holds no text; check its files")
+            raise UserError(f"source {spec!r} contains no text; check its files")
         if self._singles > 1 and self._singles >= 0.9 * self._read:
             self.tell(
                 spec,
-                "a blank line follows nearly every sentence, so documents have one sentence",
-                "went on, but all next sentences would be random; blank lines belong between documents",
+                "a blank line follows nearly every sentence, so documents have one sentence each",
+                "all next sentences will be random; put blank lines between documents only",
                 self._single,
                 self._singles,
             )
 
     def add(self, part: "Report") -> None:
-        """Adds what was read elsewhere of the last source's next files."""
-        entry, more = self.sources[-1], part.sources[-1]
-        entry["kinds"] += [kind for kind in more["kinds"] if kind not in entry["kinds"]]
-        entry["bytes"] += more["bytes"]
-        entry["documents"] += more["documents"]
+        """Add the report on the current source's next files, read by another process."""
+        entry, part_entry = self.sources[-1], part.sources[-1]
+        entry["kinds"] += [kind for kind in part_entry["kinds"] if kind not in entry["kinds"]]
+        entry["bytes"] += part_entry["bytes"]
+        entry["documents"] += part_entry["documents"]
         self.bytes_read += part.bytes_read
         self.documents += part.documents
         self._read += part._read
@@ -175,52 +175,52 @@ class Report:
             self.tell(source, problem, consequence, where, count)
 
     def look(self, file: str, lines: Iterable[tuple[int, int]]) -> None:
-        """Tells which of the last source's next `long_lines`, all of one file, were there before."""
+        """Warn of lines of a file (from `long_lines`) that occurred before, in any source."""
         self._seen = self._seen or _SeenLines()
-        for number in self._seen.again(lines):
-            self.tell(self.sources[-1]["spec"], _REPEATS, "kept it", f"{file}:{number}")
+        for number in self._seen.repeated(lines):
+            self.tell(self.sources[-1]["spec"], _REPEATED_LINE, "kept it", f"{file}:{number}")
 
     def count(self, size: int) -> None:
-        """Adds to the bytes read."""
+        """Add to the number of bytes read."""
         self.bytes_read += size
 
     def tell(self, source: str, problem: str, consequence: str, where: str, count: int = 1) -> None:
-        """Records a problem; the same one of the same source is counted, with its first place."""
+        """Record a warning; repetitions in a source are counted and keep the first location."""
         entry = self._problems.setdefault((source, problem), [where, 0, consequence])
         entry[1] += count
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line a problem: the first place, what, how often, and what was done about it.
+        """One line per problem: first location, problem, count, and consequence.
 
-        Repeated lines come last, because who reads files side by side finds them at the end.
+        Repeated lines come last, because readers that process files in parallel find them last.
         """
         return tuple(
             f"{where}: {problem} ({count:,} in {source}); {consequence}"
             for (source, problem), (where, count, consequence) in sorted(
-                self._problems.items(), key=lambda item: item[0][1] == _REPEATS
+                self._problems.items(), key=lambda item: item[0][1] == _REPEATED_LINE
             )
         )
 
 
 def parse_source(spec: str) -> Source:
-    """Parses `[KIND:]GLOB_OR_FOLDER[@WEIGHT]` and finds the files.
+    """Parse `[KIND:]GLOB_OR_FOLDER[@WEIGHT]` and find the files.
 
     Examples: `books:novels/`, `wiki/**/*.gz@0.5`, `tfds:wikipedia/20230601.en`. A folder stands
-    for all files below it but hidden ones.
+    for all files below it except hidden ones.
 
     Raises:
-        UserError: an unknown kind, a weight that is not positive, no such files.
+        UserError: the kind is unknown, the weight is not positive, or no file matches.
     """
     kind, pattern, weight = None, spec, 1.0
     prefix, colon, rest = spec.partition(":")
     if colon and prefix in KINDS:
         kind, pattern = prefix, rest
     elif colon and re.fullmatch(r"[\w-]+", prefix) and not os.path.lexists(spec):
-        near = difflib.get_close_matches(prefix, KINDS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        matches = difflib.get_close_matches(prefix, KINDS, 1)
+        hint = f"did you mean {matches[0]!r}? " if matches else ""
         raise UserError(
-            f"unknown kind of source {prefix!r} in {spec!r}; {hint}known kinds: {', '.join(KINDS)}"
+            f"source {spec!r}: unknown kind {prefix!r}; {hint}known kinds: {', '.join(KINDS)}"
         )
     path, at, number = pattern.rpartition("@")
     if at and "/" not in number and not os.path.lexists(pattern):
@@ -228,10 +228,10 @@ def parse_source(spec: str) -> Source:
             pattern, weight = path, float(number)
         except ValueError:
             weight = math.nan
-        if not (0 < weight <= _MOST_WEIGHT):
+        if not (0 < weight <= _MAX_WEIGHT):
             raise UserError(
-                f"the weight {number!r} of source {spec!r} is not a positive number up to {_MOST_WEIGHT:,}; "
-                "write for example @0.5 or @3, or leave it out"
+                f"source {spec!r}: the weight {number!r} is not a positive number up to "
+                f"{_MAX_WEIGHT:,}; write for example @0.5 or @3, or omit it"
             )
     if kind == "tfds":
         return Source(spec, kind, pattern, weight)
@@ -252,15 +252,17 @@ def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
         else:
             files.add(match)
     if not files:
-        raise UserError(f"source {spec!r}: the folder {pattern!r} holds no files")
+        raise UserError(
+            f"source {spec!r}: the folder {pattern!r} contains no files; check the path"
+        )
     return tuple(pathlib.Path(file) for file in sorted(files))
 
 
 def total_bytes(sources: Iterable[Source]) -> int | None:
-    """The files' sizes on disk, summed; None where a source has no files to measure ("tfds").
+    """Return the total size of the files on disk, or None if a source has no files ("tfds").
 
     Raises:
-        UserError: a file is gone.
+        UserError: a file no longer exists.
     """
     total = 0
     for source in sources:
@@ -273,12 +275,12 @@ def total_bytes(sources: Iterable[Source]) -> int | None:
 
 
 def read(source: Source, report: Report) -> Iterator[RawDocument]:
-    """Streams a source's documents in file order; memory does not depend on its size.
+    """Stream a source's documents in file order, in memory independent of its size.
 
-    Adds to `report` as it goes: bytes, documents, problems that it could pass over.
+    Adds bytes, documents and recoverable problems to `report` while reading.
 
     Raises:
-        UserError: a file that is not text, is damaged or has no such field; no text at all.
+        UserError: a file is not text, is damaged or lacks the text field, or there is no text.
     """
     report.begin(source)
     for document in read_files(source, source.files, report):
@@ -290,19 +292,20 @@ def read(source: Source, report: Report) -> Iterator[RawDocument]:
 def read_files(
     source: Source, files: Iterable[pathlib.Path], report: Report
 ) -> Iterator[RawDocument]:
-    """Streams the documents of some of a source's files, as `read` would reach them.
+    """Stream the documents of consecutive files of a source, as `read` does.
 
-    Does all that `read` does but looking for repeated lines, which takes the files before.
+    Unlike `read`, does not look for repeated lines, which requires the preceding files.
 
     Args:
-        source: which `report` has begun.
-        files: consecutive ones of the source's; none for "tfds", which is read whole.
+        source: the source, which `report` has begun.
+        files: consecutive files of the source; none for "tfds", which is read whole.
+        report: where statistics and warnings are added.
     """
     entry = report.sources[-1]
     before = report.bytes_read
-    whole, share = divmod(source.weight, 1)
+    whole, fraction = divmod(source.weight, 1)
     documents = _Reader(source, report).documents(files)
-    for document in _pieces(documents, source.spec, report):
+    for document in _split_long_documents(documents, source.spec, report):
         if document.kind not in entry["kinds"]:
             entry["kinds"].append(document.kind)
         entry["bytes"] = report.bytes_read - before
@@ -310,7 +313,7 @@ def read_files(
         if document.kind == "google" and "\n" not in document.text:
             report._single = report._single or f"{document.file}:{document.line}"
             report._singles += 1
-        copies = int(whole) + (share > 0 and _fraction(document.text) < share)
+        copies = int(whole) + (fraction > 0 and _uniform_hash(document.text) < fraction)
         if copies:
             report.documents += 1
             entry["documents"] += 1
@@ -319,18 +322,18 @@ def read_files(
 
 
 def sentences(document: RawDocument, language: str = "en") -> list[str]:
-    """The sentences of a document, in order: markup removed, none empty, no line breaks.
+    """Return the sentences of a document in order, without markup, none empty or with line breaks.
 
-    Google's format is split already and is left as it is. Sentences longer than
-    `SENTENCE_CHARACTERS` are cut between words.
+    Google's format is already split and is left as is. Sentences longer than
+    `SENTENCE_CHARACTERS` are split between words.
 
     Args:
-        document: from `read`.
-        language: two-letter code, for the sentence splitter.
+        document: a document from `read`.
+        language: two-letter language code for the sentence splitter.
     """
     text = document.text
     if document.kind == "google":
-        found = text.split("\n")
+        segments = text.split("\n")
     else:
         import sentencex
 
@@ -339,13 +342,15 @@ def sentences(document: RawDocument, language: str = "en") -> list[str]:
         elif document.kind.startswith("wikiextractor") and "&" in text:
             text = html.unescape(text)  # some versions escape, others do not
         paragraphs = _paragraphs(text) if document.kind == "books" else text.split("\n")
-        found = itertools.chain.from_iterable(
+        segments = itertools.chain.from_iterable(
             sentencex.segment(language, paragraph) for paragraph in paragraphs
         )
-    return [piece for sentence in found for piece in _cut(" ".join(sentence.split()))]
+    return [
+        part for segment in segments for part in _split_long_sentence(" ".join(segment.split()))
+    ]
 
 
-def _cut(sentence: str) -> Iterator[str]:
+def _split_long_sentence(sentence: str) -> Iterator[str]:
     while len(sentence) > SENTENCE_CHARACTERS:
         space = sentence.rfind(" ", 1, SENTENCE_CHARACTERS)
         end = space if space > 0 else SENTENCE_CHARACTERS
@@ -371,21 +376,23 @@ def _paragraphs(text: str) -> Iterator[str]:
         yield " ".join(lines)
 
 
-def _fraction(text: str) -> float:
-    """A number in [0, 1) that is a function of the text alone."""
+def _uniform_hash(text: str) -> float:
+    """Map a text to a number in [0, 1) by its hash."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _pieces(documents: Iterable[RawDocument], spec: str, report: Report) -> Iterator[RawDocument]:
-    """Passes documents on, those beyond `DOCUMENT_CHARACTERS` in pieces."""
+def _split_long_documents(
+    documents: Iterable[RawDocument], spec: str, report: Report
+) -> Iterator[RawDocument]:
+    """Yield the documents, those longer than `DOCUMENT_CHARACTERS` in several parts."""
     for document in documents:
         text = document.text
         if len(text) > DOCUMENT_CHARACTERS:
             report.tell(
                 spec,
                 f"a document is longer than {DOCUMENT_CHARACTERS:,} characters",
-                "went on with it cut into pieces",
+                "split it into several documents",
                 f"{document.file}:{document.line}",
             )
         while len(text) > DOCUMENT_CHARACTERS:
@@ -397,7 +404,7 @@ def _pieces(documents: Iterable[RawDocument], spec: str, report: Report) -> Iter
 
 
 class _Reader:
-    """Reads a source's files, each by its kind."""
+    """Reader of a source's files, each according to its kind."""
 
     def __init__(self, source: Source, report: Report):
         self._source, self._report = source, report
@@ -411,13 +418,13 @@ class _Reader:
                 yield from self._documents_of(path)
 
     def _documents_of(self, path: pathlib.Path) -> Iterator[RawDocument]:
-        head = head_of(path)  # not counted: it is read again below
+        head = head_of(path)  # not counted, as it is read again below
         if not head.strip():
-            self._tell(path, 1, "a file is empty", "went on without it")
+            self._warn(path, 1, "a file is empty", "skipped it")
             return
         kind = self._source.kind or marked_kind(path, head) or self._text_kind
         if kind == "parquet":
-            found = self._parquet(path)
+            documents = self._parquet(path)
         else:
             check_is_text(path, head)
             with decompressed(path, self._report.count) as stream:
@@ -434,17 +441,17 @@ class _Reader:
                     any_text = True
                     yield RawDocument(text, kind, str(path), line)
             if not any_text:
-                self._tell(path, 1, f"a file of kind {kind} holds no text", "went on without it")
+                self._warn(path, 1, f"a file of kind {kind} contains no text", "skipped it")
             return
-        for line, text in found:
+        for line, text in documents:
             yield RawDocument(text, kind, str(path), line)
 
-    def _tell(self, path, line: int, problem: str, consequence: str) -> None:
+    def _warn(self, path, line: int, problem: str, consequence: str) -> None:
         self._report.tell(self._source.spec, problem, consequence, f"{path}:{line}")
 
     @functools.cached_property
     def _text_kind(self) -> str:
-        """ "google" or "books", from the source's first file that is plain text."""
+        """ "google" or "books", detected from the source's first file of plain text."""
         for path in self._source.files:
             with damage(path):
                 head = head_of(path)
@@ -454,15 +461,15 @@ class _Reader:
         return kind_of_text(head.decode("utf-8", "replace"))
 
     def _lines(self, path: pathlib.Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, str]]:
-        """The file's lines with their numbers, without their ends; bad bytes become U+FFFD.
+        """Yield (line number, line without line end); invalid bytes become U+FFFD.
 
-        A line beyond `DOCUMENT_CHARACTERS` comes in pieces.
+        A line longer than `DOCUMENT_CHARACTERS` is split.
         """
         number, offset, rest = 1, 0, b""
         while data := stream.readline(DOCUMENT_CHARACTERS):
             ended = data.endswith(b"\n")
             data, rest = rest + data, b""
-            if not ended:  # a piece, or the last line: a character may be cut in two
+            if not ended:  # part of a line, or the last line: the last character may be incomplete
                 cut = incomplete_end(data) if len(data) >= DOCUMENT_CHARACTERS else len(data)
                 data, rest = data[:cut], data[cut:]
             try:
@@ -472,12 +479,14 @@ class _Reader:
                 self._report.tell(
                     self._source.spec,
                     "a line is not UTF-8",
-                    "went on, bad bytes became U+FFFD",
+                    "replaced invalid bytes with U+FFFD",
                     f"{path}:{number} (byte {offset + error.start:,} of the text)",
                 )
             if "\0" in line:
                 line = line.replace("\0", " ")
-                self._tell(path, number, "a line holds NUL characters", "went on without them")
+                self._warn(
+                    path, number, "a line contains NUL characters", "replaced them with spaces"
+                )
             yield number, line.rstrip("\r\n").removeprefix("\ufeff" if number == 1 else "\n")
             number += ended
             offset += len(data)
@@ -493,7 +502,7 @@ class _Reader:
                 size += len(line) + 1
             if lines and (not line or size > DOCUMENT_CHARACTERS):
                 if line:
-                    self._tell_long(path, start)
+                    self._warn_long_document(path, start)
                 yield start, "\n".join(lines)
                 lines, size = [], 0
         if lines:
@@ -504,7 +513,7 @@ class _Reader:
         size, start = 0, 1
         for number, line in self._lines(path, stream):
             if size + len(line) > DOCUMENT_CHARACTERS and lines:
-                self._tell_long(path, start)
+                self._warn_long_document(path, start)
                 yield start, "\n".join(lines)
                 lines, size, start = [], 0, number
             lines.append(line)
@@ -512,12 +521,12 @@ class _Reader:
         if any(line.strip() for line in lines):
             yield start, "\n".join(lines)
 
-    def _tell_long(self, path, line: int) -> None:
-        self._tell(
+    def _warn_long_document(self, path, line: int) -> None:
+        self._warn(
             path,
             line,
             f"a document is longer than {DOCUMENT_CHARACTERS:,} characters",
-            "went on with it cut into pieces",
+            "split it into several documents",
         )
 
     def _wikiextractor(self, path, stream) -> Iterator[tuple[int, str]]:
@@ -532,17 +541,17 @@ class _Reader:
                 if lines:
                     yield start, "\n".join(lines)
                 else:
-                    self._tell(path, start, "an article is empty", "went on without it")
+                    self._warn(path, start, "an article is empty", "skipped it")
                 lines, inside = [], False
             elif inside and line.strip() and not (not lines and html.unescape(line) == title):
                 lines.append(line)
                 size += len(line) + 1
                 if size > DOCUMENT_CHARACTERS:
-                    self._tell_long(path, start)
+                    self._warn_long_document(path, start)
                     yield start, "\n".join(lines)
                     lines, size = [], 0
         if lines:
-            self._tell(path, start, "the last article has no </doc>", "kept what is there")
+            self._warn(path, start, "the last article has no </doc>", "kept the text so far")
             yield start, "\n".join(lines)
 
     def _json(self, path, stream) -> Iterator[tuple[int, str]]:
@@ -552,22 +561,24 @@ class _Reader:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                self._tell(path, number, "a line is not JSON", "went on without it")
+                self._warn(path, number, "a line is not JSON", "skipped it")
                 continue
             if not isinstance(value, dict) or not isinstance(value.get("text"), str):
                 have = ", ".join(value) if isinstance(value, dict) else type(value).__name__
                 raise UserError(
                     f'{path}:{number}: no field "text" with a string (it has: {have[:200]}); '
-                    'rename the field that holds the text to "text"'
+                    'rename the field with the text to "text"'
                 )
-            text = value["text"].encode(errors="replace").decode()  # JSON may hold half characters
+            text = (
+                value["text"].encode(errors="replace").decode()
+            )  # JSON may contain lone surrogates
             if text.strip():
                 yield number, _without_title(text, value.get("title"))
             else:
-                self._tell(path, number, "a text is empty", "went on without it")
+                self._warn(path, number, "a text is empty", "skipped it")
 
     def _mediawiki(self, path, stream) -> Iterator[tuple[int, str]]:
-        # Expat itself rather than a tree builder: memory stays at one page, and lines are known.
+        # Use Expat rather than a tree builder to hold one page at a time and know line numbers.
         parser = expat.ParserCreate(namespace_separator=" ")
         parser.buffer_text = True
         pages: list[tuple[int, str]] = []
@@ -582,7 +593,7 @@ class _Reader:
             if name == "page":
                 start = parser.CurrentLineNumber
                 fields.clear()
-            fields[name] = []  # a later revision's text takes an earlier one's place
+            fields[name] = []  # a later revision replaces an earlier one
 
         def characters(text):
             if open_elements and open_elements[-1] in ("ns", "text"):
@@ -598,8 +609,8 @@ class _Reader:
 
         def refuse(*_):
             raise UserError(
-                f"{path}:{parser.CurrentLineNumber}: a document type declaration, which no "
-                "MediaWiki dump has; it could expand without bound, so the file is refused"
+                f"{path}:{parser.CurrentLineNumber}: a document type declaration, which "
+                "MediaWiki dumps do not have and which could expand without bound; remove it"
             )
 
         parser.StartElementHandler, parser.EndElementHandler = begin, end
@@ -612,8 +623,9 @@ class _Reader:
             parser.Parse(b"", True)
         except expat.ExpatError as error:
             raise UserError(
-                f"{path}:{error.lineno}: not well-formed XML ({expat.errors.messages[error.code]}); "
-                "the file may be cut short: copy or download it again"
+                f"{path}:{error.lineno}: not well-formed XML "
+                f"({expat.errors.messages[error.code]}); the file may be truncated; copy or "
+                "download it again"
             ) from None
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
@@ -626,17 +638,19 @@ class _Reader:
                 if "text" not in schema.names:
                     raise UserError(
                         f'{path}: no column "text" (it has: {", ".join(schema.names)[:200]}); '
-                        'rename the column that holds the text to "text"'
+                        'rename the column with the text to "text"'
                     )
                 kind = schema.field("text").type
                 if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise UserError(f'{path}: the column "text" holds {kind}, not strings')
+                    raise UserError(
+                        f'{path}: the column "text" has type {kind}; convert it to strings'
+                    )
                 size, rows, number = path.stat().st_size, table.metadata.num_rows, 0
                 before = self._report.bytes_read
                 for batch in table.iter_batches(256, columns=["text"], use_threads=False):
                     for text in batch.column(0):
                         number += 1
-                        # Nobody has checked that the bytes are UTF-8.
+                        # Parquet readers do not check that strings are UTF-8.
                         text = (
                             text.as_buffer().to_pybytes().decode(errors="replace")
                             if text.is_valid
@@ -645,11 +659,11 @@ class _Reader:
                         if text.strip():
                             yield number, text
                         else:
-                            self._tell(path, number, "a text is empty", "went on without it")
+                            self._warn(path, number, "a text is empty", "skipped it")
                     self._report.bytes_read = before + size * number // max(rows, number)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"{path}: not a whole Parquet file ({str(error).splitlines()[0][:200]}); "
+                f"{path}: not a complete Parquet file ({str(error).splitlines()[0][:200]}); "
                 "copy or download it again"
             ) from None
 
@@ -658,26 +672,29 @@ class _Reader:
         try:
             import tensorflow_datasets as tfds
 
-            # Random access into ArrayRecord needs no TensorFlow, unlike tfds.load.
+            # Unlike tfds.load, random access to ArrayRecord files does not need TensorFlow.
             data = tfds.data_source(name, split="train", data_dir=os.environ.get("TFDS_DATA_DIR"))
             features = list(data.dataset_info.features)
-        except Exception as error:  # whatever a dataset's own code, the network or the disk does
+        except Exception as error:  # dataset code, the network or the disk may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise UserError(
-                f"source 'tfds:{name}': {reason.rstrip('.')}; prepare it where there is a "
-                'network, with file_format="array_record", and set TFDS_DATA_DIR to its folder'
+                f"source 'tfds:{name}': {reason.rstrip('.')}; prepare it on a machine "
+                'with network access and file_format="array_record", and set TFDS_DATA_DIR to its '
+                "folder"
             ) from None
         if "text" not in features:
-            raise UserError(f'tfds:{name}: no feature "text" (it has: {", ".join(features)})')
+            raise UserError(
+                f'tfds:{name}: no feature "text" (it has: {", ".join(features)}); choose another'
+            )
         for index in range(len(data)):
             text = data[index]["text"].decode(errors="replace")
             if text.strip():
                 yield index + 1, text
             else:
-                self._tell(f"tfds:{name}", index + 1, "a text is empty", "went on without it")
+                self._warn(f"tfds:{name}", index + 1, "a text is empty", "skipped it")
 
 
 def _without_title(text: str, title: Any) -> str:
-    """WikiExtractor begins an article with its title, as Google's text does not."""
+    """Remove the title that WikiExtractor puts before an article; Google's text has none."""
     first, _, rest = text.partition("\n")
     return rest.lstrip("\n") if title and rest.strip() and first.strip() == title else text

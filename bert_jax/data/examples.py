@@ -1,8 +1,8 @@
-"""Labelled sequences in memory, and batches of a fixed number of them packed into rows.
+"""Labelled examples in memory, and batches of a fixed number of examples packed into rows.
 
-Fine-tuning sees exactly the configured number of examples a step, in as few rows as they fit. Which
-examples a step takes is a function of the seed and the step, so the rows that every step needs are
-known before the run starts, and the few row counts that programs are compiled for are chosen then.
+Fine-tuning takes exactly the configured number of examples per step, in as few rows as possible.
+The examples of a step are a function of the seed and the step, so the number of rows of every step
+is known in advance, and the few row counts to compile for are chosen before training.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.progress import Progress
 
 NO_EXAMPLE = -1
-# A run of at least LONG_RUN_STEPS has several row counts; its first FIRST_STEPS all use the largest,
-# while the programs for the others compile. Constants, so that a restart chooses the same.
+# Runs of at least LONG_RUN_STEPS use several row counts; their first FIRST_STEPS use the largest,
+# while programs for the others compile. Constants, so that a resumed run makes the same choice.
 LONG_RUN_STEPS, FIRST_STEPS = 1024, 256
 _MAX_ROW_COUNTS = 3
-# A further row count must save this fraction of the rows.
+# An additional row count must save at least this fraction of the rows.
 _MIN_SAVING = 0.02
 
 
 @dataclasses.dataclass
 class Examples:
-    """E examples, each of `group` sequences one after the other (1, or the choices of a question).
+    """E examples of `group` consecutive sequences each (1, or the choices of a question).
 
     Attributes:
-        tokens: ids of each sequence, [CLS] and [SEP] included; E * group arrays.
-        a_length: of each sequence, how many tokens belong to segment a.
-        targets: what is to be learned, by name: an array [E, ...] for examples.
-        token_targets: likewise for tokens: an array [n] for each sequence.
-        group: sequences an example.
+        tokens: ids of each sequence, including [CLS] and [SEP]; E * group arrays.
+        a_length: number of tokens in segment a of each sequence.
+        targets: labels by name, an array [E, ...] each.
+        token_targets: token labels by name, an array [n] for each sequence.
+        group: number of sequences per example.
     """
 
     tokens: list[np.ndarray]
@@ -49,40 +49,40 @@ class Examples:
         return len(self.tokens) // self.group
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each example, over its sequences; [E]."""
-        each = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
-        return each.reshape(-1, self.group).sum(1)
+        """Return the number of tokens of each example over all its sequences; [E]."""
+        sequence_lengths = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
+        return sequence_lengths.reshape(-1, self.group).sum(1)
 
 
 def pair(
-    vocabulary: Vocabulary, a: Sequence[int], b: Sequence[int] | None, most: int
+    vocabulary: Vocabulary, a: Sequence[int], b: Sequence[int] | None, max_tokens: int
 ) -> tuple[np.ndarray, int, int]:
-    """`[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]` of at most `most` tokens.
+    """Build `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]` of at most `max_tokens` tokens.
 
-    Where they are too many, the longer segment loses its last one until they fit (Google's
-    run_classifier.py, _truncate_seq_pair; of two equal ones it is b).
+    Excess tokens are removed one by one from the end of the longer segment, or of b if both are
+    equally long, as in _truncate_seq_pair of Google's run_classifier.py.
 
     Returns:
-        Tokens, how many of them belong to segment a, and how many were cut off.
+        The tokens, the number of tokens in segment a, and the number of tokens removed.
     """
     cls, sep = [vocabulary.cls_id], [vocabulary.sep_id]
     if b is None:
-        kept = a[: most - 2]
+        kept = a[: max_tokens - 2]
         return np.array([*cls, *kept, *sep], np.int32), len(kept) + 2, len(a) - len(kept)
-    room = most - 3
+    room = max_tokens - 3
     n_a, n_b = len(a), len(b)
-    over = max(n_a + n_b - room, 0)
-    # As taking one from the longer, one at a time: first the difference, then by turns.
-    from_longer = min(over, abs(n_a - n_b))
-    rest = over - from_longer
+    excess = max(n_a + n_b - room, 0)
+    # Equivalent to removing one token at a time: first the difference, then by turns.
+    from_longer = min(excess, abs(n_a - n_b))
+    rest = excess - from_longer
     cut_a = (from_longer if n_a > n_b else 0) + rest // 2
     cut_b = (from_longer if n_b >= n_a else 0) + rest - rest // 2
     tokens = [*cls, *a[: n_a - cut_a], *sep, *b[: n_b - cut_b], *sep]
-    return np.array(tokens, np.int32), n_a - cut_a + 2, over
+    return np.array(tokens, np.int32), n_a - cut_a + 2, excess
 
 
 class Shape(NamedTuple):
-    """R rows of T tokens for at most S sequences."""
+    """R rows of T tokens and at most S sequences."""
 
     rows: int
     tokens: int
@@ -90,23 +90,23 @@ class Shape(NamedTuple):
 
 
 class Plan:
-    """Which examples make up the batch of each step, and the shapes that hold the batches.
+    """The examples of each step's batch, and the shapes of the packed batches.
 
     Args:
-        examples: to choose from.
-        batch_size: examples a step.
-        steps: how many.
-        seeds: of the order; the shapes hold the batches of every one of them.
-        rows_multiple: R is a multiple of this (devices, accumulation).
-        cost_tokens: T beyond which attention, which is quadratic, weighs more than the rest of a
-            layer; it decides between few long rows and many short ones.
-        shuffle: or every example once, for evaluation: as no step needs particular ones, all are
-            packed together, into about `steps` batches of one shape.
-        one_a_row: no packing, every sequence in a row of its own; for comparison.
+        examples: the data set.
+        batch_size: number of examples per step.
+        steps: number of steps.
+        seeds: seeds of the data order; the shapes hold the batches of all of them.
+        rows_multiple: R is a multiple of this (devices, gradient accumulation).
+        cost_tokens: T beyond which attention, which is quadratic, costs more than the rest of a
+            layer. Decides between few long rows and many short ones.
+        shuffle: False visits every example once, for evaluation. All examples are then packed
+            together, into about `steps` batches of one shape.
+        one_a_row: disable packing and put every example in its own row, for comparison.
 
     Attributes:
-        steps: how many.
-        shapes: from the fewest rows to the most; T and S are the same.
+        steps: number of steps.
+        shapes: shapes in ascending order of rows, with equal T and S.
         shape: the last of them, which holds any batch.
     """
 
@@ -129,13 +129,13 @@ class Plan:
         candidates = [-(-longest // 8) * 8]
         while not one_a_row and candidates[-1] * 2 <= max(512, candidates[0]):
             candidates.append(candidates[-1] * 2)
-        needs: dict[int, list[int]] = {tokens: [] for tokens in candidates}  # rows, by batch
-        slots = dict.fromkeys(candidates, 1)  # most examples a row
+        row_needs: dict[int, list[int]] = {tokens: [] for tokens in candidates}  # by batch
+        slots = dict.fromkeys(candidates, 1)  # maximum examples per row
         self._packed: list[list[int]] | None = None
 
         def add(members: Sequence[int], tokens: int, batches: int) -> None:
             packed = self._pack(members, tokens)
-            needs[tokens] += [-(-len(packed) // batches)] * batches
+            row_needs[tokens] += [-(-len(packed) // batches)] * batches
             slots[tokens] = max(slots[tokens], *map(len, packed), 1)
 
         if shuffle:
@@ -151,8 +151,8 @@ class Plan:
                 add(range(len(examples)), tokens, steps)
         choices = []
         for tokens in candidates:
-            need = -(-np.array(needs[tokens] or [1]) // rows_multiple) * rows_multiple
-            counts, total = row_counts(need, _MAX_ROW_COUNTS if steps >= LONG_RUN_STEPS else 1)
+            needs = -(-np.array(row_needs[tokens] or [1]) // rows_multiple) * rows_multiple
+            counts, total = row_counts(needs, _MAX_ROW_COUNTS if steps >= LONG_RUN_STEPS else 1)
             shapes = tuple(Shape(r, tokens, slots[tokens] * examples.group) for r in counts)
             choices.append((total * tokens * (1 + tokens / cost_tokens), shapes))
         self.shapes = min(choices)[1]
@@ -162,23 +162,23 @@ class Plan:
             self.steps = -(-len(self._packed) // self.shape.rows)
 
     def members(self, step: int, seed: int) -> list[int]:
-        """The examples of a training step."""
+        """Return the indices of the examples of a training step."""
         first = step * self.batch_size
-        places = np.arange(first, first + self.batch_size)
-        # `shuffled` counts its epochs on from the seed: neighboring seeds would take one another's
-        # orders, an epoch apart. A large odd number (2**32 over the golden ratio) lays them apart.
-        apart = seed * 0x9E3779B1 % 2**32
-        return shuffled(places, len(self.examples), apart).tolist()
+        positions = np.arange(first, first + self.batch_size)
+        # `shuffled` adds the epoch to the seed, so consecutive seeds would share their orders, one
+        # epoch apart. Multiplying by 2**32 over the golden ratio spreads them.
+        order_seed = seed * 0x9E3779B1 % 2**32
+        return shuffled(positions, len(self.examples), order_seed).tolist()
 
     def _pack(self, members: Sequence[int], tokens: int) -> list[list[int]]:
         bins = rows.pack_lengths([self._lengths[i] for i in members], tokens, self._max_examples)
         return [[members[i] for i in row] for row in bins]
 
     def batch(self, step: int, seed: int) -> Batch:
-        """The rows of a step: the targets, and
+        """Return the rows of a step.
 
-        tokens: [R, T]. a_length, length: [R, S]. example: [R, S], which one a sequence belongs to,
-        or `NO_EXAMPLE`.
+        They have the targets and token targets by name, `tokens` [R, T], `a_length` and `length`
+        [R, S], and `example` [R, S]: the index of each sequence's example, or `NO_EXAMPLE`.
         """
         examples, group = self.examples, self.examples.group
         if self._packed is None:
@@ -202,13 +202,13 @@ class Plan:
                     batch["example"][row, slot] = example
                     for name, values in examples.targets.items():
                         batch[name][row, slot] = values[example]
-                    for name, each in examples.token_targets.items():
-                        batch[name][row, start:end] = each[sequence]
+                    for name, labels in examples.token_targets.items():
+                        batch[name][row, start:end] = labels[sequence]
                     start, slot = end, slot + 1
         return batch
 
     def empty(self, shape: Shape | None = None) -> Batch:
-        """A batch of padding, of the largest shape by default."""
+        """Return a batch of padding, of the largest shape by default."""
         r, t, s = shape or self.shape
         batch = {
             "tokens": np.zeros((r, t), np.int32),
@@ -225,7 +225,10 @@ class Plan:
     def batches(
         self, seed: int, first: int, end: int, process: int = 0, processes: int = 1
     ) -> Iterator[Batch]:
-        """This process's part of the rows of steps [first, end), made ahead in a thread."""
+        """Iterate over this process's slice of the batches of steps [first, end).
+
+        A thread prepares batches in advance.
+        """
         import grain
 
         source = _Steps(self, seed, end, process, processes)
@@ -236,7 +239,7 @@ class Plan:
 
 
 class _Steps:
-    """What Grain reads ahead from."""
+    """Random-access source of this process's slices, for Grain's prefetching."""
 
     def __init__(self, plan: Plan, seed: int, steps: int, process: int, processes: int):
         self._plan, self._seed, self._steps = plan, seed, steps
@@ -247,27 +250,28 @@ class _Steps:
 
     def __getitem__(self, step: int) -> Batch:
         batch = self._plan.batch(step, self._seed)
-        local = len(batch["tokens"]) // self._processes
-        part = slice(self._process * local, (self._process + 1) * local)
+        local_rows = len(batch["tokens"]) // self._processes
+        part = slice(self._process * local_rows, (self._process + 1) * local_rows)
         return {k: v[part] for k, v in batch.items()}
 
 
-def row_counts(needs: np.ndarray, most: int) -> tuple[tuple[int, ...], int]:
+def row_counts(needs: np.ndarray, max_counts: int) -> tuple[tuple[int, ...], int]:
     """Choose the row counts that hold a run's batches with the least padding.
 
     Args:
-        needs: rows of each batch, [steps].
-        most: how many row counts there may be.
+        needs: number of rows of each batch, [steps].
+        max_counts: maximum number of row counts.
 
     Returns:
-        The row counts, ascending, and the rows of all batches, each in the smallest that holds it.
+        The row counts, ascending, and the total rows when each batch uses the smallest sufficient
+        one.
     """
     values, batches = np.unique(needs, return_counts=True)
     chosen, total = values[-1:], int(values[-1] * batches.sum())
-    for fewer in range(1, min(most, len(values))):
+    for num_smaller in range(1, min(max_counts, len(values))):
         best = chosen, total
-        for some in itertools.combinations(values[:-1], fewer):
-            counts = np.append(some, values[-1])
+        for smaller in itertools.combinations(values[:-1], num_smaller):
+            counts = np.append(smaller, values[-1])
             rows_used = int(counts[np.searchsorted(counts, values)] @ batches)
             if rows_used < best[1]:
                 best = counts, rows_used

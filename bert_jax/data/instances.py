@@ -1,7 +1,7 @@
-"""BERT's instance algorithm: a document's sentences to sequences, half of them with a random next.
+"""BERT's instance algorithm: sequences from documents, half of the pairs with a random segment b.
 
-Follows `create_instances_from_document` of create_pretraining_data.py in Google's repository, except
-that masking happens in training.
+Follows `create_instances_from_document` in create_pretraining_data.py of Google's repository,
+except that masking is done during training.
 """
 
 import bisect
@@ -14,18 +14,18 @@ import numpy as np
 from bert_jax.data.rows import Example
 
 IS_NEXT, IS_RANDOM = 0, 1
-_TRIES = 100  # to draw a document other than this one
+_TRIES = 100  # maximum number of draws of a different document
 
 
 class Instances:
-    """Sequences from documents, as BERT makes them.
+    """Generator of BERT's pretraining sequences from documents.
 
     Args:
-        documents: `entry`, `sentences`, `tokens` and a length, as `_Documents`.
-        vocabulary: for the special ids.
-        tokens: T, the longest sequence.
+        documents: tokenized documents, with the interface of `prepare_worker._Documents`.
+        vocabulary: vocabulary with the special ids.
+        tokens: T, maximum length of a sequence.
         pairs: "nsp" or "none".
-        short_fraction: of documents with shorter sequences.
+        short_fraction: fraction of documents with shorter sequences.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class Instances:
         self._room = tokens - (3 if self._pairs else 2)
 
     def of(self, number: int, rng: random.Random) -> Iterator[Example]:
-        """The sequences of one document (create_instances_from_document in Google's code)."""
+        """Yield the sequences of one document."""
         entry = self._documents.entry(number)
         bounds = self._documents.sentences(entry, 0, entry[3])
         begin = bounds[0]
         tokens = self._documents.tokens(entry, begin, bounds[-1])
         bounds = [bound - begin for bound in bounds]
-        # Most sequences fill the room; some documents get shorter ones, because fine-tuning will.
+        # A fraction of documents has shorter sequences, to match those of fine-tuning.
         target = self._room
         if rng.random() < self._short_fraction:
             target = rng.randint(2, self._room)
         last = len(bounds) - 1
         start = 0
         while start < last:
-            # As many sentences as it takes to reach the target.
+            # Take sentences until they reach the target length.
             end = min(bisect.bisect_left(bounds, bounds[start] + target, start + 1), last)
             if not self._pairs:
                 yield self._single(tokens[bounds[start] : bounds[end]], rng)
@@ -59,24 +59,26 @@ class Instances:
             middle = start + 1 + _draw(rng, end - start - 1)
             a = tokens[bounds[start] : bounds[middle]]
             if end - start == 1 or rng.random() < 0.5:
-                b = self._elsewhere(number, entry[0], target - len(a), rng)
+                b = self._random_segment(number, entry[0], target - len(a), rng)
                 yield self._pair(a, b, IS_RANDOM, rng)
-                start = middle  # what would have been b is not wasted
+                start = middle  # reuse the sentences that were not used as b
             else:
                 b = tokens[bounds[middle] : bounds[end]]
                 yield self._pair(a, b, IS_NEXT, rng)
                 start = end
 
-    def _elsewhere(self, number: int, own: int, target: int, rng: random.Random) -> np.ndarray:
-        """Sentences from a random place of a random other document, until they reach `target`."""
+    def _random_segment(
+        self, number: int, text_hash: int, target: int, rng: random.Random
+    ) -> np.ndarray:
+        """Return random consecutive sentences of another document, until they reach `target`."""
         documents = self._documents
         for _ in range(_TRIES):
             other = _draw(rng, len(documents) - 1)
             entry = documents.entry(other + (other >= number))
-            if entry[0] != own:  # else it is a copy
+            if entry[0] != text_hash:  # not a copy of this document
                 break
         first = _draw(rng, entry[3])
-        # Every sentence has a token at least.
+        # Every sentence has at least one token.
         bounds = documents.sentences(entry, first, min(entry[3], first + max(target, 1)))
         end = min(bisect.bisect_left(bounds, bounds[0] + target, 1), len(bounds) - 1)
         return documents.tokens(entry, bounds[0], bounds[end])
@@ -102,14 +104,14 @@ class Instances:
 
 
 def _draw(rng: random.Random, choices: int) -> int:
-    """One of 0 .. choices - 1; `randrange` with its checks takes five times as long."""
+    """Draw from 0 to choices - 1; `randrange` takes five times as long."""
     return int(rng.random() * choices)
 
 
 def truncated_lengths(a: int, b: int, room: int) -> tuple[int, int]:
-    """What is left of two lengths when the longer one loses a token until both fit into `room`.
+    """Return two lengths after removing tokens from the longer one until both fit into `room`.
 
-    Of equal lengths the second loses one (truncate_seq_pair in create_pretraining_data.py).
+    Equal lengths lose a token of the second (truncate_seq_pair in create_pretraining_data.py).
     """
     excess = a + b - room
     if excess <= 0:
@@ -122,7 +124,7 @@ def truncated_lengths(a: int, b: int, room: int) -> tuple[int, int]:
 
 
 def _trim(tokens: np.ndarray, length: int, rng: random.Random) -> np.ndarray:
-    """Takes away tokens, each from the front or the back with equal chances."""
+    """Remove tokens, each from the front or the back with equal probability."""
     excess = len(tokens) - length
     front = rng.getrandbits(excess).bit_count() if excess else 0
     return tokens[front : front + length]

@@ -1,7 +1,7 @@
-"""Rows from shards to batches: order and content are functions of (seed, step) alone.
+"""Load batches of rows from shards; order and content are functions of (seed, step).
 
-The batch of a step is known without the batches before it and without knowing how many hosts
-there are, so resuming needs the step number and nothing else.
+A batch depends neither on preceding batches nor on the number of hosts, so resuming needs the step
+number only.
 """
 
 import concurrent.futures
@@ -23,17 +23,17 @@ from bert_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
-# Of a split; a process may have some 1,000 files open, and there are phases and splits.
+# Per split; a process may have about 1,000 open files, shared by several phases and splits.
 _OPEN_SHARDS = 256
-HELDOUT_SEED = 0  # every run evaluates on the same rows
+HELDOUT_SEED = 0  # constant, so that all runs evaluate on the same rows
 
 
 class Rows:
     """Random access to one split of a folder of rows.
 
     Attributes:
-        manifest: the folder's.
-        len(): rows in the split.
+        manifest: manifest of the folder.
+        len(): number of rows in the split.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Rows:
         split: str,
         skip: Callable[[str], None] | None = None,
     ):
-        """Opens `split` ("train" or "heldout").
+        """Open a split.
 
         Args:
-            folder: of rows.
-            split: which.
-            skip: is told of each damaged record, once, from whatever thread reads it; the record
-                is then read as a row of padding. Without it that is an error.
+            folder: folder of rows.
+            split: "train" or "heldout".
+            skip: called with a message once for each damaged record, from any reading thread; the
+                record is replaced with a row of padding. Without it a damaged record is an error.
 
         Raises:
-            UserError: not a folder of rows, or a shard that is missing, cut short or unreadable.
+            UserError: not a folder of rows, or a shard is missing, truncated or unreadable.
         """
         self._folder, self._skip = pathlib.Path(folder), skip
-        self._told: set[int] = set()
-        self._telling = threading.Lock()
+        self._reported: set[int] = set()
+        self._report_lock = threading.Lock()
         self.manifest: Manifest = read_manifest(folder)
         self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
         for shard in self._shards:
@@ -65,11 +65,11 @@ class Rows:
         self._source = self._open(self._shards)
         if len(self._source) != len(self):
             raise UserError(
-                f"{folder}: the shards of {split} hold {len(self._source)} rows, the manifest says "
-                f"{len(self)}; prepare the rows again"
+                f"{folder}: the shards of {split} hold {len(self._source)} rows, but the "
+                f"manifest says {len(self)}; prepare the rows again"
             )
-        # Few are open at a time; what is dropped is closed once nobody reads from it.
-        self._file = functools.lru_cache(_OPEN_SHARDS)(self._directly)
+        # Bound the number of open files; evicted ones close when no thread reads from them.
+        self._file = functools.lru_cache(_OPEN_SHARDS)(self._open_directly)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -77,14 +77,14 @@ class Rows:
     def _check_size(self, shard: Shard) -> None:
         path = self._folder / shard.name
         try:
-            with open(path, "rb") as file:  # too many open ones, for one, are no damage
+            with open(path, "rb") as file:  # fails if too many files are open, not only if damaged
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read the shard {path}: {files.describe(error)}") from None
         if size != shard.bytes:
             raise UserError(
-                f"the shard {path} has {size} bytes, its manifest says {shard.bytes}: "
-                "it is cut short or altered; prepare the rows again"
+                f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
+                "it is truncated or altered; prepare the rows again"
             )
 
     def _open(self, shards: Sequence[Shard]) -> Any:
@@ -92,9 +92,9 @@ class Rows:
 
         paths = [str(self._folder / shard.name) for shard in shards]
         try:
-            # Grain does without a path when there is nothing to read.
+            # Grain rejects an empty list of paths.
             return ArrayRecordDataSource(paths) if paths else []
-        except Exception as error:  # of many kinds, and silent about which file
+        except Exception as error:  # of various types, without the name of the file
             if len(shards) > 1:
                 for shard in shards:
                     self._open([shard])
@@ -103,25 +103,25 @@ class Rows:
                 "damaged; prepare the rows again"
             ) from None
 
-    def _directly(self, shard: int) -> ShardFile:
+    def _open_directly(self, shard: int) -> ShardFile:
         return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
 
     def _records(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> list[bytes]:
-        """As they are on disk, if they are where they are looked for."""
+        """Read records at their computed positions, without checking them."""
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
-        where = list(zip(shards.tolist(), numbers.tolist(), strict=True))
-        for shard, number in where:
+        locations = list(zip(shards.tolist(), numbers.tolist(), strict=True))
+        for shard, number in locations:
             self._file(shard).expect(number)
-        return [self._file(shard).read(number) for shard, number in where]
+        return [self._file(shard).read(number) for shard, number in locations]
 
     def verify(self) -> None:
-        """Reads every shard once and compares its SHA-256 with the manifest's.
+        """Read every shard once and compare its SHA-256 with the manifest's.
 
-        An altered shard of the right size is told where damaged records are skipped.
+        If damaged records are skipped, an altered shard of the right size is only reported.
 
         Raises:
-            UserError: names the altered file.
+            UserError: a shard was altered; the message names it.
         """
         with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
             digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
@@ -133,18 +133,18 @@ class Rows:
                 )
                 if self._skip is None:
                     raise UserError(f"{altered}; prepare the rows again")
-                self._skip(f"{altered}; records that are damaged will be skipped")
+                self._skip(f"{altered}; damaged records will be skipped")
 
     def read(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> Batch:
-        """The rows at `indices` as arrays (`RowFormat.decode`).
+        """Return the rows at `indices` as arrays (see `RowFormat.decode`).
 
         Raises:
-            UserError: a record is damaged and not to be skipped; names its shard and record. Its
-                shard cannot be opened or is cut short, which is an error always.
+            UserError: a record is damaged and may not be skipped (the message names its shard and
+                number), or a shard cannot be opened or is truncated, which is always an error.
         """
         try:
             return self._format.decode(self._records(indices))
-        except (OSError, ValueError):  # the library, which is slow, finds the culprits one by one
+        except (OSError, ValueError):  # find the bad records one by one with the slower library
             rows = [self._read_or_skip(int(index)) for index in indices]
             return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
@@ -156,25 +156,25 @@ class Rows:
             shard = self._shards[number]
             self._check_size(shard)
             damaged = (
-                f"record {index - self._starts[number]} of the shard {self._folder / shard.name} is "
-                f"damaged ({' '.join(str(error).split())})"
+                f"record {index - self._starts[number]} of the shard {self._folder / shard.name} "
+                f"is damaged ({' '.join(str(error).split())})"
             )
             if self._skip is None:
                 raise UserError(f"{damaged}; prepare the rows again") from None
-        with self._telling:
-            if index not in self._told:
-                self._told.add(index)
-                self._skip(f"{damaged}; skipped it: a row of padding is in its place")
+        with self._report_lock:
+            if index not in self._reported:
+                self._reported.add(index)
+                self._skip(f"{damaged}; replaced it with a row of padding")
         return self.empty(1)
 
     def empty(self, rows: int) -> Batch:
-        """`rows` rows of padding."""
+        """Return rows of padding."""
         array = self._format.seal(self._format.empty(rows))
         return self._format.decode(self._format.encode(array))
 
 
 class _Batches:
-    """This process's slice of every global batch, by step; what Grain reads ahead from."""
+    """Random-access source of this process's slice of every batch, for Grain's prefetching."""
 
     def __init__(
         self, rows: Rows, batch_size: int, seed: int, steps: int, process: int, processes: int
@@ -188,8 +188,8 @@ class _Batches:
 
     def __getitem__(self, step: int) -> Batch:
         first = step * self._batch_size + self._first
-        places = np.arange(first, first + self._local)
-        return self._rows.read(shuffled(places, len(self._rows), self._seed))
+        positions = np.arange(first, first + self._local)
+        return self._rows.read(shuffled(positions, len(self._rows), self._seed))
 
 
 def batches(
@@ -201,14 +201,16 @@ def batches(
     process: int = 0,
     processes: int = 1,
 ) -> Iterator[Batch]:
-    """This process's part of the batches of steps [first_step, end_step), read ahead in threads.
+    """Iterate over this process's slice of the batches of steps [first_step, end_step).
+
+    Threads read batches in advance.
 
     Args:
-        rows: where from.
-        batch_size: rows over all processes; `processes` divides it.
-        seed: of the order.
-        first_step, end_step: counted from the start of the rows' first epoch.
-        process, processes: which slice of how many.
+        rows: rows to read.
+        batch_size: global batch size, a multiple of `processes`.
+        seed: seed of the data order.
+        first_step, end_step: range of steps, counted from the start of the rows' first epoch.
+        process, processes: index of this process and number of processes.
     """
     import grain
 
@@ -218,18 +220,18 @@ def batches(
 
 
 def heldout_batches(
-    rows: Rows, batch_size: int, most_rows: int, process: int = 0, processes: int = 1
+    rows: Rows, batch_size: int, max_rows: int, process: int = 0, processes: int = 1
 ) -> Iterator[Batch]:
-    """This process's part of a fixed choice of at most `most_rows` rows (0: all), each once.
+    """Iterate over this process's slice of a fixed sample of at most `max_rows` rows (0: all).
 
-    The last batch is filled up with rows of padding, which weigh nothing.
+    Each row occurs once. The last batch is padded with empty rows, which have no weight.
     """
-    total = min(most_rows or len(rows), len(rows))
+    total = min(max_rows or len(rows), len(rows))
     local = batch_size // processes
     for first in range(0, total, batch_size):
-        places = np.arange(first + process * local, min(first + (process + 1) * local, total))
-        batch = rows.read(shuffled(places, len(rows), HELDOUT_SEED))
-        if len(places) < local:
-            padding = rows.empty(local - len(places))
+        positions = np.arange(first + process * local, min(first + (process + 1) * local, total))
+        batch = rows.read(shuffled(positions, len(rows), HELDOUT_SEED))
+        if len(positions) < local:
+            padding = rows.empty(local - len(positions))
             batch = {k: np.concatenate([batch[k], v]) for k, v in padding.items()}
         yield batch

@@ -1,37 +1,37 @@
-"""Wiki markup to prose."""
+"""Extract plain text from wiki markup."""
 
 import html
 import re
 
-# Elements whose content is no prose. Regular expressions take them out before parsing because
-# what is inside often is not wiki markup at all.
-_NO_PROSE = (
+# Elements without prose. Regular expressions remove them before parsing, as their content often is
+# not wiki markup.
+_NON_PROSE = (
     r"ref|math|chem|gallery|timeline|syntaxhighlight|source|score|imagemap|code|pre|graph|"
     r"hiero|mapframe|maplink|templatestyles|section|references"
 )
 _MARKUP = [
     (re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL), ""),
-    (re.compile(rf"<({_NO_PROSE})\b[^<>]*/>", re.IGNORECASE), ""),
-    (re.compile(rf"<({_NO_PROSE})\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL), ""),
+    (re.compile(rf"<({_NON_PROSE})\b[^<>]*/>", re.IGNORECASE), ""),
+    (re.compile(rf"<({_NON_PROSE})\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL), ""),
     (re.compile(r"__[A-Z]+__"), ""),
 ]
 _LEFTOVERS = [
     (re.compile(r"''+"), ""),
     (re.compile(r"[\u00a0\u2009\u202f\u200b]"), " "),
-    (re.compile(r"\(\s*[,;:\s\u2013-]*\s*\)|\[\s*\]"), ""),  # what templates leave between brackets
+    (re.compile(r"\(\s*[,;:\s\u2013-]*\s*\)|\[\s*\]"), ""),  # left by templates in brackets
     (re.compile(r"([(\[])[\s,;]+"), r"\1"),
     (re.compile(r"[\s,;]+([)\]])"), r"\1"),
     (re.compile(r"[ \t]+([,.;:!?])(?=\s|$)", re.MULTILINE), r"\1"),
     (re.compile(r",(\s*[,.])+"), ","),
     (re.compile(r"[ \t]+"), " "),
 ]
-_NO_LINE = re.compile(r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w+[^>]*>|thumb\||\w+=\S+\|")
+_NON_PROSE_LINE = re.compile(r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w+[^>]*>|thumb\||\w+=\S+\|")
 
 
 def plain_text(markup: str) -> str:
-    """The prose of a wiki page, a paragraph a line.
+    """Return the prose of a wiki page, one paragraph per line.
 
-    Lists, tables and headings are left out, as in the paper (section 3.1: "we extract only the
+    Lists, tables and headings are removed, as in the paper (section 3.1: "we extract only the
     text passages and ignore lists, tables, and headers").
     """
     import mwparserfromhell
@@ -42,7 +42,7 @@ def plain_text(markup: str) -> str:
     for pattern, replacement in _LEFTOVERS:
         text = pattern.sub(replacement, text)
     lines = (line.strip() for line in text.split("\n"))
-    return "\n".join(line for line in lines if line and not _NO_LINE.search(line))
+    return "\n".join(line for line in lines if line and not _NON_PROSE_LINE.search(line))
 
 
 def _render(code) -> str:
@@ -53,7 +53,7 @@ def _render(code) -> str:
     for node in code.nodes:
         if isinstance(node, nodes.Text):
             text = str(node)
-            if in_list:  # a list item lasts to the end of its line
+            if in_list:  # a list item ends with its line
                 _, newline, text = text.partition("\n")
                 in_list = not newline
                 text = newline + text
@@ -92,7 +92,7 @@ def _render_node(node, nodes) -> str:
 
 
 def _render_template(template) -> str:
-    """The few templates that stand for words within a sentence."""
+    """Render the few templates that stand for words in a sentence."""
     name = str(template.name).strip().lower()
     values = [_render(p.value).strip() for p in template.params if not p.showkey]
     if not values:

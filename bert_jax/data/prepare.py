@@ -1,19 +1,19 @@
-"""Documents to rows: BERT's instance algorithm over a corpus of any size, on all cores.
+"""Turn documents into rows: BERT's instance algorithm for a corpus of any size, on all cores.
 
-Two stages, both made of independent pieces of work whose extent follows from the corpus alone:
+There are two stages of independent work units, whose extent depends on the corpus only:
 
-1. `read` documents are gathered into chunks; a worker tokenizes a chunk into one file.
+1. Documents from `corpus.read` are grouped into chunks; a worker tokenizes a chunk into one file.
 2. The documents are divided into train and heldout, and each split into units of consecutive
    documents; a worker turns a unit into one shard of rows.
 
-Every piece is a file that appears whole or not at all, and its random numbers depend on the seed
-and its place only. So the bytes are the same with any number of workers, and after a kill the work
-goes on with the pieces that are missing. No process ever holds more than a piece; next sentences
-from anywhere in the corpus are read from disk as they are drawn.
+Each result is a file that is written atomically, and its random numbers depend only on the seed and
+its position. So the bytes are the same for any number of workers, and an interrupted run resumes
+with the missing files. No process holds more than one chunk or window of sequences in memory;
+random next sentences are read from disk.
 
-Apache Beam's workers (beam.py) do the same pieces of stage 2. In stage 1 they read the files
-themselves, a batch of files being a piece, so that no text passes through the machine that started
-them; where chunks end shows nowhere in the rows.
+Apache Beam's workers (beam.py) process the same units in stage 2. In stage 1 they read batches of
+source files themselves, so that no text passes through the machine that launches them. Rows do not
+depend on chunk boundaries.
 """
 
 import collections
@@ -48,10 +48,10 @@ from bert_jax.progress import Progress
 
 PAIRS = ("nsp", "none")
 RUNNERS = ("local", "beam")
-UNKNOWN_FRACTION = 0.2  # beyond this share of [UNK] the vocabulary does not fit the text
+UNKNOWN_FRACTION = 0.2  # with more [UNK] than this, the vocabulary does not fit the text
 
-# A shard is a 64th of the corpus within these bounds, in tokens.
-_SHARDS, _LEAST_SHARD_TOKENS, _MOST_SHARD_TOKENS = 64, 1 << 18, 1 << 24
+# A shard holds 1/64 of the corpus, within these bounds in tokens.
+_SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 
 
 def prepare(
@@ -73,47 +73,50 @@ def prepare(
     beam: Sequence[str] = (),
     force: bool = False,
 ) -> Manifest:
-    """Turns text into a folder of rows, with BERT's instance algorithm.
+    """Turn text into a folder of rows with BERT's instance algorithm.
 
-    Follows `create_instances_from_document` of create_pretraining_data.py in Google's repository,
-    except that masking happens in training. Interrupted, it goes on where it was when called
-    again. Work in progress lies in `out/.partial` and takes about half the size of the text.
-    With more than one worker, a script that calls this needs `if __name__ == "__main__":`.
+    Follows `create_instances_from_document` in create_pretraining_data.py of Google's repository,
+    except that masking is done during training. When interrupted, the same call resumes. Work in
+    progress is kept in `out/.partial` and takes about half the size of the text. With more than one
+    worker, a script that calls this needs `if __name__ == "__main__":`.
 
     Args:
-        sources: of text, each as `corpus.parse_source` reads it.
-        vocab: a vocab.txt or a folder with one.
-        out: folder for shards, vocabulary and manifest.
-        tokens: T, tokens a row.
-        sequences: S, most sequences packed into a row.
-        pairs: "nsp" for `[CLS] a [SEP] b [SEP]`, half with a random b, labelled 0 = is next and
-            1 = random; "none" for `[CLS] a [SEP]`.
-        passes: over the training documents, each with other random choices (`dupe_factor`).
-        seed: of every random choice.
-        heldout_fraction: of documents, chosen by the hash of their text; at least two of them
-            where there are four, unless it is 0.
-        short_fraction: of documents that are cut into sequences of a random, shorter length.
-        lowercase: None to go by the vocabulary.
-        language: of the sentence splitter, two letters.
-        workers: processes; None for one a core, 1 to work in this one. Changes nothing else.
-        runner: "local" for processes here; "beam" for an Apache Beam pipeline, whose workers must
-            reach sources and `out` by the same paths. Changes nothing else.
-        beam: options of Beam's, each NAME=VALUE or a NAME alone.
-        force: replace rows of other settings.
+        sources: text sources, as specified for `corpus.parse_source`.
+        vocab: path of a vocab.txt or of a folder with one.
+        out: output folder for shards, vocabulary and manifest.
+        tokens: T, tokens per row.
+        sequences: S, maximum number of sequences packed into a row.
+        pairs: "nsp" for `[CLS] a [SEP] b [SEP]`, half of them with a random b (label 0 = is next,
+            1 = random); "none" for `[CLS] a [SEP]`.
+        passes: number of passes over the training documents, each with different random choices
+            (`dupe_factor`).
+        seed: seed of all random choices.
+        heldout_fraction: fraction of documents to hold out, selected by the hash of their text; at
+            least two documents if there are four, unless it is 0.
+        short_fraction: fraction of documents that are cut into sequences of a random, shorter
+            length.
+        lowercase: whether to lowercase text; None follows the vocabulary.
+        language: two-letter language code for the sentence splitter.
+        workers: number of processes; None for one per core, 1 to work in this process. Does not
+            affect the result.
+        runner: "local" for local processes, "beam" for an Apache Beam pipeline, whose workers must
+            reach sources and `out` by the same paths. Does not affect the result.
+        beam: Beam pipeline options, each NAME=VALUE or NAME.
+        force: replace existing rows made with other settings.
 
     Returns:
         The manifest, which is written last.
 
     Raises:
-        UserError: settings, sources or vocabulary that cannot be; no text; fewer than two
-            documents for "nsp"; `out` holds other rows or is in use; a full disk.
+        UserError: settings, sources or vocabulary are invalid, there is no text or fewer than two
+            documents for "nsp", `out` holds other rows or is in use, or the disk is full.
     """
     _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, workers)
     _check_runner(runner, beam, workers)
     vocabulary = wordpiece.load(vocab, lowercase)
     parsed = [corpus.parse_source(source) for source in sources]
     if not parsed:
-        raise UserError("no source of text; name at least one file, folder or glob")
+        raise UserError("sources: no source of text; name at least one file, folder or glob")
     settings = {
         "sources": list(sources),
         "source_bytes": corpus.total_bytes(parsed),
@@ -141,12 +144,11 @@ def prepare(
     if not job.folder.exists() and (manifest := _finished(out, settings, vocabulary, force)):
         return manifest
     with files.one_line_errors(f"cannot write to {out}"), files.only_process(job.folder):
-        if manifest := _finished(
-            out, settings, vocabulary, force
-        ):  # just now, or all but tidied up
+        # Another process may have finished, or a previous run may have stopped before cleaning up.
+        if manifest := _finished(out, settings, vocabulary, force):
             shutil.rmtree(job.folder)
             return manifest
-        _keep_or_discard(job, settings, runner)
+        _discard_stale_work(job, settings, runner)
         with _pool(job, workers, runner, beam) as pool:
             plan = _tokenize_all(job, pool, heldout_fraction)
             units = {
@@ -167,41 +169,45 @@ def _check(
     workers: int | None,
 ) -> None:
     if not 8 <= tokens < 1 << 16:
-        raise UserError(f"tokens is {tokens}; a row has 8 to 65,535 tokens")
+        raise UserError(f"tokens: {tokens} is out of range; choose 8 to 65,535")
     if not 1 <= sequences <= tokens:
-        raise UserError(f"sequences is {sequences}; a row of {tokens} tokens holds 1 to {tokens}")
+        raise UserError(
+            f"sequences: {sequences} is out of range; choose 1 to {tokens}, the tokens per row"
+        )
     if pairs not in PAIRS:
-        raise UserError(f"pairs is {pairs!r}; choose one of {', '.join(PAIRS)}")
+        raise UserError(f"pairs: unknown value {pairs!r}; choose one of {', '.join(PAIRS)}")
     if not 1 <= passes <= 10_000:
-        raise UserError(f"passes is {passes}; it takes at least 1, at most 10,000")
+        raise UserError(f"passes: {passes} is out of range; choose 1 to 10,000")
     if not 0 <= heldout_fraction < 1:
-        raise UserError(f"heldout_fraction is {heldout_fraction}; it lies from 0 to below 1")
+        raise UserError(
+            f"heldout_fraction: {heldout_fraction} is out of range; choose at least 0, less than 1"
+        )
     if not 0 <= short_fraction <= 1:
-        raise UserError(f"short_fraction is {short_fraction}; it lies from 0 to 1")
+        raise UserError(f"short_fraction: {short_fraction} is out of range; choose 0 to 1")
     if workers is not None and not 1 <= workers <= 1024:
-        raise UserError(f"workers is {workers}; it takes at least 1, at most 1,024")
+        raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")
 
 
 def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None:
     if runner not in RUNNERS:
-        raise UserError(f"runner is {runner!r}; choose one of {', '.join(RUNNERS)}")
+        raise UserError(f"runner: unknown value {runner!r}; choose one of {', '.join(RUNNERS)}")
     if runner == "beam":
         if workers is not None:
             raise UserError(
-                "workers is for the local runner; Beam's runners have options of their own, "
-                "such as --beam direct_num_workers=4"
+                "workers: not an option of the Beam runner; use Beam's own options, such as "
+                "--beam direct_num_workers=4"
             )
         from bert_jax.data import beam as beam_runner
 
         beam_runner.options(beam)
     elif beam:
-        raise UserError(f"--beam {beam[0]} is an option of Beam's: add --runner beam")
+        raise UserError(f"--beam {beam[0]}: only for Apache Beam; add --runner beam")
 
 
 def _finished(
     out: pathlib.Path, settings: dict[str, Any], vocabulary: wordpiece.Vocabulary, force: bool
 ) -> Manifest | None:
-    """The manifest of `out` if its rows are the ones asked for; None if they are to be made."""
+    """Return the manifest of `out` if it holds rows made with `settings`, else None."""
     if not (out / MANIFEST).exists():
         return None
     try:
@@ -210,26 +216,26 @@ def _finished(
         if force:
             return None
         raise
-    there = {**manifest.settings, "vocabulary": manifest.vocab_sha256[:12]}
-    asked = {**settings, "vocabulary": vocabulary.sha256[:12]}
+    existing = {**manifest.settings, "vocabulary": manifest.vocab_sha256[:12]}
+    requested = {**settings, "vocabulary": vocabulary.sha256[:12]}
     differing = [
-        f"{name} {there.get(name)!r}, not {asked.get(name)!r}"
-        for name in dict.fromkeys([*asked, *there])
-        if there.get(name) != asked.get(name)
+        f"{name} {existing.get(name)!r}, not {requested.get(name)!r}"
+        for name in dict.fromkeys([*requested, *existing])
+        if existing.get(name) != requested.get(name)
     ]
     if not differing:
-        print(f"{out} already holds these rows: nothing to do")
+        print(f"{out} already holds these rows; nothing to do")
         return manifest
     if force:
         return None
     raise UserError(
-        f"{out} holds rows of other settings ({'; '.join(differing)}); "
-        "choose another folder, or --force to replace them"
+        f"{out} holds rows made with other settings ({'; '.join(differing)}); "
+        "choose another folder, or replace them with --force"
     )
 
 
-def _keep_or_discard(job: prepare_worker.Job, settings: dict[str, Any], runner: str) -> None:
-    """Empties the working folder unless what it holds was made from the same input and settings."""
+def _discard_stale_work(job: prepare_worker.Job, settings: dict[str, Any], runner: str) -> None:
+    """Empty the working folder unless it was made from the same input and settings."""
     stats = [(str(file), file.stat()) for source in job.sources for file in source.files]
     files_read = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     sizes = [prepare_worker.CHUNK_CHARACTERS, prepare_worker.BATCH_BYTES]
@@ -239,7 +245,7 @@ def _keep_or_discard(job: prepare_worker.Job, settings: dict[str, Any], runner: 
     path = folder / "fingerprint"
     if path.exists() and path.read_text() == fingerprint:
         return
-    path.unlink(missing_ok=True)  # first, so that a half-emptied folder vouches for nothing
+    path.unlink(missing_ok=True)  # first, as the folder may be left half-emptied
     for entry in folder.iterdir():
         if entry.name != "lock":
             entry.unlink()
@@ -250,7 +256,7 @@ def _keep_or_discard(job: prepare_worker.Job, settings: dict[str, Any], runner: 
 
 
 def _tokenize_all(job: prepare_worker.Job, pool: Any, heldout_fraction: float) -> dict[str, Any]:
-    """Tokenizes what is not yet tokenized and plans the rest; returns what `_plan` does."""
+    """Tokenize what is missing and plan stage 2; return the result of `_plan`."""
     path = job.folder / "plan.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -268,7 +274,7 @@ def _tokenize_all(job: prepare_worker.Job, pool: Any, heldout_fraction: float) -
 def _tokenize_chunks(
     job: prepare_worker.Job, pool: Any, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
-    """Reads the sources and has workers tokenize them; returns the chunks' numbers in order."""
+    """Read the sources, tokenize them in workers, and return the chunk numbers in order."""
     chunks = 0
 
     def missing() -> Iterator[tuple[int, tuple[int, list[corpus.RawDocument]]]]:
@@ -293,7 +299,7 @@ def _tokenize_chunks(
 def _tokenize_batches(
     job: prepare_worker.Job, pool: Any, report: corpus.Report, progress: Progress
 ) -> Sequence[int]:
-    """Has workers read and tokenize the sources; returns the chunks' numbers in order."""
+    """Read and tokenize the sources in workers, and return the chunk numbers in order."""
     batches = list(_batches(job.sources))
     missing = []
     for batch in batches:
@@ -320,7 +326,7 @@ def _tokenize_batches(
 
 
 def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.Batch]:
-    """Consecutive files of a source, of `prepare_worker.BATCH_BYTES` or a little more; "tfds" is one batch."""
+    """Yield batches of consecutive files of at least `prepare_worker.BATCH_BYTES`; "tfds" is one batch."""
     numbers = itertools.count()
     for i, source in enumerate(sources):
         first = size = 0
@@ -336,13 +342,13 @@ def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.Batch]
 def _plan(
     job: prepare_worker.Job, chunks: Sequence[int], heldout_fraction: float
 ) -> dict[str, Any]:
-    """Divides the documents into splits and units and writes each split's index.
+    """Divide the documents into splits and units, and write the index of each split.
 
     Returns:
-        `starts` (for each split the first document of each unit, and the end) and `warnings`.
+        `starts` (first document of each unit and the end, for each split) and `warnings`.
     """
     documents = tokens = 0
-    lowest = highest = np.zeros(0, np.uint64)  # the extreme ones among the distinct hashes
+    lowest = highest = np.zeros(0, np.uint64)  # lowest and highest distinct hashes
     unknown: collections.Counter[str] = collections.Counter()
     mostly_unknown: list[tuple[float, str]] = []
     by_file = (
@@ -366,10 +372,10 @@ def _plan(
 
     warnings = []
     if not documents:
-        raise UserError("the sources hold no text with words in it; check the files")
+        raise UserError("the sources contain no text with words; check the files")
     if job.pairs == "nsp" and len(lowest) == 1:
         raise UserError(
-            "the corpus has one document only, and a random next sentence comes from another; "
+            "the corpus has one document only, but random next sentences come from another one; "
             "separate documents by blank lines, or use --pairs none"
         )
     if mostly_unknown:
@@ -377,15 +383,14 @@ def _plan(
         warnings.append(
             f"{file}: {fraction:.0%} of its tokens are unknown to the vocabulary "
             f"({len(mostly_unknown):,} such files, {unknown['missed'] / unknown['tokens']:.0%} of "
-            "the corpus); went on, but check that the vocabulary is of this language and case"
+            "the corpus); check that the vocabulary matches the language and case of the text"
         )
 
     threshold = int(heldout_fraction * 2**64)
     if threshold and len(lowest) < 4:
         threshold = 0
         warnings.append(
-            f"the corpus has {len(lowest)} different documents, fewer than four; "
-            "went on with nothing held out"
+            f"the corpus has {len(lowest)} distinct documents, fewer than four; nothing held out"
         )
     elif threshold:
         threshold = max(threshold, int(lowest[1]) + 1)
@@ -395,7 +400,7 @@ def _plan(
                 "lower it"
             )
 
-    shard_tokens = min(max(tokens // _SHARDS, _LEAST_SHARD_TOKENS), _MOST_SHARD_TOKENS)
+    shard_tokens = min(max(tokens // _SHARDS, _MIN_SHARD_TOKENS), _MAX_SHARD_TOKENS)
     starts: dict[str, list[int]] = {"train": [], "heldout": []}
     with contextlib.ExitStack() as stack:
         indices = {
@@ -433,9 +438,11 @@ def _units(split: str, starts: list[int], passes: int) -> list[prepare_worker.Un
     total = passes * len(bounds)
     return [
         prepare_worker.Unit(
-            split, turn, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord"
+            split, pass_index, first, end, f"{split}-{number:05}-of-{total:05}.arrayrecord"
         )
-        for number, (turn, (first, end)) in enumerate(itertools.product(range(passes), bounds))
+        for number, (pass_index, (first, end)) in enumerate(
+            itertools.product(range(passes), bounds)
+        )
     ]
 
 
@@ -450,7 +457,7 @@ def _write_all(job: prepare_worker.Job, pool: Any, units: list[prepare_worker.Un
 
 
 def _pool(job: prepare_worker.Job, workers: int | None, runner: str, beam: Sequence[str]) -> Any:
-    """What has a `run` as `Workers` has."""
+    """Return a context manager with a `run` method like that of `Workers`."""
     if runner == "local":
         return Workers(job, workers or cores())
     from bert_jax.data.beam import Pipelines
@@ -458,7 +465,7 @@ def _pool(job: prepare_worker.Job, workers: int | None, runner: str, beam: Seque
     return Pipelines(functools.partial(call, job), job.folder / "error", beam)
 
 
-# The end.
+# Completion.
 
 
 def _finish(
@@ -468,17 +475,17 @@ def _finish(
     plan: dict[str, Any],
     units: dict[str, list[prepare_worker.Unit]],
 ) -> Manifest:
-    """Moves the shards into place and writes the manifest, in an order that a kill cannot spoil."""
-    (out / MANIFEST).unlink(missing_ok=True)  # from here on the old rows, if any, are none
+    """Move the shards into place and write the manifest, in an order that is safe to interrupt."""
+    (out / MANIFEST).unlink(missing_ok=True)  # invalidates existing rows
     statistics = {
         unit.name: json.loads((job.folder / f"{unit.name}.json").read_text())
         for unit in itertools.chain(*units.values())
     }
     for name in statistics:
-        if (job.folder / name).exists():  # not if a killed run moved it
+        if (job.folder / name).exists():  # an interrupted run may have moved it
             os.replace(job.folder / name, out / name)
     for path in [*out.glob("*-of-*.arrayrecord"), *out.glob(".*.partial")]:
-        if path.name not in statistics:  # of other settings; begun when a run was killed
+        if path.name not in statistics:  # of other settings, or left by an interrupted run
             path.unlink()
     files.sync_folder(out)
     job.vocabulary.save(out)
@@ -533,7 +540,9 @@ def _split(
 def _print_summary(out: pathlib.Path, manifest: Manifest) -> None:
     for warning in manifest.warnings:
         print(f"warning: {warning}")
-    print(f"{out}: rows of {manifest.tokens} tokens, at most {manifest.sequences} sequences each")
+    print(
+        f"{out}: rows of {manifest.tokens} tokens with at most {manifest.sequences} sequences each"
+    )
     print(f"{'':9}{'documents':>12}{'sequences':>13}{'rows':>12}{'real tokens':>15}   fill  shards")
     for name, split in (("train", manifest.train), ("held out", manifest.heldout)):
         print(

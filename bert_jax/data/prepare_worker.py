@@ -1,7 +1,7 @@
-"""The pieces of work that rows are made by, whose files are all that they leave.
+"""Work units of `prepare`; each writes its output files atomically.
 
-A chunk is some documents as tokens; a unit is the documents of a shard. What `prepare` does with
-them is told there.
+A chunk is a group of tokenized documents, a unit the documents of one shard. See prepare.py for how
+they are combined.
 """
 
 import array
@@ -27,19 +27,19 @@ from bert_jax.data import corpus, wordpiece
 from bert_jax.data.instances import Instances
 from bert_jax.data.rows import RowFormat
 
-# One of these at a time is what a worker holds: 1 MB of text, 8,192 sequences.
+# A worker holds one chunk (1 MB of text) or one window of sequences in memory at a time.
 CHUNK_CHARACTERS = 1 << 20
 _WINDOW_SEQUENCES = 1 << 13
-# What a worker that reads files takes at a time, as they lie on disk; the least multiple of it that
-# files make. Its chunks are numbered from a multiple of BATCH_CHUNKS, more than any has.
+# Minimum size of a batch of source files, as stored on disk. Chunks of batch i are numbered from
+# i * BATCH_CHUNKS, which exceeds the number of chunks of any batch.
 BATCH_BYTES, BATCH_CHUNKS = 1 << 24, 10**6
-# Words whose pieces a worker remembers (about 20 MB), and up to which length.
-_REMEMBERED_WORDS, _REMEMBERED_CHARACTERS = 1 << 17, 32
-# Grain reads records one by one, and random token ids hardly compress.
+# Maximum number and length of the words whose ids a worker caches (about 20 MB).
+_CACHED_WORDS, _CACHED_CHARACTERS = 1 << 17, 32
+# Grain reads single records, and random token ids hardly compress.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 
-# A document among the tokenized ones: hash of its text, the chunk it is in, the byte there at
-# which the bounds of its sentences stand, how many sentences and tokens.
+# Entry of a tokenized document: hash of its text, byte offset of its sentence bounds in its chunk,
+# number of the chunk, numbers of sentences and tokens.
 DOCUMENT = np.dtype(
     [("hash", "<u8"), ("at", "<u8"), ("chunk", "<u8"), ("sentences", "<u4"), ("tokens", "<u4")]
 )
@@ -49,7 +49,7 @@ _FOOTER = struct.Struct("<II")  # documents, bytes of statistics
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a worker needs to know."""
+    """Input, settings and file names that all workers share."""
 
     folder: pathlib.Path  # working folder
     sources: tuple[corpus.Source, ...]
@@ -87,17 +87,17 @@ class Batch(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Documents [first, end) of a split, to become the shard `name`."""
+    """Documents [first, end) of a split, to be written to the shard `name`."""
 
     split: str
-    turn: int  # which pass over the corpus
+    turn: int  # index of the pass over the corpus
     first: int
     end: int
     name: str
 
 
 def chunks(documents: Iterable[corpus.RawDocument]) -> Iterator[list[corpus.RawDocument]]:
-    """Consecutive documents of about `CHUNK_CHARACTERS` in all."""
+    """Group consecutive documents into chunks of about `CHUNK_CHARACTERS`."""
     chunk: list[corpus.RawDocument] = []
     size = 0
     for document in documents:
@@ -111,17 +111,17 @@ def chunks(documents: Iterable[corpus.RawDocument]) -> Iterator[list[corpus.RawD
 
 
 def read_table(path: pathlib.Path) -> tuple[np.ndarray, dict[str, list[int]]]:
-    """A chunk's documents ([n] of `DOCUMENT`) and for each file its tokens and unknown ones."""
+    """Return a chunk's documents ([n] of `DOCUMENT`), and [tokens, unknown tokens] by file."""
     with open(path, "rb") as file:
         file.seek(-_FOOTER.size, os.SEEK_END)
-        documents, statistics = _FOOTER.unpack(file.read())
+        documents, statistics_bytes = _FOOTER.unpack(file.read())
         size = documents * DOCUMENT.itemsize
-        file.seek(-_FOOTER.size - statistics - size, os.SEEK_END)
-        return np.frombuffer(file.read(size), DOCUMENT), json.loads(file.read(statistics))
+        file.seek(-_FOOTER.size - statistics_bytes - size, os.SEEK_END)
+        return np.frombuffer(file.read(size), DOCUMENT), json.loads(file.read(statistics_bytes))
 
 
 class _Documents:
-    """The tokenized documents of a split, read from disk where needed."""
+    """The tokenized documents of a split, read from disk on demand."""
 
     def __init__(self, job: Job, split: str):
         self._job, self._type = job, job.token_type
@@ -137,29 +137,29 @@ class _Documents:
         return open(self._job.chunk(number), "rb", buffering=0)
 
     def entry(self, number: int) -> tuple[int, int, int, int, int]:
-        """A document's fields, as `DOCUMENT` has them."""
+        """Return the fields of a document's `DOCUMENT` entry."""
         size = _DOCUMENT_STRUCT.size
         return _DOCUMENT_STRUCT.unpack(os.pread(self._index.fileno(), size, size * number))
 
     def sentences(self, entry: tuple, first: int, end: int) -> list[int]:
-        """The bounds of sentences [first, end) within the chunk: one more than sentences."""
+        """Return the end - first + 1 token bounds of sentences [first, end) in the chunk."""
         handle = self._chunk(entry[2]).fileno()
         data = os.pread(handle, 4 * (end - first + 1), entry[1] + 4 * first)
         return np.frombuffer(data, "<u4").tolist()
 
     def tokens(self, entry: tuple, start: int, end: int) -> np.ndarray:
-        """Tokens [start, end) of the chunk."""
+        """Return tokens [start, end) of the document's chunk."""
         size = self._type.itemsize
         data = os.pread(self._chunk(entry[2]).fileno(), size * (end - start), size * start)
         return np.frombuffer(data, self._type)
 
 
-class _Pieces(dict):
-    """Word → its token ids as bytes, asked of the tokenizer once, if at all.
+class _WordCache(dict):
+    """Cached mapping from a word to its token ids, as bytes.
 
-    Most words of a text were there before, so this takes a fraction of the time of tokenizing all
-    of it. It changes nothing: BERT's normalization and splitting never look across a space, take
-    punctuation apart character by character, and leave a word of the vocabulary whole.
+    Most words of a text are repetitions, so this is several times faster than tokenizing all of
+    it. The ids are the same: BERT's normalization and splitting do not look across spaces, split
+    off every punctuation character, and keep words of the vocabulary whole.
     """
 
     def __init__(self, vocabulary: wordpiece.Vocabulary, token_type: np.dtype):
@@ -171,10 +171,10 @@ class _Pieces(dict):
     def __missing__(self, word: str) -> bytes:
         ids = None
         if word.isascii() and word.isalpha():
-            known = self._vocabulary.get(word.lower() if self._lowercase else word)
-            if known is not None:
-                ids = array.array(self._code, (known,)).tobytes()
-        elif 1 < len(word) <= _REMEMBERED_CHARACTERS:
+            token_id = self._vocabulary.get(word.lower() if self._lowercase else word)
+            if token_id is not None:
+                ids = array.array(self._code, (token_id,)).tobytes()
+        elif 1 < len(word) <= _CACHED_CHARACTERS:
             if word[-1] in string.punctuation:
                 ids = self[word[:-1]] + self[word[-1]]
             elif word[0] in string.punctuation:
@@ -183,23 +183,23 @@ class _Pieces(dict):
             ids = array.array(
                 self._code, self._encode(word, add_special_tokens=False).ids
             ).tobytes()
-        if len(word) <= _REMEMBERED_CHARACTERS:
-            if len(self) >= _REMEMBERED_WORDS:
+        if len(word) <= _CACHED_CHARACTERS:
+            if len(self) >= _CACHED_WORDS:
                 self.clear()
             self[word] = ids
         return ids
 
 
 class Worker:
-    """Does the pieces of work, in whatever process."""
+    """Executor of work units, in any process."""
 
     def __init__(self, job: Job):
         self._job = job
-        self._pieces = _Pieces(job.vocabulary, job.token_type)
+        self._word_cache = _WordCache(job.vocabulary, job.token_type)
 
     def tokenize(self, number: int, documents: list[corpus.RawDocument]) -> None:
-        """Writes a chunk: tokens, bounds of sentences (uint32), table of documents, statistics."""
-        job, pieces = self._job, self._pieces.__getitem__
+        """Write a chunk: tokens, sentence bounds (uint32), document table and statistics."""
+        job, word_ids = self._job, self._word_cache.__getitem__
         tokens = bytearray()
         bounds = array.array("I", [0])
         table = []
@@ -208,7 +208,7 @@ class Worker:
         for document in documents:
             start, first = len(tokens), len(bounds) - 1
             for sentence in corpus.sentences(document, job.language):
-                ids = b"".join(map(pieces, sentence.split(" ")))
+                ids = b"".join(map(word_ids, sentence.split(" ")))
                 if ids:
                     tokens += ids
                     bounds.append(len(tokens) // size)
@@ -230,7 +230,7 @@ class Worker:
         documents_table = np.array(table, DOCUMENT)
         documents_table["at"] += len(tokens)
         encoded = json.dumps(statistics).encode()
-        with files.replacing(job.chunk(number)) as beside, open(beside, "wb") as file:
+        with files.replacing(job.chunk(number)) as temporary, open(temporary, "wb") as file:
             file.write(tokens)
             file.write(bounds)
             file.write(documents_table.tobytes())
@@ -238,7 +238,7 @@ class Worker:
             file.write(_FOOTER.pack(len(table), len(encoded)))
 
     def tokenize_files(self, batch: Batch) -> None:
-        """Writes a batch's chunks, beside each its `long_lines`, then what was read."""
+        """Write a batch's chunks, the `long_lines` of each, and the report on the batch."""
         job, source = self._job, self._job.sources[batch.source]
         report = corpus.Report()
         report.begin(source)
@@ -248,15 +248,15 @@ class Worker:
             self.tokenize(end, chunk)
             lines = []
             for file, documents in itertools.groupby(chunk, key=lambda document: document.file):
-                found = itertools.chain.from_iterable(map(corpus.long_lines, documents))
-                columns = zip(*found, strict=True)
+                long_lines = itertools.chain.from_iterable(map(corpus.long_lines, documents))
+                columns = zip(*long_lines, strict=True)
                 lines.append((file, *(array.array("Q", column) for column in columns)))
             files.write(job.lines(end), pickle.dumps(lines))
             end += 1
         files.write(job.batch(batch.number), pickle.dumps((report, end)))
 
     def write_shard(self, unit: Unit) -> None:
-        """Writes a unit's rows, then beside them what they are (`prepare` reads it)."""
+        """Write a unit's rows and their statistics, which `prepare` reads."""
         from array_record.python.array_record_module import ArrayRecordWriter
 
         job = self._job
@@ -273,12 +273,12 @@ class Worker:
         )
         rows = 0
         histogram = np.zeros(job.format.tokens + 1, np.int64)
-        with files.replacing(job.folder / unit.name) as beside:
-            writer = ArrayRecordWriter(str(beside), _WRITER_OPTIONS)
+        with files.replacing(job.folder / unit.name) as temporary:
+            writer = ArrayRecordWriter(str(temporary), _WRITER_OPTIONS)
             try:
                 while window := list(itertools.islice(examples, _WINDOW_SEQUENCES)):
                     packed = job.format.pack(window)
-                    order = list(range(len(packed)))  # packing sorts by length
+                    order = list(range(len(packed)))  # shuffled below, as packing sorts by length
                     rng.shuffle(order)
                     for record in job.format.encode(packed[order]):
                         writer.write(record)
@@ -286,13 +286,13 @@ class Worker:
                     lengths = [len(example.tokens) for example in window]
                     histogram += np.bincount(lengths, minlength=len(histogram))
                 writer.close()
-            except RuntimeError as error:  # how it tells of a failed write
-                full = os.strerror(errno.ENOSPC) in str(error)
-                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
+            except RuntimeError as error:  # raised by ArrayRecord for failed writes
+                disk_full = os.strerror(errno.ENOSPC) in str(error)
+                raise OSError(errno.ENOSPC if disk_full else errno.EIO, str(error)) from None
             statistics = {
                 "rows": rows,
-                "bytes": beside.stat().st_size,
-                "sha256": files.sha256(beside),
+                "bytes": temporary.stat().st_size,
+                "sha256": files.sha256(temporary),
                 "lengths": histogram.tolist(),
             }
         files.write_json(job.folder / f"{unit.name}.json", statistics)

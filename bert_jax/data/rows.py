@@ -1,9 +1,8 @@
-"""Rows: the record on disk, the layout on the device, and packing.
+"""Rows: the record on disk, packing, and the token layout on the device.
 
-A row holds `T` tokens and up to `S` sequences, end to end, padding only at the end. A sequence is
-`[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`. What the model needs beside the tokens (sequence ids,
-positions, type ids, where each [CLS] stands) follows from two lengths a sequence, so it is derived
-where it is used and never stored.
+A row holds T tokens: up to S sequences end to end, then padding. A sequence is `[CLS] a [SEP]` or
+`[CLS] a [SEP] b [SEP]`. The other inputs of the model (segment ids, token types, positions and
+indices of [CLS]) follow from two lengths per sequence and are derived on the device, not stored.
 """
 
 import dataclasses
@@ -29,12 +28,12 @@ SLOTS_UNBOUNDED = 1 << 30
 
 
 class Example(NamedTuple):
-    """One sequence before packing.
+    """A sequence before packing.
 
     Attributes:
-        tokens: all token ids, [CLS] and [SEP] included; length n.
-        a_length: how many of them belong to segment a, its [CLS] and [SEP] included.
-        label: the sequence's label (NSP: 0 = b follows a, 1 = b is random), or `NO_LABEL`.
+        tokens: token ids, including [CLS] and [SEP]; length n.
+        a_length: number of tokens in segment a, including its [CLS] and [SEP].
+        label: label of the sequence (NSP: 0 = b follows a, 1 = b is random), or `NO_LABEL`.
     """
 
     tokens: np.ndarray
@@ -43,13 +42,13 @@ class Example(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What the model needs to know about every token of packed rows. B rows, T tokens, S sequences.
+    """Per-token inputs of the model for packed rows. B rows, T tokens, S sequences.
 
     Attributes:
-        segment_ids: [B, T] which of the row's sequences a token belongs to; S for padding.
-        position_ids: [B, T] distance from the sequence's [CLS]; 0 for padding.
-        token_type_ids: [B, T] 0 in segment a, 1 in segment b, 0 for padding.
-        cls: [B, S] where each sequence starts; for an unused slot, some valid token.
+        segment_ids: [B, T] index of the token's sequence in its row; S for padding.
+        position_ids: [B, T] distance from the [CLS] of the sequence; 0 for padding.
+        token_type_ids: [B, T] token type: 0 in segment a, 1 in segment b, 0 for padding.
+        cls: [B, S] start of each sequence; any valid index for unused slots.
     """
 
     segment_ids: Any
@@ -63,9 +62,9 @@ class RowFormat:
     """The fixed-size record of a row.
 
     Attributes:
-        tokens: T, tokens a row.
-        sequences: S, most sequences a row.
-        vocab_size: token ids are below this; up to 65,536 they take two bytes, above it four.
+        tokens: T, tokens per row.
+        sequences: S, maximum number of sequences per row.
+        vocab_size: V; token ids take two bytes each up to 65,536, four bytes above.
     """
 
     tokens: int
@@ -86,29 +85,29 @@ class RowFormat:
         )
 
     def empty(self, rows: int) -> np.ndarray:
-        """`rows` records of padding; structured array of shape [rows]."""
+        """Return records of padding; structured array [rows]."""
         array = np.zeros(rows, self.dtype)
         array["label"] = NO_LABEL
         return array
 
     def seal(self, array: np.ndarray) -> np.ndarray:
-        """Fills in each record's checksum, in place, and returns the array ([rows])."""
+        """Fill in the checksum of each record in place, and return the array ([rows])."""
         payload = self.dtype.itemsize - 4
         flat = np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)[:, :payload]
         array["crc32"] = [zlib.crc32(row) for row in flat]
         return array
 
     def encode(self, array: np.ndarray) -> list[bytes]:
-        """Sealed records as bytes, one a row."""
+        """Return sealed records as bytes, one per row."""
         size, data = self.dtype.itemsize, array.tobytes()
         return [data[i : i + size] for i in range(0, len(data), size)]
 
     def decode(self, records: Sequence[bytes]) -> dict[str, np.ndarray]:
-        """Records to arrays `tokens` [B, T] and `a_length`, `length`, `label` [B, S].
+        """Decode records to arrays `tokens` [B, T] and `a_length`, `length`, `label` [B, S].
 
         Raises:
-            ValueError: a record of another size, or one whose checksum does not hold. The
-                message names its place among `records`.
+            ValueError: a record has the wrong size or checksum. The message gives its index in
+                `records`.
         """
         size = self.dtype.itemsize
         for i, record in enumerate(records):
@@ -120,11 +119,11 @@ class RowFormat:
         return {name: np.ascontiguousarray(array[name]) for name in self.dtype.names[:-1]}
 
     def pack(self, examples: Iterable[Example]) -> np.ndarray:
-        """Examples to sealed records ([rows]), in order, as `pack_lengths` places them."""
+        """Pack examples into sealed records ([rows]), placed by `pack_lengths`."""
         examples = list(examples)
         bins = pack_lengths([len(e.tokens) for e in examples], self.tokens, self.sequences)
         array = self.empty(len(bins))
-        # Fields of the whole array, because those of a single record are slow to reach.
+        # Look up fields once for the whole array, as field access is slow for single records.
         row_tokens, a_lengths = array["tokens"], array["a_length"]
         lengths, labels = array["length"], array["label"]
         for row, members in enumerate(bins):
@@ -140,14 +139,14 @@ class RowFormat:
 
 
 def pack_lengths(lengths: Sequence[int], tokens: int, sequences: int) -> list[list[int]]:
-    """Places sequences of the given lengths into rows of `tokens`, at most `sequences` a row.
+    """Assign sequences of the given lengths to rows of `tokens`, at most `sequences` per row.
 
-    Best fit, longest first: each sequence goes to the fullest row that still takes it (Krell et
-    al., arXiv 2107.02027, section 3). Rows come out in the order they were opened and members in
-    order of placement, so the result is a function of the arguments alone.
+    Best fit decreasing: each sequence goes to the fullest row that has room for it (Krell et al.,
+    arXiv 2107.02027, section 3). Rows are in the order they were opened and sequences in the order
+    they were placed, so the result is a function of the arguments.
 
     Returns:
-        For each row the indices of its sequences.
+        The indices of the sequences of each row.
 
     Raises:
         ValueError: a sequence is longer than a row.
@@ -156,57 +155,57 @@ def pack_lengths(lengths: Sequence[int], tokens: int, sequences: int) -> list[li
     if order and lengths[order[0]] > tokens:
         raise ValueError(f"a sequence of {lengths[order[0]]} tokens does not fit {tokens}")
     rows: list[list[int]] = []
-    open_rows: list[list[int]] = [[] for _ in range(tokens + 1)]  # by free tokens
-    some_open = 0  # bit f is set where open_rows[f] holds a row
+    open_rows: list[list[int]] = [[] for _ in range(tokens + 1)]  # by number of free tokens
+    open_bits = 0  # bit f is set if open_rows[f] is not empty
     for index in order:
         length = lengths[index]
-        fitting = some_open >> length
+        fitting = open_bits >> length
         if fitting:
-            free = length + (fitting & -fitting).bit_length() - 1  # the least that suffices
+            free = length + (fitting & -fitting).bit_length() - 1  # smallest sufficient
             row = open_rows[free].pop()
             rows[row].append(index)
             if not open_rows[free]:
-                some_open ^= 1 << free
+                open_bits ^= 1 << free
         else:
             free, row = tokens, len(rows)
             rows.append([index])
         if len(rows[row]) < sequences and free > length:
             open_rows[free - length].append(row)
-            some_open |= 1 << free - length
+            open_bits |= 1 << free - length
     return rows
 
 
 def layout(length: Int[Any, "B S"], a_length: Int[Any, "B S"], tokens: int) -> Layout:
-    """Derives every token's sequence, position and segment from the sequences' lengths.
+    """Derive sequence index, position and token type of every token from the sequence lengths.
 
-    Written with operators that NumPy and JAX arrays share, so the same lines run in the jitted
-    step and in a test on the host.
+    Uses only operations that NumPy and JAX arrays share, so it runs in the jitted step and on the
+    host.
 
     Args:
-        length: tokens of each sequence, 0 for an unused slot (unused slots come last).
-        a_length: of those, tokens of segment a with its [CLS] and [SEP].
+        length: number of tokens of each sequence, 0 for unused slots, which come last.
+        a_length: number of those tokens in segment a, including [CLS] and [SEP].
         tokens: T.
     """
     length, a_length = length.astype("int32"), a_length.astype("int32")
     slots = length.shape[1]
     end = length.cumsum(1)
     token = np.arange(tokens, dtype="int32")[None, :]
-    # A token lies behind every sequence that ends at or before it; behind all S, it is padding.
-    behind = (token[:, :, None] >= end[:, None, :]).astype("int32")  # [B, T, S]
-    sequence = behind.sum(2)
-    real = (sequence < slots).astype("int32")
-    start = (behind * length[:, None, :]).sum(2)
-    own = (sequence[:, :, None] == np.arange(slots)[None, None, :]).astype("int32")
-    position = (token - start) * real
-    segment = (position >= (own * a_length[:, None, :]).sum(2)).astype("int32") * real
+    # The sequence index of a token is the number of sequences that end before it; S is padding.
+    ended = (token[:, :, None] >= end[:, None, :]).astype("int32")  # [B, T, S]
+    sequence = ended.sum(2)
+    not_padding = (sequence < slots).astype("int32")
+    start = (ended * length[:, None, :]).sum(2)
+    one_hot = (sequence[:, :, None] == np.arange(slots)[None, None, :]).astype("int32")
+    position = (token - start) * not_padding
+    segment = (position >= (one_hot * a_length[:, None, :]).sum(2)).astype("int32") * not_padding
     cls = (end - length).clip(0, tokens - 1)
-    # NumPy sums to 64 bits where JAX stays at 32.
+    # NumPy sums int32 to int64, JAX to int32.
     return Layout(*(x.astype("int32") for x in (sequence, position, segment, cls)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file of rows: its name inside the folder, rows, bytes and SHA-256."""
+    """A file of rows: its name in the folder, number of rows and bytes, and SHA-256."""
 
     name: str
     rows: int
@@ -216,13 +215,13 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The shards of `train` or `heldout` and what they hold in all.
+    """The shards of a split ("train" or "heldout") and its totals.
 
     Attributes:
-        documents, sequences, rows: counts.
-        real_tokens: tokens that are not padding.
+        documents, sequences, rows: their numbers.
+        real_tokens: number of tokens that are not padding.
         fill_fraction: real_tokens / (rows * T).
-        shards: in order.
+        shards: the shards, in order.
     """
 
     documents: int
@@ -235,19 +234,19 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a folder of rows says of itself (`manifest.json`).
+    """Description of a folder of rows (`manifest.json`).
 
     Attributes:
-        version: of this format.
-        tokens, sequences, vocab_size: the row's format.
-        vocab_sha256: of the vocabulary file (`vocab.txt`, kept beside the shards).
+        version: version of the format.
+        tokens, sequences, vocab_size: format of a row.
+        vocab_sha256: SHA-256 of the vocabulary file (`vocab.txt` in the same folder).
         pairs: "nsp" (sentence pairs with labels) or "none".
-        seed: of the instance algorithm.
-        settings: every setting the rows depend on, as given.
-        sources: for each source its name, kind, bytes read, documents.
-        length_histogram: for each sequence length 0..T how many training sequences have it.
-        warnings: what was odd about the corpus, one line each.
-        train, heldout: the shards.
+        seed: seed of the instance algorithm.
+        settings: all settings that the rows depend on, as passed to `prepare`.
+        sources: spec, kinds, bytes read and documents of each source.
+        length_histogram: number of training sequences of each length 0..T.
+        warnings: warnings about the corpus, one line each.
+        train, heldout: the splits.
     """
 
     version: int
@@ -270,19 +269,19 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """What rows there are to train on, wherever they lie."""
-        sums = "".join(shard.sha256 for shard in self.train.shards)
-        return hashlib.sha256(sums.encode()).hexdigest()
+        """SHA-256 of the training rows, independent of their location."""
+        hashes = "".join(shard.sha256 for shard in self.train.shards)
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def read_manifest(folder: str | pathlib.Path) -> Manifest:
-    """Reads `folder/manifest.json`.
+    """Read `folder/manifest.json`.
 
     Raises:
-        UserError: no folder of rows, not a manifest, or one of another version.
+        UserError: the folder has no manifest, or it is invalid or of another version.
     """
     path = pathlib.Path(folder) / MANIFEST
     try:
@@ -290,14 +289,14 @@ def read_manifest(folder: str | pathlib.Path) -> Manifest:
             fields = json.loads(whole(file, path))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} is not a folder of rows: it has no {MANIFEST}; make one with `bert-jax prepare`"
+            f"{folder} is not a folder of rows (no {MANIFEST}); make one with `bert-jax prepare`"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}; prepare the rows again") from None
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path} is of version {str(version)[:80]}, this program reads {FORMAT_VERSION}; "
+            f"{path} has version {str(version)[:80]}, but this program reads {FORMAT_VERSION}; "
             "prepare the rows again"
         )
     try:
@@ -305,11 +304,13 @@ def read_manifest(folder: str | pathlib.Path) -> Manifest:
         _check(manifest)
         return manifest
     except ValueError as error:
-        raise UserError(f"{path} is not a manifest of rows ({error}); prepare again") from None
+        raise UserError(
+            f"{path} is not a manifest of rows ({error}); prepare the rows again"
+        ) from None
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuses what `prepare` cannot have written: what follows trusts it with memory and paths."""
+    """Raise ValueError for values that could cause huge allocations or unsafe paths."""
     if not 1 <= manifest.sequences <= manifest.tokens < 1 << 16:
         raise ValueError(f"rows of {manifest.tokens} tokens, {manifest.sequences} sequences")
     if not 1 <= manifest.vocab_size < 1 << 31:
@@ -321,4 +322,4 @@ def _check(manifest: Manifest) -> None:
             if not (0 <= shard.rows < 1 << 48 and shard.bytes >= 0):
                 raise ValueError(f"{shard.name} of {shard.rows} rows, {shard.bytes} bytes")
         if split.rows != sum(shard.rows for shard in split.shards):
-            raise ValueError("its shards have other rows than it says")
+            raise ValueError("the number of rows differs from the total of its shards")

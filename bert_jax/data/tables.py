@@ -1,4 +1,4 @@
-"""Tables in files: records with named fields from .tsv, .csv, .jsonl, .parquet or lines of text."""
+"""Read tables from .tsv, .csv, .jsonl, .parquet or text files as records with named fields."""
 
 import csv
 import io
@@ -19,11 +19,11 @@ LINE_BYTES = corpus.DOCUMENT_CHARACTERS
 
 
 class Record(NamedTuple):
-    """A row.
+    """A row of a table.
 
     Attributes:
-        where: "file:line" (of Parquet "file: row number"), both from 1, for messages.
-        fields: its values by column; of text files all strings.
+        where: location for messages, counted from 1: "file:line", or "file: row number" in Parquet.
+        fields: values by column; strings in text files.
     """
 
     where: str
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
 
 def kind_of(path: str | pathlib.Path) -> str:
-    """The suffix that says what a file is, in lower case, without that of its compression."""
+    """Return the lowercase suffix that gives the file format, ignoring compression suffixes."""
     suffixes = [suffix.lower() for suffix in pathlib.Path(path).suffixes]
     return next((s for s in reversed(suffixes) if s not in compressed.SUFFIXES), "")
 
@@ -50,66 +50,71 @@ def read(
     count: Callable[[int], None] | None = None,
     line_bytes: int = LINE_BYTES,
 ) -> Iterator[Record]:
-    """The records of a file, in order.
+    """Stream the records of a file, in order.
 
     Args:
-        path: of the file; all but Parquet may be compressed. "-" is standard input.
-        texts: columns that must be there and hold strings.
-        others: columns that must be there and hold something.
-        optional: columns to read where they are there (what is not asked for may be missing).
-        kind: one of `KINDS`; "" goes by the name. ".txt" takes a line as it is for one column and
-            splits it at tabs for several.
-        header: names of the columns, for a file without a line of them; ".txt" never has one.
-        quoting: whether fields may be "quoted", as they are in .csv and not in .tsv by default.
+        path: path of the file, which may be compressed except for Parquet; "-" is standard input.
+        texts: required columns that hold strings.
+        others: required columns that hold any value.
+        optional: columns to read if present. Columns in none of these three may be omitted.
+        kind: one of `KINDS`; "" detects it by the file name. ".txt" reads a whole line for one
+            column, and splits lines at tabs for several.
+        header: column names, for a file without a header line; required for ".txt".
+        quoting: whether fields may be "quoted"; by default in .csv but not in .tsv.
         empty: whether texts may be empty.
-        skip: is told of a row with too many or too few columns, which is then left out; without it
-            that is an error.
-        count: is told how many more bytes were read, now and then.
-        line_bytes: of the longest line.
+        skip: called with a message for each row with the wrong number of columns, which is then
+            skipped; without it such a row is an error.
+        count: called with the number of bytes read since the last call.
+        line_bytes: maximum length of a line.
 
     Raises:
-        UserError: the file cannot be read, or (when its turn comes) a row is not as asked for;
-            names the file and line.
+        UserError: the file cannot be read or, while iterating, a row is invalid; the message names
+            the file and line.
     """
     kind = kind or kind_of(path)
     if kind not in KINDS:
         raise UserError(
-            f"{path}: its name does not say what it is; a table is one of {' '.join(KINDS)}, "
-            f"all but .parquet also compressed ({' '.join(compressed.SUFFIXES)})"
+            f"{path}: unknown file format; a table is one of {' '.join(KINDS)}, "
+            f"all but .parquet optionally compressed ({' '.join(compressed.SUFFIXES)})"
         )
     if str(path) == STANDARD_INPUT:
         path = "standard input"
-        found = lines(sys.stdin.buffer, path, line_bytes)
+        text_lines = lines(sys.stdin.buffer, path, line_bytes)
     else:
         path = pathlib.Path(path)
         with files.one_line_errors(f"cannot read {path}"):
             path.open("rb").close()
-        found = _file_lines(path, count, line_bytes)
+        text_lines = _file_lines(path, count, line_bytes)
     if kind == ".parquet":
         records = _parquet(pathlib.Path(path), texts, others, optional, count)
     elif kind == ".jsonl":
-        records = _objects(found, path)
+        records = _objects(text_lines, path)
     else:
         quoting = kind == ".csv" if quoting is None else quoting
         delimiter = {".csv": ",", ".tsv": "\t"}.get(kind) or ("\t" if len(header or ()) > 1 else "")
-        rows = _quoted(found, path, delimiter) if quoting else _plain(found, path, delimiter)
+        rows = (
+            _quoted(text_lines, path, delimiter)
+            if quoting
+            else _unquoted(text_lines, path, delimiter)
+        )
         records = _named(rows, path, header, [*texts, *others], skip)
     return _checked(records, texts, others, empty)
 
 
 def lines(stream: io.BufferedIOBase, where: object, line_bytes: int = LINE_BYTES) -> Iterator[str]:
-    """Lines without their ends; only line feeds end one.
+    """Yield lines without line ends; only line feeds separate lines.
 
     Raises:
-        UserError: one is too long, not UTF-8, or holds a NUL. What is not read would shift all that
-            comes after it, so nothing is passed over.
+        UserError: a line is too long, not UTF-8, or contains a NUL. No line is skipped, as this
+            would shift all following ones.
     """
     number = 0
     while data := stream.readline(line_bytes + 1):
         number += 1
         if len(data) > line_bytes:
             raise UserError(
-                f"{where}:{number}: a line of more than {line_bytes:,} bytes; put a text on each line"
+                f"{where}:{number}: a line of more than {line_bytes:,} bytes; split it into lines of "
+                "one text each"
             )
         try:
             line = data.decode()
@@ -119,7 +124,7 @@ def lines(stream: io.BufferedIOBase, where: object, line_bytes: int = LINE_BYTES
                 "e.g. with iconv -t UTF-8"
             ) from None
         if "\0" in line:
-            raise UserError(f"{where}:{number}: not text (it holds a NUL); leave that line out")
+            raise UserError(f"{where}:{number}: not text (contains a NUL); remove that line")
         yield line.removeprefix("\ufeff" if number == 1 else "").rstrip("\r\n")
 
 
@@ -130,15 +135,19 @@ def _file_lines(
         yield from lines(stream, path, line_bytes)
 
 
-def _plain(found: Iterator[str], path: object, delimiter: str) -> Iterator[tuple[str, list[str]]]:
-    for number, line in enumerate(found, 1):
+def _unquoted(
+    text_lines: Iterator[str], path: object, delimiter: str
+) -> Iterator[tuple[str, list[str]]]:
+    for number, line in enumerate(text_lines, 1):
         yield f"{path}:{number}", line.split(delimiter) if delimiter else [line]
 
 
-def _quoted(found: Iterator[str], path: object, delimiter: str) -> Iterator[tuple[str, list[str]]]:
-    csv.field_size_limit(LINE_BYTES)  # its own is 128 KiB; lines are bounded already
-    # With their ends again: a quoted field may go over several lines.
-    reader = csv.reader((f"{line}\n" for line in found), delimiter=delimiter, strict=True)
+def _quoted(
+    text_lines: Iterator[str], path: object, delimiter: str
+) -> Iterator[tuple[str, list[str]]]:
+    csv.field_size_limit(LINE_BYTES)  # the default is 128 KiB; lines are bounded already
+    # Restore line ends, as a quoted field may span several lines.
+    reader = csv.reader((f"{line}\n" for line in text_lines), delimiter=delimiter, strict=True)
     while True:
         where = f"{path}:{reader.line_num + 1}"
         try:
@@ -147,7 +156,7 @@ def _quoted(found: Iterator[str], path: object, delimiter: str) -> Iterator[tupl
             return
         except csv.Error as error:
             raise UserError(
-                f"{where}: {error}, from this row on; a quote in a quoted field is written twice"
+                f"{where}: {error}, from this row on; write quotes in quoted fields twice"
             ) from None
         yield where, row or [""]
 
@@ -156,7 +165,7 @@ def _named(
     rows: Iterator[tuple[str, list[str]]],
     path: object,
     header: Sequence[str] | None,
-    needed: Sequence[str],
+    required: Sequence[str],
     skip: Callable[[str], None] | None,
 ) -> Iterator[Record]:
     names = None if header is None else list(header)
@@ -165,7 +174,7 @@ def _named(
             continue
         if names is None:
             names = row
-            for name in needed:
+            for name in required:
                 if names.count(name) != 1:
                     raise UserError(
                         f"{where}: {'no' if name not in names else 'more than one'} column {name!r} "
@@ -175,31 +184,31 @@ def _named(
         if len(row) != len(names):
             message = f"{where}: {_columns(len(row))} where {_columns(len(names))} are expected"
             if skip is None:
-                raise UserError(f"{message} ({', '.join(names)[:200]}); mend or remove that row")
+                raise UserError(f"{message} ({', '.join(names)[:200]}); correct or remove that row")
             skip(message)
             continue
         yield Record(where, dict(zip(names, row, strict=True)))
     if names is None:
-        raise UserError(f"{path} is empty; its first line must name the columns")
+        raise UserError(f"{path}: the file is empty; its first line must name the columns")
 
 
 def _columns(count: int) -> str:
     return f"{count} column{'s' * (count != 1)}"
 
 
-def _objects(found: Iterator[str], path: object) -> Iterator[Record]:
-    for number, line in enumerate(found, 1):
+def _objects(text_lines: Iterator[str], path: object) -> Iterator[Record]:
+    for number, line in enumerate(text_lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error}); mend or remove it") from None
+            raise UserError(f"{where}: not JSON ({error}); correct or remove that line") from None
         if not isinstance(value, dict):
             raise UserError(
                 f"{where}: a JSON {type(value).__name__} where an object is expected, "
-                'like {"text": "…"}'
+                'such as {"text": "…"}'
             )
         yield Record(where, value)
 
@@ -221,17 +230,19 @@ def _parquet(
                 if name not in schema.names:
                     raise UserError(
                         f"{path}: no column {name!r} (it has: {', '.join(schema.names)[:200]}); "
-                        "name one of those"
+                        "name one of these"
                     )
             for name in texts:
                 kind = schema.field(name).type
                 if pyarrow.types.is_dictionary(kind):
                     kind = kind.value_type
                 if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise UserError(f"{path}: the column {name!r} holds {kind}, not strings")
-            wanted = {*texts, *others, *optional}
-            columns = [name for name in schema.names if name in wanted]
-            size, number, before = path.stat().st_size, 0, 0
+                    raise UserError(
+                        f"{path}: the column {name!r} has type {kind}; convert it to strings"
+                    )
+            requested = {*texts, *others, *optional}
+            columns = [name for name in schema.names if name in requested]
+            size, number, counted_bytes = path.stat().st_size, 0, 0
             for batch in table.iter_batches(256, columns=columns, use_threads=False):
                 for i in range(batch.num_rows):
                     number += 1
@@ -239,22 +250,22 @@ def _parquet(
                     for name in columns:
                         try:
                             fields[name] = batch.column(name)[i].as_py()
-                        except UnicodeDecodeError:  # nobody has checked
+                        except UnicodeDecodeError:  # Parquet readers do not check strings
                             raise UserError(
-                                f"{where}: no UTF-8 text in {name!r}; mend or remove that row"
+                                f"{where}: {name!r} is not UTF-8; correct or remove that row"
                             ) from None
                         except (ValueError, OverflowError) as error:  # such as a date after 9999
                             raise UserError(
-                                f"{where}: {name!r} cannot be read ({error}); mend or remove that row"
+                                f"{where}: cannot read {name!r} ({error}); correct or remove that row"
                             ) from None
                     if count is not None:
-                        by_now = size * number // max(table.metadata.num_rows, number)
-                        count(by_now - before)
-                        before = by_now
+                        bytes_so_far = size * number // max(table.metadata.num_rows, number)
+                        count(bytes_so_far - counted_bytes)
+                        counted_bytes = bytes_so_far
                     yield Record(where, fields)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: not a whole Parquet file ({str(error).splitlines()[0][:200]}); copy or "
+            f"{path}: not a complete Parquet file ({str(error).splitlines()[0][:200]}); copy or "
             "download it again"
         ) from None
 
@@ -265,15 +276,15 @@ def _checked(
     for where, fields in records:
         for name in (*texts, *others):
             value = fields.get(name)
-            text = name in texts
-            if value is None or (text and not isinstance(value, str)):
+            is_text = name in texts
+            if value is None or (is_text and not isinstance(value, str)):
                 raise UserError(
-                    f"{where}: no {'text in ' * text}{name!r} (it has: "
+                    f"{where}: no {'text in ' * is_text}{name!r} (it has: "
                     f"{', '.join(fields)[:200]}); name a field that every row has"
                 )
             if isinstance(value, str):
-                if not value.strip() and not (text and empty):
+                if not value.strip() and not (is_text and empty):
                     raise UserError(f"{where}: {name!r} is empty; fill it in or remove that row")
-                # JSON may hold half characters, which nothing can write again.
+                # JSON may contain lone surrogates, which cannot be encoded again.
                 fields[name] = value.encode(errors="replace").decode()
         yield Record(where, fields)

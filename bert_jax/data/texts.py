@@ -1,4 +1,4 @@
-"""Texts for a trained model to look at: a text a line, JSON lines, or Parquet, or standard input."""
+"""Read texts for inference from text files, JSON lines, Parquet or standard input."""
 
 import pathlib
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ _LINE_BYTES = tables.LINE_BYTES
 
 
 class Texts(NamedTuple):
-    """Texts to read.
+    """A stream of texts.
 
     Attributes:
-        texts: each with how far its source had been read by then.
-        total: how far that goes, None where nobody knows.
-        unit: of both.
+        texts: each text with the progress of reading so far, in `unit`.
+        total: progress at the end, None if unknown.
+        unit: unit of progress: "texts", or "B" for bytes.
     """
 
     texts: Iterator[tuple[str, int]]
@@ -26,36 +26,36 @@ class Texts(NamedTuple):
 
 
 def read(source: str, column: str) -> Texts:
-    """The texts of a file, in order.
+    """Open a source of texts, read in order.
 
     Args:
-        source: .txt (a text a line, empty ones too), .jsonl or .parquet, the first two also
-            compressed; "-" reads lines from standard input.
-        column: the field or column of the others.
+        source: path of a .txt (one text per line, possibly empty), .jsonl or .parquet file, the
+            first two optionally compressed; "-" reads lines from standard input.
+        column: field or column with the text in .jsonl and .parquet.
 
     Raises:
-        UserError: the source cannot be read, or, while it is, something in it is no text (names
-            the line).
+        UserError: the source cannot be read or, while iterating, a text is invalid; the message
+            names the line.
     """
-    lines = {"header": [column], "empty": True, "line_bytes": _LINE_BYTES}
+    options = {"header": [column], "empty": True, "line_bytes": _LINE_BYTES}
     if source == tables.STANDARD_INPUT:
-        records = tables.read(source, [column], kind=".txt", **lines)
+        records = tables.read(source, [column], kind=".txt", **options)
         texts = ((record.fields[column], number) for number, record in enumerate(records, 1))
         return Texts(texts, None, "texts")
     path = pathlib.Path(source)
     if tables.kind_of(path) not in (".txt", ".jsonl", ".parquet"):
         raise UserError(
-            f"{path}: its name does not say what it is; .txt has a text a line, .jsonl and "
-            f".parquet a field for texts, and of these .txt and .jsonl may be compressed "
-            f"({' '.join(compressed.SUFFIXES)})"
+            f"{path}: unknown file format; use .txt with a text per line, or .jsonl or .parquet with "
+            f"a field for the text (.txt and .jsonl optionally compressed: "
+            f"{' '.join(compressed.SUFFIXES)})"
         )
-    done = 0
+    bytes_read = 0
 
     def count(size: int) -> None:
-        nonlocal done
-        done += size
+        nonlocal bytes_read
+        bytes_read += size
 
-    records = tables.read(path, [column], count=count, **lines)
+    records = tables.read(path, [column], count=count, **options)
     with files.one_line_errors(f"cannot read {path}"):
         size = path.stat().st_size
-    return Texts(((record.fields[column], done) for record in records), size, "B")
+    return Texts(((record.fields[column], bytes_read) for record in records), size, "B")

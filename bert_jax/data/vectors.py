@@ -1,4 +1,4 @@
-"""Files of vectors, written while they come: .npy, JSON lines, Parquet."""
+"""Streaming writers for vectors: .npy, JSON lines and Parquet."""
 
 import array
 import json
@@ -12,15 +12,15 @@ _ROW_GROUP_FLOATS = 1 << 22
 
 
 class Npy:
-    """Vectors one after the other; without pooling each text's number of them in a second file."""
+    """Writer of an .npy file; without pooling, a second file has the number of vectors per text."""
 
     def __init__(self, path: pathlib.Path, lengths: pathlib.Path | None, dimension: int):
         self._file, self._lengths_path = open(path, "wb"), lengths  # noqa: SIM115 (see close)
         self._dimension, self._lengths, self._count = dimension, array.array("q"), 0
-        self._header()
+        self._write_header()
 
-    def _header(self) -> None:
-        # NumPy leaves room for the first axis to grow, so the last header fits the first one's place.
+    def _write_header(self) -> None:
+        # NumPy pads headers so that the first axis can grow, so the final header fits in place.
         self._file.seek(0)
         shape = (self._count, self._dimension)
         fields = {"descr": "<f4", "fortran_order": False, "shape": shape}
@@ -34,14 +34,14 @@ class Npy:
 
     def close(self) -> None:
         with self._file:
-            self._header()
+            self._write_header()
         if self._lengths_path:
             with open(self._lengths_path, "wb") as file:
                 np.save(file, np.array(self._lengths, np.int64))
 
 
 class Jsonl:
-    """An object a line."""
+    """Writer of a JSON lines file with an object per text."""
 
     def __init__(self, path: pathlib.Path, tokens: bool):
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (see close)
@@ -60,14 +60,14 @@ class Jsonl:
 
 
 def _numbers(values: list) -> str:
-    """JSON of a vector or of several, with as many digits as float32 needs to come back."""
+    """Format a vector or several as JSON, with enough digits to restore float32 exactly."""
     if values and isinstance(values[0], list):
         return f"[{', '.join(map(_numbers, values))}]"
     return f"[{', '.join([format(x, '.9g') for x in values])}]"
 
 
 class Parquet:
-    """A row a text, in row groups of bounded size."""
+    """Writer of a Parquet file with a row per text, in row groups of bounded size."""
 
     def __init__(self, path: pathlib.Path, tokens: bool):
         import pyarrow
@@ -98,14 +98,14 @@ class Parquet:
         self._group, self._floats = [], 0
 
     def _lists(self, vectors: Sequence[np.ndarray]):
-        """An array of vectors as lists of floats, or of lists of them, without a Python float."""
+        """Convert vectors to an Arrow array of (lists of) lists, without creating Python floats."""
         list_array = self._arrow.ListArray.from_arrays
         dimension = vectors[0].shape[-1]
         flat = self._arrow.array(np.concatenate([v.reshape(-1) for v in vectors]))
-        found = list_array(np.arange(0, len(flat) + 1, dimension, np.int32), flat)
+        lists = list_array(np.arange(0, len(flat) + 1, dimension, np.int32), flat)
         if self._tokens:
-            found = list_array(np.cumsum([0, *map(len, vectors)], dtype=np.int32), found)
-        return found
+            lists = list_array(np.cumsum([0, *map(len, vectors)], dtype=np.int32), lists)
+        return lists
 
     def close(self) -> None:
         if self._group:

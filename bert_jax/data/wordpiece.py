@@ -1,8 +1,7 @@
-"""WordPiece: the vocabulary, its tokenizer, and training one.
+"""WordPiece vocabularies, tokenization and vocabulary training.
 
-The tokens and ids are BERT's: a `vocab.txt` of Google's or Hugging Face's loads as it is, and what
-`train` writes has the same layout. Accents are stripped where text is put in lower case and kept
-where it is not, as in BERT.
+Tokens and ids are BERT's: a `vocab.txt` from Google or Hugging Face loads unchanged, and `train`
+writes the same layout. As in BERT, accents are stripped when text is lowercased and kept otherwise.
 """
 
 import collections
@@ -31,7 +30,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB = "vocab.txt"
 SETTINGS = "vocab.json"
 CONTINUATION = "##"
-_WORD_CHARACTERS = 100  # BERT: a longer word is [UNK]
+_WORD_CHARACTERS = 100  # as in BERT: a longer word becomes [UNK]
 _BATCH_TEXTS = 1000
 
 
@@ -39,8 +38,8 @@ class Encoded(NamedTuple):
     """A text as n word pieces.
 
     Attributes:
-        ids: of the pieces.
-        spans: where in the text each begins and ends, in characters.
+        ids: token ids.
+        spans: start and end of each piece in the text, in characters.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -49,12 +48,12 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """V tokens; a token's place is its id.
+    """A vocabulary of V tokens; the index of a token is its id.
 
     Attributes:
-        tokens: in order of id; those that go on within a word begin with "##".
-        lowercase: whether text is put in lower case first.
-        strip_accents: whether accents are stripped first; None: where text is put in lower case.
+        tokens: tokens in order of id; those that continue a word begin with "##".
+        lowercase: whether text is lowercased before tokenization.
+        strip_accents: whether accents are stripped before tokenization; None follows `lowercase`.
         split_chinese: whether every Chinese character is a word.
     """
 
@@ -68,12 +67,12 @@ class Vocabulary:
 
     @property
     def settings(self) -> dict[str, bool | None]:
-        """All but the tokens."""
+        """All fields except the tokens."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "tokens"}
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
-        """Token to id."""
+        """Mapping from token to id."""
         return {token: i for i, token in enumerate(self.tokens)}
 
     @property
@@ -98,18 +97,18 @@ class Vocabulary:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hexadecimal, of the bytes that `save` writes to vocab.txt."""
+        """SHA-256 (hexadecimal) of the bytes that `save` writes to vocab.txt."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """The content of its vocab.txt."""
+        """Return the content of vocab.txt."""
         return "".join(f"{token}\n" for token in self.tokens).encode()
 
     def tokenizer(self) -> "tokenizers.Tokenizer":
-        """A new tokenizer of plain text to ids, without [CLS] and [SEP].
+        """Return a new tokenizer from plain text to ids, without [CLS] and [SEP].
 
-        "[SEP]" or "[MASK]" in the text are brackets and a word like any others: no text becomes a
-        special id but [UNK].
+        "[SEP]" or "[MASK]" in the text are tokenized as brackets and a word: text yields no special
+        id except [UNK].
         """
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -133,45 +132,45 @@ class Vocabulary:
         return self.tokenizer()
 
     def encode(self, text_a: str, text_b: str | None = None, *, mask: bool = False) -> list[int]:
-        """`[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]` as ids.
+        """Return the ids of `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`.
 
         Args:
-            text_a: any text.
-            text_b: the second segment.
-            mask: whether "[MASK]" in the text means the token and not its characters.
+            text_a: text of the first segment.
+            text_b: text of the second segment, or None.
+            mask: whether "[MASK]" in the text stands for the token rather than its characters.
         """
         ids = [self.cls_id]
         for text in (text_a,) if text_b is None else (text_a, text_b):
             for i, part in enumerate(text.split("[MASK]") if mask else [text]):
                 ids += [self.mask_id] * (i > 0)
-                part = part.encode("utf-8", "replace").decode()  # a command line may hold any bytes
+                part = part.encode("utf-8", "replace").decode()  # arguments may contain surrogates
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids
             ids.append(self.sep_id)
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[Encoded]:
-        """Of each text its ids, without [CLS] and [SEP], and where they stand in it."""
+        """Return ids, without [CLS] and [SEP], and character spans of each text."""
         encoded = []
         with Progress("tokenizing", len(texts), "texts") as progress:
-            # Some at a time: the library's objects take far more memory than what is in them.
+            # In batches, as the library's objects take far more memory than the arrays.
             for start in range(0, len(texts), _BATCH_TEXTS):
                 part = list(texts[start : start + _BATCH_TEXTS])
-                for found in self._tokenizer.encode_batch(part, add_special_tokens=False):
-                    spans = np.array(found.offsets, np.int32).reshape(-1, 2)
-                    encoded.append(Encoded(np.array(found.ids, np.int32), spans))
+                for encoding in self._tokenizer.encode_batch(part, add_special_tokens=False):
+                    spans = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+                    encoded.append(Encoded(np.array(encoding.ids, np.int32), spans))
                 progress.advance(len(part))
         return encoded
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"]) -> str:
-        """Ids to text for people: words put together again, special tokens shown."""
+        """Return readable text for ids: word pieces joined to words, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def continuation(self) -> Bool[np.ndarray, " V"]:
-        """Which tokens go on within a word; for whole-word masking."""
+        """Return which tokens continue a word, for whole-word masking."""
         return np.array([token.startswith(CONTINUATION) for token in self.tokens])
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes `vocab.txt` and `vocab.json` (the settings) to a folder, creating it if need be.
+        """Write `vocab.txt` and `vocab.json` (the settings) to a folder, creating it if necessary.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -184,14 +183,16 @@ class Vocabulary:
 
 
 def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
-    """Reads a `vocab.txt`, or a folder that holds one.
+    """Load a vocabulary from a `vocab.txt` or from a folder with one.
 
     Args:
-        path: of the file or the folder.
-        lowercase: None: as `vocab.json` beside it says; without one, as `looks_lowercase` does.
+        path: path of the file or folder.
+        lowercase: whether to lowercase text; None follows `vocab.json` in the same folder, or else
+            `looks_lowercase`.
 
     Raises:
-        UserError: no such file, not a vocabulary, a special token missing, a token twice.
+        UserError: the file does not exist or is not a vocabulary, or a special token is missing or
+            duplicated.
     """
     path = pathlib.Path(path)
     try:
@@ -201,7 +202,7 @@ def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
             data = whole(file, path)
     except FileNotFoundError:
         raise UserError(
-            f"no vocabulary at {path}; make one with `bert-jax vocab` or name a vocab.txt"
+            f"no vocabulary at {path}; train one with `bert-jax vocab` or name a vocab.txt"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {files.describe(error)}") from None
@@ -215,76 +216,76 @@ def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
 
 
 def parse(data: bytes, where: object) -> tuple[str, ...]:
-    """The tokens of a vocab.txt's content, checked.
+    """Parse and check the content of a vocab.txt.
 
     Args:
-        data: the bytes.
-        where: what to call them in an error.
+        data: content of the file.
+        where: its name in error messages.
 
     Raises:
-        UserError: not a vocabulary, a special token missing, a token twice.
+        UserError: it is not a vocabulary, or a special token is missing or duplicated.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{where}: not UTF-8 at byte {error.start:,}; a vocabulary is text, a token a line"
+            f"{where}: not UTF-8 at byte {error.start:,}; a vocabulary has a token per line"
         ) from None
     lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
     tokens = tuple(line.removesuffix("\r") for line in lines)
     if tokens == ("",):
-        raise UserError(f"{where} is empty; a vocabulary has a token a line")
+        raise UserError(f"{where}: the file is empty; a vocabulary has a token per line")
     seen: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
         if not token:
-            raise UserError(f"{where}:{number}: an empty line; a vocabulary has a token a line")
+            raise UserError(f"{where}:{number}: an empty line; a vocabulary has a token per line")
         if token in seen:
             raise UserError(
-                f"{where}:{number}: {token!r} is there already (line {seen[token]}); "
-                "every token must have one id"
+                f"{where}:{number}: duplicate token {token!r} (first on line {seen[token]}); "
+                "remove one of them"
             )
         seen[token] = number
     for token in SPECIAL:
         if token not in seen:
-            raise UserError(
-                f"{where} has no {token}; it is not a BERT vocabulary (it needs {' '.join(SPECIAL)})"
-            )
+            raise UserError(f"{where}: no {token}; a BERT vocabulary contains {' '.join(SPECIAL)}")
     return tokens
 
 
 def looks_lowercase(tokens: Sequence[str]) -> bool:
-    """Whether no token but special and unused ones has a capital letter."""
-    return not any(token != token.lower() for token in tokens if not _is_slot(token))
+    """Whether no token has a capital letter, except special and unused ones."""
+    return not any(token != token.lower() for token in tokens if not _is_reserved(token))
 
 
 def _saved_settings(path: pathlib.Path) -> dict[str, bool | None]:
     allowed = {"lowercase": (bool,), "strip_accents": (bool, type(None)), "split_chinese": (bool,)}
     try:
         with path.open("rb") as file:
-            found = json.loads(whole(file, path))
-        if "lowercase" in found and all(isinstance(found[k], allowed[k]) for k in found):
-            return found
+            settings = json.loads(whole(file, path))
+        if "lowercase" in settings and all(isinstance(settings[k], allowed[k]) for k in settings):
+            return settings
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise UserError(f'{path} does not say {{"lowercase": true}} or false; write that or remove it')
+    raise UserError(
+        f'{path}: no valid settings; write {{"lowercase": true}} or false, or remove it'
+    )
 
 
-def _is_slot(token: str) -> bool:
-    """A special or unused token, in any vocabulary's spelling."""
+def _is_reserved(token: str) -> bool:
+    """Whether a token has the form of a special or unused token in any vocabulary."""
     return token.startswith("[") and token.endswith("]") and len(token) > 2
 
 
 def reserved(size: int, unused: int | None = None) -> list[str]:
-    """The tokens before the first word piece, as in Google's files.
+    """Return the tokens before the first word piece, as in Google's files.
 
-    [PAD] is 0; up to 99 unused slots follow, then [UNK], [CLS], [SEP], [MASK] (100 to 103 with all
-    99 slots) and the other unused slots. `unused` defaults to Google's 994 from a size of 20,000
-    on, to 99 from 2,000 on (the special ids stay Google's), and to none below.
+    [PAD] is 0, followed by up to 99 unused tokens, [UNK], [CLS], [SEP], [MASK] (100 to 103 after
+    99 unused tokens) and the remaining unused tokens. `unused`, their number, defaults to Google's
+    994 for sizes from 20,000, to 99 from 2,000 (which keeps Google's special ids), and to 0 below.
     """
     if unused is None:
         unused = 994 if size >= 20_000 else 99 if size >= 2_000 else 0
-    slots = [f"[unused{i}]" for i in range(unused)]
-    return [SPECIAL[0], *slots[:99], *SPECIAL[1:], *slots[99:]]
+    unused_tokens = [f"[unused{i}]" for i in range(unused)]
+    return [SPECIAL[0], *unused_tokens[:99], *SPECIAL[1:], *unused_tokens[99:]]
 
 
 def train(
@@ -298,34 +299,34 @@ def train(
     sample_bytes: int | None = None,
     language: str = "en",
 ) -> Vocabulary:
-    """Trains a WordPiece vocabulary on text and saves it to a folder.
+    """Train a WordPiece vocabulary on text and save it to a folder.
 
-    The same text and settings give the same bytes. Memory grows with the number of different words,
-    up to `_MOST_WORDS`, not with the amount of text.
+    The same text and settings give the same bytes. Memory depends on the number of distinct words,
+    up to `_MAX_WORDS`, not on the amount of text.
 
     Args:
-        sources: as `corpus.parse_source` reads them.
-        out: the folder for vocab.txt and vocab.json.
-        size: V. Where the text does not hold that many pieces there are fewer, and it is said.
-        lowercase: put text in lower case and strip accents.
-        min_frequency: a piece must occur this often.
-        unused: unused slots; None as `reserved` says.
-        sample_bytes: stop reading after so much text in each source.
-        language: for `corpus.sentences`.
+        sources: text sources, as specified for `corpus.parse_source`.
+        out: output folder for vocab.txt and vocab.json.
+        size: V; the vocabulary is smaller, with a warning, if the text yields fewer pieces.
+        lowercase: whether to lowercase text and strip accents.
+        min_frequency: minimum number of occurrences of a piece.
+        unused: number of unused tokens; None for the default of `reserved`.
+        sample_bytes: stop reading each source after this much text; None for no limit.
+        language: language code for `corpus.sentences`.
 
     Raises:
-        UserError: what `corpus.read` raises; a size that leaves no room for pieces.
+        UserError: reading fails as in `corpus.read`, or the size leaves no room for pieces.
     """
     head = reserved(size, unused)
     if size < len(head) + 100:
         raise UserError(
-            f"a vocabulary of {size:,} leaves {max(size - len(head), 0):,} for word pieces after "
-            f"{len(head):,} special and unused tokens; ask for at least {len(head) + 100:,}"
+            f"size: {size:,} leaves {max(size - len(head), 0):,} for word pieces after "
+            f"{len(head):,} special and unused tokens; choose at least {len(head) + 100:,}"
         )
-    if size > _MOST_SIZE:
-        raise UserError(f"a vocabulary of {size:,} is too large; ask for {_MOST_SIZE:,} at most")
+    if size > _MAX_SIZE:
+        raise UserError(f"size: {size:,} is too large; choose at most {_MAX_SIZE:,}")
     if not 0 <= min_frequency < 1 << 31:
-        raise UserError(f"a least frequency of {min_frequency:,} cannot be; ask for 0 or a few")
+        raise UserError(f"min_frequency: {min_frequency:,} is out of range; choose 0 to 2**31 - 1")
     parsed = [corpus.parse_source(source) for source in sources]
     with Progress("counting words", corpus.total_bytes(parsed), "B") as progress:
         words = _count_words(parsed, lowercase, sample_bytes, language, progress)
@@ -337,17 +338,17 @@ def train(
         )
         if len(vocabulary) < size:
             progress.say(
-                f"warning: the text holds only {len(vocabulary):,} pieces, not {size:,}, that occur "
-                f"{min_frequency} times; went on with those, more text gives more"
+                f"warning: the text yields only {len(vocabulary):,} pieces of frequency "
+                f"{min_frequency} or more, not {size:,}; use more text for a larger vocabulary"
             )
     vocabulary.save(out)
     return vocabulary
 
 
-# Twenty times the largest that models have.
-_MOST_SIZE = 5_000_000
-# About 1.5 GB of memory; past it the rarest are dropped, which say little about frequent pieces.
-_MOST_WORDS = 10_000_000
+# Twenty times the size of the largest vocabularies in use.
+_MAX_SIZE = 5_000_000
+# About 1.5 GB of memory. Beyond it the rarest are dropped, which hardly affects frequent pieces.
+_MAX_WORDS = 10_000_000
 
 
 def _count_words(
@@ -357,25 +358,25 @@ def _count_words(
     language: str,
     progress: Progress,
 ) -> collections.Counter[str]:
-    """How often each normalized word occurs."""
+    """Return the number of occurrences of each normalized word."""
     from tokenizers import normalizers, pre_tokenizers
 
-    # What stands between spaces is counted first, for normalizing the different ones is enough.
+    # Count strings between spaces first, in order to normalize each distinct one only once.
     chunks: collections.Counter[str] = collections.Counter()
     report = corpus.Report()
     for source in sources:
-        left, shown = sample_bytes, report.bytes_read
+        remaining_bytes, bytes_before = sample_bytes, report.bytes_read
         for document in corpus.read(source, report):
             for sentence in corpus.sentences(document, language):
                 for _ in range(document.copies):
                     chunks.update(sentence.split())
-            if len(chunks) > _MOST_WORDS:
-                chunks = _frequent(chunks, _MOST_WORDS // 2)
-            progress.advance(report.bytes_read - shown)
-            shown = report.bytes_read
-            if left is not None:
-                left -= len(document.text.encode(errors="replace"))
-                if left <= 0:
+            if len(chunks) > _MAX_WORDS:
+                chunks = _frequent(chunks, _MAX_WORDS // 2)
+            progress.advance(report.bytes_read - bytes_before)
+            bytes_before = report.bytes_read
+            if remaining_bytes is not None:
+                remaining_bytes -= len(document.text.encode(errors="replace"))
+                if remaining_bytes <= 0:
                     break
     for warning in report.warnings:
         progress.say(f"warning: {warning}")
@@ -388,19 +389,20 @@ def _count_words(
     return words
 
 
-def _frequent(counts: collections.Counter[str], most: int) -> collections.Counter[str]:
-    for least in itertools.count(2):
-        counts = collections.Counter({word: n for word, n in counts.items() if n >= least})
-        if len(counts) <= most:
+def _frequent(counts: collections.Counter[str], max_words: int) -> collections.Counter[str]:
+    """Drop the rarest words until at most `max_words` are left."""
+    for min_count in itertools.count(2):
+        counts = collections.Counter({word: n for word, n in counts.items() if n >= min_count})
+        if len(counts) <= max_words:
             return counts
 
 
 def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int) -> list[str]:
-    """At most `size` pieces: single characters, sorted, then merged ones, the frequent first.
+    """Return at most `size` pieces: single characters, sorted, then merged ones by frequency.
 
-    The library's trainer takes characters inside words in the random order of its hash table, which
-    then decides ties among merges. So the characters and their "##" forms are chosen here, and
-    handed over as special tokens, whose order it keeps.
+    The library's trainer collects the characters of words in the random order of a hash table,
+    which then breaks ties between merges. So select the characters and their "##" forms here and
+    pass them as special tokens, whose order the trainer keeps.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -413,7 +415,7 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
                 inner[character] += count
     total = first + inner
     frequent = [c for c in sorted(total, key=lambda c: (-total[c], c)) if total[c] >= min_frequency]
-    # Characters must leave room: rare ones (other scripts) become [UNK]. The library's limit is 1,000.
+    # Leave room for merges: rare characters become [UNK]. The library supports at most 1,000.
     alphabet = set(frequent[: min(1000, size // 3)])
     characters = sorted(alphabet & set(first)) + [
         CONTINUATION + c for c in sorted(alphabet & set(inner))
@@ -430,18 +432,18 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
         show_progress=False,
     )
     tokenizer.train_from_iterator(_repeat(words), trainer)
-    found = tokenizer.get_vocab()
-    return sorted(found, key=found.__getitem__)
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
 
 
 _BATCH_CHARACTERS = 1 << 20
 
 
 def _repeat(words: collections.Counter[str]) -> Iterator[str]:
-    """Every word as often as it occurs, for the trainer counts for itself."""
+    """Yield every word as often as it occurs, as the trainer does its own counting."""
     for word, count in sorted(words.items()):
         if len(word) <= _WORD_CHARACTERS:
-            most = max(1, _BATCH_CHARACTERS // len(word))
+            max_repeats = max(1, _BATCH_CHARACTERS // len(word))
             while count > 0:
-                yield f"{word} " * min(count, most)
-                count -= most
+                yield f"{word} " * min(count, max_repeats)
+                count -= max_repeats

@@ -1,4 +1,4 @@
-"""Processes that do the pieces of work (prepare_worker.py)."""
+"""Local processes that execute work units (prepare_worker.py)."""
 
 import concurrent.futures
 import multiprocessing
@@ -15,14 +15,14 @@ from bert_jax.errors import UserError
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Workers:
-    """Processes that do pieces of work; a single one is this process itself."""
+    """A pool of worker processes; a single worker is this process itself."""
 
     def __init__(self, job: Job, workers: int):
         self._job, self._workers = job, workers
@@ -30,7 +30,7 @@ class Workers:
 
     def __enter__(self) -> "Workers":
         if self._workers > 1:
-            # Spawned, because a fork of a process with threads (JAX, tokenizers) can hang.
+            # Spawn, as forking a process with threads (JAX, tokenizers) can hang.
             self._pool = concurrent.futures.ProcessPoolExecutor(
                 self._workers, multiprocessing.get_context("spawn"), _start_worker, (self._job,)
             )
@@ -41,9 +41,9 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def run(self, method: str, tasks: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, Any]]:
-        """Calls a `Worker` method for every (tag, arguments); yields (tag, result) when done.
+        """Call a `Worker` method for every (tag, arguments); yield (tag, result) as they finish.
 
-        At most two tasks a worker are under way, so `tasks` is not read ahead of the work.
+        At most two tasks per worker are pending, which limits how far `tasks` is read ahead.
         """
         if not self._pool:
             worker = Worker(self._job)
@@ -60,8 +60,8 @@ class Workers:
                 yield from self._done(pending)
         except BrokenProcessPool:
             raise UserError(
-                "a worker process died, most likely for want of memory; run the same command "
-                "again, with fewer --workers if need be: what is done is kept"
+                "a worker process died, probably out of memory; run the same command again, if "
+                "necessary with fewer --workers; finished work is kept"
             ) from None
 
     @staticmethod
@@ -77,7 +77,7 @@ _worker: Worker  # of this worker process
 def _start_worker(job: Job) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
     def die_with_parent() -> None:
@@ -93,5 +93,5 @@ def _call_worker(method: str, arguments: tuple) -> Any:
 
 
 def call(job: Job, method: str, arguments: tuple) -> None:
-    """A piece of work by itself, in this process."""
+    """Execute a single work unit in this process."""
     Worker(job).call(method, arguments)
