@@ -27,7 +27,7 @@ from bert_jax.config import CheckpointConfig, TrainConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Params, shapes
+from bert_jax.model.bert import Params, shapes
 
 # The optimizer state is a separate item, so that fine-tuning and prediction read only parameters.
 PARAMS, TRAINING = "params", "training"

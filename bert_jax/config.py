@@ -249,7 +249,7 @@ class TrainConfig:
     # Logged metrics are averages over this many steps.
     log_every_steps: int = 50
     # FIRST:END, for example "100:110" for the ten steps after the first hundred: write a profiler
-    # trace and a table of time by operation (`bert_jax.profile`) to the workdir's profile/. Results
+    # trace and a table of time by operation (`bert_jax.tools.profile`) to the workdir's profile/. Results
     # do not change. "" disables profiling.
     profile_steps: str = ""
     # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.

@@ -1,6 +1,5 @@
-"""Platform selection, XLA flags, memory settings and data sheets of accelerators."""
+"""Platform selection, XLA flags, and data sheets of accelerators."""
 
-import ctypes
 import importlib.util
 import os
 import pathlib
@@ -9,13 +8,10 @@ from typing import NamedTuple
 
 import jax
 
+from bert_jax import cpu
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
-# Options of mallopt, from malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-_RETENTION = 3  # bytes that glibc may retain per byte of a program's temporaries
-_temporary_bytes: list[int] = []  # temporaries of each program compiled in this process
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
@@ -155,7 +151,7 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if _only_cpu():
-        _retain_freed_memory()
+        cpu.retain_freed_memory()
         use_eigen_matmul()
     elif deterministic and _may_use_gpu():
         _add_xla_flag(_DETERMINISTIC, "true")
@@ -194,48 +190,6 @@ def _may_use_gpu() -> bool:
     """Whether JAX may choose a GPU."""
     candidates = _platforms().split(",") if _platforms() else _plugins()
     return any(kind in name for name in candidates for kind in ("cuda", "rocm", "gpu"))
-
-
-def _retain_freed_memory() -> None:
-    """Make glibc retain freed memory, which the next step allocates again.
-
-    XLA allocates its temporaries anew in every step. By default glibc returns them to the system
-    each time, which then has to clear every page: a large part of a small step's time. All threads
-    share one arena because the others cannot hold blocks of that size.
-    """
-    _set_malloc_options({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
-
-
-def limit_malloc_retention(temporary_bytes: int) -> None:
-    """Make glibc return freed memory to the system once retaining it could exhaust memory.
-
-    Because of fragmentation, glibc may retain up to three times the temporaries of a program, and
-    one program rarely reuses the blocks of another. Call this after compiling each program.
-
-    Args:
-        temporary_bytes: size of the program's temporaries.
-    """
-    _temporary_bytes.append(temporary_bytes)
-    if not _only_cpu() or _RETENTION * sum(_temporary_bytes) < _memory_bytes() / 2:
-        return
-    # Blocks above the threshold are mapped individually and unmapped when freed.
-    _set_malloc_options(
-        {_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20}
-    )
-
-
-def _memory_bytes() -> int:
-    """Return the physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _set_malloc_options(options: dict[int, int]) -> None:
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # not glibc
-        return
-    for name, value in options.items():
-        mallopt(name, value)
 
 
 def use_eigen_matmul() -> None:

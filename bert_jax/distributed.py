@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.distributed import global_state  # JAX has no public API for its key-value store
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bert_jax import sharding
+from bert_jax.config import MeshConfig
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
@@ -237,9 +238,10 @@ class StopFlag:
     def __init__(self, steps_ahead: int):
         self._steps_ahead, self._pending = steps_ahead, collections.deque()
         self._is_single = jax.process_count() == 1  # jax.process_count() is too slow for every step
-        mesh = Mesh(np.array(jax.devices()), "all")
-        self._sharding = NamedSharding(mesh, PartitionSpec("all"))
-        self._any = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        # Every device contributes the flag of its process.
+        mesh = sharding.make_mesh(MeshConfig())
+        self._sharding = sharding.rows(mesh)
+        self._any = jax.jit(jnp.max, out_shardings=sharding.replicated(mesh))
 
     def __call__(self, should_stop: bool) -> bool:
         """Return whether to stop; call after every step with the flag of this process."""

@@ -25,7 +25,7 @@ from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Bert, Params
+from bert_jax.model.bert import Bert, Params
 from bert_jax.progress import Progress
 
 LONG = ("truncate", "window")

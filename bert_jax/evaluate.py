@@ -12,9 +12,9 @@ from jax.experimental import multihost_utils
 from bert_jax import checkpoint, sharding
 from bert_jax.config import MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
-from bert_jax.model import Params
-from bert_jax.tasks import pretraining
-from bert_jax.tasks.stage import Objective, Stage
+from bert_jax.model.bert import Params
+from bert_jax.objectives import pretraining
+from bert_jax.objectives.base import Objective, Stage
 
 
 def put(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:

@@ -11,7 +11,10 @@ from typing import Any
 
 import jax
 
-from bert_jax import attention, checkpoint, files, sharding
+from bert_jax import checkpoint, files, sharding
+from bert_jax.benchmarks.base import FinetuneDataset, Logits
+from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
+from bert_jax.benchmarks.squad import Squad
 from bert_jax.config import FinetuneConfig, MeshConfig, TaskConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data import tables, wordpiece
@@ -19,12 +22,10 @@ from bert_jax.data.examples import Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.evaluate import predictions
-from bert_jax.metrics import LOWER_IS_BETTER
-from bert_jax.model import Params
+from bert_jax.model import attention
+from bert_jax.model.bert import Params
+from bert_jax.objectives import finetuning
 from bert_jax.progress import Progress
-from bert_jax.tasks import finetuning
-from bert_jax.tasks.problem import FinetuneDataset, Logits
-from bert_jax.tasks.squad import Squad
 from bert_jax.train import train
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"
@@ -54,13 +55,13 @@ def load_dataset(
     if task.kind == "squad":
         kind = Squad
     elif task.kind == "tagging":
-        from bert_jax.tasks.tagging import Tagging as kind
+        from bert_jax.benchmarks.conll import Tagging as kind
     elif task.kind == "choice":
-        from bert_jax.tasks.choice import Choice as kind
+        from bert_jax.benchmarks.swag import Choice as kind
     elif task.name:
-        from bert_jax.tasks.glue import Glue as kind
+        from bert_jax.benchmarks.glue import Glue as kind
     else:
-        from bert_jax.tasks.classification import Classification as kind
+        from bert_jax.benchmarks.tables import Classification as kind
     return kind(task, vocabulary, labels=labels, **options)
 
 

@@ -21,15 +21,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from bert_jax import distributed, files
+from bert_jax import distributed, files, optim
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, GuardConfig
 from bert_jax.data.loader import Batch
 from bert_jax.errors import UserError
-from bert_jax.model import Params
+from bert_jax.model.bert import Params
 
 # Number of previous steps that loss and gradient norm are compared with.
 WINDOW = 128
@@ -106,8 +105,8 @@ def check_step(
         The updated history, halted if the step must not change the state, and the statistics.
     """
     # The global norm is the norm of the layers' norms, so the gradients are reduced only once.
-    by_layer = {name: optax.tree.norm(part) for name, part in _layers(grads).items()}
-    figures = jnp.stack([loss, optax.tree.norm(by_layer)]).astype(jnp.float32)
+    by_layer = {name: optim.global_norm(part) for name, part in _layers(grads).items()}
+    figures = jnp.stack([loss, optim.global_norm(by_layer)]).astype(jnp.float32)
     # Until the window is full the mean is NaN, and comparisons with NaN are false.
     mean, deviation = recent.figures.mean(0), recent.figures.std(0)
     is_far = figures > mean + config.sigmas * jnp.maximum(deviation, _MIN_DEVIATION * jnp.abs(mean))

@@ -13,7 +13,7 @@ from bert_jax.convert.source import open_model
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Bert
+from bert_jax.model.bert import Bert
 
 
 class Candidate(NamedTuple):

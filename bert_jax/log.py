@@ -12,8 +12,8 @@ import numpy as np
 from bert_jax import device, files, optim, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.evaluate import means
+from bert_jax.objectives.base import Stage
 from bert_jax.progress import Progress
-from bert_jax.tasks.stage import Stage
 
 
 class Log:

@@ -1,14 +1,15 @@
 """Optimizers (BERT's Adam, AdamW, LAMB), learning-rate schedules and weight-decay masks."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from bert_jax.config import OptimConfig, TrainConfig
-from bert_jax.model import Params
+from bert_jax.model.bert import Params
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -36,7 +37,7 @@ def decay_mask(params: Params) -> Params:
     """Return a mask of the parameters that weight decay (and LAMB's trust ratio) applies to.
 
     It excludes biases and LayerNorm (`exclude_from_weight_decay` in Google's code), and the weights
-    of `model.Mixture`.
+    of `heads.ScalarMix`.
     """
 
     def decays(path, _):
@@ -129,3 +130,8 @@ def make(run: TrainConfig) -> optax.GradientTransformation:
             )
         )
     return optax.chain(*transforms)
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """Return the L2 norm over all leaves."""
+    return optax.tree.norm(tree)

@@ -12,7 +12,7 @@ from bert_jax.data import wordpiece
 from bert_jax.errors import UserError
 from bert_jax.evaluate import put
 from bert_jax.finetune import load_dataset
-from bert_jax.tasks import finetuning, pretraining
+from bert_jax.objectives import finetuning, pretraining
 from bert_jax.train import compile_stage, initial_state, restore
 
 

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import gc
 import os
 import pathlib
 import signal
@@ -25,29 +24,20 @@ import optax
 from flax import traverse_util
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import (
-    attention,
-    checkpoint,
-    device,
-    distributed,
-    files,
-    guard,
-    optim,
-    profile,
-    sharding,
-    workdir,
-)
+from bert_jax import checkpoint, cpu, device, distributed, files, guard, optim, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import TrainConfig
 from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
 from bert_jax.evaluate import make_evaluate, put
 from bert_jax.log import Log
-from bert_jax.model import Params
+from bert_jax.model import attention
+from bert_jax.model.bert import Params
+from bert_jax.model.dropout import generator_key
+from bert_jax.objectives.base import Stage
 from bert_jax.progress import Progress
-from bert_jax.tasks.stage import Stage
+from bert_jax.tools import profile
 
 # Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop soon.
 STEPS_AHEAD = 2
@@ -205,24 +195,11 @@ def compile_step(config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, sta
         donate_argnums=0,
         out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
     )
-    with jax.set_mesh(mesh), _no_garbage_collection():
+    with jax.set_mesh(mesh), cpu.no_garbage_collection():
         compiled = step.lower(state, batch).compile()
     if memory := compiled.memory_analysis():
-        device.limit_malloc_retention(memory.temp_size_in_bytes)
+        cpu.limit_malloc_retention(memory.temp_size_in_bytes)
     return compiled
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    # Tracing allocates millions of objects that stay alive. Scanning them for garbage takes a tenth
-    # of the time of a compilation that hits the cache on disk.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> State:

@@ -9,14 +9,7 @@ Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate
 of warm-up, linear decay.
 """
 
-from bert_jax.config import (
-    CheckpointConfig,
-    Config,
-    MaskingConfig,
-    OptimConfig,
-    Phase,
-    model_size,
-)
+from bert_jax.config import CheckpointConfig, Config, MaskingConfig, OptimConfig, Phase, model_size
 
 
 def get_config(argument: str = "base") -> Config:

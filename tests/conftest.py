@@ -168,7 +168,7 @@ def file_of(tmp_path):
     def write(text, name="one"):
         folder = tmp_path / "experiments" / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sweep.py").write_text("from bert_jax.sweep import Point, grid\n" + text)
+        (folder / "sweep.py").write_text("from bert_jax.tools.sweep import Point, grid\n" + text)
         return folder / "sweep.py"
 
     return write

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import model, sharding
+from bert_jax import sharding
 from bert_jax import train as loop
-from bert_jax.attention import KERNELS, attention, check, choose, describe
 from bert_jax.checkpoint import abstract
 from bert_jax.config import Config, MeshConfig, ModelConfig, Phase, model_size
 from bert_jax.data.rows import layout
 from bert_jax.errors import UserError
-from bert_jax.tasks import pretraining
+from bert_jax.model import bert
+from bert_jax.model.attention import KERNELS, attention, check, choose, describe
+from bert_jax.objectives import pretraining
 
 PALLAS = ("pallas", "splash")
 
@@ -107,21 +108,21 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
         used.append(args[-1])
         return attention(*args, interpret=True, causal=causal)
 
-    monkeypatch.setattr(model, "attention", watched)
+    monkeypatch.setattr(bert, "attention", watched)
     small = ModelConfig(
         layers=2, hidden=32, heads=2, feed_forward=48, vocab_size=30, attention_dropout=0.0,
         layer_loop="scanned",
     )  # fmt: skip
     tokens = jnp.arange(4 * 40).reshape(4, 40) % 30
     length = jnp.array([[20, 13], [40, 0], [5, 34], [1, 2]])
-    params = model.init_params(small, jax.random.key(0))
+    params = bert.init_params(small, jax.random.key(0))
 
     def gradient(params, tokens, length, name):
         def loss(params):
-            bert = model.Bert(dataclasses.replace(small, attention=name))
+            model = bert.Bert(dataclasses.replace(small, attention=name))
             packed = layout(length, length, 40)
             key = jax.random.key(1)
-            hidden = bert.apply({"params": params}, tokens, packed, key, method="encode")
+            hidden = model.apply({"params": params}, tokens, packed, key, method="encode")
             return jnp.sum(hidden[..., 0] ** 2)
 
         return jax.grad(loss)(params)

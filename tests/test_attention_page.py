@@ -14,15 +14,15 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import attention as attention_lib
 from bert_jax import checkpoint, cli, files
 from bert_jax import config as config_lib
 from bert_jax.config import Config, ModelConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import AttentionMapper, AttentionMaps, distance, entropy, rollout
-from bert_jax.model import init_params
-from bert_jax.report import attention as report
+from bert_jax.model import attention as attention_lib
+from bert_jax.model.bert import init_params
+from bert_jax.tools.report import attention as report
 
 WORDS = (*SPECIAL, *"the cat sat on mat un ##s ##t . , script / < > ' \" & $".split())
 TEXT, TEXT_B = "the cat uns on", "the <script> '\"&$"

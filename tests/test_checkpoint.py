@@ -23,7 +23,7 @@ from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, load
 from bert_jax.errors import UserError
-from bert_jax.tasks import pretraining
+from bert_jax.objectives import pretraining
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,

@@ -17,15 +17,15 @@ from pyarrow import parquet
 from scipy import stats
 from sklearn import metrics as sk
 
-from bert_jax import metrics
+from bert_jax.benchmarks import metrics
+from bert_jax.benchmarks.base import FinetuneDataset
+from bert_jax.benchmarks.swag import Choice
+from bert_jax.benchmarks.tables import Classification, draw_confusion, probabilities
 from bert_jax.config import TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.tasks.choice import Choice
-from bert_jax.tasks.classification import Classification, draw_confusion, probabilities
-from bert_jax.tasks.problem import FinetuneDataset
 
 WORDS = [f"w{i}" for i in range(30)]
 VOCABULARY = Vocabulary((*SPECIAL, *WORDS), True)
@@ -393,7 +393,7 @@ def test_predictions_come_with_probabilities_and_a_picture(tmp_path):
 def test_confusion_counts_rows_by_label(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "bert_jax.tasks.classification.draw_confusion", lambda counts, *_: seen.append(counts)
+        "bert_jax.benchmarks.tables.draw_confusion", lambda counts, *_: seen.append(counts)
     )
     problem = Classification(task(tmp_path), VOCABULARY)
     problem.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)

@@ -31,7 +31,7 @@ from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import MaskFiller
-from bert_jax.model import Bert
+from bert_jax.model.bert import Bert
 from tests.helpers import processes
 from tests.helpers.checkpoints import (
     CLASSES,

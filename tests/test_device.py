@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from bert_jax import device
+from bert_jax import cpu, device
 from bert_jax.config import Config
 from bert_jax.errors import UserError
 from tests.helpers import processes
@@ -20,7 +20,7 @@ from tests.helpers.runs import ONE_DEVICE
 FAULTS = """
 import resource, sys
 import jax, jax.numpy as jnp
-from bert_jax import device
+from bert_jax import cpu, device
 if sys.argv[1] == "start":
     device.start("cpu")
 x = jnp.ones((4096, 8))
@@ -50,7 +50,7 @@ def test_what_a_step_frees_is_there_for_the_next():
 PRODUCT = """
 import os, sys
 import jax, jax.numpy as jnp
-from bert_jax import device
+from bert_jax import cpu, device
 if sys.argv[1] == "start":
     device.start("cpu", cache=False)
 x = jnp.ones((512, 512))
@@ -82,7 +82,7 @@ def test_products_are_eigens(argument, flags, product, after):
 KEPT = """
 import pathlib, re, sys
 import numpy as np
-from bert_jax import device
+from bert_jax import cpu, device
 device.start("cpu", cache=False)
 behind = []  # blocks that hold the heap's end
 
@@ -97,11 +97,11 @@ def grown(megabytes):
     return resident() - before
 
 print(grown(100))
-device._memory_bytes = lambda: 1000
-device.limit_malloc_retention(100)
-device.limit_malloc_retention(66)  # three times both are less than half
+cpu._memory_bytes = lambda: 1000
+cpu.limit_malloc_retention(100)
+cpu.limit_malloc_retention(66)  # three times both are less than half
 print(grown(200))
-device.limit_malloc_retention(1)
+cpu.limit_malloc_retention(1)
 print(grown(400))
 """
 
@@ -125,7 +125,7 @@ def flags(monkeypatch):
     """`device.start` on a machine that looks as the test wants; returns $XLA_FLAGS afterwards."""
     monkeypatch.setattr(device.jax, "devices", lambda *_: [])
     monkeypatch.setattr(device.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(device, "_retain_freed_memory", lambda: None)
+    monkeypatch.setattr(cpu, "retain_freed_memory", lambda: None)
 
     def start(platforms, plugins, before="", **settings):
         monkeypatch.setenv("XLA_FLAGS", before)

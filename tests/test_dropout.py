@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bert_jax.dropout import GENERATORS, dropout, generator_key
+from bert_jax.model.dropout import GENERATORS, dropout, generator_key
 
 N = 1 << 18
 

@@ -28,7 +28,7 @@ from bert_jax.data import vectors as vectors_lib
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.embed import Counts, Embedder, embed_file, layer_numbers, windows
 from bert_jax.errors import UserError
-from bert_jax.model import shapes
+from bert_jax.model.bert import shapes
 
 WORDS = [f"w{i}" for i in range(80)]
 VOCABULARY = Vocabulary((*SPECIAL, *WORDS, "##x", "##y"), True)

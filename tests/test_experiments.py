@@ -14,12 +14,13 @@ import matplotlib
 import numpy as np
 import pytest
 
-from bert_jax import cli, sweep, workdir
+from bert_jax import cli, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
 from bert_jax.errors import UserError
-from bert_jax.report import experiment
-from bert_jax.sweep import SCALES, Given
+from bert_jax.tools import sweep
+from bert_jax.tools.report import experiment
+from bert_jax.tools.sweep import SCALES, Given
 from tests.helpers import processes
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"

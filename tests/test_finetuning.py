@@ -15,20 +15,22 @@ from flax import traverse_util
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax import model, optim, sharding
+from bert_jax import optim, sharding
 from bert_jax import train as loop
 from bert_jax.config import FEATURES, Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
-from bert_jax.dropout import generator_key
 from bert_jax.errors import UserError
 from bert_jax.evaluate import put
 from bert_jax.finetune import _over_seeds, _statistics, finetune
-from bert_jax.model import Bert, BiLstm, init_params, shapes
-from bert_jax.tasks import finetuning
-from bert_jax.tasks.finetuning import Finetuning
+from bert_jax.model import bert
+from bert_jax.model.bert import Bert, init_params, shapes
+from bert_jax.model.dropout import generator_key
+from bert_jax.model.lstm import BiLSTM
+from bert_jax.objectives import finetuning
+from bert_jax.objectives.finetuning import Finetuning
 from tests.helpers.runs import VOCABULARY
 
 LABELS = {
@@ -576,7 +578,7 @@ def test_what_is_pooled(causal):
         assert ("pooler" in params) == (not changes)
         x = states[1] if config.features else states[2]
         if config.lstm_layers:
-            x = BiLstm(config).apply({"params": params["lstm"]}, x, layout.segment_ids)
+            x = BiLSTM(config).apply({"params": params["lstm"]}, x, layout.segment_ids)
         x = np.take_along_axis(np.array(x), places[:, :, None], 1)
         if not changes:
             x = np.tanh(x @ params["pooler"]["kernel"] + params["pooler"]["bias"])
@@ -633,7 +635,7 @@ def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "dropout", watched)
+        patch.setattr(bert, "dropout", watched)
         Bert(config).apply(
             {"params": params},
             inputs.tokens,

@@ -22,8 +22,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, score, workdir
+from bert_jax import cli, workdir
 from bert_jax import config as configs
+from bert_jax.benchmarks import conll as tagging
+from bert_jax.benchmarks import conll_score, glue, score, squad, squad_score
+from bert_jax.benchmarks import swag as choice
+from bert_jax.benchmarks import tables as classification
 from bert_jax.config import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import huggingface, pytorch, source
 from bert_jax.data import compressed, corpus, tables, texts, wordpiece
@@ -31,15 +35,6 @@ from bert_jax.data.loader import Rows
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.tasks import (
-    choice,
-    classification,
-    conll_score,
-    glue,
-    squad,
-    squad_score,
-    tagging,
-)
 
 SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
 MOST_BYTES = 1 << 29  # of memory that one reader may take for these small files

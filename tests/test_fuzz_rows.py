@@ -17,7 +17,7 @@ from bert_jax.data import loader
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
-from bert_jax.tasks import pretraining
+from bert_jax.objectives import pretraining
 
 FLIPS = int(os.environ.get("BERT_JAX_SOAK", 1)) * 100
 

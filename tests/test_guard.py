@@ -15,7 +15,7 @@ from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import GuardConfig, Phase, load
 from bert_jax.errors import UserError
 from bert_jax.log import Log
-from bert_jax.tasks import pretraining
+from bert_jax.objectives import pretraining
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 
 BAD = 17  # the step whose batch is poisoned

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, launch
+from bert_jax import cli
 from bert_jax.errors import UserError
+from bert_jax.tools import launch
 
 ROOT = pathlib.Path(__file__).parent.parent
 COMMAND = "pretrain --config configs/pretrain.py:mini,128 --rows /shared/rows --workdir".split()

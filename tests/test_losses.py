@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax.losses import accuracy, cross_entropy
+from bert_jax.objectives.losses import accuracy, cross_entropy
 
 
 def make(seed=0, shape=(4, 6), classes=11):

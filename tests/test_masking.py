@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bert_jax import sharding
 from bert_jax.config import MaskingConfig, MeshConfig
 from bert_jax.data import rows
-from bert_jax.masking import Masker, NextTokenTargets, max_predictions_per_sequence
+from bert_jax.objectives.masking import Masker, NextTokenTargets, max_predictions_per_sequence
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 

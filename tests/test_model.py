@@ -15,23 +15,18 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec
 
-from bert_jax import losses, optim, sharding
-from bert_jax.attention import attention
+from bert_jax import optim, sharding
 from bert_jax.config import Config, ModelConfig, OptimConfig, model_size
 from bert_jax.convert.huggingface import from_huggingface, to_huggingface
 from bert_jax.data import rows
-from bert_jax.dropout import dropout
-from bert_jax.masking import NextTokenTargets
-from bert_jax.model import (
-    Bert,
-    BiLstm,
-    Embeddings,
-    flops_per_row,
-    init_params,
-    last_tokens,
-    padded_vocab_size,
-    parameter_count,
-)
+from bert_jax.model.attention import attention
+from bert_jax.model.bert import Bert, Embeddings, init_params, last_tokens
+from bert_jax.model.dropout import dropout
+from bert_jax.model.flops import flops_per_row, parameter_count
+from bert_jax.model.layers import padded_vocab_size
+from bert_jax.model.lstm import BiLSTM
+from bert_jax.objectives import losses
+from bert_jax.objectives.masking import NextTokenTargets
 
 # Compiling takes half as long with little optimization, and small models run no slower.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -247,7 +242,7 @@ def test_outputs_and_gradients_equal_hugging_face(size, changes, activation, len
 
 def test_exact_and_tanh_gelu_differ():
     """So that the parity above can tell them apart."""
-    from bert_jax.model import ACTIVATIONS
+    from bert_jax.model.layers import ACTIVATIONS
 
     x = jnp.linspace(-3, 3, 100)
     assert np.abs(ACTIVATIONS["gelu"](x) - ACTIVATIONS["gelu_tanh"](x)).max() > 1e-4
@@ -509,7 +504,7 @@ def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
     sequence = jnp.asarray(rows.layout(length, length, tokens).segment_ids)
     x, cotangent = (rng.standard_normal((2, tokens, n), np.float32) for n in (width, 2 * d))
     cotangent *= np.array(sequence < 3)[:, :, None]
-    start = jax.eval_shape(BiLstm(config).init, jax.random.key(0), x, sequence)["params"]
+    start = jax.eval_shape(BiLSTM(config).init, jax.random.key(0), x, sequence)["params"]
     params = jax.tree.map(lambda leaf: 0.5 * rng.standard_normal(leaf.shape, np.float32), start)
 
     theirs = torch.nn.LSTM(width, d, layers, bidirectional=True, batch_first=True)
@@ -523,7 +518,7 @@ def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
                 getattr(theirs, f"{name}_l{i}{end}").data = torch.tensor(value, dtype=torch.float32)
 
     value, backward = jax.vjp(
-        lambda p, x: BiLstm(config).apply({"params": p}, x, sequence), params, jnp.asarray(x)
+        lambda p, x: BiLSTM(config).apply({"params": p}, x, sequence), params, jnp.asarray(x)
     )
     grads, x_grad = backward(jnp.asarray(cotangent))
     for row in range(2):
@@ -550,7 +545,7 @@ def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
 def test_how_an_lstm_begins():
     config = make_config(hidden=64, heads=1, lstm_layers=2)
     x = jnp.zeros((1, 3, 100))
-    params = flat(BiLstm(config).init(jax.random.key(0), x, jnp.zeros((1, 3), jnp.int32))["params"])
+    params = flat(BiLSTM(config).init(jax.random.key(0), x, jnp.zeros((1, 3), jnp.int32))["params"])
     assert len(params) == 2 * 2 * 3
     for path, value in params.items():
         if path.endswith("bias"):

@@ -9,7 +9,7 @@ from flax import traverse_util
 from bert_jax import optim
 from bert_jax.config import Config, OptimConfig, model_size
 from bert_jax.data import rows
-from bert_jax.model import Bert, shapes
+from bert_jax.model.bert import Bert, shapes
 
 RATE, STEPS = 0.01, 8
 

@@ -5,7 +5,7 @@ import gzip
 
 import pytest
 
-from bert_jax.report import page
+from bert_jax.tools.report import page
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, device, hlo, preflight, sharding, train
+from bert_jax import checkpoint, cli, device, sharding, train
 from bert_jax.config import Config, ModelConfig, Phase
 from bert_jax.errors import UserError
-from bert_jax.hlo import Collective
-from bert_jax.tasks import pretraining
+from bert_jax.objectives import pretraining
+from bert_jax.tools import hlo, preflight
+from bert_jax.tools.hlo import Collective
 
 # Two layers of a loop of 3, an asynchronous all-gather that shows up twice, a reduce-scatter as TPUs
 # write it, a batched product as a convolution, arrays in VMEM (`S(1)`).

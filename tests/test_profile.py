@@ -9,11 +9,11 @@ import jax
 import pytest
 
 from bert_jax import config as configs
-from bert_jax import hlo, profile
 from bert_jax import train as loop
 from bert_jax.config import Config, FinetuneConfig, Phase
 from bert_jax.errors import UserError
-from bert_jax.profile import PARTS
+from bert_jax.tools import hlo, profile
+from bert_jax.tools.profile import PARTS
 from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all
 
 SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")

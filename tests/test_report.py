@@ -13,8 +13,8 @@ from bert_jax import checkpoint, cli, workdir
 from bert_jax.config import FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
-from bert_jax.model import parameter_count
-from bert_jax.report import curves, page, plots, runs, sections
+from bert_jax.model.flops import parameter_count
+from bert_jax.tools.report import curves, page, plots, runs, sections
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
 ODD = "<b>tuned & $x$"

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from bert_jax import cli
-from bert_jax.report import experiment
-from bert_jax.report.experiment import Claim, Claims, Column, Curves, Table
-from bert_jax.sweep.results import Results, current
+from bert_jax.tools.report import experiment
+from bert_jax.tools.report.experiment import Claim, Claims, Column, Curves, Table
+from bert_jax.tools.sweep.results import Results, current
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
@@ -123,7 +123,7 @@ def test_results_that_a_kill_or_an_older_version_has_left(file_of, capsys):
 def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
     script = (
         "import json, pathlib, sys, time\n"
-        "from bert_jax.sweep.results import Results\n"
+        "from bert_jax.tools.sweep.results import Results\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "print('ready', flush=True)\n"
         "while not (folder / 'go').exists():\n"
@@ -158,7 +158,7 @@ def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):
 
 
 BLOCKS = """
-from bert_jax.report.experiment import Column, Table
+from bert_jax.tools.report.experiment import Column, Table
 
 def get_points(given):
     return []

@@ -16,11 +16,11 @@ from scipy import special
 
 from bert_jax import sharding
 from bert_jax import train as loop
-from bert_jax.attention import attention
 from bert_jax.config import Config, MeshConfig, Phase, model_size
-from bert_jax.dropout import dropout
-from bert_jax.model import ACTIVATIONS, select
-from bert_jax.tasks import pretraining
+from bert_jax.model.attention import attention
+from bert_jax.model.dropout import dropout
+from bert_jax.model.layers import ACTIVATIONS, one_hot_gather
+from bert_jax.objectives import pretraining
 
 VOCAB = 640
 
@@ -162,10 +162,10 @@ def test_select_is_indexing(dtype):
     def by_index(table):
         return jnp.take_along_axis(table, index[..., None], 1)
 
-    np.testing.assert_array_equal(select(table, index), by_index(table))
+    np.testing.assert_array_equal(one_hot_gather(table, index), by_index(table))
     ours, theirs = (
         np.asarray(jax.vjp(f, table)[1](weights)[0], np.float32)
-        for f in (lambda table: select(table, index), by_index)
+        for f in (lambda table: one_hot_gather(table, index), by_index)
     )
     tolerance = 1e-6 if dtype == "float32" else 0.05  # 40 additions of 8 bits on their side
     np.testing.assert_allclose(ours, theirs, atol=tolerance)

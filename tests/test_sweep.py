@@ -15,20 +15,21 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, sweep, workdir
+from bert_jax import cli, workdir
 from bert_jax.config import Config, Phase, model_size
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
-from bert_jax.model import flops_per_row
-from bert_jax.sweep import Given, Point, scheduler
-from bert_jax.sweep import results as results_lib
-from bert_jax.sweep.cost import cost, duration
-from bert_jax.sweep.display import note_of
-from bert_jax.sweep.results import Results
-from bert_jax.sweep.run import run
-from bert_jax.sweep.scheduler import Engine, Place
-from bert_jax.sweep.scheduler import Scheduler as Queue
-from bert_jax.tasks import pretraining
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives import pretraining
+from bert_jax.tools import sweep
+from bert_jax.tools.sweep import Given, Point, scheduler
+from bert_jax.tools.sweep import results as results_lib
+from bert_jax.tools.sweep.cost import cost, duration
+from bert_jax.tools.sweep.display import note_of
+from bert_jax.tools.sweep.results import Results
+from bert_jax.tools.sweep.run import run
+from bert_jax.tools.sweep.scheduler import Engine, Place
+from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
@@ -289,7 +290,7 @@ def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
     def fail(place, given):
         raise UserError("cannot read starts.jsonl: no text")
 
-    monkeypatch.setattr("bert_jax.sweep.run.lines_of", fail)
+    monkeypatch.setattr("bert_jax.tools.sweep.run.lines_of", fail)
     with pytest.raises(UserError, match=r"cannot read what a has left in .*no text.* remove .*/a-"):
         go([bench("a")], tmp_path)
 
@@ -560,7 +561,7 @@ def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monke
     for folder in folders:
         folder.mkdir()
     (folders[0] / "sweep.py").write_text(
-        "from bert_jax.sweep import Point\n"
+        "from bert_jax.tools.sweep import Point\n"
         "def get_points(given):\n    yield Point('vocab', ('vocab', 'text'))\n"
     )
     line = {

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, evaluate, log, optim, sharding, workdir
+from bert_jax import checkpoint, cli, cpu, evaluate, log, optim, sharding, workdir
 from bert_jax import train as loop
 from bert_jax.config import Config, MeshConfig, OptimConfig, Phase, load
+from bert_jax.objectives import pretraining
+from bert_jax.objectives.base import Stage
 from bert_jax.progress import Progress
-from bert_jax.tasks import pretraining
-from bert_jax.tasks.stage import Stage
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
@@ -480,13 +480,13 @@ def test_config_round_trips_through_a_workdir(tmp_path):
 def test_garbage_is_collected_again_after_a_compilation():
     """But not where it was not before."""
     assert gc.isenabled()
-    with contextlib.suppress(ZeroDivisionError), loop._no_garbage_collection():
+    with contextlib.suppress(ZeroDivisionError), cpu.no_garbage_collection():
         assert not gc.isenabled()
         raise ZeroDivisionError
     assert gc.isenabled()
     gc.disable()
     try:
-        with loop._no_garbage_collection():
+        with cpu.no_garbage_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

@@ -68,8 +68,9 @@ def add_sweep(verbs: Verbs) -> None:
 
 
 def _sweep(options) -> int | None:
-    from bert_jax import cli, sweep
-    from bert_jax.sweep import cost, run, scheduler
+    from bert_jax import cli
+    from bert_jax.tools import sweep
+    from bert_jax.tools.sweep import cost, run, scheduler
 
     for name in ("jobs", "seeds", "search"):
         if getattr(options, name) < (name == "jobs"):
@@ -171,7 +172,7 @@ def _report(options) -> None:
 
     device.start("cpu")  # shapes are all that is computed
 
-    from bert_jax.report import experiment, runs
+    from bert_jax.tools.report import experiment, runs
 
     # os.path, for which a name that no file can have is no error.
     experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]
@@ -187,8 +188,8 @@ def _speed(topology: str | None) -> float:
     """FLOP/s to expect of a topology, 0 for this machine."""
     if not topology:
         return 0.0
-    from bert_jax import preflight
-    from bert_jax.sweep.cost import UTILIZATION
+    from bert_jax.tools import preflight
+    from bert_jax.tools.sweep.cost import UTILIZATION
 
     there = preflight.parse_topology(topology)
     return there.chips * there.chip.flops * UTILIZATION

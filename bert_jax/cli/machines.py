@@ -46,8 +46,8 @@ def add_launch(verbs: Verbs) -> None:
 
 def _launch(options) -> int | None:
     from bert_jax import config as config_lib
-    from bert_jax import launch
     from bert_jax.cli import parser
+    from bert_jax.tools import launch
 
     kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
     if options.command[:1] not in ([verb] for verb in kinds):
@@ -111,7 +111,8 @@ def _preflight(options) -> int:
     if options.dollars_per_chip_hour is not None and options.dollars_per_chip_hour <= 0:
         raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: a price above 0")
 
-    from bert_jax import device, preflight
+    from bert_jax import device
+    from bert_jax.tools import preflight
 
     topologies = [preflight.parse_topology(text) for text in options.topology]
     device.start("cpu", cache=False)

@@ -51,7 +51,7 @@ def add_score(verbs: Verbs) -> None:
 
 
 def _score(options) -> None:
-    from bert_jax import score
+    from bert_jax.benchmarks import score
 
     metrics = score.score(options.benchmark, options.data, options.predictions, options.null_odds)
     for name, value in metrics.items():
@@ -71,7 +71,7 @@ def add_glue_zip(verbs: Verbs) -> None:
 
 
 def _glue_zip(options) -> None:
-    from bert_jax.tasks import glue
+    from bert_jax.benchmarks import glue
 
     for line in glue.submission(options.folders, options.out):
         print(line)
@@ -149,7 +149,7 @@ def _attention(options) -> None:
     device.start("")
 
     from bert_jax.inference import AttentionMapper
-    from bert_jax.report import attention
+    from bert_jax.tools.report import attention
 
     attention.paths(options.out)  # check the output path before loading the model
     maps = AttentionMapper(options.init, options.checkpoint)(options.text, options.text_b)

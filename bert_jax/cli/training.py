@@ -55,7 +55,7 @@ def _pretrain(options) -> int | None:
     distributed.start()
     device.start(config.platform, deterministic=config.deterministic)
 
-    from bert_jax.tasks import pretraining
+    from bert_jax.objectives import pretraining
     from bert_jax.train import Interrupted, train
 
     config, vocabulary, data, stages = pretraining.stages(config)

@@ -16,7 +16,7 @@ from bert_jax.convert import huggingface
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import VOCAB
 from bert_jax.errors import UserError
-from bert_jax.model import parameter_count
+from bert_jax.model.flops import parameter_count
 
 _PROBLEM_TYPES = {
     "class": "single_label_classification",

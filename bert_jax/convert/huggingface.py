@@ -15,7 +15,8 @@ from flax import traverse_util
 from bert_jax.config import POOLED_HEADS, ModelConfig
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Params, padded_vocab_size, shapes
+from bert_jax.model.bert import Params, shapes
+from bert_jax.model.layers import padded_vocab_size
 
 # Our path → their name. {i} is the layer. Dense kernels are transposed, and LayerNorm's scale is
 # their weight, in `to_huggingface`.

@@ -26,7 +26,8 @@ from bert_jax.data import wordpiece
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import Params, parameter_count
+from bert_jax.model.bert import Params
+from bert_jax.model.flops import parameter_count
 
 _OFFICIAL = {  # SHA-256 of Google's files of October 2018
     "58580dc5e0bf0ae0d2efd51d0e8272b2f808857f0a43a88aaf7549da6d7a8a84": "Google's uncased Base",

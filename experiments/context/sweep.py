@@ -5,8 +5,8 @@ import dataclasses
 import recipes
 
 from bert_jax import files
-from bert_jax.report.experiment import Runs
-from bert_jax.sweep import Point
+from bert_jax.tools.report.experiment import Runs
+from bert_jax.tools.sweep import Point
 
 WORDS = ("right", "bank", "spring")
 

@@ -5,7 +5,7 @@ Both runs keep checkpoints along their way, of which each is fine-tuned.
 
 import recipes
 
-from bert_jax.report.experiment import Claim, Column, Curves, Table
+from bert_jax.tools.report.experiment import Claim, Column, Curves, Table
 
 TASK = {"small": "Banking77", "paper": "MNLI"}
 MASKED, CAUSAL = "masked LM", "left-to-right"

@@ -12,7 +12,7 @@ import sys
 
 from bert_jax import workdir
 from bert_jax.data.rows import read_manifest
-from bert_jax.report import runs
+from bert_jax.tools.report import runs
 
 FOLDER = pathlib.Path(__file__).parent
 TEXTS = (

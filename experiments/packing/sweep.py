@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.report.experiment import Column, Table
+from bert_jax.tools.report.experiment import Column, Table
 
 PACKED, SINGLE = "packed", "one a row"
 STEPS = 1_500  # of the small ones

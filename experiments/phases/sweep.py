@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.report.experiment import Claim, Column, Table
+from bert_jax.tools.report.experiment import Claim, Column, Table
 
 BOTH, LONG = "128, then 512", "512 only"
 # The last phase sees 512 x 0.1 of 512 x 0.1 + 128 x 0.9 tokens in the paper. The small runs have

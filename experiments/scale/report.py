@@ -7,8 +7,9 @@ import statistics
 
 import jax
 
-from bert_jax import checkpoint, preflight, sharding, train
-from bert_jax.tasks import pretraining
+from bert_jax import checkpoint, sharding, train
+from bert_jax.objectives import pretraining
+from bert_jax.tools import preflight
 
 GIB, MIB = 2**30, 2**20
 

@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import device, preflight, sharding, train, workdir
+from bert_jax import device, sharding, train, workdir
 from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
-from bert_jax.tasks import pretraining
+from bert_jax.objectives import pretraining
+from bert_jax.tools import preflight
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bert_jax import config as config_lib
-from bert_jax import sweep
 from bert_jax.config import Config
 from bert_jax.data import corpus, prepare
 from bert_jax.errors import UserError
+from bert_jax.tools import sweep
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -15,7 +15,7 @@ bert_jax, installed or not. What a row measures, by its kind:
     torch      transformers' BertForPreTraining: SDPA, torch.compile, autocast to bfloat16, fused AdamW;
                the same sequences, one a row, masked before the clock starts
     parity     the distance of bfloat16 gradients from float32 gradients
-    profile    where the time of a step goes (`bert_jax.profile`)
+    profile    where the time of a step goes (`bert_jax.tools.profile`)
 
 Each process measures the rows of one (size, T) and reuses the data; a crash costs the row it happened
 in. Each result is appended to DIR/gpu.jsonl at once. A row that does not fit into the remaining time
@@ -280,7 +280,8 @@ def work(task: dict, out: pathlib.Path) -> None:
 def ceilings(row, out):
     import jax
 
-    from bert_jax import device, profile
+    from bert_jax import device
+    from bert_jax.tools import profile
 
     chip = jax.devices()[0].device_kind
     measured, sheet = profile.ceilings("bfloat16"), device.chip(chip)
@@ -296,7 +297,7 @@ def ceilings(row, out):
 def stage_at_step(row, dtype="bfloat16"):
     """Return the config of a row and its stage, as if there were files of rows."""
     from bert_jax.config import Config, Phase, model_size
-    from bert_jax.tasks import pretraining
+    from bert_jax.objectives import pretraining
 
     model = model_size(row["size"])
     model.dtype, model.vocab_size, model.vocab_multiple = dtype, VOCABULARY, 128
@@ -365,7 +366,8 @@ class Trainer:
         import jax
         import numpy as np
 
-        from bert_jax import attention, guard, sharding
+        from bert_jax import guard, sharding
+        from bert_jax.model import attention
         from bert_jax.train import compile_step, initial_state
 
         self.config, self.stage = stage_at_step(row)
@@ -455,7 +457,7 @@ def step(row, out):
 def profile(row, out):
     import jax
 
-    from bert_jax import profile
+    from bert_jax.tools import profile
 
     trainer, steps = trainer_of(row), 5
     for _ in range(WARM_STEPS):
@@ -478,8 +480,8 @@ def gradients(dtype, *values):
     import jax
     import jax.numpy as jnp
 
-    from bert_jax import attention
-    from bert_jax.dropout import generator_key
+    from bert_jax.model import attention
+    from bert_jax.model.dropout import generator_key
 
     row = dict(zip(KEYS[1:], values, strict=True))
     config, stage = stage_at_step(row, dtype)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, device, guard, model, sharding, train
+from bert_jax import checkpoint, cpu, device, guard, sharding, train
 from bert_jax import config as config_lib
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
@@ -32,9 +32,10 @@ from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.embed import Embedder
 from bert_jax.evaluate import put
 from bert_jax.finetune import load_dataset
-from bert_jax.model import Bert
-from bert_jax.tasks import finetuning, pretraining
-from bert_jax.tasks.stage import Stage
+from bert_jax.model import layers
+from bert_jax.model.bert import Bert
+from bert_jax.objectives import finetuning, pretraining
+from bert_jax.objectives.base import Stage
 
 Turn = Callable[[], dict[str, Any]]
 
@@ -42,7 +43,7 @@ Turn = Callable[[], dict[str, Any]]
 def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = True) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if not keeps_memory:
-        device._retain_freed_memory = lambda: None
+        cpu.retain_freed_memory = lambda: None
     if not fast_products:
         device.use_eigen_matmul = lambda: None
     device.start("cpu")
@@ -106,7 +107,7 @@ def pretrain(
     if not guarded:
         guard.check_step = _judges_nothing
     if erfc:
-        model.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
+        layers.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
     config = data.pretraining(size, tokens, batch, change)
     config.phases[0].rows = str(data.rows(tokens, sequences, files))
     config, _, _, (stage,) = pretraining.stages(config)
@@ -349,7 +350,7 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
 
 
 def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> Turn:
-    """Steps of `bert-jax pretrain`, after some others, and `bert_jax.profile`'s table of them.
+    """Steps of `bert-jax pretrain`, after some others, and `bert_jax.tools.profile`'s table of them.
 
     Args:
         size, tokens, sequences, batch: what is trained.

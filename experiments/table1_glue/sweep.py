@@ -8,8 +8,8 @@ import dataclasses
 
 import recipes
 
-from bert_jax.report.experiment import Column
-from bert_jax.sweep import Point, grid
+from bert_jax.tools.report.experiment import Column
+from bert_jax.tools.sweep import Point, grid
 
 # Section A.3, with section 4.1's fourth rate; what 4.1 tried itself is batch 32 and 3 epochs.
 GRID = {

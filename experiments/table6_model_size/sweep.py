@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.report.experiment import Claim, Column, Curves, Table
+from bert_jax.tools.report.experiment import Claim, Column, Curves, Table
 
 # L/H/A. Of the small ones three depths at two widths and three widths at one depth.
 SIZES = {

@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.report.experiment import Claim, Column, Table
+from bert_jax.tools.report.experiment import Claim, Column, Table
 
 # Percent of [MASK], of the token itself, of a random one.
 MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")

@@ -14,7 +14,7 @@ from bert_jax.config import Config
 from bert_jax.convert import source
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model import shapes
+from bert_jax.model.bert import shapes
 
 TF1 = pathlib.Path(__file__).parent.parent / "data" / "tf1"
 WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")

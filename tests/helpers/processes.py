@@ -23,8 +23,8 @@ PRELOAD = (
     "bert_jax.finetune",
     "bert_jax.guard",
     "bert_jax.log",
-    "bert_jax.sweep.run",
-    "bert_jax.tasks.pretraining",
+    "bert_jax.tools.sweep.run",
+    "bert_jax.objectives.pretraining",
     "bert_jax.train",
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 from bert_jax import checkpoint, cli, train
 from bert_jax.config import Phase, load
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
-from bert_jax.tasks import pretraining
+from bert_jax.objectives import pretraining
 from tests.helpers import processes
 
 CONFIG = pathlib.Path(__file__).parent.parent.parent / "configs" / "pretrain.py"

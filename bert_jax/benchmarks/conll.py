@@ -1,0 +1,419 @@
+"""Token classification: named entities, parts of speech or any labels in CoNLL columns.
+
+A word's label is trained and predicted at its first word piece (Devlin et al., section 5.3). Every
+word is labeled in exactly one sequence; sentences that are too long are split into several.
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from bert_jax import files
+from bert_jax.benchmarks import conll_score
+from bert_jax.benchmarks.base import Logits
+from bert_jax.benchmarks.tables import read_labels
+from bert_jax.config import TaskConfig
+from bert_jax.data import compressed, texts
+from bert_jax.data.examples import NO_EXAMPLE, Examples
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+
+# File names of the splits in a folder of CoNLL files.
+_NAMES = {
+    "train": ("train.txt", "train.conll", "eng.train"),
+    "dev": ("valid.txt", "dev.txt", "dev.conll", "eng.testa"),
+    "test": ("test.txt", "test.conll", "eng.testb"),
+}
+
+
+@dataclasses.dataclass
+class _Sentences:
+    """Mapping from the sequences of a split to its sentences.
+
+    Attributes:
+        words: words of each sentence.
+        tags: gold labels of each sentence; None if unknown.
+        positions: for each sequence, the positions of the first pieces of the words labeled in it.
+            Concatenated over sequences, these are all words in order.
+    """
+
+    words: list[list[str]]
+    tags: list[list[str]] | None
+    positions: list[np.ndarray]
+
+
+class Tagging:
+    """A token classification `FinetuneDataset`: one label per word.
+
+    Attributes:
+        of_entities: whether labels mark entities (O, B-type, I-type) rather than single words.
+    """
+
+    head, objective = "token", "class"
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        vocabulary: Vocabulary,
+        splits: Collection[str] | None = None,
+        labels: tuple[str, ...] = (),
+        new: str = "",
+    ):
+        """Read and tokenize the data.
+
+        Args:
+            config: the task. `text_a` and `label` can be column numbers, from 1; by default words
+                are in the first and labels in the last column. `data` is a folder with, e.g.,
+                train.txt, valid.txt and test.txt; `train`, `dev` and `test` name single files.
+            vocabulary: the model's vocabulary.
+            splits: which splits to read; None reads all that exist.
+            labels: labels of a fine-tuned model, with which only training data need tags. If (),
+                `config.labels`, or the labels of the training data, completed to B-type and I-type
+                for every type.
+            new: a file to predict on, as the only split, "new". "-", .txt, .jsonl and .parquet hold
+                one text per line, with words separated by spaces. Other files hold columns, and so
+                does a .txt in which every line is a word, alone or followed by a known label.
+
+        Raises:
+            UserError: a file or split is missing, rows are not words with tags, or a tag is unknown
+                or, among entities, not BIO.
+        """
+        if config.tokens < 3:
+            raise UserError(
+                f"config.task.tokens={config.tokens} leaves no room for words: set at least 3"
+            )
+        self.config, self.report = config, []
+        self._word = _column(config.text_a, "text_a", "text", 0)
+        self._tag = _column(config.label, "label", "label", -1)
+        paths = {} if new else _paths(config)
+        for split in splits if splits is not None and not new else ():
+            if split not in paths:
+                raise UserError(
+                    f"no file for the split {split!r}: set config.task.{split} or config.task.data"
+                )
+        known = labels or (read_labels(config.labels) if config.labels else ())
+        if not known and "train" not in paths:
+            raise UserError(
+                "the labels are unknown: set config.task.train, or list them in config.task.labels"
+            )
+        requested = [split for split in paths if splits is None or split in splits]
+        read = {
+            split: conll_score.read(paths[split])
+            for split in paths
+            if split in requested or (split == "train" and not known)
+        }
+        for split, sentences in read.items():
+            labeled = split == "train" or (split == "dev" and not labels)
+            self._require_columns(paths[split], sentences, 2 if labeled else 1)
+        self.labels = known or _label_set(
+            tag for sentence in read["train"] for tag in sentence.column(self._tag)
+        )
+        if len(self.labels) < 2:
+            raise UserError(
+                f"{paths.get('train')}: every word has the tag {self.labels[0]!r}: check the last "
+                "column, or set config.task.label to the number of the tag column"
+            )
+        self.entity_tags = conll_score.is_entity_tagging(self.labels)
+        self.best_by = "f1" if self.entity_tags else "accuracy"
+        self.splits: dict[str, Examples] = {}
+        self._sentences: dict[str, _Sentences] = {}
+        for split in requested:
+            sentences = read[split]
+            tags = self._tags(split, paths[split], sentences)
+            words = [sentence.column(self._word) for sentence in sentences]
+            documents = [sentence.document for sentence in sentences]
+            if config.document_context and documents[-1] == 0:
+                self.report.append(
+                    f"{split}: no {conll_score.DOCUMENT} lines: the file is read as one document"
+                )
+            self._add(split, vocabulary, words, tags, documents)
+        if new:
+            words = list(self._new_words(new))
+            self._add("new", vocabulary, words, None, [0] * len(words))
+
+    def _require_columns(
+        self, path: pathlib.Path, sentences: Sequence[conll_score.Sentence], min_columns: int
+    ) -> None:
+        num_columns = len(sentences[0].rows[0])
+        required = max(self._word + 1, self._tag + 1, min_columns)
+        if num_columns < required:
+            raise UserError(
+                f"{path}:{sentences[0].line}: {num_columns} columns, expected at least {required}: "
+                "a word and its tag, separated by a tab or spaces"
+            )
+
+    def _tags(
+        self, split: str, path: pathlib.Path, sentences: Sequence[conll_score.Sentence]
+    ) -> list[list[str]] | None:
+        """Return each sentence's labels, entities as BIO; None if the file has none."""
+        if len(sentences[0].rows[0]) == 1:
+            return None
+        if self.entity_tags:
+            conll_score.require_bio(path, sentences, self._tag)
+        known, result, num_converted = set(self.labels), [], 0
+        for sentence in sentences:
+            file_tags = sentence.column(self._tag)
+            tags = list(file_tags)
+            if self.entity_tags:  # IOB1 has B- only between neighbors of the same type
+                for kind, begin, _ in conll_score.entities(file_tags):
+                    tags[begin] = f"B-{kind}"
+            num_converted += tags != file_tags
+            for i, tag in enumerate(tags):
+                if tag not in known:
+                    raise UserError(
+                        f"{path}:{sentence.line + i}: unknown label {tag!r}, not one of "
+                        f"{', '.join(self.labels)[:200]}; correct it, or list all labels in "
+                        "config.task.labels"
+                    )
+            result.append(tags)
+        if num_converted:
+            self.report.append(
+                f"{split}: {num_converted:,} sentences with entities beginning with I- (IOB1), "
+                "converted to B-"
+            )
+        return result
+
+    def _new_words(self, source: str) -> Iterator[list[str]]:
+        """Yield the words of each line or sentence."""
+        path = pathlib.Path(source)
+        suffixes = [s.lower() for s in path.suffixes if s.lower() not in compressed.SUFFIXES]
+        is_text = source == "-" or (suffixes and suffixes[-1] in (".txt", ".jsonl", ".parquet"))
+        if is_text and suffixes[-1:] == [".txt"] and self._holds_columns(path):
+            self.report.append(f"new: {source} is read as columns: every line is one word")
+            is_text = False
+        if is_text:
+            for text, _ in texts.read(source, self.config.text_a).texts:
+                yield text.split()
+        else:
+            for sentence in conll_score.read(path):
+                if self._word >= len(sentence.rows[0]):
+                    raise UserError(f"{path}:{sentence.line}: no column {self._word + 1} for words")
+                yield sentence.column(self._word)
+
+    def _holds_columns(self, path: pathlib.Path) -> bool:
+        """Whether a .txt file holds columns, as training files of that name do, and not texts.
+
+        Every line is then a single word, or ends in a known label.
+        """
+        try:
+            sentences = conll_score.read(path)
+        except UserError:  # the number of columns varies
+            return False
+        if len(sentences[0].rows[0]) == 1:
+            return any(len(sentence.rows) > 1 for sentence in sentences)
+        return all(set(self.labels).issuperset(sentence.column(-1)) for sentence in sentences)
+
+    def _add(
+        self,
+        split: str,
+        vocabulary: Vocabulary,
+        words: list[list[str]],
+        tags: list[list[str]] | None,
+        documents: Sequence[int],
+    ) -> None:
+        """Split sentences into sequences and add them as a split."""
+        max_pieces = self.config.tokens - 2
+        pieces, num_cut, num_unknown = _pieces(vocabulary, words, max_pieces)
+        index = {label: i for i, label in enumerate(self.labels)}
+        tokens, targets, positions, num_split = [], [], [], 0
+        # Context that a sequence may include around its words: the document, or the sentence.
+        if self.config.document_context:
+            scopes = [
+                [i for i, _ in group]
+                for _, group in itertools.groupby(enumerate(documents), lambda pair: pair[1])
+            ]
+        else:
+            scopes = [[i] for i in range(len(words))]
+        for scope in scopes:
+            scope_words = [pieces[word] for i in scope for word in words[i]]
+            begin = np.cumsum([0, *map(len, scope_words)])
+            flat = np.array([piece for word in scope_words for piece in word], np.int32)
+            sentence_start = 0
+            for i in scope:
+                chunks = _chunks([len(pieces[word]) for word in words[i]], max_pieces)
+                num_split += len(chunks) > 1
+                start = 0
+                for n in chunks:
+                    low, high = _surround(
+                        begin, sentence_start + start, sentence_start + start + n, max_pieces
+                    )
+                    sequence = [vocabulary.cls_id, *flat[low:high], vocabulary.sep_id]
+                    position = begin[sentence_start + start : sentence_start + start + n] - low + 1
+                    target = np.full(len(sequence), NO_EXAMPLE, np.int32)
+                    if tags is not None:
+                        target[position] = [index[tag] for tag in tags[i][start : start + n]]
+                    tokens.append(np.array(sequence, np.int32))
+                    targets.append(target)
+                    positions.append(position)
+                    start += n
+                sentence_start += len(words[i])
+        note = self.report.append
+        note(f"{split}: {len(words):,} sentences of {sum(map(len, words)):,} words")
+        if num_split:
+            note(f"{split}: {num_split:,} sentences longer than {max_pieces:,} word pieces split")
+        if num_cut:
+            note(f"{split}: {num_cut:,} words longer than that truncated")
+        if num_unknown:
+            note(f"{split}: {num_unknown:,} words without any valid character read as [UNK]")
+        self.splits[split] = Examples(
+            tokens, [len(sequence) for sequence in tokens], token_targets={"label": targets}
+        )
+        self._sentences[split] = _Sentences(words, tags, positions)
+
+    def predict(self, split: str, logits: Logits) -> list[np.ndarray]:
+        """Return the label probabilities of each sentence's words, an array [n, C] per sentence."""
+        sentences = self._sentences[split]
+        word_logits = [x[position] for x, position in zip(logits, sentences.positions, strict=True)]
+        scores = np.concatenate([np.zeros((0, len(self.labels))), *word_logits])
+        exps = np.exp(scores - scores.max(1, keepdims=True))
+        edges = np.cumsum([len(words) for words in sentences.words])[:-1]
+        return np.split(exps / exps.sum(1, keepdims=True), edges)
+
+    def _predicted_tags(self, probabilities: list[np.ndarray]) -> list[list[str]]:
+        return [[self.labels[i] for i in probs.argmax(1)] for probs in probabilities]
+
+    def score(self, split: str, logits: Logits) -> dict[str, float]:
+        """Return `conll_score.score` of the split; empty if its labels are unknown."""
+        gold = self._sentences[split].tags
+        if gold is None:
+            return {}
+        predicted = self._predicted_tags(self.predict(split, logits))
+        return conll_score.score(gold, predicted, self.entity_tags)
+
+    def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
+        """Write prediction files to a folder.
+
+        predictions.conll: word, gold label if known, predicted label; the format of conlleval.
+        probabilities.jsonl: one line per sentence: words, predicted labels, probabilities by label.
+        per_type.tsv: `conll_score.table`, if labels are known.
+        """
+        sentences = self._sentences[split]
+        probabilities = self.predict(split, logits)
+        predicted = self._predicted_tags(probabilities)
+        columns = [sentences.words, *([sentences.tags] if sentences.tags else []), predicted]
+        # conlleval separates columns by spaces; tabs are needed if words contain spaces.
+        delimiter = "\t" if any(" " in word for words in sentences.words for word in words) else " "
+        blocks = (
+            "".join(delimiter.join(row) + "\n" for row in zip(*sentence, strict=True))
+            for sentence in zip(*columns, strict=True)
+        )
+        lines = []
+        for words, tags, probs in zip(sentences.words, predicted, probabilities, strict=True):
+            by_label = dict(zip(self.labels, probs.T.round(6).tolist(), strict=True))
+            lines.append({"words": words, "predicted": tags, "probabilities": by_label})
+        with files.one_line_errors(f"cannot write {folder}"):
+            files.write(folder / "predictions.conll", "\n".join(blocks))
+            files.write(
+                folder / "probabilities.jsonl",
+                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
+            )
+            if sentences.tags is not None:
+                counts = conll_score.count(sentences.tags, predicted, self.entity_tags)
+                files.write(folder / "per_type.tsv", conll_score.table(counts))
+
+
+def _column(value: str, field: str, default: str, default_column: int) -> int:
+    """Return the column index that a config field names."""
+    if value == default:
+        return default_column
+    if value.isdecimal() and int(value) > 0:
+        return int(value) - 1
+    raise UserError(
+        f"config.task.{field}={value!r}: columns of CoNLL files are numbered; use 1 for the first"
+    )
+
+
+def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
+    """Return the path of each split that has a file."""
+    if config.data == "tfds":
+        raise UserError(
+            "config.task.data=tfds: tagging reads CoNLL files; set config.task.data to their folder"
+        )
+    paths = {}
+    for split, names in _NAMES.items():
+        if getattr(config, split):
+            paths[split] = pathlib.Path(getattr(config, split))
+        elif config.data:
+            existing = [
+                path
+                for name in names
+                for path in (pathlib.Path(config.data) / f"{name}{end}" for end in ("", ".gz"))
+                if path.exists()
+            ]
+            if existing:
+                paths[split] = existing[0]
+    if not paths:
+        raise UserError(
+            "no data: set config.task.train and config.task.dev to CoNLL files, or "
+            "config.task.data to a folder with, e.g., train.txt and valid.txt"
+        )
+    return paths
+
+
+def _label_set(tags: Iterator[str]) -> tuple[str, ...]:
+    """Return all possible labels in a fixed order, with B- and I- for every entity type."""
+    known = set(tags)
+    if not conll_score.is_entity_tagging(known):
+        return tuple(sorted(known))
+    kinds = sorted({tag.partition("-")[2] for tag in known if "-" in tag})
+    return (conll_score.OUTSIDE, *(f"{prefix}-{kind}" for kind in kinds for prefix in "BI"))
+
+
+def _pieces(
+    vocabulary: Vocabulary, words: list[list[str]], max_pieces: int
+) -> tuple[dict[str, list[int]], int, int]:
+    """Tokenize each word to at least one and at most `max_pieces` ids.
+
+    Returns:
+        Ids by word, the number of truncated words, and the number of words without pieces.
+    """
+    distinct = list(dict.fromkeys(word for sentence in words for word in sentence))
+    pieces, cut, unknown = {}, set(), set()
+    for word, encoded in zip(distinct, vocabulary.encode_all(distinct), strict=True):
+        if len(encoded.ids) > max_pieces:
+            cut.add(word)
+        elif not len(encoded.ids):
+            unknown.add(word)
+        pieces[word] = encoded.ids[:max_pieces].tolist() or [vocabulary.unk_id]
+    flat = [word for sentence in words for word in sentence]
+    return pieces, sum(word in cut for word in flat), sum(word in unknown for word in flat)
+
+
+def _chunks(lengths: Sequence[int], max_pieces: int) -> list[int]:
+    """Return the number of words per sequence: few sequences of similar length."""
+    total = sum(lengths)
+    if total <= max_pieces:
+        return [len(lengths)] if lengths else []
+    target_size = -(-total // -(-total // max_pieces))
+    chunks, size = [0], 0
+    for length in lengths:
+        if chunks[-1] and size + length > target_size:
+            chunks.append(0)
+            size = 0
+        chunks[-1] += 1
+        size += length
+    return chunks
+
+
+def _surround(begin: np.ndarray, first: int, end: int, max_pieces: int) -> tuple[int, int]:
+    """Return the range of pieces to show: words `first` to `end` and whole words around them.
+
+    Both sides get the same number of pieces; what one side cannot fill goes to the other.
+
+    Args:
+        begin: offset of each word's first piece, and the end of the last word.
+        first: first word.
+        end: word after the last one.
+        max_pieces: maximum number of pieces.
+    """
+    low, high, total = int(begin[first]), int(begin[end]), int(begin[-1])
+    spare = max_pieces - (high - low)
+    left = min(low, max(spare // 2, spare - (total - high)))
+    right = min(total - high, spare - left)
+    low = int(begin[np.searchsorted(begin, low - left)])
+    high = int(begin[np.searchsorted(begin, high + right, side="right") - 1])
+    return low, high

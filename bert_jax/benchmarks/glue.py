@@ -1,0 +1,436 @@
+"""The nine GLUE tasks (arXiv 1804.07461): reading their files, official metrics, submission.
+
+Labels are ordered as in the reference readers: Google's run_classifier.py for CoLA, MRPC and MNLI,
+GLUE's baselines for the others.
+"""
+
+import dataclasses
+import os
+import pathlib
+import zipfile
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from bert_jax import files
+from bert_jax.benchmarks import metrics
+from bert_jax.benchmarks import tables as classification
+from bert_jax.benchmarks.base import Logits
+from bert_jax.benchmarks.tables import NEW, Classification, Row, write_table
+from bert_jax.config import TaskConfig
+from bert_jax.data import tables
+from bert_jax.data.compressed import SUFFIXES
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+
+TFDS = "tfds"
+
+
+class GlueTask(NamedTuple):
+    """Files, columns and metric of a GLUE task.
+
+    Attributes:
+        folder: folder of its files in GLUE's folder.
+        texts: one or two text columns.
+        label: label column.
+        labels: label names in order; () for regression.
+        best_by: GLUE's metric; "A_B" is the mean of two.
+        tfds_texts: names of the text features in TFDS if they differ.
+    """
+
+    folder: str
+    texts: tuple[str, ...]
+    label: str
+    labels: tuple[str, ...]
+    best_by: str = "accuracy"
+    tfds_texts: tuple[str, ...] = ()
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+_SENTENCES = ("sentence1", "sentence2")
+TASKS = {
+    "cola": GlueTask("CoLA", ("sentence",), "label", ("0", "1"), "matthews"),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", ("0", "1")),
+    "mrpc": GlueTask(
+        "MRPC", ("#1 String", "#2 String"), "Quality", ("0", "1"), "accuracy_f1", _SENTENCES
+    ),
+    "qqp": GlueTask("QQP", ("question1", "question2"), "is_duplicate", ("0", "1"), "accuracy_f1"),
+    "stsb": GlueTask("STS-B", _SENTENCES, "score", (), "pearson_spearman"),
+    "mnli": GlueTask(
+        "MNLI",
+        _SENTENCES,
+        "gold_label",
+        ("contradiction", "entailment", "neutral"),
+        tfds_texts=("premise", "hypothesis"),
+    ),
+    "qnli": GlueTask("QNLI", ("question", "sentence"), "label", _ENTAILMENT),
+    "rte": GlueTask("RTE", _SENTENCES, "label", _ENTAILMENT),
+    "wnli": GlueTask("WNLI", _SENTENCES, "label", ("0", "1")),
+}
+# Split names to names of GLUE's files, which are also the splits of TFDS up to dev/validation.
+_SPLITS = {"train": "train", "dev": "dev", "test": "test"}
+_MNLI_SPLITS = {
+    "train": "train",
+    "dev": "dev_matched",
+    "dev_mismatched": "dev_mismatched",
+    "test": "test_matched",
+    "test_mismatched": "test_mismatched",
+}
+# GLUE's diagnostic set, evaluated with models trained on MNLI.
+_AX = ("diagnostic/diagnostic", "AX/AX", "AX/diagnostic")
+_COLA_COLUMNS = ("source", "label", "mark", "sentence")
+_MRPC_TRAIN, _MRPC_TEST, _MRPC_DEV_IDS = (
+    "msr_paraphrase_train.txt",
+    "msr_paraphrase_test.txt",
+    "dev_ids.tsv",
+)
+# Files of a submission and the number of predictions that the server expects in each.
+SUBMISSION = {
+    "CoLA.tsv": 1_063,
+    "SST-2.tsv": 1_821,
+    "MRPC.tsv": 1_725,
+    "QQP.tsv": 390_965,
+    "STS-B.tsv": 1_379,
+    "MNLI-m.tsv": 9_796,
+    "MNLI-mm.tsv": 9_847,
+    "QNLI.tsv": 5_463,
+    "RTE.tsv": 3_000,
+    "WNLI.tsv": 146,
+    "AX.tsv": 1_104,
+}
+
+
+class Glue(Classification):
+    """A `FinetuneDataset` of a GLUE task.
+
+    Splits are "train", "dev" and "test". For MNLI, "dev" and "test" are the matched sets, and there
+    are "dev_mismatched", "test_mismatched" and, if its file exists, the diagnostic set "ax".
+
+    Args:
+        config: the task. `name` is the GLUE task, `data` GLUE's folder, the task's folder, or
+            "tfds". `train`, `dev` and `test` override single files, in GLUE's format.
+        vocabulary, splits, labels, new: as in `Classification`; a new table has GLUE's columns
+            unless `config.text_a` and `text_b` name others.
+
+    Raises:
+        UserError: as in `Classification`. Rows with missing columns are an error except in QQP,
+            where they are skipped and counted as in the reference readers.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        vocabulary: Vocabulary,
+        splits: Collection[str] | None = None,
+        labels: tuple[str, ...] = (),
+        new: str = "",
+    ):
+        self.task, self._files = _task(config.name), config
+        texts = (config.text_a, *([config.text_b] if config.text_b else []))
+        if not new or texts == ("text",):
+            texts = self.task.texts
+        if new and len(texts) != len(self.task.texts):
+            expected = "a pair: set config.task.text_b too" if len(texts) == 1 else "one text"
+            raise UserError(f"{config.name} takes {expected} (columns: {', '.join(texts)})")
+        config = dataclasses.replace(
+            config,
+            text_a=texts[0],
+            text_b="".join(texts[1:]),
+            label=self.task.label,
+            labels=",".join(self.task.labels),
+            objective="class" if self.task.labels else "number",
+        )
+        super().__init__(config, vocabulary, splits, labels, new)
+        self.best_by = self.task.best_by
+
+    def sources(self) -> dict[str, str]:
+        """Return the file, or TFDS split, of each available split."""
+        named_files = super().sources()
+        if self.config.data == TFDS:
+            return {**_tfds_splits(self.config.name), **named_files}
+        if not self.config.data:
+            return named_files
+        root = pathlib.Path(self.config.data)
+        if not root.is_dir():
+            raise UserError(f"config.task.data: folder {root} does not exist")
+        folder = root / self.task.folder if (root / self.task.folder).is_dir() else root
+        names = _MNLI_SPLITS if self.config.name == "mnli" else _SPLITS
+        paths = {split: existing(folder / f"{name}.tsv") for split, name in names.items()}
+        if self.config.name == "mrpc":
+            train = existing(folder / _MRPC_TRAIN)
+            original = {"train": train, "dev": train, "test": existing(folder / _MRPC_TEST)}
+            paths = {split: path or original[split] for split, path in paths.items()}
+        if self.config.name == "mnli":
+            candidates = [parent / f"{name}.tsv" for parent in (root, folder) for name in _AX]
+            paths["ax"] = next(filter(None, map(existing, candidates)), "")
+        paths = {split: path for split, path in {**paths, **named_files}.items() if path}
+        if not paths:
+            raise UserError(
+                f"{folder} has none of {', '.join(f'{name}.tsv' for name in names.values())} (plain "
+                f"or compressed): set config.task.data to GLUE's folder or its {self.task.folder}"
+            )
+        return paths
+
+    def requires_labels(self, split: str) -> bool:
+        """Whether every row of the split needs a label; GLUE does not publish its test labels."""
+        return split != "ax" and super().requires_labels(split)
+
+    def rows(self, split: str, source: str) -> Iterator[Row]:
+        """Yield the rows of a split's file."""
+        if split == NEW:
+            yield from super().rows(split, source)
+        elif source.startswith(f"{TFDS}:"):
+            yield from _tfds_rows(self.config.name, source)
+        else:
+            skipped: list[str] = []
+            required = self.requires_labels(split)
+            yield from read(self.config.name, source, split, required, skipped)
+            if skipped:
+                self.report.append(
+                    f"{split}: {len(skipped):,} rows skipped for missing columns, the first "
+                    f"{skipped[0]}"
+                )
+
+    def measure(self, truth: np.ndarray, logits: Float[np.ndarray, "E C"]) -> dict[str, float]:
+        """Return GLUE's metrics, and their mean if there are two."""
+        return _with_mean(super().measure(truth, logits), self.task)
+
+    def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
+        """Write predictions, and for a test split GLUE's submission file, e.g. MNLI-mm.tsv."""
+        super().write(split, logits, folder)
+        name = _submission_name(self.task, split)
+        if not name:
+            return
+        stacked = self.stacked(logits)
+        predictions = (
+            self.predicted(stacked)
+            if self.task.labels
+            else [f"{x:.3f}" for x in np.clip(stacked[:, 0], 0, 5)]
+        )
+        rows = [[r.index, p] for r, p in zip(self._rows[split], predictions, strict=True)]
+        with files.one_line_errors(f"cannot write predictions to {folder}"):
+            write_table(folder / name, [["index", "prediction"], *rows])
+
+
+def read(
+    name: str, source: str, split: str, requires_labels: bool, skipped: list[str]
+) -> Iterator[Row]:
+    """Yield the rows of a file in GLUE's format, or of MRPC's original files.
+
+    Args:
+        name: name of the task, as in `TASKS`.
+        source: path of the file.
+        split: the split that it holds.
+        requires_labels: whether a row without a label is an error.
+        skipped: list to which a message is appended for each skipped row of QQP.
+    """
+    task, path = _task(name), pathlib.Path(source)
+    no_header = name == "cola" and not split.startswith("test")
+    original = name == "mrpc" and path.name.startswith(_MRPC_TRAIN)
+    dev_ids = _mrpc_dev_ids(path.parent) if original else set()
+    records = tables.read(
+        path,
+        task.texts,
+        kind=".tsv",
+        header=_COLA_COLUMNS if no_header else None,
+        quoting=False,
+        empty=True,  # QQP contains empty questions
+        skip=skipped.append if name == "qqp" else None,
+    )
+    for number, (where, fields) in enumerate(records):
+        ids = (fields.get("#1 ID"), fields.get("#2 ID"))
+        if original and (ids in dev_ids) != (split == "dev"):
+            continue
+        texts = [fields[column] for column in task.texts]
+        label = classification.get_label(where, fields, task.label, requires_labels)
+        index = fields.get("index", fields.get("id", str(number)))
+        yield Row(where, index, texts[0], texts[1] if len(texts) > 1 else None, label)
+
+
+def score(name: str, data: str, predictions: str) -> dict[str, float]:
+    """Compute GLUE's metrics of a prediction file.
+
+    Args:
+        name: name of the task, as in `TASKS`.
+        data: path of the labeled file, in GLUE's format.
+        predictions: path of a .tsv with the columns index and prediction (GLUE's format) or label
+            (the format of `Glue.write`; score for STS-B).
+
+    Raises:
+        UserError: a file is malformed, or a prediction is missing, duplicate, not a label, or for
+            an index that the data do not have.
+    """
+    task, predictions_by_index = _task(name), {}
+    for where, fields in tables.read(predictions, ["index"], kind=".tsv"):
+        columns = ("prediction", "label", task.label)
+        value = next((fields[column] for column in columns if column in fields), None)
+        if value is None:
+            raise UserError(f"{where}: no column 'prediction' (columns: {', '.join(fields)[:200]})")
+        if fields["index"] in predictions_by_index:
+            raise UserError(f"{where}: duplicate prediction for index {fields['index']}")
+        predictions_by_index[fields["index"]] = (where, value)
+    labels, predicted = [], []
+    for row in read(name, data, "dev", True, []):
+        if row.index not in predictions_by_index:
+            raise UserError(f"{predictions}: no prediction for index {row.index} ({row.where})")
+        where, value = predictions_by_index.pop(row.index)
+        labels.append(_parse_label(task, row.label, row.where))
+        predicted.append(_parse_label(task, value, where))
+    if predictions_by_index:
+        index, (where, _) = next(iter(predictions_by_index.items()))
+        raise UserError(f"{where}: prediction for index {index}, which {data} does not have")
+    if not labels:
+        raise UserError(f"{data} holds no rows to score")
+    if task.labels:
+        values = metrics.classification(
+            np.array(labels, np.int64), np.array(predicted, np.int64), len(task.labels)
+        )
+    else:
+        values = metrics.regression(np.array(labels, np.float64), np.array(predicted, np.float64))
+    return _with_mean(values, task)
+
+
+def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -> list[str]:
+    """Collect GLUE's prediction files found anywhere in the folders into the server's zip.
+
+    Returns:
+        What the server would reject, one line each: missing files, wrong numbers of predictions.
+
+    Raises:
+        UserError: there are no such files, or two for the same task.
+    """
+    paths: dict[str, pathlib.Path] = {}
+    for folder in map(pathlib.Path, folders):
+        for path in sorted(folder.rglob("*.tsv")):
+            if path.name not in SUBMISSION:
+                continue
+            if path.name in paths and not path.samefile(paths[path.name]):
+                raise UserError(
+                    f"{path} and {paths[path.name]} are for the same task: pass one folder per task"
+                )
+            paths[path.name] = path
+    if not paths:
+        raise UserError(
+            f"no {', '.join(list(SUBMISSION)[:3])}, … below {', '.join(map(str, folders))}: "
+            "predict GLUE's test sets first"
+        )
+    notes = [
+        f"{name} is missing: the server requires all files" for name in SUBMISSION.keys() - paths
+    ]
+    with (
+        files.one_line_errors(f"cannot write {out}"),
+        files.replacing(out) as beside,
+        zipfile.ZipFile(beside, "w") as archive,
+    ):
+        for name, path in sorted(paths.items()):
+            data = path.read_bytes()
+            # ZipInfo's default date makes the archive reproducible.
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+            rows = data.count(b"\n") - 1
+            if rows != SUBMISSION[name]:
+                notes.append(f"{path}: {rows:,} predictions instead of {SUBMISSION[name]:,}")
+    return sorted(notes)
+
+
+def _task(name: str) -> GlueTask:
+    if name not in TASKS:
+        raise UserError(f"config.task.name is {name!r}: GLUE's tasks are {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def _with_mean(values: dict[str, float], task: GlueTask) -> dict[str, float]:
+    if "_" in task.best_by:
+        first, second = task.best_by.split("_")
+        values[task.best_by] = (values[first] + values[second]) / 2
+    return values
+
+
+def _parse_label(task: GlueTask, text: str, where: str) -> int | float:
+    if text in task.labels:
+        return task.labels.index(text)
+    try:
+        if not task.labels and np.isfinite(float(text)):
+            return float(text)
+    except ValueError:
+        pass
+    expected = " or ".join(task.labels) or "a number"
+    raise UserError(f"{where}: {text!r} is not {expected}")
+
+
+def _submission_name(task: GlueTask, split: str) -> str:
+    if split == "ax":
+        return "AX.tsv"
+    if not split.startswith("test"):
+        return ""
+    if task.folder == "MNLI":
+        return "MNLI-m.tsv" if split == "test" else "MNLI-mm.tsv"
+    return f"{task.folder}.tsv"
+
+
+def existing(path: pathlib.Path) -> str:
+    """Return the path of a file that exists plain or compressed, else ""."""
+    names = [f"{path.name}{suffix}" for suffix in ("", *SUFFIXES)]
+    return next((str(path.with_name(name)) for name in names if path.with_name(name).is_file()), "")
+
+
+def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
+    """Return the pairs of MRPC's original training file that are GLUE's dev set."""
+    path = existing(folder / _MRPC_DEV_IDS)
+    if not path:
+        raise UserError(
+            f"{folder} has no {_MRPC_DEV_IDS}, the list of pairs in the dev set: get it from GLUE"
+        )
+    columns = ("#1 ID", "#2 ID")
+    records = tables.read(path, columns, kind=".tsv", header=columns)
+    return {(record.fields["#1 ID"], record.fields["#2 ID"]) for record in records}
+
+
+# --- TensorFlow Datasets --------------------------------------------------------------------------
+
+
+def _tfds_source(name: str, split: str | None) -> Any:
+    try:
+        import tensorflow_datasets as tfds
+
+        # Unlike tfds.load, random access into ArrayRecord does not need TensorFlow.
+        return tfds.data_source(
+            f"glue/{name}", split=split, data_dir=os.environ.get("TFDS_DATA_DIR")
+        )
+    except Exception as error:  # the dataset's code, the network or the disk can raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            f"tfds glue/{name}: {reason.rstrip('.')}; prepare it on a machine with network access, "
+            'with file_format="array_record", and set TFDS_DATA_DIR to its folder'
+        ) from None
+
+
+def _tfds_splits(name: str) -> dict[str, str]:
+    names = _MNLI_SPLITS if name == "mnli" else _SPLITS
+    available = _tfds_source(name, None)
+    tfds_splits = {split: value.replace("dev", "validation") for split, value in names.items()}
+    return {
+        split: f"{TFDS}:{name}:{value}"
+        for split, value in tfds_splits.items()
+        if value in available
+    }
+
+
+def _tfds_rows(name: str, source: str) -> Iterator[Row]:
+    """Yield the rows in the order of GLUE's files; TFDS shuffles them."""
+    _, config, split = source.split(":")
+    data, task = _tfds_source(config, split), _task(name)
+    names = getattr(data.dataset_info.features["label"], "names", None)
+    indexed_rows = []
+    for i in range(len(data)):
+        example = data[i]
+        texts = [example[k].decode(errors="replace") for k in task.tfds_texts or task.texts]
+        label: Any = float(example["label"])
+        if label < 0:
+            label = None
+        elif names is not None:  # TFDS orders labels differently and renames "0" and "1"
+            label = names[int(label)] if task.labels[0] in names else str(int(label))
+        index, b = int(example["idx"]), texts[1] if len(texts) > 1 else None
+        indexed_rows.append((index, Row(f"{source}:{index}", str(index), texts[0], b, label)))
+    yield from (row for _, row in sorted(indexed_rows, key=lambda indexed: indexed[0]))

@@ -1,0 +1,163 @@
+"""Multiple choice: SWAG and the user's own tables (Devlin et al., section 4.4).
+
+A question with n choices becomes n sequences `[CLS] context [SEP] choice [SEP]`, each with a score.
+"""
+
+import pathlib
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from bert_jax import files
+from bert_jax.benchmarks.base import Logits
+from bert_jax.benchmarks.tables import NEW, encode, get_label, probabilities, write_table
+from bert_jax.config import TaskConfig
+from bert_jax.data import tables
+from bert_jax.data.compressed import SUFFIXES
+from bert_jax.data.examples import NO_EXAMPLE, Examples
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+
+PREDICTIONS = "predictions.csv"
+PROBABILITIES = "probabilities.csv"
+_SWAG = {"train": "train", "dev": "val", "test": "test"}  # split to file name, without .csv
+_ENDINGS = ("ending0", "ending1", "ending2", "ending3")
+
+
+class _Question(NamedTuple):
+    context: str
+    choices: tuple[str, ...]
+    label: int
+
+
+class Choice:
+    """A multiple-choice `FinetuneDataset`: select the choice that fits a context.
+
+    Args:
+        config: the task. With `name` "swag", columns are those of SWAG's files. In the user's own
+            tables `text_a` is the context, `text_b` (if not "") is prepended to each of the columns
+            `choices`, and `label` is the index of the correct choice from 0 or its column's name.
+        vocabulary: the model's vocabulary.
+        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        labels: labels of a fine-tuned model, with which only training data must be labeled; () when
+            fine-tuning.
+        new: a table to read as the only split, "new"; its labels are optional.
+
+    Raises:
+        UserError: a file or a row is malformed.
+    """
+
+    head = "choice"
+    objective = "class"
+    best_by = "accuracy"
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        vocabulary: Vocabulary,
+        splits: Collection[str] | None = None,
+        labels: tuple[str, ...] = (),
+        new: str = "",
+    ):
+        self._a, self._b, self._label = config.text_a, config.text_b, config.label
+        self.choices = tuple(config.choices)
+        if config.name == "swag":
+            self._a, self._b, self._label, self.choices = "sent1", "sent2", "label", _ENDINGS
+        if len(self.choices) < 2 or len({*self.choices}) < len(self.choices):
+            raise UserError(
+                f"config.task.choices is {self.choices!r}: name the columns of at least two "
+                "choices, each once"
+            )
+        self.labels = labels or ("score",)
+        self.report: list[str] = []
+        sources = {NEW: new} if new else _sources(config)
+        self.splits: dict[str, Examples] = {}
+        for name in [NEW] if new else list(sources if splits is None else splits):
+            if not sources.get(name):
+                raise UserError(
+                    f"no {name!r} split: set config.task.{name} or check config.task.data (found: "
+                    f"{', '.join(sources) or 'nothing'})"
+                )
+            required = not name.startswith(("test", NEW)) and not (labels and name != "train")
+            questions = list(self._questions(sources[name], required))
+            if not questions and name != NEW:
+                raise UserError(f"{sources[name]} ({name}) holds no rows: add at least one")
+            context = [q.context for q in questions for _ in q.choices]
+            choices = [choice for q in questions for choice in q.choices]
+            tokens, a_length, note = encode(vocabulary, context, choices, config.tokens)
+            targets = {"label": np.array([q.label for q in questions], np.int32)}
+            self.splits[name] = Examples(tokens, a_length, targets, group=len(self.choices))
+            self.report.append(f"{name}: {len(questions):,} questions{note}")
+
+    def _questions(self, source: str, required: bool) -> Iterator[_Question]:
+        optional = [self._b, self._label] if self._b else [self._label]
+        for where, fields in tables.read(source, [self._a, *self.choices], optional=optional):
+            choices = tuple(fields[name] for name in self.choices)
+            if self._b:
+                prefix = fields.get(self._b)
+                if not isinstance(prefix, str):
+                    raise UserError(
+                        f"{where}: no text in {self._b!r}, which is prepended to each choice"
+                    )
+                choices = tuple(f"{prefix} {choice}".strip() for choice in choices)
+            value = get_label(where, fields, self._label, required)
+            yield _Question(
+                fields[self._a],
+                choices,
+                NO_EXAMPLE if value is None else self._choice_index(value, where),
+            )
+
+    def _choice_index(self, value: object, where: str) -> int:
+        if value in self.choices:
+            return self.choices.index(value)
+        try:
+            index = int(value) if isinstance(value, str | int | float) else -1
+            if 0 <= index < len(self.choices) and index == float(value):
+                return index
+        except (ValueError, OverflowError):  # JSON may contain Infinity
+            pass
+        raise UserError(
+            f"{where}: {value!r} is not a choice: it must be 0 to {len(self.choices) - 1} or one "
+            f"of {', '.join(self.choices)[:200]}"
+        )
+
+    def score(self, split: str, logits: Logits) -> dict[str, float]:
+        """Return the accuracy on a split's labeled questions; empty if none is labeled."""
+        labels = self.splits[split].targets["label"]
+        correct = np.array([np.argmax(x) for x in logits], np.int64) == labels
+        known = labels != NO_EXAMPLE
+        return {"accuracy": float(correct[known].mean())} if known.any() else {}
+
+    def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
+        """Write the chosen indices to predictions.csv, in the format of SWAG's csv_predict.py.
+
+        The probability of every choice goes to probabilities.csv.
+        """
+        scores = np.array([np.asarray(x) for x in logits], np.float64)
+        scores = scores.reshape(-1, len(self.choices))
+        predictions = [["", "pred"], *([str(i), str(x)] for i, x in enumerate(scores.argmax(1)))]
+        table = [["index", *(_csv_cell(name) for name in self.choices)]]
+        for i, row in enumerate(probabilities(scores)):
+            table.append([str(i), *(f"{p:.6f}" for p in row)])
+        with files.one_line_errors(f"cannot write predictions to {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_table(folder / PREDICTIONS, predictions, ",")
+            write_table(folder / PROBABILITIES, table, ",")
+
+
+def _sources(config: TaskConfig) -> dict[str, str]:
+    paths = {"train": config.train, "dev": config.dev, "test": config.test}
+    sources = {}
+    for split, path in paths.items():
+        folder = pathlib.Path(config.data)
+        names = [f"{_SWAG[split]}.csv{suffix}" for suffix in ("", *SUFFIXES)]
+        if config.name == "swag" and config.data and not path:
+            path = next((str(folder / name) for name in names if (folder / name).is_file()), "")
+        if path:
+            sources[split] = path
+    return sources
+
+
+def _csv_cell(text: str) -> str:
+    return f'"{text.replace(chr(34), chr(34) * 2)}"' if set(text) & set(',"\n') else text

@@ -1,0 +1,474 @@
+"""Classification and regression of texts and text pairs, single-label or multilabel, from tables.
+
+Sequences are BERT's (Devlin et al., section 4.1): `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`.
+"""
+
+import collections
+import difflib
+import math
+import pathlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from bert_jax import files
+from bert_jax.benchmarks import metrics
+from bert_jax.benchmarks.base import Logits
+from bert_jax.config import TaskConfig
+from bert_jax.data import tables
+from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+
+PREDICTIONS = "predictions.tsv"
+NEW = "new"
+# Separates the labels in a multilabel cell; JSON and Parquet use lists instead.
+SEPARATOR = "|"
+THRESHOLD = 0.5
+_MAX_LABELS_SHOWN = 12  # in messages
+
+
+class Row(NamedTuple):
+    """A text or a text pair as read from a table.
+
+    Attributes:
+        where: "file:line", for messages.
+        index: its identifier in prediction files.
+        a: the first text.
+        b: the second text of a pair, else None.
+        label: the value in the file; None if missing.
+    """
+
+    where: str
+    index: str
+    a: str
+    b: str | None
+    label: Any
+
+
+class Classification:
+    """A `FinetuneDataset` of labeled texts or text pairs in tables.
+
+    Args:
+        config: the task. `objective` "class" has one label per row, "number" a number, "classes"
+            any number of labels: a list in JSON and Parquet, names separated by "|" in a cell.
+        vocabulary: the model's vocabulary.
+        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        labels: labels of a fine-tuned model, with which only training data must be labeled. If (),
+            `config.labels` or the sorted labels of the training data.
+        new: a table, lines of text (pairs: tab-separated) or "-" for lines from standard input, to
+            read as the only split, "new"; its labels are optional.
+
+    Raises:
+        UserError: a file or a row is malformed, or a label is unknown.
+    """
+
+    head = "sequence"
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        vocabulary: Vocabulary,
+        splits: Collection[str] | None = None,
+        labels: tuple[str, ...] = (),
+        new: str = "",
+    ):
+        self.config, self.objective = config, config.objective
+        self.report: list[str] = []
+        self.best_by = {"class": "accuracy", "classes": "micro_f1", "number": "pearson"}[
+            config.objective
+        ]
+        self._model_labels = labels
+        sources = {NEW: new} if new else self.sources()
+        names = [NEW] if new else list(sources if splits is None else splits)
+        for name in names:
+            if not sources.get(name):
+                raise UserError(
+                    f"no {name!r} split: set config.task.{name.partition('_')[0]} or check "
+                    f"config.task.data (found: {', '.join(sources) or 'nothing'})"
+                )
+        rows = {name: list(self.rows(name, sources[name])) for name in names}
+        for name, split_rows in rows.items():
+            if not split_rows and name != NEW:
+                raise UserError(f"{sources[name]} ({name}) holds no rows: add at least one")
+        self.labels = labels or self._find_labels(rows, sources)
+        ids = {label: i for i, label in enumerate(self.labels)}
+        self.splits: dict[str, Examples] = {}
+        self._rows: dict[str, list[Row]] = rows
+        for name, split_rows in rows.items():
+            self.splits[name] = self._examples(name, split_rows, ids, vocabulary)
+        if "train" in rows and self.objective != "number":
+            self._report_absent_labels()
+
+    # --- Reading ----------------------------------------------------------------------------------
+
+    def sources(self) -> dict[str, str]:
+        """Return the path of each split that has a file."""
+        paths = {"train": self.config.train, "dev": self.config.dev, "test": self.config.test}
+        return {name: path for name, path in paths.items() if path}
+
+    def rows(self, split: str, source: str) -> Iterator[Row]:
+        """Yield the rows of a split's file."""
+        config, required = self.config, self.requires_labels(split)
+        texts = [config.text_a, config.text_b] if config.text_b else [config.text_a]
+        records = read_records(source, split, texts, (config.label,))
+        for index, (where, fields) in enumerate(records):
+            multilabel = self.objective == "classes"
+            label = get_label(where, fields, config.label, required, multilabel)
+            b = fields[config.text_b] if config.text_b else None
+            yield Row(where, str(index), fields[config.text_a], b, label)
+
+    def requires_labels(self, split: str) -> bool:
+        """Whether every row of the split needs a label."""
+        needed = split == "train" or not self._model_labels
+        return needed and not split.startswith(("test", NEW))
+
+    def _find_labels(self, rows: dict[str, list[Row]], sources: dict[str, str]) -> tuple[str, ...]:
+        if self.objective == "number":
+            return (self.config.label,)
+        if self.config.labels:
+            return read_labels(self.config.labels)
+        train = rows.get("train") or (
+            self.rows("train", sources["train"]) if "train" in sources else ()
+        )
+        names = {name for row in train for name in self._row_labels(row)}
+        if len(names) < 2:
+            problem = f"only the label {next(iter(names))!r}" if names else "no labels"
+            raise UserError(
+                f"{problem} in {sources.get('train') or 'the training data (there is none)'}: at "
+                "least two are needed; set config.task.labels to name them all"
+            )
+        if any("," in name for name in names) and self.objective == "classes":
+            comma = next(name for name in sorted(names) if "," in name)
+            self.report.append(
+                f"{comma!r} is read as one label; write several labels as a{SEPARATOR}b"
+            )
+        return tuple(sorted(names, key=_label_order(names)))
+
+    def _row_labels(self, row: Row) -> list[str]:
+        """Return a row's labels; for "class" at most one."""
+        label = row.label
+        if self.objective == "classes":
+            if isinstance(label, str):
+                label = [name for name in label.split(SEPARATOR) if name.strip()]
+            elif not isinstance(label, list):
+                label = [] if label is None else [label]
+            return [_label_name(name, row.where) for name in label]
+        if isinstance(label, list):
+            raise UserError(
+                f"{row.where}: a list of labels: set config.task.objective='classes' to use lists"
+            )
+        return [] if label is None else [_label_name(label, row.where)]
+
+    def _target(self, row: Row, ids: dict[str, int]) -> Any:
+        if self.objective == "number":
+            return math.nan if row.label is None else _number(row)
+        label_ids = []
+        for name in self._row_labels(row):
+            if name not in ids:
+                raise UserError(
+                    _unknown_label_message(row.where, name, self.labels, bool(self._model_labels))
+                )
+            label_ids.append(ids[name])
+        if self.objective == "class":
+            return label_ids[0] if label_ids else NO_EXAMPLE
+        target = np.full(len(ids), math.nan if row.label is None else 0.0, np.float32)
+        target[label_ids] = 1.0
+        return target
+
+    def _examples(
+        self, split: str, rows: list[Row], ids: dict[str, int], vocabulary: Vocabulary
+    ) -> Examples:
+        targets = [self._target(row, ids) for row in rows]
+        dtype = np.int32 if self.objective == "class" else np.float32
+        shape = (len(rows), len(ids)) if self.objective == "classes" else (len(rows),)
+        tokens, a_length, note = encode(
+            vocabulary, [row.a for row in rows], [row.b for row in rows], self.config.tokens
+        )
+        self.report.append(f"{split}: {len(rows):,} examples{note}")
+        return Examples(tokens, a_length, {"label": np.array(targets, dtype).reshape(shape)})
+
+    def _report_absent_labels(self) -> None:
+        values = self.splits["train"].targets["label"]
+        if self.objective == "class":
+            counts = np.bincount(values[values >= 0], minlength=len(self.labels))
+        else:
+            counts = np.nansum(values, 0)
+        absent = [label for label, n in zip(self.labels, counts, strict=True) if not n]
+        if absent:
+            self.report.append(f"no training example of: {', '.join(absent)[:200]}")
+
+    # --- Scoring ----------------------------------------------------------------------------------
+
+    def score(self, split: str, logits: Logits) -> dict[str, float]:
+        """Return the metrics of a split's labeled examples; empty if none is labeled."""
+        targets, values = self.splits[split].targets["label"], self.stacked(logits)
+        known = _is_labeled(targets)
+        return self.measure(targets[known], values[known]) if known.any() else {}
+
+    def measure(self, truth: np.ndarray, logits: Float[np.ndarray, "E C"]) -> dict[str, float]:
+        """Return the metrics of logits against labels."""
+        if self.objective == "number":
+            return metrics.regression(truth, logits[:, 0])
+        if self.objective == "class":
+            return metrics.classification(truth, logits.argmax(1), len(self.labels))
+        return metrics.multilabel_metrics(truth > 0.5, probabilities(logits, "classes") > THRESHOLD)
+
+    def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
+        """Write predictions.tsv: index, label (or number) and the probability of every label.
+
+        If labels are known also write a figure: confusion.png, or scatter.png for regression.
+        """
+        stacked = self.stacked(logits)
+        if self.objective == "number":
+            header, cells = ["index", self.labels[0]], [[f"{x:.6g}"] for x in stacked[:, 0]]
+        else:
+            probs = probabilities(stacked, self.objective)
+            header = ["index", "label", *(f"probability:{label}" for label in self.labels)]
+            cells = [
+                [name, *(f"{p:.6f}" for p in row)]
+                for name, row in zip(self.predicted(stacked), probs, strict=True)
+            ]
+        lines = [[row.index, *more] for row, more in zip(self._rows[split], cells, strict=True)]
+        with files.one_line_errors(f"cannot write predictions to {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_table(folder / PREDICTIONS, [header, *lines])
+            targets = self.splits[split].targets["label"]
+            known = _is_labeled(targets)
+            if not known.any() or self.objective == "classes":
+                return
+            if self.objective == "number":
+                draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
+            else:
+                counts = np.zeros((len(self.labels), len(self.labels)), np.int64)
+                np.add.at(counts, (targets[known], stacked[known].argmax(1)), 1)
+                draw_confusion(counts, self.labels, folder / "confusion.png")
+
+    def stacked(self, logits: Logits) -> Float[np.ndarray, "E C"]:
+        """Stack the logits of all examples."""
+        return np.array([np.asarray(x) for x in logits], np.float64).reshape(-1, len(self.labels))
+
+    def predicted(self, logits: Float[np.ndarray, "E C"]) -> list[str]:
+        """Return each example's label, or its labels joined by "|"."""
+        if self.objective == "class":
+            return [self.labels[i] for i in logits.argmax(1)]
+        positive = probabilities(logits, "classes") > THRESHOLD
+        return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
+
+
+def read_records(
+    source: str, split: str, texts: Sequence[str], optional: Sequence[str]
+) -> Iterator[tables.Record]:
+    """Yield the records of a user's table. The split "new" may also be plain text, and empty."""
+    kind = ""
+    if split == NEW and (source == tables.STANDARD_INPUT or tables.kind_of(source) == ".txt"):
+        kind = ".txt"
+    elif tables.kind_of(source) == ".txt":
+        raise UserError(f"{source}: .txt has no columns: use .tsv, .csv, .jsonl or .parquet")
+    yield from tables.read(
+        source,
+        texts,
+        optional=optional,
+        kind=kind,
+        header=texts if kind == ".txt" else None,
+        empty=split == NEW,
+    )
+
+
+def get_label(
+    where: str, fields: dict[str, Any], label: str, required: bool, multilabel: bool = False
+) -> Any:
+    """Return the label of a record: None if missing, [] for an empty multilabel cell.
+
+    Raises:
+        UserError: the label is missing and required.
+    """
+    value = fields.get(label)
+    empty = isinstance(value, str) and not value.strip()
+    if empty and multilabel:
+        return []
+    if value is not None and not empty:
+        return value
+    if required:
+        problem = f"{label!r} is empty" if empty else f"no {label!r}"
+        raise UserError(
+            f"{where}: {problem} (columns: {', '.join(fields)[:200]}); label the row, or set "
+            "config.task.label to the column of the labels"
+        )
+    return None
+
+
+def read_labels(names: str) -> tuple[str, ...]:
+    """Read labels from a file, one per line, or from a comma-separated list.
+
+    Raises:
+        UserError: fewer than two labels, a duplicate, or the path of a missing file.
+    """
+    path = pathlib.Path(names)
+    if path.is_file():
+        records = tables.read(path, ["label"], kind=".txt", header=["label"])
+        labels = [_label_name(record.fields["label"], record.where) for record in records]
+    elif path.suffix in tables.KINDS:
+        raise UserError(f"config.task.labels: file {names} does not exist")
+    else:
+        labels = [_label_name(name, "config.task.labels") for name in names.split(",")]
+    duplicates = [name for name, n in collections.Counter(labels).items() if n > 1]
+    if duplicates or len(labels) < 2:
+        problem = f"duplicate label {duplicates[0]!r}" if duplicates else "fewer than two labels"
+        raise UserError(f"config.task.labels ({names[:80]}): {problem}; name each label once")
+    return tuple(labels)
+
+
+def _label_name(value: Any, where: str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    # Integer columns with missing values are read as floats.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    name = str(value).strip()
+    if not isinstance(value, str | int | float) or not name or not name.isprintable():
+        raise UserError(f"{where}: {value!r} is not a label: labels are words on one line")
+    return name
+
+
+def _label_order(names: Iterable[str]) -> Any:
+    try:
+        if all(math.isfinite(float(name)) for name in names):
+            return lambda name: (float(name), name)
+    except ValueError:
+        pass
+    return str
+
+
+def _unknown_label_message(where: str, name: str, labels: Sequence[str], predicting: bool) -> str:
+    shown = ", ".join(labels[:_MAX_LABELS_SHOWN]) + ", …" * (len(labels) > _MAX_LABELS_SHOWN)
+    nearest = difflib.get_close_matches(name, labels, 1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return (
+        f"{where}: unknown label {name!r}, not one of the {len(labels)} labels ({shown}); {hint}"
+        f"correct it, or {'leave it empty' if predicting else 'set config.task.labels to list all'}"
+    )
+
+
+def _number(row: Row) -> float:
+    try:
+        if isinstance(row.label, str | int | float) and math.isfinite(float(row.label)):
+            return float(row.label)
+    except (ValueError, OverflowError):  # JSON integers can exceed the range of float
+        pass
+    raise UserError(
+        f"{row.where}: {row.label!r} is not a number: correct it, or set "
+        "config.task.objective='class' for labels"
+    )
+
+
+def encode(
+    vocabulary: Vocabulary, a: Sequence[str], b: Sequence[str | None], max_tokens: int
+) -> tuple[list[np.ndarray], list[int], str]:
+    """Tokenize texts or pairs to sequences of at most `max_tokens` tokens.
+
+    Returns:
+        The sequences, the number of tokens of segment a in each, and a note on truncation for the
+        report ("" if nothing was truncated).
+    """
+    tokens, a_length, num_truncated, num_lost = [], [], 0, 0
+    texts = [text for pair_ in zip(a, b, strict=True) for text in pair_ if text is not None]
+    encoded = iter(vocabulary.encode_all(texts))
+    for text_b in b:
+        first = next(encoded).ids.tolist()
+        second = None if text_b is None else next(encoded).ids.tolist()
+        ids, length, excess = pair(vocabulary, first, second, max_tokens)
+        tokens.append(ids)
+        a_length.append(length)
+        num_truncated, num_lost = num_truncated + (excess > 0), num_lost + excess
+    note = (
+        f", {num_truncated:,} sequences cut to {max_tokens} tokens ({num_lost:,} tokens lost)"
+        if num_truncated
+        else ""
+    )
+    return tokens, a_length, note
+
+
+def probabilities(
+    logits: Float[np.ndarray, "E C"], objective: str = "class"
+) -> Float[np.ndarray, "E C"]:
+    """Return probabilities: softmax over the labels, or a sigmoid per label for "classes"."""
+    if objective == "classes":
+        return 0.5 * (1 + np.tanh(logits / 2))
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    return exps / exps.sum(1, keepdims=True)
+
+
+def _is_labeled(targets: np.ndarray) -> np.ndarray:
+    """Return a mask of the examples that have a label."""
+    if targets.dtype == np.int32:
+        return targets != NO_EXAMPLE
+    return ~np.isnan(targets.reshape(len(targets), -1)).any(1)
+
+
+def write_table(path: pathlib.Path, rows: Iterable[Sequence[str]], delimiter: str = "\t") -> None:
+    """Write rows of cells, which must not contain the delimiter, replacing the file."""
+    files.write(path, "".join(f"{delimiter.join(row)}\n" for row in rows))
+
+
+# --- Pictures -------------------------------------------------------------------------------------
+
+
+def draw_confusion(
+    counts: Int[np.ndarray, "C C"], labels: Sequence[str], path: pathlib.Path
+) -> None:
+    """Draw a confusion matrix: labels in rows, predictions in columns."""
+    from matplotlib.figure import Figure
+
+    n = len(labels)
+    cell, font = (0.7, 10) if n <= 6 else (0.45, 10) if n <= 25 else (0.24, 8)  # inches, points
+    names = [label if len(label) <= 30 else f"{label[:29]}…" for label in labels]
+    figure = Figure(figsize=(cell * n + 1, cell * n + 1))
+    axes = figure.add_axes((0, 0, 1, 1))
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    # The square root makes rare confusions visible.
+    axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0, vmax=1.1)
+    axes.set_xticks(range(n), names, rotation=90, fontsize=font, parse_math=False)
+    axes.set_yticks(range(n), names, fontsize=font, parse_math=False)
+    axes.set_xticks(np.arange(n - 1) + 0.5, minor=True)
+    axes.set_yticks(np.arange(n - 1) + 0.5, minor=True)
+    axes.grid(which="minor", color="0.85", lw=0.5)
+    axes.tick_params(which="minor", length=0)
+    for i, j in zip(*np.nonzero(counts), strict=True):
+        axes.text(
+            j,
+            i,
+            f"{counts[i, j]}" if counts[i, j] < 10_000 else f"{counts[i, j] / 1000:.0f}k",
+            ha="center",
+            va="center",
+            color="white" if shares[i, j] > 0.4 else "black",
+            fontsize=min(10, cell * 25),
+        )
+    axes.set(xlabel="predicted", ylabel="label (darker: a larger share of its examples)")
+    _save(figure, path, 150 if n <= 25 else 90)
+
+
+def draw_scatter(
+    truth: Float[np.ndarray, " E"], predicted: Float[np.ndarray, " E"], path: pathlib.Path
+) -> None:
+    """Plot predicted against true numbers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5))
+    axes = figure.add_subplot()
+    ends = [min(truth.min(), predicted.min()), max(truth.max(), predicted.max())]
+    axes.plot(ends, ends, color="gray", lw=1)
+    axes.scatter(truth, predicted, s=8, alpha=0.4, edgecolors="none")
+    axes.set(xlabel="true", ylabel="predicted")
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path, 150)
+
+
+def _save(figure: Any, path: pathlib.Path, dots_per_inch: int) -> None:
+    with files.replacing(path) as beside, warnings.catch_warnings():
+        # Characters that the font lacks are drawn as boxes; users cannot do anything about it.
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure.savefig(beside, format="png", dpi=dots_per_inch, bbox_inches="tight")

@@ -1,0 +1,285 @@
+"""Attention over packed rows, and its implementations.
+
+"xla" runs on any platform, in any float dtype, with dropout. The others are fused kernels for one
+platform each (`KERNELS`), which do not materialize the T² scores and do not support dropout.
+
+Shapes: B rows, T tokens a row, N heads, K head size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from bert_jax import sharding
+from bert_jax.config import TrainConfig
+from bert_jax.errors import UserError
+from bert_jax.model.dropout import dropout
+
+
+def attention(
+    query: Float[Array, "B T N K"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
+    segment_ids: Int[Array, "B T"],
+    dropout_rate: float,
+    dropout_key: Key[Array, ""] | None,
+    implementation: str,
+    interpret: bool = False,
+    causal: bool = False,
+) -> Float[Array, "B T N K"]:
+    """Compute scaled dot-product attention within each sequence of a row.
+
+    Padding forms a sequence of its own, so other tokens do not attend to it and no row of the
+    softmax is empty.
+
+    Args:
+        query, key, value: projections of the hidden states.
+        segment_ids: index of each token's sequence in its row (`rows.Layout.segment_ids`), from 0.
+        dropout_rate: dropout of the attention probabilities.
+        dropout_key: None disables dropout.
+        implementation: "xla" (or unresolved "auto"), or one of `KERNELS` that passed `check`.
+        interpret: run Pallas kernels in the Pallas interpreter, on any platform.
+        causal: a token attends only to itself and earlier tokens of its sequence.
+
+    Raises:
+        ValueError: dropout is enabled for a kernel that does not support it.
+    """
+    if implementation in ("auto", "xla"):
+        return _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal)
+    if dropout_rate and dropout_key is not None:
+        raise ValueError(f"attention {implementation!r} has no dropout")
+    kernel = KERNELS[implementation]
+    tokens = query.shape[1]
+    padding = -tokens % kernel.block_tokens
+
+    def run(query, key, value, segment_ids):
+        return kernel.run(query, key, value, segment_ids, interpret, causal)
+
+    if padding:
+        pad_width = [(0, 0), (0, padding), (0, 0), (0, 0)]
+        query, key, value = (jnp.pad(x, pad_width) for x in (query, key, value))
+        segment_ids = jnp.pad(segment_ids, pad_width[:2], constant_values=-1)  # a separate sequence
+    return sharding.shard_attention(run)(query, key, value, segment_ids)[:, :tokens]
+
+
+def _mask(segment_ids: Int[Array, "B T"], causal: bool) -> Bool[Array, "B 1 T T"]:
+    """Return whether each token (axis 2) attends to each (axis 3)."""
+    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    # Sequences are contiguous in a row, so the causal order within them is the order in the row.
+    return jnp.tril(same) if causal else same
+
+
+def probabilities(
+    query: Float[Array, "B T N K"],
+    key: Float[Array, "B T N K"],
+    segment_ids: Int[Array, "B T"],
+    causal: bool = False,
+) -> Float[Array, "B N T T"]:
+    """Return attention probabilities from each token (axis 2) to each (axis 3) in float32.
+
+    They are computed as by "xla". Each row sums to 1 and is 0 outside the token's sequence. See
+    `attention` for the arguments.
+    """
+    query, key = (x.swapaxes(1, 2) for x in (query, key))
+    exponentials, total = _softmax_parts(query, key, segment_ids, causal)
+    return exponentials / total
+
+
+def _softmax_parts(
+    query: Float[Array, "B N T K"],
+    key: Float[Array, "B N T K"],
+    segment_ids: Int[Array, "B T"],
+    causal: bool,
+) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T 1"]]:
+    """Return the numerator and denominator of the softmax in float32."""
+    scores = jnp.einsum("bntk,bnuk->bntu", query * query.shape[-1] ** -0.5, key)
+    # Compute the softmax in float32: a sum over hundreds of tokens is too inaccurate in bfloat16.
+    masked_score = jnp.finfo(jnp.float32).min
+    scores = jnp.where(_mask(segment_ids, causal), scores.astype(jnp.float32), masked_score)
+    max_score = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    exponentials = jnp.exp(scores - max_score)
+    return exponentials, exponentials.sum(-1, keepdims=True)
+
+
+def _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal):
+    # Put heads before tokens, scale the smaller operand, and divide by the softmax's denominator
+    # after multiplying with the values: twice as fast on CPU as the textbook order.
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    exponentials, total = _softmax_parts(query, key, segment_ids, causal)
+    weights = dropout(exponentials.astype(value.dtype), dropout_rate, dropout_key)
+    weighted_sum = jnp.einsum("bntu,bnuk->bntk", weights, value)
+    return (weighted_sum.astype(total.dtype) / total).astype(value.dtype).swapaxes(1, 2)
+
+
+def _cudnn(query, key, value, segment_ids, interpret, causal):
+    # The mask is shared by all heads. Before JAX 0.12, the backward pass also computes an unused
+    # gradient of the mask.
+    mask = _mask(segment_ids, causal)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
+
+
+def _pallas(query, key, value, segment_ids, interpret, causal):
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    return mha(query, key, value, segment_ids, query.shape[-1] ** -0.5, causal, interpret=interpret)
+
+
+def _splash(query, key, value, segment_ids, interpret, causal):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    heads, tokens = query.shape[2], query.shape[1]
+    block = next(size for size in (512, 256, 128) if tokens % size == 0)
+    sizes = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+    mask = splash.CausalMask if causal else splash.FullMask
+    run = splash.make_splash_mha(
+        splash.MultiHeadMask([mask((tokens, tokens))] * heads),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    query = query * query.shape[-1] ** -0.5
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    return jax.vmap(run)(query, key, value, splash.SegmentIds(segment_ids, segment_ids)).swapaxes(
+        1, 2
+    )
+
+
+class Kernel(NamedTuple):
+    """A fused attention kernel for one platform.
+
+    Attributes:
+        run: single-device function of (query, key, value, segment_ids, interpret, causal).
+        platform: "gpu" or "tpu".
+        dtypes: supported dtypes of queries, keys and values.
+        head_sizes: supported head sizes K.
+        block_tokens: T is padded to a multiple of it.
+    """
+
+    run: Callable[..., Array]
+    platform: str
+    dtypes: tuple[str, ...]
+    head_sizes: range
+    block_tokens: int
+
+
+KERNELS = {
+    # cuDNN's fused attention (`jax.nn.dot_product_attention`).
+    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64),
+    # jax.experimental.pallas.ops.gpu.attention, through Triton.
+    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128),
+    # jax.experimental.pallas.ops.tpu.splash_attention, through Mosaic.
+    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128),
+}
+
+
+# The kernel that `config.model.attention = "auto"` prefers on each platform.
+_PREFERRED = {"gpu": "cudnn", "tpu": "splash"}
+
+
+class Choice(NamedTuple):
+    """An implementation of attention and the reason for choosing it, to be printed."""
+
+    implementation: str
+    reason: str
+
+
+def choose(config: TrainConfig, platform: str, tensor: int) -> Choice:
+    """Resolve "auto" in `config.model.attention`.
+
+    Args:
+        config: config of the run.
+        platform: platform of its devices: "cpu", "gpu" or "tpu".
+        tensor: number of devices that heads are split over.
+
+    Returns:
+        The configured implementation, or the one that "auto" resolves to.
+    """
+    model = config.model
+    if model.attention != "auto":
+        return Choice(model.attention, "as configured")
+    name = _PREFERRED.get(platform)
+    if name is None:
+        return Choice("xla", f"no kernel for {platform.upper()}")
+    obstacle = _obstacle(name, config, tensor)
+    if obstacle:
+        return Choice("xla", f"not {name}: {obstacle}")
+    return Choice(name, f"fused kernel for {platform.upper()}, no T x T scores in memory")
+
+
+def resolve(config: TrainConfig) -> None:
+    """Replace "auto" in `config.model.attention` by the implementation for the local devices."""
+    tensor = sharding.mesh_sizes(config.mesh, jax.device_count())[-1]
+    config.model.attention = choose(config, jax.devices()[0].platform, tensor).implementation
+
+
+def describe(config: TrainConfig, platform: str, tensor: int) -> str:
+    """Return a line with the attention of a resolved config and the reason for it."""
+    model = dataclasses.replace(config.model, attention="auto")
+    choice = choose(dataclasses.replace(config, model=model), platform, tensor)
+    implementation = config.model.attention
+    reason = choice.reason if implementation == choice.implementation else "as configured"
+    return f"attention: {implementation} ({reason})"
+
+
+def check(config: TrainConfig, platform: str, tensor: int) -> None:
+    """Check that the configured attention can train the model.
+
+    Args:
+        config: config of the run, whose `model.attention` is checked.
+        platform: platform of the devices: "cpu", "gpu" or "tpu".
+        tensor: number of devices that heads are split over.
+
+    Raises:
+        UserError: it cannot; the message says what it requires.
+    """
+    name = config.model.attention
+    if name in ("auto", "xla"):
+        return
+    required = KERNELS[name].platform
+    if platform != required:
+        choices = ["xla", *(other for other, k in KERNELS.items() if k.platform == platform)]
+        raise UserError(
+            f"config.model.attention={name!r} runs on a {required} only, this is a {platform}: "
+            f"set it to {' or '.join(map(repr, choices))}"
+        )
+    if obstacle := _obstacle(name, config, tensor):
+        raise UserError(f"config.model.attention={name!r}: {obstacle}")
+
+
+def _obstacle(name: str, config: TrainConfig, tensor: int) -> str:
+    """Return why a kernel cannot train the model and what to change; "" if it can."""
+    model, kernel = config.model, KERNELS[name]
+    sizes, head_size = kernel.head_sizes, model.hidden // model.heads
+    if model.attention_dropout:
+        # No kernel can derive its dropout mask from the seed and the step.
+        return (
+            f"config.model.attention_dropout is {model.attention_dropout}, but {name} has no "
+            "dropout: set it to 0, or config.model.attention to 'xla'"
+        )
+    if name == "cudnn" and config.deterministic:
+        # With --xla_gpu_deterministic_ops=true, compilation fails in JAX 0.11 (IndexError).
+        return (
+            "config.deterministic is true, but cudnn does not compile with deterministic kernels: "
+            "set config.model.attention to 'xla', or config.deterministic to false"
+        )
+    if model.dtype not in kernel.dtypes:
+        return (
+            f"config.model.dtype is {model.dtype!r}, but {name} supports only "
+            f"{' or '.join(map(repr, kernel.dtypes))}"
+        )
+    if head_size not in sizes:
+        return (
+            f"config.model.hidden / heads is {head_size}, but {name} supports head sizes "
+            f"{sizes[0]}, {sizes[1]}, … {sizes[-1]}"
+        )
+    if model.heads % tensor:
+        return (
+            f"config.mesh.tensor is {tensor}, but must divide config.model.heads={model.heads}: "
+            f"{name} computes whole heads on each device"
+        )
+    return ""

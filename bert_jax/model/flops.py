@@ -1,0 +1,37 @@
+"""Sizes of a model: number of parameters, and FLOPs of a training step."""
+
+import jax
+
+from bert_jax.config import ModelConfig
+from bert_jax.model.bert import Params
+from bert_jax.model.layers import padded_vocab_size
+
+
+def parameter_count(params: Params, config: ModelConfig) -> int:
+    """Return the number of scalars in `params`, without the padding of the vocabulary."""
+    total = sum(x.size for x in jax.tree.leaves(params))
+    num_tables = 1 if config.tied_decoder or not config.masked_lm else 2
+    per_entry = config.hidden * num_tables + config.masked_lm  # the decoder's bias
+    return total - (padded_vocab_size(config) - config.vocab_size) * per_entry
+
+
+def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions: int) -> float:
+    """Return the FLOPs of a training step per row: three times the forward matrix products.
+
+    A multiply-add counts as 2. Attention counts all T² pairs, as dense implementations compute
+    them, for causal models too. Frozen layers that `config.features` uses are counted once, layers
+    above them not at all. LSTMs are included, fine-tuned heads are not.
+    """
+    d, f = config.hidden, config.feed_forward
+    layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)
+    head = predictions * 2 * d * (config.vocab_size + d * config.transform)
+    pooler = sequences * 2 * d * (d + 2) if config.next_sentence else 0
+    encoder, width = 3.0 * config.layers * layer, d
+    if config.features:
+        encoder = max(config.feature_layers) * layer
+        width = 4 * d if config.features == "last4" else d
+    lstm = 0
+    for _ in range(config.lstm_layers):
+        lstm += tokens * 16 * d * (width + d)  # two directions of four gates
+        width = 2 * d
+    return encoder + 3.0 * (head + pooler + lstm)

@@ -1,0 +1,136 @@
+"""Building blocks of the model: dense layers, LayerNorm, activations, initializers."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax import cpu
+from bert_jax.config import ModelConfig
+
+# Checkpoint name of the dense layers' outputs, for `jax.checkpoint` policies.
+DENSE = "dense"
+
+
+def _in_float32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Wrap an elementwise function to compute in float32 and round its result once.
+
+    The backward pass recomputes the derivative from the bfloat16 input. Automatic differentiation
+    would store float32 intermediates, which take twice the memory.
+    """
+
+    @jax.custom_vjp
+    def rounded(x):
+        return function(x.astype(jnp.float32)).astype(x.dtype)
+
+    def forward(x):
+        return rounded(x), x
+
+    def backward(x, cotangent):
+        _, vjp = jax.vjp(function, x.astype(jnp.float32))
+        return (vjp(cotangent.astype(jnp.float32))[0].astype(x.dtype),)
+
+    rounded.defvjp(forward, backward)
+    return lambda x: function(x) if x.dtype == jnp.float32 else rounded(x)
+
+
+def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    # erf compiles to less code on CPU than the erfc of `jax.nn.gelu`.
+    return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
+
+
+# In bfloat16, `1 + erf(x)` and `1 + tanh(x)` lose a digit to cancellation for negative x.
+ACTIVATIONS = {
+    "gelu": _in_float32(_gelu),
+    "gelu_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
+    "relu": jax.nn.relu,
+}
+
+
+def one_hot_gather(
+    table: Float[Array, "... n D"], index: Int[Array, "... m"]
+) -> Float[Array, "... m D"]:
+    """Gather rows of a small table by multiplying with a one-hot matrix; exact in every dtype.
+
+    The gradient is a matrix product too. The gradient of indexing is a scatter-add, which GPUs
+    serialize where many indices are equal, in a nondeterministic order.
+    """
+    # By default, accelerators round the float32 operands of a matrix product.
+    precision = jax.lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
+    with jax.named_scope("select"):
+        one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
+        return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
+
+
+def padded_vocab_size(config: ModelConfig) -> int:
+    """Return the vocabulary size rounded up to a multiple of `vocab_multiple`."""
+    return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+@dataclasses.dataclass
+class InitConfig(ModelConfig):
+    """A model config with a custom initializer, used by `init_params`.
+
+    Attributes:
+        draw: function (key, shape, dtype) -> array that replaces the truncated normal initializer.
+    """
+
+    draw: Callable | None = None
+
+
+def initializer(config: ModelConfig) -> Callable:
+    """Return the initializer of kernels and tables: a truncated normal (section A.2)."""
+    draw = config.draw if isinstance(config, InitConfig) else None
+    return draw or nn.initializers.truncated_normal(config.initializer_stddev)
+
+
+def vocab_initializer(config: ModelConfig, axis: int) -> Callable:
+    """Return `initializer` with zeros in the padding of the vocabulary axis.
+
+    The other values do not depend on the amount of padding.
+    """
+
+    def initialize(key, shape, dtype):
+        excess = padded_vocab_size(config) - config.vocab_size
+        unpadded_shape = tuple(n - excess * (i == axis) for i, n in enumerate(shape))
+        padding = [(0, excess * (i == axis)) for i in range(len(shape))]
+        return jnp.pad(initializer(config)(key, unpadded_shape, dtype), padding)
+
+    return initialize
+
+
+def dense(config: ModelConfig, features: Any, name: str | None = None, axis: Any = -1) -> nn.Module:
+    """Return a dense layer whose output is saved by the "dots" rematerialization policy."""
+    return nn.DenseGeneral(
+        features,
+        axis,
+        dtype=config.dtype,
+        kernel_init=initializer(config),
+        dot_general_cls=lambda: (
+            lambda x, kernel, dimensions, precision: checkpoint_name(
+                cpu.dense_product(x, kernel, dimensions), DENSE
+            )
+        ),
+        name=name,
+    )
+
+
+def norm_layer(config: ModelConfig, name: str | None = None) -> nn.Module:
+    """Return a LayerNorm."""
+    # The fast variance E[x²] - E[x]² suffers from cancellation in float32 and would break parity
+    # with the reference implementations.
+    return nn.LayerNorm(
+        config.layer_norm_epsilon, dtype=config.dtype, use_fast_variance=False, name=name
+    )
+
+
+def fold_in(key: Key[Array, ""] | None, data: Any) -> Key[Array, ""] | None:
+    """Fold data into a key; None, which disables dropout, stays None."""
+    return None if key is None else jax.random.fold_in(key, data)

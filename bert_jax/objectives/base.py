@@ -1,0 +1,90 @@
+"""The interface between training loop and task: a range of steps over rows of one length."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from bert_jax.data.loader import Batch
+from bert_jax.model.bert import Params
+from bert_jax.objectives.losses import WeightedSum
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """Inputs, losses and metrics for rows of one shape."""
+
+    # Held-out metric that selects the best checkpoint, and whether higher is better.
+    best_by: str
+    best_is_highest: bool
+    # FLOPs of a training step per row, for hardware utilization.
+    flops_per_row: float
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Return random parameters, independent of the shape of the rows."""
+
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
+        """Convert rows to inputs on the device; rows are the first axis of every leaf."""
+
+    def normalizers(self, inputs: Any) -> dict[str, Float[Array, ""]]:
+        """Return the normalizer of each loss for a whole batch."""
+
+    def loss_terms(
+        self, params: Params, inputs: Any, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
+        """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
+
+    def predict(self, params: Params, inputs: Any) -> dict[str, Array]:
+        """Return what `score` needs of held-out rows; rows are the first axis of every array."""
+
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return held-out metrics that are not means, from all batches and their outputs."""
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Add metrics derived from the means, for display."""
+
+    def describe(self, summary: dict[str, float]) -> str:
+        """Return a short text of a summary for the progress bar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps from `first_step` up to `end_step` on one task.
+
+    Attributes:
+        objective: what to train.
+        tokens: tokens per row, T.
+        batch_size: maximum rows per step over all devices and hosts.
+        accumulation: number of parts in which a batch is computed.
+        batch_shape: shapes and dtypes of a global batch of `batch_size` rows.
+        first_step: the first step of this stage.
+        end_step: the step after its last one.
+        batches: (first, end, process, processes) to a process's batches of those steps, counted
+            from the start of the stage.
+        heldout: (process, processes) to a process's part of the held-out batches.
+        smaller_batch_sizes: other row counts that steps can have, determined by the step number.
+    """
+
+    objective: Objective
+    tokens: int
+    batch_size: int
+    accumulation: int
+    batch_shape: dict[str, jax.ShapeDtypeStruct]
+    first_step: int
+    end_step: int
+    batches: Callable[[int, int, int, int], Iterator[Batch]]
+    heldout: Callable[[int, int], Iterator[Batch]]
+    smaller_batch_sizes: tuple[int, ...] = ()
+
+    def with_rows(self, rows: int) -> "Stage":
+        """Return this stage with `rows` rows in every batch, to compile its step for that shape."""
+        shape = {
+            name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+            for name, x in self.batch_shape.items()
+        }
+        return dataclasses.replace(self, batch_size=rows, batch_shape=shape, smaller_batch_sizes=())

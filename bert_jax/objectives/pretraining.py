@@ -1,0 +1,315 @@
+"""Masked LM and next sentence (Devlin et al., section 3.1), or next-token prediction (5.1)."""
+
+import copy
+import dataclasses
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax.config import Config, MaskingConfig, ModelConfig, phase_ends
+from bert_jax.data import rows, wordpiece
+from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model import attention
+from bert_jax.model.bert import Bert, Params, init_params
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives import losses
+from bert_jax.objectives.base import Stage
+from bert_jax.objectives.losses import WeightedSum
+from bert_jax.objectives.masking import Masked, Masker, NextTokenTargets
+
+# Size of BERT's uncased vocabulary.
+DEFAULT_VOCAB_SIZE = 30_522
+OBJECTIVES = ("masked_lm_loss", "next_token_loss", "next_sentence_loss")
+
+
+class Inputs(NamedTuple):
+    """A batch as the losses take it; rows are the first axis of every leaf."""
+
+    masked: Masked
+    layout: rows.Layout
+    labels: Int[Array, "B S"]
+    label_weights: Float[Array, "B S"]
+
+
+class Pretraining:
+    """The `Objective` of pretraining on rows of one format."""
+
+    best_is_highest = False
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        masking: MaskingConfig,
+        row_format: rows.RowFormat,
+        mask_id: int,
+        continuation: np.ndarray,
+    ):
+        """`mask_id` and `continuation` ([V], `##…` pieces) come from the vocabulary."""
+        self.model = Bert(model)
+        # Prefix of the names of the token loss and its metrics.
+        self._token_metrics = "next_token" if model.causal else "masked_lm"
+        self.best_by = f"{self._token_metrics}_loss"
+        if model.causal:
+            self.masker = NextTokenTargets(row_format.tokens, row_format.sequences)
+        else:
+            self.masker = Masker(
+                masking,
+                row_format.tokens,
+                row_format.sequences,
+                model.vocab_size,
+                mask_id,
+                continuation,
+            )
+        self._tokens = row_format.tokens
+        self.flops_per_row = flops_per_row(
+            model, row_format.tokens, row_format.sequences, self.masker.predictions
+        )
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Return random parameters, independent of the format of the rows."""
+        return init_params(self.model.config, key)
+
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+        """Convert rows to inputs on the device, masked unless the model is causal."""
+        batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
+        length, a_length = batch["length"], batch["a_length"]
+        layout = rows.layout(length, a_length, self._tokens)
+        masked = self.masker(batch["tokens"], length, a_length, layout, key)
+        has_label = (batch["label"] != rows.NO_LABEL) & (length > 0)
+        return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
+
+    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+        """Return the normalizer of each loss for a whole batch, before it is split into parts."""
+        normalizers = {self.best_by: jnp.sum(inputs.masked.weights)}
+        if self.model.config.next_sentence:
+            normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
+        return normalizers
+
+    def loss_terms(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
+        """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
+        masked = inputs.masked
+        token_logits, nsp_logits = self.model.apply(
+            {"params": params}, masked.tokens, inputs.layout, masked.positions, key
+        )
+        loss_terms: dict[str, Any] = {
+            self.best_by: losses.cross_entropy(token_logits, masked.labels, masked.weights),
+            f"{self._token_metrics}_accuracy": losses.accuracy(
+                token_logits, masked.labels, masked.weights
+            ),
+        }
+        if nsp_logits is not None:
+            nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
+            loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
+            loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
+        real = inputs.layout.segment_ids < self.masker.sequences
+        loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
+        return loss_terms
+
+    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+        """Return nothing: all held-out metrics are means."""
+        return {}
+
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return nothing: all held-out metrics are means."""
+        return {}
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Add the sum of the losses, and the perplexity: exp of the token loss."""
+        losses_present = [means[name] for name in OBJECTIVES if name in means]
+        perplexity = float(np.exp(min(means[self.best_by], 700.0)))
+        return {
+            "loss": sum(losses_present),
+            **means,
+            f"{self._token_metrics}_perplexity": perplexity,
+        }
+
+    def describe(self, summary: dict[str, float]) -> str:
+        """Return token loss and accuracy, and next-sentence accuracy if it is trained."""
+        name, accuracy = self._token_metrics, summary[f"{self._token_metrics}_accuracy"]
+        abbreviation = "next token" if name == "next_token" else "mlm"
+        text = f"{abbreviation} {summary[self.best_by]:.3f} acc {accuracy:.1%}"
+        if "next_sentence_accuracy" in summary:
+            text += f" nsp {summary['next_sentence_accuracy']:.1%}"
+        return text
+
+
+def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Stage]]:
+    """Open the rows of every phase and check that they fit the model and each other.
+
+    Returns:
+        The config with the vocabulary size filled in; the vocabulary; a description of each phase's
+        rows for `workdir.claim`; the stages.
+
+    Raises:
+        UserError: names the phase, its rows and the mismatch.
+    """
+    config = copy.deepcopy(config)
+    if not config.model.masked_lm or config.model.head:
+        raise UserError("config.model: pretraining needs masked_lm=True and head=''")
+    skip = _warn if config.damaged_rows == "skip" else None
+    phase_stages: list[Stage] = []
+    data: list[dict[str, Any]] = []
+    vocabulary = None
+    for i, phase in enumerate(config.phases):
+        if not phase.rows:
+            raise UserError(
+                f"phase {i} has no rows: add --rows DIR (once per phase, in order) or "
+                f"--config.phases[{i}].rows=DIR; `bert-jax prepare` creates them"
+            )
+        train, heldout = (Rows(phase.rows, split, skip) for split in ("train", "heldout"))
+        train.verify()
+        heldout.verify()
+        manifest = train.manifest
+        _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
+        if vocabulary is None:
+            vocabulary = wordpiece.load(phase.rows)
+            if vocabulary.sha256 != manifest.vocab_sha256:
+                raise UserError(
+                    f"phase {i}: {phase.rows}: {wordpiece.VOCAB} is not the vocabulary that its "
+                    "rows were prepared with: restore that file, or prepare the rows again"
+                )
+        config.model.vocab_size = manifest.vocab_size
+        attention.resolve(config)
+        data.append(_describe(manifest))
+        stage = _stage(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
+        phase_stages.append(
+            dataclasses.replace(
+                stage,
+                batches=functools.partial(batches, train, stage.batch_size, config.seed),
+                # No more rows than one accumulation part, which is known to fit the device.
+                heldout=functools.partial(
+                    heldout_batches,
+                    heldout,
+                    stage.batch_size // stage.accumulation,
+                    config.evaluate_rows,
+                ),
+            )
+        )
+    return config, vocabulary, data, phase_stages
+
+
+def _warn(line: str) -> None:
+    """Warn in every process: each reads rows that no other process reads."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def abstract_stages(config: Config, sequences: int) -> tuple[Config, list[Stage]]:
+    """Return stages of the shapes that `stages` would give, to compile on a machine without data.
+
+    If a phase names rows, their manifest gives T, S and the vocabulary size.
+
+    Args:
+        config: validated config.
+        sequences: S of the phases that name no rows.
+
+    Returns:
+        The config with the vocabulary size filled in (`DEFAULT_VOCAB_SIZE` if unknown), and the
+        stages, without batches.
+
+    Raises:
+        UserError: a phase has neither rows nor tokens.
+    """
+    config = copy.deepcopy(config)
+    manifests = [rows.read_manifest(phase.rows) if phase.rows else None for phase in config.phases]
+    vocab_sizes = [manifest.vocab_size for manifest in manifests if manifest]
+    for i, manifest in enumerate(manifests):
+        if manifest:
+            _check_rows(config, i, manifest, "")
+        elif not config.phases[i].tokens:
+            raise UserError(
+                f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
+            )
+    config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [DEFAULT_VOCAB_SIZE])[0]
+    vocab_size, phase_stages = config.model.vocab_size, []
+    for i in range(len(config.phases)):
+        default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
+        row_format = manifests[i].format if manifests[i] else default_format
+        phase_stages.append(_stage(config, i, row_format, 0, np.zeros(vocab_size, bool)))
+    return config, phase_stages
+
+
+def stage_at_step(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Stage:
+    """Return the stage of a step, without batches; `batch` gives the shapes of its rows."""
+    tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
+    row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
+    i = next(i for i, end in enumerate(phase_ends(config)) if step < end)
+    return _stage(config, i, row_format, vocabulary.mask_id, vocabulary.continuation())
+
+
+def _stage(
+    config: Config,
+    i: int,
+    row_format: rows.RowFormat,
+    mask_id: int,
+    continuation: np.ndarray,
+) -> Stage:
+    """Return phase i as a stage without batches."""
+    phase = config.phases[i]
+    first, end = [0, *phase_ends(config)][i : i + 2]
+    batch_size = phase.batch_size or config.batch_size
+    empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
+    return Stage(
+        objective=Pretraining(config.model, config.masking, row_format, mask_id, continuation),
+        tokens=row_format.tokens,
+        batch_size=batch_size,
+        accumulation=phase.accumulation or config.accumulation,
+        batch_shape={
+            name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
+            for name, value in empty.items()
+        },
+        first_step=first,
+        end_step=end,
+        batches=lambda *_: iter(()),
+        heldout=lambda *_: iter(()),
+    )
+
+
+def _describe(manifest: rows.Manifest) -> dict[str, Any]:
+    """Return a digest of the rows and the part of their manifest that says how they were made."""
+    description = manifest.to_dict()
+    del description["length_histogram"]
+    for split in ("train", "heldout"):
+        del description[split]["shards"]
+    return {"digest": manifest.digest, **description}
+
+
+def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: str) -> None:
+    phase, model = config.phases[i], config.model
+    where = f"phase {i}: {phase.rows}"
+    if phase.tokens and manifest.tokens != phase.tokens:
+        raise UserError(
+            f"{where} has rows of T={manifest.tokens}, but config.phases[{i}].tokens is "
+            f"{phase.tokens}"
+        )
+    if manifest.tokens > model.positions:
+        raise UserError(
+            f"{where} has rows of T={manifest.tokens}, but config.model.positions is "
+            f"{model.positions}"
+        )
+    if model.vocab_size not in (0, manifest.vocab_size):
+        raise UserError(
+            f"{where} has a vocabulary of {manifest.vocab_size}, but config.model.vocab_size is "
+            f"{model.vocab_size}: set it to 0 to take the vocabulary of the rows"
+        )
+    if vocab_sha256 and manifest.vocab_sha256 != vocab_sha256:
+        raise UserError(
+            f"{where} was prepared with another vocabulary than {config.phases[0].rows}"
+        )
+    if model.next_sentence and manifest.pairs == "none":
+        raise UserError(
+            f"{where} has no sentence pairs: prepare rows with --pairs nsp, or train with "
+            "--config.model.next_sentence=false"
+        )
+    if not manifest.train.rows:
+        raise UserError(f"{where} has no training rows")

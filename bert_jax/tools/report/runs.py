@@ -1,0 +1,306 @@
+"""Runs beside each other, from their workdirs: a page for the eye, pictures for a paper."""
+
+import html
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from bert_jax.config import Config
+from bert_jax.data.rows import read_manifest
+from bert_jax.errors import UserError
+from bert_jax.tools.report import curves, page, plots, sections
+from bert_jax.tools.report.curves import Recorded
+
+PAPER = (".svg", ".pdf")
+
+
+def write(folders: list[str], out: str, pictures: str = "") -> list[pathlib.Path]:
+    """Writes what is asked for of some workdirs, and returns the files.
+
+    Args:
+        out: a page (.html), or a picture of the loss curve (.png, .svg, .pdf).
+        pictures: a folder for every plot as SVG and PDF; "" for none.
+
+    Raises:
+        UserError: a workdir that holds no run, or no metrics; a file that cannot be written.
+    """
+    path = pathlib.Path(out)
+    if path.suffix not in (".html", *plots.PICTURES):
+        raise UserError(
+            f"--out {out}: it must end in .html for a page, or in {', '.join(plots.PICTURES)} for a "
+            "picture of the loss curve"
+        )
+    if path.suffix in plots.PICTURES:
+        written = [loss_curve(folders, out)]
+        runs = curves.read(folders) if pictures else []
+    else:
+        runs = curves.read(folders)
+        page.write(path, html_of(runs))
+        written = [path]
+    return written + (save_pictures(runs, pathlib.Path(pictures)) if pictures else [])
+
+
+def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
+    """Draws runs' loss by step, training and held-out, to a PNG, SVG or PDF.
+
+    Of pretraining it is that of the masked words, or of a causal model's next ones.
+
+    Raises:
+        UserError: a workdir without metrics, or a picture that cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    runs, drawn = curves.read(workdirs), {}
+    for i, run in enumerate(runs):
+        known = ("masked_lm_loss", "next_token_loss")
+        loss = next((name for name in known if name in run.metrics[0]), "loss")
+        for split, style in (
+            ("train", {"lw": 1, "alpha": 0.6}),
+            ("heldout", {"marker": "o", "ms": 4}),
+        ):
+            points = [
+                (x["step"], x[loss]) for x in run.metrics if x["split"] == split and loss in x
+            ]
+            if points:
+                name = f"{run.name}, {'held-out' if split == 'heldout' else 'training'}"
+                (drawn[name],) = axes.plot(
+                    *zip(*points, strict=True), color=plots.color(i), **style
+                )
+    words = all(isinstance(run.config, Config) for run in runs)
+    axes.set(xlabel="step", ylabel="loss (nats a token)" if words else "loss")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    plots.legend(axes, drawn)
+    return plots.save(figure, pathlib.Path(out))
+
+
+def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Path]:
+    """Writes every plot, by step, as SVG and PDF to a folder.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    names, written = [run.name for run in runs], []
+    for name, lines in curves.curves(runs).items():
+        figure = plots.draw(name, lines, "step", names)
+        written += [plots.save(figure, folder / f"{_file(name)}{suffix}") for suffix in PAPER]
+    for i, rows in enumerate(_rows(runs)):
+        if rows.histogram is not None:
+            figure = plots.draw_lengths(rows.histogram, paper=True)
+            written += [plots.save(figure, folder / f"lengths-{i}{suffix}") for suffix in PAPER]
+    return written
+
+
+def html_of(runs: list[Recorded]) -> str:
+    """The page."""
+    drawn: list[dict[str, Any]] = []
+    shapes = sections.parameters(runs)
+    body = [
+        sections.overview(runs, shapes),
+        _curves(runs, drawn),
+        sections.final(runs),
+        sections.differences(runs),
+        sections.parameter_tables(runs, shapes),
+        _data(runs, drawn),
+    ]
+    names = [run.name for run in runs]
+    data = {
+        "runs": names,
+        "colors": [plots.color(i) for i in range(len(runs))],
+        "axes": {**curves.AXES, "length": "length"},
+        "plots": drawn,
+    }
+    title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    return page.page(title, "\n".join(body), "runs.js", data)
+
+
+def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
+    """Controls and plots; what their script must know is added to `drawn`."""
+    axes = "".join(
+        f'<label><input type="radio" name="axis" value="{key}"{" checked" * (key == "step")}> {text}</label>'
+        for key, text in curves.AXES.items()
+    )
+    checks = "".join(
+        f'<label><input type="checkbox" name="run" value="{i}" checked> '
+        f'<i style="background: {plots.color(i)}"></i>{html.escape(run.name)}</label>'
+        for i, run in enumerate(runs)
+    )
+    figures = []
+    for name, lines in curves.curves(runs).items():
+        pictures, limits = [], {}
+        for axis, text in curves.AXES.items():
+            if any(axis in line.x for line in lines):
+                figure = plots.draw(name, lines, axis)
+                limits[axis] = plots.limits(figure)
+                pictures.append((axis, f"{name} by {text}", plots.inline(figure, f"{name}/{axis}")))
+        told = [
+            {
+                "run": line.run,
+                "split": line.split,
+                "x": {axis: _rounded(values) for axis, values in line.x.items()},
+                "y": _rounded(line.y),
+            }
+            for line in lines
+        ]
+        log = plots.is_logarithmic(name, lines)
+        figures.append(_figure(name, _file(name), pictures, limits, told, log, drawn))
+    lost = [run.name for run in runs if not run.speed]
+    notes = [
+        "Thin lines are means over training steps, dots are held-out. Of a line of more than "
+        f"{curves.MOST_POINTS} points its ends and each stretch's lowest and highest are drawn. Tokens "
+        "are real ones, no padding; tokens and hours between two lines of speed.jsonl are interpolated.",
+        "Point at a plot to read it; or go to it with <kbd>Tab</kbd>, then <kbd>←</kbd> <kbd>→</kbd> "
+        "<kbd>Home</kbd> <kbd>End</kbd>.",
+    ]
+    if lost:
+        notes.append(f"Without speed.jsonl, and so by step alone: {html.escape(', '.join(lost))}.")
+    return (
+        "<h2>Curves</h2>"
+        + "".join(f'<p class="quiet">{note}</p>' for note in notes)
+        + f'<div class="controls"><fieldset><legend>by</legend>{axes}</fieldset>'
+        + f"<fieldset><legend>runs</legend>{checks}</fieldset></div>"
+        + f'<div class="plots">{"".join(figures)}</div>'
+    )
+
+
+def _figure(
+    name: str,
+    file: str,
+    pictures: Sequence[tuple[str, str, str]],
+    limits: dict[str, list[float]],
+    lines: list[dict[str, Any]],
+    log: bool,
+    drawn: list[dict[str, Any]],
+) -> str:
+    """A plot with its button and the place for what is read in it.
+
+    Args:
+        file: what it is called when it is saved, without suffix.
+        pictures: by x axis: its key, what it shows, the SVG element.
+        limits: by the same keys.
+    """
+    i = len(drawn)
+    drawn.append({"file": file, "log": log, "box": plots.box(), "limits": limits, "lines": lines})
+    parts = "".join(
+        f'<div data-axis="{axis}" role="img" aria-label="{html.escape(label)}"{" hidden" * (k > 0)}>{svg}</div>'
+        for k, (axis, label, svg) in enumerate(pictures)
+    )
+    label = html.escape(name)
+    return (
+        f'<figure data-plot="{i}" tabindex="0" role="group" aria-label="{label}"><figcaption>{label} '
+        f'<button type="button" aria-label="save {label} as SVG">SVG</button></figcaption>'
+        f'{parts}<div class="reading" role="status"></div></figure>'
+    )
+
+
+class _Rows(NamedTuple):
+    """Rows that some phases of some runs have in common.
+
+    Attributes:
+        who: the runs and phases, for people.
+        told: what their config.json says.
+        histogram: how many training sequences have each length 0..T, if it can be known.
+        why: else why not.
+    """
+
+    who: list[str]
+    told: dict[str, Any]
+    histogram: Int[np.ndarray, " L"] | None
+    why: str
+
+
+def _rows(runs: list[Recorded]) -> list[_Rows]:
+    """The pretraining runs' rows, each once."""
+    found: dict[str, _Rows] = {}
+    for run in runs:
+        if not isinstance(run.config, Config):
+            continue
+        for i, (phase, told) in enumerate(zip(run.config.phases, run.data, strict=False)):
+            who = run.name if len(run.config.phases) == 1 else f"{run.name}, phase {i}"
+            known = found.get(told["digest"])
+            if known is None or known.histogram is None:
+                # Another run may know a place where they still are.
+                lengths, why = _lengths(phase.rows, told["digest"])
+                found[told["digest"]] = known = _Rows(
+                    known.who if known else [], told, lengths, why
+                )
+            known.who.append(who)
+    return list(found.values())
+
+
+def _lengths(folder: str, digest: str) -> tuple[Int[np.ndarray, " L"] | None, str]:
+    """The histogram of a folder of rows, or why there is none."""
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        return None, str(error)
+    if manifest.digest != digest:
+        return None, f"{folder} holds other rows by now"
+    return np.array(manifest.length_histogram, int), ""
+
+
+def _data(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
+    parts = ["<h2>Data</h2>"]
+    for i, rows in enumerate(_rows(runs)):
+        told, lines = rows.told, []
+        for split in ("train", "heldout"):
+            of = told[split]
+            row = [split, of["documents"], of["sequences"], of["rows"], of["real_tokens"]]
+            a_row = f"{of['sequences'] / of['rows']:.2f}" if of["rows"] else "—"
+            lines.append([*row, a_row, f"{of['fill_fraction']:.1%}"])
+        columns = ["", "documents", "sequences", "rows", "real tokens", "sequences a row", "fill"]
+        about = (
+            f"Rows of T={told['tokens']} tokens with up to S={told['sequences']} sequences, "
+            f"a vocabulary of {told['vocab_size']:,}."
+        )
+        parts.append(f"<h3>{html.escape('; '.join(rows.who))}</h3><p>{about}</p>")
+        parts.append(page.table(columns, lines))
+        if rows.histogram is None:
+            parts.append(f"<p>No histogram of lengths: {html.escape(rows.why)}.</p>")
+        else:
+            parts.append(f'<div class="plots">{_histogram(rows.histogram, i, drawn)}</div>')
+    tuned = [run for run in runs if not isinstance(run.config, Config)]
+    splits = list(
+        dict.fromkeys(k for run in tuned for x in run.data for k in x.get("examples", {}))
+    )
+    if splits:
+        parts.append("<h3>Labelled examples</h3>")
+        counts = [
+            [run.name, *(run.data[0].get("examples", {}).get(split, "—") for split in splits)]
+            for run in tuned
+            if run.data
+        ]
+        parts.append(page.table(["run", *splits], counts))
+    return "".join(parts)
+
+
+def _histogram(counts: Int[np.ndarray, " L"], i: int, drawn: list[dict[str, Any]]) -> str:
+    figure, name = plots.draw_lengths(counts), f"lengths-{i}"
+    limits = {"length": plots.limits(figure)}
+    picture = ("length", "sequences by length", plots.inline(figure, name))
+    lengths = list(range(len(counts)))
+    line = {"run": None, "split": "sequences", "x": {"length": lengths}, "y": counts.tolist()}
+    total = int(counts.sum())
+    middle = int(np.searchsorted(counts.cumsum(), total / 2))
+    mean = float((counts * np.arange(len(counts))).sum() / max(total, 1))
+    note = (
+        f"{total:,} training sequences, of {mean:.1f} tokens in the mean, {middle} in the median."
+    )
+    made = _figure("sequences by length", name, [picture], limits, [line], False, drawn)
+    return f'<div><p class="quiet">{note}</p>{made}</div>'
+
+
+def _file(name: str) -> str:
+    """A metric's name as a file's."""
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def _rounded(values: Float[np.ndarray, " n"]) -> list[float | int]:
+    """To six digits, as JSON holds them."""
+    return [int(x) if float(x).is_integer() else float(f"{x:.6g}") for x in values]

@@ -1,0 +1,166 @@
+"""Tables of a page of runs: what they are, how they ended, how they differ, what they are made of."""
+
+import collections
+import html
+import re
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from bert_jax import config as config_lib
+from bert_jax.model import bert, flops
+from bert_jax.tools.report import curves, page
+from bert_jax.tools.report.curves import Recorded
+
+
+def overview(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]) -> str:
+    """A line a run."""
+    lines = []
+    for run, each in zip(runs, shapes, strict=True):
+        last, at = run.starts[-1] if run.starts else {}, curves.clock(run)
+        step = max(line["step"] for line in run.metrics)
+        known = len(at["step"]) > 1
+        lines.append(
+            [
+                run.name,
+                f"{step:,} of {run.config.steps:,}",
+                flops.parameter_count(each, run.config.model),
+                round(at["tokens"][-1]) if known else "—",
+                f"{at['hours'][-1]:.3g}" if known else "—",
+                last.get("devices", "—"),
+                len(run.starts),
+                last.get("commit") or "—",
+                last.get("versions", {}).get("jax", "—"),
+            ]
+        )
+    columns = ["run", "steps", "parameters", "real tokens", "hours", "devices", "starts", "commit", "JAX"]  # fmt: skip
+    hours = (
+        "Hours are of training: evaluations, compiling and what is between starts are not counted."
+    )
+    return page.table(columns, lines) + f'<p class="quiet">{hours}</p>'
+
+
+def final(runs: list[Recorded]) -> str:
+    """The last held-out metrics of each run, and the best by its own measure."""
+    lines: list[tuple[str, dict[str, Any]]] = []
+    for run in runs:
+        by, sign = run.best["best_by"], 1 if run.best["highest"] else -1
+        if not run.heldout:
+            lines.append((f"{run.name}, last of training", run.metrics[-1]))
+            continue
+        lines.append((f"{run.name}, last", run.heldout[-1]))
+        judged = [x for x in run.heldout if by in x]
+        if judged:
+            lines.append((f"{run.name}, best {by}", max(judged, key=lambda x: sign * x[by])))
+    names = list(dict.fromkeys(name for _, line in lines for name in line))
+    names = sorted(set(names) - {"step", "split"}, key=names.index)
+    cells = [
+        [title, line["step"], *(_number(line.get(name)) for name in names)] for title, line in lines
+    ]
+    return (
+        '<h2>Final metrics</h2><p class="quiet">Held-out, unless a line says otherwise.</p>'
+        + page.table(["", "step", *names], cells)
+    )
+
+
+def differences(runs: list[Recorded]) -> str:
+    """The settings that are not the same in all runs; of one run, those that are not the defaults."""
+    told = [_settings(run) for run in runs]
+    columns, note = [run.name for run in runs], "Settings that are not the same in all runs."
+    if len(runs) == 1:
+        kind = type(runs[0].config)
+        told = [config_lib.flatten(kind()), config_lib.flatten(runs[0].config)]
+        columns, note = ["default", *columns], "Settings that are not the defaults."
+    keys = dict.fromkeys(key for settings in told for key in settings)
+    missing = object()
+    lines = []
+    for key in keys:
+        values = [settings.get(key, missing) for settings in told]
+        if any(value != values[0] for value in values):
+            lines.append([key, *("—" if value is missing else _said(value) for value in values)])
+    if not lines:
+        return "<h2>Config</h2><p>All settings are the same.</p>"
+    return f'<h2>Config</h2><p class="quiet">{note}</p>' + page.table(
+        ["", *columns], lines, numbers=False
+    )
+
+
+def _settings(run: Recorded) -> dict[str, Any]:
+    """The config, flat, and what tells data, and weights to begin with, from others."""
+    told = {
+        f"{what} of phase {i}": rows[key][:10]
+        for i, rows in enumerate(run.data)
+        for key, what in (("digest", "data"), ("start", "first weights"))
+        if key in rows
+    }
+    return {**config_lib.flatten(run.config), **told}
+
+
+def parameters(runs: list[Recorded]) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """For each run the shape of every parameter by its path; none of them is allocated."""
+    known: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for run in runs:
+        if repr(run.config.model) not in known:  # tracing a large model takes seconds
+            flat = traverse_util.flatten_dict(bert.shapes(run.config.model), sep="/")
+            known[repr(run.config.model)] = {path: flat[path] for path in sorted(flat, key=_place)}
+    return [known[repr(run.config.model)] for run in runs]
+
+
+def _place(path: str) -> tuple:
+    """The order in which a text passes through a model; layer_10 comes after layer_9."""
+    first, *rest = path.split("/")
+    number = [int(n) for n in re.findall(r"layer_(\d+)", path)]
+    return {"embeddings": 0, "encoder": 1, "pooler": 2}.get(first, 3), first, number, rest
+
+
+def parameter_tables(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]) -> str:
+    """What the models consist of; a table for all runs that have the same."""
+    alike: dict[tuple, list[int]] = {}
+    for i, (run, each) in enumerate(zip(runs, shapes, strict=True)):
+        count = flops.parameter_count(each, run.config.model)
+        alike.setdefault((count, *((path, x.shape) for path, x in each.items())), []).append(i)
+    return "<h2>Parameters</h2>" + "".join(
+        _parameter_table(", ".join(runs[i].name for i in same), shapes[same[0]], count)
+        for (count, *_), same in alike.items()
+    )
+
+
+def _parameter_table(names: str, shapes: dict[str, jax.ShapeDtypeStruct], count: int) -> str:
+    groups: collections.Counter[str] = collections.Counter()
+    for path, x in shapes.items():
+        first, *rest = path.split("/")
+        groups[f"{first}/{rest[0]}" if first == "encoder" else first] += x.size
+    total = groups.total()
+    note = f"{count:,} parameters, {_mebibytes(total)} MiB in float32"
+    if total > count:
+        note += f"; {total - count:,} more are the vocabulary's padding"
+    by_group = page.table(
+        ["part", "parameters", "MiB"],
+        [[group, size, _mebibytes(size)] for group, size in groups.items()],
+    )
+    each = page.table(
+        ["parameter", "shape", "count", "MiB"],
+        [[path, str(list(x.shape)), x.size, _mebibytes(x.size)] for path, x in shapes.items()],
+    )
+    return (
+        f"<details><summary>{html.escape(names)}: {note}</summary>"
+        f"<h3>By part</h3>{by_group}<h3>Each</h3>{each}</details>"
+    )
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "—"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
+    return str(value)
+
+
+def _said(value: Any) -> str:
+    return (", ".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "''"
+
+
+def _mebibytes(count: int) -> str:
+    """Of so many float32."""
+    return f"{4 * count / 2**20:,.2f}"

@@ -1,0 +1,213 @@
+"""What points will cost, roughly."""
+
+import collections
+import contextlib
+import functools
+import itertools
+import pathlib
+import shlex
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bert_jax import config as config_lib
+from bert_jax import workdir
+from bert_jax.benchmarks import glue
+from bert_jax.config import Config, FinetuneConfig, ModelConfig
+from bert_jax.convert import source
+from bert_jax.data.compressed import SUFFIXES
+from bert_jax.data.workers import cores
+from bert_jax.errors import UserError
+from bert_jax.objectives.pretraining import DEFAULT_VOCAB_SIZE
+from bert_jax.tools.sweep.points import Given, Point, Sweep
+from bert_jax.tools.sweep.results import RESULTS, Results, key
+from bert_jax.tools.sweep.scheduler import LAUNCHED, Engine, Place
+
+# Of a chip's data-sheet FLOP/s, for estimates where nothing was measured; of a CPU core's, 32-bit.
+UTILIZATION, _CORE_FLOPS = 0.4, 2e10
+_BYTES_A_TOKEN, _COMPRESSION = 5.0, 3.0
+
+
+class Cost(NamedTuple):
+    """An estimate.
+
+    Attributes:
+        flops: of training; 0 where it is not training.
+        seconds: None where there is nothing to tell it by.
+    """
+
+    flops: float
+    seconds: float | None
+
+
+def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: float) -> Cost:
+    """What a point will cost, roughly: its matrix products at a speed.
+
+    A pretraining run's are known. A fine-tuning run's follow from the tokens that others had on its
+    task or, where none was, from the bytes of its training file.
+
+    Args:
+        point: not yet run.
+        given: for the data's folder.
+        results: measured before, of whatever sweep: the same kind of thing takes as long.
+        speed: FLOP/s of what will run it; 0 takes what the results say, else a guess for this CPU.
+    """
+    before = [r for r in results if r["command"].split()[1:2] == [point.verb]]
+    if point.verb not in LAUNCHED:
+        times = [r["wall_seconds"] for r in before]
+        return Cost(0.0, statistics.median(times) if times else None)
+    kind = Config if point.verb == "pretrain" else FinetuneConfig
+    config, options = _read(point, kind)
+    model = config.model
+    if kind is Config:
+        ends = [0, *config_lib.phase_ends(config)]
+        rows = [part for part in point.needs if part.verb == "prepare"]
+        model.vocab_size = model.vocab_size or _vocab_size(rows)
+        tokens = sum(
+            (end - begin)
+            * (phase.batch_size or config.batch_size)
+            * (phase.tokens or _tokens_of(rows[i] if i < len(rows) else None))
+            for i, (begin, end, phase) in enumerate(
+                zip(ends, ends[1:], config.phases, strict=False)
+            )
+        )
+    else:
+        model = _started_from(point, options.get("--init", "")) or model
+        tokens = _tokens_before(point, given, before)
+        tokens = tokens or _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs
+        tokens *= int(options.get("--seeds", 1))
+    flops = _flops_a_token(model, config) * tokens
+    speed = speed or _speed(before) or _CORE_FLOPS * cores()
+    return Cost(flops, flops / speed if flops else None)
+
+
+def _speed(results: Sequence[dict[str, Any]]) -> float:
+    """FLOP/s of this CPU by points run on CPUs, all of their time counted; 0 without such.
+
+    A line is one of a point's seeds.
+    """
+    flops, core_seconds = collections.Counter[str](), {}
+    for line in results:
+        if "cpu" in line.get("devices", "") and line["cores"]:
+            flops[line["digest"]] += line["flops"]
+            core_seconds[line["digest"]] = line["wall_seconds"] * line["cores"]
+    speeds = [flops[digest] / time for digest, time in core_seconds.items() if time]
+    return statistics.median(speeds) * cores() if speeds else 0.0
+
+
+def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Results of the sweep in a folder and, where they can be read, of those beside it."""
+    folder = folder.resolve()
+    lines = Results(folder).read()
+    for path in folder.parent.glob(f"*/{RESULTS}"):
+        if path.parent != folder:
+            with contextlib.suppress(UserError):
+                lines += Results(path.parent).read()
+    # Sweeps have points in common, and each of them has their lines.
+    kept = {
+        key(line): line for line in lines if {"command", "digest", "wall_seconds"} <= line.keys()
+    }
+    return list(kept.values())
+
+
+def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
+    """Of training, roughly: the layers' dense products, the vocabulary's head on what is predicted."""
+    d, f = model.hidden, model.feed_forward
+    layers = model.layers * (8 * d * d + 4 * d * f)
+    if isinstance(config, FinetuneConfig):
+        return 3.0 * layers
+    predicted = 1.0 if model.causal else config.masking.rate
+    return 3.0 * (layers + predicted * 2 * d * (model.vocab_size or DEFAULT_VOCAB_SIZE))
+
+
+def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
+    """A command's config, and its other options by name."""
+    parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
+    settings, rest = config_lib.split(parts)
+    return (config_lib.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
+
+
+def _started_from(point: Point, init: str) -> ModelConfig | None:
+    """The model that is fine-tuned; None where it begins anew, or is on the hub."""
+    for start in point.needs:
+        if start.verb == "pretrain":
+            return _read(start, Config)[0].model
+    return _model_of(init) if init and pathlib.Path(init).exists() else None
+
+
+@functools.cache
+def _model_of(init: str) -> ModelConfig:
+    if workdir.holds_run(init):
+        return workdir.read_config(init).model
+    return source.read(init).config.model
+
+
+def _tokens_before(point: Point, given: Given, before: Sequence[dict[str, Any]]) -> float:
+    """Real tokens of a seed on the point's task as measured at this scale, 0 if it was not."""
+    task = point.facts.get("task")
+    found = [
+        line["real_tokens"]
+        for line in before
+        if task and (line["facts"].get("task"), line["scale"]) == (task, given.scale)
+    ]
+    return statistics.median(found) if found else 0.0
+
+
+def _vocab_size(rows: Sequence[Point]) -> int:
+    """Of the vocabulary that rows are made with, 0 if nothing tells it."""
+    vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
+    return int(_read(vocabs[0])[1].get("--size", DEFAULT_VOCAB_SIZE)) if vocabs else 0
+
+
+def _tokens_of(rows: Point | None) -> int:
+    return int(_read(rows)[1].get("--tokens", 128)) if rows else 128
+
+
+def _training_bytes(config: FinetuneConfig, given: Given) -> float:
+    """Of text in a training file; 0 where it is not here."""
+    paths = [pathlib.Path(config.task.train)] if config.task.train else []
+    if not paths and config.task.name in glue.TASKS:
+        folder = glue.TASKS[config.task.name].folder
+        paths = sorted((given.data / "glue" / folder).glob("train.tsv*"))
+    sizes = [
+        path.stat().st_size * (_COMPRESSION if path.suffix in SUFFIXES else 1.0)
+        for path in paths
+        if path.is_file()
+    ]
+    return sum(sizes, 0.0)
+
+
+def duration(seconds: float | None) -> str:
+    """For people."""
+    if seconds is None:
+        return "?"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.0) -> str:
+    """What `--dry-run` prints: every point, what it would run and what that may cost."""
+    results = _measured(sweep.path.parent)
+    places = {p.name: Place(p, runs, sweep.given.data) for p in sweep.points}
+    lines, total, unknown = [], 0.0, 0
+    for point in sweep.points:
+        place = places[point.name]
+        if place.is_done:
+            lines.append(f"{point.name}: done, {place.folder}")
+            continue
+        told = cost(point, sweep.given, results, speed)
+        unknown += told.seconds is None
+        total += told.seconds or 0
+        flops = f", {told.flops:.2g} FLOP" if told.flops else ""
+        lines.append(f"{point.name}: about {duration(told.seconds)}{flops}")
+        lines.append(f"  {shlex.join(engine.command(point, places))}")
+    left = sum(not place.is_done for place in places.values())
+    rest = f", and {unknown} of which nothing is known" if unknown else ""
+    much = (
+        f"{'at least' if unknown else 'about'} {duration(total)}{'' if speed else ' on this CPU'}"
+    )
+    lines.append(f"{len(sweep.points)} points, {left} to run: {much} one after the other{rest}")
+    return "\n".join(lines)

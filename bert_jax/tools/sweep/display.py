@@ -1,0 +1,116 @@
+"""What is shown of a sweep while it runs."""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from bert_jax import workdir
+from bert_jax.tools.sweep.cost import duration
+from bert_jax.tools.sweep.scheduler import Place, Scheduler
+
+_STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
+
+
+def note_of(place: Place, now: float) -> dict[str, str]:
+    """What a running point says of itself: step, loss, time left."""
+    runs = sorted(place.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    path = runs[-1] if runs else place.out / "metrics.jsonl"
+    if not path.exists() or not (path.parent / "config.json").exists():
+        return {"note": place.last_words()[-60:]}
+    with open(path, "rb") as file:
+        file.seek(max(path.stat().st_size - 4096, 0))
+        lines = file.read().decode(errors="replace").splitlines()
+    lines = [line for line in lines if line.startswith("{") and line.endswith("}")]
+    if not lines:
+        return {}
+    line = json.loads(lines[-1])
+    steps = json.loads((path.parent / "config.json").read_text())["config"]["steps"]
+    starts = path.parent / "starts.jsonl"
+    done = line["step"] - workdir.read_lines(starts)[-1]["step"]
+    began = starts.stat().st_mtime
+    rate = (now - began) / done if done > 0 else None
+    # Of a point with several seeds, those to come have as many steps each.
+    coming = steps * (_seeds(place) - len(runs)) if runs else 0
+    left = (steps - line["step"] + coming) * rate if rate else None
+    loss = next((v for k, v in line.items() if k.endswith("loss")), None)
+    return {
+        "step": f"{line['step']:,}/{steps:,}",
+        "loss": "" if loss is None else f"{loss:.3f}",
+        "left": duration(left) if left is not None else "",
+        "note": path.parent.name if runs else "",
+    }
+
+
+def _seeds(place: Place) -> int:
+    parts = list(map(str, place.point.command))
+    return int(parts[parts.index("--seeds") + 1]) if "--seeds" in parts else 1
+
+
+class Display:
+    """A live table in a terminal; in a log a line whenever a point changes."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler, self._live = scheduler, None
+        self._before: dict[str, str] = {}
+        self._drawn = 0.0
+
+    def __enter__(self) -> "Display":
+        self._before = dict(self._scheduler.state)
+        counts = [state for state in self._before.values() if state == "done"]
+        if counts:
+            print(f"{len(counts)} of {len(self._before)} points are done already", file=sys.stderr)
+        if sys.stderr.isatty():
+            from rich import console, live
+
+            self._live = live.Live(
+                self._table(), console=console.Console(stderr=True), auto_refresh=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+
+    def show(self) -> None:
+        """Looks again."""
+        state = self._scheduler.state
+        if self._live is None:
+            for name, now in state.items():
+                if now != self._before.get(name, "waiting"):
+                    place = self._scheduler.places[name]
+                    more = f" ({place.log})" if now in ("running", "failed") else ""
+                    print(f"{name}: {now}{more}", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._drawn > 1 or state != self._before:
+            self._drawn = time.monotonic()
+            self._live.update(self._table(), refresh=True)
+        self._before = dict(state)
+
+    def _table(self) -> Any:
+        from rich import table, text
+
+        shown = table.Table(box=None, pad_edge=False)
+        for title, side in (
+            ("point", "left"), ("state", "left"), ("step", "right"), ("loss", "right"),
+            ("left", "right"), ("", "left"),
+        ):  # fmt: skip
+            shown.add_column(title, justify=side, no_wrap=True)
+        states = self._scheduler.state
+        # What is over comes first and is cut where the terminal is too small for all.
+        most = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)
+        names = sorted(states, key=lambda name: states[name] != "done")
+        hidden = max(len(names) - most, 0)
+        if hidden:
+            shown.add_row(f"… {hidden} more")
+        now = time.time()
+        for name in names[hidden:]:
+            running = states[name] == "running"
+            note = note_of(self._scheduler.places[name], now) if running else {}
+            if states[name] == "failed":
+                note = {"note": self._scheduler.places[name].last_words()[-80:]}
+            cells = [note.get(key, "") for key in ("step", "loss", "left", "note")]
+            shown.add_row(name, text.Text(states[name], _STYLES.get(states[name], "dim")), *cells)
+        return shown

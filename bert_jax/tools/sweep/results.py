@@ -1,0 +1,230 @@
+"""What came of points: the lines of results.jsonl."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from bert_jax import config as config_lib
+from bert_jax import files, workdir
+from bert_jax.config import FinetuneConfig
+from bert_jax.data.rows import MANIFEST, read_manifest
+from bert_jax.data.workers import cores
+from bert_jax.errors import UserError
+from bert_jax.tools.sweep.points import Given
+from bert_jax.tools.sweep.scheduler import HANDED_OVER, LAUNCHED, Place
+
+RESULTS = "results.jsonl"
+_VERSIONS = ("bert-jax", "jax", "flax")
+# What every line has, and what one of a training run has besides.
+_KEYS = ("point", "scale", "facts", "command", "digest", "metrics", "wall_seconds")
+_OF_A_RUN = ("seed", "real_tokens", "step_seconds", "flops", "devices", "cores", "load", "commit")
+
+
+def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
+    """What a point that is done adds to the results: a line a seed, else one."""
+    point, attempts = place.point, place.attempts()
+    common = {
+        "point": point.name,
+        "scale": given.scale,
+        "facts": point.facts,
+        "command": shlex.join(["bert-jax", *map(_published, point.told(given.data))]),
+        "digest": place.digest,
+    }
+    versions = workdir.versions(_VERSIONS)
+    last = {
+        "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
+        "attempts": len(attempts),
+        "load": attempts[-1].get("load") if attempts else None,
+        "cores": attempts[-1].get("cores", cores()) if attempts else None,
+        "processor": _processor(),
+        **versions,
+    }  # fmt: skip
+    if point.verb not in LAUNCHED:
+        found = place.out / "metrics.json"
+        metrics = json.loads(found.read_text()) if found.exists() else _of_rows(place.out)
+        return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
+    runs = sorted(place.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [place.out]
+    lines = [{**common, **last, **_of_run(run)} for run in runs]
+    if attempts and attempts[-1]["on"] in HANDED_OVER:
+        # What we know is how long handing over took, here. Of the run there is what it says itself.
+        steps = sum(line["step_seconds"] for line in lines)
+        here = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
+        lines = [{**line, **here} for line in lines]
+    return lines
+
+
+def _processor() -> str:
+    """The CPU's name where the system tells it, else its kind."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1]
+    return platform.machine()
+
+
+def _of_rows(out: pathlib.Path) -> dict[str, Any]:
+    if not (out / MANIFEST).exists():
+        return {}
+    manifest = read_manifest(out)
+    return {"train_rows": manifest.train.rows, "heldout_rows": manifest.heldout.rows}
+
+
+def _of_run(folder: pathlib.Path) -> dict[str, Any]:
+    """Of a workdir: settings, tokens, time, metrics."""
+    config = workdir.read_config(folder)
+    lines = workdir.read_lines(folder / "metrics.jsonl")
+    speed = workdir.read_lines(folder / "speed.jsonl")
+    starts = workdir.read_lines(folder / "starts.jsonl")
+    usual = config_lib.flatten(type(config)())
+    flat = config_lib.flatten(config)
+    # Paths are this machine's; what they lead to is in the command.
+    changed = {
+        key: value
+        for key, value in flat.items()
+        if usual.get(key) != value and not (isinstance(value, str) and "/" in value)
+    }
+    content = json.dumps(changed, sort_keys=True, default=str)
+    told: dict[str, Any] = {}
+    if isinstance(config, FinetuneConfig):
+        found = json.loads((folder / "metrics.json").read_text())
+        metrics = {
+            f"{split}.{name}": value
+            for split, named in found.items()
+            if isinstance(named, dict)
+            for name, value in named.items()
+        }
+        step = found["step"]
+    else:
+        heldout = [line for line in lines if line["split"] == "heldout"][-1]
+        metrics = {k: v for k, v in heldout.items() if k not in ("step", "split")}
+        step = heldout["step"]
+        told["curve"] = _curve(lines, speed)
+    tokens = sum(line["real_tokens_per_second"] * line["seconds"] for line in speed)
+    flops = sum(line["flops_per_second"] * line["seconds"] for line in speed)
+    return {
+        "seed": config.seed,
+        "step": step,
+        "metrics": metrics,
+        "step_seconds": round(sum(line["seconds"] for line in speed), 1),
+        "real_tokens": round(tokens),
+        "flops": flops,
+        "config": json.loads(content),
+        "config_hash": hashlib.sha256(content.encode()).hexdigest()[:10],
+        "commit": starts[-1]["commit"],
+        "devices": starts[-1]["devices"],
+        **{name: starts[-1]["versions"].get(name) for name in _VERSIONS},
+        **told,
+    }
+
+
+def _published(part: str) -> str:
+    """A path of this machine by its last two names: somebody's checkpoint, whose place tells nothing."""
+    return "/".join(pathlib.Path(part).parts[-2:]) if os.path.isabs(part) else part
+
+
+def _curve(lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]]) -> dict[str, list]:
+    """The held-out loss by step, real tokens and seconds of training."""
+    curve: dict[str, list] = {"step": [], "real_tokens": [], "seconds": [], "loss": []}
+    for line in lines:
+        if line["split"] != "heldout":
+            continue
+        before = [s for s in speed if s["step"] <= line["step"]]
+        curve["step"].append(line["step"])
+        curve["real_tokens"].append(
+            round(sum(s["real_tokens_per_second"] * s["seconds"] for s in before))
+        )
+        curve["seconds"].append(round(sum(s["seconds"] for s in before), 1))
+        curve["loss"].append(
+            next(v for k, v in line.items() if k in ("masked_lm_loss", "next_token_loss"))
+        )
+    return curve
+
+
+def key(line: dict[str, Any]) -> tuple:
+    """What no two results have in common."""
+    return line["digest"], line.get("scale"), line.get("seed")
+
+
+def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those of points that have been run since by another command.
+
+    Points are one where the verb, the scale and the facts are; points without facts are all kept.
+    """
+
+    def point(line: dict[str, Any]) -> tuple:
+        verb = line["command"].split()[1]
+        return verb, line["scale"], json.dumps(line["facts"], sort_keys=True)
+
+    newest = {point(line): line["digest"] for line in lines}
+    return [line for line in lines if not line["facts"] or newest[point(line)] == line["digest"]]
+
+
+class Results:
+    """results.jsonl beside a sweep."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.path = folder / RESULTS
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines; the last one is left out if a kill has cut it short.
+
+        Raises:
+            UserError: the file cannot be read; a line is not whole, or is of another schema.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            content = self.path.read_text()
+        except UnicodeDecodeError as error:
+            raise UserError(f"cannot read {self.path}: {error}") from None
+        texts = content.splitlines()
+        if texts and not content.endswith("\n") and not _is_json(texts[-1]):
+            texts.pop()
+        return [self._line(i, text) for i, text in enumerate(texts, 1)]
+
+    def _line(self, number: int, text: str) -> dict[str, Any]:
+        where = f"{self.path}, line {number}"
+        try:
+            line = json.loads(text)
+        except ValueError:
+            raise UserError(f"{where} is cut short: remove it") from None
+        named = line if isinstance(line, dict) else {}
+        keys = (*_KEYS, *_OF_A_RUN) if "step" in named else _KEYS
+        if lacking := [name for name in keys if name not in named]:
+            raise UserError(
+                f"{where} has no {lacking[0]!r}, as one of an older version: remove it; the sweep writes "
+                "it anew if what was run is still there"
+            )
+        return line
+
+    def add(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Appends those that are not there yet."""
+        with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another sweep of this folder may be about to
+            there = set(map(key, self.read()))
+            new = [line for line in lines if key(line) not in there]
+            if not new:
+                return
+            content = self.path.read_bytes()
+            whole, tail = content.rfind(b"\n") + 1, content[content.rfind(b"\n") + 1 :]
+            if not tail or _is_json(tail):
+                file.write(b"\n" if tail else b"")
+            else:
+                file.truncate(whole)
+            file.write("".join(json.dumps(line) + "\n" for line in new).encode())
+
+
+def _is_json(text: str | bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
