@@ -1,17 +1,15 @@
 """Settings of a run: typed dataclasses with their defaults and constraints.
 
 A config file (`configs/*.py`) returns a `Config`; the command line overrides single fields
-(`--config.optim.learning_rate=2e-4`). Defaults are defined only here. Model sizes are named by
-layers, hidden size and attention heads: `base`, `L6-H768-A3`.
+(`--config.optim.learning_rate=2e-4`), see `config_flags`. Defaults are defined only here. Model
+sizes are named by layers, hidden size and attention heads: `base`, `L6-H768-A3`.
 """
 
 import dataclasses
-import difflib
 import math
-import os
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bert_jax.errors import UserError
@@ -21,37 +19,61 @@ POOLED_HEADS = ("sequence", "choice")
 FEATURES = ("", "embeddings", "second-to-last", "last", "weighted-last4", "last4", "weighted-all")
 
 
+def _one_of(default: str, *others: str) -> Any:
+    """A field with a fixed set of values."""
+    choices = (default, *others)
+    requirement = "one of " + ", ".join(map(repr, choices))
+    return _constrained(default, requirement, lambda value: value in choices)
+
+
+def _positive(default: int | float) -> Any:
+    return _constrained(default, "above 0", lambda value: value > 0)
+
+
+def _not_negative(default: int | float) -> Any:
+    return _constrained(default, "0 or more", lambda value: value >= 0)
+
+
+def _below_one(default: int | float) -> Any:
+    return _constrained(default, "in [0, 1)", lambda value: 0 <= value < 1)
+
+
+def _constrained(default: Any, requirement: str, holds: Callable[[Any], bool]) -> Any:
+    metadata = {"requirement": requirement, "holds": holds}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 @dataclasses.dataclass
 class ModelConfig:
     """The encoder and its heads. The defaults are BERT-base (Devlin et al., section 3)."""
 
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-    feed_forward: int = 3072
+    layers: int = _positive(12)
+    hidden: int = _positive(768)
+    heads: int = _positive(12)
+    feed_forward: int = _positive(3072)
     # 0: the size of the vocabulary that the rows were tokenized with.
-    vocab_size: int = 0
+    vocab_size: int = _not_negative(0)
     # Pad the embedding table with unused entries to a multiple of this, for alignment and sharding.
     # Results do not change.
-    vocab_multiple: int = 1
-    positions: int = 512
+    vocab_multiple: int = _positive(1)
+    positions: int = _positive(512)
     # Number of segment (token type) embeddings: 2 in BERT, 0 for none.
-    segments: int = 2
+    segments: int = _not_negative(2)
     # "gelu" (exact, erf), "gelu_tanh" (the approximation in Google's code) or "relu".
-    activation: str = "gelu"
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
+    activation: str = _one_of("gelu", "gelu_tanh", "relu")
+    dropout: float = _below_one(0.1)
+    attention_dropout: float = _below_one(0.1)
     # Source of dropout's random bits, always a function of seed and step: "hash" (a counter-based
     # hash, almost free), "threefry" (JAX's default, slow on CPU) or "rbg" (the accelerator's
     # generator; its bits depend on the kind of device and on the mesh).
-    dropout_generator: str = "hash"
+    dropout_generator: str = _one_of("hash", "threefry", "rbg")
     # Attention implementation for training: "xla" (any device), "cudnn" or "pallas" (GPU) or
     # "splash" (TPU). All but "xla" need attention_dropout=0; their other requirements are checked
     # at startup. "auto" selects "splash" on TPU and "cudnn" on GPU where they are supported
     # ("cudnn" only with config.deterministic=false), else "xla". Inference always uses "xla".
-    attention: str = "auto"
-    layer_norm_epsilon: float = 1e-12
-    initializer_stddev: float = 0.02
+    attention: str = _one_of("auto", "xla", "cudnn", "pallas", "splash")
+    layer_norm_epsilon: float = _positive(1e-12)
+    initializer_stddev: float = _not_negative(0.02)
     # Add a LayerNorm after the last layer. BERT's layers already end in one.
     final_norm: bool = False
     # Left-to-right model ("LTR", section 5.1): each token attends to itself and earlier tokens of
@@ -72,25 +94,25 @@ class ModelConfig:
     # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
     # "choice" (one score from the pooled [CLS]), "token" (on every token), "span" (start and end
     # scores for every token) or "" for none.
-    head: str = ""
+    head: str = _one_of(*HEADS)
     # Names of the head's outputs, in order.
     labels: tuple[str, ...] = ()
     # Fine-tuning: layers of a randomly initialized bidirectional LSTM below the head, `hidden`
     # units in each direction (sections 5.1 and 5.3). Its state is reset at every sequence.
-    lstm_layers: int = 0
+    lstm_layers: int = _not_negative(0)
     # Fine-tuning: input of the head, or of the LSTM (section 5.3, table 7). "" is the last layer,
     # and the encoder is trained. The others are hidden states of a frozen encoder: "embeddings",
     # "second-to-last", "last", "last4" (concatenated), "weighted-last4" and "weighted-all" (sums
     # with learned weights as in ELMo, over the last four or all layers).
-    features: str = ""
+    features: str = _one_of(*FEATURES)
     # Compute dtype of activations. Parameters and optimizer state stay float32.
-    dtype: str = "float32"
+    dtype: str = _one_of("float32", "bfloat16")
     # "unrolled" compiles every layer (faster steps), "scanned" compiles one (faster compilation).
     # Parameters and checkpoints are the same.
-    layer_loop: str = "unrolled"
+    layer_loop: str = _one_of("unrolled", "scanned")
     # Rematerialization in the backward pass: "none", "dots" (keep only results of matrix products)
     # or "full" (keep only each layer's input).
-    remat: str = "none"
+    remat: str = _one_of("none", "dots", "full")
 
     @property
     def has_pooler(self) -> bool:
@@ -120,7 +142,7 @@ class MaskingConfig:
     # Fraction of each sequence's n tokens, special ones included: round(rate * n), at least 1.
     rate: float = 0.15
     # Maximum per sequence. 0 takes BERT's: 20 at T=128, 76 at T=512, otherwise ceil(rate * T).
-    max_predictions_per_sequence: int = 0
+    max_predictions_per_sequence: int = _not_negative(0)
     # Replacement of a selected token: [MASK], itself, or a random token of the vocabulary.
     mask_fraction: float = 0.8
     same_fraction: float = 0.1
@@ -135,23 +157,23 @@ class OptimConfig:
 
     # "adam" (BERT's: decoupled weight decay, no bias correction), "adamw" (with bias correction) or
     # "lamb" (You et al., arXiv 1904.00962).
-    optimizer: str = "adam"
-    learning_rate: float = 1e-4
-    warmup_steps: int = 10_000
+    optimizer: str = _one_of("adam", "adamw", "lamb")
+    learning_rate: float = _positive(1e-4)
+    warmup_steps: int = _not_negative(10_000)
     # "linear", "polynomial" (with `power`) or "cosine" decay to end_fraction of the peak at the
     # last step. As in BERT, decay is counted from step 0, not from the end of warm-up.
-    schedule: str = "linear"
-    power: float = 0.5
-    end_fraction: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-6
+    schedule: str = _one_of("linear", "polynomial", "cosine")
+    power: float = _positive(0.5)
+    end_fraction: float = _not_negative(0.0)
+    beta1: float = _below_one(0.9)
+    beta2: float = _below_one(0.999)
+    epsilon: float = _positive(1e-6)
     # Not applied to biases and LayerNorm.
-    weight_decay: float = 0.01
+    weight_decay: float = _not_negative(0.01)
     # Clip gradients to this global norm; 0 disables clipping.
-    clip_norm: float = 1.0
+    clip_norm: float = _not_negative(1.0)
     # Learning rate of each layer relative to the layer above it; heads use the full rate.
-    layer_decay: float = 1.0
+    layer_decay: float = _positive(1.0)
 
 
 @dataclasses.dataclass
@@ -161,14 +183,14 @@ class Phase:
     # Folder written by `bert-jax prepare`.
     rows: str = ""
     # T that the rows must have; 0 accepts any.
-    tokens: int = 0
+    tokens: int = _not_negative(0)
     # Fraction of config.steps.
-    fraction: float = 1.0
+    fraction: float = _positive(1.0)
     # Global number of rows per step, over all devices and hosts. 0 takes config.batch_size.
-    batch_size: int = 0
+    batch_size: int = _not_negative(0)
     # Gradient accumulation: split a batch into this many parts, computed in turn. 0 takes
     # config.accumulation.
-    accumulation: int = 0
+    accumulation: int = _not_negative(0)
 
 
 @dataclasses.dataclass
@@ -185,11 +207,11 @@ class CheckpointConfig:
     """When checkpoints are saved and which are kept."""
 
     # 0 saves after every evaluation (fine-tuning only).
-    every_steps: int = 1_000
-    keep_last: int = 2
+    every_steps: int = _not_negative(1_000)
+    keep_last: int = _positive(2)
     # Number of best checkpoints kept besides the last ones: by held-out masked-LM (or next-token)
     # loss, or by the metric of the fine-tuning task.
-    keep_best: int = 1
+    keep_best: int = _not_negative(1)
 
 
 @dataclasses.dataclass
@@ -198,18 +220,18 @@ class GuardConfig:
 
     # Non-finite loss or gradient: "stop" before the update, "skip" its batch, or "rollback" (resume
     # from the previous checkpoint without this batch and those of the rollback_steps steps before).
-    nonfinite: str = "stop"
+    nonfinite: str = _one_of("stop", "skip", "rollback")
     # Loss or gradient norm more than `sigmas` standard deviations above the mean of the last 128
     # steps: "stop", "skip" or "rollback" as above, "report" (log it and continue) or "off".
-    spike: str = "report"
-    sigmas: float = 10.0
-    rollback_steps: int = 16
+    spike: str = _one_of("report", "off", "stop", "skip", "rollback")
+    sigmas: float = _positive(10.0)
+    rollback_steps: int = _not_negative(16)
     # The run stops after more than this many bad steps. Of spikes that are only reported, at most
     # this many are recorded.
-    max_incidents: int = 100
+    max_incidents: int = _not_negative(100)
     # Compute a step twice every this many steps and stop the run if the results differ (faulty
     # hardware or a race condition). 0 disables the check.
-    probe_every_steps: int = 0
+    probe_every_steps: int = _not_negative(0)
 
 
 @dataclasses.dataclass
@@ -218,14 +240,14 @@ class EmbedConfig:
 
     # "mean" (over a text's tokens, [CLS] and [SEP] included), "cls" or "none" (one vector per
     # token).
-    pooling: str = "mean"
+    pooling: str = _one_of("mean", "cls", "none")
     # "last", "second-to-last", "last4", "all", "embeddings" or layer numbers: 0 is the embeddings,
     # -1 the last layer, "-4,-1" two layers.
     layers: str = "last"
     # Scale every vector to unit length.
     normalize: bool = False
     # Truncate texts to this many tokens; 0 takes model.positions.
-    tokens: int = 0
+    tokens: int = _not_negative(0)
 
 
 @dataclasses.dataclass
@@ -239,21 +261,21 @@ class TrainConfig:
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     embed: EmbedConfig = dataclasses.field(default_factory=EmbedConfig)
     # Initial weights, data order, masking and dropout are functions of the seed and the step.
-    seed: int = 0
-    steps: int = 1_000_000
+    seed: int = _not_negative(0)
+    steps: int = _positive(1_000_000)
     # Global number of rows per step, over all devices and hosts. Fine-tuning: number of examples.
-    batch_size: int = 256
-    accumulation: int = 1
+    batch_size: int = _positive(256)
+    accumulation: int = _positive(1)
     # Held-out evaluation; 0 evaluates only at the end (fine-tuning: once per epoch).
-    evaluate_every_steps: int = 1_000
+    evaluate_every_steps: int = _not_negative(1_000)
     # Logged metrics are averages over this many steps.
-    log_every_steps: int = 50
+    log_every_steps: int = _positive(50)
     # FIRST:END, for example "100:110" for the ten steps after the first hundred: write a profiler
     # trace and a table of time by operation (`bert_jax.tools.profile`) to the workdir's profile/. Results
     # do not change. "" disables profiling.
     profile_steps: str = ""
     # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.
-    platform: str = ""
+    platform: str = _one_of("", "cpu", "gpu", "tpu")
     # Make runs on GPU bitwise reproducible: XLA avoids atomic additions and autotuning. CPUs and
     # TPUs are deterministic either way.
     deterministic: bool = True
@@ -268,9 +290,9 @@ class Config(TrainConfig):
     # Rows that fail their checksum: "stop" with an error that names the first, or "skip": warn
     # about each and replace it with a row of padding of weight 0, so that all other rows keep their
     # positions.
-    damaged_rows: str = "stop"
+    damaged_rows: str = _one_of("stop", "skip")
     # Number of held-out rows per evaluation; 0 takes all.
-    evaluate_rows: int = 2_048
+    evaluate_rows: int = _not_negative(2_048)
 
 
 @dataclasses.dataclass
@@ -279,7 +301,7 @@ class TaskConfig:
 
     # "classification" (texts or pairs of texts), "choice" (multiple choice), "tagging" (one label
     # per word) or "squad" (extractive question answering).
-    kind: str = "classification"
+    kind: str = _one_of("classification", "choice", "tagging", "squad")
     # Benchmark: "cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "squad1",
     # "squad2", "swag"; "" for your own files.
     name: str = ""
@@ -295,7 +317,7 @@ class TaskConfig:
     label: str = "label"
     choices: tuple[str, ...] = ()
     # "class" (one label), "classes" (multilabel) or "number" (regression).
-    objective: str = "class"
+    objective: str = _one_of("class", "classes", "number")
     # A file with one label per line, or comma-separated names; "" takes the training data's labels.
     labels: str = ""
     # Maximum length. Longer sequences are truncated (classification, choice) or split (tagging,
@@ -303,10 +325,10 @@ class TaskConfig:
     tokens: int = 128
     # SQuAD: stride between windows of a context, maximum tokens of a question and of an answer, and
     # number of start and end candidates that are combined into answers.
-    stride_tokens: int = 128
-    question_tokens: int = 64
-    answer_tokens: int = 30
-    n_best: int = 20
+    stride_tokens: int = _positive(128)
+    question_tokens: int = _positive(64)
+    answer_tokens: int = _positive(30)
+    n_best: int = _positive(20)
     # Tagging: add neighboring sentences of the document as context (Devlin et al., section 5.3).
     document_context: bool = False
 
@@ -316,21 +338,21 @@ class FinetuneConfig(TrainConfig):
     """A fine-tuning run (Devlin et al., section 4). `steps` is computed from `epochs`."""
 
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
-    epochs: float = 3.0
+    epochs: float = _positive(3.0)
     # Fraction of the steps; sets optim.warmup_steps.
-    warmup_fraction: float = 0.1
+    warmup_fraction: float = _below_one(0.1)
     # Stop after this many evaluations without improvement; 0 disables early stopping.
-    patience: int = 0
+    patience: int = _not_negative(0)
     # Freeze the embeddings and this many layers above them; 0 trains everything.
-    frozen_layers: int = 0
+    frozen_layers: int = _not_negative(0)
     # Reinitialize this many layers from the top instead of loading them from the checkpoint.
-    reset_layers: int = 0
+    reset_layers: int = _not_negative(0)
     # Do not pack: one sequence per row. Slower; for comparison.
     one_a_row: bool = False
-    batch_size: int = 32
-    steps: int = 0
-    evaluate_every_steps: int = 0
-    log_every_steps: int = 20
+    batch_size: int = _positive(32)
+    steps: int = _not_negative(0)
+    evaluate_every_steps: int = _not_negative(0)
+    log_every_steps: int = _positive(20)
     # Bias correction stabilizes training on small datasets (Mosbach et al., arXiv 2006.04884);
     # BERT's "adam" has none.
     optim: OptimConfig = dataclasses.field(
@@ -419,31 +441,6 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
     return [number + (count + 1) * (number < 0) for number in numbers]
 
 
-_CHOICES = {
-    "model.activation": ("gelu", "gelu_tanh", "relu"),
-    "model.attention": ("auto", "xla", "cudnn", "pallas", "splash"),
-    "model.dtype": ("float32", "bfloat16"),
-    "model.features": FEATURES,
-    "model.head": HEADS,
-    "embed.pooling": ("mean", "cls", "none"),
-    "damaged_rows": ("stop", "skip"),
-    "guard.nonfinite": ("stop", "skip", "rollback"),
-    "guard.spike": ("off", "report", "stop", "skip", "rollback"),
-    "model.dropout_generator": ("hash", "threefry", "rbg"),
-    "model.layer_loop": ("unrolled", "scanned"),
-    "model.remat": ("none", "dots", "full"),
-    "optim.optimizer": ("adam", "adamw", "lamb"),
-    "optim.schedule": ("linear", "polynomial", "cosine"),
-    "platform": ("", "cpu", "gpu", "tpu"),
-    "task.kind": ("classification", "choice", "tagging", "squad"),
-    "task.objective": ("class", "classes", "number"),
-}
-_POSITIVE = (
-    "model.layers model.hidden model.heads model.feed_forward model.vocab_multiple model.positions "
-    "model.layer_norm_epsilon optim.learning_rate optim.epsilon optim.power steps batch_size "
-    "accumulation log_every_steps checkpoint.every_steps checkpoint.keep_last optim.layer_decay "
-    "guard.sigmas epochs task.stride_tokens task.question_tokens task.answer_tokens task.n_best"
-).split()
 # The benchmarks of each kind of task; "" for the user's own data.
 _GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
 _NAMES = {
@@ -452,26 +449,6 @@ _NAMES = {
     "tagging": ("",),
     "squad": ("", "squad1", "squad2"),
 }
-# Keys that fine-tuning derives from other settings, so setting them would have no effect.
-_DERIVED = {
-    "optim.warmup_steps": "config.warmup_fraction",
-    "model.vocab_size": "the vocabulary",
-    **{
-        f"model.{name}": "config.task"
-        for name in ("head", "labels", "masked_lm", "next_sentence", "pooler")
-    },
-}
-# Where 0, fine-tuning computes these.
-_COMPUTED_IF_ZERO = ("steps", "checkpoint.every_steps")
-_NOT_NEGATIVE = (
-    "model.vocab_size model.segments model.initializer_stddev model.lstm_layers "
-    "masking.max_predictions_per_sequence seed guard.rollback_steps guard.max_incidents guard.probe_every_steps "
-    "optim.warmup_steps optim.weight_decay optim.clip_norm optim.end_fraction evaluate_every_steps "
-    "evaluate_rows checkpoint.keep_best embed.tokens patience frozen_layers reset_layers"
-).split()
-_FRACTIONS = (
-    "model.dropout model.attention_dropout optim.beta1 optim.beta2 warmup_fraction"
-).split()  # below 1
 
 
 def validate(config: TrainConfig) -> None:
@@ -491,15 +468,9 @@ def validate(config: TrainConfig) -> None:
             require(math.isfinite(value), key, "finite")
         if isinstance(value, int) and key != "seed":  # steps and shapes are counted in int32
             require(abs(value) < 2**31, key, "below 2**31")
-    for key, choices in _CHOICES.items():
-        require(flat.get(key) in (None, *choices), key, "one of " + ", ".join(map(repr, choices)))
-    may_be_zero = _COMPUTED_IF_ZERO if isinstance(config, FinetuneConfig) else ()
-    for key in flat.keys() & {*_POSITIVE}:
-        require(flat[key] > 0 or (flat[key] == 0 and key in may_be_zero), key, "above 0")
-    for key in flat.keys() & {*_NOT_NEGATIVE}:
-        require(flat[key] >= 0, key, "0 or more")
-    for key in flat.keys() & {*_FRACTIONS}:
-        require(0 <= flat[key] < 1, key, "in [0, 1)")
+    for key, field, value in _leaves(config):
+        if "holds" in field.metadata:
+            require(field.metadata["holds"](value), key, field.metadata["requirement"])
     require(config.seed < 2**32, "seed", "below 2**32")
 
     model = config.model
@@ -551,6 +522,7 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
                 f"{value!r}, the default, with config.model.causal=true, which masks nothing"
             )
             require(getattr(masking, name) == value, f"masking.{name}", requirement)
+    require(config.checkpoint.every_steps > 0, "checkpoint.every_steps", "above 0")
     require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
     split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
     if min(split) < 0 or abs(sum(split) - 1) > 1e-6:
@@ -563,9 +535,6 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
         raise UserError("config.phases: the fractions must sum to 1")
     for i, phase in enumerate(config.phases):
         key = f"phases[{i}]"
-        require(phase.fraction > 0, f"{key}.fraction", "above 0")
-        for name in ("tokens", "batch_size", "accumulation"):
-            require(getattr(phase, name) >= 0, f"{key}.{name}", "0 or more")
         require(
             phase.tokens <= model.positions,
             f"{key}.tokens",
@@ -618,19 +587,21 @@ def profiled_steps(config: TrainConfig) -> range:
     return range(first, end)
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(config: Any) -> dict[str, Any]:
     """Return the leaves by dotted path: `optim.learning_rate`, `phases[0].rows`."""
-    flat: dict[str, Any] = {}
+    return {path: value for path, _, value in _leaves(config)}
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
     for field in dataclasses.fields(config):
         value, path = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            flat.update(flatten(value, f"{path}."))
+            yield from _leaves(value, f"{path}.")
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             for i, item in enumerate(value):
-                flat.update(flatten(item, f"{path}[{i}]."))
+                yield from _leaves(item, f"{path}[{i}].")
         else:
-            flat[path] = value
-    return flat
+            yield path, field, value
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -667,7 +638,7 @@ def build(kind: Any, value: Any, where: str) -> Any:
         return value
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}
-        value = {_RENAMED.get(name, name): v for name, v in value.items()}
+        value = {RENAMED.get(name, name): v for name, v in value.items()}
         for name in value:
             if name not in fields:
                 raise ValueError(f"{where} has an unknown field {name!r}")
@@ -690,107 +661,8 @@ def build(kind: Any, value: Any, where: str) -> Any:
 
 
 # Old names of fields, which config.json files of earlier versions have.
-_RENAMED = {
+RENAMED = {
     "most_incidents": "max_incidents",
     "most_predictions": "max_predictions_per_sequence",
 }
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into config ones (`--config FILE`, `--config.key[=]value`) and the rest."""
-    config, rest, pending = [], [], ""
-    for argument in arguments:
-        if pending:
-            config.append(f"{pending}={argument}")
-            pending = ""
-        elif argument == "--config" or argument.startswith(("--config=", "--config.")):
-            if "=" in argument:
-                config.append(argument)
-            else:
-                pending = argument
-        else:
-            rest.append(argument)
-    if pending:
-        rest.append(pending)  # argparse reports the missing value
-    return config, rest
-
-
-def load(arguments: list[str], kind: type = Config) -> Any:
-    """Load the config of `--config FILE[:ARGUMENT]` and `--config.key=value` and validate it.
-
-    Args:
-        arguments: command-line arguments.
-        kind: `Config` or `FinetuneConfig`, which the file must return.
-
-    Raises:
-        UserError: the file is missing, a key is unknown (the message names the nearest one), a
-            value has the wrong type, or fields are incompatible.
-    """
-    from absl import flags
-    from ml_collections import config_flags
-
-    values = flags.FlagValues()
-    # Load the file alone first, so that keys can be checked before any is set.
-    file = [a for a in arguments if a.startswith("--config=")]
-    if not file:
-        raise UserError(
-            "no config: add --config FILE, for example --config configs/pretrain.py:mini"
-        )
-    path = file[0].removeprefix("--config=").partition(":")[0]
-    if not os.path.exists(path):
-        raise UserError(f"config file {path} does not exist (working directory: {os.getcwd()})")
-    argv = ["bert-jax", *arguments]
-    try:
-        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)
-        values(argv[:1] + file)
-        config = values.config
-        if not isinstance(config, kind):
-            # For a missing file this is a placeholder that raises when used.
-            getattr(config, "steps", None)
-            raise UserError(
-                f"{file[0][9:]}: get_config must return a bert_jax.config.{kind.__name__} here"
-            )
-        for argument in arguments:
-            if not argument.startswith("--"):
-                raise UserError(f"cannot parse {argument}: write settings as --config.KEY=VALUE")
-            key = argument.partition("=")[0].removeprefix("--config.")
-            if key != "--config":
-                _check_key(key, config)
-        values = flags.FlagValues()
-        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
-        values(argv)
-    except UserError:
-        raise
-    except flags.Error as error:
-        if "Traceback" in str(error):  # raised by the file itself, with its traceback
-            last = str(error).strip().splitlines()[-1]
-            raise UserError(f"cannot load {file[0][9:]}: {last}") from None
-        raise UserError(f"config value of the wrong type: {error}") from None
-    except Exception as error:  # a config file is a program and can raise anything
-        text = " ".join(str(error).split())
-        raise UserError(f"cannot load {file[0][9:]}: {type(error).__name__}: {text}") from error
-    config = from_dict(to_dict(values.config))  # a config file can assign values of any type
-    validate(config)
-    return config
-
-
-def _check_key(key: str, config: TrainConfig) -> None:
-    flat = flatten(config)
-    if isinstance(config, FinetuneConfig) and key in _DERIVED:
-        raise UserError(
-            f"config.{key} follows from {_DERIVED[key]} when fine-tuning: set that instead"
-        )
-    if key in flat:
-        return
-    if any(name.startswith((f"{key}.", f"{key}[")) for name in flat):
-        raise UserError(
-            f"config.{key} is a group of settings: set one of its fields, config.{key}.…"
-        )
-    nearest = difflib.get_close_matches(key, flat, 1, 0.5)
-    # A correct name in the wrong group is a likelier mistake than a similar path.
-    field = _RENAMED.get(key.rpartition(".")[2], key.rpartition(".")[2])
-    same_name = [name for name in flat if name.rpartition(".")[2] == field]
-    guess = (same_name or nearest or [""])[0]
-    hint = f"; did you mean config.{guess}?" if guess else ""
-    raise UserError(f"config.{key}: unknown key{hint}")

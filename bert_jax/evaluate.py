@@ -17,7 +17,7 @@ from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Objective, Stage
 
 
-def put(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
+def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
     """Assemble the global batch on the mesh from the rows of each process.
 
     On a single device, return the batch unchanged: a compiled program transfers it to the device
@@ -47,7 +47,7 @@ def make_evaluate(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], d
         for i, batch in enumerate(stage.heldout(*sharding.process_row_shard(mesh))):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
             with jax.set_mesh(mesh):
-                loss_terms, outputs = measure(params, put(batch, mesh), key)
+                loss_terms, outputs = measure(params, shard_batch(batch, mesh), key)
             total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
             if outputs:
                 batches_and_outputs.append((_to_hosts(batch), _to_hosts(outputs)))
@@ -67,7 +67,7 @@ def predictions(
     )
     params = jax.device_put(params, sharding.replicated(mesh))
     for batch in batches:
-        yield _to_hosts(batch), _to_hosts(predict(params, put(batch, mesh)))
+        yield _to_hosts(batch), _to_hosts(predict(params, shard_batch(batch, mesh)))
 
 
 def _to_hosts(tree: Any) -> Any:

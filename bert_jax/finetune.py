@@ -26,6 +26,7 @@ from bert_jax.model import attention
 from bert_jax.model.bert import Params
 from bert_jax.objectives import finetuning
 from bert_jax.progress import Progress
+from bert_jax.tracing import Summarize
 from bert_jax.train import train
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"
@@ -74,6 +75,7 @@ def finetune(
     vocab: str = "",
     which: str = "best",
     force: bool = False,
+    summarize_trace: Summarize | None = None,
 ) -> dict[str, Any]:
     """Fine-tune, evaluate the best checkpoint on every split and write its predictions.
 
@@ -84,7 +86,7 @@ def finetune(
         seeds: number of seeds, from `config.seed` on.
         vocab: folder of the vocabulary, for `SCRATCH`.
         which: which checkpoint to start from if `init` is a run.
-        force: as in `train`.
+        force, summarize_trace: as in `train`.
 
     Returns:
         The content of metrics.json.
@@ -142,7 +144,15 @@ def finetune(
         if seeds > 1:
             print(f"seed {seed}", flush=True)
         train(
-            seed_config, vocabulary, data, [seed_stage], seed_folder, force, init_params, compiled
+            seed_config,
+            vocabulary,
+            data,
+            [seed_stage],
+            seed_folder,
+            force,
+            init_params,
+            compiled,
+            summarize_trace,
         )
         results.append(evaluate_run(seed_folder, problem, MeshConfig()))
     summary = results[0] if seeds == 1 else _over_seeds(results)
@@ -243,7 +253,7 @@ def predict(
     device_mesh = sharding.make_mesh(mesh)
     examples = problem.splits[split]
     plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
-    task = finetuning.Finetuning(config.model, problem, split, plan)
+    task = finetuning.make_objective(config.model, problem, split, plan)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
         batches_and_outputs = []
         for result in predictions(task, params, plan.batches(0, 0, plan.steps), device_mesh):

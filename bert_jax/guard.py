@@ -143,12 +143,27 @@ def bits(tree: Any) -> dict[str, UInt32[Array, ""]]:
     return {name: sum(map(checksum, jax.tree.leaves(part))) for name, part in _layers(tree).items()}
 
 
-class BadStep(Exception):
-    """Raised for a bad step; the state is the one before it."""
+class BadStep(NamedTuple):
+    """A bad step, which left the state unchanged unless it is only reported.
 
-    def __init__(self, step: int, kind: int, stats: dict[str, Any]):
-        super().__init__(f"step {step}: {KINDS[kind]}")
-        self.step, self.kind, self.stats = step, kind, stats
+    Attributes:
+        step: step number.
+        kind: one of `NOT_FINITE`, `SPIKE`, `UNEQUAL`.
+        stats: statistics as plain Python values, for incident.json.
+    """
+
+    step: int
+    kind: int
+    stats: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"step {self.step:,}: {sentence(KINDS[self.kind], self.stats)}"
+
+
+def read_stats(step: int, stats: StepStats) -> BadStep | None:
+    """Wait for a step and return it if it was bad."""
+    kind = int(stats.kind)
+    return None if kind == FINE else BadStep(step, kind, describe(stats))
 
 
 class Guard:
@@ -168,25 +183,11 @@ class Guard:
         skipped = _read_json(path) if path.exists() else {"steps": [], "back_to": None}
         self.skipped, self._back_to = set(skipped["steps"]), skipped["back_to"]
 
-    def look(self, step: int, seen: StepStats) -> dict[str, Any]:
-        """Return the statistics of a finished step to report, or {} if it was fine.
-
-        Raises:
-            Alarm: the step was bad and left the state unchanged.
-        """
-        kind = int(seen.kind)
-        if kind == FINE:
-            return {}
-        stats = describe(seen)
-        if kind == NOT_FINITE or self._config.spike != "report":
-            raise BadStep(step, kind, stats)
-        return stats
-
     def policy(self, kind: int) -> str:
         """Return the configured policy for a kind of bad step."""
         return {NOT_FINITE: self._config.nonfinite, SPIKE: self._config.spike}.get(kind, "stop")
 
-    def record(self, step: int, kind: int, stats: dict[str, Any], batch: Batch) -> pathlib.Path:
+    def record(self, bad_step: BadStep, batch: Batch) -> pathlib.Path:
         """Write an incident and return its folder; an incident of an earlier start is kept.
 
         At most `GuardConfig.max_incidents` of each kind are written. Beyond that, spikes that are
@@ -195,6 +196,7 @@ class Guard:
         Raises:
             UserError: there are more than that, and the policy is not "report".
         """
+        step, kind, stats = bad_step
         incident = self._folder / INCIDENTS / f"step_{step}"
         max_incidents, report_only = self._config.max_incidents, self.policy(kind) == "report"
 
@@ -210,8 +212,7 @@ class Guard:
             if count > max_incidents and not report_only:
                 raise UserError(
                     f"{count} bad steps exceed config.guard.max_incidents={max_incidents}, the "
-                    f"last at step {step:,} ({sentence(KINDS[kind], stats)}): inspect "
-                    f"{incident.parent}"
+                    f"last being {bad_step}; inspect {incident.parent}"
                 )
 
         distributed.first("recording an incident", write)
@@ -238,6 +239,17 @@ class Guard:
         skipped = {"steps": sorted(self.skipped), "back_to": back_to}
         path = self._folder / SKIPPED
         distributed.first("writing skipped.json", lambda: files.write_json(path, skipped))
+
+    def roll_back_before(self, step: int, checkpoints: Checkpoints) -> int:
+        """Skip the batches of a bad step and of `rollback_steps` before it, and roll back to them.
+
+        Returns:
+            The first skipped step.
+        """
+        first = max(step - self._config.rollback_steps, 0)
+        self.skip(range(first, step + 1), back_to=first)
+        self.roll_back(checkpoints)
+        return first
 
     def roll_back(self, checkpoints: Checkpoints) -> None:
         """Delete the checkpoints that a rollback discards, including one cut short by a kill."""
@@ -272,16 +284,25 @@ def sentence(kind: str, stats: dict[str, Any]) -> str:
     return f"{'non-finite value' if kind == 'nonfinite' else 'spike'}: {figures}"
 
 
-def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> None:
-    """Compute a step twice and compare the results.
+def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> BadStep | None:
+    """Compute a step twice; return it if the results differ.
 
-    Raises:
-        Alarm: the results differ, because of faulty hardware or a race in a kernel.
+    They do because of faulty hardware or a race in a kernel.
     """
     first, second = (jax.device_get(fingerprint()) for _ in range(2))
     differ = sorted(name for name in first if first[name] != second[name])
-    if differ:
-        raise BadStep(step, UNEQUAL, {"differ": differ})
+    return BadStep(step, UNEQUAL, {"differ": differ}) if differ else None
+
+
+def stop_error(bad_step: BadStep, incident: pathlib.Path, folder: pathlib.Path) -> UserError:
+    """Return the error that ends a run at a bad step, whose state is saved."""
+    kind = KINDS[bad_step.kind]
+    # A probe cannot be skipped.
+    skip = "" if kind == "probe" else f" or skip the batch (--config.guard.{kind}=skip)"
+    return UserError(
+        f"{bad_step}; the parameters before this step are saved. Inspect {incident}, run "
+        f"`bert-jax replay {folder}`, then resume with another config{skip}"
+    )
 
 
 def incidents(folder: str | pathlib.Path, kind: str | None = None) -> list[int]:

@@ -44,11 +44,14 @@ class Log:
         ends = np.append(np.arange(0, config.steps, config.log_every_steps)[1:], config.steps)
         self._rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
         self._clock = (step, time.monotonic())
-        self._writes = jax.process_index() == 0
+        self._folder, self._writes = folder, jax.process_index() == 0
+        self._open(step)
+
+    def _open(self, step: int) -> None:
         if self._writes:
-            self._metrics = workdir.Lines(folder / "metrics.jsonl", step)
-            self._speed = workdir.Lines(folder / "speed.jsonl", step)
-            self._board = _board(folder / "tensorboard", step)
+            self._metrics = workdir.Lines(self._folder / "metrics.jsonl", step)
+            self._speed = workdir.Lines(self._folder / "speed.jsonl", step)
+            self._board = _board(self._folder / "tensorboard", step)
 
     def __enter__(self) -> "Log":
         return self
@@ -57,6 +60,11 @@ class Log:
         if self._writes:
             with files.one_line_errors("cannot write TensorBoard events"):
                 self._board.close()
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after `step`, whose steps will run again."""
+        self.__exit__()
+        self._open(step)
 
     def begin(self, stage: Stage, step: int) -> None:
         """Log the steps after `step` as those of `stage`."""
@@ -131,6 +139,35 @@ class Log:
         self._metrics.append({"step": step, "split": split, **summary})
         for name, value in summary.items():
             self._board.add_scalar(f"{split}/{name}", value, step)
+
+
+class EarlyStopping:
+    """Early stopping after `config.patience` evaluations without improvement.
+
+    The decision depends only on the metrics so far, which a restart reads again from the workdir.
+    """
+
+    def __init__(self, config: TrainConfig, best: dict[str, Any], folder: pathlib.Path, step: int):
+        self._evaluations = getattr(config, "patience", 0)
+        self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
+        self._values: list[float] = []
+        path = folder / "metrics.jsonl"
+        for line in workdir.read_lines(path) if path.exists() else []:
+            if line["split"] == "heldout" and line["step"] <= step:
+                self.add(line)
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Add the metrics of an evaluation."""
+        if self._metric in metrics:
+            self._values.append(self._sign * metrics[self._metric])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to stop."""
+        since_best = (
+            len(self._values) - 1 - self._values.index(max(self._values)) if self._values else 0
+        )
+        return 0 < self._evaluations <= since_best
 
 
 def _board(folder: pathlib.Path, step: int) -> Any:

@@ -10,10 +10,10 @@ from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config
 from bert_jax.data import wordpiece
 from bert_jax.errors import UserError
-from bert_jax.evaluate import put
+from bert_jax.evaluate import shard_batch
 from bert_jax.finetune import load_dataset
 from bert_jax.objectives import finetuning, pretraining
-from bert_jax.train import compile_stage, initial_state, restore
+from bert_jax.step import compile_stage, initial_state, restore
 
 
 class ReplayResult(NamedTuple):
@@ -59,7 +59,7 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
     state = restore(checkpoints, incident.step, shapes, config.seed)
     checkpoints.close()
     stage = stage.with_rows(len(incident.batch["tokens"]))
-    compiled, batch = compile_stage(config, stage, mesh, shapes), put(incident.batch, mesh)
+    compiled, batch = compile_stage(config, stage, mesh, shapes), shard_batch(incident.batch, mesh)
     with jax.set_mesh(mesh):
         first, second = (jax.device_get(compiled.fingerprint(state, batch)) for _ in range(2))
     stats = guard.describe(compiled.step(state, batch)[2])

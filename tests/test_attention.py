@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bert_jax import sharding
-from bert_jax import train as loop
+from bert_jax import step as step_lib
 from bert_jax.checkpoint import abstract
 from bert_jax.config import Config, MeshConfig, ModelConfig, Phase, model_size
 from bert_jax.data.rows import layout
@@ -139,7 +139,7 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), found, wanted)
 
 
-class Watching(pretraining.Pretraining):
+class Watching(pretraining.MaskedLM):
     """A task that only looks at the mesh it is traced on."""
 
     seen: ClassVar[list[dict[str, int]]] = []
@@ -177,9 +177,9 @@ def test_training_and_evaluation_know_their_mesh(rows):
     config, stage = small_run(rows)
     stage.objective.__class__ = Watching
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
-    init, shapes = loop.initial_state(config, stage, mesh)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
     Watching.seen.clear()
-    measure = loop.compile_stage(config, stage, mesh, shapes).measure
+    measure = step_lib.compile_stage(config, stage, mesh, shapes).evaluate
     measure(init(jnp.uint32(0)).params)
     assert Watching.seen == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
 
@@ -234,8 +234,8 @@ def test_a_sharded_step_compiles_for_tpu(rows, topology):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), devices)
     config, stage = small_run(rows, attention="splash", dtype="bfloat16")
     check(config, devices[0].platform, mesh.shape["tensor"])
-    _, shapes = loop.initial_state(config, stage, mesh)
-    text = loop.compile_step(config, stage, mesh, shapes).as_text()
+    _, shapes = step_lib.initial_state(config, stage, mesh)
+    text = step_lib.compile_step(config, stage, mesh, shapes).as_text()
     for kernel in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{kernel}" in text
     assert_only_words_are_scattered(text)

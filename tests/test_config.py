@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from bert_jax import config as configs
-from bert_jax import sharding
+from bert_jax import config_flags, sharding
 from bert_jax.config import (
     Config,
     FinetuneConfig,
@@ -132,7 +132,7 @@ def test_the_defaults_are_valid_and_berts():
     ],
 )
 def test_a_bad_argument_is_named(argument, says):
-    assert says in refusal(configs.load, [f"{PRETRAIN}:mini", argument])
+    assert says in refusal(config_flags.load, [f"{PRETRAIN}:mini", argument])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_bad_argument_is_named(argument, says):
 )
 def test_what_would_do_nothing_in_fine_tuning_is_refused(file, arguments, says):
     found = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
-    assert says in refusal(configs.load, found, FinetuneConfig)
+    assert says in refusal(config_flags.load, found, FinetuneConfig)
 
 
 def test_what_a_frozen_encoder_has_no_use_for_is_refused():
@@ -192,7 +192,7 @@ def test_limits_of_a_model_wait_until_it_is_known():
 
 
 def test_arguments_set_single_fields():
-    config = configs.load(
+    config = config_flags.load(
         [
             f"{PRETRAIN}:mini",
             "--config.optim.learning_rate=2e-4",
@@ -207,7 +207,7 @@ def test_arguments_set_single_fields():
     assert config.masking.whole_word is True
     assert config.steps == 77
     assert config.model.dropout == 0
-    plain = configs.load([f"{PRETRAIN}:mini"])
+    plain = config_flags.load([f"{PRETRAIN}:mini"])
     assert plain.optim.learning_rate == 1e-4
     assert plain.phases[1].rows == ""
 
@@ -228,21 +228,21 @@ def test_a_bad_config_file_is_one_line(tmp_path, content, says):
     path = tmp_path / f"mine_{len(content or '')}.py"
     if content is not None:
         path.write_text(content)
-    message = refusal(configs.load, [f"--config={path}"])
+    message = refusal(config_flags.load, [f"--config={path}"])
     assert says in message
     assert path.name in message
 
 
 def test_no_config_and_a_bad_size():
-    assert "--config" in refusal(configs.load, [])
-    message = refusal(configs.load, [f"{PRETRAIN}:huge"])
+    assert "--config" in refusal(config_flags.load, [])
+    message = refusal(config_flags.load, [f"{PRETRAIN}:huge"])
     assert "huge" in message
     assert "mini" in message
 
 
 @pytest.mark.parametrize("argument", ["", ":base,128", ":mini,128,512", ":teaching", ":L6-H768-A3"])
 def test_round_trip(argument):
-    config = configs.load([PRETRAIN + argument])
+    config = config_flags.load([PRETRAIN + argument])
     again = configs.from_dict(json.loads(json.dumps(configs.to_dict(config))))
     assert again == config
     assert configs.flatten(again) == configs.flatten(config)
@@ -291,7 +291,7 @@ def test_phase_ends():
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_file_loads(path):
     kind = Config if path.stem == "pretrain" else configs.FinetuneConfig
-    assert isinstance(configs.load([f"--config={path}"], kind), kind)
+    assert isinstance(config_flags.load([f"--config={path}"], kind), kind)
 
 
 def test_fields_that_were_renamed_are_read():
@@ -301,7 +301,7 @@ def test_fields_that_were_renamed_are_read():
     config = configs.from_dict(values)
     assert config.guard.max_incidents == Config().guard.max_incidents + 1
     argv = [f"{PRETRAIN}:mini,128", "--config.masking.most_predictions=5"]
-    message = refusal(configs.load, argv)
+    message = refusal(config_flags.load, argv)
     assert "did you mean config.masking.max_predictions_per_sequence" in message
 
 

@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from bert_jax import cli, workdir
+from bert_jax import cli, config_flags, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
 from bert_jax.errors import UserError
@@ -46,7 +46,7 @@ def load(name: str, scale: str, init: str = "") -> sweep.Sweep:
 
 @functools.cache
 def read_config(arguments: tuple[str, ...], kind: type):
-    return config_lib.load(list(arguments), kind)
+    return config_flags.load(list(arguments), kind)
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def parser():
 def split(point: sweep.Point):
     """A point's settings, and its options as the command line reads them."""
     folder = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
-    config, rest = config_lib.split([*point.told(DATA), folder, "x"])
+    config, rest = config_flags.split([*point.told(DATA), folder, "x"])
     return tuple(config), parser().parse_args(rest)
 
 
@@ -205,7 +205,7 @@ def test_glue_is_tried_on_the_whole_grid():
 def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(tmp_path, wnli):
     def run(name, task, *values):
         """Seeds 3, 4, … whose predictions name the run and the seed."""
-        config = config_lib.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
+        config = config_flags.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
         for seed in range(3, 3 + len(values)):
             folder = tmp_path / name / f"seed_{seed}"
             (folder / "predictions" / "test").mkdir(parents=True)

@@ -14,8 +14,10 @@ import pytest
 import transformers
 from flax import traverse_util
 
-from bert_jax import checkpoint, cli, guard, train
-from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig, load
+from bert_jax import checkpoint, cli, guard
+from bert_jax import step as step_lib
+from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig
+from bert_jax.config_flags import load
 from bert_jax.convert import source
 from bert_jax.data import examples
 from bert_jax.errors import UserError
@@ -91,7 +93,7 @@ def test_across_the_step_where_row_counts_begin_it_ends_the_same(data, tmp_path,
 def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
     data, tmp_path, several, monkeypatch, capsys
 ):
-    compile_step = train.compile_step
+    compile_step = step_lib.compile_step
 
     largest = []
 
@@ -101,7 +103,7 @@ def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
             raise UserError(f"no program for {stage.batch_size} rows")
         return compile_step(config, stage, *others)
 
-    monkeypatch.setattr(train, "compile_step", fail)
+    monkeypatch.setattr(step_lib, "compile_step", fail)
     assert cli.main(arguments(data, tmp_path, *several)) == cli.EXIT_USER_ERROR
     said = capsys.readouterr()
     fewer = row_counts(said.out)[:-1]

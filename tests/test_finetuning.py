@@ -16,21 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax import optim, sharding
-from bert_jax import train as loop
+from bert_jax import step as step_lib
 from bert_jax.config import FEATURES, Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
 from bert_jax.errors import UserError
-from bert_jax.evaluate import put
+from bert_jax.evaluate import shard_batch
 from bert_jax.finetune import _over_seeds, _statistics, finetune
+from bert_jax.log import EarlyStopping
 from bert_jax.model import bert
 from bert_jax.model.bert import Bert, init_params, shapes
 from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import finetuning
-from bert_jax.objectives.finetuning import Finetuning
+from bert_jax.objectives.finetuning import make_objective
 from tests.helpers.runs import VOCABULARY
 
 LABELS = {
@@ -106,7 +107,7 @@ def plans(problem, batch_size=7, steps=5, **options):
 
 def loss_and_grads(problem, plan, params, config, steps=(0,)):
     """Of each step's batch."""
-    task = Finetuning(config, problem, "train", plan)
+    task = make_objective(config, problem, "train", plan)
 
     @jax.jit
     def run(params, batch):
@@ -316,7 +317,7 @@ def test_rows_of_padding_at_the_end_change_nothing(head, objective, dropout):
     problem = Made(head, objective)
     config = model_config(problem, dropout=dropout, attention_dropout=dropout)
     params, plan = random_params(config), plans(problem)[0]
-    task = Finetuning(config, problem, "train", plan)
+    task = make_objective(config, problem, "train", plan)
     key = generator_key(jax.random.key(1), "hash") if dropout else None
 
     @jax.jit
@@ -351,13 +352,13 @@ def test_a_step_in_parts_is_the_same_for_any_row_count():
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
     config, _, plan, stage = finetuning.stage(config, problem, [0], 2)
-    init, shapes = loop.initial_state(config, stage, mesh)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
     batch, found = plan.batch(0, 0), []
     for rows_ in (stage.batch_size, stage.batch_size + 4):
         padding = plan.empty(plan.shape._replace(rows=rows_ - stage.batch_size))
         padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
-        step = loop.compile_step(config, stage.with_rows(rows_), mesh, shapes)
-        _, sums, _ = step(init(jnp.uint32(0)), put(padded, mesh))
+        step = step_lib.compile_step(config, stage.with_rows(rows_), mesh, shapes)
+        _, sums, _ = step(init(jnp.uint32(0)), shard_batch(padded, mesh))
         found.append({name: np.array(sums[name]) for name in ("loss", "gradient_norm")})
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=2e-6, err_msg=name)
@@ -430,7 +431,7 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
     ((loss, _, _),) = loss_and_grads(problem, plan, params, config)
     assert abs(loss - float(wanted)) <= 1e-5
 
-    task = Finetuning(config, problem, "train", plan)
+    task = make_objective(config, problem, "train", plan)
     batch = plan.batch(0, 0)
     inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
     logits = task.predict(params, inputs)
@@ -458,8 +459,8 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
     )
     config, _, plan, stage = finetuning.stage(config, problem, [config.seed], 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    init, shapes = loop.initial_state(config, stage, mesh)
-    step = loop.compile_step(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    step = step_lib.compile_step(config, stage, mesh, shapes)
     state = init(jnp.uint32(config.seed))
 
     model = torch_model(problem, config.model, jax.device_get(state.params))
@@ -472,7 +473,7 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
     warmup = config.optim.warmup_steps
     assert (config.steps, warmup) == (25, 2)
     for number, batch in enumerate(stage.batches(0, config.steps, 0, 1)):
-        state, sums, _ = step(state, put(batch, mesh))
+        state, sums, _ = step(state, shard_batch(batch, mesh))
         found = float(sums["loss"][0] / sums["loss"][1])
         loss = model(**torch_inputs(problem, plan.members(number, config.seed))).loss
         assert found == pytest.approx(loss.item(), abs=1e-4), number
@@ -492,7 +493,7 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
 def test_what_has_no_label_is_not_counted(head, objective):
     problem = Made(head, objective, count=7)
     config, plan = model_config(problem), Plan(problem.splits["train"], 7, 1)
-    task, params = Finetuning(config, problem, "train", plan), random_params(config)
+    task, params = make_objective(config, problem, "train", plan), random_params(config)
     key = jax.random.key(0)
     measure = jax.jit(lambda batch: task.loss_terms(params, task.prepare(batch, key), None)["loss"])
     _, whole = measure(plan.batch(0, 0))
@@ -618,7 +619,7 @@ def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
     config = model_config(problem, features="weighted-all", dropout=0.5, attention_dropout=0.5)
     params = random_params(config)
     run = FinetuneConfig(model=config)
-    task = Finetuning(config, problem, "train", plan)
+    task = make_objective(config, problem, "train", plan)
     inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
     for frozen in (optim.freeze, lambda _, params: params):
 
@@ -667,7 +668,7 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
     )
     problem = Made("sequence")
     plan = plans(problem)[0]
-    task = Finetuning(model, problem, "train", plan)
+    task = make_objective(model, problem, "train", plan)
 
     def loss(params):
         inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
@@ -721,7 +722,7 @@ def test_a_run_is_as_long_and_evaluated_as_often_as_it_says():
         np.testing.assert_array_equal(batch["example"], other["example"])
     held_out = [batch["example"][batch["example"] >= 0] for batch in stage.heldout(0, 1)]
     assert sorted(np.concatenate(held_out)) == list(range(10))  # of dev
-    assert stage.objective.best_is_highest
+    assert stage.objective.best_metric.higher_is_better
     config, *_ = staged(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
     assert staged()[1] == data  # the digest is of the data alone
@@ -740,7 +741,7 @@ def test_a_profile_of_several_programs_is_refused(monkeypatch):
 def test_dropout_is_used_in_training_alone():
     problem = Made("sequence")
     plan = plans(problem)[0]
-    task = Finetuning(model_config(problem, dropout=0.5), problem, "train", plan)
+    task = make_objective(model_config(problem, dropout=0.5), problem, "train", plan)
     params = random_params(task.model.config)
     inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
     loss = jax.jit(lambda key: task.loss_terms(params, inputs, key)["loss"][0])
@@ -778,9 +779,9 @@ def test_patience_is_a_function_of_the_metrics(tmp_path):
     lines = [{"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1, 3, 2, 3, 4])]
     lines.insert(1, {"step": 0, "split": "train", "f1": 9})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    over = [loop.EarlyStopping(config, best, tmp_path, step).is_over for step in range(5)]
+    over = [EarlyStopping(config, best, tmp_path, step).is_over for step in range(5)]
     assert over == [False, False, False, True, False]
-    assert not loop.EarlyStopping(Config(), best, tmp_path, 3).is_over
+    assert not EarlyStopping(Config(), best, tmp_path, 3).is_over
 
 
 def test_several_processes_are_refused(monkeypatch, tmp_path):

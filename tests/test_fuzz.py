@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, workdir
+from bert_jax import cli, config_flags, workdir
 from bert_jax import config as configs
 from bert_jax.benchmarks import conll as tagging
 from bert_jax.benchmarks import conll_score, glue, score, squad, squad_score
@@ -640,7 +640,7 @@ def test_any_setting_is_taken_or_refused(file, given_):
     arguments = [f"--config={ROOT / 'configs' / file}"]
     arguments += [f"--config.{key}={value}" for key, value in given_]
     with only_user_errors():
-        config = configs.load(arguments, kind)
+        config = config_flags.load(arguments, kind)
         assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
 
 
@@ -653,7 +653,7 @@ def test_a_config_file_of_other_types_is_refused(tmp_path, key, value):
         f"def get_config():\n    config = Config()\n    config.{key} = {value}\n    return config\n"
     )
     with only_user_errors(), pytest.raises(UserError, match=f"config.{key}"):
-        configs.load([f"--config={path}"])
+        config_flags.load([f"--config={path}"])
 
 
 COMMANDS = [
@@ -799,6 +799,8 @@ def test_any_number_is_taken_or_refused(good_paths, tmp_path, capsys, command, n
 def test_a_count_beyond_the_devices_integers_is_refused(setting):
     key = setting.partition("=")[0]
     with pytest.raises(UserError) as error:
-        configs.load([f"--config={ROOT / 'configs' / 'pretrain.py'}:mini", f"--config.{setting}"])
+        config_flags.load(
+            [f"--config={ROOT / 'configs' / 'pretrain.py'}:mini", f"--config.{setting}"]
+        )
     assert f"config.{key} is " in str(error.value)
     assert "below 2**31" in str(error.value)

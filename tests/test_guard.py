@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from bert_jax import cli, guard, replay, sharding, workdir
+from bert_jax import step as step_lib
 from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import GuardConfig, Phase, load
+from bert_jax.config import GuardConfig, Phase
+from bert_jax.config_flags import load
 from bert_jax.errors import UserError
+from bert_jax.evaluate import shard_batch
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
@@ -134,14 +137,14 @@ def test_skip_is_the_run_without_that_step(skipping, rows):
     config.phases = (Phase(rows=str(rows())),)
     config, _, _, (stage,) = pretraining.stages(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = loop.initial_state(config, stage, mesh)
-    compiled = loop.compile_stage(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    compiled = step_lib.compile_stage(config, stage, mesh, shapes)
     state = init(jnp.uint32(config.seed))
     for step, batch in enumerate(stage.batches(0, 30, 0, 1)):
         if step == BAD:
             state = state._replace(step=state.step + 1)
         else:
-            state, *_ = compiled.step(state, loop.put(batch, mesh))
+            state, *_ = compiled.step(state, shard_batch(batch, mesh))
     found = final_arrays(skipping)[1]
     for a, b in zip(found, jax.tree.leaves(jax.device_get(state.params)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -271,7 +274,7 @@ def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch,
         calls.append(1)
         return {**found, "layer_0": found["layer_0"] ^ (len(calls) == 6)}
 
-    compile_stage = loop.compile_stage
+    compile_stage = step_lib.compile_stage
 
     def compile_faulty(*arguments):
         compiled = compile_stage(*arguments)

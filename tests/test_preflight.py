@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, device, sharding, train
+from bert_jax import checkpoint, cli, device, sharding
+from bert_jax import step as step_lib
 from bert_jax.config import Config, ModelConfig, Phase
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
@@ -400,7 +401,7 @@ def test_the_compiler_holds_what_sharding_says(compiled):
     config, phase = compiled
     _, (stage,) = pretraining.abstract_stages(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
-    _, state = train.initial_state(config, stage, mesh)
+    _, state = step_lib.initial_state(config, stage, mesh)
     batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
     memory = phase["memory"]
     expected = sharding.bytes_per_device((state, batch))

@@ -9,9 +9,11 @@ import jax
 import pytest
 
 from bert_jax import config as configs
+from bert_jax import tracing
 from bert_jax import train as loop
 from bert_jax.config import Config, FinetuneConfig, Phase
 from bert_jax.errors import UserError
+from bert_jax.evaluate import shard_batch
 from bert_jax.tools import hlo, profile
 from bert_jax.tools.profile import PARTS
 from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all
@@ -29,7 +31,7 @@ def run(folder, rows, *changes, bad=()):
 def plain(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("profile") / "plain"
     run(folder, rows)
-    assert not (folder / profile.FOLDER).exists()
+    assert not (folder / tracing.FOLDER).exists()
     return folder
 
 
@@ -43,7 +45,7 @@ def profiled(tmp_path_factory, rows):
 
 def made(folder):
     """What there is of profiles, and the table of the only one."""
-    (place,) = (folder / profile.FOLDER).iterdir()
+    (place,) = (folder / tracing.FOLDER).iterdir()
     assert len(list(place.rglob("*.xplane.pb"))) == 1
     return place.name, json.loads((place / "table.json").read_text())
 
@@ -65,7 +67,7 @@ def test_the_parts_are_named_once_and_add_up(profiled):
     # Whatever the model or the step computes has a name.
     computed = {part: row["operations"] for part, row in rows.items()}
     assert computed["other"] < 0.01 * sum(computed.values())
-    text = (profiled / profile.FOLDER / name / "table.txt").read_text()
+    text = (profiled / tracing.FOLDER / name / "table.txt").read_text()
     for part in PARTS:
         assert len(re.findall(rf"^{part} {{2,}}", text, re.MULTILINE)) == 1
 
@@ -91,19 +93,20 @@ def test_operations_are_those_of_the_formula(profiled):
 @pytest.mark.parametrize(("steps", "rest"), [("8:12", 2), ("12:14", 2)])
 def test_left_among_its_steps_it_goes_on(tmp_path, rows, plain, monkeypatch, steps, rest):
     """At step 11, when the newest checkpoint is 10; what may be asked for may be another time."""
-    dispatch = loop._Loop._dispatch
+    dispatched = []
 
-    def gone(self, *given):
-        if self.step == 11:
+    def interrupt(batch, mesh):
+        if len(dispatched) == 11:
             raise KeyboardInterrupt
-        return dispatch(self, *given)
+        dispatched.append(batch)
+        return shard_batch(batch, mesh)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_dispatch", gone)
+        patch.setattr(loop, "shard_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, rows, "profile_steps=8:12")
-    assert not list((tmp_path / profile.FOLDER).iterdir())
-    killed = tmp_path / profile.FOLDER / ".steps_8_12.partial"  # leaves more
+    assert not list((tmp_path / tracing.FOLDER).iterdir())
+    killed = tmp_path / tracing.FOLDER / ".steps_8_12.partial"  # leaves more
     killed.mkdir()
     (killed / "half").touch()
     run(tmp_path, rows, f"profile_steps={steps}")
@@ -125,7 +128,7 @@ def test_a_step_that_is_left_out(tmp_path, rows):
 
 
 def test_an_earlier_trace_makes_room(tmp_path, rows, plain):
-    old = tmp_path / profile.FOLDER / "steps_8_12"
+    old = tmp_path / tracing.FOLDER / "steps_8_12"
     old.mkdir(parents=True)
     (old / "of old").touch()
     run(tmp_path, rows, "profile_steps=8:12")
@@ -142,7 +145,8 @@ def test_no_room_for_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "ceilings", full)
     program = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((8, 8))).compile()
     said = []
-    with profile.recorded(tmp_path / "p", program, 2, "float32", said.append):
+    arguments = (program, 2, "float32", said.append, profile.summarize)
+    with tracing.record(tmp_path / "p", *arguments):
         for _ in range(2):
             jax.block_until_ready(program(jax.numpy.ones((8, 8))))
     table = json.loads((tmp_path / "p" / "table.json").read_text())

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import bert_jax
-from bert_jax import guard, sharding, train
+from bert_jax import guard, sharding
+from bert_jax import step as step_lib
 from bert_jax.config import model_size
 from bert_jax.data.rows import Example, RowFormat
-from bert_jax.evaluate import put
+from bert_jax.evaluate import shard_batch
 
 ROOT = pathlib.Path(bert_jax.__file__).parent.parent
 HERE = ROOT / "experiments" / "speed"
@@ -126,12 +127,12 @@ def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     config.phases[0].rows = str(rows())
     config, _, _, (stage,) = ours.pretraining.stages(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = train.initial_state(config, stage, mesh)
-    batch = put(next(stage.batches(0, 1, 0, 1)), mesh)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    batch = shard_batch(next(stage.batches(0, 1, 0, 1)), mesh)
     found = []
     for judge in (guard.check_step, ours._judges_nothing):
         monkeypatch.setattr(guard, "check_step", judge)
-        step = train.compile_step(config, stage, mesh, shapes)
+        step = step_lib.compile_step(config, stage, mesh, shapes)
         state, _, seen = step(init(jnp.uint32(0)), batch)
         found.append(
             (

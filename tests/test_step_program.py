@@ -15,7 +15,7 @@ from jax.extend import core
 from scipy import special
 
 from bert_jax import sharding
-from bert_jax import train as loop
+from bert_jax import step as step_lib
 from bert_jax.config import Config, MeshConfig, Phase, model_size
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
@@ -31,8 +31,8 @@ def pretraining_step(dtype="float32", **changes):
     config = Config(model=model, phases=(Phase(tokens=24),), batch_size=4, steps=10)
     config, (stage,) = pretraining.abstract_stages(config, sequences=3)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    _, state = loop.initial_state(config, stage, mesh)
-    return jax.jit(loop.make_step(config, stage)), state, stage.batch_shape
+    _, state = step_lib.initial_state(config, stage, mesh)
+    return jax.jit(step_lib.make_step(config, stage)), state, stage.batch_shape
 
 
 def equations(jaxpr):

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from bert_jax import checkpoint, cli, cpu, evaluate, log, optim, sharding, workdir
-from bert_jax import train as loop
-from bert_jax.config import Config, MeshConfig, OptimConfig, Phase, load
+from bert_jax import step as step_lib
+from bert_jax.config import Config, MeshConfig, OptimConfig, Phase
+from bert_jax.config_flags import load
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Stage
 from bert_jax.progress import Progress
@@ -94,7 +95,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
 # A line longer than a pipe takes, which nobody has read yet.
 WRITING = """
 from bert_jax.progress import Progress
-from bert_jax.train import catch_signals
+from bert_jax.signals import catch_signals
 with Progress("train", 1, "steps") as progress, catch_signals(progress) as interrupted:
     progress.say("x" * 1_000_000)
     print(interrupted())
@@ -143,11 +144,11 @@ def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
 
 def run_steps(config, stage, devices, steps):
     mesh = sharding.make_mesh(config.mesh, devices)
-    init, shapes = loop.initial_state(config, stage, mesh)
-    step = loop.compile_step(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    step = step_lib.compile_step(config, stage, mesh, shapes)
     state, seen = init(jax.numpy.uint32(config.seed)), []
     for batch in stage.batches(0, steps, 0, 1):
-        state, sums, _ = step(state, evaluate.put(batch, mesh))
+        state, sums, _ = step(state, evaluate.shard_batch(batch, mesh))
         seen.append(evaluate.means(sums))
     return jax.device_get(state.params), seen
 
@@ -193,7 +194,7 @@ def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
     shapes = []
     for count, mesh in LAYOUTS:
         mesh = sharding.make_mesh(mesh, jax.devices()[:count])
-        init, abstract = loop.initial_state(config, stage, mesh)
+        init, abstract = step_lib.initial_state(config, stage, mesh)
         shapes.append((init, abstract))
     for i, (init, _) in enumerate(shapes):
         state = init(jax.numpy.uint32(i))
@@ -221,7 +222,7 @@ def test_batches_and_masks_are_bitwise_those_of_one_device(rows):
     inputs = jax.jit(stage.objective.prepare)
     key = jax.random.fold_in(jax.random.key(0), 3)
     meshes = [sharding.make_mesh(MeshConfig(), jax.devices()[:n]) for n in (1, 2, 8)]
-    one, *more = [jax.device_get(inputs(evaluate.put(batch, mesh), key)) for mesh in meshes]
+    one, *more = [jax.device_get(inputs(evaluate.shard_batch(batch, mesh), key)) for mesh in meshes]
     for other in more:
         jax.tree.map(np.testing.assert_array_equal, one, other)
 

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["launch"] and "--" in arguments:  # a command to launch follows
         index = arguments.index("--")
         arguments, command = arguments[:index], arguments[index + 1 :]
-    from bert_jax.config import split
+    from bert_jax.config_flags import split
 
     config, rest = split(arguments)
     for argument in rest:

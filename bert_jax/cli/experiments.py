@@ -117,13 +117,14 @@ def _check(where: str, command: Sequence[str], parser: Parser) -> None:
         UserError: an option, a setting or a program that does not exist.
     """
     from bert_jax import config as config_lib
+    from bert_jax import config_flags
 
     verb, program, *_ = command
     kinds: dict[str, Any] = {
         "pretrain": config_lib.Config,
         "finetune": config_lib.FinetuneConfig,
     }
-    settings, rest = config_lib.split(list(command))
+    settings, rest = config_flags.split(list(command))
     said = io.StringIO()
     try:
         if verb == "python":
@@ -133,7 +134,7 @@ def _check(where: str, command: Sequence[str], parser: Parser) -> None:
         with contextlib.redirect_stderr(said):
             parser.parse_args(rest)
         if verb in kinds:
-            config_lib.load(settings, kinds[verb])
+            config_flags.load(settings, kinds[verb])
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except SystemExit:

@@ -46,6 +46,7 @@ def add_launch(verbs: Verbs) -> None:
 
 def _launch(options) -> int | None:
     from bert_jax import config as config_lib
+    from bert_jax import config_flags
     from bert_jax.cli import parser
     from bert_jax.tools import launch
 
@@ -56,9 +57,9 @@ def _launch(options) -> int | None:
             f"--on {options.on} -- pretrain --config configs/pretrain.py:base --rows … --workdir …"
         )
     # What is wrong with the command is said here, and not by a machine that took a day to get.
-    config, rest = config_lib.split(options.command)
+    config, rest = config_flags.split(options.command)
     launched = parser().parse_args(rest)
-    config_lib.load(config, kinds[launched.verb])
+    config_flags.load(config, kinds[launched.verb])
 
     given = vars(options).copy()
     for name in ("verb", "run", "takes_config", "config", "command", "on", "dry_run", "name"):
@@ -102,9 +103,9 @@ def add_preflight(verbs: Verbs) -> None:
 
 
 def _preflight(options) -> int:
-    from bert_jax import config as config_lib
+    from bert_jax import config_flags
 
-    config = config_lib.load(options.config)
+    config = config_flags.load(options.config)
     take_rows(config, options.rows)
     if options.sequences < 1:
         raise UserError(f"--sequences {options.sequences}: it must be 1 or more")

@@ -45,9 +45,9 @@ def add_pretrain(verbs: Verbs) -> None:
 
 
 def _pretrain(options) -> int | None:
-    from bert_jax import config as config_lib
+    from bert_jax import config_flags
 
-    config = config_lib.load(options.config)
+    config = config_flags.load(options.config)
     take_rows(config, options.rows)
 
     from bert_jax import device, distributed
@@ -56,11 +56,21 @@ def _pretrain(options) -> int | None:
     device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax.objectives import pretraining
-    from bert_jax.train import Interrupted, train
+    from bert_jax.signals import Interrupted
+    from bert_jax.tools import profile
+    from bert_jax.train import train
 
     config, vocabulary, data, stages = pretraining.stages(config)
     try:
-        train(config, vocabulary, data, stages, options.workdir, options.resume == "force")
+        train(
+            config,
+            vocabulary,
+            data,
+            stages,
+            options.workdir,
+            force=options.resume == "force",
+            summarize_trace=profile.summarize,
+        )
     except Interrupted as interrupt:
         print(f"bert-jax pretrain: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -104,8 +114,9 @@ def add_finetune(verbs: Verbs) -> None:
 
 def _finetune(options) -> int | None:
     from bert_jax import config as config_lib
+    from bert_jax import config_flags
 
-    config = config_lib.load(options.config, config_lib.FinetuneConfig)
+    config = config_flags.load(options.config, config_lib.FinetuneConfig)
     if options.data:
         config.task.data = options.data
     if options.seeds < 1:
@@ -117,7 +128,8 @@ def _finetune(options) -> int | None:
     device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax import finetune
-    from bert_jax.train import Interrupted
+    from bert_jax.signals import Interrupted
+    from bert_jax.tools import profile
 
     try:
         summary = finetune.finetune(
@@ -128,6 +140,7 @@ def _finetune(options) -> int | None:
             vocab=options.vocab,
             which=options.checkpoint,
             force=options.resume == "force",
+            summarize_trace=profile.summarize,
         )
     except Interrupted as interrupt:
         print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)

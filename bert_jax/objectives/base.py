@@ -1,8 +1,8 @@
-"""The interface between training loop and task: a range of steps over rows of one length."""
+"""The interfaces between training loop and objectives: `Objective`, and a stage of training."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -13,13 +13,19 @@ from bert_jax.model.bert import Params
 from bert_jax.objectives.losses import WeightedSum
 
 
+class Metric(NamedTuple):
+    """The name of a metric, and whether higher values are better."""
+
+    name: str
+    higher_is_better: bool = True
+
+
 @runtime_checkable
 class Objective(Protocol):
     """Inputs, losses and metrics for rows of one shape."""
 
-    # Held-out metric that selects the best checkpoint, and whether higher is better.
-    best_by: str
-    best_is_highest: bool
+    # Held-out metric that selects the best checkpoint.
+    best_metric: Metric
     # FLOPs of a training step per row, for hardware utilization.
     flops_per_row: float
 

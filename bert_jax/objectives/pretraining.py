@@ -1,147 +1,26 @@
-"""Masked LM and next sentence (Devlin et al., section 3.1), or next-token prediction (5.1)."""
+"""The phases of a pretraining run: its rows, their checks, and the objective of each phase."""
 
 import copy
 import dataclasses
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config import Config, MaskingConfig, ModelConfig, phase_ends
+from bert_jax.config import Config, phase_ends
 from bert_jax.data import rows, wordpiece
 from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
-from bert_jax.model.bert import Bert, Params, init_params
-from bert_jax.model.flops import flops_per_row
-from bert_jax.objectives import losses
 from bert_jax.objectives.base import Stage
-from bert_jax.objectives.losses import WeightedSum
-from bert_jax.objectives.masking import Masked, Masker, NextTokenTargets
+from bert_jax.objectives.causal_lm import CausalLM
+from bert_jax.objectives.masked_lm import MaskedLM
 
 # Size of BERT's uncased vocabulary.
 DEFAULT_VOCAB_SIZE = 30_522
-OBJECTIVES = ("masked_lm_loss", "next_token_loss", "next_sentence_loss")
-
-
-class Inputs(NamedTuple):
-    """A batch as the losses take it; rows are the first axis of every leaf."""
-
-    masked: Masked
-    layout: rows.Layout
-    labels: Int[Array, "B S"]
-    label_weights: Float[Array, "B S"]
-
-
-class Pretraining:
-    """The `Objective` of pretraining on rows of one format."""
-
-    best_is_highest = False
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        masking: MaskingConfig,
-        row_format: rows.RowFormat,
-        mask_id: int,
-        continuation: np.ndarray,
-    ):
-        """`mask_id` and `continuation` ([V], `##…` pieces) come from the vocabulary."""
-        self.model = Bert(model)
-        # Prefix of the names of the token loss and its metrics.
-        self._token_metrics = "next_token" if model.causal else "masked_lm"
-        self.best_by = f"{self._token_metrics}_loss"
-        if model.causal:
-            self.masker = NextTokenTargets(row_format.tokens, row_format.sequences)
-        else:
-            self.masker = Masker(
-                masking,
-                row_format.tokens,
-                row_format.sequences,
-                model.vocab_size,
-                mask_id,
-                continuation,
-            )
-        self._tokens = row_format.tokens
-        self.flops_per_row = flops_per_row(
-            model, row_format.tokens, row_format.sequences, self.masker.predictions
-        )
-
-    def init(self, key: Key[Array, ""]) -> Params:
-        """Return random parameters, independent of the format of the rows."""
-        return init_params(self.model.config, key)
-
-    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
-        """Convert rows to inputs on the device, masked unless the model is causal."""
-        batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
-        length, a_length = batch["length"], batch["a_length"]
-        layout = rows.layout(length, a_length, self._tokens)
-        masked = self.masker(batch["tokens"], length, a_length, layout, key)
-        has_label = (batch["label"] != rows.NO_LABEL) & (length > 0)
-        return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
-
-    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
-        """Return the normalizer of each loss for a whole batch, before it is split into parts."""
-        normalizers = {self.best_by: jnp.sum(inputs.masked.weights)}
-        if self.model.config.next_sentence:
-            normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
-        return normalizers
-
-    def loss_terms(
-        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
-    ) -> dict[str, WeightedSum]:
-        """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
-        masked = inputs.masked
-        token_logits, nsp_logits = self.model.apply(
-            {"params": params}, masked.tokens, inputs.layout, masked.positions, key
-        )
-        loss_terms: dict[str, Any] = {
-            self.best_by: losses.cross_entropy(token_logits, masked.labels, masked.weights),
-            f"{self._token_metrics}_accuracy": losses.accuracy(
-                token_logits, masked.labels, masked.weights
-            ),
-        }
-        if nsp_logits is not None:
-            nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
-            loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
-            loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
-        real = inputs.layout.segment_ids < self.masker.sequences
-        loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
-        return loss_terms
-
-    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
-        """Return nothing: all held-out metrics are means."""
-        return {}
-
-    def score(
-        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
-    ) -> dict[str, float]:
-        """Return nothing: all held-out metrics are means."""
-        return {}
-
-    def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Add the sum of the losses, and the perplexity: exp of the token loss."""
-        losses_present = [means[name] for name in OBJECTIVES if name in means]
-        perplexity = float(np.exp(min(means[self.best_by], 700.0)))
-        return {
-            "loss": sum(losses_present),
-            **means,
-            f"{self._token_metrics}_perplexity": perplexity,
-        }
-
-    def describe(self, summary: dict[str, float]) -> str:
-        """Return token loss and accuracy, and next-sentence accuracy if it is trained."""
-        name, accuracy = self._token_metrics, summary[f"{self._token_metrics}_accuracy"]
-        abbreviation = "next token" if name == "next_token" else "mlm"
-        text = f"{abbreviation} {summary[self.best_by]:.3f} acc {accuracy:.1%}"
-        if "next_sentence_accuracy" in summary:
-            text += f" nsp {summary['next_sentence_accuracy']:.1%}"
-        return text
 
 
 def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Stage]]:
@@ -256,11 +135,12 @@ def _stage(
 ) -> Stage:
     """Return phase i as a stage without batches."""
     phase = config.phases[i]
+    objective = CausalLM if config.model.causal else MaskedLM
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
     return Stage(
-        objective=Pretraining(config.model, config.masking, row_format, mask_id, continuation),
+        objective=objective(config.model, config.masking, row_format, mask_id, continuation),
         tokens=row_format.tokens,
         batch_size=batch_size,
         accumulation=phase.accumulation or config.accumulation,

@@ -33,9 +33,9 @@ from bert_jax.model import attention
 from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Stage
+from bert_jax.step import State, compile_step, initial_state
 from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
-from bert_jax.train import State, compile_step, initial_state
 
 GPUS_A_NODE = 8
 # What a kind needs that not every supported version of JAX brings.

@@ -25,23 +25,18 @@ array, both measured on the spot, and the gap to the time that was taken.
 """
 
 import collections
-import contextlib
-import itertools
 import pathlib
 import re
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from bert_jax import files
-from bert_jax.config import TrainConfig, profiled_steps
+from bert_jax import files, tracing
 from bert_jax.tools import hlo
 
-FOLDER = "profile"
 # What a step consists of, and what it waits for.
 PARTS = {
     "matmul": "the encoder's and the pooler's dense layers",
@@ -81,76 +76,21 @@ _KERNELS = (
     ("matmul", "gemm|nvjet|cutlass|xmma|splitK"),
     (_PROGRAMS, "^mem(cpy|set)"),
 )
-# How the loop's own spans are called in a trace.
-_STEPS, _WAITS = "bert_jax steps", "bert_jax input wait"
 
 
-def watched(
-    batches: Iterator[Any],
-    config: TrainConfig,
-    span: range,
-    folder: pathlib.Path,
-    program: Any,
-    settle: Callable[[], None],
-    say: Callable[[str], None],
-) -> Iterator[Any]:
-    """The same batches, with a trace of those steps of theirs that the config wants one of.
-
-    A loop that is left before the last of them leaves nothing of it, and one that goes on among them
-    has a trace of the rest.
+def summarize(folder: pathlib.Path, program: Any, steps: int, dtype: str) -> str:
+    """Write table.json and table.txt of a trace to its folder, and return the table as text.
 
     Args:
-        batches: of the steps `span`.
-        config: names the steps.
-        span: from the loop's next step to the last that runs this program.
-        folder: the workdir.
-        program: the compiled step.
-        settle: waits for the steps that are under way.
-        say: prints the table.
+        folder: folder of the trace.
+        program: the compiled program that was executed (`jax.stages.Compiled`).
+        steps: how often it was executed.
+        dtype: dtype that it computes in, for `ceilings`.
     """
-    wanted = profiled_steps(config)
-    first, end = max(wanted.start, span.start), min(wanted.stop, span.stop)
-    if first < end:
-        yield from itertools.islice(batches, first - span.start)
-        # In every process, for all must look at the same steps before the next is sent.
-        settle()
-        place = folder / FOLDER / f"steps_{wanted.start}_{wanted.stop}"
-        recording: Any = contextlib.nullcontext()
-        if jax.process_index() == 0:
-            recording = recorded(place, program, end - first, config.model.dtype, say)
-        with recording:
-            for _ in range(first, end):
-                with jax.profiler.TraceAnnotation(_WAITS):
-                    batch = next(batches)
-                yield batch
-            settle()
-    yield from batches
-
-
-@contextlib.contextmanager
-def recorded(
-    place: pathlib.Path, program: Any, steps: int, dtype: str, say: Callable[[str], None]
-) -> Iterator[None]:
-    """Traces what is inside and writes where its time went; an earlier trace there is replaced.
-
-    Args:
-        place: the folder to make.
-        program: what is executed inside, compiled.
-        steps: how often. The device must be idle before the first and after the last.
-        dtype: what it computes in.
-        say: prints the table.
-    """
-    shutil.rmtree(place, ignore_errors=True)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of a Python function would be a span
-    with files.new_folder(place) as beside:
-        trace = jax.profiler.trace(beside, profiler_options=options)
-        with trace, jax.profiler.TraceAnnotation(_STEPS):
-            yield
-        found = table(beside, program.as_text(), steps, dtype)
-        files.write_json(beside / "table.json", found)
-        files.write(beside / "table.txt", describe(found))
-    say(f"{describe(found)}in {place}")
+    summary = table(folder, program.as_text(), steps, dtype)
+    files.write_json(folder / "table.json", summary)
+    files.write(folder / "table.txt", describe(summary))
+    return describe(summary)
 
 
 class Ceilings(NamedTuple):
@@ -206,7 +146,7 @@ def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, 
     """Of a trace and of the program's text, where the time of a step went, as table.json has it.
 
     Args:
-        folder: of the trace, made by `recorded`.
+        folder: of the trace, made by `tracing.record`.
         text: of the compiled program that the steps ran (`jax.stages.Compiled.as_text`).
         steps: how many they were.
         dtype: what the program computes in, for `ceilings`.
@@ -299,9 +239,9 @@ def _read(folder: pathlib.Path, module: str) -> tuple[list[_Span], list[_Span], 
         for line in lines if of_host or of_device else ():
             for event in line.events:
                 begin, end, told = event.start_ns, event.end_ns, dict(event.stats)
-                if event.name == _STEPS:
+                if event.name == tracing.STEPS:
                     whole = _Span(begin, end, "")
-                elif event.name == _WAITS:
+                elif event.name == tracing.WAITS:
                     waits.append(_Span(begin, end, ""))
                 elif event.name.startswith("end: "):
                     # What a CPU goes on with in other threads ends later than its span says.
@@ -313,7 +253,7 @@ def _read(folder: pathlib.Path, module: str) -> tuple[list[_Span], list[_Span], 
                         name = event.name.split(" = ")[0].lstrip("%")
                     spans.append((_Span(begin, end, name if own else ""), told.get("_p")))
     done = [span._replace(end=ends.get(key, span.end)) for span, key in spans]
-    if whole is None:  # traced by another program than `recorded`
+    if whole is None:  # traced not by `tracing.record`
         whole = _Span(min(s.begin for s in done), max(s.end for s in done), "")
     return done, waits, whole
 

@@ -7,7 +7,8 @@ import statistics
 
 import jax
 
-from bert_jax import checkpoint, sharding, train
+from bert_jax import checkpoint, sharding
+from bert_jax import step as step_lib
 from bert_jax.objectives import pretraining
 from bert_jax.tools import preflight
 
@@ -34,7 +35,7 @@ def state_shapes(size, optimizer):
     config.optim.optimizer = optimizer
     config, (stage,) = pretraining.abstract_stages(config, 1)
     mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
-    return train.initial_state(config, stage, mesh)[1]
+    return step_lib.initial_state(config, stage, mesh)[1]
 
 
 @functools.cache

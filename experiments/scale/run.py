@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import device, sharding, train, workdir
+from bert_jax import device, sharding, workdir
+from bert_jax import step as step_lib
 from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
 from bert_jax.objectives import pretraining
 from bert_jax.tools import preflight
@@ -174,8 +175,8 @@ def memory_of(name: str, changes: str) -> dict:
     validate(config)
     config, (stage,) = pretraining.abstract_stages(config, 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices("cpu")[:1])
-    init, shapes = train.initial_state(config, stage, mesh)
-    step = train.compile_step(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    step = step_lib.compile_step(config, stage, mesh, shapes)
     init = init.lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
     told = step.memory_analysis()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -270,9 +271,9 @@ def step() -> None:
     config, (stage,) = pretraining.abstract_stages(config, STEP["sequences"])
     devices = preflight.tpu_devices(preflight.parse_topology(STEP["target"]))
     mesh = sharding.make_mesh(config.mesh, list(devices))
-    _, shapes = train.initial_state(config, stage, mesh)
+    _, shapes = step_lib.initial_state(config, stage, mesh)
     begun = time.monotonic()
-    program = train.compile_step(config, stage, mesh, shapes)
+    program = step_lib.compile_step(config, stage, mesh, shapes)
     seconds = time.monotonic() - begun
     memory, costs = program.memory_analysis(), program.cost_analysis()
     scatters = re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", program.as_text())

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bert_jax import config as config_lib
+from bert_jax import config_flags
 from bert_jax.config import Config
 from bert_jax.data import corpus, prepare
 from bert_jax.errors import UserError
@@ -75,7 +75,7 @@ def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) 
     """
     changes = [f"batch_size={batch}", f"model.positions={max(tokens, 512)}", *change]
     file = f"--config={ROOT}/configs/pretrain.py:{size},{tokens}"
-    return config_lib.load([file, *(f"--config.{each}" for each in changes)])
+    return config_flags.load([file, *(f"--config.{each}" for each in changes)])
 
 
 def articles(files: int = 8) -> pathlib.Path:

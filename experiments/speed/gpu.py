@@ -368,7 +368,7 @@ class Trainer:
 
         from bert_jax import guard, sharding
         from bert_jax.model import attention
-        from bert_jax.train import compile_step, initial_state
+        from bert_jax.step import compile_step, initial_state
 
         self.config, self.stage = stage_at_step(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])
@@ -386,9 +386,9 @@ class Trainer:
 
     def __call__(self):
         """Start a training step; return its sums, which are there when it is done."""
-        from bert_jax.evaluate import put
+        from bert_jax.evaluate import shard_batch
 
-        batch = put(self.data[self._steps % len(self.data)], self.mesh)
+        batch = shard_batch(self.data[self._steps % len(self.data)], self.mesh)
         self._steps += 1
         self.state, sums, self.seen = self.compiled(self.state, batch)
         return sums
@@ -457,6 +457,7 @@ def step(row, out):
 def profile(row, out):
     import jax
 
+    from bert_jax import tracing
     from bert_jax.tools import profile
 
     trainer, steps = trainer_of(row), 5
@@ -465,7 +466,8 @@ def profile(row, out):
     jax.block_until_ready((sums, trainer.state))
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / "profile"
-        with profile.recorded(folder, trainer.compiled, steps, "bfloat16", lambda _: None):
+        arguments = (trainer.compiled, steps, "bfloat16", lambda _: None, profile.summarize)
+        with tracing.record(folder, *arguments):
             for _ in range(steps):
                 sums = trainer()
             jax.block_until_ready((sums, trainer.state))

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, cpu, device, guard, sharding, train
-from bert_jax import config as config_lib
+from bert_jax import checkpoint, config_flags, cpu, device, guard, sharding, train
+from bert_jax import step as step_lib
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
@@ -30,12 +30,12 @@ from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
 from bert_jax.embed import Embedder
-from bert_jax.evaluate import put
+from bert_jax.evaluate import shard_batch
 from bert_jax.finetune import load_dataset
 from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Metric, Stage
 
 Turn = Callable[[], dict[str, Any]]
 
@@ -112,8 +112,8 @@ def pretrain(
     config.phases[0].rows = str(data.rows(tokens, sequences, files))
     config, _, _, (stage,) = pretraining.stages(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = train.initial_state(config, stage, mesh)
-    step, state = train.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    step, state = step_lib.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
     coming, done = (
         stage.batches(0, config.steps, *sharding.process_row_shard(mesh)),
         itertools.count(),
@@ -124,10 +124,10 @@ def pretrain(
         nonlocal state
         real = padded = 0
         if checkpoints:
-            checkpoints.save(next(done), *train._parts(state))
+            checkpoints.save(next(done), *step_lib.checkpoint_parts(state))
         for found in itertools.islice(coming, steps):
             real, padded = real + int(found["length"].sum()), padded + _padded(found)
-            state, *_ = step(state, put(found, mesh))
+            state, *_ = step(state, shard_batch(found, mesh))
         jax.block_until_ready(state)
         if checkpoints:
             checkpoints.wait()
@@ -141,7 +141,7 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
     module = data.finetuning()
     file, settings = module.SETS[name][0]()
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
-    config = config_lib.load(arguments, FinetuneConfig)
+    config = config_flags.load(arguments, FinetuneConfig)
     source, vocabulary, _, _ = open_model(str(module.minilm()))
     problem = load_dataset(config.task, vocabulary)
     config.model = finetuning.model_config(config, source.model, problem)
@@ -163,11 +163,11 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     config.one_a_row, config.steps = one_a_row, LONG_RUN_STEPS
     mesh = sharding.make_mesh(config.mesh)
     config, _, plan, stage = finetuning.stage(config, problem, [0], sharding.num_row_shards(mesh))
-    init, shapes = train.initial_state(config, stage, mesh)
-    step = train.compile_stage(config, stage, mesh, shapes).step
+    init, shapes = step_lib.initial_state(config, stage, mesh)
+    step = step_lib.compile_stage(config, stage, mesh, shapes).step
     state = init(jnp.uint32(0))
     for shape in plan.shapes:  # waits for what compiles in the background
-        state, *_ = step(state, put(plan.empty(shape), mesh))
+        state, *_ = step(state, shard_batch(plan.empty(shape), mesh))
     coming = endless(lambda: plan.batches(0, FIRST_STEPS, config.steps))
 
     def turn():
@@ -175,7 +175,7 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
         real = padded = 0
         for found in itertools.islice(coming, steps):
             real, padded = real + int(found["length"].sum()), padded + _padded(found)
-            state, *_ = step(state, put(found, mesh))
+            state, *_ = step(state, shard_batch(found, mesh))
         jax.block_until_ready(state)
         return {
             "steps": steps,
@@ -275,7 +275,7 @@ def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
     """Where checkpoints go; the state, its shapes and its bytes."""
     _start()
     config, stage = _stage(size, 128, 4, 8)
-    init, shapes = train.initial_state(config, stage, sharding.make_mesh(config.mesh))
+    init, shapes = step_lib.initial_state(config, stage, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     # Moments are zeros at first, and zeros are compressed to nothing.
     noise = jax.jit(lambda x: x + jax.random.normal(jax.random.key(1), x.shape, x.dtype))
@@ -292,7 +292,7 @@ def save(size: str) -> Turn:
     number = itertools.count()
 
     def turn():
-        checkpoints.save(next(number), *train._parts(state))
+        checkpoints.save(next(number), *step_lib.checkpoint_parts(state))
         checkpoints.wait()
         return {"bytes": size_bytes}
 
@@ -302,14 +302,14 @@ def save(size: str) -> Turn:
 def restore(size: str) -> Turn:
     """A checkpoint to a state, after its files' checksums, as a run that goes on begins."""
     checkpoints, state, shapes, size_bytes = _saved(size)
-    checkpoints.save(1, *train._parts(state))
+    checkpoints.save(1, *step_lib.checkpoint_parts(state))
     checkpoints.wait()
     del state
 
     def turn():
         if found := checkpoint.damage(checkpoints.folder / "1"):
             raise RuntimeError(found)
-        jax.block_until_ready(train.restore(checkpoints, 1, shapes, 0))
+        jax.block_until_ready(step_lib.restore(checkpoints, 1, shapes, 0))
         return {"bytes": size_bytes}
 
     return turn
@@ -388,12 +388,12 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
     jax.config.update("jax_enable_compilation_cache", cached)
     config, stage = _stage(size, tokens, sequences, batch)
     mesh = sharding.make_mesh(config.mesh)
-    _, shapes = train.initial_state(config, stage, mesh)
+    _, shapes = step_lib.initial_state(config, stage, mesh)
 
     def turn():
         jax.clear_caches()  # to drop the program of the turn before is no part of making this one
         begun = time.perf_counter()
-        train.compile_step(config, stage, mesh, shapes)
+        step_lib.compile_step(config, stage, mesh, shapes)
         return {"seconds": time.perf_counter() - begun}
 
     return turn
@@ -412,7 +412,7 @@ def command(arguments: list[str]) -> Turn:
 class _Nothing:
     """A `Task` that learns next to nothing, so that what is left of a step is the loop's own."""
 
-    best_by, best_is_highest, flops_per_row = "loss", False, 0.0
+    best_metric, flops_per_row = Metric("loss", higher_is_better=False), 0.0
 
     def init(self, key):
         return {"weight": jnp.zeros(1)}

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, cli, train
-from bert_jax.config import Phase, load
+from bert_jax.config import Phase
+from bert_jax.config_flags import load
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
+from bert_jax.tools import profile
 from tests.helpers import processes
 
 CONFIG = pathlib.Path(__file__).parent.parent.parent / "configs" / "pretrain.py"
@@ -86,7 +88,15 @@ def train_here(folder, rows, *changes, bad=(), compiled=None):
     config.phases = (Phase(rows=str(rows())),)
     config, vocabulary, data, stages = pretraining.stages(config)
     stages = [poisoned(stage, set(bad)) for stage in stages]
-    train.train(config, vocabulary, data, stages, folder, compiled=compiled)
+    train.train(
+        config,
+        vocabulary,
+        data,
+        stages,
+        folder,
+        compiled=compiled,
+        summarize_trace=profile.summarize,
+    )
 
 
 def free_port():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bert_jax import config as config_lib
-from bert_jax import workdir
+from bert_jax import config_flags, workdir
 from bert_jax.benchmarks import glue
 from bert_jax.config import Config, FinetuneConfig, ModelConfig
 from bert_jax.convert import source
@@ -123,8 +123,8 @@ def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
 def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
     """A command's config, and its other options by name."""
     parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
-    settings, rest = config_lib.split(parts)
-    return (config_lib.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
+    settings, rest = config_flags.split(parts)
+    return (config_flags.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
 
 
 def _started_from(point: Point, init: str) -> ModelConfig | None:

@@ -1,0 +1,136 @@
+"""Masked LM and next-sentence prediction (Devlin et al., section 3.1)."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax.config import MaskingConfig, ModelConfig
+from bert_jax.data import rows
+from bert_jax.data.loader import Batch
+from bert_jax.model.bert import Bert, Params, init_params
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives import losses
+from bert_jax.objectives.base import Metric
+from bert_jax.objectives.losses import WeightedSum
+from bert_jax.objectives.masking import Masked, Masker
+
+
+class Inputs(NamedTuple):
+    """A batch as the losses take it; rows are the first axis of every leaf."""
+
+    masked: Masked
+    layout: rows.Layout
+    labels: Int[Array, "B S"]
+    label_weights: Float[Array, "B S"]
+
+
+class MaskedLM:
+    """Masked LM, and next-sentence prediction if the model has that head, on rows of one format."""
+
+    # Prefix of the names of the token loss and its metrics, and what the progress bar calls it.
+    metric_prefix, display_name = "masked_lm", "mlm"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        masking: MaskingConfig,
+        row_format: rows.RowFormat,
+        mask_id: int,
+        continuation: np.ndarray,
+    ):
+        """`mask_id` and `continuation` ([V], `##…` pieces) come from the vocabulary."""
+        self.model = Bert(model)
+        self.best_metric = Metric(f"{self.metric_prefix}_loss", higher_is_better=False)
+        self.masker = self.make_masker(masking, row_format, mask_id, continuation)
+        self._tokens = row_format.tokens
+        self.flops_per_row = flops_per_row(
+            model, row_format.tokens, row_format.sequences, self.masker.predictions
+        )
+
+    def make_masker(
+        self,
+        masking: MaskingConfig,
+        row_format: rows.RowFormat,
+        mask_id: int,
+        continuation: np.ndarray,
+    ) -> Any:
+        """Return what corrupts the tokens of rows and selects the targets."""
+        vocab_size = self.model.config.vocab_size
+        tokens, sequences = row_format.tokens, row_format.sequences
+        return Masker(masking, tokens, sequences, vocab_size, mask_id, continuation)
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Return random parameters, independent of the format of the rows."""
+        return init_params(self.model.config, key)
+
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+        """Convert rows to inputs on the device, masked as a function of the key."""
+        batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
+        length, a_length = batch["length"], batch["a_length"]
+        layout = rows.layout(length, a_length, self._tokens)
+        masked = self.masker(batch["tokens"], length, a_length, layout, key)
+        has_label = (batch["label"] != rows.NO_LABEL) & (length > 0)
+        return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
+
+    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+        """Return the normalizer of each loss for a whole batch, before it is split into parts."""
+        normalizers = {self.best_metric.name: jnp.sum(inputs.masked.weights)}
+        if self.model.config.next_sentence:
+            normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
+        return normalizers
+
+    def loss_terms(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
+        """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
+        masked = inputs.masked
+        token_logits, nsp_logits = self.model.apply(
+            {"params": params}, masked.tokens, inputs.layout, masked.positions, key
+        )
+        loss_terms: dict[str, Any] = {
+            self.best_metric.name: losses.cross_entropy(
+                token_logits, masked.labels, masked.weights
+            ),
+            f"{self.metric_prefix}_accuracy": losses.accuracy(
+                token_logits, masked.labels, masked.weights
+            ),
+        }
+        if nsp_logits is not None:
+            nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
+            loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
+            loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
+        real = inputs.layout.segment_ids < self.masker.sequences
+        loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
+        return loss_terms
+
+    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+        """Return nothing: all held-out metrics are means."""
+        return {}
+
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return nothing: all held-out metrics are means."""
+        return {}
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Add the sum of the losses, and the perplexity: exp of the token loss."""
+        losses_present = [
+            means[name] for name in (self.best_metric.name, "next_sentence_loss") if name in means
+        ]
+        perplexity = float(np.exp(min(means[self.best_metric.name], 700.0)))
+        return {
+            "loss": sum(losses_present),
+            **means,
+            f"{self.metric_prefix}_perplexity": perplexity,
+        }
+
+    def describe(self, summary: dict[str, float]) -> str:
+        """Return token loss and accuracy, and next-sentence accuracy if it is trained."""
+        loss, accuracy = summary[self.best_metric.name], summary[f"{self.metric_prefix}_accuracy"]
+        text = f"{self.display_name} {loss:.3f} acc {accuracy:.1%}"
+        if "next_sentence_accuracy" in summary:
+            text += f" nsp {summary['next_sentence_accuracy']:.1%}"
+        return text

@@ -1,0 +1,147 @@
+"""Fine-tuning objectives: a labeled `FinetuneDataset` on packed rows, with a loss for each head.
+
+A new head is a subclass of `Supervised` in a file of its own and a line in `finetuning.OBJECTIVES`.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax.benchmarks.base import FinetuneDataset, Logits
+from bert_jax.config import ModelConfig
+from bert_jax.data import rows
+from bert_jax.data.examples import NO_EXAMPLE, Plan
+from bert_jax.data.loader import Batch
+from bert_jax.model.bert import Bert, Params, init_params
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives import losses
+from bert_jax.objectives.base import Metric
+from bert_jax.objectives.losses import WeightedSum
+
+
+class Inputs(NamedTuple):
+    """A batch as the losses take it; rows are the first axis of every leaf.
+
+    Attributes:
+        example: [B, S], index of the example that a sequence belongs to, or `NO_EXAMPLE`.
+        label: targets, [B, S, …] per sequence or [B, T] per token.
+    """
+
+    tokens: Int[Array, "B T"]
+    layout: rows.Layout
+    example: Int[Array, "B S"]
+    label: Array
+
+
+class Supervised:
+    """A fine-tuning objective: cross-entropy of one label per example or token, or a subclass's loss.
+
+    Attributes:
+        head: the value of `config.model.head`.
+        huggingface_class: the class of transformers with this head.
+    """
+
+    head: ClassVar[str]
+    huggingface_class: ClassVar[str]
+
+    def __init__(self, model: ModelConfig, dataset: FinetuneDataset, split: str, plan: Plan):
+        """Initialize for evaluation on `split`; `plan` is of the training examples."""
+        self.model, self.dataset, self._split = Bert(model), dataset, split
+        self.best_metric = Metric(dataset.best_by)
+        self.group = plan.examples.group
+        shape = plan.shape
+        self.flops_per_row = flops_per_row(model, shape.tokens, shape.sequences, 0)
+
+    def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
+        """Return 1 for each labeled example (at its first sequence) or labeled token, else 0."""
+        raise NotImplementedError
+
+    def losses(
+        self, logits: Float[Array, "B n C"], inputs: Inputs, weights: Float[Array, "B n"]
+    ) -> dict[str, WeightedSum]:
+        """Return the loss, and metrics that are means, as (sum, weight)."""
+        return label_losses(logits, inputs.label, weights)
+
+    def unpack(self, logits: np.ndarray, lengths: Int[np.ndarray, " S"], slot: int) -> Any:
+        """Return the logits of the example whose first sequence is in a slot of a row.
+
+        Args:
+            logits: the row's, [S, C] or [T, C].
+            lengths: length of each of the row's sequences.
+            slot: index of the example's first sequence.
+        """
+        raise NotImplementedError
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """Return random parameters of the encoder and the head."""
+        return init_params(self.model.config, key)
+
+    def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
+        """Convert rows to inputs on the device."""
+        layout = rows.layout(batch["length"], batch["a_length"], batch["tokens"].shape[1])
+        return Inputs(batch["tokens"], layout, batch["example"], batch["label"])
+
+    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+        """Return the normalizer of the loss for a whole batch, before it is split into parts."""
+        return {"loss": jnp.sum(self.loss_weights(inputs))}
+
+    def loss_terms(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
+        """Return the loss, metrics and the fraction of non-padding tokens as (sum, weight)."""
+        logits = self.model.apply(
+            {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.classify
+        )
+        loss_terms = self.losses(logits, inputs, self.loss_weights(inputs))
+        real = inputs.layout.segment_ids < inputs.example.shape[1]
+        loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
+        return loss_terms
+
+    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+        """Return the logits."""
+        return {
+            "logits": self.model.apply(
+                {"params": params}, inputs.tokens, inputs.layout, method=Bert.classify
+            )
+        }
+
+    def score(
+        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> dict[str, float]:
+        """Return the official metrics of the evaluated split."""
+        return self.dataset.score(self._split, self.logits(self._split, batches_and_outputs))
+
+    def logits(
+        self, split: str, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+    ) -> Logits:
+        """Unpack the logits of a split's examples, in the order of the examples."""
+        logits: list[Any] = [None] * len(self.dataset.splits[split])
+        for batch, outputs in batches_and_outputs:
+            for row, slot in np.argwhere(batch["example"] != NO_EXAMPLE).tolist():
+                if slot % self.group == 0:
+                    logits[batch["example"][row, slot]] = self.unpack(
+                        outputs["logits"][row], batch["length"][row], slot
+                    )
+        return logits
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the means unchanged."""
+        return means
+
+    def describe(self, summary: dict[str, float]) -> str:
+        """Return the loss and the selection metric, or accuracy while training."""
+        shown = [name for name in (self.best_metric.name, "accuracy") if name in summary][:1]
+        return " ".join(f"{name} {summary[name]:.4g}" for name in ["loss", *shown])
+
+
+def label_losses(
+    logits: Float[Array, "B n C"], label: Int[Array, "B n"], weights: Float[Array, "B n"]
+) -> dict[str, WeightedSum]:
+    """Return cross-entropy and accuracy; unknown labels, which have weight 0, may be negative."""
+    label = jnp.maximum(label, 0)
+    return {
+        "loss": losses.cross_entropy(logits, label, weights),
+        "accuracy": losses.accuracy(logits, label, weights),
+    }

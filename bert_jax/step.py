@@ -1,0 +1,257 @@
+"""The jitted training step, its state, and their compilation.
+
+A step is a function of the state and the batch. The state holds the seed and the step number, which
+determine masking and dropout.
+"""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Int, UInt
+
+from bert_jax import checkpoint, cpu, guard, optim, sharding
+from bert_jax.checkpoint import Checkpoints
+from bert_jax.config import TrainConfig
+from bert_jax.evaluate import make_evaluate
+from bert_jax.model.bert import Params
+from bert_jax.model.dropout import generator_key
+from bert_jax.objectives.base import Stage
+
+
+class State(NamedTuple):
+    """State carried from step to step; field names are part of the checkpoint format."""
+
+    step: Int[Array, ""]
+    params: Params
+    optimizer: Any
+    # Sums of the metrics since the last log line. They are part of the state so that a restart in
+    # the middle of a logging window logs the same values as an uninterrupted run.
+    sums: dict[str, Any]
+    # config.seed, an argument of the step so that runs with different seeds share a compilation.
+    seed: UInt[Array, ""]
+    recent: guard.LossHistory
+
+
+def checkpoint_parts(state: State) -> tuple[Params, dict[str, Any]]:
+    """Split a state into what checkpoints store: the parameters, and the rest without the seed."""
+    rest = state._asdict()
+    del rest["params"], rest["seed"]
+    return state.params, rest
+
+
+def make_step(config: TrainConfig, stage: Stage):
+    """Return the training step.
+
+    The step is a function (state, batch) -> (state, metric sums since the last log, `guard.StepStats`).
+    A bad step leaves the state unchanged, and so do later ones until `make_skip_step`'s function is called.
+    """
+    optimizer = optim.make(config)
+    task, accumulation = stage.objective, stage.accumulation
+
+    def loss_fn(params, inputs, key, normalizers):
+        loss_terms = task.loss_terms(optim.freeze(config, params), inputs, key)
+        loss = sum(
+            loss_terms[name][0] / jnp.maximum(normalizer, 1)
+            for name, normalizer in normalizers.items()
+        )
+        return loss, {**loss_terms, "_loss": (loss, jnp.float32(0))}
+
+    def step(
+        state: State, batch: dict[str, Array]
+    ) -> tuple[State, dict[str, Any], guard.StepStats]:
+        key = jax.random.fold_in(jax.random.key(state.seed), state.step)
+        input_key, dropout_key = jax.random.split(key)
+        dropout_key = generator_key(dropout_key, config.model.dropout_generator)
+        with jax.named_scope("inputs"):
+            inputs = task.prepare(batch, input_key)
+            normalizers = task.normalizers(inputs)
+        grad_fn = jax.grad(loss_fn, has_aux=True)
+        if accumulation == 1:
+            grads, loss_terms = grad_fn(state.params, inputs, dropout_key, normalizers)
+        else:
+            # Microbatch i takes every accumulation-th row, so each device splits its own rows.
+            # Normalizing by the whole batch makes microbatches add up to the batch's gradient.
+            microbatches = jax.tree.map(
+                lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), inputs
+            )
+
+            def accumulate(total, item):
+                i, microbatch = item
+                key = jax.random.fold_in(dropout_key, i)
+                grads_and_terms = grad_fn(state.params, microbatch, key, normalizers)
+                return jax.tree.map(jnp.add, total, grads_and_terms), None
+
+            shapes = jax.eval_shape(
+                grad_fn,
+                state.params,
+                jax.tree.map(lambda x: x[0], microbatches),
+                dropout_key,
+                normalizers,
+            )
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            (grads, loss_terms), _ = jax.lax.scan(
+                accumulate, zeros, (jnp.arange(accumulation), microbatches)
+            )
+        loss, _ = loss_terms.pop("_loss")
+        with jax.named_scope("optimizer"):
+            recent, seen = guard.check_step(
+                config.guard,
+                guard.reset_at_phase_start(state.recent, state.step == stage.first_step),
+                state.step,
+                loss,
+                grads,
+            )
+            loss_terms["gradient_norm"] = (seen.loss_and_grad_norm[1], jnp.float32(1))
+            updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            sums = jax.tree.map(jnp.add, _window_sums(config, state), loss_terms)
+            new_state = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
+            state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, new_state)
+        return state._replace(recent=state.recent._replace(halted=recent.halted)), sums, seen
+
+    return step
+
+
+def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
+    """Return the metric sums that the next step adds to: zeros at the start of a logging window."""
+    is_first = state.step % config.log_every_steps == 0
+    return jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
+
+
+def make_skip_step(config: TrainConfig, stage: Stage):
+    """Return a function state -> (state, sums) that skips a batch.
+
+    It advances the step counter without updating the parameters.
+    """
+
+    def skip(state: State) -> tuple[State, dict[str, Any]]:
+        sums = _window_sums(config, state)
+        recent = guard.reset_at_phase_start(state.recent, state.step == stage.first_step)._replace(
+            halted=jnp.array(False)
+        )
+        return state._replace(step=state.step + 1, sums=sums, recent=recent), sums
+
+    return skip
+
+
+def initial_state(
+    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> tuple[Any, State]:
+    """Return a jitted function from the seed to the state at step 0, and the state's shapes."""
+    task, optimizer = stage.objective, optim.make(config)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    loss_terms = jax.eval_shape(
+        lambda params, batch, key: task.loss_terms(params, task.prepare(batch, key), None),
+        params,
+        stage.batch_shape,
+        jax.random.key(0),
+    )
+    loss_terms["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+
+    def init(seed: UInt[Array, ""]) -> State:
+        params = task.init(jax.random.key(seed))
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss_terms)
+        return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.begin())
+
+    shapes = jax.eval_shape(init, jnp.uint32(0))
+    shardings = sharding.shardings(mesh, shapes)
+    return jax.jit(init, out_shardings=shardings), checkpoint.abstract(shapes, shardings)
+
+
+def compile_step(config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
+    """Compile the training step of a stage; `state` gives shapes and shardings."""
+    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
+    step = jax.jit(
+        make_step(config, stage),
+        donate_argnums=0,
+        out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
+    )
+    with jax.set_mesh(mesh), cpu.no_garbage_collection():
+        compiled = step.lower(state, batch).compile()
+    if memory := compiled.memory_analysis():
+        cpu.limit_malloc_retention(memory.temp_size_in_bytes)
+    return compiled
+
+
+def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> State:
+    """Restore the state of a checkpoint with the shapes and shardings of `shapes`."""
+    params, rest = checkpoints.restore(step, *checkpoint_parts(shapes))
+    return State(params=params, seed=place_seed(seed, shapes), **rest)
+
+
+def place_seed(seed: int, shapes: State) -> UInt[Array, ""]:
+    """Return the seed on the devices, as an argument of the initialization and part of the state."""
+    return jax.device_put(np.uint32(seed), shapes.seed.sharding)
+
+
+def _shardings(state: State) -> State:
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+class _StepPrograms:
+    """The training step of a stage, compiled for each of its row counts.
+
+    The largest row count is compiled at once, the others in a background thread. A step waits for
+    its program if necessary, so which program it runs depends on its batch alone.
+    """
+
+    def __init__(self, compile_: Callable[[Stage], Any], stage: Stage):
+        self._largest = compile_(stage.with_rows(stage.batch_size))
+        # One thread: a second compilation would slow down the first and the running steps.
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._smaller = {
+            rows: pool.submit(compile_, stage.with_rows(rows)) for rows in stage.smaller_batch_sizes
+        }
+        pool.shutdown(wait=False)
+
+    def __call__(self, state: State, batch: dict[str, Any]) -> Any:
+        smaller = self._smaller.get(len(batch["tokens"]))
+        return (smaller.result() if smaller else self._largest)(state, batch)
+
+    def as_text(self) -> str:
+        """Return the HLO text of the program for the most rows, the only one that is profiled."""
+        return self._largest.as_text()
+
+
+class Programs(NamedTuple):
+    """Compiled functions of a stage, which do not depend on the seed.
+
+    Attributes:
+        step, skip: the functions of `make_step` and `make_skip_step`; the state is donated.
+        fingerprint: function (state, batch) -> checksums of the parameters after the step.
+        evaluate: held-out evaluation, parameters -> metrics.
+    """
+
+    step: Callable[..., tuple[State, dict[str, Any], guard.StepStats]]
+    skip: Callable[[State], tuple[State, dict[str, Any]]]
+    fingerprint: Callable[..., dict[str, Array]]
+    evaluate: Callable[[Params], dict[str, float]]
+
+
+def compile_stage(
+    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, state: State
+) -> Programs:
+    """Compile the step of a stage; the other functions compile when they are first called."""
+    step, replicated = make_step(config, stage), sharding.replicated(mesh)
+
+    def compile_(stage: Stage) -> Any:
+        return compile_step(config, stage, mesh, state)
+
+    return Programs(
+        _StepPrograms(compile_, stage) if stage.smaller_batch_sizes else compile_(stage),
+        jax.jit(
+            make_skip_step(config, stage),
+            donate_argnums=0,
+            out_shardings=(_shardings(state), replicated),
+        ),
+        jax.jit(
+            lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=replicated
+        ),
+        make_evaluate(stage, mesh),
+    )

@@ -1,0 +1,128 @@
+"""Traces of training steps by the JAX profiler, as `config.profile_steps` requests.
+
+WORKDIR/profile/steps_FIRST_END/plugins/profile holds the trace, which XProf displays
+(`xprof --logdir WORKDIR/profile/steps_…`), as does TensorBoard with its profile plugin.
+`bert_jax.tools.profile` adds a table of where the time of a step goes.
+"""
+
+import contextlib
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from bert_jax import files
+from bert_jax.config import TrainConfig, profiled_steps
+
+FOLDER = "profile"
+# Names of the loop's own spans in a trace.
+STEPS, WAITS = "bert_jax steps", "bert_jax input wait"
+
+# (folder of the trace, compiled program, number of steps, dtype) -> text to print.
+Summarize = Callable[[pathlib.Path, Any, int, str], str]
+
+
+@contextlib.contextmanager
+def record(
+    place: pathlib.Path,
+    program: Any,
+    steps: int,
+    dtype: str,
+    say: Callable[[str], None],
+    summarize: Summarize | None,
+) -> Iterator[None]:
+    """Trace the block into a new folder, replacing an earlier trace. Nothing remains on an error.
+
+    Args:
+        place: the folder to create.
+        program: the compiled program that the block executes.
+        steps: how often it is executed; the device must be idle before the first and after the last.
+        dtype: dtype that it computes in.
+        say: prints a line.
+        summarize: called with the finished trace; may add files to its folder.
+    """
+    shutil.rmtree(place, ignore_errors=True)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every call of a Python function would be a span
+    with files.new_folder(place) as beside:
+        trace = jax.profiler.trace(beside, profiler_options=options)
+        with trace, jax.profiler.TraceAnnotation(STEPS):
+            yield
+        summary = (
+            summarize(beside, program, steps, dtype) if summarize else f"traced {steps} steps "
+        )
+    say(f"{summary}in {place}")
+
+
+class _Discarded(Exception):
+    """Thrown into `record` to end a trace without keeping it."""
+
+
+class StepTracer:
+    """Traces the configured steps among those of a loop that runs one program.
+
+    Use it as a context manager around the loop, whose end discards an unfinished trace. A loop that
+    begins among the configured steps traces the rest of them.
+
+    Args:
+        config: names the steps.
+        span: steps of the loop.
+        folder: the workdir.
+        program: the compiled step.
+        say, summarize: as in `record`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        span: range,
+        folder: pathlib.Path,
+        program: Any,
+        say: Callable[[str], None],
+        summarize: Summarize | None = None,
+    ):
+        wanted = profiled_steps(config)
+        self._first, self._end = max(wanted.start, span.start), min(wanted.stop, span.stop)
+        self._recording: Any = None
+        self._arguments = (
+            folder / FOLDER / f"steps_{wanted.start}_{wanted.stop}",
+            program,
+            self._end - self._first,
+            config.model.dtype,
+            say,
+            summarize,
+        )
+
+    def __enter__(self) -> "StepTracer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._recording:
+            self._recording.__exit__(_Discarded, _Discarded(), None)
+
+    def is_boundary(self, step: int) -> bool:
+        """Whether a trace starts or ends before this step; the device must then be idle."""
+        return self._first < self._end and step in (self._first, self._end)
+
+    def update(self, step: int) -> None:
+        """Start or end the trace if `step`, the next one, is a boundary."""
+        if not self.is_boundary(step) or jax.process_index():
+            return
+        if self._recording:
+            recording, self._recording = self._recording, None
+            recording.__exit__(None, None, None)
+        elif step == self._first:
+            self._recording = record(*self._arguments)
+            self._recording.__enter__()
+
+    def annotate(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches, and mark the time spent waiting for them in the trace."""
+        iterator = iter(batches)
+        while True:
+            with jax.profiler.TraceAnnotation(WAITS):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
