@@ -177,7 +177,7 @@ class OptimConfig:
 
 
 @dataclasses.dataclass
-class Phase:
+class PhaseConfig:
     """A part of the run with its own rows: BERT trains on T=128 first, then T=512."""
 
     # Folder written by `bert-jax prepare`.
@@ -286,7 +286,7 @@ class Config(TrainConfig):
     """A pretraining run."""
 
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
-    phases: tuple[Phase, ...] = (Phase(),)
+    phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
     # Rows that fail their checksum: "stop" with an error that names the first, or "skip": warn
     # about each and replace it with a row of padding of weight 0, so that all other rows keep their
     # positions.

@@ -14,7 +14,7 @@ from bert_jax.config import MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.model.bert import Params
 from bert_jax.objectives import pretraining
-from bert_jax.objectives.base import Objective, Stage
+from bert_jax.objectives.base import Objective, Phase
 
 
 def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
@@ -29,13 +29,13 @@ def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.
     return {k: jax.make_array_from_process_local_data(row_sharding, v) for k, v in batch.items()}
 
 
-def make_evaluate(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[str, float]]:
+def make_evaluate(phase: Phase, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps parameters to held-out metrics.
 
     It compiles once. Masks depend only on the index of the batch, so two evaluations differ only in
     their parameters.
     """
-    task = stage.objective
+    task = phase.objective
 
     @jax.jit
     def measure(params, batch, key):
@@ -44,7 +44,7 @@ def make_evaluate(stage: Stage, mesh: jax.sharding.Mesh) -> Callable[[Params], d
 
     def evaluate(params: Params) -> dict[str, float]:
         total, batches_and_outputs = None, []
-        for i, batch in enumerate(stage.heldout(*sharding.process_row_shard(mesh))):
+        for i, batch in enumerate(phase.heldout(*sharding.process_row_shard(mesh))):
             key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
             with jax.set_mesh(mesh):
                 loss_terms, outputs = measure(params, shard_batch(batch, mesh), key)
@@ -98,11 +98,11 @@ def evaluate_workdir(
         The step and its held-out metrics.
     """
     config, _, params, step = checkpoint.load_model(folder, which)
-    phase = dataclasses.replace(config.phases[-1], fraction=1.0)
+    phase_config = dataclasses.replace(config.phases[-1], fraction=1.0)
     if rows:
-        phase = dataclasses.replace(phase, rows=rows, tokens=0)
+        phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)
     num_rows = 0 if every_row else config.evaluate_rows  # 0 means all
-    config = dataclasses.replace(config, phases=(phase,), evaluate_rows=num_rows)
-    _, _, _, (stage,) = pretraining.stages(config)
+    config = dataclasses.replace(config, phases=(phase_config,), evaluate_rows=num_rows)
+    _, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    return step, stage.objective.summarize(make_evaluate(stage, mesh)(params))
+    return step, phase.objective.summarize(make_evaluate(phase, mesh)(params))

@@ -127,19 +127,19 @@ def finetune(
     attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
-    config, data, plan, stage = finetuning.stage(
+    config, data, plan, phase = finetuning.make_phase(
         config, problem, all_seeds, sharding.num_row_shards(mesh)
     )
     init_params, new = {}, ["everything"]
     if start is not None:
         init_params, new = finetuning.restored(config, start, params)
     data[0]["start"] = finetuning.params_digest(init_params)
-    _print_run(problem, config, stage, init, new)
+    _print_run(problem, config, phase, init, new)
     compiled: dict[int, Any] = {}
     results = []
     for seed in all_seeds:
         seed_config = dataclasses.replace(copy.deepcopy(config), seed=seed)
-        seed_stage = dataclasses.replace(stage, batches=functools.partial(plan.batches, seed))
+        seed_phase = dataclasses.replace(phase, batches=functools.partial(plan.batches, seed))
         seed_folder = folder / f"seed_{seed}" if seeds > 1 else folder
         if seeds > 1:
             print(f"seed {seed}", flush=True)
@@ -147,7 +147,7 @@ def finetune(
             seed_config,
             vocabulary,
             data,
-            [seed_stage],
+            [seed_phase],
             seed_folder,
             force,
             init_params,
@@ -176,16 +176,16 @@ def _require_same_kind(folder: pathlib.Path, seeds: int) -> None:
 
 
 def _print_run(
-    problem: FinetuneDataset, config: FinetuneConfig, stage, init: str, new: Sequence[str]
+    problem: FinetuneDataset, config: FinetuneConfig, phase, init: str, new: Sequence[str]
 ) -> None:
     counts = ", ".join(f"{len(e):,} {name}" for name, e in problem.splits.items())
     print(f"{counts} examples; {len(problem.labels)} outputs: {_abbreviate(problem.labels)}")
     for line in problem.report:
         print(f"  {line}")
-    row_counts = " or ".join(map(str, [*stage.smaller_batch_sizes, stage.batch_size]))
+    row_counts = " or ".join(map(str, [*phase.smaller_batch_sizes, phase.batch_size]))
     print(
         f"{config.steps:,} steps of {config.batch_size} examples in {row_counts} rows of "
-        f"T={stage.tokens}; from {init}, new: {', '.join(new)}",
+        f"T={phase.tokens}; from {init}, new: {', '.join(new)}",
         flush=True,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from bert_jax import device, files, optim, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.evaluate import means
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
 
 
@@ -66,21 +66,21 @@ class Log:
         self.__exit__()
         self._open(step)
 
-    def begin(self, stage: Stage, step: int) -> None:
-        """Log the steps after `step` as those of `stage`."""
-        self._stage, self._clock = stage, (step, time.monotonic())
+    def begin(self, phase: Phase, step: int) -> None:
+        """Log the steps after `step` as those of `phase`."""
+        self._phase, self._clock = phase, (step, time.monotonic())
 
     def training(self, step: int, sums: dict[str, Any]) -> None:
         """Write the means of the window that ends with `step`, which must be finished."""
-        summary = self._stage.objective.summarize(means(sums))
+        summary = self._phase.objective.summarize(means(sums))
         # The learning rate of the window's last step.
         summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
         self._write(step, "train", summary)
-        note = self._stage.objective.describe(summary)
-        rows = float(self._stage.batch_size)
-        if self._stage.smaller_batch_sizes:  # mean row count, from the tokens including padding
+        note = self._phase.objective.describe(summary)
+        rows = float(self._phase.batch_size)
+        if self._phase.smaller_batch_sizes:  # mean row count, from the tokens including padding
             steps = (step - 1) % self._config.log_every_steps + 1
-            rows = float(sums["real_fraction"][1]) / self._stage.tokens / steps
+            rows = float(sums["real_fraction"][1]) / self._phase.tokens / steps
         self._progress.note(note + self._log_speed(step, summary, rows))
 
     def heldout(self, step: int, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -94,9 +94,9 @@ class Log:
         self._clock = (self._clock[0], self._clock[1] + time.monotonic() - start_time)
         if not metrics:
             return {}
-        summary = self._stage.objective.summarize(metrics)
+        summary = self._phase.objective.summarize(metrics)
         self._write(step, "heldout", summary)
-        self._progress.say(f"step {step:,}: held-out {self._stage.objective.describe(summary)}")
+        self._progress.say(f"step {step:,}: held-out {self._phase.objective.describe(summary)}")
         return summary
 
     def sync(self) -> None:
@@ -112,14 +112,14 @@ class Log:
             return ""
         seconds = now - last_time
         rows = (step - last_step) * rows_per_step
-        tokens = rows * self._stage.tokens / seconds
+        tokens = rows * self._phase.tokens / seconds
         speed = {
             "step": step,
             "seconds": seconds,
             "steps_per_second": (step - last_step) / seconds,
             "tokens_per_second": tokens,
             "real_tokens_per_second": tokens * summary["real_fraction"],
-            "flops_per_second": rows * self._stage.objective.flops_per_row / seconds,
+            "flops_per_second": rows * self._phase.objective.flops_per_row / seconds,
         }
         note = f" {tokens * summary['real_fraction']:,.0f} real tok/s {summary['real_fraction']:.0%} real"
         peak = device.peak_flops()

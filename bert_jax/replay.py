@@ -13,7 +13,7 @@ from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
 from bert_jax.finetune import load_dataset
 from bert_jax.objectives import finetuning, pretraining
-from bert_jax.step import compile_stage, initial_state, restore
+from bert_jax.step import compile_phase, initial_state, restore
 
 
 class ReplayResult(NamedTuple):
@@ -50,16 +50,18 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         )
     mesh = sharding.make_mesh(config.mesh)
     if isinstance(config, Config):
-        stage = pretraining.stage_at_step(config, vocabulary, incident.batch, incident.step)
+        phase = pretraining.phase_at_step(config, vocabulary, incident.batch, incident.step)
     else:
         problem = load_dataset(config.task, vocabulary, config.model.labels)
-        stage = finetuning.stage(config, problem, [config.seed], sharding.num_row_shards(mesh))[-1]
-    _, shapes = initial_state(config, stage, mesh)
+        phase = finetuning.make_phase(
+            config, problem, [config.seed], sharding.num_row_shards(mesh)
+        )[-1]
+    _, shapes = initial_state(config, phase, mesh)
     checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
     state = restore(checkpoints, incident.step, shapes, config.seed)
     checkpoints.close()
-    stage = stage.with_rows(len(incident.batch["tokens"]))
-    compiled, batch = compile_stage(config, stage, mesh, shapes), shard_batch(incident.batch, mesh)
+    phase = phase.with_rows(len(incident.batch["tokens"]))
+    compiled, batch = compile_phase(config, phase, mesh, shapes), shard_batch(incident.batch, mesh)
     with jax.set_mesh(mesh):
         first, second = (jax.device_get(compiled.fingerprint(state, batch)) for _ in range(2))
     stats = guard.describe(compiled.step(state, batch)[2])

@@ -21,7 +21,7 @@ from bert_jax.config import TrainConfig
 from bert_jax.evaluate import make_evaluate
 from bert_jax.model.bert import Params
 from bert_jax.model.dropout import generator_key
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 
 
 class State(NamedTuple):
@@ -45,14 +45,14 @@ def checkpoint_parts(state: State) -> tuple[Params, dict[str, Any]]:
     return state.params, rest
 
 
-def make_step(config: TrainConfig, stage: Stage):
+def make_step(config: TrainConfig, phase: Phase):
     """Return the training step.
 
     The step is a function (state, batch) -> (state, metric sums since the last log, `guard.StepStats`).
     A bad step leaves the state unchanged, and so do later ones until `make_skip_step`'s function is called.
     """
     optimizer = optim.make(config)
-    task, accumulation = stage.objective, stage.accumulation
+    task, accumulation = phase.objective, phase.accumulation
 
     def loss_fn(params, inputs, key, normalizers):
         loss_terms = task.loss_terms(optim.freeze(config, params), inputs, key)
@@ -102,7 +102,7 @@ def make_step(config: TrainConfig, stage: Stage):
         with jax.named_scope("optimizer"):
             recent, seen = guard.check_step(
                 config.guard,
-                guard.reset_at_phase_start(state.recent, state.step == stage.first_step),
+                guard.reset_at_phase_start(state.recent, state.step == phase.first_step),
                 state.step,
                 loss,
                 grads,
@@ -124,7 +124,7 @@ def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
     return jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
 
 
-def make_skip_step(config: TrainConfig, stage: Stage):
+def make_skip_step(config: TrainConfig, phase: Phase):
     """Return a function state -> (state, sums) that skips a batch.
 
     It advances the step counter without updating the parameters.
@@ -132,7 +132,7 @@ def make_skip_step(config: TrainConfig, stage: Stage):
 
     def skip(state: State) -> tuple[State, dict[str, Any]]:
         sums = _window_sums(config, state)
-        recent = guard.reset_at_phase_start(state.recent, state.step == stage.first_step)._replace(
+        recent = guard.reset_at_phase_start(state.recent, state.step == phase.first_step)._replace(
             halted=jnp.array(False)
         )
         return state._replace(step=state.step + 1, sums=sums, recent=recent), sums
@@ -141,15 +141,15 @@ def make_skip_step(config: TrainConfig, stage: Stage):
 
 
 def initial_state(
-    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> tuple[Any, State]:
     """Return a jitted function from the seed to the state at step 0, and the state's shapes."""
-    task, optimizer = stage.objective, optim.make(config)
+    task, optimizer = phase.objective, optim.make(config)
     params = jax.eval_shape(task.init, jax.random.key(0))
     loss_terms = jax.eval_shape(
         lambda params, batch, key: task.loss_terms(params, task.prepare(batch, key), None),
         params,
-        stage.batch_shape,
+        phase.batch_shape,
         jax.random.key(0),
     )
     loss_terms["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
@@ -164,11 +164,11 @@ def initial_state(
     return jax.jit(init, out_shardings=shardings), checkpoint.abstract(shapes, shardings)
 
 
-def compile_step(config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, state: State) -> Any:
-    """Compile the training step of a stage; `state` gives shapes and shardings."""
-    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
+def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State) -> Any:
+    """Compile the training step of a phase; `state` gives shapes and shardings."""
+    batch = checkpoint.abstract(phase.batch_shape, sharding.rows(mesh))
     step = jax.jit(
-        make_step(config, stage),
+        make_step(config, phase),
         donate_argnums=0,
         out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
     )
@@ -195,18 +195,18 @@ def _shardings(state: State) -> State:
 
 
 class _StepPrograms:
-    """The training step of a stage, compiled for each of its row counts.
+    """The training step of a phase, compiled for each of its row counts.
 
     The largest row count is compiled at once, the others in a background thread. A step waits for
     its program if necessary, so which program it runs depends on its batch alone.
     """
 
-    def __init__(self, compile_: Callable[[Stage], Any], stage: Stage):
-        self._largest = compile_(stage.with_rows(stage.batch_size))
+    def __init__(self, compile_: Callable[[Phase], Any], phase: Phase):
+        self._largest = compile_(phase.with_rows(phase.batch_size))
         # One thread: a second compilation would slow down the first and the running steps.
         pool = concurrent.futures.ThreadPoolExecutor(1)
         self._smaller = {
-            rows: pool.submit(compile_, stage.with_rows(rows)) for rows in stage.smaller_batch_sizes
+            rows: pool.submit(compile_, phase.with_rows(rows)) for rows in phase.smaller_batch_sizes
         }
         pool.shutdown(wait=False)
 
@@ -220,7 +220,7 @@ class _StepPrograms:
 
 
 class Programs(NamedTuple):
-    """Compiled functions of a stage, which do not depend on the seed.
+    """Compiled functions of a phase, which do not depend on the seed.
 
     Attributes:
         step, skip: the functions of `make_step` and `make_skip_step`; the state is donated.
@@ -234,24 +234,24 @@ class Programs(NamedTuple):
     evaluate: Callable[[Params], dict[str, float]]
 
 
-def compile_stage(
-    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, state: State
+def compile_phase(
+    config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State
 ) -> Programs:
-    """Compile the step of a stage; the other functions compile when they are first called."""
-    step, replicated = make_step(config, stage), sharding.replicated(mesh)
+    """Compile the step of a phase; the other functions compile when they are first called."""
+    step, replicated = make_step(config, phase), sharding.replicated(mesh)
 
-    def compile_(stage: Stage) -> Any:
-        return compile_step(config, stage, mesh, state)
+    def compile_(phase: Phase) -> Any:
+        return compile_step(config, phase, mesh, state)
 
     return Programs(
-        _StepPrograms(compile_, stage) if stage.smaller_batch_sizes else compile_(stage),
+        _StepPrograms(compile_, phase) if phase.smaller_batch_sizes else compile_(phase),
         jax.jit(
-            make_skip_step(config, stage),
+            make_skip_step(config, phase),
             donate_argnums=0,
             out_shardings=(_shardings(state), replicated),
         ),
         jax.jit(
             lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=replicated
         ),
-        make_evaluate(stage, mesh),
+        make_evaluate(phase, mesh),
     )

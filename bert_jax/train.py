@@ -27,14 +27,14 @@ from bert_jax.evaluate import shard_batch
 from bert_jax.log import EarlyStopping, Log
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
 from bert_jax.signals import Interrupted, catch_signals
 from bert_jax.step import (
     Programs,
     State,
     checkpoint_parts,
-    compile_stage,
+    compile_phase,
     initial_state,
     place_seed,
     restore,
@@ -49,7 +49,7 @@ def train(
     config: TrainConfig,
     vocabulary: Vocabulary,
     data: list[dict[str, Any]],
-    stages: list[Stage],
+    phases: list[Phase],
     folder: str | pathlib.Path,
     force: bool = False,
     start: Params | None = None,
@@ -61,12 +61,12 @@ def train(
     Args:
         config: validated, with the vocabulary size filled in.
         vocabulary: saved with the run.
-        data: description of the rows of each stage (see `workdir.claim`).
-        stages: stages to train on, in order.
+        data: description of the rows of each phase (see `workdir.claim`).
+        phases: phases to train on, in order.
         folder: the workdir.
         force: resume in a workdir that holds a run with another config.
         start: parameters that replace the random ones at step 0; may be a subset of the model's.
-        compiled: cache of `compile_stage` results by stage index, which the caller may share
+        compiled: cache of `compile_phase` results by phase index, which the caller may share
             between runs that differ only in their seeds.
         summarize_trace: see `tracing.StepTracer`.
 
@@ -78,14 +78,14 @@ def train(
     folder = pathlib.Path(folder)
     compiled = {} if compiled is None else compiled
     mesh = sharding.make_mesh(config.mesh)
-    for stage in stages:
-        sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
+    for phase in phases:
+        sharding.check_batch(mesh, phase.batch_size, phase.accumulation)
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     attention.check(config, *hardware)
     device.check_deterministic(config, hardware[0])
     process_part = sharding.process_row_shard(mesh)
-    init, shapes = initial_state(config, stages[0], mesh)
-    metric = stages[0].objective.best_metric
+    init, shapes = initial_state(config, phases[0], mesh)
+    metric = phases[0].objective.best_metric
     best = {"best_by": metric.name, "highest": metric.higher_is_better}
 
     with contextlib.ExitStack() as stack:
@@ -127,14 +127,14 @@ def train(
 
         def programs_of(index: int) -> Programs:
             if index not in compiled:
-                compiled[index] = _compile(config, stages[index], mesh, shapes, progress)
+                compiled[index] = _compile(config, phases[index], mesh, shapes, progress)
             return compiled[index]
 
         if step:
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             # Compiling the step needs only shapes and takes longer than creating the state.
-            compiling = pool.submit(programs_of, _index_at(stages, step))
+            compiling = pool.submit(programs_of, _index_at(phases, step))
             state = state_at(step)
             compiling.result()
 
@@ -150,23 +150,23 @@ def train(
                 if bad_step and step_guard.policy(bad_step.kind) != "report":
                     return bad_step
                 if bad_step:
-                    step_guard.record(bad_step, _read_batch(stages, bad_step.step))
+                    step_guard.record(bad_step, _read_batch(phases, bad_step.step))
                     progress.say(str(bad_step))
                 if step % config.log_every_steps == 0 or step == config.steps:
                     log.training(step, sums)
             return None
 
         while step < config.steps and not early_stopping.is_over:
-            # From here to the end of the stage, or to a bad step.
-            index = _index_at(stages, step)
-            stage, programs, bad_step = stages[index], programs_of(index), None
-            log.begin(stage, step)
-            batches = stage.batches(
-                step - stage.first_step, stage.end_step - stage.first_step, *process_part
+            # From here to the end of the phase, or to a bad step.
+            index = _index_at(phases, step)
+            phase, programs, bad_step = phases[index], programs_of(index), None
+            log.begin(phase, step)
+            batches = phase.batches(
+                step - phase.first_step, phase.end_step - phase.first_step, *process_part
             )
             with StepTracer(
                 config,
-                range(step, stage.end_step),
+                range(step, phase.end_step),
                 folder,
                 programs.step,
                 progress.say,
@@ -199,7 +199,7 @@ def train(
                     must_finish = (
                         should_evaluate
                         or should_save
-                        or step == stage.end_step
+                        or step == phase.end_step
                         or tracer.is_boundary(step)
                     )
                     bad_step = finish_steps(0 if must_finish else STEPS_AHEAD)
@@ -228,7 +228,7 @@ def train(
                 progress.advance(bad_step.step - step)
                 # The state is the one before the bad step.
                 state = handle_bad_step(
-                    bad_step, step_guard, state, stages, checkpoints, log, progress, folder
+                    bad_step, step_guard, state, phases, checkpoints, log, progress, folder
                 )
                 step = bad_step.step
                 if state is None:  # rolled back
@@ -246,7 +246,7 @@ def handle_bad_step(
     bad_step: guard.BadStep,
     step_guard: guard.Guard,
     state: State,
-    stages: Sequence[Stage],
+    phases: Sequence[Phase],
     checkpoints: Checkpoints,
     log: Log,
     progress: Progress,
@@ -264,7 +264,7 @@ def handle_bad_step(
     step, policy = bad_step.step, step_guard.policy(bad_step.kind)
     halted = jax.device_put(np.bool_(False), state.recent.halted.sharding)
     state = state._replace(recent=state.recent._replace(halted=halted))
-    incident = step_guard.record(bad_step, _read_batch(stages, step))
+    incident = step_guard.record(bad_step, _read_batch(phases, step))
     step_guard.save_state(incident, step, *checkpoint_parts(state))
     if policy == "skip":
         step_guard.skip([step])
@@ -289,14 +289,14 @@ def due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _index_at(stages: Sequence[Stage], step: int) -> int:
-    return next(i for i, stage in enumerate(stages) if step < stage.end_step)
+def _index_at(phases: Sequence[Phase], step: int) -> int:
+    return next(i for i, phase in enumerate(phases) if step < phase.end_step)
 
 
-def _read_batch(stages: Sequence[Stage], step: int) -> Batch:
+def _read_batch(phases: Sequence[Phase], step: int) -> Batch:
     """Return the global batch of a step."""
-    stage = stages[_index_at(stages, step)]
-    return next(stage.batches(step - stage.first_step, step + 1 - stage.first_step, 0, 1))
+    phase = phases[_index_at(phases, step)]
+    return next(phase.batches(step - phase.first_step, step + 1 - phase.first_step, 0, 1))
 
 
 def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:
@@ -304,14 +304,14 @@ def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:
 
 
 def _compile(
-    config: TrainConfig, stage: Stage, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
+    config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
 ) -> Programs:
-    """Compile a stage and report how long it took."""
+    """Compile a phase and report how long it took."""
     start_time = time.monotonic()
-    compiled = compile_stage(config, stage, mesh, shapes)
-    row_counts = " and ".join(map(str, stage.smaller_batch_sizes))
+    compiled = compile_phase(config, phase, mesh, shapes)
+    row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
     progress.say(
-        f"compiled the step for {stage.batch_size} rows of T={stage.tokens} "
+        f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "
         f"in {time.monotonic() - start_time:.1f} s"
         + (f"; compiling it for {row_counts} rows in the background" if row_counts else "")
     )

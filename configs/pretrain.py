@@ -9,7 +9,14 @@ Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate
 of warm-up, linear decay.
 """
 
-from bert_jax.config import CheckpointConfig, Config, MaskingConfig, OptimConfig, Phase, model_size
+from bert_jax.config import (
+    CheckpointConfig,
+    Config,
+    MaskingConfig,
+    OptimConfig,
+    PhaseConfig,
+    model_size,
+)
 
 
 def get_config(argument: str = "base") -> Config:
@@ -25,7 +32,7 @@ def get_config(argument: str = "base") -> Config:
             model=model,
             masking=MaskingConfig(rate=0.4),
             optim=OptimConfig(optimizer="adamw", learning_rate=1e-3, warmup_steps=200),
-            phases=(Phase(tokens=int(lengths[0]) if lengths else 64),),
+            phases=(PhaseConfig(tokens=int(lengths[0]) if lengths else 64),),
             steps=1_000,
             batch_size=16,
             evaluate_every_steps=250,
@@ -33,8 +40,8 @@ def get_config(argument: str = "base") -> Config:
             checkpoint=CheckpointConfig(every_steps=250),
         )
     if len(lengths) == 1:
-        phases = (Phase(tokens=int(lengths[0])),)
+        phases = (PhaseConfig(tokens=int(lengths[0])),)
     else:
         short, long = map(int, lengths or (128, 512))
-        phases = (Phase(tokens=short, fraction=0.9), Phase(tokens=long, fraction=0.1))
+        phases = (PhaseConfig(tokens=short, fraction=0.9), PhaseConfig(tokens=long, fraction=0.1))
     return Config(model=model, phases=phases)

@@ -17,7 +17,7 @@ import pytest
 from bert_jax import sharding
 from bert_jax import step as step_lib
 from bert_jax.checkpoint import abstract
-from bert_jax.config import Config, MeshConfig, ModelConfig, Phase, model_size
+from bert_jax.config import Config, MeshConfig, ModelConfig, PhaseConfig, model_size
 from bert_jax.data.rows import layout
 from bert_jax.errors import UserError
 from bert_jax.model import bert
@@ -162,24 +162,24 @@ class Watching(pretraining.MaskedLM):
 
 
 def small_run(rows, **changes):
-    """A run's config with the vocabulary's size, and its stage, without dropout in attention."""
+    """A run's config with the vocabulary's size, and its phase, without dropout in attention."""
     config = Config(
         model=dataclasses.replace(model_size("L2-H32-A2"), attention_dropout=0.0, **changes),
-        phases=(Phase(rows=str(rows())),),
+        phases=(PhaseConfig(rows=str(rows())),),
         batch_size=4,
         evaluate_rows=4,
     )
-    config, _, _, (stage,) = pretraining.stages(config)
-    return config, stage
+    config, _, _, (phase,) = pretraining.make_phases(config)
+    return config, phase
 
 
 def test_training_and_evaluation_know_their_mesh(rows):
-    config, stage = small_run(rows)
-    stage.objective.__class__ = Watching
+    config, phase = small_run(rows)
+    phase.objective.__class__ = Watching
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
-    init, shapes = step_lib.initial_state(config, stage, mesh)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
     Watching.seen.clear()
-    measure = step_lib.compile_stage(config, stage, mesh, shapes).evaluate
+    measure = step_lib.compile_phase(config, phase, mesh, shapes).evaluate
     measure(init(jnp.uint32(0)).params)
     assert Watching.seen == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
 
@@ -232,10 +232,10 @@ def test_a_sharded_step_compiles_for_tpu(rows, topology):
 
     devices = topologies.get_topology_desc(topology, "tpu").devices
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), devices)
-    config, stage = small_run(rows, attention="splash", dtype="bfloat16")
+    config, phase = small_run(rows, attention="splash", dtype="bfloat16")
     check(config, devices[0].platform, mesh.shape["tensor"])
-    _, shapes = step_lib.initial_state(config, stage, mesh)
-    text = step_lib.compile_step(config, stage, mesh, shapes).as_text()
+    _, shapes = step_lib.initial_state(config, phase, mesh)
+    text = step_lib.compile_step(config, phase, mesh, shapes).as_text()
     for kernel in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{kernel}" in text
     assert_only_words_are_scattered(text)

@@ -82,11 +82,11 @@ def run(rows, tmp_path_factory):
     """A finished run of 6 steps, and a function that starts it again in another folder."""
     config = load(arguments(*CHANGES))
     config.phases[0].rows = str(rows())
-    config, vocabulary, data, stages = pretraining.stages(config)
+    config, vocabulary, data, phases = pretraining.make_phases(config)
     compiled = {}
 
     def go_on(folder):
-        loop.train(config, vocabulary, data, stages, folder, compiled=compiled)
+        loop.train(config, vocabulary, data, phases, folder, compiled=compiled)
         return folder
 
     return go_on(tmp_path_factory.mktemp("run") / "whole"), go_on

@@ -15,7 +15,7 @@ from bert_jax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    Phase,
+    PhaseConfig,
     TaskConfig,
 )
 from bert_jax.errors import UserError
@@ -83,15 +83,15 @@ def refusal(call, *arguments) -> str:
             "config.masking",
         ),
         (Config(phases=()), "config.phases"),
-        (Config(phases=(Phase(fraction=0.5),)), "config.phases"),
+        (Config(phases=(PhaseConfig(fraction=0.5),)), "config.phases"),
         (
-            Config(phases=(Phase(fraction=1.5), Phase(fraction=-0.5))),
+            Config(phases=(PhaseConfig(fraction=1.5), PhaseConfig(fraction=-0.5))),
             "config.phases[1].fraction",
         ),
-        (Config(phases=(Phase(tokens=1024),)), "config.phases[0].tokens"),
-        (Config(phases=(Phase(batch_size=-2),)), "config.phases[0].batch_size"),
+        (Config(phases=(PhaseConfig(tokens=1024),)), "config.phases[0].tokens"),
+        (Config(phases=(PhaseConfig(batch_size=-2),)), "config.phases[0].batch_size"),
         (Config(batch_size=10, accumulation=4), "config.batch_size"),
-        (Config(phases=(Phase(batch_size=9, accumulation=2),)), "config.batch_size 9"),
+        (Config(phases=(PhaseConfig(batch_size=9, accumulation=2),)), "config.batch_size 9"),
         (Config(mesh=MeshConfig(data=0)), "config.mesh"),
         (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "config.mesh"),
         (Config(mesh=MeshConfig(tensor=-2)), "config.mesh"),
@@ -282,9 +282,9 @@ def test_an_unknown_size_lists_those_there_are(name):
 
 
 def test_phase_ends():
-    phases = (Phase(fraction=0.9), Phase(fraction=0.1))
+    phases = (PhaseConfig(fraction=0.9), PhaseConfig(fraction=0.1))
     assert configs.phase_ends(Config(steps=1_000_000, phases=phases)) == [900_000, 1_000_000]
-    thirds = (Phase(fraction=1 / 3),) * 3
+    thirds = (PhaseConfig(fraction=1 / 3),) * 3
     assert configs.phase_ends(Config(steps=10, phases=thirds)) == [3, 7, 10]
 
 

@@ -97,11 +97,11 @@ def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
 
     largest = []
 
-    def fail(config, stage, *others):
-        largest.append(max([stage.batch_size, *largest]))
-        if stage.batch_size < largest[-1]:
-            raise UserError(f"no program for {stage.batch_size} rows")
-        return compile_step(config, stage, *others)
+    def fail(config, phase, *others):
+        largest.append(max([phase.batch_size, *largest]))
+        if phase.batch_size < largest[-1]:
+            raise UserError(f"no program for {phase.batch_size} rows")
+        return compile_step(config, phase, *others)
 
     monkeypatch.setattr(step_lib, "compile_step", fail)
     assert cli.main(arguments(data, tmp_path, *several)) == cli.EXIT_USER_ERROR

@@ -351,13 +351,13 @@ def test_a_step_in_parts_is_the_same_for_any_row_count():
         task=TaskConfig(tokens=20), batch_size=16, accumulation=2, steps=3,
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
-    config, _, plan, stage = finetuning.stage(config, problem, [0], 2)
-    init, shapes = step_lib.initial_state(config, stage, mesh)
+    config, _, plan, phase = finetuning.make_phase(config, problem, [0], 2)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
     batch, found = plan.batch(0, 0), []
-    for rows_ in (stage.batch_size, stage.batch_size + 4):
-        padding = plan.empty(plan.shape._replace(rows=rows_ - stage.batch_size))
+    for rows_ in (phase.batch_size, phase.batch_size + 4):
+        padding = plan.empty(plan.shape._replace(rows=rows_ - phase.batch_size))
         padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
-        step = step_lib.compile_step(config, stage.with_rows(rows_), mesh, shapes)
+        step = step_lib.compile_step(config, phase.with_rows(rows_), mesh, shapes)
         _, sums, _ = step(init(jnp.uint32(0)), shard_batch(padded, mesh))
         found.append({name: np.array(sums[name]) for name in ("loss", "gradient_norm")})
     for name, value in found[0].items():
@@ -457,10 +457,10 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
         log_every_steps=1,
         optim=optimizer,
     )
-    config, _, plan, stage = finetuning.stage(config, problem, [config.seed], 1)
+    config, _, plan, phase = finetuning.make_phase(config, problem, [config.seed], 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    step = step_lib.compile_step(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    step = step_lib.compile_step(config, phase, mesh, shapes)
     state = init(jnp.uint32(config.seed))
 
     model = torch_model(problem, config.model, jax.device_get(state.params))
@@ -472,7 +472,7 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
     reference = torch.optim.AdamW(groups, lr=1e-2, eps=1e-6)
     warmup = config.optim.warmup_steps
     assert (config.steps, warmup) == (25, 2)
-    for number, batch in enumerate(stage.batches(0, config.steps, 0, 1)):
+    for number, batch in enumerate(phase.batches(0, config.steps, 0, 1)):
         state, sums, _ = step(state, shard_batch(batch, mesh))
         found = float(sums["loss"][0] / sums["loss"][1])
         loss = model(**torch_inputs(problem, plan.members(number, config.seed))).loss
@@ -701,41 +701,41 @@ def test_an_encoder_of_features_does_not_decay(optimizer):
         assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path
 
 
-def staged(**changes):
+def phased(**changes):
     problem = Made("sequence")
     problem.splits["test"] = random_examples("sequence", count=3)
     problem.splits["dev"] = random_examples("sequence", count=10, seed=1)
     config = FinetuneConfig(
         model=model_config(problem), task=TaskConfig(tokens=20), batch_size=4, **changes
     )
-    return finetuning.stage(config, problem, [3, 4], 2)
+    return finetuning.make_phase(config, problem, [3, 4], 2)
 
 
 def test_a_run_is_as_long_and_evaluated_as_often_as_it_says():
-    config, data, plan, stage = staged(epochs=2.5, warmup_fraction=0.3, accumulation=3)
-    assert config.steps == stage.end_step == plan.steps == 14  # of 23 * 2.5 / 4
+    config, data, plan, phase = phased(epochs=2.5, warmup_fraction=0.3, accumulation=3)
+    assert config.steps == phase.end_step == plan.steps == 14  # of 23 * 2.5 / 4
     assert config.optim.warmup_steps == 4
     assert config.evaluate_every_steps == config.checkpoint.every_steps == 5  # an epoch
     assert data[0]["examples"] == {"train": 23, "test": 3, "dev": 10}
-    assert stage.batch_size % 6 == 0
-    for batch, other in zip(stage.batches(0, 1), plan.batches(3, 0, 1), strict=True):
+    assert phase.batch_size % 6 == 0
+    for batch, other in zip(phase.batches(0, 1), plan.batches(3, 0, 1), strict=True):
         np.testing.assert_array_equal(batch["example"], other["example"])
-    held_out = [batch["example"][batch["example"] >= 0] for batch in stage.heldout(0, 1)]
+    held_out = [batch["example"][batch["example"] >= 0] for batch in phase.heldout(0, 1)]
     assert sorted(np.concatenate(held_out)) == list(range(10))  # of dev
-    assert stage.objective.best_metric.higher_is_better
-    config, *_ = staged(steps=7, evaluate_every_steps=3)
+    assert phase.objective.best_metric.higher_is_better
+    config, *_ = phased(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
-    assert staged()[1] == data  # the digest is of the data alone
+    assert phased()[1] == data  # the digest is of the data alone
 
 
 def test_a_profile_of_several_programs_is_refused(monkeypatch):
     monkeypatch.setattr(examples_lib, "LONG_RUN_STEPS", 20)
     monkeypatch.setattr(finetuning, "FIRST_STEPS", 10)
-    *_, plan, stage = staged(steps=20, profile_steps="5:10")
-    assert stage.smaller_batch_sizes == tuple(shape.rows for shape in plan.shapes[:-1]) != ()
+    *_, plan, phase = phased(steps=20, profile_steps="5:10")
+    assert phase.smaller_batch_sizes == tuple(shape.rows for shape in plan.shapes[:-1]) != ()
     with pytest.raises(UserError, match=r"config.profile_steps is '5:11': from step 10 on"):
-        staged(steps=20, profile_steps="5:11")
-    staged(steps=19, profile_steps="5:11")
+        phased(steps=20, profile_steps="5:11")
+    phased(steps=19, profile_steps="5:11")
 
 
 def test_dropout_is_used_in_training_alone():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import Config, Phase
+from bert_jax.config import Config, PhaseConfig
 from bert_jax.data import loader
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.shuffle import shuffled
@@ -153,22 +153,22 @@ def test_each_process_skips_its_own(folder):
 @pytest.mark.parametrize("policy", ["skip", "stop"])
 def test_the_policy_of_a_run(folder, policy, capsys):
     """A bit that flips while it runs, in a row of the first batch."""
-    config = Config(phases=(Phase(rows=str(folder)),), batch_size=8, damaged_rows=policy)
-    _, _, _, (stage,) = pretraining.stages(config)
-    (clean,) = stage.batches(0, 1, 0, 1)
+    config = Config(phases=(PhaseConfig(rows=str(folder)),), batch_size=8, damaged_rows=policy)
+    _, _, _, (phase,) = pretraining.make_phases(config)
+    (clean,) = phase.batches(0, 1, 0, 1)
     opened = loader.Rows(folder, "train")
     number = int(shuffled([5], len(opened), config.seed)[0])
     damage(shard_of(folder), opened, number, "payload")
     _ = capsys.readouterr()
     if policy == "stop":
         with pytest.raises(UserError, match=f"record {number} of the shard"):
-            list(stage.batches(0, 1, 0, 1))
+            list(phase.batches(0, 1, 0, 1))
         with pytest.raises(UserError, match="fails its checksum"):
-            pretraining.stages(config)
+            pretraining.make_phases(config)
         return
-    _, _, _, (stage,) = pretraining.stages(config)
+    _, _, _, (phase,) = pretraining.make_phases(config)
     for _ in range(2):
-        (found,) = stage.batches(0, 1, 0, 1)
+        (found,) = phase.batches(0, 1, 0, 1)
         same_but(clean, found, 5)
     said = capsys.readouterr().err.splitlines()
     assert [line.startswith("warning: ") for line in said] == [True, True]
@@ -195,11 +195,11 @@ def test_a_whole_shard_is_never_skipped(folder, skip):
 
 
 def test_a_changed_vocabulary_is_refused(folder):
-    config = Config(phases=(Phase(rows=str(folder)),), batch_size=8)
+    config = Config(phases=(PhaseConfig(rows=str(folder)),), batch_size=8)
     path = folder / "vocab.txt"
     path.write_text(path.read_text().replace("##", "#", 1))
     with pytest.raises(UserError, match="is not the vocabulary that its rows were prepared with"):
-        pretraining.stages(config)
+        pretraining.make_phases(config)
 
 
 def test_any_flipped_bit_changes_nothing_or_is_detected(folder):

@@ -13,7 +13,7 @@ from bert_jax import cli, guard, replay, sharding, workdir
 from bert_jax import step as step_lib
 from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import GuardConfig, Phase
+from bert_jax.config import GuardConfig, PhaseConfig
 from bert_jax.config_flags import load
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
@@ -134,13 +134,13 @@ def test_skip_is_the_run_without_that_step(skipping, rows):
     assert skipped(skipping) == [BAD]
     assert trained(skipping) == [5, 10, 15, 20, 25, 30]
     config = load(arguments(*SHORT))
-    config.phases = (Phase(rows=str(rows())),)
-    config, _, _, (stage,) = pretraining.stages(config)
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    config, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    compiled = step_lib.compile_stage(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    compiled = step_lib.compile_phase(config, phase, mesh, shapes)
     state = init(jnp.uint32(config.seed))
-    for step, batch in enumerate(stage.batches(0, 30, 0, 1)):
+    for step, batch in enumerate(phase.batches(0, 30, 0, 1)):
         if step == BAD:
             state = state._replace(step=state.step + 1)
         else:
@@ -274,13 +274,13 @@ def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch,
         calls.append(1)
         return {**found, "layer_0": found["layer_0"] ^ (len(calls) == 6)}
 
-    compile_stage = step_lib.compile_stage
+    compile_phase = step_lib.compile_phase
 
     def compile_faulty(*arguments):
-        compiled = compile_stage(*arguments)
+        compiled = compile_phase(*arguments)
         return compiled._replace(fingerprint=lambda *a: faulty(compiled.fingerprint, *a))
 
-    monkeypatch.setattr(loop, "compile_stage", compile_faulty)
+    monkeypatch.setattr(loop, "compile_phase", compile_faulty)
     changes = ("guard.probe_every_steps=4", "log_every_steps=4")
     with pytest.raises(UserError, match=r"step 8: two computations .* differ in layer_0;") as error:
         run(tmp_path / "fault", rows, *changes, bad=(), compiled={})

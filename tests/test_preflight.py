@@ -9,7 +9,7 @@ import pytest
 
 from bert_jax import checkpoint, cli, device, sharding
 from bert_jax import step as step_lib
-from bert_jax.config import Config, ModelConfig, Phase
+from bert_jax.config import Config, ModelConfig, PhaseConfig
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.tools import hlo, preflight
@@ -232,24 +232,24 @@ def miniature(**model):
         model=ModelConfig(
             layers=2, hidden=128, heads=2, feed_forward=512, vocab_size=1024, positions=128, **model
         ),
-        phases=(Phase(tokens=128),),
+        phases=(PhaseConfig(tokens=128),),
         batch_size=64,
         steps=100,
     )
 
 
-def test_stages_without_rows_are_those_with(rows):
+def test_phases_without_rows_are_those_with(rows):
     config = miniature(layer_loop="scanned")
     config.model.vocab_size = 0
     config.phases[0].tokens = 32
     config.phases[0].rows = str(rows(32, 3))
-    full, _, _, (expected,) = pretraining.stages(config)
-    empty, (found,) = pretraining.abstract_stages(config, 1)
+    full, _, _, (expected,) = pretraining.make_phases(config)
+    empty, (found,) = pretraining.abstract_phases(config, 1)
     assert found.batch_shape == expected.batch_shape
     assert found.objective.flops_per_row == expected.objective.flops_per_row
     assert empty.model.vocab_size == full.model.vocab_size
     config.phases[0].rows, config.model.vocab_size = "", full.model.vocab_size
-    _, (without,) = pretraining.abstract_stages(config, 3)
+    _, (without,) = pretraining.abstract_phases(config, 3)
     assert without.batch_shape == expected.batch_shape
 
 
@@ -399,10 +399,10 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
 @pytest.mark.tpu
 def test_the_compiler_holds_what_sharding_says(compiled):
     config, phase = compiled
-    _, (stage,) = pretraining.abstract_stages(config, 1)
+    _, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
-    _, state = step_lib.initial_state(config, stage, mesh)
-    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
+    _, state = step_lib.initial_state(config, phase, mesh)
+    batch = checkpoint.abstract(phase.batch_shape, sharding.rows(mesh))
     memory = phase["memory"]
     expected = sharding.bytes_per_device((state, batch))
     # What is padded to the chip's tiles comes on top.

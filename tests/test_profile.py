@@ -11,7 +11,7 @@ import pytest
 from bert_jax import config as configs
 from bert_jax import tracing
 from bert_jax import train as loop
-from bert_jax.config import Config, FinetuneConfig, Phase
+from bert_jax.config import Config, FinetuneConfig, PhaseConfig
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
 from bert_jax.tools import hlo, profile
@@ -176,7 +176,9 @@ def test_one_process_speaks_for_all(tmp_path, rows):
         (FinetuneConfig(profile_steps="5:11", steps=10), "the run has only 10 steps"),
         (
             Config(
-                profile_steps="8:10", steps=10, phases=(Phase(fraction=0.9), Phase(fraction=0.1))
+                profile_steps="8:10",
+                steps=10,
+                phases=(PhaseConfig(fraction=0.9), PhaseConfig(fraction=0.1)),
             ),
             "a phase ends at step 9",
         ),
@@ -194,7 +196,7 @@ def test_steps_that_can_be():
     assert configs.profiled_steps(Config(profile_steps="0:10", steps=10)) == range(10)
     # How many fine-tuning makes follows from data that are yet to be read.
     configs.validate(FinetuneConfig(profile_steps="5:11"))
-    phases = (Phase(fraction=0.9), Phase(fraction=0.1))
+    phases = (PhaseConfig(fraction=0.9), PhaseConfig(fraction=0.1))
     for steps in ("7:9", "9:10"):
         configs.validate(Config(profile_steps=steps, steps=10, phases=phases))
 

@@ -125,14 +125,14 @@ def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     ours = speed["ours"]
     config = speed["data"].pretraining("L1-H16-A2", 32, 8, ["optim.warmup_steps=0"])
     config.phases[0].rows = str(rows())
-    config, _, _, (stage,) = ours.pretraining.stages(config)
+    config, _, _, (phase,) = ours.pretraining.make_phases(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    batch = shard_batch(next(stage.batches(0, 1, 0, 1)), mesh)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    batch = shard_batch(next(phase.batches(0, 1, 0, 1)), mesh)
     found = []
     for judge in (guard.check_step, ours._judges_nothing):
         monkeypatch.setattr(guard, "check_step", judge)
-        step = step_lib.compile_step(config, stage, mesh, shapes)
+        step = step_lib.compile_step(config, phase, mesh, shapes)
         state, _, seen = step(init(jnp.uint32(0)), batch)
         found.append(
             (

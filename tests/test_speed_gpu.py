@@ -266,9 +266,9 @@ def test_parameters_have_the_distribution_of_init(gpu):
     import jax
 
     row = dict(zip(gpu.KEYS, ("step", "L1-H32-A2", 32, 2, "xla", 0.1, False), strict=True))
-    _, stage = gpu.stage_at_step(row)
-    params = stage.objective.init(jax.random.key(0))
-    made = gpu.random_params(jax.eval_shape(stage.objective.init, jax.random.key(0)))
+    _, phase = gpu.phase_at_step(row)
+    params = phase.objective.init(jax.random.key(0))
+    made = gpu.random_params(jax.eval_shape(phase.objective.init, jax.random.key(0)))
     assert jax.tree.structure(params) == jax.tree.structure(made)
     for right, ours in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
         assert (right.shape, right.dtype) == (ours.shape, ours.dtype)

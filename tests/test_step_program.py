@@ -16,7 +16,7 @@ from scipy import special
 
 from bert_jax import sharding
 from bert_jax import step as step_lib
-from bert_jax.config import Config, MeshConfig, Phase, model_size
+from bert_jax.config import Config, MeshConfig, PhaseConfig, model_size
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, one_hot_gather
@@ -28,11 +28,11 @@ VOCAB = 640
 def pretraining_step(dtype="float32", **changes):
     """The jitted training step of a small model with every kind of embedding, and its arguments."""
     model = dataclasses.replace(model_size("L2-H32-A2"), vocab_size=VOCAB, dtype=dtype, **changes)
-    config = Config(model=model, phases=(Phase(tokens=24),), batch_size=4, steps=10)
-    config, (stage,) = pretraining.abstract_stages(config, sequences=3)
+    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, steps=10)
+    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    _, state = step_lib.initial_state(config, stage, mesh)
-    return jax.jit(step_lib.make_step(config, stage)), state, stage.batch_shape
+    _, state = step_lib.initial_state(config, phase, mesh)
+    return jax.jit(step_lib.make_step(config, phase)), state, phase.batch_shape
 
 
 def equations(jaxpr):

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from bert_jax import cli, workdir
-from bert_jax.config import Config, Phase, model_size
+from bert_jax.config import Config, PhaseConfig, model_size
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.model.flops import flops_per_row
@@ -469,7 +469,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     place.add(status=None, seconds=0.1, on="slurm")
     out = place.out
     out.mkdir()
-    config = Config(model=model_size("mini"), phases=(Phase(rows="r"),), steps=7)
+    config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=7)
     workdir.claim(out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False)
     assert not place.is_done
     (out / "checkpoints" / "7").mkdir(parents=True)
@@ -517,7 +517,7 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
     model = model_size("mini")
     run = tmp_path / "run"
     run.mkdir()
-    config = Config(model=model, phases=(Phase(rows="r"),), steps=7)
+    config = Config(model=model, phases=(PhaseConfig(rows="r"),), steps=7)
     workdir.claim(run, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False)
     exported = tmp_path / "exported"
     exported.mkdir()
@@ -655,8 +655,8 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     assert model["step"] == 6
     assert 6 * 4 * 32 * 0.7 < model["real_tokens"] <= 6 * 4 * 32
     assert model["config"]["steps"] == 6
-    (stage,) = pretraining.stages(workdir.read_config(out))[3]
-    assert model["flops"] == pytest.approx(6 * 4 * stage.objective.flops_per_row)
+    (phase,) = pretraining.make_phases(workdir.read_config(out))[3]
+    assert model["flops"] == pytest.approx(6 * 4 * phase.objective.flops_per_row)
     assert [line["seed"] for line in seeds] == [0, 1]
     assert all(line["metrics"]["dev.accuracy"] >= 0 and line["step"] > 0 for line in seeds)
     assert {line["config_hash"] for line in seeds} != {model["config_hash"]}

@@ -20,10 +20,10 @@ import pytest
 
 from bert_jax import checkpoint, cli, cpu, evaluate, log, optim, sharding, workdir
 from bert_jax import step as step_lib
-from bert_jax.config import Config, MeshConfig, OptimConfig, Phase
+from bert_jax.config import Config, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.config_flags import load
 from bert_jax.objectives import pretraining
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
 from tests.helpers import processes
 from tests.helpers.runs import (
@@ -142,12 +142,12 @@ def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
     assert_same_run(stopped, whole)
 
 
-def run_steps(config, stage, devices, steps):
+def run_steps(config, phase, devices, steps):
     mesh = sharding.make_mesh(config.mesh, devices)
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    step = step_lib.compile_step(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    step = step_lib.compile_step(config, phase, mesh, shapes)
     state, seen = init(jax.numpy.uint32(config.seed)), []
-    for batch in stage.batches(0, steps, 0, 1):
+    for batch in phase.batches(0, steps, 0, 1):
         state, sums, _ = step(state, evaluate.shard_batch(batch, mesh))
         seen.append(evaluate.means(sums))
     return jax.device_get(state.params), seen
@@ -163,11 +163,11 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def prepared(rows):
-    """A config and its stage, with dropout and masking as usual."""
+    """A config and its phase, with dropout and masking as usual."""
     config = load([*arguments("steps=20", "log_every_steps=1")])
-    config.phases = (Phase(rows=str(rows())),)
-    config, _, _, (stage,) = pretraining.stages(config)
-    return config, stage
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    config, _, _, (phase,) = pretraining.make_phases(config)
+    return config, phase
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +177,10 @@ def on_one_device(prepared):
 
 @pytest.mark.parametrize(("count", "mesh"), LAYOUTS)
 def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mesh):
-    config, stage = prepared
+    config, phase = prepared
     one, expected = on_one_device
     config = dataclasses.replace(config, mesh=mesh)
-    many, found = run_steps(config, stage, jax.devices()[:count], 20)
+    many, found = run_steps(config, phase, jax.devices()[:count], 20)
     for a, b in zip(found, expected, strict=True):
         # Which tokens are masked decides these two exactly.
         assert a["real_fraction"] == b["real_fraction"]
@@ -190,11 +190,11 @@ def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mes
 
 @pytest.mark.slow
 def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
-    config, stage = prepared
+    config, phase = prepared
     shapes = []
     for count, mesh in LAYOUTS:
         mesh = sharding.make_mesh(mesh, jax.devices()[:count])
-        init, abstract = step_lib.initial_state(config, stage, mesh)
+        init, abstract = step_lib.initial_state(config, phase, mesh)
         shapes.append((init, abstract))
     for i, (init, _) in enumerate(shapes):
         state = init(jax.numpy.uint32(i))
@@ -213,13 +213,13 @@ def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
 
 def test_batches_and_masks_are_bitwise_those_of_one_device(rows):
     config = load(arguments())
-    config.phases = (Phase(rows=str(rows())),)
-    config, _, _, (stage,) = pretraining.stages(config)
-    batch = next(stage.batches(3, 4, 0, 1))
-    halves = [next(stage.batches(3, 4, process, 2)) for process in range(2)]
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    config, _, _, (phase,) = pretraining.make_phases(config)
+    batch = next(phase.batches(3, 4, 0, 1))
+    halves = [next(phase.batches(3, 4, process, 2)) for process in range(2)]
     for name, value in batch.items():
         np.testing.assert_array_equal(value, np.concatenate([half[name] for half in halves]))
-    inputs = jax.jit(stage.objective.prepare)
+    inputs = jax.jit(phase.objective.prepare)
     key = jax.random.fold_in(jax.random.key(0), 3)
     meshes = [sharding.make_mesh(MeshConfig(), jax.devices()[:n]) for n in (1, 2, 8)]
     one, *more = [jax.device_get(inputs(evaluate.shard_batch(batch, mesh), key)) for mesh in meshes]
@@ -232,9 +232,9 @@ def test_accumulation_is_the_whole_batch(rows):
     results = []
     for parts in (1, 4):
         config = load(arguments(*changes, f"accumulation={parts}"))
-        config.phases = (Phase(rows=str(rows())),)
-        config, _, _, (stage,) = pretraining.stages(config)
-        results.append(run_steps(config, stage, jax.devices()[:1], 5))
+        config.phases = (PhaseConfig(rows=str(rows())),)
+        config, _, _, (phase,) = pretraining.make_phases(config)
+        results.append(run_steps(config, phase, jax.devices()[:1], 5))
     (params, seen), (params_4, seen_4) = results
     for a, b in zip(seen, seen_4, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
@@ -316,12 +316,12 @@ def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(log, "optim", types.SimpleNamespace(schedule=schedule))
     task = types.SimpleNamespace(summarize=dict, describe=lambda summary: "", flops_per_row=1)
-    stage = mock.Mock(spec=Stage, objective=task, batch_size=2, tokens=8)
+    phase = mock.Mock(spec=Phase, objective=task, batch_size=2, tokens=8)
     with (
         Progress("train", 8, "steps") as progress,
         log.Log(tmp_path, 0, config, sharding.make_mesh(MeshConfig()), progress) as written,
     ):
-        written.begin(stage, 0)
+        written.begin(phase, 0)
         before = len(asked)
         for step in (3, 6, 8):
             written.training(step, {"real_fraction": (np.float32(6), np.float32(8))})
@@ -366,9 +366,9 @@ def test_next_tokens_are_counted_in_the_formula(rows):
     counts = []
     for changes in ((), ("model.causal=true",)):
         config = load(arguments("model.next_sentence=false", *changes))
-        config.phases = (Phase(rows=str(rows())),)
-        config, _, _, (stage,) = pretraining.stages(config)
-        counts.append((stage.objective.masker.predictions, stage.objective.flops_per_row))
+        config.phases = (PhaseConfig(rows=str(rows())),)
+        config, _, _, (phase,) = pretraining.make_phases(config)
+        counts.append((phase.objective.masker.predictions, phase.objective.flops_per_row))
     (masked, flops), (following, more) = counts
     assert following == 31
     assert more - flops == 3 * (31 - masked) * 2 * 32 * (150 + 32)
@@ -473,7 +473,7 @@ def test_no_such_run(tmp_path, capsys):
 
 
 def test_config_round_trips_through_a_workdir(tmp_path):
-    config = Config(phases=(Phase(fraction=0.5), Phase(fraction=0.5)))
+    config = Config(phases=(PhaseConfig(fraction=0.5), PhaseConfig(fraction=0.5)))
     workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False)
     assert workdir.read_config(tmp_path) == config
 

@@ -60,13 +60,13 @@ def _pretrain(options) -> int | None:
     from bert_jax.tools import profile
     from bert_jax.train import train
 
-    config, vocabulary, data, stages = pretraining.stages(config)
+    config, vocabulary, data, phases = pretraining.make_phases(config)
     try:
         train(
             config,
             vocabulary,
             data,
-            stages,
+            phases,
             options.workdir,
             force=options.resume == "force",
             summarize_trace=profile.summarize,

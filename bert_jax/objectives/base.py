@@ -1,4 +1,4 @@
-"""The interfaces between training loop and objectives: `Objective`, and a stage of training."""
+"""The interfaces between training loop and objectives: `Objective`, and a phase of training."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ class Objective(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Phase:
     """Steps from `first_step` up to `end_step` on one task.
 
     Attributes:
@@ -68,10 +68,10 @@ class Stage:
         batch_size: maximum rows per step over all devices and hosts.
         accumulation: number of parts in which a batch is computed.
         batch_shape: shapes and dtypes of a global batch of `batch_size` rows.
-        first_step: the first step of this stage.
+        first_step: the first step of this phase.
         end_step: the step after its last one.
         batches: (first, end, process, processes) to a process's batches of those steps, counted
-            from the start of the stage.
+            from the start of the phase.
         heldout: (process, processes) to a process's part of the held-out batches.
         smaller_batch_sizes: other row counts that steps can have, determined by the step number.
     """
@@ -87,8 +87,8 @@ class Stage:
     heldout: Callable[[int, int], Iterator[Batch]]
     smaller_batch_sizes: tuple[int, ...] = ()
 
-    def with_rows(self, rows: int) -> "Stage":
-        """Return this stage with `rows` rows in every batch, to compile its step for that shape."""
+    def with_rows(self, rows: int) -> "Phase":
+        """Return this phase with `rows` rows in every batch, to compile its step for that shape."""
         shape = {
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
             for name, x in self.batch_shape.items()

@@ -1,4 +1,4 @@
-"""Fine-tuning on any `FinetuneDataset`: the model, its initial parameters, and the stage to train."""
+"""Fine-tuning on any `FinetuneDataset`: the model, its initial parameters, and the phase to train."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from bert_jax.config import FinetuneConfig, ModelConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
@@ -120,21 +120,21 @@ def restored(
     return traverse_util.unflatten_dict(selected, sep="/"), new
 
 
-def stage(
+def make_phase(
     config: FinetuneConfig, problem: FinetuneDataset, seeds: Sequence[int], rows_multiple: int
-) -> tuple[FinetuneConfig, list[dict[str, Any]], Plan, Stage]:
-    """Return the single stage of a fine-tuning run.
+) -> tuple[FinetuneConfig, list[dict[str, Any]], Plan, Phase]:
+    """Return the single phase of a fine-tuning run.
 
     Args:
         config: with the model to fine-tune.
         problem: the data.
-        seeds: all seeds that will be run, so that they share compiled programs; the stage is that
+        seeds: all seeds that will be run, so that they share compiled programs; the phase is that
             of the first.
         rows_multiple: number of devices that share a batch.
 
     Returns:
         The config, completed with what follows from the data; a description of the data for
-        `workdir.claim`; the plan of the training batches; the stage.
+        `workdir.claim`; the plan of the training batches; the phase.
 
     Raises:
         UserError: there are no or too few training or held-out examples, or the profiled steps run
@@ -174,7 +174,7 @@ def stage(
         )
     objective = make_objective(config.model, problem, split, plan)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
-    finetuning_stage = Stage(
+    phase = Phase(
         objective=objective,
         tokens=plan.shape.tokens,
         batch_size=plan.shape.rows,
@@ -187,7 +187,7 @@ def stage(
         smaller_batch_sizes=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
     counts = {name: len(examples) for name, examples in problem.splits.items()}
-    return config, [{"digest": digest(problem), "examples": counts}], plan, finetuning_stage
+    return config, [{"digest": digest(problem), "examples": counts}], plan, phase
 
 
 def _cost_tokens(model: ModelConfig) -> int:

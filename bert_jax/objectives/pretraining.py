@@ -15,7 +15,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.masked_lm import MaskedLM
 
@@ -23,12 +23,12 @@ from bert_jax.objectives.masked_lm import MaskedLM
 DEFAULT_VOCAB_SIZE = 30_522
 
 
-def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Stage]]:
+def make_phases(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Phase]]:
     """Open the rows of every phase and check that they fit the model and each other.
 
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
-        rows for `workdir.claim`; the stages.
+        rows for `workdir.claim`; the phases.
 
     Raises:
         UserError: names the phase, its rows and the mismatch.
@@ -37,45 +37,45 @@ def stages(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], li
     if not config.model.masked_lm or config.model.head:
         raise UserError("config.model: pretraining needs masked_lm=True and head=''")
     skip = _warn if config.damaged_rows == "skip" else None
-    phase_stages: list[Stage] = []
+    phases: list[Phase] = []
     data: list[dict[str, Any]] = []
     vocabulary = None
-    for i, phase in enumerate(config.phases):
-        if not phase.rows:
+    for i, phase_config in enumerate(config.phases):
+        if not phase_config.rows:
             raise UserError(
                 f"phase {i} has no rows: add --rows DIR (once per phase, in order) or "
                 f"--config.phases[{i}].rows=DIR; `bert-jax prepare` creates them"
             )
-        train, heldout = (Rows(phase.rows, split, skip) for split in ("train", "heldout"))
+        train, heldout = (Rows(phase_config.rows, split, skip) for split in ("train", "heldout"))
         train.verify()
         heldout.verify()
         manifest = train.manifest
         _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
         if vocabulary is None:
-            vocabulary = wordpiece.load(phase.rows)
+            vocabulary = wordpiece.load(phase_config.rows)
             if vocabulary.sha256 != manifest.vocab_sha256:
                 raise UserError(
-                    f"phase {i}: {phase.rows}: {wordpiece.VOCAB} is not the vocabulary that its "
+                    f"phase {i}: {phase_config.rows}: {wordpiece.VOCAB} is not the vocabulary that its "
                     "rows were prepared with: restore that file, or prepare the rows again"
                 )
         config.model.vocab_size = manifest.vocab_size
         attention.resolve(config)
         data.append(_describe(manifest))
-        stage = _stage(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
-        phase_stages.append(
+        phase = _phase(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
+        phases.append(
             dataclasses.replace(
-                stage,
-                batches=functools.partial(batches, train, stage.batch_size, config.seed),
+                phase,
+                batches=functools.partial(batches, train, phase.batch_size, config.seed),
                 # No more rows than one accumulation part, which is known to fit the device.
                 heldout=functools.partial(
                     heldout_batches,
                     heldout,
-                    stage.batch_size // stage.accumulation,
+                    phase.batch_size // phase.accumulation,
                     config.evaluate_rows,
                 ),
             )
         )
-    return config, vocabulary, data, phase_stages
+    return config, vocabulary, data, phases
 
 
 def _warn(line: str) -> None:
@@ -83,8 +83,8 @@ def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def abstract_stages(config: Config, sequences: int) -> tuple[Config, list[Stage]]:
-    """Return stages of the shapes that `stages` would give, to compile on a machine without data.
+def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]]:
+    """Return phases of the shapes that `make_phases` would give, to compile on a machine without data.
 
     If a phase names rows, their manifest gives T, S and the vocabulary size.
 
@@ -94,7 +94,7 @@ def abstract_stages(config: Config, sequences: int) -> tuple[Config, list[Stage]
 
     Returns:
         The config with the vocabulary size filled in (`DEFAULT_VOCAB_SIZE` if unknown), and the
-        stages, without batches.
+        phases, without batches.
 
     Raises:
         UserError: a phase has neither rows nor tokens.
@@ -110,40 +110,40 @@ def abstract_stages(config: Config, sequences: int) -> tuple[Config, list[Stage]
                 f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
             )
     config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [DEFAULT_VOCAB_SIZE])[0]
-    vocab_size, phase_stages = config.model.vocab_size, []
+    vocab_size, phases = config.model.vocab_size, []
     for i in range(len(config.phases)):
         default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
         row_format = manifests[i].format if manifests[i] else default_format
-        phase_stages.append(_stage(config, i, row_format, 0, np.zeros(vocab_size, bool)))
-    return config, phase_stages
+        phases.append(_phase(config, i, row_format, 0, np.zeros(vocab_size, bool)))
+    return config, phases
 
 
-def stage_at_step(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Stage:
-    """Return the stage of a step, without batches; `batch` gives the shapes of its rows."""
+def phase_at_step(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Phase:
+    """Return the phase of a step, without batches; `batch` gives the shapes of its rows."""
     tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
     row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
     i = next(i for i, end in enumerate(phase_ends(config)) if step < end)
-    return _stage(config, i, row_format, vocabulary.mask_id, vocabulary.continuation())
+    return _phase(config, i, row_format, vocabulary.mask_id, vocabulary.continuation())
 
 
-def _stage(
+def _phase(
     config: Config,
     i: int,
     row_format: rows.RowFormat,
     mask_id: int,
     continuation: np.ndarray,
-) -> Stage:
-    """Return phase i as a stage without batches."""
-    phase = config.phases[i]
+) -> Phase:
+    """Return phase i, without batches."""
+    phase_config = config.phases[i]
     objective = CausalLM if config.model.causal else MaskedLM
     first, end = [0, *phase_ends(config)][i : i + 2]
-    batch_size = phase.batch_size or config.batch_size
+    batch_size = phase_config.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
-    return Stage(
+    return Phase(
         objective=objective(config.model, config.masking, row_format, mask_id, continuation),
         tokens=row_format.tokens,
         batch_size=batch_size,
-        accumulation=phase.accumulation or config.accumulation,
+        accumulation=phase_config.accumulation or config.accumulation,
         batch_shape={
             name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
             for name, value in empty.items()

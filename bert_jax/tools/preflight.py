@@ -32,7 +32,7 @@ from bert_jax.errors import UserError
 from bert_jax.model import attention
 from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import pretraining
-from bert_jax.objectives.base import Stage
+from bert_jax.objectives.base import Phase
 from bert_jax.step import State, compile_step, initial_state
 from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
@@ -308,47 +308,47 @@ def network_seconds(topology: Topology, where: list[Place], collective: Collecti
 # Formulae
 
 
-def activation_bytes(config: Config, stage: Stage, rows: int | float) -> float:
+def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     """What a layer's backward pass needs of `rows` rows, all layers, and the logits.
 
     34 D + 5 N T bytes a token and layer at 2 bytes a number (Korthikanti et al., arXiv 2205.05198,
     section 4.1); with remat "dots" the results of the matrix products with weights, with "full" the
     layers' inputs, and one layer in full.
     """
-    model, tokens = config.model, stage.tokens
+    model, tokens = config.model, phase.tokens
     size = 2 if model.dtype == "bfloat16" else 4
     whole = (17 * model.hidden + 2.5 * model.heads * tokens) * size
     dots = (6 * model.hidden + model.feed_forward) * size
     kept = {"none": whole, "dots": dots, "full": model.hidden * size}[model.remat]
     layers = model.layers * kept + (whole if model.remat != "none" else 0)
-    predictions = stage.objective.masker.predictions
+    predictions = phase.objective.masker.predictions
     logits = 2 * 4 * predictions * model.vocab_size
     return rows * (tokens * layers + logits)
 
 
-def expected_temporaries(config: Config, stage: Stage, sizes: Sequence[int], params: int) -> float:
+def expected_temporaries(config: Config, phase: Phase, sizes: Sequence[int], params: int) -> float:
     """Bytes of a chip besides its state, by formula: activations and the gradients."""
     data, fsdp, tensor = sizes
-    parts = stage.accumulation
-    rows = stage.batch_size / (data * fsdp * parts)
+    parts = phase.accumulation
+    rows = phase.batch_size / (data * fsdp * parts)
     # A scan holds the layers' parameters and gradients a second time, stacked.
     copies = 1 + 2 * (config.model.layer_loop == "scanned") + (parts > 1)
-    return activation_bytes(config, stage, rows) / tensor + copies * params
+    return activation_bytes(config, phase, rows) / tensor + copies * params
 
 
 def expected_collectives(
-    config: Config, stage: Stage, sizes: Sequence[int], params: int
+    config: Config, phase: Phase, sizes: Sequence[int], params: int
 ) -> list[Collective]:
     """What a step exchanges by formula; `params` are bytes of a chip's parameters."""
     data, fsdp, tensor = sizes
     grid = np.arange(math.prod(sizes)).reshape(sizes)
-    model, parts = config.model, stage.accumulation
+    model, parts = config.model, phase.accumulation
     along_data = grid.transpose(1, 2, 0).reshape(-1, data)
     along_fsdp = grid.transpose(0, 2, 1).reshape(-1, fsdp)
     along_tensor = grid.reshape(-1, tensor)
     size = 2 if model.dtype == "bfloat16" else 4
-    rows = stage.batch_size // (data * fsdp * parts)
-    hidden = rows * stage.tokens * model.hidden * size
+    rows = phase.batch_size // (data * fsdp * parts)
+    hidden = rows * phase.tokens * model.hidden * size
     found = [
         Collective("all-reduce", params, along_data, parts),
         Collective("all-gather", params * fsdp, along_fsdp, 2 * parts),
@@ -358,16 +358,16 @@ def expected_collectives(
     return [one for one in found if one.groups.shape[1] > 1]
 
 
-def expected_traffic(config: Config, stage: Stage, sizes: Sequence[int], params: int) -> float:
+def expected_traffic(config: Config, phase: Phase, sizes: Sequence[int], params: int) -> float:
     """Main-memory bytes of a step by formula.
 
     Parameters are read twice a part and gradients written; the update reads parameters, gradients and
     both moments and writes three of them; activations are written once and read twice.
     """
     data, fsdp, tensor = sizes
-    rows = stage.batch_size / (data * fsdp)
-    activations = activation_bytes(config, stage, rows) / tensor
-    return params * (3 * stage.accumulation + 7) + 3 * activations
+    rows = phase.batch_size / (data * fsdp)
+    activations = activation_bytes(config, phase, rows) / tensor
+    return params * (3 * phase.accumulation + 7) + 3 * activations
 
 
 # The report
@@ -403,7 +403,7 @@ def preflight(
     # Nothing is compiled for a GPU, and its kernels cannot be traced without its libraries.
     traced = choice.implementation if topology.is_tpu else "xla"
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=traced))
-    config, stages = pretraining.abstract_stages(config, sequences)
+    config, phases = pretraining.abstract_phases(config, sequences)
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
@@ -411,12 +411,12 @@ def preflight(
     else:
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
         where = places(topology)
-    for stage in stages:
-        sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
+    for phase in phases:
+        sharding.check_batch(mesh, phase.batch_size, phase.accumulation)
     found, first_step = [], 0
-    for i, (phase, stage) in enumerate(zip(config.phases, stages, strict=True)):
-        entry = _phase(config, i, stage, topology, mesh, sizes, where)
-        steps = stage.end_step - first_step
+    for i, (phase_config, phase) in enumerate(zip(config.phases, phases, strict=True)):
+        entry = _phase(config, i, phase, topology, mesh, sizes, where)
+        steps = phase.end_step - first_step
         hours = steps * entry["roofline"]["step_seconds"] / 3600
         expected_hours = steps * entry["expected_step_seconds"] / 3600
         entry |= {"steps": steps, "hours": hours, "chip_hours": hours * topology.chips}
@@ -424,14 +424,14 @@ def preflight(
             "expected_hours": expected_hours,
             "expected_chip_hours": expected_hours * topology.chips,
         }
-        entry["rows_from"] = phase.rows or None
+        entry["rows_from"] = phase_config.rows or None
         found.append(entry)
-        first_step = stage.end_step
+        first_step = phase.end_step
     hours = sum(entry["hours"] for entry in found)
     expected_hours = sum(entry["expected_hours"] for entry in found)
     measured, assumed = utilization(KINDS[topology.kind].device_kind)
     price = dollars_per_chip_hour
-    shapes = jax.eval_shape(stages[0].objective.init, jax.random.key(0))
+    shapes = jax.eval_shape(phases[0].objective.init, jax.random.key(0))
     return {
         "topology": topology.name,
         "chips": topology.chips,
@@ -458,15 +458,15 @@ def preflight(
 def _phase(
     config: Config,
     i: int,
-    stage: Stage,
+    phase: Phase,
     topology: Topology,
     mesh: Any,
     sizes: tuple[int, int, int],
     where: list[Place],
 ) -> dict[str, Any]:
     chip, model = topology.chip, config.model
-    state = _placed(initial_state(config, stage, mesh)[1], mesh)
-    batch = checkpoint.abstract(stage.batch_shape, sharding.rows(mesh))
+    state = _placed(initial_state(config, phase, mesh)[1], mesh)
+    batch = checkpoint.abstract(phase.batch_shape, sharding.rows(mesh))
     params = sharding.bytes_per_device(state.params)
     state_bytes = sharding.bytes_per_device((state, batch))
     memory: dict[str, Any] = {
@@ -474,12 +474,12 @@ def _phase(
         "optimizer": sharding.bytes_per_device(state.optimizer),
         "batch": sharding.bytes_per_device(batch),
     }
-    formula_flops = stage.objective.flops_per_row * stage.batch_size / topology.devices
+    formula_flops = phase.objective.flops_per_row * phase.batch_size / topology.devices
     flops: dict[str, Any] = {"formula": formula_flops, "compiled": None, "cost_analysis": None}
     compiled, compile_seconds, needed = None, None, None
     if topology.is_tpu:
         begun = time.monotonic()
-        compiled, needed = _compile(config, stage, topology, mesh, state)
+        compiled, needed = _compile(config, phase, topology, mesh, state)
         compile_seconds = time.monotonic() - begun
     if compiled is not None:
         told, program = compiled.memory_analysis(), hlo.read(compiled.as_text())
@@ -497,11 +497,11 @@ def _phase(
         collectives, traffic = program.collectives, program.traffic_bytes
     else:
         memory["temporaries"] = (
-            needed - state_bytes if needed else expected_temporaries(config, stage, sizes, params)
+            needed - state_bytes if needed else expected_temporaries(config, phase, sizes, params)
         )
         memory["total"] = state_bytes + memory["temporaries"]
-        collectives = expected_collectives(config, stage, sizes, params)
-        traffic = expected_traffic(config, stage, sizes, params)
+        collectives = expected_collectives(config, phase, sizes, params)
+        traffic = expected_traffic(config, phase, sizes, params)
         computed = formula_flops * (4 / 3 if model.remat == "full" else 1)
     fits = compiled is not None or (not needed and memory["total"] <= chip.memory_bytes)
     sent: dict[str, dict[str, Any]] = {}
@@ -519,12 +519,12 @@ def _phase(
     expected = max(times["step_seconds"], formula_flops / (share * peak))
     change = None
     if not fits:
-        change = would_fit(config, i, stage, topology, state, memory["temporaries"])
+        change = would_fit(config, i, phase, topology, state, memory["temporaries"])
     return {
-        "tokens": stage.tokens,
-        "sequences": stage.objective.masker.sequences,
-        "batch_size": stage.batch_size,
-        "accumulation": stage.accumulation,
+        "tokens": phase.tokens,
+        "sequences": phase.objective.masker.sequences,
+        "batch_size": phase.batch_size,
+        "accumulation": phase.accumulation,
         "method": "formula" if compiled is None else "compiled",
         "compile_seconds": compile_seconds,
         "memory": {**memory, "capacity": chip.memory_bytes},
@@ -534,30 +534,30 @@ def _phase(
         "traffic": traffic,
         "collectives": sent,
         "roofline": times,
-        "tokens_per_second": stage.batch_size * stage.tokens / times["step_seconds"],
+        "tokens_per_second": phase.batch_size * phase.tokens / times["step_seconds"],
         "expected_step_seconds": expected,
-        "expected_tokens_per_second": stage.batch_size * stage.tokens / expected,
+        "expected_tokens_per_second": phase.batch_size * phase.tokens / expected,
     }
 
 
 def _compile(
-    config: Config, stage: Stage, topology: Topology, mesh: Any, state: State
+    config: Config, phase: Phase, topology: Topology, mesh: Any, state: State
 ) -> tuple[Any, float | None]:
     """The compiled step, or None and the bytes it would have taken."""
     hint = "--config.model.layer_loop=scanned compiles sooner"
     print(
-        f"compiling the step of {stage.batch_size} rows of T={stage.tokens} for {topology.name}, "
+        f"compiling the step of {phase.batch_size} rows of T={phase.tokens} for {topology.name}, "
         f"which takes minutes{'' if config.model.layer_loop == 'scanned' else f'; {hint}'}",
         file=sys.stderr,
         flush=True,
     )
     try:
-        return compile_step(config, stage, mesh, state), None
+        return compile_step(config, phase, mesh, state), None
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
             raise NotCompiled(
-                f"libtpu does not compile the step of T={stage.tokens} for {topology.name} "
+                f"libtpu does not compile the step of T={phase.tokens} for {topology.name} "
                 f"({' '.join(str(error).split())[:300]}): try another mesh, batch or version of it"
             ) from error
         return None, needed
@@ -603,12 +603,12 @@ def roofline(chip: Chip, flops: float, traffic: float, network: float) -> dict[s
     return {**times, **step, "peak_flops": chip.flops}
 
 
-def _changes(config: Config, i: int, stage: Stage, chips: int) -> Iterator[tuple[str, Config, int]]:
+def _changes(config: Config, i: int, phase: Phase, chips: int) -> Iterator[tuple[str, Config, int]]:
     """Ways to need less memory, cheapest first: (arguments, config, accumulation)."""
     # A phase that has a setting of its own takes no notice of the run's.
     own = config.phases[i].accumulation
     setting = f"--config.phases[{i}].accumulation" if own else "--config.accumulation"
-    parts = [2**i for i in range(1, 11) if stage.batch_size % (2**i * stage.accumulation) == 0]
+    parts = [2**i for i in range(1, 11) if phase.batch_size % (2**i * phase.accumulation) == 0]
     shards = [2**i for i in range(1, 11) if chips % 2**i == 0]
 
     def changed(remat: str, fsdp: int) -> Config:
@@ -620,15 +620,15 @@ def _changes(config: Config, i: int, stage: Stage, chips: int) -> Iterator[tuple
 
     stronger = {"none": ("dots", "full"), "dots": ("full",), "full": ()}[config.model.remat]
     for remat in stronger:
-        yield f"--config.model.remat={remat}", changed(remat, 0), stage.accumulation
+        yield f"--config.model.remat={remat}", changed(remat, 0), phase.accumulation
     for part in parts:
-        total = part * stage.accumulation
+        total = part * phase.accumulation
         yield f"{setting}={total}", changed(config.model.remat, 0), total
     for fsdp in shards:
-        yield f"--config.mesh.fsdp={fsdp}", changed(config.model.remat, fsdp), stage.accumulation
+        yield f"--config.mesh.fsdp={fsdp}", changed(config.model.remat, fsdp), phase.accumulation
     for fsdp in [0, *shards]:
         for part in parts:
-            total = part * stage.accumulation
+            total = part * phase.accumulation
             named = f"--config.mesh.fsdp={fsdp} " if fsdp else ""
             yield (
                 f"{named}--config.model.remat=full {setting}={total}",
@@ -638,7 +638,7 @@ def _changes(config: Config, i: int, stage: Stage, chips: int) -> Iterator[tuple
 
 
 def would_fit(
-    config: Config, i: int, stage: Stage, topology: Topology, state: State, temporaries: int | float
+    config: Config, i: int, phase: Phase, topology: Topology, state: State, temporaries: int | float
 ) -> dict[str, Any] | None:
     """The first change that by estimate would make phase i fit, and the total bytes it would take.
 
@@ -646,22 +646,22 @@ def would_fit(
     """
     params = sharding.bytes_per_device(state.params)
     sizes = sharding.mesh_sizes(config.mesh, topology.devices)
-    scale = temporaries / expected_temporaries(config, stage, sizes, params)
+    scale = temporaries / expected_temporaries(config, phase, sizes, params)
 
     @functools.cache
     def place(sizes: tuple[int, int, int]) -> tuple[int, int]:
         placed = _placed(state, jax.sharding.AbstractMesh(sizes, sharding.AXES))
         return sharding.bytes_per_device(placed), sharding.bytes_per_device(placed.params)
 
-    for arguments, other, parts in _changes(config, i, stage, topology.devices):
+    for arguments, other, parts in _changes(config, i, phase, topology.devices):
         try:
             sizes = sharding.mesh_sizes(other.mesh, topology.devices)
             mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
-            sharding.check_batch(mesh, stage.batch_size, parts)
+            sharding.check_batch(mesh, phase.batch_size, parts)
             total, params = place(sizes)
         except UserError:
             continue
-        part = dataclasses.replace(stage, accumulation=parts)
+        part = dataclasses.replace(phase, accumulation=parts)
         total += scale * expected_temporaries(other, part, sizes, params)
         if total <= topology.chip.memory_bytes:
             return {"arguments": arguments, "total": total}

@@ -33,9 +33,9 @@ def state_shapes(size, optimizer):
 
     config = r.recipe(size, 128, 1)
     config.optim.optimizer = optimizer
-    config, (stage,) = pretraining.abstract_stages(config, 1)
+    config, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
-    return step_lib.initial_state(config, stage, mesh)[1]
+    return step_lib.initial_state(config, phase, mesh)[1]
 
 
 @functools.cache
@@ -49,23 +49,23 @@ def state_bytes(size, optimizer, sizes):
 
 def expected(size, config, topology):
     """A one-phase config by formula on a topology: state, temporaries, traffic, collectives."""
-    config, (stage,) = pretraining.abstract_stages(config, 1)
+    config, (phase,) = pretraining.abstract_phases(config, 1)
     sizes = sharding.mesh_sizes(config.mesh, topology.chips)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
-    sharding.check_batch(mesh, stage.batch_size, stage.accumulation)
+    sharding.check_batch(mesh, phase.batch_size, phase.accumulation)
     optimizer = config.optim.optimizer
     state, params = state_bytes(size, optimizer, sizes)
     where = preflight.places(topology)
-    collectives = preflight.expected_collectives(config, stage, sizes, params)
+    collectives = preflight.expected_collectives(config, phase, sizes, params)
     return {
         "config": config,
-        "stage": stage,
+        "phase": phase,
         "state_shapes": state_shapes(size, optimizer),
         "state": state,
-        "temporaries": preflight.expected_temporaries(config, stage, sizes, params),
-        "traffic": preflight.expected_traffic(config, stage, sizes, params),
-        "flops": stage.objective.flops_per_row
-        * stage.batch_size
+        "temporaries": preflight.expected_temporaries(config, phase, sizes, params),
+        "traffic": preflight.expected_traffic(config, phase, sizes, params),
+        "flops": phase.objective.flops_per_row
+        * phase.batch_size
         / topology.chips
         * (4 / 3 if config.model.remat == "full" else 1),
         "sent": sum(one.sent_bytes for one in collectives),
@@ -116,7 +116,7 @@ def predict(results, run, make, apply, size, tokens, name):
     total = here["state"] + temporaries
     if total > topology.chip.memory_bytes:
         found = preflight.would_fit(
-            here["config"], 0, here["stage"], topology, here["state_shapes"], temporaries
+            here["config"], 0, here["phase"], topology, here["state_shapes"], temporaries
         )
         if found is None:
             return {"how": f"e {nearest}", "change": None, "total": total, "times": None}
@@ -299,8 +299,8 @@ def lamb_table(predict_one, r):
             f"{milliseconds(cells[1])} | {minutes} | {how(cells)} |"
         )
     for tokens, batch_size, steps in r.LAMB:
-        _, (stage,) = pretraining.abstract_stages(r.lamb(tokens), 1)
-        flops += stage.objective.flops_per_row * batch_size * steps
+        _, (phase,) = pretraining.abstract_phases(r.lamb(tokens), 1)
+        flops += phase.objective.flops_per_row * batch_size * steps
     least = flops / (r.LAMB_CHIPS * r.V3_FLOPS) / 60
     lines += [
         "",

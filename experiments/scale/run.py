@@ -29,7 +29,7 @@ import numpy as np
 
 from bert_jax import device, sharding, workdir
 from bert_jax import step as step_lib
-from bert_jax.config import Config, OptimConfig, Phase, model_size, validate
+from bert_jax.config import Config, OptimConfig, PhaseConfig, model_size, validate
 from bert_jax.objectives import pretraining
 from bert_jax.tools import preflight
 
@@ -51,7 +51,7 @@ LAMB_MINUTES, LAMB_CHIPS, V3_FLOPS = 76.19, 1024, 123e12
 
 def recipe(size: str, tokens: int, chips: int) -> Config:
     """One phase of the paper's recipe. Past 256 chips a row is shared by several."""
-    config = Config(model=model_size(size), phases=(Phase(tokens=tokens),))
+    config = Config(model=model_size(size), phases=(PhaseConfig(tokens=tokens),))
     config.steps = RECIPE_STEPS[tokens]
     config.mesh.tensor = max(chips // config.batch_size, 1)
     return usual(config)
@@ -60,7 +60,7 @@ def recipe(size: str, tokens: int, chips: int) -> Config:
 def lamb(tokens: int) -> Config:
     """One phase of the 76-minute run."""
     _, batch_size, steps = next(phase for phase in LAMB if phase[0] == tokens)
-    config = Config(model=model_size("large"), phases=(Phase(tokens=tokens),))
+    config = Config(model=model_size("large"), phases=(PhaseConfig(tokens=tokens),))
     config.optim = OptimConfig(optimizer="lamb")
     config.batch_size, config.steps = batch_size, steps
     return usual(config)
@@ -168,15 +168,15 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
 def memory_of(name: str, changes: str) -> dict:
     """Runs three steps in this process: the compiler's bytes and how far the process grew."""
     device.start("cpu", cache=False)
-    config = Config(model=model_size(name), phases=(Phase(tokens=128),), batch_size=32)
+    config = Config(model=model_size(name), phases=(PhaseConfig(tokens=128),), batch_size=32)
     config.model.vocab_size = pretraining.DEFAULT_VOCAB_SIZE
     config.model.layer_loop = "scanned"
     apply(config, changes)
     validate(config)
-    config, (stage,) = pretraining.abstract_stages(config, 1)
+    config, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices("cpu")[:1])
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    step = step_lib.compile_step(config, stage, mesh, shapes)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    step = step_lib.compile_step(config, phase, mesh, shapes)
     init = init.lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
     told = step.memory_analysis()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -186,7 +186,7 @@ def memory_of(name: str, changes: str) -> dict:
         return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
 
     rng = np.random.default_rng(0)
-    batch = {k: np.zeros(x.shape, x.dtype) for k, x in stage.batch_shape.items()}
+    batch = {k: np.zeros(x.shape, x.dtype) for k, x in phase.batch_shape.items()}
     batch["tokens"] = rng.integers(1000, 30000, batch["tokens"].shape).astype(batch["tokens"].dtype)
     batch["length"][:], batch["a_length"][:] = 128, 64
     before = memory("VmRSS")
@@ -266,14 +266,14 @@ def step() -> None:
     model = model_size(STEP["size"])
     model.dtype, model.vocab_multiple = "bfloat16", 128
     model.attention, model.attention_dropout = "xla", 0.0
-    config = Config(model=model, phases=(Phase(tokens=STEP["tokens"]),))
+    config = Config(model=model, phases=(PhaseConfig(tokens=STEP["tokens"]),))
     config.batch_size = STEP["batch_size"]
-    config, (stage,) = pretraining.abstract_stages(config, STEP["sequences"])
+    config, (phase,) = pretraining.abstract_phases(config, STEP["sequences"])
     devices = preflight.tpu_devices(preflight.parse_topology(STEP["target"]))
     mesh = sharding.make_mesh(config.mesh, list(devices))
-    _, shapes = step_lib.initial_state(config, stage, mesh)
+    _, shapes = step_lib.initial_state(config, phase, mesh)
     begun = time.monotonic()
-    program = step_lib.compile_step(config, stage, mesh, shapes)
+    program = step_lib.compile_step(config, phase, mesh, shapes)
     seconds = time.monotonic() - begun
     memory, costs = program.memory_analysis(), program.cost_analysis()
     scatters = re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", program.as_text())

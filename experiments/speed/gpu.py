@@ -294,9 +294,9 @@ def ceilings(row, out):
     }
 
 
-def stage_at_step(row, dtype="bfloat16"):
-    """Return the config of a row and its stage, as if there were files of rows."""
-    from bert_jax.config import Config, Phase, model_size
+def phase_at_step(row, dtype="bfloat16"):
+    """Return the config of a row and its phase, as if there were files of rows."""
+    from bert_jax.config import Config, PhaseConfig, model_size
     from bert_jax.objectives import pretraining
 
     model = model_size(row["size"])
@@ -304,13 +304,13 @@ def stage_at_step(row, dtype="bfloat16"):
     model.attention, model.attention_dropout = row["attention"], row["attention_dropout"]
     config = Config(
         model=model,
-        phases=(Phase(tokens=row["tokens"]),),
+        phases=(PhaseConfig(tokens=row["tokens"]),),
         batch_size=row["rows"],
         deterministic=row["deterministic"],
     )
     sequences = SEQUENCES.get(row["tokens"], 3)
-    config, (stage,) = pretraining.abstract_stages(config, sequences)
-    return config, stage
+    config, (phase,) = pretraining.abstract_phases(config, sequences)
+    return config, phase
 
 
 def sequences_of(tokens, count):
@@ -370,17 +370,17 @@ class Trainer:
         from bert_jax.model import attention
         from bert_jax.step import compile_step, initial_state
 
-        self.config, self.stage = stage_at_step(row)
+        self.config, self.phase = phase_at_step(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])
         attention.check(self.config, jax.devices()[0].platform, 1)
-        _, shapes = initial_state(self.config, self.stage, self.mesh)
+        _, shapes = initial_state(self.config, self.phase, self.mesh)
         begun = time.perf_counter()
-        self.compiled = compile_step(self.config, self.stage, self.mesh, shapes)
+        self.compiled = compile_step(self.config, self.phase, self.mesh, shapes)
         self.compile_seconds = time.perf_counter() - begun
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         state = zeros._replace(params=random_params(shapes.params), recent=guard.begin())
         self.state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes))
-        masker = self.stage.objective.masker
+        masker = self.phase.objective.masker
         self.data = packed_batches(row["tokens"], row["rows"], masker.sequences)
         self._steps = 0
 
@@ -422,7 +422,7 @@ def timed(step, wait):
     return seconds
 
 
-def speed(row, step, wait, data, stage):
+def speed(row, step, wait, data, phase):
     """Time a step; return what the lines of both kinds of training step have."""
     seconds = timed(step, wait)
     real = sum(int(batch["length"].sum()) for batch in data)
@@ -433,7 +433,7 @@ def speed(row, step, wait, data, stage):
         "real_fraction": fraction,
         "real_tokens_per_second": rate,
         # As bert_jax counts them, whatever the baseline computes.
-        "operations_per_token": stage.objective.flops_per_row / row["tokens"],
+        "operations_per_token": phase.objective.flops_per_row / row["tokens"],
     }
 
 
@@ -444,7 +444,7 @@ def step(row, out):
     memory = trainer.compiled.memory_analysis()
     kinds = {"temp": 1, "argument": 1, "output": 1, "alias": -1}
     return {
-        **speed(row, trainer, jax.block_until_ready, trainer.data, trainer.stage),
+        **speed(row, trainer, jax.block_until_ready, trainer.data, trainer.phase),
         "device": jax.devices()[0].device_kind,
         "layer_loop": trainer.config.model.layer_loop,
         "compile_seconds": trainer.compile_seconds,
@@ -486,9 +486,9 @@ def gradients(dtype, *values):
     from bert_jax.model.dropout import generator_key
 
     row = dict(zip(KEYS[1:], values, strict=True))
-    config, stage = stage_at_step(row, dtype)
+    config, phase = phase_at_step(row, dtype)
     attention.check(config, jax.devices()[0].platform, 1)
-    task = stage.objective
+    task = phase.objective
     params = random_params(jax.eval_shape(task.init, jax.random.key(0)))
     batch = packed_batches(row["tokens"], row["rows"], task.masker.sequences)[0]
     inputs = jax.jit(task.inputs)(batch, jax.random.key(2))
@@ -526,7 +526,7 @@ def torch(row, out):
     torch.set_float32_matmul_precision("high")
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    config, stage = stage_at_step({**row, "attention": "xla"})
+    config, phase = phase_at_step({**row, "attention": "xla"})
     padded = -(-VOCABULARY // config.model.vocab_multiple) * config.model.vocab_multiple
     model = dataclasses.replace(config.model, vocab_size=padded)
     network = peers.build(model, model.positions).to(device).train()
@@ -561,7 +561,7 @@ def torch(row, out):
         return loss
 
     return {
-        **speed(row, step, lambda loss: loss.item(), data, stage),
+        **speed(row, step, lambda loss: loss.item(), data, phase),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "loss": step().item(),
         "memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,

@@ -35,7 +35,7 @@ from bert_jax.finetune import load_dataset
 from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining
-from bert_jax.objectives.base import Metric, Stage
+from bert_jax.objectives.base import Metric, Phase
 
 Turn = Callable[[], dict[str, Any]]
 
@@ -49,10 +49,10 @@ def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = Tr
     device.start("cpu")
 
 
-def _stage(size: str, tokens: int, sequences: int, batch: int) -> tuple[Config, Stage]:
+def _phase(size: str, tokens: int, sequences: int, batch: int) -> tuple[Config, Phase]:
     """Of a size as it is, without rows."""
-    config, stages = pretraining.abstract_stages(data.pretraining(size, tokens, batch), sequences)
-    return config, stages[0]
+    config, phases = pretraining.abstract_phases(data.pretraining(size, tokens, batch), sequences)
+    return config, phases[0]
 
 
 def endless(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -110,12 +110,12 @@ def pretrain(
         layers.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
     config = data.pretraining(size, tokens, batch, change)
     config.phases[0].rows = str(data.rows(tokens, sequences, files))
-    config, _, _, (stage,) = pretraining.stages(config)
+    config, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(config.mesh)
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    step, state = step_lib.compile_step(config, stage, mesh, shapes), init(jnp.uint32(0))
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    step, state = step_lib.compile_step(config, phase, mesh, shapes), init(jnp.uint32(0))
     coming, done = (
-        stage.batches(0, config.steps, *sharding.process_row_shard(mesh)),
+        phase.batches(0, config.steps, *sharding.process_row_shard(mesh)),
         itertools.count(),
     )
     checkpoints = Checkpoints(data.scratch(), config.checkpoint) if saves else None
@@ -162,9 +162,11 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     config, problem = load_finetuning(name)
     config.one_a_row, config.steps = one_a_row, LONG_RUN_STEPS
     mesh = sharding.make_mesh(config.mesh)
-    config, _, plan, stage = finetuning.stage(config, problem, [0], sharding.num_row_shards(mesh))
-    init, shapes = step_lib.initial_state(config, stage, mesh)
-    step = step_lib.compile_stage(config, stage, mesh, shapes).step
+    config, _, plan, phase = finetuning.make_phase(
+        config, problem, [0], sharding.num_row_shards(mesh)
+    )
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    step = step_lib.compile_phase(config, phase, mesh, shapes).step
     state = init(jnp.uint32(0))
     for shape in plan.shapes:  # waits for what compiles in the background
         state, *_ = step(state, shard_batch(plan.empty(shape), mesh))
@@ -274,8 +276,8 @@ def loader(tokens: int, sequences: int, batch: int, steps: int) -> Turn:
 def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
     """Where checkpoints go; the state, its shapes and its bytes."""
     _start()
-    config, stage = _stage(size, 128, 4, 8)
-    init, shapes = step_lib.initial_state(config, stage, sharding.make_mesh(config.mesh))
+    config, phase = _phase(size, 128, 4, 8)
+    init, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     # Moments are zeros at first, and zeros are compressed to nothing.
     noise = jax.jit(lambda x: x + jax.random.normal(jax.random.key(1), x.shape, x.dtype))
@@ -386,14 +388,14 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
     """
     _start()
     jax.config.update("jax_enable_compilation_cache", cached)
-    config, stage = _stage(size, tokens, sequences, batch)
+    config, phase = _phase(size, tokens, sequences, batch)
     mesh = sharding.make_mesh(config.mesh)
-    _, shapes = step_lib.initial_state(config, stage, mesh)
+    _, shapes = step_lib.initial_state(config, phase, mesh)
 
     def turn():
         jax.clear_caches()  # to drop the program of the turn before is no part of making this one
         begun = time.perf_counter()
-        step_lib.compile_step(config, stage, mesh, shapes)
+        step_lib.compile_step(config, phase, mesh, shapes)
         return {"seconds": time.perf_counter() - begun}
 
     return turn
@@ -446,7 +448,7 @@ def host(steps: int) -> Turn:
     config = data.pretraining("tiny", 128, 8, [f"steps={steps}", f"checkpoint.every_steps={steps}"])
     vocabulary = wordpiece.load(data.vocabulary())
     batch = {"tokens": np.zeros((8, 128), np.uint16)}
-    stage = Stage(
+    phase = Phase(
         objective=_Nothing(),
         tokens=128,
         batch_size=8,
@@ -461,7 +463,7 @@ def host(steps: int) -> Turn:
 
     def turn():
         with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(sys.stderr):
-            train.train(config, vocabulary, told, [stage], temporary, compiled=compiled)
+            train.train(config, vocabulary, told, [phase], temporary, compiled=compiled)
             lines = (pathlib.Path(temporary) / "speed.jsonl").read_text().splitlines()
         return {"steps": steps, "seconds": sum(json.loads(line)["seconds"] for line in lines)}
 
@@ -471,5 +473,5 @@ def host(steps: int) -> Turn:
 @functools.cache
 def rows_a_second(flops: float) -> float:
     """How many packed rows of T=128 base takes a second on a chip that does nothing else."""
-    _, stage = _stage("base", 128, 4, 8)
-    return flops / stage.objective.flops_per_row
+    _, phase = _phase("base", 128, 4, 8)
+    return flops / phase.objective.flops_per_row

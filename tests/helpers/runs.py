@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, cli, train
-from bert_jax.config import Phase
+from bert_jax.config import PhaseConfig
 from bert_jax.config_flags import load
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
@@ -65,16 +65,16 @@ def pretrain(folder, rows, *changes, options=(), phases=",32"):
     )
 
 
-def poisoned(stage, steps):
-    """The stage with sentence labels out of range in the batches of some steps: their loss is NaN."""
+def poisoned(phase, steps):
+    """The phase with sentence labels out of range in the batches of some steps: their loss is NaN."""
 
     def batches(first, end, process, processes):
-        for step, batch in enumerate(stage.batches(first, end, process, processes), first):
-            if step + stage.first_step in steps:
+        for step, batch in enumerate(phase.batches(first, end, process, processes), first):
+            if step + phase.first_step in steps:
                 batch = {**batch, "label": np.full_like(batch["label"], 7)}
             yield batch
 
-    return dataclasses.replace(stage, batches=batches)
+    return dataclasses.replace(phase, batches=batches)
 
 
 def train_here(folder, rows, *changes, bad=(), compiled=None):
@@ -85,14 +85,14 @@ def train_here(folder, rows, *changes, bad=(), compiled=None):
         compiled: programs of the training step by its shapes, shared by runs of the same step.
     """
     config = load(arguments(*changes))
-    config.phases = (Phase(rows=str(rows())),)
-    config, vocabulary, data, stages = pretraining.stages(config)
-    stages = [poisoned(stage, set(bad)) for stage in stages]
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    config, vocabulary, data, phases = pretraining.make_phases(config)
+    phases = [poisoned(phase, set(bad)) for phase in phases]
     train.train(
         config,
         vocabulary,
         data,
-        stages,
+        phases,
         folder,
         compiled=compiled,
         summarize_trace=profile.summarize,
