@@ -495,7 +495,7 @@ def test_a_cost_is_that_of_the_formula(size):
     told = cost(point, Given(), [], speed=1e12)
     model = dataclasses.replace(model_size(size), vocab_size=1000)
     expected = 64_000 * flops_per_row(model, 128, 1, 20)
-    assert told.flops == pytest.approx(expected, rel=0.2)  # scores of pairs are left out
+    assert told.flops == pytest.approx(expected)
     assert told.seconds == pytest.approx(told.flops / 1e12)
 
     def line(digest, flops, seconds, verb="pretrain", devices="1 cpu"):
@@ -538,21 +538,25 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
         point = Point("f", ("finetune", "--config", "configs/table.py", *settings), facts)
         return cost(point, Given(), results, speed=1e12).flops
 
-    def of(layers, hidden, feed_forward):  # by token: forward, and twice as much backward
-        return 3 * layers * (8 * hidden**2 + 4 * hidden * feed_forward)
+    def of(
+        layers, hidden, feed_forward
+    ):  # by token: forward, and twice as much backward; not the pooler
+        return 3 * layers * (8 * hidden**2 + 4 * hidden * feed_forward + 4 * 128 * hidden)
 
-    assert told(["--init", run]) == pytest.approx(of(4, 256, 1024) * 6000)
-    assert told(["--init", exported]) == pytest.approx(of(3, 32, 96) * 6000)
+    assert told(["--init", run]) == pytest.approx(of(4, 256, 1024) * 6000, rel=1e-3)
+    assert told(["--init", exported]) == pytest.approx(of(3, 32, 96) * 6000, rel=1e-3)
     for unseen in ([], ["--init", "google-bert/bert-base-uncased"]):
-        assert told(unseen) == pytest.approx(of(12, 768, 3072) * 6000)
+        assert told(unseen) == pytest.approx(of(12, 768, 3072) * 6000, rel=1e-3)
 
     def line(tokens, task, scale="small"):
         facts = {"facts": {"task": task}, "scale": scale, "real_tokens": tokens}
         return {"command": "bert-jax finetune --config x", **facts}
 
     before = [line(40, "SQuAD"), line(60, "SQuAD"), line(1, "SQuAD", "paper"), line(7, "SWAG")]
-    assert told(["--init", run], "SQuAD", before) == pytest.approx(of(4, 256, 1024) * 3 * 50)
-    assert told(["--init", run], "RTE", before) == pytest.approx(of(4, 256, 1024) * 6000)
+    assert told(["--init", run], "SQuAD", before) == pytest.approx(
+        of(4, 256, 1024) * 3 * 50, rel=1e-3
+    )
+    assert told(["--init", run], "RTE", before) == pytest.approx(of(4, 256, 1024) * 6000, rel=1e-3)
 
 
 def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monkeypatch):

@@ -19,7 +19,6 @@ AXES = {"step": "step", "tokens": "real tokens", "hours": "hours of training"}
 MOST_POINTS = 400
 SPEED = "real_tokens_per_second"
 
-_LOSSES = ("loss", "masked_lm_loss", "next_token_loss", "next_sentence_loss")
 _LAST = ("learning_rate", "gradient_norm", SPEED)
 
 
@@ -187,10 +186,10 @@ def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
     return {name: found[name] for name in sorted(found, key=_order)}
 
 
-def _order(name: str) -> tuple[int, int]:
-    """Losses, accuracies, what the optimizer does, speed; then the rest as it comes."""
-    if name in _LOSSES:
-        return 0, _LOSSES.index(name)
+def _order(name: str) -> tuple[int, str | int]:
+    """Sort key: the total loss, its terms, accuracies, learning rate and speed; then the rest."""
+    if name.endswith("loss"):
+        return 0, "" if name == "loss" else name
     if name.endswith("accuracy"):
         return 1, 0
     return (2, _LAST.index(name)) if name in _LAST else (3, 0)

@@ -58,8 +58,7 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
     axes = figure.add_subplot()
     runs, drawn = curves.read(workdirs), {}
     for i, run in enumerate(runs):
-        known = ("masked_lm_loss", "next_token_loss")
-        loss = next((name for name in known if name in run.metrics[0]), "loss")
+        loss = run.best["best_by"] if isinstance(run.config, Config) else "loss"
         for split, style in (
             ("train", {"lw": 1, "alpha": 0.6}),
             ("heldout", {"marker": "o", "ms": 4}),

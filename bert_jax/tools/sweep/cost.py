@@ -18,6 +18,8 @@ from bert_jax.convert import source
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives.masking import max_predictions_per_sequence
 from bert_jax.objectives.pretraining import DEFAULT_VOCAB_SIZE
 from bert_jax.tools.sweep.points import Given, Point, Sweep
 from bert_jax.tools.sweep.results import RESULTS, Results, key
@@ -62,21 +64,22 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
     if kind is Config:
         ends = [0, *config_lib.phase_ends(config)]
         rows = [part for part in point.needs if part.verb == "prepare"]
-        model.vocab_size = model.vocab_size or _vocab_size(rows)
-        tokens = sum(
-            (end - begin)
-            * (phase.batch_size or config.batch_size)
-            * (phase.tokens or _tokens_of(rows[i] if i < len(rows) else None))
-            for i, (begin, end, phase) in enumerate(
-                zip(ends, ends[1:], config.phases, strict=False)
+        model.vocab_size = model.vocab_size or _vocab_size(rows) or DEFAULT_VOCAB_SIZE
+        flops = 0.0
+        for i, (begin, end, phase) in enumerate(zip(ends, ends[1:], config.phases, strict=False)):
+            tokens = phase.tokens or _tokens_of(rows[i] if i < len(rows) else None)
+            predictions = (
+                tokens if model.causal else max_predictions_per_sequence(config.masking, tokens)
             )
-        )
+            num_rows = (end - begin) * (phase.batch_size or config.batch_size)
+            flops += num_rows * flops_per_row(model, tokens, 1, predictions)
     else:
         model = _started_from(point, options.get("--init", "")) or model
         tokens = _tokens_before(point, given, before)
         tokens = tokens or _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs
-        tokens *= int(options.get("--seeds", 1))
-    flops = _flops_a_token(model, config) * tokens
+        row_tokens = config.task.tokens
+        flops = tokens / row_tokens * flops_per_row(model, row_tokens, 1, 0)
+        flops *= int(options.get("--seeds", 1))
     speed = speed or _speed(before) or _CORE_FLOPS * cores()
     return Cost(flops, flops / speed if flops else None)
 
@@ -108,16 +111,6 @@ def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
         key(line): line for line in lines if {"command", "digest", "wall_seconds"} <= line.keys()
     }
     return list(kept.values())
-
-
-def _flops_a_token(model: config_lib.ModelConfig, config: Any) -> float:
-    """Of training, roughly: the layers' dense products, the vocabulary's head on what is predicted."""
-    d, f = model.hidden, model.feed_forward
-    layers = model.layers * (8 * d * d + 4 * d * f)
-    if isinstance(config, FinetuneConfig):
-        return 3.0 * layers
-    predicted = 1.0 if model.causal else config.masking.rate
-    return 3.0 * (layers + predicted * 2 * d * (model.vocab_size or DEFAULT_VOCAB_SIZE))
 
 
 def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:

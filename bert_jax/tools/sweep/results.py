@@ -106,7 +106,7 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         heldout = [line for line in lines if line["split"] == "heldout"][-1]
         metrics = {k: v for k, v in heldout.items() if k not in ("step", "split")}
         step = heldout["step"]
-        told["curve"] = _curve(lines, speed)
+        told["curve"] = _curve(lines, speed, workdir.read_best_by(folder)["best_by"])
     tokens = sum(line["real_tokens_per_second"] * line["seconds"] for line in speed)
     flops = sum(line["flops_per_second"] * line["seconds"] for line in speed)
     return {
@@ -130,7 +130,9 @@ def _published(part: str) -> str:
     return "/".join(pathlib.Path(part).parts[-2:]) if os.path.isabs(part) else part
 
 
-def _curve(lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]]) -> dict[str, list]:
+def _curve(
+    lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]], loss: str
+) -> dict[str, list]:
     """The held-out loss by step, real tokens and seconds of training."""
     curve: dict[str, list] = {"step": [], "real_tokens": [], "seconds": [], "loss": []}
     for line in lines:
@@ -142,9 +144,7 @@ def _curve(lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]]) -> 
             round(sum(s["real_tokens_per_second"] * s["seconds"] for s in before))
         )
         curve["seconds"].append(round(sum(s["seconds"] for s in before), 1))
-        curve["loss"].append(
-            next(v for k, v in line.items() if k in ("masked_lm_loss", "next_token_loss"))
-        )
+        curve["loss"].append(line[loss])
     return curve
 
 
