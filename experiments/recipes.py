@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
 from bert_jax.tools.report.experiment import Block, Claim, Claims, Curves, Line, Runs, Table
-from bert_jax.tools.sweep import SCALES, Given, Point
+from bert_jax.tools.sweep import SCALES, Point, SweepArgs
 
 # --- Pretraining ----------------------------------------------------------------------------------
 
@@ -69,25 +69,25 @@ _PAPER = {
 CAUSAL = {"model.causal": "true", "model.next_sentence": "false"}
 
 
-def steps(given: Given) -> int:
+def steps(given: SweepArgs) -> int:
     """Of a pretraining run."""
     return _PAPER_STEPS if given.scale == "paper" else _SMALL_STEPS
 
 
-def checkpoints(given: Given) -> list[int]:
+def checkpoints(given: SweepArgs) -> list[int]:
     """Steps along a run at which `base` and `left_to_right` keep checkpoints for good."""
     parts = _PARTS[given.scale]
     return [steps(given) * i // parts for i in range(1, parts + 1)]
 
 
-def texts(given: Given) -> list[str]:
+def texts(given: SweepArgs) -> list[str]:
     """The sources to pretrain on."""
     suffix = "" if given.scale == "paper" else ".gz"
     folder = given.data / "text"
     return [f"{folder}/wikipedia/*{suffix}", f"books:{folder}/books/*{suffix}"]
 
 
-def vocabulary(given: Given, cased: bool = False) -> Point:
+def vocabulary(given: SweepArgs, cased: bool = False) -> Point:
     """Of the sizes of Google's, or of 8,192 word pieces."""
     size = (28_996 if cased else 30_522) if given.scale == "paper" else 8_192
     case = ["--cased"] if cased else []
@@ -97,7 +97,7 @@ def vocabulary(given: Given, cased: bool = False) -> Point:
 
 
 def rows(
-    given: Given,
+    given: SweepArgs,
     tokens: int = 128,
     cased: bool = False,
     sequences: int = 0,
@@ -120,7 +120,7 @@ def settings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def pretrained(
-    given: Given,
+    given: SweepArgs,
     name: str,
     config: str = "",
     changes: Mapping[str, Any] | None = None,
@@ -154,7 +154,7 @@ def pretrained(
     return Point(name, (*command, *settings(usual | (changes or {}))), {"model": name, **facts})
 
 
-def _kept(given: Given) -> dict[str, int]:
+def _kept(given: SweepArgs) -> dict[str, int]:
     """Settings with which checkpoints stay from a whole run, for `checkpoints`."""
     if given.scale == "paper":
         return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
@@ -162,22 +162,22 @@ def _kept(given: Given) -> dict[str, int]:
     return {"checkpoint.every_steps": _SMALL_STEPS // parts, "checkpoint.keep_last": parts}
 
 
-def base(given: Given, name: str = "base") -> Point:
+def base(given: SweepArgs, name: str = "base") -> Point:
     """The model that most experiments begin with, pretrained once for all of them."""
     return pretrained(given, name, changes=_kept(given))
 
 
-def left_to_right(given: Given, name: str = "left-to-right, no NSP") -> Point:
+def left_to_right(given: SweepArgs, name: str = "left-to-right, no NSP") -> Point:
     """The same without masks and next sentences, every token seeing what is before it."""
     return pretrained(given, name, changes=_kept(given) | CAUSAL)
 
 
-def large(given: Given, name: str = "large") -> Point:
+def large(given: SweepArgs, name: str = "large") -> Point:
     """The paper's larger model."""
     return pretrained(given, name, "large")
 
 
-def cased(given: Given, size: str) -> Point:
+def cased(given: SweepArgs, size: str) -> Point:
     """The paper's models for named entities, whose vocabulary has capitals (section 5.3)."""
     on = [rows(given, 128, cased=True), rows(given, 512, cased=True)]
     return pretrained(given, f"{size}, cased", size, on=on)
@@ -267,7 +267,7 @@ def called(init: str) -> str:
     return "/".join(pathlib.Path(init).parts[-2:])
 
 
-def starts(given: Given, capitals: bool = False) -> dict[str, list[Any]]:
+def starts(given: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
     """What to fine-tune, by label: somebody's checkpoint, the paper's two models, or the small one.
 
     Args:
@@ -291,7 +291,7 @@ def starts(given: Given, capitals: bool = False) -> dict[str, list[Any]]:
 
 
 def finetuned(
-    given: Given,
+    given: SweepArgs,
     label: str,
     start: Sequence[Any],
     task: str,
@@ -325,7 +325,7 @@ def finetuned(
     return Point(name, (*command, *settings(changed)), {"model": label, "task": task, **facts})
 
 
-def made(given: Given, name: str) -> Point:
+def made(given: SweepArgs, name: str) -> Point:
     """A set that this file makes."""
     return Point(name, ("python", "experiments/recipes.py", name, given.data))
 

@@ -20,7 +20,7 @@ from bert_jax.config import Config, FinetuneConfig
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep
 from bert_jax.tools.report import experiment
-from bert_jax.tools.sweep import SCALES, Given
+from bert_jax.tools.sweep import SCALES, SweepArgs
 from tests.helpers import processes
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
@@ -41,7 +41,7 @@ def at_the_root(monkeypatch):
 
 @functools.cache
 def load(name: str, scale: str, init: str = "") -> sweep.Sweep:
-    return sweep.load(ROOT / name, Given(scale, DATA, init))
+    return sweep.load(ROOT / name, SweepArgs(scale, DATA, init))
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def parser():
 def split(point: sweep.Point):
     """A point's settings, and its options as the command line reads them."""
     folder = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
-    config, rest = config_flags.split([*point.told(DATA), folder, "x"])
+    config, rest = config_flags.split([*point.display_command(DATA), folder, "x"])
     return tuple(config), parser().parse_args(rest)
 
 
@@ -118,7 +118,7 @@ def test_results_of_two_points_are_never_taken_for_one():
 def test_somebodys_checkpoint_is_fine_tuned_or_refused(name, scale):
     if name not in OF_ANYBODY:
         with pytest.raises(UserError, match="its own pretraining"):
-            sweep.load(ROOT / name, Given(scale, DATA, "google-bert/bert-base-uncased"))
+            sweep.load(ROOT / name, SweepArgs(scale, DATA, "google-bert/bert-base-uncased"))
         return
     points = load(name, scale, "google-bert/bert-base-uncased").points
     assert {point.verb for point in points} <= {"finetune", "python"}
@@ -410,7 +410,7 @@ def made_up(name: str, scale: str) -> list[dict]:
     lines = []
     for i, point in enumerate(load(name, scale).points):
         line = {"point": point.name, "scale": scale, "facts": point.facts, "metrics": {}}
-        command = " ".join(["bert-jax", *point.told(DATA)])
+        command = " ".join(["bert-jax", *point.display_command(DATA)])
         line |= {"command": command, "digest": point.digest(DATA), "wall_seconds": 9}
         if point.verb in measures:
             line |= {

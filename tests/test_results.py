@@ -105,14 +105,14 @@ def test_results_that_a_kill_or_an_older_version_has_left(file_of, capsys):
     assert results.read() == [line(0.5, size=1), line(0.6, 1, size=1)]
     run_ = {**line(0.5, size=1), "step": 7}
     for wrong, expected in (
-        (whole[:40] + "\n" + whole, "line 1 is cut short: remove it"),
-        (whole + "\n" + whole[:40] + "\n", "line 2 is cut short: remove it"),
+        (whole[:40] + "\n" + whole, "line 1 is incomplete: remove it"),
+        (whole + "\n" + whole[:40] + "\n", "line 2 is incomplete: remove it"),
         (f"{whole}\n[1]\n", "line 2 has no 'point'"),
         *(
             (json.dumps({k: v for k, v in line(0.5, size=1).items() if k != name}), f"no {name!r}")
             for name in ("scale", "facts", "digest", "metrics", "command")
         ),
-        (json.dumps(run_), "line 1 has no 'real_tokens', as one of an older version: remove it"),
+        (json.dumps(run_), "line 1 has no 'real_tokens': an older version wrote it. Remove it"),
     ):
         results.path.write_text(wrong + "\n")
         assert cli.main(report) == cli.EXIT_USER_ERROR

@@ -22,13 +22,13 @@ from bert_jax.errors import UserError
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import pretraining
 from bert_jax.tools import sweep
-from bert_jax.tools.sweep import Given, Point, scheduler
+from bert_jax.tools.sweep import Point, SweepArgs, scheduler
 from bert_jax.tools.sweep import results as results_lib
 from bert_jax.tools.sweep.cost import cost, duration
 from bert_jax.tools.sweep.display import note_of
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.run import run
-from bert_jax.tools.sweep.scheduler import Engine, Place
+from bert_jax.tools.sweep.scheduler import Engine, PointRun
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
@@ -86,7 +86,7 @@ def go(points, tmp_path, jobs=1, **options):
     """Runs points in this process; the status and the results."""
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
-    given = Given(data=tmp_path / "data")
+    given = SweepArgs(data=tmp_path / "data")
     found = sweep.Sweep(
         folder / "sweep.py",
         given,
@@ -117,8 +117,10 @@ def test_a_hash_is_of_all_that_leads_to_a_folder_and_of_no_path():
     assert points("/here/data", 128) == points("/elsewhere", 128)
     assert not set(points("/here", 128)) & set(points("/here", 64))
     other = Point("m", ("pretrain", "--rows", "/here/data2"))
-    assert "/here/data2" in other.told("/here/data")  # the folder's name, not its beginning
-    assert Point("x", ("python", "/d")).told("/d") == ["python", "$BERT_JAX_DATA"]
+    assert "/here/data2" in other.display_command(
+        "/here/data"
+    )  # the folder's name, not its beginning
+    assert Point("x", ("python", "/d")).display_command("/d") == ["python", "$BERT_JAX_DATA"]
 
 
 def test_another_program_is_another_point(tmp_path):
@@ -132,21 +134,21 @@ def test_another_program_is_another_point(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("x = 1", "is no sweep: it has no get_points"),
+        ("x = 1", "is not a sweep: it must define get_points"),
         ("def get_points(given): return [1 / 0]", "get_points: ZeroDivisionError"),
-        ("def get_points(given): return [3]", "yielded 3, which is no Point"),
-        ("def get_points(given): return [Point('a', ('embed', 'x'))]", "'embed' is not among"),
+        ("def get_points(given): return [3]", "yielded 3, which is not a Point"),
+        ("def get_points(given): return [Point('a', ('embed', 'x'))]", "cannot run 'embed'"),
         (
             "def get_points(given): return [Point('a', ('vocab', n)) for n in 'xy']",
-            "two different points are called 'a'",
+            "two different points have the name 'a'",
         ),
         (
             "def get_points(given): return [Point('a', ('vocab', 1), {'n': n}) for n in 'xy']",
-            "two different points are called 'a'",
+            "two different points have the name 'a'",
         ),
         (
             "def get_points(given): return [Point(n, ('vocab', 1)) for n in 'xy']",
-            "'x' and 'y' are one command",
+            "'x' and 'y' have the same command",
         ),
         (
             "def get_points(given): return [Point('a', ('vocab', 't', '--sise', 3))]",
@@ -170,7 +172,7 @@ def test_another_program_is_another_point(tmp_path):
             "sweep.py: a: config file no/such.py does not exist (working directory: /",
         ),
         ("import nothing_of_that_name", "cannot load"),
-        (None, "there is no sweep"),
+        (None, "does not exist: give a sweep.py"),
     ],
 )
 def test_a_sweep_that_cannot_be_read(file_of, capsys, text, expected):
@@ -188,7 +190,8 @@ def test_what_is_no_sweep_at_all(tmp_path, capsys, name):
     (tmp_path / "notes.md").write_text("# Notes")
     assert cli.main(["sweep", str(tmp_path / name)]) == cli.EXIT_USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"there is no sweep {tmp_path / name}" in line
+    assert str(tmp_path / name) in line
+    assert "give a sweep.py" in line
 
 
 def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
@@ -274,12 +277,12 @@ def test_a_failure_stops_only_what_stands_on_it(bench, tmp_path, capsys):
     assert [line["point"] for line in results] == ["good"]
     said = capsys.readouterr().err
     assert "bad failed: bert-jax: the one line that says why (" in said
-    assert "not run because of that: b, c" in said
+    assert "not run because a dependency failed: b, c" in said
     assert "1 of 4 points done" in said
 
 
 def test_what_cannot_be_read_ends_the_sweep_and_all_that_it_runs(bench, tmp_path):
-    with pytest.raises(UserError, match=r"cannot read what a has left in .* remove .*/a-"):
+    with pytest.raises(UserError, match=r"cannot read the results of a in .* remove .*/a-"):
         go([bench("b", "waits"), bench("a", "second", "breaks")], tmp_path, jobs=2)
     wait_for(lambda: (tmp_path / "b.saved").exists())
 
@@ -291,18 +294,20 @@ def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
         raise UserError("cannot read starts.jsonl: no text")
 
     monkeypatch.setattr("bert_jax.tools.sweep.run.lines_of", fail)
-    with pytest.raises(UserError, match=r"cannot read what a has left in .*no text.* remove .*/a-"):
+    with pytest.raises(
+        UserError, match=r"cannot read the results of a in .*no text.* remove .*/a-"
+    ):
         go([bench("a")], tmp_path)
 
 
 def test_what_another_sweep_has_made_meanwhile_is_found(bench, tmp_path):
     """Under another name; looked for when a point is about to be run, not when the sweep begins."""
     command = ("python", bench.folder / "work.py", "a", bench.folder)
-    first, second = (Place(Point(name, command), tmp_path / "runs", tmp_path) for name in "xy")
+    first, second = (PointRun(Point(name, command), tmp_path / "runs", tmp_path) for name in "xy")
     (tmp_path / "runs").mkdir()
-    second.settle()
+    second.create_folder()
     assert first.folder != second.folder
-    first.settle()
+    first.create_folder()
     assert first.folder == second.folder
     assert first.out == second.out
     assert first.log == second.log
@@ -353,7 +358,7 @@ def test_killed_the_same_command_goes_on(bench, tmp_path, file_of):
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert bench.calls() == ["a", "b", "b"]
-    assert "1 of 2 points are done already" in said
+    assert "1 of 2 points are already done" in said
     assert [line["point"] for line in Results(file.parent).read()] == ["a", "b"]
 
 
@@ -363,14 +368,14 @@ def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of)
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
     process.kill()
     process.wait()
-    given = Given(data=tmp_path)
+    given = SweepArgs(data=tmp_path)
     queue = Queue(tmp_path / "runs", given, Engine(), False, print)
     queue.add(sweep.load(file, given).points)
     for _ in range(3):
-        queue.look()
+        queue.update()
         assert queue.state == {"a": "done", "b": "waiting"}  # its process holds the lock
     (tmp_path / "go").touch()
-    wait_for(lambda: queue.look() or queue.is_over)
+    wait_for(lambda: queue.update() or queue.is_over)
     assert queue.state == {"a": "done", "b": "done"}
     assert bench.calls() == ["a", "b", "b"]  # a second time, which finds the first one's work
 
@@ -383,14 +388,14 @@ def test_a_signal_is_passed_on_and_waited_for(bench, tmp_path, file_of):
     _, said = process.communicate(timeout=60)
     assert process.returncode == cli.EXIT_INTERRUPTED, said
     assert (tmp_path / "b.saved").exists()
-    assert said.endswith("stopped; the same command goes on\n")
+    assert said.endswith("stopped; run the same command to resume\n")
 
 
 def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
     one = background(tmp_path, file_of(WAITING, "one"), "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), one)
     two = background(tmp_path, file_of(WAITING, "two"), "--data", str(tmp_path))
-    assert two.stderr.readline() == "1 of 2 points are done already\n"
+    assert two.stderr.readline() == "1 of 2 points are already done\n"
     (tmp_path / "go").touch()
     for process in (one, two):
         _, said = process.communicate(timeout=120)
@@ -402,7 +407,7 @@ def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
 
 
 def test_the_time_left_is_that_of_all_seeds(tmp_path):
-    place = Place(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
+    place = PointRun(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
     for seed in range(2):
         run_ = place.out / f"seed_{seed}"
         run_.mkdir(parents=True)
@@ -439,7 +444,9 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     assert f"--job-name={folder.name} " in job  # m-HASH
     assert job.endswith(f"--config.steps=7 --workdir {folder / 'out'}")
 
-    place = Place(sweep.load(file, Given(data=tmp_path)).points[0], tmp_path / "runs", tmp_path)
+    place = PointRun(
+        sweep.load(file, SweepArgs(data=tmp_path)).points[0], tmp_path / "runs", tmp_path
+    )
     assert place.is_submitted
     # Slurm knows it no more, and its workdir has no end: it has failed, and goes again next time.
     (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
@@ -447,17 +454,18 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     monkeypatch.setenv("PATH", ONE_DEVICE["PATH"])
     monkeypatch.setattr(scheduler, "_ASK_SECONDS", 0.01)
     engine = Engine("slurm", ("--gpus=4",))
-    queue = Queue(tmp_path / "runs", Given(data=tmp_path), engine, False, print)
+    queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), engine, False, print)
     queue.add([place.point])
-    queue.look()
+    queue.update()
     assert queue.state == {"m": "running"}
     assert len((tmp_path / "jobs").read_text().splitlines()) == 1  # queued already
     for _ in range(2):
         time.sleep(0.02)
-        queue.look()
+        queue.update()
     assert queue.state == {"m": "failed"}
     assert (
-        place.last_words() == f"{folder.name} has left the queue before its end: see slurm-JOB.out"
+        place.last_words()
+        == f"{folder.name} left the queue before it was complete: see slurm-JOB.out"
     )
     assert (tmp_path / "asked").read_text().count(f"--name={folder.name} ") == 2
     assert not place.is_submitted
@@ -477,7 +485,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     # What the sweep's own clock and machine say is of the handing over alone.
     own = {"step_seconds": 7.5, "devices": "4 NVIDIA H100", "jax": "0.12"}
     monkeypatch.setattr(results_lib, "_of_run", lambda folder: own)
-    (line,) = results_lib.lines_of(place, Given(data=tmp_path))
+    (line,) = results_lib.lines_of(place, SweepArgs(data=tmp_path))
     assert (line["wall_seconds"], line["jax"]) == (7.5, "0.12")
     assert (line["cores"], line["load"], line["processor"]) == (None, None, None)
 
@@ -492,7 +500,7 @@ def test_a_cost_is_that_of_the_formula(size):
     changes = ("--config.steps=1000", "--config.batch_size=64")
     config = f"configs/pretrain.py:{size},128"
     point = Point("m", ("pretrain", "--config", config, "--rows", rows, *changes))
-    told = cost(point, Given(), [], speed=1e12)
+    told = cost(point, SweepArgs(), [], speed=1e12)
     model = dataclasses.replace(model_size(size), vocab_size=1000)
     expected = 64_000 * flops_per_row(model, 128, 1, 20)
     assert told.flops == pytest.approx(expected)
@@ -506,7 +514,7 @@ def test_a_cost_is_that_of_the_formula(size):
     # nothing.
     before = [line("a", 1e9, 4.0), line("a", 3e9, 4.0), line("b", 9e9, 3.0)]
     before += [line("c", 1e15, 1.0, "finetune"), line("d", 1e15, 1.0, devices="8 NVIDIA H100")]
-    told = cost(point, Given(), before, speed=0.0)
+    told = cost(point, SweepArgs(), before, speed=0.0)
     assert told.seconds == pytest.approx(told.flops / (1e9 * cores()))
 
 
@@ -536,7 +544,7 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
         settings = [f"--config.task.train={file}", "--config.epochs=2", *init, "--seeds", 3]
         facts = {"task": task} if task else {}
         point = Point("f", ("finetune", "--config", "configs/table.py", *settings), facts)
-        return cost(point, Given(), results, speed=1e12).flops
+        return cost(point, SweepArgs(), results, speed=1e12).flops
 
     def of(
         layers, hidden, feed_forward
@@ -598,7 +606,7 @@ def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
     assert cli.main(["sweep", str(file), *options, "--only", "a"]) == 0
     assert "1 points, 1 to run" in capsys.readouterr().out
     assert cli.main(["sweep", str(file), *options, "--only", "zz"]) == cli.EXIT_USER_ERROR
-    assert "no point is called zz; there are: a, b" in capsys.readouterr().err
+    assert "no point matches zz; choose from a, b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -740,5 +748,5 @@ def test_a_trial_whose_search_was_killed_is_tried_again(bench, tmp_path):
 
 
 def test_a_search_of_a_sweep_that_has_none(bench, tmp_path):
-    with pytest.raises(UserError, match="has nothing to search: it needs get_trial"):
+    with pytest.raises(UserError, match="defines no search: it must have get_trial"):
         go([], tmp_path, trials=1)

@@ -79,9 +79,9 @@ def _sweep(options) -> int | None:
         raise UserError("--topology tells times for other hardware: add --dry-run")
     if options.launch and options.on == "local":
         raise UserError(f"--launch {options.launch[0]} is for another engine: add --on")
-    if options.resubmit and options.on not in scheduler.HANDED_OVER:
+    if options.resubmit and options.on not in scheduler.ASYNCHRONOUS:
         raise UserError(
-            "--resubmit is for engines that queue jobs: " + ", ".join(scheduler.HANDED_OVER)
+            "--resubmit is for engines that queue jobs: " + ", ".join(scheduler.ASYNCHRONOUS)
         )
     if options.search and (options.dry_run or options.only):
         raise UserError("--search makes its own points: leave out --dry-run and --only")
@@ -90,11 +90,11 @@ def _sweep(options) -> int | None:
     # What a dry run shows of data that nobody has told it of is where they would be.
     data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
     scale = options.scale or ("paper" if options.init else "small")
-    given = sweep.Given(scale, data, options.init, options.seeds)
+    given = sweep.SweepArgs(scale, data, options.init, options.seeds)
     found = sweep.select(sweep.load(options.file, given), options.only)
     parser = cli.parser()
     for point in found.points:
-        told = point.told(data)
+        told = point.display_command(data)
         if not options.data and not options.dry_run and any(_DATA in part for part in told):
             raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
         command = [

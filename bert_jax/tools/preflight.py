@@ -255,7 +255,7 @@ def tpu_devices(topology: Topology) -> Sequence[jax.Device]:
         ) from error
 
 
-class Place(NamedTuple):
+class PointRun(NamedTuple):
     """Where a device is."""
 
     # Its slice or node.
@@ -264,19 +264,19 @@ class Place(NamedTuple):
     coordinates: tuple[int, ...]
 
 
-def places(topology: Topology, devices: Sequence[jax.Device] | None = None) -> list[Place]:
+def places(topology: Topology, devices: Sequence[jax.Device] | None = None) -> list[PointRun]:
     """The places of all devices in the mesh's order: that of `devices`, or of coordinates."""
     if not topology.is_tpu:
-        return [Place(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
+        return [PointRun(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
     if devices is None:
         chips = [tuple(map(int, place)) for place in np.ndindex(*topology.shape)]
         inside = [place for place in chips for _ in range(KINDS[topology.kind].devices)]
-        return [Place(i, place) for i in range(topology.slices) for place in inside]
+        return [PointRun(i, place) for i in range(topology.slices) for place in inside]
     axes = len(topology.shape)
-    return [Place(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
+    return [PointRun(getattr(d, "slice_index", None) or 0, tuple(d.coords[:axes])) for d in devices]
 
 
-def network_seconds(topology: Topology, where: list[Place], collective: Collective) -> float:
+def network_seconds(topology: Topology, where: list[PointRun], collective: Collective) -> float:
     """How long a collective takes at least: in each island all its links at once, then between islands.
 
     An all-reduce sends 2 (n-1)/n of the array, on n chips, through the links of the axes along which
@@ -462,7 +462,7 @@ def _phase(
     topology: Topology,
     mesh: Any,
     sizes: tuple[int, int, int],
-    where: list[Place],
+    where: list[PointRun],
 ) -> dict[str, Any]:
     chip, model = topology.chip, config.model
     state = _placed(initial_state(config, phase, mesh)[1], mesh)

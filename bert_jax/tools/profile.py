@@ -1,27 +1,24 @@
-"""Where a step's time goes: a trace of some steps of a run, and a table of it.
+"""Where the time of a training step goes: a table made from a profiler trace.
 
-`config.profile_steps` names the steps. They leave in WORKDIR/profile/steps_FIRST_END:
+`bert_jax.tracing` records a trace of the steps of `config.profile_steps` in
+WORKDIR/profile/steps_FIRST_END. `summarize` adds table.txt and table.json, with a row for each of
+`PARTS`.
 
-table.txt, table.json   a row for each of `PARTS`
-plugins/profile/        the trace itself, which XProf shows: `xprof --logdir WORKDIR/profile/steps_…`,
-                        or TensorBoard with its profile plugin
+The rows add up to the time of a step. Where several operations run at once (on cores, streams or
+devices), each gets an equal share of that time. While none runs, the time counts as waiting for
+input or for the host. An operation belongs to a part by the name that `jax.named_scope` and Flax gave
+it in the model. The compiler fuses operations of several parts into one kernel, whose time and bytes
+are divided in proportion to the number of operations of each part.
 
-The rows add up to the time of a step. Where several operations run at once, on cores, streams or
-devices, each gets its share of that time; while none runs, the time is the loop's, which waits for a
-batch or does something else. An operation belongs to a part by the name that `jax.named_scope` and Flax
-gave it in the model. The compiler fuses operations of several parts into one kernel: its time and bytes
-are divided by how many operations each part has in it.
+Kernels are looked up in the compiled program by name: with CUDA graphs, the default on GPUs, a trace
+has no other link to the program. Layers share identical kernels, which are counted with the first of
+them. Kernels of libraries (cuBLAS, cuDNN) are classified as attention or matrix products by their
+names; a product belongs to the vocabulary head if the kernel before it does. The `xprof` library
+(2.24) reports times of such a trace by kernel name, without operations and scopes.
 
-A kernel is looked up in the compiled program by its own name: with CUDA graphs, the default on GPUs, the
-trace has no other link to the program. Layers share kernels that are equal, which are then counted by the
-first of them. Kernels of libraries (cuBLAS, cuDNN) are not in the program under their names: they
-are attention or matrix products by their names, and a product belongs to the vocabulary head where the
-kernel before it does. The `xprof` library (2.24) cannot do this: of a trace with CUDA graphs it gives
-times by kernel name, but no operation and no scope.
-
-Operations and bytes are counted in the compiled program's text (`bert_jax.tools.hlo`), for one device. Next to
-them are the least time that they take at the speed of a large matrix product and of a pass over a large
-array, both measured on the spot, and the gap to the time that was taken.
+Operations and bytes are counted in the text of the compiled program (`hlo`), for one device. The
+table also has the least time that they take at the measured speed of a large matrix product and of a
+pass over a large array, and the gap to the time taken.
 """
 
 import collections
@@ -37,25 +34,25 @@ import jax.numpy as jnp
 from bert_jax import files, tracing
 from bert_jax.tools import hlo
 
-# What a step consists of, and what it waits for.
+# Parts of a step, and what it waits for.
 PARTS = {
     "matmul": "the encoder's and the pooler's dense layers",
-    "attention": "scores, softmax, and the sums that they weigh",
-    "dropout bits": "making random bits and applying them, in attention too",
-    "LayerNorm and GELU": "with biases and residuals",
-    "embeddings": "looked up, and their gradients added up",
-    "vocabulary head": "masked LM and the losses, with the selection of tokens",
-    "optimizer": "with the gradient's norms, clipping and guard",
-    "masking": "what to predict, and the rows' layout",
+    "attention": "scores, softmax, weighted sums",
+    "dropout bits": "generating and applying random bits, also in attention",
+    "LayerNorm and GELU": "including biases and residuals",
+    "embeddings": "lookup and gradients",
+    "vocabulary head": "masked LM, losses, gathering of tokens",
+    "optimizer": "including gradient norms, clipping and guard",
+    "masking": "selection of targets, layout of rows",
     "collectives": "between devices",
-    "other": "of the step, by no name above",
-    "other programs": "evaluation, copies to and from the device",
-    "input wait": "the device idle and no batch there",
-    "host": "the device idle for another reason",
+    "other": "operations of the step in no scope above",
+    "other programs": "evaluation, transfers to and from the device",
+    "input wait": "device idle, waiting for a batch",
+    "host": "device idle for another reason",
 }
 _OTHER, _PROGRAMS, _WAIT, _HOST = list(PARTS)[-4:]
 _HEAD = "vocabulary head"
-# By the first of these that is among the names around an operation.
+# The first of these scopes that an operation is in decides its part.
 _SCOPES = {
     "dropout": "dropout bits",
     "attend": "attention",
@@ -68,9 +65,9 @@ _SCOPES = {
         "query key value output intermediate pooler next_sentence classifier".split(), "matmul"
     ),
     **dict.fromkeys("norm attention feed_forward".split(), "LayerNorm and GELU"),
-    "select": "vocabulary head",  # of predicted tokens; positions are within "embeddings"
+    "select": "vocabulary head",  # predicted tokens; that of positions is within "embeddings"
 }
-# Kernels that a GPU's trace has by names of libraries.
+# Kernels of libraries on GPUs, by pattern.
 _KERNELS = (
     ("attention", "fmha|flash|attention|sdpa|cudnn"),
     ("matmul", "gemm|nvjet|cutlass|xmma|splitK"),
@@ -94,11 +91,11 @@ def summarize(folder: pathlib.Path, program: Any, steps: int, dtype: str) -> str
 
 
 class Ceilings(NamedTuple):
-    """What a device was seen to do at most.
+    """Measured peak speeds of a device.
 
     Attributes:
-        operations: of matrix products, a second, 2 a multiply-add.
-        bytes: read and written, a second.
+        operations: FLOP/s of matrix products; a multiply-add is 2.
+        bytes: bytes read and written per second.
     """
 
     operations: float
@@ -106,36 +103,36 @@ class Ceilings(NamedTuple):
 
 
 def ceilings(dtype: str) -> Ceilings:
-    """Measures a large matrix product, and reading and writing an array, on the first local device."""
+    """Measure a large matrix product and a pass over a large array on the first local device."""
     on_cpu = jax.default_backend() == "cpu"
     size = 1024 if on_cpu else 8192
-    # Random numbers: products of zeros take less power, and so run at a higher clock.
+    # Random values: products of zeros take less power and run at a higher clock.
     x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     multiply = jax.jit(jnp.matmul)
     product = _seconds(lambda _: multiply(x, x), x)
     words = jnp.ones((1 << 26,), jnp.float32)
     size_bytes = words.nbytes
-    # In place, for where what is freed goes back to the system a new array is the making of its pages.
+    # In place: allocating a new array would measure page faults where freed memory is returned.
     pass_over = _seconds(jax.jit(lambda x: x + 1, donate_argnums=0), words)
     return Ceilings(2 * size**3 / product, 2 * size_bytes / pass_over)
 
 
 def _seconds(run: Callable[[jax.Array], jax.Array], last: jax.Array) -> float:
-    """Of a run, on the result of the one before, in the best of some rounds of a tenth of a second."""
-    found: list[float] = []
+    """Return the time of a call on the previous result: the best of several rounds of 0.1 s."""
+    rounds: list[float] = []
     for _ in range(7):
-        # The first round compiles, the second tells how many runs a tenth of a second are.
-        times = max(int(0.1 / min(found[1:])), 4) if len(found) > 1 else 4
-        begun = time.perf_counter()
-        for _ in range(times):
+        # The first round compiles, the second measures how many calls take 0.1 s.
+        num_calls = max(int(0.1 / min(rounds[1:])), 4) if len(rounds) > 1 else 4
+        start = time.perf_counter()
+        for _ in range(num_calls):
             last = run(last)
         jax.block_until_ready(last)
-        found.append((time.perf_counter() - begun) / times)
-    return min(found)
+        rounds.append((time.perf_counter() - start) / num_calls)
+    return min(rounds)
 
 
 class _Span(NamedTuple):
-    """A stretch of time, in nanoseconds, and what was done in it."""
+    """An interval in nanoseconds, and the name of the operation."""
 
     begin: float
     end: float
@@ -143,45 +140,46 @@ class _Span(NamedTuple):
 
 
 def table(folder: pathlib.Path, text: str, steps: int, dtype: str) -> dict[str, Any]:
-    """Of a trace and of the program's text, where the time of a step went, as table.json has it.
+    """Return the content of table.json: the time of a step by part.
 
     Args:
-        folder: of the trace, made by `tracing.record`.
-        text: of the compiled program that the steps ran (`jax.stages.Compiled.as_text`).
-        steps: how many they were.
-        dtype: what the program computes in, for `ceilings`.
+        folder: folder of the trace, from `tracing.record`.
+        text: text of the compiled step (`jax.stages.Compiled.as_text`).
+        steps: number of traced steps.
+        dtype: dtype that the program computes in, for `ceilings`.
     """
     program = hlo.executed(text)
-    times, whole = part_seconds(folder, text, program)
-    seconds = {part: spent / steps for part, spent in times.items()}
+    total_seconds, whole = part_seconds(folder, text, program)
+    seconds = {part: total / steps for part, total in total_seconds.items()}
     try:
-        most = ceilings(dtype)
-    except jax.errors.JaxRuntimeError:  # the run has left no memory for it
-        most = None
-    split = re.match(r".*?\bnum_partitions=(\d+)", text)
-    devices = min(int(split.group(1)) if split else 1, jax.local_device_count())
-    machines = devices if jax.default_backend() == "cpu" else 1  # that many virtual ones are one
-    operations, traffic, untold = _work(program)
+        peak = ceilings(dtype)
+    except jax.errors.JaxRuntimeError:  # the run left too little memory
+        peak = None
+    partitions = re.match(r".*?\bnum_partitions=(\d+)", text)
+    devices = min(int(partitions.group(1)) if partitions else 1, jax.local_device_count())
+    # Virtual CPU devices share the time of one machine, so count the work of all of them.
+    factor = devices if jax.default_backend() == "cpu" else 1
+    operations, traffic, incomplete = _work(program)
     rows = []
     for part in PARTS:
         row = {
             "part": part,
             "seconds": seconds[part],
-            "operations": machines * operations[part],
-            "operations_are_all": part not in untold,
-            "bytes": machines * traffic[part],
+            "operations": factor * operations[part],
+            "operations_are_all": part not in incomplete,
+            "bytes": factor * traffic[part],
         }
-        if most:
-            least = max(row["operations"] / most.operations, row["bytes"] / most.bytes)
+        if peak:
+            least = max(row["operations"] / peak.operations, row["bytes"] / peak.bytes)
             row |= {"least_seconds": least, "gap_seconds": row["seconds"] - least}
         rows.append(row)
     return {
         "steps": steps,
         "step_seconds": (whole.end - whole.begin) / 1e9 / steps,
         "device_seconds": sum(seconds.values()) - seconds[_WAIT] - seconds[_HOST],
-        "matrix_operations": machines * hlo.read(text).matrix_flops,
-        "measured_operations_per_second": most and most.operations,
-        "measured_bytes_per_second": most and most.bytes,
+        "matrix_operations": factor * hlo.read(text).matrix_flops,
+        "measured_operations_per_second": peak and peak.operations,
+        "measured_bytes_per_second": peak and peak.bytes,
         "dtype": dtype,
         "devices": f"{devices} x {jax.local_devices()[0].device_kind}",
         "jax": jax.__version__,
@@ -197,20 +195,20 @@ def part_seconds(
     Args:
         folder: of the trace.
         text: of the compiled program that was traced.
-        program: what `hlo.executed` reads in it.
+        program: result of `hlo.executed` for the text.
 
     Returns:
         Seconds by part, and the span of the traced steps.
     """
     module = re.match(r"HloModule ([\w\-]+)", text).group(1)
     spans, waits, whole = _read(folder, module)
-    # A GPU's kernel is called like the instruction that it was made from, without points.
-    named = {**{name.replace(".", "_"): one for name, one in program.items()}, **program}
+    # Kernels on GPUs are named like their instructions, with "_" for ".".
+    named = {**{name.replace(".", "_"): i for name, i in program.items()}, **program}
     spans = _with_products_of_the_head(spans, named)
     seconds = dict.fromkeys(PARTS, 0.0)
-    for name, spent in _divide(spans, waits, whole).items():
+    for name, nanoseconds in _divide(spans, waits, whole).items():
         for part, share in _shares(name, named).items():
-            seconds[part] += share * spent / 1e9
+            seconds[part] += share * nanoseconds / 1e9
     return seconds, whole
 
 
@@ -227,53 +225,53 @@ def _with_products_of_the_head(spans: list[_Span], program: dict[str, hlo.Execut
 
 
 def _read(folder: pathlib.Path, module: str) -> tuple[list[_Span], list[_Span], _Span]:
-    """Read a trace: what devices did (by instruction, "" for other programs), waits, and the whole."""
+    """Read a trace: operations ("" for those of other programs), waits for input, and its extent."""
     (path,) = folder.rglob("*.xplane.pb")
     spans, waits, whole, ends = [], [], None, {}
     on_cpu = jax.default_backend() == "cpu"
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        of_host, of_device = plane.name == "/host:CPU", plane.name.startswith("/device:")
+        is_host, is_device = plane.name == "/host:CPU", plane.name.startswith("/device:")
         lines = list(plane.lines)
         if operations := [line for line in lines if line.name == "XLA Ops"]:
-            lines = operations  # the other lines say the same again, of programs and of steps
-        for line in lines if of_host or of_device else ():
+            lines = operations  # other lines repeat them by program and by step
+        for line in lines if is_host or is_device else ():
             for event in line.events:
-                begin, end, told = event.start_ns, event.end_ns, dict(event.stats)
+                begin, end, stats = event.start_ns, event.end_ns, dict(event.stats)
                 if event.name == tracing.STEPS:
                     whole = _Span(begin, end, "")
                 elif event.name == tracing.WAITS:
                     waits.append(_Span(begin, end, ""))
                 elif event.name.startswith("end: "):
-                    # What a CPU goes on with in other threads ends later than its span says.
-                    ends[told.get("_c")] = end
-                elif of_device or (on_cpu and "hlo_op" in told):
-                    own = re.split(r"[.(]", str(told.get("hlo_module", module)))[0] == module
-                    name = str(told.get("hlo_op", ""))
+                    # Work that a CPU continues in other threads ends after its span.
+                    ends[stats.get("_c")] = end
+                elif is_device or (on_cpu and "hlo_op" in stats):
+                    is_own = re.split(r"[.(]", str(stats.get("hlo_module", module)))[0] == module
+                    name = str(stats.get("hlo_op", ""))
                     if not name or name.startswith("command_buffer"):
                         name = event.name.split(" = ")[0].lstrip("%")
-                    spans.append((_Span(begin, end, name if own else ""), told.get("_p")))
-    done = [span._replace(end=ends.get(key, span.end)) for span, key in spans]
+                    spans.append((_Span(begin, end, name if is_own else ""), stats.get("_p")))
+    finished = [span._replace(end=ends.get(key, span.end)) for span, key in spans]
     if whole is None:  # traced not by `tracing.record`
-        whole = _Span(min(s.begin for s in done), max(s.end for s in done), "")
-    return done, waits, whole
+        whole = _Span(min(s.begin for s in finished), max(s.end for s in finished), "")
+    return finished, waits, whole
 
 
 def _divide(spans: list[_Span], waits: list[_Span], whole: _Span) -> dict[str, float]:
-    """The time of the whole by what was done, evenly where it is several things."""
+    """Divide the time of `whole` by operation, evenly where several run at once."""
     changes = []
-    for kind, some in ((0, spans), (1, waits)):
-        for begin, end, name in some:
+    for is_wait, intervals in ((0, spans), (1, waits)):
+        for begin, end, name in intervals:
             begin, end = max(begin, whole.begin), min(end, whole.end)
             if begin < end:
-                changes += [(begin, 1, kind, name), (end, -1, kind, name)]
-    found: collections.Counter[str] = collections.Counter()
+                changes += [(begin, 1, is_wait, name), (end, -1, is_wait, name)]
+    times: collections.Counter[str] = collections.Counter()
     active: collections.Counter[str] = collections.Counter()
     waiting, running, now = 0, 0, whole.begin
     for moment, change, is_wait, name in sorted(changes):
-        for doing, count in active.items():
-            found[doing] += (moment - now) * count / running
+        for operation, count in active.items():
+            times[operation] += (moment - now) * count / running
         if not running:
-            found[_WAIT if waiting else _HOST] += moment - now
+            times[_WAIT if waiting else _HOST] += moment - now
         if is_wait:
             waiting += change
         else:
@@ -282,82 +280,82 @@ def _divide(spans: list[_Span], waits: list[_Span], whole: _Span) -> dict[str, f
             if not active[name]:
                 del active[name]
         now = moment
-    found[_HOST] += whole.end - now
-    return found
+    times[_HOST] += whole.end - now
+    return times
 
 
 def part_of(source: str) -> str:
-    """The part that an operation belongs to, by `hlo.Instruction.source`."""
+    """Return the part that an operation belongs to, given `hlo.Instruction.source`."""
     scopes = set(re.split(r"[/();]+", source))
     return next((part for scope, part in _SCOPES.items() if scope in scopes), _OTHER)
 
 
 def _shares(name: str, program: dict[str, hlo.Executed]) -> dict[str, float]:
-    """To which parts a span's time belongs, by the operations that it has of each."""
+    """Return the shares of parts in an operation, by the number of operations fused into it."""
     if name in PARTS:
         return {name: 1.0}
     if not name:
         return {_PROGRAMS: 1.0}
     if name.startswith(hlo.COLLECTIVES):
         return {"collectives": 1.0}
-    known = program.get(name)
-    if known is None:
+    instruction = program.get(name)
+    if instruction is None:
         matches = (part for part, words in _KERNELS if re.search(words, name, re.IGNORECASE))
         return {next(matches, _OTHER): 1.0}
-    found: collections.Counter[str] = collections.Counter()
-    for source, count in known.operations.items():
-        found[part_of(source)] += count
-    if not found.total():  # it only moves something
-        return {part_of(next(filter(None, known.operations), "")): 1.0}
-    return {part: count / found.total() for part, count in found.items() if count}
+    counts: collections.Counter[str] = collections.Counter()
+    for source, count in instruction.operations.items():
+        counts[part_of(source)] += count
+    if not counts.total():  # it only moves data
+        return {part_of(next(filter(None, instruction.operations), "")): 1.0}
+    return {part: count / counts.total() for part, count in counts.items() if count}
 
 
 def _work(
     program: dict[str, hlo.Executed],
 ) -> tuple[dict[str, float], dict[str, float], set[str]]:
-    """By part the operations of a step, its bytes, and which parts have operations untold."""
+    """Return operations and bytes of a step by part, and the parts whose operations are incomplete."""
     operations: collections.Counter[str] = collections.Counter()
     traffic: collections.Counter[str] = collections.Counter()
-    untold: set[str] = set()
-    for name, one in program.items():
-        if one.inside:  # what is inside is listed too
+    incomplete: set[str] = set()
+    for name, instruction in program.items():
+        if instruction.inside:  # its instructions are listed too
             continue
         shares = _shares(name, program)
-        for source, count in one.operations.items():
-            operations[part_of(source)] += one.times * count
+        for source, count in instruction.operations.items():
+            operations[part_of(source)] += instruction.times * count
         for part, share in shares.items():
-            traffic[part] += one.times * share * one.traffic_bytes
-        if not one.is_told:
-            untold.update(shares)
-    return operations, traffic, untold
+            traffic[part] += instruction.times * share * instruction.traffic_bytes
+        if not instruction.is_told:
+            incomplete.update(shares)
+    return operations, traffic, incomplete
 
 
-def describe(found: dict[str, Any]) -> str:
-    """A table as text."""
-    step, most = found["step_seconds"], found["measured_operations_per_second"]
+def describe(table: dict[str, Any]) -> str:
+    """Format a table as text."""
+    step, peak = table["step_seconds"], table["measured_operations_per_second"]
     lines = [
-        f"{found['steps']} steps in {found['dtype']} on {found['devices']}, JAX {found['jax']}: "
-        f"{step * 1e3:,.2f} ms a step, {found['device_seconds'] / step:.1%} of it on the device"
+        f"{table['steps']} steps in {table['dtype']} on {table['devices']}, JAX {table['jax']}: "
+        f"{step * 1e3:,.2f} ms per step, {table['device_seconds'] / step:.1%} of it on the device"
     ]
-    if most:
-        reached = found["matrix_operations"] / step
+    if peak:
+        reached = table["matrix_operations"] / step
         lines.append(
-            f"measured here: matrix products {most / 1e12:,.4g} TFLOP/s, of which the step's reach "
-            f"{reached / most:.1%}; memory {found['measured_bytes_per_second'] / 1e9:,.4g} GB/s"
+            f"measured here: matrix products {peak / 1e12:,.4g} TFLOP/s, of which the step reaches "
+            f"{reached / peak:.1%}; memory {table['measured_bytes_per_second'] / 1e9:,.4g} GB/s"
         )
     lines.append(
         f"\n{'part':20}{'ms':>10}{'share':>8}{'GFLOP':>11}{'GB':>9}{'at least ms':>13}{'gap ms':>10}"
     )
-    for row in found["parts"]:
+    for row in table["parts"]:
         line, counted, least = f"{row['part']:20}{row['seconds'] * 1e3:10,.3f}", "", ""
         if row["operations"] or row["bytes"]:
             more = "+" * (not row["operations_are_all"])
             counted = f"{row['operations'] / 1e9:,.3f}{more}"
             counted = f"{counted:>11}{row['bytes'] / 1e9:9,.3f}"
-            if most:
+            if peak:
                 least = f"{row['least_seconds'] * 1e3:13,.3f}{row['gap_seconds'] * 1e3:10,.3f}"
         line += f"{row['seconds'] / step:8.1%}{counted:20}{least:23}  {PARTS[row['part']]}"
         lines.append(line)
-    if not all(row["operations_are_all"] for row in found["parts"]):
-        lines.append("+ and what kernels do that do not tell")
+    if not all(row["operations_are_all"] for row in table["parts"]):
+        lines.append("+ plus operations of kernels that do not report them")
     return "\n".join([*lines, ""])

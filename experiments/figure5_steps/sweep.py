@@ -27,7 +27,7 @@ def get_blocks(results):
     series = {label: {"model": label} for label in (MASKED, CAUSAL)}
 
     def told(scale):
-        at = recipes.checkpoints(recipes.Given(scale))
+        at = recipes.checkpoints(recipes.SweepArgs(scale))
         columns = {f"{step:,}": Column("dev.accuracy", {"steps": step}) for step in at}
         return Table(series, columns, {}, TASK[scale]), [Claim(c, MASKED, CAUSAL) for c in columns]
 

@@ -1,7 +1,7 @@
-"""Sweeps: many runs by name, what each needs first, and a line of results for each.
+"""Sweeps: named runs with dependencies, and a line of results for each.
 
-A sweep is a Python file that says what there is to run; dependencies need no list, they are the
-points that a point's command names:
+A sweep is a Python file that yields the points to run. A point depends on the points that its command
+contains:
 
     from bert_jax.tools.sweep import Point, grid
 
@@ -13,22 +13,22 @@ points that a point's command names:
             model = Point(name, ("pretrain", "--config", config, "--rows", rows), size)
             yield Point(f"{name}/rte", ("finetune", "--config", "configs/glue.py:rte", "--init", model), size)
 
-A point is a command of `bert-jax` ("python" for a script) and makes one folder, which is told to it
-by --workdir or --out. Folders carry a hash of the command and of those that it stands on, so that
-sweeps share what they have in common. What files hold is not in it: with other data below the same
-folder, a config file edited or a checkpoint replaced, take another `--runs`. Below it, NAME-HASH holds
+A point is a command of `bert-jax` ("python" for a script) that creates one folder, passed to it as
+--workdir or --out. Folder names contain a hash of the command and its dependencies, so that sweeps
+share points they have in common. The hash does not cover the contents of files: after changing data,
+a config file or a checkpoint in place, use another `--runs`. Inside it, NAME-HASH contains
 
-out/             what the command makes
-log              what it said
-attempts.jsonl   every start of it: when, how long, how it ended
+out/             output of the command
+log              its standard output and error
+attempts.jsonl   every start: when, duration, exit status
 """
 
 from bert_jax.tools.sweep.points import (
     FOLDER_OPTION,
     SCALES,
-    Given,
     Point,
     Sweep,
+    SweepArgs,
     grid,
     load,
     module_of,
@@ -40,9 +40,9 @@ from bert_jax.tools.sweep.points import (
 __all__ = [
     "FOLDER_OPTION",
     "SCALES",
-    "Given",
     "Point",
     "Sweep",
+    "SweepArgs",
     "grid",
     "load",
     "module_of",

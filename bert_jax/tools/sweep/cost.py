@@ -1,4 +1,4 @@
-"""What points will cost, roughly."""
+"""Rough estimates of what points cost."""
 
 import collections
 import contextlib
@@ -21,11 +21,11 @@ from bert_jax.errors import UserError
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives.masking import max_predictions_per_sequence
 from bert_jax.objectives.pretraining import DEFAULT_VOCAB_SIZE
-from bert_jax.tools.sweep.points import Given, Point, Sweep
+from bert_jax.tools.sweep.points import Point, Sweep, SweepArgs
 from bert_jax.tools.sweep.results import RESULTS, Results, key
-from bert_jax.tools.sweep.scheduler import LAUNCHED, Engine, Place
+from bert_jax.tools.sweep.scheduler import LAUNCHED, Engine, PointRun
 
-# Of a chip's data-sheet FLOP/s, for estimates where nothing was measured; of a CPU core's, 32-bit.
+# Assumed fraction of a chip's peak, and float32 FLOP/s of a CPU core, where nothing was measured.
 UTILIZATION, _CORE_FLOPS = 0.4, 2e10
 _BYTES_A_TOKEN, _COMPRESSION = 5.0, 3.0
 
@@ -34,30 +34,30 @@ class Cost(NamedTuple):
     """An estimate.
 
     Attributes:
-        flops: of training; 0 where it is not training.
-        seconds: None where there is nothing to tell it by.
+        flops: FLOPs of training; 0 for other commands.
+        seconds: None if unknown.
     """
 
     flops: float
     seconds: float | None
 
 
-def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: float) -> Cost:
-    """What a point will cost, roughly: its matrix products at a speed.
+def cost(point: Point, given: SweepArgs, results: Sequence[dict[str, Any]], speed: float) -> Cost:
+    """Estimate the cost of a point from its FLOPs.
 
-    A pretraining run's are known. A fine-tuning run's follow from the tokens that others had on its
-    task or, where none was, from the bytes of its training file.
+    Those of pretraining are known. Those of fine-tuning follow from the tokens of earlier runs on the
+    same task or, if there are none, from the size of the training file.
 
     Args:
-        point: not yet run.
-        given: for the data's folder.
-        results: measured before, of whatever sweep: the same kind of thing takes as long.
-        speed: FLOP/s of what will run it; 0 takes what the results say, else a guess for this CPU.
+        point: the point.
+        given: arguments of the sweep.
+        results: earlier results of any sweep.
+        speed: FLOP/s of the hardware; 0 takes that of the results, or a guess for this CPU.
     """
     before = [r for r in results if r["command"].split()[1:2] == [point.verb]]
     if point.verb not in LAUNCHED:
-        times = [r["wall_seconds"] for r in before]
-        return Cost(0.0, statistics.median(times) if times else None)
+        seconds = [r["wall_seconds"] for r in before]
+        return Cost(0.0, statistics.median(seconds) if seconds else None)
     kind = Config if point.verb == "pretrain" else FinetuneConfig
     config, options = _read(point, kind)
     model = config.model
@@ -85,9 +85,9 @@ def cost(point: Point, given: Given, results: Sequence[dict[str, Any]], speed: f
 
 
 def _speed(results: Sequence[dict[str, Any]]) -> float:
-    """FLOP/s of this CPU by points run on CPUs, all of their time counted; 0 without such.
+    """Return the FLOP/s of this CPU, from the wall time of points run on CPUs; 0 if there are none.
 
-    A line is one of a point's seeds.
+    Each seed of a point has a line.
     """
     flops, core_seconds = collections.Counter[str](), {}
     for line in results:
@@ -99,14 +99,14 @@ def _speed(results: Sequence[dict[str, Any]]) -> float:
 
 
 def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Results of the sweep in a folder and, where they can be read, of those beside it."""
+    """Return results of the sweep in a folder and, if readable, of those in its sibling folders."""
     folder = folder.resolve()
     lines = Results(folder).read()
     for path in folder.parent.glob(f"*/{RESULTS}"):
         if path.parent != folder:
             with contextlib.suppress(UserError):
                 lines += Results(path.parent).read()
-    # Sweeps have points in common, and each of them has their lines.
+    # Sweeps that share points have the same lines.
     kept = {
         key(line): line for line in lines if {"command", "digest", "wall_seconds"} <= line.keys()
     }
@@ -114,14 +114,14 @@ def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
-    """A command's config, and its other options by name."""
+    """Return the config of a command, and its other options by name."""
     parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
     settings, rest = config_flags.split(parts)
     return (config_flags.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
 
 
 def _started_from(point: Point, init: str) -> ModelConfig | None:
-    """The model that is fine-tuned; None where it begins anew, or is on the hub."""
+    """Return the model that is fine-tuned; None if it is random or on the hub."""
     for start in point.needs:
         if start.verb == "pretrain":
             return _read(start, Config)[0].model
@@ -135,19 +135,19 @@ def _model_of(init: str) -> ModelConfig:
     return source.read(init).config.model
 
 
-def _tokens_before(point: Point, given: Given, before: Sequence[dict[str, Any]]) -> float:
-    """Real tokens of a seed on the point's task as measured at this scale, 0 if it was not."""
+def _tokens_before(point: Point, given: SweepArgs, before: Sequence[dict[str, Any]]) -> float:
+    """Return the tokens per seed of earlier runs on the task at this scale; 0 if there are none."""
     task = point.facts.get("task")
-    found = [
+    tokens = [
         line["real_tokens"]
         for line in before
         if task and (line["facts"].get("task"), line["scale"]) == (task, given.scale)
     ]
-    return statistics.median(found) if found else 0.0
+    return statistics.median(tokens) if tokens else 0.0
 
 
 def _vocab_size(rows: Sequence[Point]) -> int:
-    """Of the vocabulary that rows are made with, 0 if nothing tells it."""
+    """Return the vocabulary size of rows; 0 if unknown."""
     vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
     return int(_read(vocabs[0])[1].get("--size", DEFAULT_VOCAB_SIZE)) if vocabs else 0
 
@@ -156,8 +156,8 @@ def _tokens_of(rows: Point | None) -> int:
     return int(_read(rows)[1].get("--tokens", 128)) if rows else 128
 
 
-def _training_bytes(config: FinetuneConfig, given: Given) -> float:
-    """Of text in a training file; 0 where it is not here."""
+def _training_bytes(config: FinetuneConfig, given: SweepArgs) -> float:
+    """Return the uncompressed size of the training files; 0 if they are not on this machine."""
     paths = [pathlib.Path(config.task.train)] if config.task.train else []
     if not paths and config.task.name in glue.TASKS:
         folder = glue.TASKS[config.task.name].folder
@@ -171,7 +171,7 @@ def _training_bytes(config: FinetuneConfig, given: Given) -> float:
 
 
 def duration(seconds: float | None) -> str:
-    """For people."""
+    """Format a duration."""
     if seconds is None:
         return "?"
     if seconds < 100:
@@ -182,25 +182,25 @@ def duration(seconds: float | None) -> str:
 
 
 def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.0) -> str:
-    """What `--dry-run` prints: every point, what it would run and what that may cost."""
+    """Return what `--dry-run` prints: the command and estimated cost of every point."""
     results = _measured(sweep.path.parent)
-    places = {p.name: Place(p, runs, sweep.given.data) for p in sweep.points}
+    places = {p.name: PointRun(p, runs, sweep.given.data) for p in sweep.points}
     lines, total, unknown = [], 0.0, 0
     for point in sweep.points:
         place = places[point.name]
         if place.is_done:
             lines.append(f"{point.name}: done, {place.folder}")
             continue
-        told = cost(point, sweep.given, results, speed)
-        unknown += told.seconds is None
-        total += told.seconds or 0
-        flops = f", {told.flops:.2g} FLOP" if told.flops else ""
-        lines.append(f"{point.name}: about {duration(told.seconds)}{flops}")
+        estimate = cost(point, sweep.given, results, speed)
+        unknown += estimate.seconds is None
+        total += estimate.seconds or 0
+        flops = f", {estimate.flops:.2g} FLOPs" if estimate.flops else ""
+        lines.append(f"{point.name}: about {duration(estimate.seconds)}{flops}")
         lines.append(f"  {shlex.join(engine.command(point, places))}")
     left = sum(not place.is_done for place in places.values())
-    rest = f", and {unknown} of which nothing is known" if unknown else ""
-    much = (
+    rest = f"; {unknown} of unknown duration" if unknown else ""
+    estimate_text = (
         f"{'at least' if unknown else 'about'} {duration(total)}{'' if speed else ' on this CPU'}"
     )
-    lines.append(f"{len(sweep.points)} points, {left} to run: {much} one after the other{rest}")
+    lines.append(f"{len(sweep.points)} points, {left} to run: {estimate_text} in sequence{rest}")
     return "\n".join(lines)

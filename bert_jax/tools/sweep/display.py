@@ -1,4 +1,4 @@
-"""What is shown of a sweep while it runs."""
+"""Display of a running sweep."""
 
 import json
 import os
@@ -8,13 +8,13 @@ from typing import Any
 
 from bert_jax import workdir
 from bert_jax.tools.sweep.cost import duration
-from bert_jax.tools.sweep.scheduler import Place, Scheduler
+from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
 
 
-def note_of(place: Place, now: float) -> dict[str, str]:
-    """What a running point says of itself: step, loss, time left."""
+def note_of(place: PointRun, now: float) -> dict[str, str]:
+    """Return what to show of a running point: step, loss, time left."""
     runs = sorted(place.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     path = runs[-1] if runs else place.out / "metrics.jsonl"
     if not path.exists() or not (path.parent / "config.json").exists():
@@ -29,11 +29,11 @@ def note_of(place: Place, now: float) -> dict[str, str]:
     steps = json.loads((path.parent / "config.json").read_text())["config"]["steps"]
     starts = path.parent / "starts.jsonl"
     done = line["step"] - workdir.read_lines(starts)[-1]["step"]
-    began = starts.stat().st_mtime
-    rate = (now - began) / done if done > 0 else None
-    # Of a point with several seeds, those to come have as many steps each.
-    coming = steps * (_seeds(place) - len(runs)) if runs else 0
-    left = (steps - line["step"] + coming) * rate if rate else None
+    start_time = starts.stat().st_mtime
+    seconds_per_step = (now - start_time) / done if done > 0 else None
+    # The remaining seeds of a point have as many steps each.
+    remaining = steps * (_seeds(place) - len(runs)) if runs else 0
+    left = (steps - line["step"] + remaining) * seconds_per_step if seconds_per_step else None
     loss = next((v for k, v in line.items() if k.endswith("loss")), None)
     return {
         "step": f"{line['step']:,}/{steps:,}",
@@ -43,13 +43,13 @@ def note_of(place: Place, now: float) -> dict[str, str]:
     }
 
 
-def _seeds(place: Place) -> int:
+def _seeds(place: PointRun) -> int:
     parts = list(map(str, place.point.command))
     return int(parts[parts.index("--seeds") + 1]) if "--seeds" in parts else 1
 
 
 class Display:
-    """A live table in a terminal; in a log a line whenever a point changes."""
+    """A live table in a terminal; a line for every change of state in a log."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._live = scheduler, None
@@ -60,7 +60,7 @@ class Display:
         self._before = dict(self._scheduler.state)
         counts = [state for state in self._before.values() if state == "done"]
         if counts:
-            print(f"{len(counts)} of {len(self._before)} points are done already", file=sys.stderr)
+            print(f"{len(counts)} of {len(self._before)} points are already done", file=sys.stderr)
         if sys.stderr.isatty():
             from rich import console, live
 
@@ -76,14 +76,14 @@ class Display:
             self._live.stop()
 
     def show(self) -> None:
-        """Looks again."""
+        """Update the display."""
         state = self._scheduler.state
         if self._live is None:
             for name, now in state.items():
                 if now != self._before.get(name, "waiting"):
                     place = self._scheduler.places[name]
-                    more = f" ({place.log})" if now in ("running", "failed") else ""
-                    print(f"{name}: {now}{more}", file=sys.stderr, flush=True)
+                    log = f" ({place.log})" if now in ("running", "failed") else ""
+                    print(f"{name}: {now}{log}", file=sys.stderr, flush=True)
         elif time.monotonic() - self._drawn > 1 or state != self._before:
             self._drawn = time.monotonic()
             self._live.update(self._table(), refresh=True)
@@ -99,10 +99,10 @@ class Display:
         ):  # fmt: skip
             shown.add_column(title, justify=side, no_wrap=True)
         states = self._scheduler.state
-        # What is over comes first and is cut where the terminal is too small for all.
-        most = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)
+        # Finished points come first, and are hidden if the terminal is too small.
+        max_rows = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)
         names = sorted(states, key=lambda name: states[name] != "done")
-        hidden = max(len(names) - most, 0)
+        hidden = max(len(names) - max_rows, 0)
         if hidden:
             shown.add_row(f"… {hidden} more")
         now = time.time()

@@ -1,4 +1,4 @@
-"""What a sweep is made of, and how its file is read."""
+"""Points of a sweep, and reading of sweep files."""
 
 import dataclasses
 import fnmatch
@@ -20,21 +20,21 @@ from bert_jax import files
 from bert_jax.errors import UserError
 
 SCALES = ("small", "paper")
-# The option by which a verb is told what folder to make.
+# The option of each verb that names the folder it creates.
 FOLDER_OPTION = {
     **dict.fromkeys(("pretrain", "finetune"), "--workdir"),
     **dict.fromkeys(("vocab", "prepare", "import", "export", "python"), "--out"),
 }
 
 
-class Given(NamedTuple):
-    """What a sweep is asked for.
+class SweepArgs(NamedTuple):
+    """Arguments of a sweep.
 
     Attributes:
-        scale: one of `SCALES`: the paper's data and sizes, or what a laptop does in an hour.
-        data: the folder of texts and tasks.
-        init: a checkpoint to fine-tune, where the sweep is about somebody's.
-        seeds: how many; 0 leaves it to the sweep.
+        scale: one of `SCALES`: the data and sizes of the paper, or what takes a laptop an hour.
+        data: folder of texts and tasks.
+        init: checkpoint to fine-tune, for sweeps that start from one.
+        seeds: number of seeds; 0 takes the sweep's default.
     """
 
     scale: str = "small"
@@ -45,13 +45,13 @@ class Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """One thing to run.
+    """A command to run.
 
     Attributes:
-        name: unique in its sweep, such as "L4-H256-A4/rte".
-        command: of `bert-jax`, from the verb on, without the folder it makes; a point in it stands
-            for that point's folder.
-        facts: what the point is, by name: results carry them, tables are made by them.
+        name: unique name within the sweep, such as "L4-H256-A4/rte".
+        command: arguments of `bert-jax`, starting with the verb, without the folder to create. A
+            point in it stands for that point's folder.
+        facts: properties of the point by name, stored with its results and used in tables.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Point:
 
     @functools.cached_property
     def needs(self) -> list["Point"]:
-        """The points that the command names."""
+        """The points that the command contains."""
         return [part for part in self.command if isinstance(part, Point)]
 
-    def told(self, data: pathlib.Path | str) -> list[str]:
-        """The command with points by name and the data's folder by a word, as it is published."""
+    def display_command(self, data: pathlib.Path | str) -> list[str]:
+        """Return the command with names for points and $BERT_JAX_DATA for the data folder."""
         return [
             f"<{part.name}>"
             if isinstance(part, Point)
@@ -79,134 +79,133 @@ class Point:
         ]
 
     def digest(self, data: pathlib.Path | str) -> str:
-        """A hash of the command and those that it stands on, wherever the data lie.
+        """Return a hash of the command and its dependencies, independent of the data folder's path.
 
-        Of a script it is a hash of the program too.
+        For a script it includes the content of the file.
         """
         if str(data) not in self._digests:
             parts = [
                 part.digest(data) if isinstance(part, Point) else told
-                for part, told in zip(self.command, self.told(data), strict=True)
+                for part, told in zip(self.command, self.display_command(data), strict=True)
             ]
             if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
                 parts.append(files.sha256(str(self.command[1])))
-            found = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
-            self._digests[str(data)] = found
+            self._digests[str(data)] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
         return self._digests[str(data)]
 
 
 def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:
-    """Every combination of the choices, the last one changing fastest."""
+    """Return all combinations of the choices; the last one changes fastest."""
     return [
         dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())
     ]
 
 
 def sample(count: int, seed: int, **choices: Any) -> list[dict[str, Any]]:
-    """So many random combinations.
+    """Return random combinations.
 
     Args:
-        count: how many.
-        seed: of the draws.
-        choices: a list to choose from, (low, high) for a number between them, or (low, high, "log")
-            for one whose logarithm is uniform.
+        count: number of combinations.
+        seed: random seed.
+        choices: for each name a list to choose from, (low, high) for a uniform number, or
+            (low, high, "log") for a log-uniform one.
     """
-    source = random.Random(seed)
+    generator = random.Random(seed)
 
     def draw(choice: Any) -> Any:
         if isinstance(choice, list):
-            return source.choice(choice)
+            return generator.choice(choice)
         low, high, *log = choice
-        return math.exp(source.uniform(math.log(low), math.log(high))) if log else source.uniform(low, high)  # fmt: skip
+        return math.exp(generator.uniform(math.log(low), math.log(high))) if log else generator.uniform(low, high)  # fmt: skip
 
     return [{name: draw(choice) for name, choice in choices.items()} for _ in range(count)]
 
 
 class Sweep(NamedTuple):
-    """A sweep's file, read.
+    """A loaded sweep.
 
     Attributes:
-        path: of the file.
-        given: what it was asked for.
-        points: in an order in which each comes after what it needs.
+        path: path of the file.
+        given: its arguments.
+        points: the points, each after its dependencies.
         module: the file as a module.
     """
 
     path: pathlib.Path
-    given: Given
+    given: SweepArgs
     points: list[Point]
     module: Any
 
 
-def load(path: str | os.PathLike, given: Given) -> Sweep:
-    """Reads a sweep and puts its points in order.
+def load(path: str | os.PathLike, given: SweepArgs) -> Sweep:
+    """Load a sweep and sort its points by their dependencies.
 
     Args:
-        path: of the file, or of the folder with a sweep.py.
-        given: handed to it.
+        path: path of the file, or of a folder that contains sweep.py.
+        given: arguments of the sweep.
 
     Raises:
-        UserError: no such file, an error in it, two different points of one name.
+        UserError: the file does not exist or raises an error, or two points share a name.
     """
     path = pathlib.Path(path)
     path = path / "sweep.py" if path.is_dir() else path
     module = module_of(path)
     if not hasattr(module, "get_points"):
-        raise UserError(f"{path} is no sweep: it has no get_points(given)")
+        raise UserError(f"{path} is not a sweep: it must define get_points(given)")
     yielded = call(path, lambda: list(module.get_points(given)), "get_points")
-    for each in yielded:
-        if not isinstance(each, Point):
-            raise UserError(f"{path}: get_points yielded {each!r}, which is no Point")
+    for point in yielded:
+        if not isinstance(point, Point):
+            raise UserError(f"{path}: get_points yielded {point!r}, which is not a Point")
     return Sweep(path, given, ordered(path, yielded, given.data), module)
 
 
 def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:
-    """What a function of a sweep's file gives.
+    """Return the result of a function of a sweep file.
 
     Raises:
-        UserError: an error in it.
+        UserError: it raised an error.
     """
     try:
         return function()
     except UserError:
         raise
-    except Exception as error:  # a program of the user's: anything may come out of it
+    except Exception as error:  # a user's program can raise anything
         raise UserError(f"{path}: {name}: {type(error).__name__}: {error}") from error
 
 
 def module_of(path: pathlib.Path) -> Any:
-    """A sweep's file as a module.
+    """Import a sweep file.
 
     Raises:
-        UserError: no such file, or an error in it.
+        UserError: the file does not exist or raises an error.
     """
     spec = importlib.util.spec_from_file_location(f"sweep_{path.parent.name}", path)
-    if spec is None:  # a folder without one, or a name that is no Python file's
-        raise UserError(f"there is no sweep {path}: name a sweep.py, or the folder that holds it")
+    if spec is None:  # not the name of a Python file
+        raise UserError(f"{path} is not a sweep: give a sweep.py, or the folder that contains it")
     module = importlib.util.module_from_spec(spec)
-    # What several sweeps have in common lies beside their folders.
-    beside = str(path.resolve().parent.parent)
-    sys.path.insert(0, beside)
+    # Modules shared by several sweeps are in the parent of their folders.
+    parent = str(path.resolve().parent.parent)
+    sys.path.insert(0, parent)
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise UserError(f"there is no sweep {path}") from None
+        raise UserError(f"{path} does not exist: give a sweep.py, or its folder") from None
     except Exception as error:
         text = " ".join(str(error).split())
         raise UserError(f"cannot load {path}: {type(error).__name__}: {text}") from error
     finally:
-        sys.path.remove(beside)
+        sys.path.remove(parent)
     return module
 
 
 def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Point]:
-    """Points and all that they need, each after what it needs and none twice.
+    """Return points and their dependencies, each once and after what it depends on.
 
     Raises:
-        UserError: a verb that makes no folder; two different points of one name; two names of one
-            command, of which results could not say which it was.
+        UserError: a verb creates no folder, two points share a name, or two names have the same
+            command, so that results would be ambiguous.
     """
-    found: dict[str, Point] = {}
+    points: dict[str, Point] = {}
     names: dict[str, str] = {}
 
     def add(point: Point) -> None:
@@ -214,30 +213,32 @@ def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Po
             add(needed)
         if point.verb not in FOLDER_OPTION:
             raise UserError(
-                f"{where}: {point.name}: {point.verb!r} is not among what a sweep runs: "
+                f"{where}: {point.name}: a sweep cannot run {point.verb!r}; choose one of "
                 + ", ".join(FOLDER_OPTION)
             )
-        before, digest = found.setdefault(point.name, point), point.digest(data)
+        before, digest = points.setdefault(point.name, point), point.digest(data)
         if before.digest(data) != digest or before.facts != point.facts:
-            raise UserError(f"{where}: two different points are called {point.name!r}")
+            raise UserError(f"{where}: two different points have the name {point.name!r}")
         if (name := names.setdefault(digest, point.name)) != point.name:
-            raise UserError(f"{where}: {name!r} and {point.name!r} are one command")
+            raise UserError(f"{where}: {name!r} and {point.name!r} have the same command")
 
     for point in yielded:
         add(point)
-    return list(found.values())
+    return list(points.values())
 
 
 def select(sweep: Sweep, patterns: Sequence[str]) -> Sweep:
-    """The points whose names match any of the patterns, and what they need.
+    """Return a sweep of the points whose names match any pattern, and their dependencies.
 
     Raises:
-        UserError: none does; lists what there are.
+        UserError: no name matches; the message lists them.
     """
     if not patterns:
         return sweep
-    chosen = [p for p in sweep.points if any(fnmatch.fnmatch(p.name, each) for each in patterns)]
+    chosen = [
+        p for p in sweep.points if any(fnmatch.fnmatch(p.name, pattern) for pattern in patterns)
+    ]
     if not chosen:
         names = ", ".join(point.name for point in sweep.points)
-        raise UserError(f"no point is called {' or '.join(patterns)}; there are: {names}")
+        raise UserError(f"no point matches {' or '.join(patterns)}; choose from {names}")
     return sweep._replace(points=ordered(sweep.path, chosen, sweep.given.data))

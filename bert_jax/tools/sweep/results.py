@@ -1,4 +1,4 @@
-"""What came of points: the lines of results.jsonl."""
+"""Results of points: the lines of results.jsonl."""
 
 import contextlib
 import fcntl
@@ -18,24 +18,24 @@ from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
-from bert_jax.tools.sweep.points import Given
-from bert_jax.tools.sweep.scheduler import HANDED_OVER, LAUNCHED, Place
+from bert_jax.tools.sweep.points import SweepArgs
+from bert_jax.tools.sweep.scheduler import ASYNCHRONOUS, LAUNCHED, PointRun
 
 RESULTS = "results.jsonl"
 _VERSIONS = ("bert-jax", "jax", "flax")
-# What every line has, and what one of a training run has besides.
+# Keys of every line, and further keys of training runs.
 _KEYS = ("point", "scale", "facts", "command", "digest", "metrics", "wall_seconds")
 _OF_A_RUN = ("seed", "real_tokens", "step_seconds", "flops", "devices", "cores", "load", "commit")
 
 
-def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
-    """What a point that is done adds to the results: a line a seed, else one."""
+def lines_of(place: PointRun, given: SweepArgs) -> list[dict[str, Any]]:
+    """Return the results of a finished point: a line per seed of a training run, else one line."""
     point, attempts = place.point, place.attempts()
     common = {
         "point": point.name,
         "scale": given.scale,
         "facts": point.facts,
-        "command": shlex.join(["bert-jax", *map(_published, point.told(given.data))]),
+        "command": shlex.join(["bert-jax", *map(_published, point.display_command(given.data))]),
         "digest": place.digest,
     }
     versions = workdir.versions(_VERSIONS)
@@ -53,7 +53,7 @@ def lines_of(place: Place, given: Given) -> list[dict[str, Any]]:
         return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
     runs = sorted(place.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [place.out]
     lines = [{**common, **last, **_of_run(run)} for run in runs]
-    if attempts and attempts[-1]["on"] in HANDED_OVER:
+    if attempts and attempts[-1]["on"] in ASYNCHRONOUS:
         # What we know is how long handing over took, here. Of the run there is what it says itself.
         steps = sum(line["step_seconds"] for line in lines)
         here = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
@@ -78,35 +78,35 @@ def _of_rows(out: pathlib.Path) -> dict[str, Any]:
 
 
 def _of_run(folder: pathlib.Path) -> dict[str, Any]:
-    """Of a workdir: settings, tokens, time, metrics."""
+    """Return settings, tokens, time and metrics of a workdir."""
     config = workdir.read_config(folder)
     lines = workdir.read_lines(folder / "metrics.jsonl")
     speed = workdir.read_lines(folder / "speed.jsonl")
     starts = workdir.read_lines(folder / "starts.jsonl")
-    usual = config_lib.flatten(type(config)())
+    defaults = config_lib.flatten(type(config)())
     flat = config_lib.flatten(config)
-    # Paths are this machine's; what they lead to is in the command.
+    # Paths are those of this machine; the command identifies what they refer to.
     changed = {
         key: value
         for key, value in flat.items()
-        if usual.get(key) != value and not (isinstance(value, str) and "/" in value)
+        if defaults.get(key) != value and not (isinstance(value, str) and "/" in value)
     }
     content = json.dumps(changed, sort_keys=True, default=str)
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if isinstance(config, FinetuneConfig):
-        found = json.loads((folder / "metrics.json").read_text())
+        summary = json.loads((folder / "metrics.json").read_text())
         metrics = {
             f"{split}.{name}": value
-            for split, named in found.items()
-            if isinstance(named, dict)
-            for name, value in named.items()
+            for split, values in summary.items()
+            if isinstance(values, dict)
+            for name, value in values.items()
         }
-        step = found["step"]
+        step = summary["step"]
     else:
         heldout = [line for line in lines if line["split"] == "heldout"][-1]
         metrics = {k: v for k, v in heldout.items() if k not in ("step", "split")}
         step = heldout["step"]
-        told["curve"] = _curve(lines, speed, workdir.read_best_by(folder)["best_by"])
+        extra["curve"] = _curve(lines, speed, workdir.read_best_by(folder)["best_by"])
     tokens = sum(line["real_tokens_per_second"] * line["seconds"] for line in speed)
     flops = sum(line["flops_per_second"] * line["seconds"] for line in speed)
     return {
@@ -121,19 +121,19 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         "commit": starts[-1]["commit"],
         "devices": starts[-1]["devices"],
         **{name: starts[-1]["versions"].get(name) for name in _VERSIONS},
-        **told,
+        **extra,
     }
 
 
 def _published(part: str) -> str:
-    """A path of this machine by its last two names: somebody's checkpoint, whose place tells nothing."""
+    """Shorten an absolute path to its last two names."""
     return "/".join(pathlib.Path(part).parts[-2:]) if os.path.isabs(part) else part
 
 
 def _curve(
     lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]], loss: str
 ) -> dict[str, list]:
-    """The held-out loss by step, real tokens and seconds of training."""
+    """Return the held-out loss by step, real tokens and seconds of training."""
     curve: dict[str, list] = {"step": [], "real_tokens": [], "seconds": [], "loss": []}
     for line in lines:
         if line["split"] != "heldout":
@@ -149,14 +149,14 @@ def _curve(
 
 
 def key(line: dict[str, Any]) -> tuple:
-    """What no two results have in common."""
+    """Return the unique key of a result."""
     return line["digest"], line.get("scale"), line.get("seed")
 
 
 def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those of points that have been run since by another command.
+    """Return the results without those of points that were run again with another command.
 
-    Points are one where the verb, the scale and the facts are; points without facts are all kept.
+    Points with equal verb, scale and facts are the same; points without facts are all kept.
     """
 
     def point(line: dict[str, Any]) -> tuple:
@@ -168,16 +168,16 @@ def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Results:
-    """results.jsonl beside a sweep."""
+    """The results.jsonl of a sweep."""
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder / RESULTS
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines; the last one is left out if a kill has cut it short.
+        """Return all lines, without an incomplete last one, as a kill leaves it.
 
         Raises:
-            UserError: the file cannot be read; a line is not whole, or is of another schema.
+            UserError: the file cannot be read, or a line is incomplete or lacks a key.
         """
         if not self.path.exists():
             return []
@@ -195,22 +195,22 @@ class Results:
         try:
             line = json.loads(text)
         except ValueError:
-            raise UserError(f"{where} is cut short: remove it") from None
-        named = line if isinstance(line, dict) else {}
-        keys = (*_KEYS, *_OF_A_RUN) if "step" in named else _KEYS
-        if lacking := [name for name in keys if name not in named]:
+            raise UserError(f"{where} is incomplete: remove it") from None
+        values = line if isinstance(line, dict) else {}
+        keys = (*_KEYS, *_OF_A_RUN) if "step" in values else _KEYS
+        if missing := [name for name in keys if name not in values]:
             raise UserError(
-                f"{where} has no {lacking[0]!r}, as one of an older version: remove it; the sweep writes "
-                "it anew if what was run is still there"
+                f"{where} has no {missing[0]!r}: an older version wrote it. Remove it; the sweep writes "
+                "it again if the output of the point still exists"
             )
         return line
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Appends those that are not there yet."""
+        """Append the lines that are new."""
         with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "ab+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # another sweep of this folder may be about to
-            there = set(map(key, self.read()))
-            new = [line for line in lines if key(line) not in there]
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may run this sweep
+            known = set(map(key, self.read()))
+            new = [line for line in lines if key(line) not in known]
             if not new:
                 return
             content = self.path.read_bytes()

@@ -1,4 +1,4 @@
-"""A sweep or a search from its beginning, or wherever it stands, to its end."""
+"""Run or resume a sweep or a search."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ from bert_jax.tools import launch
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.points import Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
-from bert_jax.tools.sweep.scheduler import Engine, Place, Scheduler
+from bert_jax.tools.sweep.scheduler import Engine, PointRun, Scheduler
 from bert_jax.tools.sweep.search import Search
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 def run(
@@ -26,30 +26,31 @@ def run(
     resubmit: bool = False,
     trials: int = 0,
 ) -> int:
-    """Runs all points of a sweep that are not done, or a search, and records what came of them.
+    """Run the points of a sweep that are not done, or a search, and record the results.
 
     Args:
-        sweep: as `load` gives it.
-        runs: the folder of all sweeps' points.
-        engine: what runs them.
-        resubmit: queue jobs again that were handed over and have not ended.
-        trials: of a search with the sweep's `get_trial(given, trial)`, in all.
+        sweep: the loaded sweep.
+        runs: folder of the points of all sweeps.
+        engine: what runs the points.
+        resubmit: submit jobs again that have not ended.
+        trials: total number of trials of a search by the sweep's `get_trial(given, trial)`; 0 runs
+            the sweep's points.
 
     Returns:
-        0; 1 if something failed; 75 if it was stopped by a signal.
+        The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
 
     Raises:
-        UserError: a search without get_trial; results.jsonl cannot be read or written.
+        UserError: the sweep has no get_trial, or results.jsonl cannot be read or written.
     """
     runs, given = pathlib.Path(runs).absolute(), sweep.given
     results = Results(sweep.path.parent)
 
-    def done(place: Place) -> None:
+    def done(place: PointRun) -> None:
         try:
             lines = lines_of(place, given)
         except (UserError, OSError, ValueError, KeyError, IndexError) as error:
             raise UserError(
-                f"cannot read what {place.point.name} has left in {place.out}: {error!r}; remove "
+                f"cannot read the results of {place.point.name} in {place.out}: {error!r}; remove "
                 f"{place.folder} to run it again"
             ) from error
         results.add(lines)
@@ -61,21 +62,21 @@ def run(
     if not search:
         scheduler.add(sweep.points)
     with contextlib.ExitStack() as stack:
-        stack.callback(scheduler.stop)  # whatever comes, nothing of ours goes on unwatched
+        stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(launch.signals())
         display = stack.enter_context(Display(scheduler))
-        told = 0
+        handled = 0
         while True:
             if search:
-                search.look(scheduler)
-            scheduler.look()
+                search.update(scheduler)
+            scheduler.update()
             display.show()
-            if len(received) > told:
-                told = len(received)
-                scheduler.stop() if told == 1 else scheduler.kill()
-            if scheduler.is_over and not (search and search.wants_more and not told):
+            if len(received) > handled:
+                handled = len(received)
+                scheduler.stop() if handled == 1 else scheduler.kill()
+            if scheduler.is_over and not (search and search.wants_more and not handled):
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return _conclude(scheduler, bool(received), search)
 
 
@@ -88,11 +89,11 @@ def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) ->
         place = scheduler.places[name]
         print(f"{name} failed: {place.last_words()} ({place.log})", file=sys.stderr)
     if by["blocked"]:
-        print(f"not run because of that: {', '.join(by['blocked'])}", file=sys.stderr)
+        print(f"not run because a dependency failed: {', '.join(by['blocked'])}", file=sys.stderr)
     print(f"{len(by['done'])} of {len(scheduler.state)} points done", file=sys.stderr)
     if search:
         print(search.describe())
     if interrupted:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; run the same command to resume", file=sys.stderr)
         return launch.STOPPED
     return 1 if by["failed"] else 0

@@ -1,4 +1,4 @@
-"""Where points are run, by what, and in which order."""
+"""Execution of points: folders, engines, and the order."""
 
 import contextlib
 import datetime
@@ -19,59 +19,59 @@ from bert_jax.config import Config
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.tools import launch
-from bert_jax.tools.sweep.points import FOLDER_OPTION, Given, Point
+from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
 ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
-# Verbs that other engines run; all else is done here.
+# Verbs that engines other than "local" run; the rest runs on this machine.
 LAUNCHED = ("pretrain", "finetune")
-# Engines that queue a job and return: it is over when its workdir says so.
-HANDED_OVER = ("slurm", "gke", "sky")
-# How often a queue is asked for a job; one that it does not know twice is gone.
+# Engines that queue a job and return; the workdir shows when it has ended.
+ASYNCHRONOUS = ("slurm", "gke", "sky")
+# Interval between queries of a queue; a job that is missing twice is gone.
 _ASK_SECONDS = 60.0
-# A run that is stopped by others (75) is started again so many times.
+# Maximum number of restarts of a preempted run (exit status 75).
 _RESTARTS = 100
 
 
-class Place:
-    """Where a point is run and what is known of it there.
+class PointRun:
+    """The folder of a point, with its attempts, log and output.
 
     Args:
         point: the point.
-        runs: the folder of all sweeps' points.
-        data: the folder of the data.
+        runs: folder of the points of all sweeps.
+        data: the data folder.
     """
 
     def __init__(self, point: Point, runs: pathlib.Path, data: pathlib.Path):
         self.point, self.digest, self._runs = point, point.digest(data), runs
-        self._look()
+        self._find()
 
-    def _look(self) -> None:
-        there = sorted(self._runs.glob(f"*-{self.digest}"))  # another sweep may call it otherwise
+    def _find(self) -> None:
+        existing = sorted(self._runs.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
         name = re.sub(r"[^\w.-]+", ".", self.point.name)
-        self.folder = there[0] if there else self._runs / f"{name}-{self.digest}"
+        self.folder = existing[0] if existing else self._runs / f"{name}-{self.digest}"
         self.out, self.log = self.folder / OUT, self.folder / LOG
 
-    def settle(self) -> None:
-        """Makes the folder, or takes that which another sweep has made since we looked."""
-        lock, why = self._runs / files.LOCK, f"cannot use the folder {self._runs}"
-        with files.one_line_errors(why), open(lock, "a") as file:
+    def create_folder(self) -> None:
+        """Create the folder, or use the one that another sweep has created since."""
+        lock, message = self._runs / files.LOCK, f"cannot use the folder {self._runs}"
+        with files.one_line_errors(message), open(lock, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            self._look()
+            self._find()
             self.folder.mkdir(exist_ok=True)
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Every start so far."""
+        """Return all starts so far."""
         path = self.folder / ATTEMPTS
         return workdir.read_lines(path) if path.exists() else []
 
     def add(self, **attempt: Any) -> None:
-        """Notes a start that has ended or was handed over."""
+        """Record a start that has ended or was submitted."""
         with open(self.folder / ATTEMPTS, "a") as file:
             file.write(json.dumps(attempt) + "\n")
 
     @property
     def is_done(self) -> bool:
-        """Whether it need not be run any more."""
+        """Whether the point is complete."""
         attempts = self.attempts()
         if any(attempt["status"] == 0 for attempt in attempts):
             return True
@@ -79,12 +79,12 @@ class Place:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether a job was queued for it that is not known to have ended."""
+        """Whether a job was submitted that is not known to have ended."""
         attempts = self.attempts()
         return bool(attempts) and attempts[-1]["status"] is None and not self.is_done
 
     def last_words(self) -> str:
-        """The last line of its log."""
+        """Return the last line of the log."""
         try:
             lines = self.log.read_text(errors="replace").replace("\r", "\n").splitlines()
         except OSError:
@@ -93,7 +93,7 @@ class Place:
 
 
 def _has_ended(out: pathlib.Path) -> bool:
-    """Whether a workdir holds a run that has come to its end, whoever ran it."""
+    """Whether a workdir contains a complete run."""
     if (out / "metrics.json").exists():
         return True
     if not (out / "config.json").exists():
@@ -108,84 +108,84 @@ class Engine(NamedTuple):
 
     Attributes:
         on: "local", or an engine of `launch`.
-        options: arguments to `bert-jax launch`.
-        jobs: points at a time.
+        options: arguments of `bert-jax launch`.
+        jobs: maximum number of points that run at once.
     """
 
     on: str = "local"
     options: Sequence[str] = ()
     jobs: int = 1
 
-    def command(self, point: Point, places: dict[str, Place]) -> list[str]:
-        """The whole command of a point."""
+    def command(self, point: Point, places: dict[str, PointRun]) -> list[str]:
+        """Return the full command of a point."""
         parts = [
             str(places[part.name].out) if isinstance(part, Point) else str(part)
             for part in point.command
         ]
-        where = [FOLDER_OPTION[point.verb], str(places[point.name].out)]
+        folder = [FOLDER_OPTION[point.verb], str(places[point.name].out)]
         if point.verb == "python":
-            return [sys.executable, *parts[1:], *where]
+            return [sys.executable, *parts[1:], *folder]
         if self.on == "local" or point.verb not in LAUNCHED:
-            return [*launch.python_command(), *parts, *where]
-        how = ["--on", self.on, "--name", _job(places[point.name]), *self.options]
-        return [*launch.python_command(), "launch", *how, "--", *parts, *where]
+            return [*launch.python_command(), *parts, *folder]
+        options = ["--on", self.on, "--name", _job(places[point.name]), *self.options]
+        return [*launch.python_command(), "launch", *options, "--", *parts, *folder]
 
-    def is_queued(self, place: Place) -> bool:
-        """Whether a job that was handed over is still to be run or runs, as far as can be told.
+    def is_queued(self, place: PointRun) -> bool:
+        """Whether a submitted job is pending or running, as far as is known.
 
-        Of Slurm alone; gke and sky are not asked.
+        Only Slurm is queried; jobs on gke and sky count as running.
         """
         if self.on != "slurm":
             return True
         command = ["squeue", "--noheader", f"--name={_job(place)}", "--format=%T"]
         try:
-            found = subprocess.run(command, capture_output=True, text=True)
+            result = subprocess.run(command, capture_output=True, text=True)
         except OSError:
             return True
-        return found.returncode != 0 or bool(found.stdout.strip())
+        return result.returncode != 0 or bool(result.stdout.strip())
 
-    def hands_over(self, point: Point) -> bool:
-        """Whether its command returns before the point is run."""
-        return self.on in HANDED_OVER and point.verb in LAUNCHED
+    def is_asynchronous(self, point: Point) -> bool:
+        """Whether the command of a point returns before the point has run."""
+        return self.on in ASYNCHRONOUS and point.verb in LAUNCHED
 
 
-def _job(place: Place) -> str:
+def _job(place: PointRun) -> str:
     return f"{launch.job_name(place.point.name, 28)}-{place.digest}"
 
 
 class _Running(NamedTuple):
-    place: Place
-    process: subprocess.Popen | None  # None: a job that was handed over
+    place: PointRun
+    process: subprocess.Popen | None  # None for a submitted job
     begun: float
     lock: contextlib.ExitStack
-    asked: float = 0.0  # when a queue was asked for it last
-    missed: int = 0  # how often it was not there
+    asked: float = 0.0  # time of the last query of the queue
+    missed: int = 0  # number of queries in a row that did not find it
 
 
 class Scheduler:
-    """Runs points, each when what it needs is done.
+    """Runs points, each once its dependencies are done.
 
     Args:
-        runs: the folder of all points.
-        given: for the data's folder.
-        engine: what runs them.
-        resubmit: queue jobs again that were handed over and have not ended.
-        done: called once for each point that is done, with its place.
+        runs: folder of all points.
+        given: arguments of the sweep.
+        engine: what runs the points.
+        resubmit: submit jobs again that have not ended.
+        done: called once for each point that is done.
 
     Attributes:
-        state: of each point by name: "waiting", "running", "done", "failed", "stopped" (saved, by a
-            signal), "blocked" (what it needs has failed).
+        state: state of each point by name: "waiting", "running", "done", "failed", "stopped" (by a
+            signal, with its state saved) or "blocked" (a dependency failed).
     """
 
     def __init__(
         self,
         runs: pathlib.Path,
-        given: Given,
+        given: SweepArgs,
         engine: Engine,
         resubmit: bool,
-        done: Callable[[Place], None],
+        done: Callable[[PointRun], None],
     ):
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, PointRun] = {}
         self.state: dict[str, str] = {}
         self._runs, self._given, self._engine, self._done = runs, given, engine, done
         self._resubmit = resubmit
@@ -194,40 +194,40 @@ class Scheduler:
         self._stopping = False
 
     def add(self, points: Iterable[Point]) -> None:
-        """Takes points on, each after what it needs; what is done already is so at once."""
+        """Add points, dependencies first; points that are complete are done at once."""
         for point in points:
-            place = Place(point, self._runs, self._given.data)
+            place = PointRun(point, self._runs, self._given.data)
             self.places[point.name], self.state[point.name] = place, "waiting"
             if place.is_done:
                 self._finish(place)
 
     def stop(self) -> None:
-        """Starts nothing more and tells what runs here to save and end."""
+        """Start nothing more, and signal local processes to save and exit."""
         self._stopping = True
         for name, running in list(self._running.items()):
-            if running.process is None:  # it goes on without us
+            if running.process is None:  # the job continues
                 self._release(name, "stopped")
             else:
                 running.process.terminate()
 
     def kill(self) -> None:
-        """Ends what runs here at once."""
+        """Kill local processes."""
         for running in self._running.values():
             if running.process is not None:
                 running.process.kill()
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nothing more is started."""
+        """Whether no more points are started."""
         return self._stopping
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing runs and nothing can."""
+        """Whether nothing runs and nothing more can start."""
         return not self._running and (self._stopping or "waiting" not in self.state.values())
 
-    def look(self) -> None:
-        """Takes note of what has ended and starts what can be."""
+    def update(self) -> None:
+        """Handle points that have ended and start those that are ready."""
         for name, running in list(self._running.items()):
             if running.process is None:
                 if running.place.is_done:
@@ -247,19 +247,19 @@ class Scheduler:
             elif needs <= {"done"} and len(self._running) < self._engine.jobs:
                 self._start(name, place)
 
-    def _start(self, name: str, place: Place) -> None:
-        place.settle()
+    def _start(self, name: str, place: PointRun) -> None:
+        place.create_folder()
         lock = contextlib.ExitStack()
         try:
             held = lock.enter_context(files.only_process(place.folder))
         except UserError:
-            return  # another sweep, or what a killed one has started, is at it: wait
+            return  # another sweep, or a process that a killed one left, runs it: wait
         if place.is_done:
             lock.close()
             self._finish(place)
             return
         process = None
-        if self._resubmit or not (place.is_submitted and self._engine.hands_over(place.point)):
+        if self._resubmit or not (place.is_submitted and self._engine.is_asynchronous(place.point)):
             command = self._engine.command(place.point, self.places)
             with open(place.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
@@ -269,7 +269,7 @@ class Scheduler:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # A Ctrl-C in the terminal would else come twice: from it and from us.
+                    # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
                     start_new_session=True,
                     pass_fds=(held,),
                 )
@@ -277,9 +277,9 @@ class Scheduler:
         self.state[name] = "running"
 
     def _ended(self, name: str, running: _Running, status: int) -> None:
-        handed_over = self._engine.hands_over(running.place.point) and status == 0
-        self._note(running, None if handed_over else status)
-        if handed_over:
+        submitted = self._engine.is_asynchronous(running.place.point) and status == 0
+        self._record(running, None if submitted else status)
+        if submitted:
             self._running[name] = running._replace(process=None)
             return
         restarts = self._restarts.get(name, 0)
@@ -296,7 +296,7 @@ class Scheduler:
             self._release(name, "failed")
 
     def _ask(self, name: str, running: _Running) -> None:
-        """Whether a job is still there; its workdir may be seen later than its end."""
+        """Check whether a job is still queued; its workdir may become visible after its end."""
         now, place = time.time(), running.place
         if now - running.asked < _ASK_SECONDS:
             return
@@ -305,11 +305,11 @@ class Scheduler:
         if missed < 2:
             return
         with open(place.log, "a") as log:
-            log.write(f"{_job(place)} has left the queue before its end: see slurm-JOB.out\n")
-        self._note(running, status=1)
+            log.write(f"{_job(place)} left the queue before it was complete: see slurm-JOB.out\n")
+        self._record(running, status=1)
         self._release(name, "failed")
 
-    def _note(self, running: _Running, status: int | None) -> None:
+    def _record(self, running: _Running, status: int | None) -> None:
         begun = datetime.datetime.fromtimestamp(running.begun, datetime.UTC)
         running.place.add(
             begun=begun.isoformat(timespec="seconds"),
@@ -327,6 +327,6 @@ class Scheduler:
         if state == "done":
             self._finish(running.place)
 
-    def _finish(self, place: Place) -> None:
+    def _finish(self, place: PointRun) -> None:
         self.state[place.point.name] = "done"
         self._done(place)

@@ -1,4 +1,4 @@
-"""Searches: Optuna says what to try next."""
+"""Hyperparameter search with Optuna."""
 
 import dataclasses
 import statistics
@@ -7,27 +7,27 @@ from typing import Any
 from bert_jax.errors import UserError
 from bert_jax.tools.sweep.points import Point, Sweep, call, ordered
 from bert_jax.tools.sweep.results import lines_of
-from bert_jax.tools.sweep.scheduler import Place, Scheduler
+from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
 
 class Search:
-    """Optuna's trials as points; the study is beside the sweep and outlives everything."""
+    """Optuna's trials as points; the study is stored beside the sweep, in study.journal."""
 
-    def __init__(self, sweep: Sweep, trials: int, at_a_time: int):
+    def __init__(self, sweep: Sweep, trials: int, jobs: int):
         get_trial, self._objective = (
             getattr(sweep.module, name, None) for name in ("get_trial", "OBJECTIVE")
         )
         if not get_trial or not self._objective:
             raise UserError(
-                f"{sweep.path} has nothing to search: it needs get_trial(given, trial) and "
-                'OBJECTIVE, such as "dev.accuracy" ("-heldout loss" is made small)'
+                f"{sweep.path} defines no search: it must have get_trial(given, trial) and "
+                'OBJECTIVE, such as "dev.accuracy" or "-loss" (to minimize)'
             )
         try:
             import optuna
         except ImportError:
             raise UserError("--search needs optuna: pip install 'bert-jax[search]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._get, self._sweep, self._trials, self._most = get_trial, sweep, trials, at_a_time
+        self._get, self._sweep, self._trials, self._jobs = get_trial, sweep, trials, jobs
         self._states = optuna.trial.TrialState
         storage = optuna.storages.journal.JournalFileBackend(
             str(sweep.path.parent / "study.journal")
@@ -38,9 +38,9 @@ class Search:
             direction="minimize" if self._objective.startswith("-") else "maximize",
             load_if_exists=True,
         )
-        # Draws follow from how many trials there are: a search that goes on does not begin again.
+        # Seed with the number of trials, so that a resumed search does not repeat its draws.
         self._study.sampler = optuna.samplers.TPESampler(seed=len(self._study.trials))
-        # Trials whose sweep was killed: asked again with the same values, so that their points go on.
+        # Enqueue trials of a killed sweep again with the same values, so that their points resume.
         for trial in self._study.get_trials(states=(self._states.RUNNING,)):
             self._study.tell(trial.number, state=self._states.FAIL)
             self._study.enqueue_trial(trial.params)
@@ -48,13 +48,13 @@ class Search:
 
     @property
     def wants_more(self) -> bool:
-        """Whether there are trials to come."""
+        """Whether more trials are to be run."""
         over = (self._states.COMPLETE, self._states.FAIL)
         ended = [t for t in self._study.get_trials(deepcopy=False) if t.state in over]
         return sum(t.state is self._states.COMPLETE for t in ended) < self._trials and len(ended) < 3 * self._trials  # fmt: skip
 
-    def look(self, scheduler: Scheduler) -> None:
-        """Tells the study what has ended and asks it for more."""
+    def update(self, scheduler: Scheduler) -> None:
+        """Report finished trials to the study and add new ones."""
         for name, trial in list(self._open.items()):
             state = scheduler.state[name]
             if state == "done":
@@ -65,7 +65,7 @@ class Search:
                 continue
             del self._open[name]
         complete = len(self._study.get_trials(states=(self._states.COMPLETE,), deepcopy=False))
-        while len(self._open) < min(self._most, self._trials - complete) and self.wants_more:
+        while len(self._open) < min(self._jobs, self._trials - complete) and self.wants_more:
             if scheduler.is_stopping:
                 return
             trial = self._study.ask()
@@ -80,7 +80,7 @@ class Search:
             self._open[point.name] = trial
 
     def _point(self, trial: Any) -> Point:
-        """What a trial runs."""
+        """Return the point of a trial."""
         path, given = self._sweep.path, self._sweep.given
         try:
             return call(path, lambda: self._get(given, trial), "get_trial")
@@ -88,16 +88,18 @@ class Search:
             self._study.tell(trial, state=self._states.FAIL)
             raise
 
-    def _value(self, place: Place) -> float:
-        found = [line["metrics"] for line in lines_of(place, self._sweep.given)]
+    def _value(self, place: PointRun) -> float:
+        metrics = [line["metrics"] for line in lines_of(place, self._sweep.given)]
         name = self._objective.removeprefix("-")
-        if name not in found[0]:
-            raise UserError(f"OBJECTIVE {name!r} is none of the metrics: {', '.join(found[0])}")
-        return statistics.fmean(metrics[name] for metrics in found)
+        if name not in metrics[0]:
+            raise UserError(
+                f"OBJECTIVE {name!r} is not a metric; choose from {', '.join(metrics[0])}"
+            )
+        return statistics.fmean(values[name] for values in metrics)
 
     def describe(self) -> str:
-        """The best so far."""
+        """Return a line on the best trial so far."""
         if not self._study.get_trials(states=(self._states.COMPLETE,)):
-            return "no trial has come to its end"
+            return "no trial is complete"
         best = self._study.best_trial
         return f"best of {len(self._study.trials)}: {best.value:.4g} with {best.params}"
