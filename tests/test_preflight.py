@@ -142,7 +142,7 @@ def test_products_written_as_convolutions(left, right, result, attributes, flops
 
 def all_reduce(size, topology):
     """An all-reduce over all chips of a topology, and where they are."""
-    where = preflight.places(topology)
+    where = preflight.locations(topology)
     return Collective("all-reduce", size, np.arange(len(where))[None], 1), where
 
 
@@ -188,7 +188,7 @@ def test_an_accelerator_type_is_a_topology(accelerator, topology, devices):
     parsed = preflight.parse_topology(accelerator)
     assert parsed == preflight.parse_topology(topology)
     assert parsed.name == topology
-    assert parsed.devices == len(preflight.places(parsed)) == devices
+    assert parsed.devices == len(preflight.locations(parsed)) == devices
     assert parsed.chips == devices // (2 if "tpu7x" in topology else 1)
 
 
@@ -296,8 +296,8 @@ def test_the_expected_time_is_of_a_measured_utilization(capsys, topology, source
     assert report["expected_hours"] >= report["hours"] > 0
     assert report["expected_dollars"] == pytest.approx(3 * report["expected_chip_hours"])
     _, out, _ = run(capsys, *changes)
-    assert f"the run, expected: {report['expected_hours']:,.2f} hours" in out
-    assert f"the run, at the least: {report['hours']:,.2f} hours" in out
+    assert f"total, expected: {report['expected_hours']:,.2f} hours" in out
+    assert f"total, at least: {report['hours']:,.2f} hours" in out
     assert ("ASSUMED from" in out) == assumed
 
 
@@ -341,14 +341,14 @@ def test_what_does_not_fit_is_told_what_would(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--topology", "v9:4x4"], "known are v4, v5e, v5p, v6e"),
-        (["--topology", "v5p"], "such as v4:2x2x1, v5e:4x4, v5p:4x4x4"),
-        (["--topology", "v5e-24"], "unknown accelerator type 'v5e-24': name one such as v5e-16"),
+        (["--topology", "v9:4x4"], "choose from v4, v5e, v5p, v6e"),
+        (["--topology", "v5p"], "like v4:2x2x1, v5e:4x4, v5p:4x4x4"),
+        (["--topology", "v5e-24"], "unknown accelerator type 'v5e-24': use one like v5e-16"),
         (["--topology", "v5p-7"], "unknown accelerator type 'v5p-7'"),
         (["--topology", "h100-8"], "unknown accelerator type 'h100-8'"),
-        (["--topology", "v5p:4x4"], "v5p takes a shape such as v5p:4x4x4"),
+        (["--topology", "v5p:4x4"], "v5p takes a shape like v5p:4x4x4"),
         (["--topology", "v5e:32x32"], "v5e:16x16,slices=4"),
-        (["--topology", "h100:8,slices=2"], "slices are not known for h100"),
+        (["--topology", "h100:8,slices=2"], "h100 does not support slices"),
         (["--topology", "h100:8", "--config.mesh.fsdp=3"], "does not fit 8 devices"),
         (["--topology", "h100:8", "--config.mesh.tensor=8"], "vocab_multiple"),
         (["--topology", "h100:8", "--config.batch_size=12"], "set it to 8 or 16"),
@@ -390,7 +390,7 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
 
     monkeypatch.setattr(preflight, "compile_step", fail)
     said = (
-        r"does not compile the step of T=128 for v5e:2x2 \(RES.*: E1001: Ran out .* vmem\): try .*"
+        r"failed to compile the step of T=128 for v5e:2x2 \(RES.*: E1001: Ran out .* vmem\): try .*"
     )
     with pytest.raises(UserError, match=f"^libtpu {said}$"):
         preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))

@@ -377,13 +377,13 @@ def test_the_front_page_tells_what_is_ahead_and_what_is_behind(speed):
     ]
     for line, name in zip(made[2:], ("checkpoint", "torch.save"), strict=True):
         line["contender"] = name
-    said = report.summary(made)
-    assert said.startswith(
-        "pretraining (mini and base at T=128, and at T=512) beside transformers 3; "
-    )
-    assert said.endswith("; saving, checksums included, beside torch.save 0.33")
-    text = report.front("a <!-- speed -->old<!-- /speed --> b", made)
-    assert text == f"a <!-- speed -->{said}<!-- /speed --> b"
+    rows = report.summary(made)[2:]
+    assert [row.split(" | ")[1:3] for row in rows] == [
+        ["transformers", "3"],
+        ["torch.save", "0.33"],
+    ]
+    text = report.front("a <!-- speed -->\nold\n<!-- /speed --> b", made)
+    assert text.splitlines()[1:-1] == report.summary(made)
 
 
 def profiled(step, *spent):

@@ -1,8 +1,8 @@
-"""A command on many machines by engines that exist: what to call, and a runner that calls it.
+"""Run a command on clusters and clouds: plans for several engines, and their execution.
 
-An engine is a function from a command and its options, which are its keyword arguments, to a `Plan`.
-Every plan keeps one rule: a command that ends with 75 (stopped by a signal and saved) or whose
-process was killed is run again, one that ends with 0, 1 or 2 is not. The scripts are in `launch/`.
+An engine is a function from a command and options (its keyword arguments) to a `Plan`. In every
+engine, a command that exits with status 75 (stopped by a signal, state saved) or is killed is run
+again; one that exits with 0, 1 or 2 is not. The scripts are in `launch/`.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from bert_jax.errors import UserError
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = CHECKOUT / "launch"
-# Where a bucket is mounted on machines that are made for the run.
+# Mount point of a bucket on machines created for the run.
 BUCKET = "/bucket"
-# A run that was told to stop has this long to save before it is killed.
+# Time that a run has to save its state between SIGTERM and SIGKILL.
 STOP_SECONDS = 180.0
 
 STOPPED = 75
@@ -39,13 +39,13 @@ KILLED = range(129, 256)
 
 _INSTALL = {
     "gcloud": "install the Google Cloud CLI and run `gcloud auth login`",
-    "xpk": "pip install xpk (it needs gcloud, kubectl and docker too)",
+    "xpk": "pip install xpk (it also needs gcloud, kubectl and docker)",
     "sbatch": "run this on a login node of a Slurm cluster",
     "sky": "pip install 'skypilot[gcp]' (or [aws], …) and run `sky check`",
     "git": "install git",
 }
 
-# What gcloud calls the software of a slice, by what the accelerator's name begins with.
+# Default runtime versions by prefix of the accelerator type.
 _RUNTIMES = {
     "v2-": "tpu-ubuntu2204-base",
     "v3-": "tpu-ubuntu2204-base",
@@ -55,19 +55,19 @@ _RUNTIMES = {
     "v6e-": "v2-alpha-tpuv6e",
 }
 
-# What cloud and hub tokens look like: arguments are seen by every user of a machine and are logged.
+# Tokens of clouds and hubs. Arguments are logged, and visible to every user of a machine.
 _CREDENTIAL = re.compile(
     r"\b(hf_|gh[pousr]_|github_pat_|glpat-|AIza|ya29\.|AKIA|ASIA|xox[abp]-)[\w-]{12,}|-----BEGIN"
 )
 
 
 class Process(NamedTuple):
-    """One process of a run.
+    """A process of a run.
 
     Attributes:
         command: program and arguments.
-        environment: added to this process's own.
-        prefix: put before each line that it prints; "" leaves it the terminal.
+        environment: variables added to those of this process.
+        prefix: prefix of each line of output; "" connects the process to the terminal.
     """
 
     command: Sequence[str]
@@ -76,16 +76,16 @@ class Process(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What an engine is asked to do, in this order.
+    """What to do, in this order.
 
     Attributes:
         files: content by absolute path, written first.
-        before: commands before every run; doing them again does no harm.
-        processes: the run, side by side; none where `before` has handed it over for good.
-        after: commands at the end of the last run.
-        again: statuses of the run after which there is another.
-        restarts: how many others at most.
-        note: for the user, when all is done or the run goes on without us.
+        before: idempotent commands before every run.
+        processes: parallel processes of a run; empty if `before` submits a job.
+        after: commands after the last run.
+        again: exit statuses after which the run is repeated.
+        restarts: maximum number of repetitions.
+        note: printed at the end, or if the run continues without this process.
     """
 
     files: dict[str, str] = {}  # noqa: RUF012
@@ -106,28 +106,28 @@ def local(
     restarts: int = 0,
     port: int | None = None,
 ) -> Plan:
-    """Several processes on this machine.
+    """Plan several processes on this machine.
 
     Args:
-        command: of `bert-jax`, from the verb on.
-        name: of the run.
-        processes: how many.
-        devices: CPU devices a process (default: JAX's one).
-        restarts: most runs after the first.
-        port: of the first process, where the others find it (default: one that is free).
+        command: arguments of `bert-jax`, starting with the verb.
+        name: name of the run.
+        processes: number of processes.
+        devices: CPU devices per process; None for JAX's default of one.
+        restarts: maximum number of restarts.
+        port: port of process 0 for the others; None for a free one.
     """
     coordinator = f"127.0.0.1:{port or _free_port()}"
 
     def environment(i: int) -> dict[str, str]:
-        found = {
+        variables = {
             "BERT_JAX_COORDINATOR": coordinator,
             "BERT_JAX_PROCESSES": str(processes),
             "BERT_JAX_PROCESS": str(i),
         }
         if devices:
             flag = f"--xla_force_host_platform_device_count={devices}"
-            found["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        return found
+            variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        return variables
 
     return Plan(
         processes=[
@@ -148,15 +148,15 @@ def slurm(
     restarts: int = 100,
     extra: Sequence[str] = (),
 ) -> Plan:
-    """A Slurm job of one process a GPU, run by this Python in this folder.
+    """Plan a Slurm job with one process per GPU, run by this Python in this folder.
 
     Args:
-        command: of `bert-jax`, from the verb on.
-        name: of the job.
-        nodes: how many.
-        gpus: a node; 0 starts one process a node.
-        restarts: most times that the job queues itself again.
-        extra: arguments to sbatch: --partition, --time, --account, …
+        command: arguments of `bert-jax`, starting with the verb.
+        name: name of the job.
+        nodes: number of nodes.
+        gpus: GPUs per node; 0 starts one process per node.
+        restarts: maximum number of times that the job requeues itself.
+        extra: arguments of sbatch: --partition, --time, --account, …
     """
     sizes = [f"--nodes={nodes}", f"--ntasks-per-node={gpus or 1}"]
     if gpus:
@@ -183,47 +183,47 @@ def tpu_vm(
     restarts: int = 100,
     extra: Sequence[str] = (),
 ) -> Plan:
-    """A slice of Cloud TPU VMs from gcloud's queue, deleted when the run is over.
+    """Plan a slice of Cloud TPU VMs as a queued resource, deleted after the run.
 
-    The workers get this checkout's commit and run the command as a service; we follow it, and
-    make the slice again when it is taken back.
+    The workers receive the commit of this checkout and run the command as a service. This process
+    follows its log, and creates the slice again after preemption.
 
     Args:
-        command: of `bert-jax`, from the verb on.
-        name: of the queued resource and of its node.
-        accelerator: such as v5litepod-16.
-        zone: such as us-west4-a.
-        project: the default is gcloud's.
-        runtime: the machines' software; the default goes by the accelerator.
-        spot: take machines that may be taken back.
+        command: arguments of `bert-jax`, starting with the verb.
+        name: name of the queued resource and of its node.
+        accelerator: accelerator type, such as v5litepod-16.
+        zone: zone, such as us-west4-a.
+        project: project; "" for gcloud's default.
+        runtime: runtime version; "" for the default of the accelerator.
+        spot: use preemptible capacity.
         bucket: gs://NAME, mounted at /bucket.
-        keep: leave the slice there at the end.
-        restarts: most runs after the first.
-        extra: arguments to `gcloud compute tpus queued-resources create`.
+        keep: do not delete the slice.
+        restarts: maximum number of restarts.
+        extra: arguments of `gcloud compute tpus queued-resources create`.
 
     Raises:
-        UserError: an accelerator whose runtime is not known.
+        UserError: the accelerator has no default runtime.
     """
     runtime = runtime or _runtime(accelerator)
     if not runtime:
         raise UserError(
-            f"--accelerator {accelerator}: known are {', '.join(a + 'N' for a in _RUNTIMES)}; "
-            "for another give its software with --runtime"
+            f"--accelerator {accelerator}: choose from {', '.join(a + 'N' for a in _RUNTIMES)}, or give "
+            "the runtime version of another with --runtime"
         )
     tpus = ["gcloud", "compute", "tpus"]
-    where = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
+    location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
     create = [
-        *(*tpus, "queued-resources", "create", name, f"--node-id={name}", *where),
+        *(*tpus, "queued-resources", "create", name, f"--node-id={name}", *location),
         *(f"--accelerator-type={accelerator}", f"--runtime-version={runtime}"),
         *(["--spot"] if spot else []),
         *extra,
     ]
-    delete = [*tpus, "queued-resources", "delete", name, *where, "--force", "--quiet"]
+    delete = [*tpus, "queued-resources", "delete", name, *location, "--force", "--quiet"]
     folder = _folder(name)
     job, bundle, worker = folder / "job.sh", folder / "code.bundle", SCRIPTS / "tpu_worker.sh"
 
-    def on_workers(does: str) -> list[str]:
-        return [*tpus, "tpu-vm", "ssh", name, *where, "--worker=all", f"--command={does}"]
+    def on_workers(line: str) -> list[str]:
+        return [*tpus, "tpu-vm", "ssh", name, *location, "--worker=all", f"--command={line}"]
 
     start = shlex.join(["bash", worker.name, "start", bucket.removeprefix("gs://")])
     return Plan(
@@ -232,20 +232,20 @@ def tpu_vm(
             f"exec ~/venv/bin/{shlex.join(['bert-jax', *command])}\n"
         },
         before=[
-            ["bash", str(SCRIPTS / "tpu_slice.sh"), name, *where, "--", *create],
+            ["bash", str(SCRIPTS / "tpu_slice.sh"), name, *location, "--", *create],
             ["git", "-C", str(CHECKOUT), "bundle", "create", "--quiet", str(bundle), "HEAD"],
             [
                 *(*tpus, "tpu-vm", "scp", str(bundle), str(job), str(worker), f"{name}:"),
-                *(*where, "--worker=all"),
+                *(*location, "--worker=all"),
             ],
             on_workers(start),
         ],
         processes=[Process(on_workers(f"bash {worker.name} follow"))],
         after=[] if keep else [delete],
-        # 1 and 255 are gcloud's when it loses the connection, as it does when machines are taken.
+        # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
         again=frozenset({1, STOPPED, *KILLED}),
         restarts=restarts,
-        note=f"the slice is there until you delete it: {shlex.join(delete)}",
+        note=f"the slice remains until you delete it: {shlex.join(delete)}",
     )
 
 
@@ -263,43 +263,49 @@ def gke(
     restarts: int = 100,
     extra: Sequence[str] = (),
 ) -> Plan:
-    """A workload of TPU slices on a GKE cluster, by xpk.
+    """Plan a workload of TPU slices on a GKE cluster, with xpk.
 
     Args:
-        command: of `bert-jax`, from the verb on.
-        name: of the workload.
-        accelerator: such as v5litepod-16.
-        cluster: its name.
-        zone: of the cluster.
-        project: the default is gcloud's.
-        slices: how many.
-        image: a container image that holds bert-jax; by default xpk makes one of this checkout.
-        spot: take machines that may be taken back.
-        restarts: most times that the workload is started again.
-        extra: arguments to `xpk workload create`: --storage, --priority, …
+        command: arguments of `bert-jax`, starting with the verb.
+        name: name of the workload.
+        accelerator: accelerator type, such as v5litepod-16.
+        cluster: name of the cluster.
+        zone: zone of the cluster.
+        project: project; "" for gcloud's default.
+        slices: number of slices.
+        image: container image with bert-jax; "" builds one from this checkout.
+        spot: use preemptible capacity.
+        restarts: maximum number of restarts.
+        extra: arguments of `xpk workload create`: --storage, --priority, …
     """
-    where = [f"--cluster={cluster}", f"--zone={zone}"]
-    where += [f"--project={project}"] if project else []
+    location = [f"--cluster={cluster}", f"--zone={zone}"]
+    location += [f"--project={project}"] if project else []
     if image:
         container, install = [f"--docker-image={image}"], ""
     else:
         container = ["--base-docker-image=python:3.12", f"--script-dir={CHECKOUT}"]
         install = "pip install --quiet --editable '.[tpu]' && "
-    # exec, because SIGTERM goes to this shell alone. Kubernetes would take $(NAME) for a variable
-    # and makes one dollar of two.
+    # exec, because only this shell receives SIGTERM. Kubernetes expands $(NAME) and turns $$ into $.
     line = f"{install}exec {shlex.join(['bert-jax', *command])}".replace("$", "$$")
     create = [
-        *("xpk", "workload", "create", f"--workload={name}", *where, f"--tpu-type={accelerator}"),
+        *(
+            "xpk",
+            "workload",
+            "create",
+            f"--workload={name}",
+            *location,
+            f"--tpu-type={accelerator}",
+        ),
         *(f"--num-slices={slices}", *container, f"--command={line}"),
         *("--env=BERT_JAX_DISTRIBUTED=auto", f"--max-restarts={restarts}"),
         *(f"--restart-on-exit-codes={STOPPED}", "--termination-grace-period-seconds=180"),
         *(["--spot"] if spot else []),
         *extra,
     ]
-    stop = ["xpk", "workload", "delete", f"--workload={name}", *where]
+    stop = ["xpk", "workload", "delete", f"--workload={name}", *location]
     return Plan(
         before=[create],
-        note=f"state: {shlex.join(['xpk', 'workload', 'list', *where])}; stop: {shlex.join(stop)}",
+        note=f"state: {shlex.join(['xpk', 'workload', 'list', *location])}; stop: {shlex.join(stop)}",
     )
 
 
@@ -313,19 +319,19 @@ def sky(
     bucket: str = "",
     extra: Sequence[str] = (),
 ) -> Plan:
-    """A managed SkyPilot job, which it moves to other machines when its own are taken back.
+    """Plan a managed SkyPilot job, which moves to other machines after preemption.
 
     Args:
-        command: of `bert-jax`, from the verb on.
-        name: of the job.
+        command: arguments of `bert-jax`, starting with the verb.
+        name: name of the job.
         accelerator: such as H100:8 or tpu-v6e-8.
-        nodes: machines of that kind (a TPU slice counts as one).
-        spot: take machines that may be taken back.
+        nodes: number of such machines (a TPU slice counts as one).
+        spot: use preemptible capacity.
         bucket: gs://NAME, mounted at /bucket.
-        extra: arguments to `sky jobs launch`: --infra, --memory, …
+        extra: arguments of `sky jobs launch`: --infra, --memory, …
     """
     mounts = {BUCKET: {"source": bucket, "mode": "MOUNT"}} if bucket else {}
-    # Without it SkyPilot gives some slices the software of others.
+    # SkyPilot's default runtime is wrong for some slices.
     runtime = _runtime(accelerator.removeprefix("tpu-")) if accelerator.startswith("tpu-") else ""
     values = {
         "name": name,
@@ -354,71 +360,70 @@ ENGINES: dict[str, Callable[..., Plan]] = {
     "sky": sky,
     "local": local,
 }
-# Their workers have none of this machine's files.
-_ELSEWHERE = ("tpu-vm", "gke", "sky")
+# Engines whose workers do not share this machine's files.
+_REMOTE = ("tpu-vm", "gke", "sky")
 
 
 def plan(
     on: str, command: Sequence[str], config: str, workdir: str, name: str | None, options: dict
 ) -> Plan:
-    """The plan of an engine, once everything that can be checked from here has been.
+    """Check the options and return the plan of an engine.
 
     Args:
         on: a key of `ENGINES`.
-        command: of `bert-jax`, from the verb on.
-        config: the command's config file.
-        workdir: the command's folder.
-        name: of the job, slice or workload (default: after the workdir).
-        options: what the user has given of the engine's keyword arguments.
+        command: arguments of `bert-jax`, starting with the verb.
+        config: config file of the command.
+        workdir: workdir of the command.
+        name: name of the job, slice or workload; None derives it from the workdir.
+        options: keyword arguments of the engine.
 
     Raises:
-        UserError: an option that the engine lacks or needs, a path that its workers cannot reach,
-            a value that does not survive a shell or that looks like a credential.
+        UserError: an option is unknown or missing, a path is not accessible to the workers, or a value
+            contains unprintable characters or looks like a credential.
     """
     engine = ENGINES[on]
-    takes = {
+    parameters = {
         key: parameter
         for key, parameter in inspect.signature(engine).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    known = ", ".join(f"--{key}" for key in takes)
+    known = ", ".join(f"--{key}" for key in parameters)
     for key in options:
-        if key not in takes:
+        if key not in parameters:
             raise UserError(f"--{key} is not an option of --on {on}, which takes {known}")
-    for key, parameter in takes.items():
+    for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
             raise UserError(f"--on {on} needs --{key}; it takes {known}")
     for key, value in options.items():
         for part in value if isinstance(value, list) else [value]:
             _check_value(f"--{key}", str(part))
-        least = 0 if key in ("restarts", "gpus") else 1
-        if type(value) is int and value < least:
-            raise UserError(f"--{key} {value}: it must be {least} or more")
+        minimum = 0 if key in ("restarts", "gpus") else 1
+        if type(value) is int and value < minimum:
+            raise UserError(f"--{key} {value}: it must be {minimum} or more")
         if type(value) is int and value > 100_000:
-            raise UserError(f"--{key} {value}: there are no engines of that size")
+            raise UserError(f"--{key} {value}: it must be at most 100,000")
     for part in command:
         _check_value("an argument after --", part)
     _check_urls(command, options.get("bucket", ""))
-    if on in _ELSEWHERE:
-        _check_elsewhere(config, workdir, options.get("bucket", ""))
+    if on in _REMOTE:
+        _check_remote(config, workdir, options.get("bucket", ""))
     if on == "tpu-vm":
         _check_committed()
     if name is not None and not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise UserError(
-            f"--name {name}: up to 40 small letters, digits and hyphens, a letter first"
+            f"--name {name}: use up to 40 lowercase letters, digits and hyphens, starting with a letter"
         )
     return engine(command, name or job_name(pathlib.PurePath(workdir).name), **options)
 
 
-def _check_value(what: str, value: str) -> None:
-    if not value.isprintable():  # shells, YAML and Slurm each do something else with these
+def _check_value(name: str, value: str) -> None:
+    if not value.isprintable():  # shells, YAML and Slurm treat these differently
         raise UserError(
-            f"{what} {value!r} holds a line break or another character that cannot be printed: "
-            "remove it"
+            f"{name} {value!r} contains a line break or another unprintable character: remove it"
         )
     if _CREDENTIAL.search(value):
         raise UserError(
-            f"{what} looks like a credential, which everybody on the machine could read: use the "
+            f"{name} looks like a credential, which every user of the machine could read: use the "
             "machines' service account, or set it in their environment"
         )
 
@@ -427,28 +432,32 @@ def _check_urls(command: Sequence[str], bucket: str) -> None:
     for part in command:
         if url := re.search(r"(?:^|=)([a-z0-9]+://\S*)", part):
             raise UserError(
-                f"{url[1]}: runs read and write folders only; mount the bucket (Cloud Storage FUSE; "
+                f"{url[1]}: only local paths are supported; mount the bucket (Cloud Storage FUSE; "
                 f"--bucket of --on tpu-vm and sky does) and give its path, such as {BUCKET}/runs/base"
             )
     if bucket and not re.fullmatch(r"gs://[a-z0-9][-._a-z0-9]+", bucket):
-        raise UserError(f"--bucket {bucket}: write gs://NAME")
+        raise UserError(f"--bucket {bucket}: it must be gs://NAME")
 
 
-def _check_elsewhere(config: str, workdir: str, bucket: str) -> None:
-    """Refuses paths that machines made for the run cannot have: they get this checkout alone."""
+def _check_remote(config: str, workdir: str, bucket: str) -> None:
+    """Check that the paths exist on machines created for the run, which have only this checkout."""
     if not (SCRIPTS / "sky.yaml").exists():
-        raise UserError(f"{SCRIPTS} is not there: run from a checkout, installed by pip install -e")
+        raise UserError(
+            f"{SCRIPTS} does not exist: run from a checkout, installed by pip install -e"
+        )
     if os.path.isabs(config) or not (CHECKOUT / config).exists():
         raise UserError(
-            f"--config {config}: the workers get {CHECKOUT} and run in it; give a path from there"
+            f"--config {config}: workers run in a copy of {CHECKOUT}; give a path relative to it"
         )
     path = pathlib.PurePosixPath(workdir)
     if bucket and not path.is_relative_to(BUCKET):
-        raise UserError(f"--workdir {workdir}: the bucket is mounted at {BUCKET}, write below it")
-    mine = (pathlib.Path.home(), pathlib.Path(tempfile.gettempdir()), CHECKOUT)
-    if not path.is_absolute() or any(path.is_relative_to(folder) for folder in mine):
         raise UserError(
-            f"--workdir {workdir} would be on a worker's own disk and lost with it: mount a bucket "
+            f"--workdir {workdir}: the bucket is mounted at {BUCKET}; use a folder inside it"
+        )
+    local_folders = (pathlib.Path.home(), pathlib.Path(tempfile.gettempdir()), CHECKOUT)
+    if not path.is_absolute() or any(path.is_relative_to(folder) for folder in local_folders):
+        raise UserError(
+            f"--workdir {workdir} would be lost with the worker's disk: mount a bucket "
             f"(Cloud Storage FUSE: --bucket gs://NAME, then {BUCKET}/…) or use a shared disk"
         )
 
@@ -456,23 +465,23 @@ def _check_elsewhere(config: str, workdir: str, bucket: str) -> None:
 def _check_committed() -> None:
     git = ["git", "-C", str(CHECKOUT), "status", "--porcelain", "--untracked-files=no"]
     try:
-        found = subprocess.run(git, capture_output=True, text=True, check=False)
+        result = subprocess.run(git, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(f"git is not on the PATH: {_INSTALL['git']}") from None
-    if found.returncode:
-        raise UserError(f"{CHECKOUT} is no git checkout: --on tpu-vm sends the workers a commit")
-    if found.stdout:
-        changed = found.stdout.split("\n")[0][3:]
+    if result.returncode:
+        raise UserError(f"{CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit")
+    if result.stdout:
+        changed = result.stdout.split("\n")[0][3:]
         raise UserError(
-            f"{CHECKOUT} has changes that are not committed ({changed}, …): the workers get the "
-            "commit; commit or stash them first"
+            f"{CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the commit: "
+            "commit or stash them"
         )
 
 
-def job_name(text: str, most: int = 40) -> str:
-    """A name like a text that every engine allows."""
+def job_name(text: str, max_length: int = 40) -> str:
+    """Convert a text to a name that every engine allows."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (words if words[:1].isalpha() else f"bert-{words}")[:most].strip("-")
+    return (words if words[:1].isalpha() else f"bert-{words}")[:max_length].strip("-")
 
 
 def _runtime(accelerator: str) -> str:
@@ -480,7 +489,7 @@ def _runtime(accelerator: str) -> str:
 
 
 def python_command() -> list[str]:
-    """The command `bert-jax`, by this Python, wherever its folder is shared."""
+    """Return the command `bert-jax` with this Python."""
     return [sys.executable, "-m", "bert_jax"]
 
 
@@ -504,7 +513,7 @@ def _free_port() -> int:
 
 
 def script(plan: Plan) -> str:
-    """The plan as a shell script of one run: what `--dry-run` prints."""
+    """Return a plan as a shell script, as `--dry-run` prints it."""
     lines = []
     for path, content in plan.files.items():
         lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
@@ -523,14 +532,14 @@ def script(plan: Plan) -> str:
 
 
 def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
-    """Carries out a plan and returns the status of its last run, 0 where that is not ours to see.
+    """Execute a plan and return the exit status of its last run; 0 for a submitted job.
 
     Args:
-        plan: of an engine.
-        stop_seconds: how long a process may take to end after it was told to.
+        plan: the plan.
+        stop_seconds: time between SIGTERM and SIGKILL.
 
     Raises:
-        UserError: a program is missing, a command of the plan failed, a file cannot be written.
+        UserError: a program is missing, a command failed, or a file cannot be written.
     """
     for command in [*plan.before, *(process.command for process in plan.processes)]:
         if not shutil.which(command[0]):
@@ -547,20 +556,20 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
     for restart in range(plan.restarts + 1):
         command, status = _first_failure(plan.before)
         if status and status not in plan.again:
-            raise UserError(f"{shlex.join(command)} ended with status {status}")
+            raise UserError(f"{shlex.join(command)} exited with status {status}")
         if not status:
             status, interrupted = run_processes(plan.processes, stop_seconds)
         if interrupted or status not in plan.again:
             break
         if restart < plan.restarts:
-            _say(f"status {status}, run again (restart {restart + 1} of {plan.restarts})")
-    if interrupted and plan.note:  # it is on machines of its own
-        _say("the run goes on without this command, and the same command follows it again")
+            _say(f"exit status {status}: restarting ( {restart + 1} of {plan.restarts})")
+    if interrupted and plan.note:  # the run is on other machines
+        _say("the run continues; run the same command to follow it again")
         status = STOPPED
     else:
         command, failure = _first_failure(plan.after)
         if failure:
-            raise UserError(f"{shlex.join(command)} ended with status {failure}: run it again")
+            raise UserError(f"{shlex.join(command)} exited with status {failure}: run it again")
     if plan.note and (interrupted or not plan.after):
         _say(plan.note)
     return status
@@ -569,44 +578,43 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
 def run_processes(
     processes: Sequence[Process], stop_seconds: float = STOP_SECONDS
 ) -> tuple[int, bool]:
-    """Runs processes side by side until all have ended.
+    """Run processes in parallel until all have exited.
 
-    SIGINT and SIGTERM are passed on to all of them. When one fails, the others get SIGTERM. Who is
-    still there `stop_seconds` after either is killed.
+    SIGINT and SIGTERM are forwarded to all of them. If one fails, the others receive SIGTERM. Those
+    that still run `stop_seconds` after either are killed.
 
     Args:
-        processes: any number.
-        stop_seconds: how long a process may take to end after it was told to.
+        processes: the processes.
+        stop_seconds: time between SIGTERM and SIGKILL.
 
     Returns:
-        The status that counts, a death by signal N being 128 + N: 2 if a process says so, else that
-        of the first one to fail, the rest having been stopped because of it. And whether a signal
-        came.
+        The exit status (128 + N after signal N): 2 if any process exited with 2, else that of the
+        first to fail; and whether a signal was received.
     """
     running: list[subprocess.Popen] = []
     pumps: list[threading.Thread] = []
     failed: list[int] = []
     with signals() as received:
-        passed_on, deadline = 0, float("inf")
+        forwarded, deadline = 0, float("inf")
         try:
             for process in processes:
                 running.append(_start(process))
                 pumps += _pump(running[-1], process.prefix)
             while running:
-                ended = [child for child in running if child.poll() is not None]
-                running = [child for child in running if child not in ended]
-                bad = sorted(exit_status(child) for child in ended if child.returncode)
+                exited = [child for child in running if child.poll() is not None]
+                running = [child for child in running if child not in exited]
+                bad = sorted(exit_status(child) for child in exited if child.returncode)
                 if bad and not failed and running:
                     _say(
-                        f"a process ended with status {bad[-1]}: stopping the other {len(running)}"
+                        f"a process exited with status {bad[-1]}: stopping the other {len(running)}"
                     )
                     _send(running, signal.SIGTERM)
                     deadline = min(deadline, time.monotonic() + stop_seconds)
-                # Several may have fallen over together: a kill explains the others' tracebacks.
+                # Of several that failed at once, a killed one explains the errors of the others.
                 failed += reversed(bad)
-                if len(received) > passed_on:
+                if len(received) > forwarded:
                     _send(running, received[-1])
-                    passed_on = len(received)
+                    forwarded = len(received)
                     deadline = min(deadline, time.monotonic() + stop_seconds)
                 if time.monotonic() > deadline:
                     _send(running, signal.SIGKILL)
@@ -614,14 +622,14 @@ def run_processes(
         finally:
             _send(running, signal.SIGKILL)
         for pump in pumps:
-            pump.join(timeout=5)  # a grandchild may hold the pipe for longer
+            pump.join(timeout=5)  # a grandchild may keep the pipe open
     status = 2 if 2 in failed else (failed[0] if failed else 0)
     return status, bool(received)
 
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[int]]:
-    """The list of the SIGINTs and SIGTERMs that come during the block."""
+    """Catch SIGINT and SIGTERM in the block; yield the list of those received so far."""
     received: list[int] = []
     old = {
         number: signal.signal(number, lambda number, frame: received.append(number))
@@ -642,13 +650,13 @@ def _start(process: Process) -> subprocess.Popen:
             env={**os.environ, **process.environment},
             stdout=pipe,
             stderr=pipe,
-            # A Ctrl-C in the terminal would else come twice: from it and from us.
+            # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
             start_new_session=bool(process.prefix),
         )
 
 
 def _pump(child: subprocess.Popen, prefix: str) -> list[threading.Thread]:
-    """Threads that copy what a child prints, line by line, with a prefix."""
+    """Start threads that copy the output of a child line by line, with a prefix."""
 
     def copy(source, target) -> None:
         for line in source:
@@ -670,12 +678,12 @@ def _send(children: Sequence[subprocess.Popen], number: int) -> None:
 
 
 def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
-    """As a shell tells it."""
+    """Return the exit status as a shell reports it: 128 + N after signal N."""
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def _first_failure(commands: Sequence[Sequence[str]]) -> tuple[Sequence[str], int]:
-    """Runs commands up to the first that fails; it and its status, or nothing and 0."""
+    """Run commands until one fails; return it and its status, or () and 0."""
     for command in commands:
         _say("$ " + shlex.join(command))
         if status := exit_status(subprocess.run(command, check=False)):

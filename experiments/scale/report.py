@@ -55,7 +55,7 @@ def expected(size, config, topology):
     sharding.check_batch(mesh, phase.batch_size, phase.accumulation)
     optimizer = config.optim.optimizer
     state, params = state_bytes(size, optimizer, sizes)
-    where = preflight.places(topology)
+    where = preflight.locations(topology)
     collectives = preflight.expected_collectives(config, phase, sizes, params)
     return {
         "config": config,

@@ -488,16 +488,16 @@ def gradients(dtype, *values):
     row = dict(zip(KEYS[1:], values, strict=True))
     config, phase = phase_at_step(row, dtype)
     attention.check(config, jax.devices()[0].platform, 1)
-    task = phase.objective
-    params = random_params(jax.eval_shape(task.init, jax.random.key(0)))
-    batch = packed_batches(row["tokens"], row["rows"], task.masker.sequences)[0]
-    inputs = jax.jit(task.inputs)(batch, jax.random.key(2))
+    objective = phase.objective
+    params = random_params(jax.eval_shape(objective.init, jax.random.key(0)))
+    batch = packed_batches(row["tokens"], row["rows"], objective.masker.sequences)[0]
+    inputs = jax.jit(objective.prepare)(batch, jax.random.key(2))
 
     @jax.jit
     @jax.value_and_grad
     def run(params):
-        terms = task.loss_terms(params, inputs, generator_key(jax.random.key(1), "hash"))
-        return sum(terms[name][0] / weight for name, weight in task.normalizers(inputs).items())
+        terms = objective.loss_terms(params, inputs, generator_key(jax.random.key(1), "hash"))
+        return sum(terms[name][0] / weight for name, weight in objective.normalizers(inputs).items())
 
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         loss, grads = run(params)

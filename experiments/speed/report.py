@@ -56,20 +56,36 @@ TIMES = {
     ("pretrain-base-128", "gathered, packed"): 1.0,
 }
 
-# What the project's own page tells: of some cases how they are beside a contender.
-_MODELS = [f"pretrain-{size}-{tokens}" for tokens in (128, 512) for size in ("mini", "base")]
-_SETS = [f"finetune-{name}" for name in ("sst2", "qnli", "squad1")]
-TOLD = (
-    ("pretraining (mini and base at T=128, and at T=512) beside transformers", _MODELS, "transformers"),
-    ("beside PyTorch given the same tricks", _MODELS, "gathered, packed"),
-    ("fine-tuning (SST-2, QNLI, SQuAD) beside transformers' Trainer", _SETS, "trainer"),
-    ("beside Trainer grouping by length", _SETS, "grouped"),
-    ("vectors of texts beside transformers sorting by length", ["embed"], "sorted"),
-    ("loading rows beside a PyTorch DataLoader that masks too", ["loader"], "DataLoader"),
-    ("base's first step, from no process", ["start"], "transformers"),
-    ("saving, checksums included, beside torch.save", ["save"], "torch.save"),
-    ("restoring beside torch.load", ["restore"], "torch.load"),
-)  # fmt: skip
+# Rows of the project's own page: workload, case, contender, what to call it.
+FRONT = (
+    *(
+        (f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", contender, baseline)
+        for size, tokens in (
+            ("teaching", 128),
+            ("mini", 128),
+            ("base", 128),
+            ("mini", 512),
+            ("base", 512),
+        )
+        for contender, baseline in (
+            ("transformers", "transformers"),
+            ("gathered, packed", "PyTorch, packed, logits of masked tokens only"),
+        )
+    ),
+    *(
+        (f"fine-tuning, {name}", f"finetune-{case}", contender, baseline)
+        for name, case in (("SST-2", "sst2"), ("QNLI", "qnli"), ("SQuAD 1.1", "squad1"))
+        for contender, baseline in (
+            ("trainer", "transformers Trainer"),
+            ("grouped", "Trainer, batches grouped by length"),
+        )
+    ),
+    ("text embedding, MiniLM-L6", "embed", "sorted", "transformers, texts sorted by length"),
+    ("loading rows", "loader", "DataLoader", "PyTorch DataLoader with masking"),
+    ("first step of base, cold start", "start", "transformers", "transformers"),
+    ("saving a checkpoint with checksums", "save", "torch.save", "torch.save"),
+    ("restoring a checkpoint", "restore", "torch.load", "torch.load"),
+)
 
 
 def number(value: float) -> str:
@@ -305,18 +321,16 @@ def conditions(lines: Sequence[Line]) -> list[str]:
     return told
 
 
-def summary(lines: Sequence[Line]) -> str:
-    """How many times as fast as its peers this project is, wherever it is ahead or behind."""
-    found = []
-    for what, names, contender in TOLD:
-        times = []
-        for name in names:
-            if line := _of(lines, name, contender):
-                first = _of(lines, name, next(iter(CASES[name].contenders)))
-                times.append(statistics.median(ratios(line, first, CASES[name].measure)))
-        if times:
-            found.append(f"{what} {', '.join(f'{each:.2g}' for each in times)}")
-    return "; ".join(found)
+def summary(lines: Sequence[Line]) -> list[str]:
+    """Return the table of the project's own page: median speed-up over each baseline."""
+    rows = []
+    for workload, name, contender, baseline in FRONT:
+        if line := _of(lines, name, contender):
+            first = _of(lines, name, next(iter(CASES[name].contenders)))
+            times = statistics.median(ratios(line, first, CASES[name].measure))
+            hardware = f"{line['cores']} CPU cores ({line['processor']})"
+            rows.append(f"| {workload} | {baseline} | {times:.2g} | {hardware} |")
+    return ["| workload | baseline | speed-up | hardware |", "|---|---|---|---|", *rows]
 
 
 def _machine(line: Line) -> str:
@@ -584,14 +598,15 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
 
 
 def front(text: str, lines: Sequence[Line]) -> str:
-    """The project's own page with its sentence between `<!-- speed -->` and `<!-- /speed -->`."""
+    """Return the project's own page with its table between the `speed` markers."""
+    table = "\n".join(["", *summary(lines), ""])
     return re.sub(
-        "(<!-- speed -->).*(<!-- /speed -->)", lambda m: m[1] + summary(lines) + m[2], text
+        "(<!-- speed -->).*(<!-- /speed -->)", lambda m: m[1] + table + m[2], text, flags=re.DOTALL
     )
 
 
 def write() -> None:
-    """README.md and growth.svg anew, and the sentence of the project's own page."""
+    """README.md and growth.svg anew, and the table of the project's own page."""
     lines = _read("results.jsonl")
     path = HERE / "README.md"
     files.write(path, page(path.read_text(), lines, HERE))
