@@ -334,13 +334,13 @@ class Incident(NamedTuple):
 
     Attributes:
         step: step number.
-        told: contents of incident.json.
+        stats: contents of incident.json.
         batch: global batch of the step.
         state: folder of the state before the step; may be missing.
     """
 
     step: int
-    told: dict[str, Any]
+    stats: dict[str, Any]
     batch: Batch
     state: pathlib.Path
 

@@ -21,13 +21,13 @@ class ReplayResult(NamedTuple):
 
     Attributes:
         incident: the recorded incident.
-        said: statistics of the replayed step, as returned by `guard.describe`.
+        stats: statistics of the replayed step, as returned by `guard.describe`.
         same: whether the statistics equal the recorded ones bit for bit, and two computations of
             the step give the same parameters.
     """
 
     incident: guard.Incident
-    said: dict[str, Any]
+    stats: dict[str, Any]
     same: bool
 
 
@@ -67,14 +67,14 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
     stats = guard.describe(compiled.step(state, batch)[2])
     # Compare as text because NaN is unequal to itself. Incidents of probes record no statistics.
     agree = all(
-        repr(incident.told.get(name, value)) == repr(value) for name, value in stats.items()
+        repr(incident.stats.get(name, value)) == repr(value) for name, value in stats.items()
     )
     return ReplayResult(incident, stats, first == second and agree)
 
 
 def describe(result: ReplayResult) -> str:
     """Return a table of the recorded and the replayed statistics."""
-    recorded, replayed = result.incident.told, result.said
+    recorded, replayed = result.incident.stats, result.stats
     lines = [
         f"step {result.incident.step:,}, kind {recorded['kind']}",
         f"{'':28}{'recorded':>12}{'replayed':>12}",

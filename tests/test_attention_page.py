@@ -359,18 +359,18 @@ def test_a_word_piece_may_be_anything(tmp_path, visit):
     assert opened.inner_text("p.quiet >> nth=0").startswith(odd[2])
 
 
-def test_colours_follow_the_mode(written, visit):
+def test_colors_follow_the_mode(written, visit):
     opened = ready(visit(written[0], color_scheme="light"))
 
-    def colours():
+    def colors():
         found = pixels(opened, f"{cell(0, 5)} canvas").reshape(-1, 4)
-        return found[found[:, 3].argmax(), :3], opened.evaluate("colour('--accent')")
+        return found[found[:, 3].argmax(), :3], opened.evaluate("color('--accent')")
 
-    light, accent = colours()
+    light, accent = colors()
     np.testing.assert_allclose(light, accent, atol=4)
     opened.emulate_media(color_scheme="dark")
     opened.wait_for_function("getComputedStyle(document.body).colorScheme != ''")
-    dark, accent = colours()
+    dark, accent = colors()
     np.testing.assert_allclose(dark, accent, atol=4)
     assert np.abs(np.subtract(light, dark)).max() > 50
 
@@ -447,7 +447,7 @@ def test_where_things_go(tmp_path):
     assert names("x/a.html") == ["a.html", "a.png"]
     assert names("a.b.svg") == ["a.b.html", "a.b.svg"]
     for out in ("a", "a.jpg", ".html", ""):
-        with pytest.raises(UserError, match=r"it must end in \.html, \.png, \.svg or \.pdf"):
+        with pytest.raises(UserError, match=r"must end in \.html, \.png, \.svg or \.pdf"):
             report.paths(out)
     (tmp_path / "a.png").mkdir()
     with pytest.raises(UserError, match="cannot write the picture"):
@@ -460,4 +460,4 @@ def test_a_refused_command_is_a_line(theirs, tmp_path, capsys):
     command = ["attention", "--init", str(theirs[1]), "--text", "the", "--out"]
     assert cli.main([*command, "a.txt"]) == cli.EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert said == "bert-jax attention: --out a.txt: it must end in .html, .png, .svg or .pdf\n"
+    assert said == "bert-jax attention: --out a.txt: must end in .html, .png, .svg or .pdf\n"

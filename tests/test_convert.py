@@ -269,10 +269,10 @@ def test_only_vocab_txt_with_and_without_settings(hf_folder):
     saved.write_text(json.dumps({"strip_accents": "yes"}))
     assert "strip_accents is 'yes', not true or false" in refusal(hf_folder)
     saved.write_text(json.dumps({"tokenizer_class": "BertJapaneseTokenizer"}))
-    assert "its tokenizer is a BertJapaneseTokenizer" in refusal(hf_folder)
+    assert "its tokenizer is BertJapaneseTokenizer" in refusal(hf_folder)
     saved.unlink()
     (hf_folder / "added_tokens.json").write_text(json.dumps({"<new>": 26, "[PAD]": 0}))
-    assert "finds <new> in a text" in refusal(hf_folder)
+    assert "not supported: <new>" in refusal(hf_folder)
 
 
 def test_the_settings_beside_a_tokenizer_json_go_first(hf_folder):
@@ -536,14 +536,14 @@ def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, hf_folder)
         causal=True, masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"),
     )  # fmt: skip
     run = write_run(tmp_path / "run", config, random_params(config), WORDS)
-    with pytest.raises(UserError, match="what is pooled is the last token: transformers' BERT"):
+    with pytest.raises(UserError, match="causal models pool the last token, transformers' BERT"):
         export(str(run), tmp_path / "out")
     export(str(run), tmp_path / "out", heads="none")
     back = source.read(str(tmp_path / "out")).config.model
     assert (back.causal, back.has_pooler) == (True, False)
     for name in ("BertForPreTraining", "BertForSequenceClassification"):
         theirs = save_pretrained(torch_model(name, is_decoder=True), tmp_path / name)
-        assert "is_decoder is True and a head stands on [CLS]" in refusal(theirs)
+        assert "is_decoder is True and a head reads [CLS]" in refusal(theirs)
     theirs = save_pretrained(torch_model("BertModel", is_decoder=True), tmp_path / "pooled")
     assert "unexpected: pooler.dense.bias, pooler.dense.weight" in refusal(theirs)
     found = source.read(str(theirs), allow_unexpected=["pooler.*"])
@@ -563,7 +563,7 @@ def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, said):
     run = write_run(tmp_path / "run", config, random_params(config), WORDS)
     with pytest.raises(UserError) as error:
         export(str(run), tmp_path / "out")
-    assert str(error.value) == f"config.model.{said}: transformers' BERT has no such model"
+    assert str(error.value) == f"config.model.{said}, which transformers' BERT does not support"
     export(str(run), tmp_path / "out", heads="none")
     back = source.read(str(tmp_path / "out"))
     assert back.params.keys() == {"embeddings", "encoder"}
@@ -719,5 +719,5 @@ def test_a_model_from_the_hub_and_without_one(hf_folder, tmp_path):
     none = hub_command(tmp_path / "empty", endpoint, tmp_path / "none")
     assert none.returncode == cli.EXIT_USER_ERROR
     assert len(none.stderr.strip().splitlines()) == 1, none.stderr
-    assert "the Hugging Face hub cannot be reached" in none.stderr
+    assert "the Hugging Face Hub cannot be reached" in none.stderr
     assert not (tmp_path / "none").exists()

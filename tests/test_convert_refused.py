@@ -58,11 +58,11 @@ def test_other_architectures_are_refused_by_name(hf_folder, kind, name):
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"is_decoder": True}, "is_decoder is True"),
-        ({"hidden_act": "swish"}, "hidden_act is 'swish'; known: gelu"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the weights have 2"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, the weights have 2"),
+        ({"hidden_act": "swish"}, "hidden_act is 'swish'; supported: gelu"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, but the weights have 2"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the weights have 2"),
         ({"num_attention_heads": 5}, "12 is not a multiple of num_attention_heads 5"),
-        ({"hidden_size": "12"}, "hidden_size is '12', which is no int"),
+        ({"hidden_size": "12"}, "hidden_size is '12'; expected int"),
         ({"hidden_size": -12}, "hidden_size is -12"),
         ({"intermediate_size": 21}, "intermediate.dense.weight is [20, 12], not [21, 12]"),
         ({"vocab_size": 27}, "word_embeddings.weight is [26, 12], not [27, 12]"),
@@ -83,11 +83,11 @@ def test_missing_and_unexpected_tensors_are_named(hf_folder):
     assert f"missing: {lost}" in refusal(hf_folder)
     save_file({**tensors, "adapter.down": np.ones(3), "adapter.up": np.ones(3)}, path)
     said = refusal(hf_folder)
-    assert "unexpected: adapter.down, adapter.up; leave them out with --allow-unexpected" in said
+    assert "unexpected: adapter.down, adapter.up; ignore them with --allow-unexpected" in said
     got = source.read(str(hf_folder), allow_unexpected=["adapter.*"])
     assert got.about["left_out"] == ["adapter.down", "adapter.up"]
     save_file({**tensors, lost: np.full(12, np.nan, np.float32)}, path)
-    assert f"not numbers everywhere: {lost}" in refusal(hf_folder)
+    assert f"NaN or infinite values: {lost}" in refusal(hf_folder)
 
 
 @pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])
@@ -122,7 +122,7 @@ def test_vocabularies_of_another_size(hf_folder, tmp_path):
     )
     for name in ("vocab.txt", "tokenizer.json"):
         (hf_folder / name).unlink(missing_ok=True)
-    assert "no vocab.txt and no tokenizer.json; name one with --vocab" in refusal(hf_folder)
+    assert "neither vocab.txt nor tokenizer.json found; give one with --vocab" in refusal(hf_folder)
 
 
 def test_another_tokenizer_is_refused(hf_folder):
@@ -146,14 +146,14 @@ def test_what_a_tokenizer_json_may_hold(hf_folder):
     values = json.loads(path.read_text())
     entry = {"id": 3, "content": "the", "special": False}
     path.write_text(json.dumps({**values, "added_tokens": [entry]}))
-    assert "its tokenizer finds the in a text" in refusal(hf_folder)
+    assert "added tokens, which are not supported: the" in refusal(hf_folder)
     assert len(source.read(str(hf_folder), allow_missing=["added_tokens"]).vocabulary) == len(WORDS)
     vocab = {("x\ny" if k == "mat" else k): v for k, v in values["model"]["vocab"].items()}
     path.write_text(json.dumps({**values, "model": {**values["model"], "vocab": vocab}}))
-    assert "a token with a line break" in refusal(hf_folder)
+    assert "a token that contains a line break" in refusal(hf_folder)
     path.write_text(json.dumps(values))
     (hf_folder / "vocab.txt").write_text("\n".join(reversed(WORDS)))
-    assert "hold different vocabularies" in refusal(hf_folder)
+    assert "contain different vocabularies" in refusal(hf_folder)
 
 
 @pytest.mark.parametrize("value", [5, [["x"]], "BertModel", {"a": 1}])
@@ -169,12 +169,12 @@ def test_odd_sources(hf_folder, tmp_path, monkeypatch, capsys):
         said = capsys.readouterr().err.strip()
         assert (status, len(said.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, said)
     assert cli.main(["import", str(hf_folder), "--out", "/"]) == cli.EXIT_USER_ERROR
-    assert "a folder: --revision is for" in refusal(hf_folder, revision="main")
+    assert "a folder: --revision applies to" in refusal(hf_folder, revision="main")
     # Beside Hugging Face's files Google's are not needed.
     shutil.copy(TF1 / "bert_model.ckpt.index", hf_folder)
     assert source.read(str(hf_folder)).about["format"] == "Hugging Face"
     (hf_folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert "a pointer of Git LFS" in refusal(hf_folder)
+    assert "a Git LFS pointer" in refusal(hf_folder)
     shutil.rmtree(hf_folder / "tokenizer.json", ignore_errors=True)
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         for file in ("bert_config.json", "bert_model.ckpt.index", "vocab.txt"):
@@ -196,7 +196,7 @@ def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
     data = path.read_bytes()
     path.write_bytes(data[:-1])
     said = refusal(hf_folder)
-    assert "model.safetensors is damaged: it is cut short in " in said
+    assert "model.safetensors is damaged: truncated in " in said
     last = max(
         (v["data_offsets"][1], k)
         for k, v in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items()
@@ -204,7 +204,7 @@ def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
     )[1]
     assert last in said
     path.write_bytes(data[:50])
-    assert "is not whole" in refusal(hf_folder)
+    assert "is truncated" in refusal(hf_folder)
     path.write_bytes(b"")
     assert "is damaged" in refusal(hf_folder)
     # Ours carry checksums.
@@ -253,7 +253,7 @@ def test_an_index_may_not_point_outside(hf_folder, tmp_path):
     index = hf_folder / "model.safetensors.index.json"
     for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), "..", ""):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
-        assert "which is no file beside it" in refusal(hf_folder)
+        assert "which is not a file in the same folder" in refusal(hf_folder)
     index.write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
     assert "absent.safetensors is missing" in refusal(hf_folder)
 
@@ -281,7 +281,7 @@ def test_nothing_half_written_and_nothing_overwritten(hf_folder, run_folder, tmp
     status, said = run("import", tmp_path / "nowhere" / "at" / "all", "--out", tmp_path / "again")
     assert "no such file or folder" in said
     status, said = run("import", out, "--out", tmp_path / "again")
-    assert "holds no checkpoint: no config.json" in said
+    assert "no checkpoint: it has no config.json" in said
 
 
 @pytest.mark.parametrize(

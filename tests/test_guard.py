@@ -107,11 +107,11 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
         run(folder, rows, "accumulation=2")
     incident = guard.read_incident(folder)
     assert incident.step == BAD
-    assert incident.told["kind"] == "nonfinite"
-    assert set(incident.told["gradient_norms"]) >= {"embeddings", "layer_0", "masked_lm"}
-    assert math.isnan(incident.told["loss"])
-    norms = incident.told["gradient_norms"].values()
-    assert incident.told["gradient_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
+    assert incident.stats["kind"] == "nonfinite"
+    assert set(incident.stats["gradient_norms"]) >= {"embeddings", "layer_0", "masked_lm"}
+    assert math.isnan(incident.stats["loss"])
+    norms = incident.stats["gradient_norms"].values()
+    assert incident.stats["gradient_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
     assert (incident.batch["label"] == 7).all()
     assert len(incident.batch["tokens"]) == 8
     assert cli.main(["replay", str(folder)]) == 0
@@ -122,7 +122,7 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
     np.savez_compressed(place / "batch.npz", **healthy)
     found = replay.replay(folder)
     assert not found.same
-    assert math.isfinite(found.said["loss"])
+    assert math.isfinite(found.stats["loss"])
     assert cli.main(["replay", str(folder), "--json"]) == cli.EXIT_NEGATIVE
     assert json.loads(capsys.readouterr().out)["same"] is False
     shutil.rmtree(place / "state")

@@ -354,7 +354,7 @@ def test_what_does_not_fit_is_told_what_would(capsys):
         (["--topology", "h100:8", "--config.batch_size=12"], "set it to 8 or 16"),
         (["--topology", "h100:8", "--config.phases[0].tokens=0"], "phase 0 has neither rows"),
         (["--topology", "h100:8", "--sequences", "0"], "--sequences 0"),
-        (["--topology", "h100:8", "--dollars-per-chip-hour", "-1"], "a price above 0"),
+        (["--topology", "h100:8", "--dollars-per-chip-hour", "-1"], "must be above 0"),
         (["--topology", "h100:8", "--rows", "a", "--rows", "b"], "2 --rows for the config's 1"),
     ],
 )

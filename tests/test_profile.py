@@ -270,7 +270,7 @@ def test_what_is_executed_and_of_what_it_consists():
     assert "exp.1" in found["while.1"].inside
     assert found["while.1"].operations["jit(step)/inputs/exp"] == 5 * 8 * 4
     assert found["gemm.1"].operations == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
-    assert [name for name, one in found.items() if not one.is_told] == ["attends.1"]
+    assert [name for name, one in found.items() if not one.is_known] == ["attends.1"]
     # A copy serves who uses it; the last one nobody, and is of what it copies.
     assert list(found["copy.1"].operations) == ["jit(step)/optimizer/mul"]
     assert list(found["copy.2"].operations) == ["jit(step)/jvp(Bert)/attention/attend/dot"]

@@ -167,12 +167,12 @@ def test_long_lines_are_thinned():
     rng = np.random.default_rng(0)
     points = np.stack([np.arange(10_001.0), rng.normal(size=10_001)], 1)
     points[3_333, 1], points[7_777, 1] = 50, -50
-    found = curves.thinned(points)
-    assert curves.MOST_POINTS - 4 <= len(found) <= curves.MOST_POINTS
+    found = curves.downsample(points)
+    assert curves.MAX_POINTS - 4 <= len(found) <= curves.MAX_POINTS
     assert (np.diff(found[:, 0]) > 0).all()
     for i in (0, 3_333, 7_777, -1):
         assert points[i].tolist() in found.tolist()
-    assert len(curves.thinned(points[:400])) == 400
+    assert len(curves.downsample(points[:400])) == 400
 
 
 def test_names_tell_runs_apart(tmp_path):
@@ -223,7 +223,7 @@ def test_parameters_of_a_padded_vocabulary_and_many_layers(tmp_path):
     assert count == sum(x.size for x in shapes.values()) - 28 * 8
     text = sections.parameter_tables(recorded, [shapes])
     assert f"run: {count:,} parameters" in text
-    assert "; 224 more are the vocabulary's padding" in text
+    assert "; 224 more pad the vocabulary" in text
 
 
 def test_differences(report, folders, visit, tmp_path):
@@ -265,12 +265,12 @@ def test_a_run_that_has_just_begun(tmp_path, visit):
     runs.write([str(folder)], str(path))
     opened = visit(path)
     assert [row[:3] for row in table_after(opened, "Final metrics")[1:]] == [
-        ["run, last of training", "1", "2.5"]
+        ["run, last (training)", "1", "2.5"]
     ]
     assert [plot["file"] for plot in data_of(path)["plots"]] == ["loss"]
     assert table_after(opened, "run")[1][:2] == ["run", "1 of 9"]
     opened.check("input[value=tokens]")
-    assert "Without speed.jsonl" in opened.inner_text("main")
+    assert "for lack of speed.jsonl" in opened.inner_text("main")
     opened.focus("figure")
     opened.keyboard.press("End")
     assert "2.5" in opened.inner_text(".reading")
@@ -291,7 +291,7 @@ def test_data_and_lengths(report, folders, visit, rows, tmp_path):
         for n in (manifest.train.sequences, manifest.train.rows, manifest.train.real_tokens)
     ]
     assert found[1][-1] == f"{manifest.train.fill_fraction:.1%}"
-    assert table_after(visit(report), "Labelled examples")[1] == [ODD, "1,234", "7"]
+    assert table_after(visit(report), "Labeled examples")[1] == [ODD, "1,234", "7"]
     # The same run where its rows are gone, or others are in their place; and one that has them.
     copies = {"gone": tmp_path / "none", "others": rows(16, 2), "there": rows(32, 3)}
     for name, place in copies.items():
@@ -302,7 +302,7 @@ def test_data_and_lengths(report, folders, visit, rows, tmp_path):
         write_lines(tmp_path / name / "metrics.jsonl", [{"step": 1, "split": "train", "loss": 1.0}])
     for names, said in (
         (["gone"], "none is not a folder of rows"),
-        (["others"], "rows_16_2 holds other rows by now"),
+        (["others"], "rows_16_2 now has other rows"),
         (["gone", "there"], None),
     ):
         text = runs.html_of(curves.read([str(tmp_path / name) for name in names]))
@@ -444,16 +444,16 @@ def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
     good, file = str(hand_written(tmp_path / "good", metrics)), tmp_path / "file"
     file.write_text("")
     for argv, said in (
-        ([tmp_path / "gone"], "gone holds no run: it holds no metrics.jsonl and no config.json"),
-        (["x" * 300], "holds no run"),
-        ([good, bare], "bare has no metrics yet: it holds no metrics.jsonl"),
-        ([empty], "empty has no metrics yet: its metrics.jsonl has no line"),
-        ([half], "half has no metrics yet: its metrics.jsonl has no line"),
+        ([tmp_path / "gone"], "gone is not a run: it has neither metrics.jsonl nor config.json"),
+        (["x" * 300], "is not a run"),
+        ([good, bare], "bare has no metrics yet: no metrics.jsonl"),
+        ([empty], "empty has no metrics yet: metrics.jsonl has no complete line"),
+        ([half], "half has no metrics yet: metrics.jsonl has no complete line"),
         ([orphan], "orphan holds no run: it has no config.json"),
         ([binary], "cannot read"),
         ([good, "--out", file / "x.html"], "cannot write the page"),
         ([good, "--out", file / "x.svg"], "cannot write the picture"),
-        ([good, "--out", tmp_path / "x.doc"], "x.doc: it must end in .html"),
+        ([good, "--out", tmp_path / "x.doc"], "x.doc: must end in .html"),
         ([good, "--out", tmp_path / "x.html", "--pictures", file], "cannot write the picture"),
     ):
         monkeypatch.chdir(tmp_path)
@@ -468,7 +468,7 @@ def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
 
 
 def test_texts_of_the_page(report):
-    assert f"more than {curves.MOST_POINTS} points" in report.read_text()
+    assert f"more than {curves.MAX_POINTS} points" in report.read_text()
     assert page.html.escape(ODD) in report.read_text()
     assert ODD not in re.sub(r"<script.*?</script>", "", report.read_text(), flags=re.DOTALL)
 
@@ -522,7 +522,7 @@ def test_a_seed_that_has_just_begun_is_left_out(tmp_path, capsys):
         hand_written(tmp_path / "many" / f"seed_{seed}", [HELDOUT])
     (tmp_path / "many" / "seed_1" / "metrics.jsonl").write_text("")
     assert [run.name for run in curves.read([str(tmp_path / "many")])] == ["many/seed_0"]
-    assert capsys.readouterr().err.endswith("without metrics yet, and left out: seed_1\n")
+    assert capsys.readouterr().err.endswith("skipping runs without metrics: seed_1\n")
     (tmp_path / "many" / "seed_0" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="seed_0 has no metrics yet"):
         curves.read([str(tmp_path / "many")])
@@ -535,7 +535,7 @@ def test_weights_to_begin_with_are_a_difference(tmp_path):
         told["data"][0]["start"] = start
         (folder / "config.json").write_text(json.dumps(told))
     found = sections.differences(curves.read([str(tmp_path / "a"), str(tmp_path / "b")]))
-    assert "first weights of phase 0</th><td>1234567890</td><td>ffff</td>" in found
+    assert "initial weights of phase 0</th><td>1234567890</td><td>ffff</td>" in found
 
 
 @pytest.mark.filterwarnings("error:Glyph")

@@ -61,15 +61,15 @@ def test_an_average_is_of_a_whole_row_beside_that_of_the_papers():
 @pytest.mark.parametrize(
     ("claim", "expected"),
     [
-        (Claim("score", "b", "a"), "(paper: 70.0 and 60.0): **so it is**, by 30.0"),
-        (Claim("score", "a", "b"), "**the other way round**, by 30.0"),
-        (Claim("score", "a", "b", lower=True), "**so it is**"),
+        (Claim("score", "b", "a"), "(paper: 70.0 and 60.0): **yes**, by 30.0"),
+        (Claim("score", "a", "b"), "**the opposite**, by 30.0"),
+        (Claim("score", "a", "b", lower=True), "**yes**"),
         # Apart by 1.0 with an error of sqrt(2/3): t = 1.22 at 4 degrees of freedom.
-        (Claim("score", "d", "a"), "cannot be told here (apart by 1.0, p = 0.29)"),
+        (Claim("score", "d", "a"), "not significant (difference 1.0, p = 0.29)"),
         # By 2.2 errors, which three seeds each do not make significant: p = 0.092.
-        (Claim("score", "f", "a"), "cannot be told here (apart by 1.8, p = 0.092)"),
-        (Claim("score", "g", "h"), "**so it is**, by 10.0, p = 0"),
-        (Claim("score", "c", "a"), "so it is, by 39.0; one seed, which tells little"),
+        (Claim("score", "f", "a"), "not significant (difference 1.8, p = 0.092)"),
+        (Claim("score", "g", "h"), "**yes**, by 10.0, p = 0"),
+        (Claim("score", "c", "a"), "yes, by 39.0 (one seed; not tested)"),
         (Claim("score", "e", "a"), "not run"),
     ],
 )
@@ -179,8 +179,8 @@ def test_a_readme_is_written_around_its_words(file_of, capsys):
     assert text.endswith("\n\nAfter.\n")
     assert experiment.readme(folder) == text
     for wrong, expected in (
-        ("<!-- other -->\n<!-- /other -->\n" + text, "knows no block 'other'"),
-        ("# Mine\n", "has no lines <!-- sizes --> and <!-- /sizes -->"),
+        ("<!-- other -->\n<!-- /other -->\n" + text, "does not define block 'other'"),
+        ("# Mine\n", "add the lines <!-- sizes --> and <!-- /sizes -->"),
     ):
         readme.write_text(wrong)
         assert cli.main(["report", str(folder)]) == cli.EXIT_USER_ERROR

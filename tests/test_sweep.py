@@ -156,7 +156,7 @@ def test_another_program_is_another_point(tmp_path):
         ),
         (
             "def get_points(given): return [Point('a', ('python', 'no.py'))]",
-            "sweep.py: a: there is no program no.py (from /",
+            "sweep.py: a: no such program: no.py (in /",
         ),
         (
             "def get_points(given):\n"
@@ -203,7 +203,7 @@ def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
     assert cli.main([*command, "--dry-run"]) == 0
     assert "vocab '$BERT_JAX_DATA/text' --out" in capsys.readouterr().out
     assert cli.main([*command, "--init", "./nothing"]) == cli.EXIT_USER_ERROR
-    assert "--init ./nothing: there is no such folder" in capsys.readouterr().err
+    assert "--init ./nothing: no such folder" in capsys.readouterr().err
 
 
 def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, capsys):
@@ -612,12 +612,12 @@ def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--resubmit"], "--resubmit is for engines that queue jobs: slurm, gke, sky"),
-        (["--search", "3", "--only", "a"], "--search makes its own points"),
-        (["--search", "3", "--dry-run"], "--search makes its own points"),
+        (["--resubmit"], "--resubmit applies to engines that queue jobs: slurm, gke, sky"),
+        (["--search", "3", "--only", "a"], "--search creates its own points"),
+        (["--search", "3", "--dry-run"], "--search creates its own points"),
         (["--topology", "v5e:2x2"], "add --dry-run"),
-        (["--launch=--gpus=8"], "is for another engine: add --on"),
-        (["--jobs", "0"], "--jobs 0: it must be above 0"),
+        (["--launch=--gpus=8"], "has no effect on local processes: add --on"),
+        (["--jobs", "0"], "--jobs 0: must be above 0"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(file_of, tmp_path, capsys, options, expected):

@@ -1,4 +1,4 @@
-"""Experiments, and pages of runs."""
+"""Verbs for experiments: `sweep` and `report`."""
 
 import contextlib
 import io
@@ -14,57 +14,69 @@ _DATA = "$BERT_JAX_DATA"
 
 
 def add_sweep(verbs: Verbs) -> None:
-    """`bert-jax sweep`."""
+    """Add `bert-jax sweep`."""
     sub = verbs.add(
         "sweep",
         _sweep,
-        "run all that an experiment is made of, here or elsewhere",
+        "run the points of an experiment, locally or on a cluster",
         "  bert-jax sweep experiments/table6_model_size --dry-run\n"
         "  bert-jax sweep experiments/table6_model_size --data ../data --jobs 2\n"
         "  bert-jax sweep experiments/table1_glue --init google-bert/bert-base-uncased \\\n"
         "    --on slurm --launch=--gpus=8 --jobs 20 --runs /shared/runs\n\n"
-        "What is finished is skipped, what was interrupted goes on; a line a point goes to the\n"
-        "experiment's results.jsonl. exit status: 0 all done, 1 something failed, 75 stopped",
+        "Finished points are skipped, interrupted points resumed. Each point appends a line to the\n"
+        "experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted",
     )
-    sub.add_argument("file", metavar="SWEEP", help="a sweep.py, or the folder that holds it")
+    sub.add_argument("file", metavar="SWEEP", help="a sweep.py, or its folder")
     sub.add_argument(
-        "--scale", choices=("small", "paper"), help="default small; with --init paper"
+        "--scale", choices=("small", "paper"), help="default small, or paper with --init"
     )  # fmt: skip
     sub.add_argument(
         "--data", default=os.environ.get("BERT_JAX_DATA", ""), metavar="DIR",
-        help="texts and tasks (default: $BERT_JAX_DATA)",
+        help="folder of texts and tasks (default: $BERT_JAX_DATA)",
     )  # fmt: skip
-    sub.add_argument("--init", default="", metavar="DIR", help="somebody's checkpoint to fine-tune")
-    sub.add_argument("--seeds", type=int, default=0, metavar="N", help="default: the sweep's own")
+    sub.add_argument("--init", default="", metavar="DIR", help="checkpoint to fine-tune")
+    sub.add_argument(
+        "--seeds",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of seeds (default: set by the sweep)",
+    )
     sub.add_argument(
         "--only", action="append", default=[], metavar="PATTERN",
-        help="points by name, with * and ?, and what they need; may be repeated",
+        help="run only matching points (* and ?) and their dependencies; repeatable",
     )  # fmt: skip
     sub.add_argument("--dry-run", action="store_true", help="list the points, commands and costs")
     sub.add_argument(
-        "--topology", metavar="KIND:SHAPE", help="with --dry-run: hardware to tell times for"
+        "--topology", metavar="KIND:SHAPE", help="with --dry-run: hardware to estimate times for"
     )
-    sub.add_argument("--jobs", type=int, default=1, metavar="N", help="points at a time (1)")
+    sub.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="points to run at a time (default 1)"
+    )
     sub.add_argument(
         "--runs", default="runs/sweeps", metavar="DIR",
-        help="folder for all that is made, shared by sweeps (default %(default)s)",
+        help="folder for workdirs, shared by sweeps (default %(default)s)",
     )  # fmt: skip
     sub.add_argument(
-        "--search", type=int, default=0, metavar="N", help="N trials of its get_trial, by Optuna"
+        "--search",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N trials of its get_trial with Optuna",
     )
     sub.add_argument(
         "--on", default="local", choices=("tpu-vm", "gke", "slurm", "sky", "local"),
-        help="engine for pretrain and finetune (default local: processes here); it must see the data "
-        "and --runs by the same paths",
+        help="engine for pretrain and finetune (default local); its machines need the data and --runs "
+        "under the same paths",
     )  # fmt: skip
     sub.add_argument(
         "--launch",
         action="append",
         default=[],
         metavar="ARG",
-        help="for `bert-jax launch`; repeated",
+        help="argument for `bert-jax launch`; repeatable",
     )
-    sub.add_argument("--resubmit", action="store_true", help="queue jobs again that have not ended")
+    sub.add_argument("--resubmit", action="store_true", help="queue unfinished jobs again")
 
 
 def _sweep(options) -> int | None:
@@ -74,47 +86,49 @@ def _sweep(options) -> int | None:
 
     for name in ("jobs", "seeds", "search"):
         if getattr(options, name) < (name == "jobs"):
-            raise UserError(f"--{name} {getattr(options, name)}: it must be above 0")
+            raise UserError(f"--{name} {getattr(options, name)}: must be above 0")
     if options.topology and not options.dry_run:
-        raise UserError("--topology tells times for other hardware: add --dry-run")
+        raise UserError("--topology estimates times on other hardware: add --dry-run")
     if options.launch and options.on == "local":
-        raise UserError(f"--launch {options.launch[0]} is for another engine: add --on")
+        raise UserError(
+            f"--launch {options.launch[0]} has no effect on local processes: add --on ENGINE"
+        )
     if options.resubmit and options.on not in scheduler.ASYNCHRONOUS:
         raise UserError(
-            "--resubmit is for engines that queue jobs: " + ", ".join(scheduler.ASYNCHRONOUS)
+            "--resubmit applies to engines that queue jobs: " + ", ".join(scheduler.ASYNCHRONOUS)
         )
     if options.search and (options.dry_run or options.only):
-        raise UserError("--search makes its own points: leave out --dry-run and --only")
+        raise UserError("--search creates its own points: remove --dry-run and --only")
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
-        raise UserError(f"--init {options.init}: there is no such folder")
-    # What a dry run shows of data that nobody has told it of is where they would be.
+        raise UserError(f"--init {options.init}: no such folder")
+    # Without --data, a dry run shows the name of the environment variable.
     data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
     scale = options.scale or ("paper" if options.init else "small")
-    given = sweep.SweepArgs(scale, data, options.init, options.seeds)
-    found = sweep.select(sweep.load(options.file, given), options.only)
+    args = sweep.SweepArgs(scale, data, options.init, options.seeds)
+    selected = sweep.select(sweep.load(options.file, args), options.only)
     parser = cli.parser()
-    for point in found.points:
-        told = point.display_command(data)
-        if not options.data and not options.dry_run and any(_DATA in part for part in told):
+    for point in selected.points:
+        shown = point.display_command(data)
+        if not options.data and not options.dry_run and any(_DATA in part for part in shown):
             raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
         command = [
             part.name if isinstance(part, sweep.Point) else str(part) for part in point.command
         ]
         command += [sweep.FOLDER_OPTION[point.verb], "x"]
-        _check(f"{found.path}: {point.name}", command, parser)
+        _check(f"{selected.path}: {point.name}", command, parser)
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
-        print(cost.describe(found, runs.absolute(), engine, _speed(options.topology)))
+        print(cost.describe(selected, runs.absolute(), engine, _speed(options.topology)))
         return None
-    return run.run(found, runs, engine, resubmit=options.resubmit, trials=options.search)
+    return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
 def _check(where: str, command: Sequence[str], parser: Parser) -> None:
-    """Refuses a command that would fail when its turn comes, which may be after days.
+    """Check a point's command before any point runs.
 
     Raises:
-        UserError: an option, a setting or a program that does not exist.
+        UserError: an option, config key or program does not exist.
     """
     from bert_jax import config as config_lib
     from bert_jax import config_flags
@@ -125,28 +139,28 @@ def _check(where: str, command: Sequence[str], parser: Parser) -> None:
         "finetune": config_lib.FinetuneConfig,
     }
     settings, rest = config_flags.split(list(command))
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
         if verb == "python":
             if not os.path.isfile(program) and _DATA not in program:
-                raise UserError(f"there is no program {program} (from {os.getcwd()})")
+                raise UserError(f"no such program: {program} (in {os.getcwd()})")
             return
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             parser.parse_args(rest)
         if verb in kinds:
             config_flags.load(settings, kinds[verb])
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except SystemExit:
-        raise UserError(f"{where}: {said.getvalue().splitlines()[-1]}") from None
+        raise UserError(f"{where}: {stderr.getvalue().splitlines()[-1]}") from None
 
 
 def add_report(verbs: Verbs) -> None:
-    """`bert-jax report`."""
+    """Add `bert-jax report`."""
     sub = verbs.add(
         "report",
         _report,
-        "make a page of runs beside each other, or write an experiment's tables",
+        "write a page that compares runs, or an experiment's tables",
         "  bert-jax report runs/mini runs/small --out report.html\n"
         "  bert-jax report runs/mini runs/small --out curves.png\n"
         "  bert-jax report experiments/table6_model_size",
@@ -158,24 +172,24 @@ def add_report(verbs: Verbs) -> None:
         "--out",
         default="report.html",
         metavar="FILE",
-        help="the page (default report.html), or the loss curve alone as .png, .svg or .pdf",
+        help="HTML page (default report.html), or only the loss curve as .png, .svg or .pdf",
     )
     sub.add_argument(
         "--pictures",
         default="",
         metavar="DIR",
-        help="every plot by step, as SVG and PDF, for a paper",
+        help="also write every plot by step as SVG and PDF to this folder",
     )
 
 
 def _report(options) -> None:
     from bert_jax import device
 
-    device.start("cpu")  # shapes are all that is computed
+    device.start("cpu")  # only shapes are computed
 
     from bert_jax.tools.report import experiment, runs
 
-    # os.path, for which a name that no file can have is no error.
+    # os.path returns False for names that no file can have; pathlib raises.
     experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]
     for folder in experiments:
         print(experiment.write_readme(folder))
@@ -186,11 +200,11 @@ def _report(options) -> None:
 
 
 def _speed(topology: str | None) -> float:
-    """FLOP/s to expect of a topology, 0 for this machine."""
+    """Return the expected FLOP/s of a topology, or 0 for this machine."""
     if not topology:
         return 0.0
     from bert_jax.tools import preflight
     from bert_jax.tools.sweep.cost import UTILIZATION
 
-    there = preflight.parse_topology(topology)
-    return there.chips * there.chip.flops * UTILIZATION
+    parsed = preflight.parse_topology(topology)
+    return parsed.chips * parsed.chip.flops * UTILIZATION

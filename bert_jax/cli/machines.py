@@ -1,4 +1,4 @@
-"""Other machines: what a run would take there, and running it."""
+"""Verbs for other machines: `launch` and `preflight`."""
 
 import argparse
 import json
@@ -8,40 +8,48 @@ from bert_jax.errors import UserError
 
 
 def add_launch(verbs: Verbs) -> None:
-    """`bert-jax launch`."""
+    """Add `bert-jax launch`."""
     sub = verbs.add(
         "launch",
         _launch,
-        "run pretrain or finetune on many machines, or in several processes on this one",
+        "run pretrain or finetune on a cluster, or in several local processes",
         "  bert-jax launch --on tpu-vm --accelerator v5litepod-16 --zone us-west4-a --spot --bucket gs://mine \\\n"
         "    -- pretrain --config configs/pretrain.py:base,128 --rows /bucket/rows128 --workdir /bucket/runs/base\n"
         "  bert-jax launch --on slurm --nodes 4 --gpus 8 --extra=--partition=long -- pretrain …\n"
         "  bert-jax launch --on local --processes 2 --dry-run -- pretrain …\n\n"
-        "An engine refuses options that are not its own. Each runs the command again after status 75.",
+        "Options of another engine are errors. Every engine restarts the command after exit status 75.",
     )
     sub.add_argument(
         "--on", required=True, choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine"
     )
-    sub.add_argument("--dry-run", action="store_true", help="print what would be done, as a script")
-    sub.add_argument("--name", help="of the job, slice or workload (default: the workdir's)")
-    # No defaults here: they are the engines' own, and what is not given is not passed on.
-    engine = sub.add_argument_group("of one engine or another", argument_default=argparse.SUPPRESS)
-    engine.add_argument("--restarts", type=int, metavar="N", help="runs after the first, at most")
-    engine.add_argument("--extra", action="append", metavar="ARG", help="for its command; repeated")
-    engine.add_argument("--accelerator", metavar="KIND", help="v5litepod-16 (sky: H100:8)")
+    sub.add_argument("--dry-run", action="store_true", help="print the commands as a script")
+    sub.add_argument("--name", help="name of the job, slice or workload (default: the workdir's)")
+    # No defaults: each engine has its own, for options that are not given.
+    engine = sub.add_argument_group("options of engines", argument_default=argparse.SUPPRESS)
+    engine.add_argument("--restarts", type=int, metavar="N", help="maximum number of restarts")
+    engine.add_argument(
+        "--extra", action="append", metavar="ARG", help="passed to the engine's command; repeatable"
+    )
+    engine.add_argument("--accelerator", metavar="KIND", help="such as v5litepod-16 (sky: H100:8)")
     engine.add_argument("--zone", help="such as us-west4-a (tpu-vm, gke)")
     engine.add_argument("--project", help="default: gcloud's (tpu-vm, gke)")
-    engine.add_argument("--spot", action="store_true", help="machines that may be taken back")
+    engine.add_argument("--spot", action="store_true", help="use preemptible machines")
     engine.add_argument("--bucket", metavar="gs://NAME", help="mounted at /bucket (tpu-vm, sky)")
-    engine.add_argument("--runtime", help="a TPU VM's software (tpu-vm)")
+    engine.add_argument("--runtime", help="TPU VM software version (tpu-vm)")
     engine.add_argument("--keep", action="store_true", help="do not delete the slice (tpu-vm)")
     engine.add_argument("--cluster", help="GKE cluster (gke)")
     engine.add_argument("--slices", type=int, metavar="N", help="TPU slices (gke)")
-    engine.add_argument("--image", help="container with bert-jax (gke; default: this checkout)")
+    engine.add_argument(
+        "--image", help="container image with bert-jax (gke; default: this checkout)"
+    )
     engine.add_argument("--nodes", type=int, metavar="N", help="machines (slurm, sky)")
-    engine.add_argument("--gpus", type=int, metavar="N", help="a machine, a process each (slurm)")
-    engine.add_argument("--processes", type=int, metavar="N", help="default 2 (local)")
-    engine.add_argument("--devices", type=int, metavar="N", help="CPU devices a process (local)")
+    engine.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs per machine, one process each (slurm)"
+    )
+    engine.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes, default 2 (local)"
+    )
+    engine.add_argument("--devices", type=int, metavar="N", help="CPU devices per process (local)")
 
 
 def _launch(options) -> int | None:
@@ -56,17 +64,22 @@ def _launch(options) -> int | None:
             "give pretrain or finetune with its arguments after --, as in: bert-jax launch "
             f"--on {options.on} -- pretrain --config configs/pretrain.py:base --rows … --workdir …"
         )
-    # What is wrong with the command is said here, and not by a machine that took a day to get.
+    # Check the command before any machine is requested.
     config, rest = config_flags.split(options.command)
     launched = parser().parse_args(rest)
     config_flags.load(config, kinds[launched.verb])
 
-    given = vars(options).copy()
+    engine_options = vars(options).copy()
     for name in ("verb", "run", "takes_config", "config", "command", "on", "dry_run", "name"):
-        del given[name]
+        del engine_options[name]
     file = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
     plan = launch.plan(
-        options.on, options.command, file.partition(":")[0], launched.workdir, options.name, given
+        options.on,
+        options.command,
+        file.partition(":")[0],
+        launched.workdir,
+        options.name,
+        engine_options,
     )
     if options.dry_run:
         print(launch.script(plan))
@@ -75,15 +88,15 @@ def _launch(options) -> int | None:
 
 
 def add_preflight(verbs: Verbs) -> None:
-    """`bert-jax preflight`."""
+    """Add `bert-jax preflight`."""
     sub = verbs.add(
         "preflight",
         _preflight,
-        "tell memory, time and cost of a run on hardware that is not here",
+        "estimate memory, time and cost of a run on other hardware",
         "  bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4\n"
         "  bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \\\n"
         "    --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20\n\n"
-        "exit status: 0 it fits everywhere, 1 it does not, 2 user error",
+        "exit status: 0 fits on every topology, 1 does not fit, 2 user error",
         takes_config=True,
     )
     add_config(sub)
@@ -92,14 +105,21 @@ def add_preflight(verbs: Verbs) -> None:
         action="append",
         required=True,
         metavar="KIND:SHAPE",
-        help="v4, v5e, v5p or v6e with a slice's shape, v5e:16x16,slices=4, or h100:64; repeatable",
+        help="TPU kind and slice shape, such as v5e:4x4 or v5e:16x16,slices=4, or GPUs such as h100:64; repeatable",
     )
-    sub.add_argument("--rows", action="append", default=[], metavar="DIR", help="as pretrain's")
     sub.add_argument(
-        "--sequences", type=int, default=1, help="most a row, where there are no rows (default 1)"
+        "--rows", action="append", default=[], metavar="DIR", help="rows, as for pretrain"
     )
-    sub.add_argument("--dollars-per-chip-hour", type=float, metavar="X", help="tell the price")
-    sub.add_argument("--json", action="store_true", help="print a JSON line a topology")
+    sub.add_argument(
+        "--sequences",
+        type=int,
+        default=1,
+        help="sequences per row if no rows are given (default 1)",
+    )
+    sub.add_argument(
+        "--dollars-per-chip-hour", type=float, metavar="X", help="also print the price"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object per topology")
 
 
 def _preflight(options) -> int:
@@ -108,9 +128,9 @@ def _preflight(options) -> int:
     config = config_flags.load(options.config)
     take_rows(config, options.rows)
     if options.sequences < 1:
-        raise UserError(f"--sequences {options.sequences}: it must be 1 or more")
+        raise UserError(f"--sequences {options.sequences}: must be at least 1")
     if options.dollars_per_chip_hour is not None and options.dollars_per_chip_hour <= 0:
-        raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: a price above 0")
+        raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: must be above 0")
 
     from bert_jax import device
     from bert_jax.tools import preflight

@@ -221,7 +221,7 @@ def _replay(options) -> int:
 
     result = replay.replay(options.workdir, options.step)
     if options.json:
-        summary = {"recorded": result.incident.told, "replayed": result.said, "same": result.same}
+        summary = {"recorded": result.incident.stats, "replayed": result.stats, "same": result.same}
         print(json.dumps(summary))
     else:
         print(replay.describe(result))

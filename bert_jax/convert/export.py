@@ -1,4 +1,4 @@
-"""A model of ours to a folder that Hugging Face users load as they load any other."""
+"""Export a model as a Hugging Face folder."""
 
 import dataclasses
 import json
@@ -28,21 +28,21 @@ _PROBLEM_TYPES = {
 def export(
     source: str, out: str | pathlib.Path, which: str = "best", heads: str = "all"
 ) -> dict[str, Any]:
-    """Writes config.json, model.safetensors, the tokenizer's files and a model card.
+    """Write config.json, model.safetensors, the tokenizer's files and a model card.
 
     Args:
-        source: a run, an imported checkpoint or whatever `open_model` takes.
-        out: a new folder.
-        which: of a run, its checkpoint.
-        heads: "all", "masked_lm" (a `BertForMaskedLM`, of a causal model a `BertLMHeadModel`) or
-            "none" (a `BertModel`). transformers lists weights that the class which is loaded does not
-            have; this leaves them out.
+        source: a run, an imported checkpoint, or any other source of `open_model`.
+        out: path of the new folder.
+        which: checkpoint of a run.
+        heads: "all", "masked_lm" (`BertForMaskedLM`, or `BertLMHeadModel` of a causal model) or
+            "none" (`BertModel`). Dropping heads avoids transformers' warning about weights that the
+            loaded class does not have.
 
     Returns:
-        config.json's content.
+        Content of config.json.
 
     Raises:
-        UserError: no such model, one that transformers' BERT cannot be, `out` exists.
+        UserError: no such model, an option that transformers' BERT does not have, or `out` exists.
     """
     config, vocabulary, params, step = open_model(source, which)
     model = config.model
@@ -52,7 +52,7 @@ def export(
         model = dataclasses.replace(
             model,
             masked_lm=model.masked_lm and heads == "masked_lm",
-            # Of a causal model it belongs to its head: theirs stands on another token.
+            # A causal model pools the last token, transformers' BERT the first.
             pooler=model.has_pooler and heads == "none" and not model.causal,
             next_sentence=False,
             head="",
@@ -68,7 +68,7 @@ def export(
         settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
     name = settings["architectures"][0]
-    if name == "BertModel":  # which writes what the others call bert
+    if name == "BertModel":  # its tensors have no prefix "bert."
         tensors = {name.removeprefix("bert."): value for name, value in tensors.items()}
     card = _card(source, config, name, parameter_count(params, model), step)
     with files.new_folder(out) as folder:
@@ -86,7 +86,7 @@ def export(
 
 
 def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
-    """With a checksum a tensor, which the format has none of, for `bert-jax import`."""
+    """Write tensors with a checksum for each in the metadata, which `bert-jax import` verifies."""
     from safetensors.numpy import save_file
 
     sums = {name: google_crc32c.value(value.tobytes()) for name, value in tensors.items()}
@@ -96,7 +96,7 @@ def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> No
 
 
 def _order_metadata(path: pathlib.Path) -> None:
-    """The library writes them in a random order; two exports of one model are to be one file."""
+    """Sort the metadata, which the library writes in random order, to make exports reproducible."""
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -108,7 +108,7 @@ def _order_metadata(path: pathlib.Path) -> None:
 
 
 def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
-    """What sentence-transformers reads, so that it makes the vectors that `bert-jax embed` makes."""
+    """Write the files with which sentence-transformers computes the vectors of `bert-jax embed`."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if config.embed.normalize else [])]
     modules = [
         {
@@ -136,8 +136,8 @@ def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
 
 
 def _card(source: str, config: TrainConfig, architecture: str, parameters: int, step: int) -> str:
-    """README.md: what the model is, how to load it, how it was made and measured."""
-    model, told = config.model, workdir.read_provenance(source, step)
+    """Return the model card: architecture, usage, training and metrics."""
+    model, provenance = config.model, workdir.read_provenance(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
     pipelines = {
         "BertForPreTraining": "fill-mask",
@@ -156,8 +156,8 @@ def _card(source: str, config: TrainConfig, architecture: str, parameters: int, 
         "",
         f"# BERT {size}",
         "",
-        f"`{architecture}`, {parameters:,} parameters, a vocabulary of {model.vocab_size:,} word "
-        f"pieces, at most {model.positions} tokens. Written by bert_jax.",
+        f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
+        f"pieces, up to {model.positions} tokens. Exported by bert_jax.",
         "",
         "```python",
         f"from transformers import AutoTokenizer, {architecture}",
@@ -167,57 +167,72 @@ def _card(source: str, config: TrainConfig, architecture: str, parameters: int, 
         "```",
         "",
     ]
-    if told.imported:
-        known = told.imported["official"]
+    if provenance.imported:
+        known = provenance.imported["official"]
         lines += [
-            "## Where it comes from",
+            "## Origin",
             "",
-            f"Imported from {told.imported['format']} files"
+            f"Imported from {provenance.imported['format']} files"
             + (f", exactly {known}" if known else "")
-            + f" (`{pathlib.PurePath(told.imported['source']).name}`):",
+            + f" (`{pathlib.PurePath(provenance.imported['source']).name}`):",
             "",
-            *(f"- `{name}` sha256 {digest}" for name, digest in told.imported["sha256"].items()),
-            "",
-        ]
-    if told.starts:
-        lines += [
-            "## How it was trained",
-            "",
-            f"Step {step:,} of {config.steps:,}. The commands:",
+            *(
+                f"- `{name}` sha256 {digest}"
+                for name, digest in provenance.imported["sha256"].items()
+            ),
             "",
         ]
-        lines += ["```sh", *dict.fromkeys(start["command"] for start in told.starts), "```", ""]
-        last = told.starts[-1]
+    if provenance.starts:
         lines += [
-            f"On {last['devices']}; commit {last['commit']}; "
+            "## Training",
+            "",
+            f"Step {step:,} of {config.steps:,}. Commands:",
+            "",
+        ]
+        lines += [
+            "```sh",
+            *dict.fromkeys(start["command"] for start in provenance.starts),
+            "```",
+            "",
+        ]
+        last = provenance.starts[-1]
+        lines += [
+            f"Trained on {last['devices']}; commit {last['commit']}; "
             + ", ".join(f"{name} {version}" for name, version in last["versions"].items())
             + ".",
             "",
         ]
-    if told.heldout:
-        lines += [f"Held-out, at step {told.heldout['step']:,}:", "", "| | |", "|---|---|"]
-        lines += [f"| {k} | {v:.4f} |" for k, v in told.heldout.items() if isinstance(v, float)]
+    if provenance.heldout:
+        lines += [
+            f"Held-out metrics at step {provenance.heldout['step']:,}:",
+            "",
+            "| | |",
+            "|---|---|",
+        ]
+        lines += [
+            f"| {k} | {v:.4f} |" for k, v in provenance.heldout.items() if isinstance(v, float)
+        ]
         lines.append("")
-    for made in told.data:
-        if "examples" in made:
-            counts = ", ".join(f"{n:,} {split}" for split, n in made["examples"].items())
+    for data in provenance.data:
+        if "examples" in data:
+            counts = ", ".join(f"{n:,} {split}" for split, n in data["examples"].items())
             task = config.task.name or config.task.kind
             lines += [f"Fine-tuned on {task}: {counts} examples.", ""]
             continue
-        train = made["train"]
+        train = data["train"]
         lines += [
-            f"Rows of T={made['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
+            f"Rows of T={data['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
             f"sequences, {train['real_tokens']:,} tokens in {train['rows']:,} rows, sentence pairs "
-            f"`{made['pairs']}`, from",
+            f"`{data['pairs']}`, from",
             "",
             *(
                 f"- `{pathlib.PurePath(s['spec']).name}`: {s['documents']:,} documents"
-                for s in made["sources"]
+                for s in data["sources"]
             ),
             "",
         ]
     values = config_lib.to_dict(config)
-    if told.imported:  # of which the rest of the config says nothing
+    if provenance.imported:  # the rest of the config does not describe it
         values = {"model": values["model"], "embed": values["embed"]}
     lines += ["## Config", "", "```json", json.dumps(values, indent=2), "```", ""]
     return "\n".join(lines)

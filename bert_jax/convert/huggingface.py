@@ -1,7 +1,7 @@
-"""Hugging Face's BERT: its tensors, config.json and tokenizer files, to ours and back.
+"""Convert tensors, config.json and tokenizer files to and from Hugging Face's format.
 
-One table of names is read in both directions, so what goes out comes back bit for bit. The names
-here are those of `transformers`' `BertForPreTraining` and its sisters (modeling_bert.py).
+One table of names serves both directions, so an export imports again bit for bit. Canonical names
+are those of `BertForPreTraining` and related classes in transformers (modeling_bert.py).
 """
 
 import json
@@ -18,8 +18,8 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes
 from bert_jax.model.layers import padded_vocab_size
 
-# Our path → their name. {i} is the layer. Dense kernels are transposed, and LayerNorm's scale is
-# their weight, in `to_huggingface`.
+# Parameter path → canonical name; {i} is the layer. `to_huggingface` transposes dense kernels and
+# maps LayerNorm's scale to weight.
 _EMBEDDINGS = {
     "embeddings/word/embedding": "bert.embeddings.word_embeddings.weight",
     "embeddings/position/embedding": "bert.embeddings.position_embeddings.weight",
@@ -48,14 +48,14 @@ _WORDS = "bert.embeddings.word_embeddings.weight"
 _DECODER, _DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
 _BIAS = "cls.predictions.bias"
 
-# What a checkpoint may have besides the encoder, by what its tensors' names begin with.
+# Optional parts of a checkpoint → prefixes of their tensors' names.
 PARTS = {
     "pooler": ("bert.pooler.",),
     "masked_lm": ("cls.predictions.",),
     "next_sentence": ("cls.seq_relationship.",),
     "head": ("classifier.", "qa_outputs."),
 }
-# Their class → its parts and the kind of its fine-tuned head.
+# transformers class → its parts and the kind of its fine-tuned head.
 _CLASSES = {
     "BertModel": (("pooler",), ""),
     "BertForPreTraining": (("pooler", "masked_lm", "next_sentence"), ""),
@@ -67,7 +67,7 @@ _CLASSES = {
     "BertForTokenClassification": (("head",), "token"),
     "BertForQuestionAnswering": (("head",), "span"),
 }
-# Ours → theirs in config.json.
+# Config key → key in config.json.
 _SETTINGS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -83,7 +83,7 @@ _SETTINGS = {
     "tied_decoder": "tie_word_embeddings",
     "causal": "is_decoder",
 }
-# The first of theirs that ours has the meaning of is written back.
+# hidden_act → activation. Export writes the first key of an activation.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -117,7 +117,7 @@ def _their_name(path: str, names: Mapping[str, str]) -> str:
 
 
 def _their_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Heads are not an axis of its own there, and kernels [in, out] are weights [out, in]."""
+    """Return the canonical shape: attention heads merged, and kernels [in, out] as [out, in]."""
     if path.endswith("attention/output/kernel"):
         shape = (shape[0] * shape[1], shape[2])
     elif re.search(r"attention/(query|key|value)/", path):
@@ -130,13 +130,13 @@ def _is_transposed(path: str) -> bool:
 
 
 def _vocabulary_padding(path: str, config: ModelConfig) -> int:
-    """By how much our tensor is longer than theirs, on the first axis of theirs."""
+    """Return the rows of vocabulary padding on the first axis of the canonical tensor."""
     is_table = path in ("embeddings/word/embedding", "masked_lm/decoder", "masked_lm/bias")
     return padded_vocab_size(config) - config.vocab_size if is_table else 0
 
 
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Our parameters under Hugging Face's names and shapes, without the vocabulary's padding."""
+    """Return parameters by canonical names and shapes, without the vocabulary's padding."""
     names, tensors = _names(config), {}
     for path, value in traverse_util.flatten_dict(params, sep="/").items():
         value, shape = np.asarray(value), _their_shape(path, value.shape)
@@ -144,7 +144,7 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
         value = value[: len(value) - _vocabulary_padding(path, config)]
         tensors[_their_name(path, names)] = np.ascontiguousarray(value)
     if config.masked_lm and not config.tied_decoder:
-        # Their untied decoder has a bias of its own and leaves this one, still a parameter, unread.
+        # An untied decoder has its own bias; transformers keeps this parameter but does not use it.
         tensors[_BIAS] = tensors[_DECODER_BIAS]
     return tensors
 
@@ -154,19 +154,18 @@ def from_huggingface(
     config: ModelConfig,
     shown: Mapping[str, str] | None = None,
 ) -> Params:
-    """The inverse, in float32.
+    """Convert tensors to float32 parameters; the inverse of `to_huggingface`.
 
     Args:
-        tensors: by the names of `to_huggingface`; those that the config does not name are not read.
-        config: whose parameters to make.
-        shown: what to call a tensor in an error, where that is not its name.
+        tensors: arrays by canonical name; those that the model does not have are ignored.
+        config: config of the model.
+        shown: names to use in errors instead of the canonical ones.
 
     Raises:
-        UserError: tensors that are missing, have another shape or hold what is no number; the line
-            names them.
+        UserError: tensors are missing, have the wrong shape or contain NaN or infinity.
     """
     names, params, shown = _names(config), {}, shown or {}
-    missing, misshapen, broken = [], [], []
+    missing, misshapen, non_finite = [], [], []
     for path, leaf in traverse_util.flatten_dict(shapes(config), sep="/").items():
         name, padding = _their_name(path, names), _vocabulary_padding(path, config)
         if name not in tensors:
@@ -178,36 +177,36 @@ def from_huggingface(
         if value.shape != (first - padding, *rest):
             misshapen.append(f"{name} is {list(value.shape)}, not {[first - padding, *rest]}")
             continue
-        with np.errstate(over="ignore"):  # told below
+        with np.errstate(over="ignore"):  # reported below
             value = value.astype(np.float32)
         if not np.isfinite(value).all():
-            broken.append(name)
+            non_finite.append(name)
         value = np.pad(value, [(0, padding), *[(0, 0) for _ in rest]])
         value = value.T if _is_transposed(path) else value
         params[path] = np.ascontiguousarray(value).reshape(leaf.shape)
     problems = {
         "missing": missing,
-        "of another shape than the config says": misshapen,
-        "not numbers everywhere": broken,
+        "wrong shape": misshapen,
+        "NaN or infinite values": non_finite,
     }
-    found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
-    if found:
-        raise UserError(f"the weights are not those of this model; {'; '.join(found)}")
+    reasons = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
+    if reasons:
+        raise UserError(f"the weights do not match config.json; {'; '.join(reasons)}")
     return traverse_util.unflatten_dict(params, sep="/")
 
 
 def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
-    """Sees to the tensors that a masked-LM head may have twice, in place.
+    """Remove duplicate tensors of a masked-LM head, in place.
 
     Args:
-        tensors: by canonical names.
+        tensors: arrays by canonical name.
         tied: whether the decoder is the embedding table.
 
     Returns:
-        Names of tensors that say nothing new or that nobody reads; they are taken out.
+        Names of the removed tensors.
 
     Raises:
-        UserError: a decoder that is to be the embedding table and is not.
+        UserError: the decoder should be tied but differs from the embedding table.
     """
     own, other = (_BIAS, _DECODER_BIAS) if tied else (_DECODER_BIAS, _BIAS)
     if other in tensors:
@@ -216,7 +215,7 @@ def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
     for name, twin in twins.items():
         if name in tensors and not np.array_equal(tensors[name], tensors[twin]):
             raise UserError(
-                f"config.json ties the decoder to the embeddings, but {name} is not {twin}; "
+                f"config.json ties the decoder to the embeddings, but {name} differs from {twin}; "
                 'add "tie_word_embeddings": false to keep both'
             )
     return [
@@ -227,35 +226,32 @@ def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
 
 
 def unexpected(tensors: Collection[str], config: ModelConfig) -> list[str]:
-    """Canonical names that the model has no place for."""
+    """Return the canonical names of tensors that the model does not have."""
     names = _names(config)
     paths = traverse_util.flatten_dict(shapes(config), sep="/")
     return sorted(set(tensors) - {_their_name(path, names) for path in paths})
 
 
-def some(names: Collection[str], most: int = 8) -> str:
-    """Names for a line: all, or the first ones and how many more."""
-    shown = ", ".join(list(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def shorten(names: Collection[str], limit: int = 8) -> str:
+    """Return a list of names for a message: up to `limit` of them, and how many more."""
+    shown = ", ".join(list(names)[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def canonical(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """The name each tensor goes by in `to_huggingface`, for names of whatever age and wrapping.
+    """Map the canonical names of tensors to their names in `tensors`.
 
-    Understands `module.` and other prefixes, an encoder saved without `bert.`, LayerNorm's `gamma`
-    and `beta`; leaves out buffers that hold no weights.
-
-    Returns:
-        Our name of a tensor → its name in `tensors`.
+    Handles `module.` and other prefixes, encoders saved without `bert.`, and LayerNorm's old names
+    `gamma` and `beta`. Skips buffers, which are not weights.
 
     Raises:
-        UserError: there is not exactly one BERT among the tensors.
+        UserError: the tensors do not contain exactly one BERT encoder.
     """
     ending = "embeddings.word_embeddings.weight"
     encoders = [n.removesuffix(ending) for n in tensors if re.search(rf"(^|\.){ending}$", n)]
     if len(encoders) != 1:
-        found = some([f"{prefix}{ending}" for prefix in encoders]) or f"no {ending}"
-        raise UserError(f"not the weights of one BERT: found {found}")
+        found = shorten([f"{prefix}{ending}" for prefix in encoders]) or f"no {ending}"
+        raise UserError(f"expected the weights of one BERT; found {found}")
     encoder = encoders[0]
     outside = encoder.removesuffix("bert.")
     names = {}
@@ -269,7 +265,7 @@ def canonical(tensors: Mapping[str, Any]) -> dict[str, str]:
         new = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", new)
         new = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", new)
         if new in names:
-            raise UserError(f"both {names[new]} and {name} are {new}")
+            raise UserError(f"{names[new]} and {name} both map to {new}")
         names[new] = name
     return names
 
@@ -282,24 +278,24 @@ def model_config(
     tensors: Mapping[str, np.ndarray],
     allow_missing: Collection[str] = (),
 ) -> ModelConfig:
-    """The model that a config.json and the tensors beside it make.
+    """Return the config of the model that a config.json and its tensors describe.
 
     Args:
         settings: the parsed config.json (or Google's bert_config.json).
-        tensors: by canonical names; which parts there are is read from them.
-        allow_missing: parts that may be missing although the config's class has them.
+        tensors: arrays by canonical name, which determine the parts of the model.
+        allow_missing: parts of the class named in config.json that may be missing.
 
     Raises:
-        UserError: not BERT (said by name), a setting that our BERT does not have, a part missing.
+        UserError: another architecture, an unsupported setting, or a missing part.
     """
     kind = settings.get("model_type", "bert")
     classes = settings.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
-        raise UserError(f"config.json: architectures is {classes!r}, not a list of names")
+        raise UserError(f"config.json: architectures is {classes!r}; expected a list of names")
     if kind != "bert":
         raise UserError(
-            f"a {kind!r} model ({', '.join(classes) or 'no class named'}): "
-            "only BERT and models of its architecture (model_type 'bert') can be imported"
+            f"model_type is {kind!r} ({', '.join(classes) or 'no architectures'}): only BERT models "
+            "(model_type 'bert') can be imported"
         )
     refused = {
         "position_embedding_type": ("absolute", None),
@@ -308,28 +304,28 @@ def model_config(
     }
     for name, allowed in refused.items():
         if settings.get(name) not in allowed:
-            raise UserError(f"config.json: {name} is {settings[name]!r}, which this BERT is not")
+            raise UserError(f"config.json: {name} is {settings[name]!r}, which is not supported")
     activation = settings.get("hidden_act", "gelu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UserError(
-            f"config.json: hidden_act is {activation!r}; known: {', '.join(_ACTIVATIONS)}"
+            f"config.json: hidden_act is {activation!r}; supported: {', '.join(_ACTIVATIONS)}"
         )
     default = ModelConfig(vocab_size=30_522)
     values: dict[str, Any] = {"activation": _ACTIVATIONS[activation]}
     for ours, theirs in _SETTINGS.items():
         value = settings.get(theirs, getattr(default, ours))
-        wanted = type(getattr(default, ours))
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        expected = type(getattr(default, ours))
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if type(value) is not wanted or (wanted is int and not 0 < value < 1 << 31):
-            raise UserError(f"config.json: {theirs} is {value!r}, which is no {wanted.__name__}")
+        if type(value) is not expected or (expected is int and not 0 < value < 1 << 31):
+            raise UserError(f"config.json: {theirs} is {value!r}; expected {expected.__name__}")
         values[ours] = value
     layers = {
         m.group(1) for m in (re.match(r"bert\.encoder\.layer\.(\d+)\.", n) for n in tensors) if m
     }
     if len(layers) != values["layers"]:
         raise UserError(
-            f"config.json: num_hidden_layers is {values['layers']}, the weights have {len(layers)}"
+            f"config.json: num_hidden_layers is {values['layers']}, but the weights have {len(layers)} layers"
         )
     if values["hidden"] % values["heads"]:
         raise UserError(
@@ -340,10 +336,10 @@ def model_config(
     if values["causal"]:
         if "next_sentence" in parts or head in POOLED_HEADS:
             raise UserError(
-                "config.json: is_decoder is True and a head stands on [CLS], which then sees nothing; "
-                "causal models here have theirs on the last token"
+                "config.json: is_decoder is True and a head reads [CLS], which attends to itself only; "
+                "causal models here pool the last token"
             )
-        # It would stand on another token here. If there is one, it is told as unexpected.
+        # It would pool another token here; its tensors are reported as unexpected.
         parts = [part for part in parts if part != "pooler"]
     values["masked_lm"] = "masked_lm" in parts
     values["next_sentence"] = "next_sentence" in parts
@@ -359,23 +355,23 @@ def _parts(settings, tensors, allow_missing) -> tuple[list[str], str]:
     declared, head = _CLASSES[known[0]] if known else ((), "")
     if any(name.startswith("qa_outputs.") for name in tensors):
         head = "span"
-    there = [part for part, starts in PARTS.items() if any(n.startswith(starts) for n in tensors)]
-    if "head" in there and not head:
-        there.remove("head")  # nobody says what it is: its tensors will be told as unexpected
-    missing = [part for part in declared if part not in there]
+    present = [part for part, starts in PARTS.items() if any(n.startswith(starts) for n in tensors)]
+    if "head" in present and not head:
+        present.remove("head")  # of unknown kind: its tensors are reported as unexpected
+    missing = [part for part in declared if part not in present]
     if settings.get("add_pooling_layer") is False:  # as transformers calls it
         missing = [part for part in missing if part != "pooler"]
-    unforgiven = [part for part in missing if part not in allow_missing]
-    if unforgiven:
-        names = [f"{start}*" for part in unforgiven for start in PARTS[part][:1]]
-        options = " ".join(f"--allow-missing {part}" for part in unforgiven)
+    refused = [part for part in missing if part not in allow_missing]
+    if refused:
+        names = [f"{start}*" for part in refused for start in PARTS[part][:1]]
+        options = " ".join(f"--allow-missing {part}" for part in refused)
         raise UserError(
-            f"{known[0]} without {', '.join(names)}: the {' and the '.join(unforgiven)} missing; "
-            f"add {options} to go on without"
+            f"{known[0]} without {', '.join(names)}: {' and '.join(refused)} missing; "
+            f"to import without, add {options}"
         )
-    if "pooler" not in there and ("next_sentence" in there or head in ("sequence", "choice")):
-        raise UserError("missing: bert.pooler.dense.weight, which its heads stand on")
-    return there, head
+    if "pooler" not in present and ("next_sentence" in present or head in ("sequence", "choice")):
+        raise UserError("missing: bert.pooler.dense.weight, which the heads need")
+    return present, head
 
 
 def _labels(settings, tensors, head: str) -> tuple[str, ...]:
@@ -390,15 +386,15 @@ def _labels(settings, tensors, head: str) -> tuple[str, ...]:
 
 
 def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, Any]:
-    """config.json of a model.
+    """Return the config.json of a model.
 
     Raises:
-        UserError: transformers' BERT cannot be this model; the line says why.
+        UserError: an option that transformers' BERT does not have.
     """
     if config.causal and config.has_pooler:
         raise UserError(
-            "config.model.causal is True and what is pooled is the last token: transformers' BERT pools "
-            "the first"
+            "config.model.causal is True: causal models pool the last token, transformers' BERT the "
+            "first"
         )
     impossible = {
         "lstm_layers": config.lstm_layers,
@@ -409,7 +405,7 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     }
     for key in (key for key, is_so in impossible.items() if is_so):
         raise UserError(
-            f"config.model.{key} is {getattr(config, key)!r}: transformers' BERT has no such model"
+            f"config.model.{key} is {getattr(config, key)!r}, which transformers' BERT does not support"
         )
     settings: dict[str, Any] = {
         "architectures": [architecture(config)],
@@ -429,12 +425,12 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
 
 
 def architecture(config: ModelConfig) -> str:
-    """The class of transformers that has most of the model's parts, and no others if one is so."""
+    """Return the transformers class with most of the model's parts and, if possible, no others."""
     if config.causal and config.masked_lm:
         return "BertLMHeadModel"
     parts = {"pooler": config.has_pooler, "head": bool(config.head)}
     parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
-    ours = {part for part, there in parts.items() if there}
+    ours = {part for part, is_present in parts.items() if is_present}
 
     def fits(item):
         parts, head = item[1]
@@ -447,10 +443,10 @@ def architecture(config: ModelConfig) -> str:
 
 
 def read_tokenizer(text: str) -> tuple[Vocabulary, list[str]]:
-    """The vocabulary and settings of a tokenizer.json, and the tokens it adds to BERT's.
+    """Return the vocabulary and settings of a tokenizer.json, and its added tokens.
 
     Raises:
-        ValueError: it is not BERT's tokenizer; says what is different.
+        ValueError: it is not BERT's tokenizer.
     """
     file = json.loads(text)
     model, normalizer = file["model"], file.get("normalizer") or {}
@@ -460,13 +456,13 @@ def read_tokenizer(text: str) -> tuple[Vocabulary, list[str]]:
         raise ValueError(f"its normalizer is {normalizer.get('type')}, not BertNormalizer")
     if (file.get("pre_tokenizer") or {}).get("type") != "BertPreTokenizer":
         raise ValueError("its pre_tokenizer is not BertPreTokenizer")
-    for name, wanted in {
+    for name, expected in {
         "continuing_subword_prefix": CONTINUATION,
         "max_input_chars_per_word": 100,
         "unk_token": "[UNK]",
     }.items():
-        if model.get(name, wanted) != wanted:
-            raise ValueError(f"its {name} is {model[name]!r}, not {wanted!r}")
+        if model.get(name, expected) != expected:
+            raise ValueError(f"its {name} is {model[name]!r}, not {expected!r}")
     if not normalizer.get("clean_text", True):
         raise ValueError("its clean_text is off")
     ids = dict(model["vocab"])
@@ -475,7 +471,7 @@ def read_tokenizer(text: str) -> tuple[Vocabulary, list[str]]:
         ids.setdefault(token["content"], token["id"])
     tokens = sorted(ids, key=ids.__getitem__)
     if [ids[token] for token in tokens] != list(range(len(tokens))):
-        raise ValueError("its ids are not 0, 1, 2, …")
+        raise ValueError("its ids are not consecutive from 0")
     vocabulary = Vocabulary(
         tuple(tokens),
         bool(normalizer.get("lowercase", True)),
@@ -486,7 +482,12 @@ def read_tokenizer(text: str) -> tuple[Vocabulary, list[str]]:
 
 
 def tokenizer_files(vocabulary: Vocabulary, tokens: int) -> dict[str, str]:
-    """tokenizer.json, tokenizer_config.json and special_tokens_map.json, for at most `tokens`."""
+    """Return tokenizer.json, tokenizer_config.json and special_tokens_map.json by name.
+
+    Args:
+        vocabulary: the vocabulary.
+        tokens: maximum length of a sequence.
+    """
     from tokenizers import processors
 
     tokenizer = vocabulary.tokenizer()

@@ -1,11 +1,11 @@
-"""PyTorch's checkpoints (`pytorch_model.bin`), read without PyTorch and without running a pickle.
+"""Read PyTorch checkpoints (`pytorch_model.bin`) without PyTorch and without executing pickles.
 
-A pickle is a program. Here its instructions, as `pickletools` takes them apart, work on a stack of
-plain values; the only functions it may name are the few of this module that stand for PyTorch's
-own. Nothing is imported, no attribute is set, and whatever else it asks for is refused by name.
+A pickle is a program. This module interprets its instructions, as decoded by `pickletools`, on a
+stack of plain values. The only functions that it may call are stand-ins for those of PyTorch that
+build tensors; anything else is an error. Nothing is imported and no attribute is set.
 
-Two formats (torch/serialization.py, `_save` and `_legacy_save`): since PyTorch 1.6 a zip archive
-with `data.pkl` and a member for each storage; before, pickles and raw storages in a row.
+There are two formats (torch/serialization.py, `_save` and `_legacy_save`): since PyTorch 1.6 a zip
+archive with `data.pkl` and a member for each storage; before, pickles followed by raw storages.
 """
 
 import contextlib
@@ -39,14 +39,15 @@ _STORAGES = {
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _PIECE_BYTES = 1 << 22
-# How often a file's bytes may stand in its tensors: tied weights do twice.
+# Maximum ratio of the tensors' size to the file's; tied weights share storages.
 _SHARING = 8
 
 
 class _Bounded:
-    """A file for `pickletools`, which asks for as many bytes as a pickle declares.
+    """File wrapper for `pickletools` that never reads past the end.
 
-    A buffered file would allocate them before it sees that it ends earlier.
+    `pickletools` reads as many bytes as a pickle declares, and a buffered file would allocate them
+    before it reaches its end.
     """
 
     def __init__(self, stream: io.BufferedIOBase, end: int):
@@ -58,13 +59,13 @@ class _Bounded:
 
 
 class _Name(NamedTuple):
-    """A class or function the pickle mentions."""
+    """Class or function that a pickle names."""
 
     name: str
 
 
 class _Storage(NamedTuple):
-    """A flat array of the file; `start` is not 0 where PyTorch before 0.4 saved a part of one."""
+    """Flat array in the file; `start` is nonzero in views saved by PyTorch before 0.4."""
 
     key: str
     dtype: np.dtype
@@ -73,7 +74,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A view of a storage; offset and strides in elements, checked when it is made into an array."""
+    """View of a storage; offset and strides in elements, checked by `_array`."""
 
     storage: _Storage
     offset: int
@@ -82,14 +83,14 @@ class _Tensor(NamedTuple):
 
 
 def read(file: Traversable) -> dict[str, np.ndarray]:
-    """The tensors of a state dict by name; those that share a storage share memory here too.
+    """Return the tensors of a state dict by name. Tensors of one storage share memory.
 
-    The state dict may be the file's own value or the only one among its entries, as in
-    `{"model": state_dict, "epoch": 3}`. Other tensors, such as an optimizer's, are not read.
+    The state dict is the file's value or the only state dict among its entries, as in
+    `{"model": state_dict, "epoch": 3}`. Other tensors, such as the optimizer's, are not read.
 
     Raises:
-        UserError: no such file, no checkpoint of PyTorch, a damaged one, one without or with
-            several state dicts, or one that asks for anything but tensors.
+        UserError: no such file, not a PyTorch checkpoint, a damaged one, one without or with
+            several state dicts, or a pickle that calls anything but tensor constructors.
     """
     with _reading(file), file.open("rb") as stream:
         file_bytes = stream.seek(0, io.SEEK_END)
@@ -102,15 +103,15 @@ def read(file: Traversable) -> dict[str, np.ndarray]:
             name: _array(name, tensor, storages[tensor.storage.key], file_bytes)
             for name, tensor in tensors.items()
         }
-        # Some copy will not share memory as the file does.
+        # Later copies do not share memory.
         if sum(array.nbytes for array in arrays.values()) > _SHARING * file_bytes:
-            raise ValueError("its tensors share more of their bytes than any model's do")
+            raise ValueError("its tensors share more bytes than those of any model")
         return arrays
 
 
 @contextlib.contextmanager
 def _reading(file: Any) -> Iterator[None]:
-    """Turns what damaged bytes can raise into a `UserError` that names the file."""
+    """Convert the exceptions that damaged bytes can raise to a `UserError` with the file's name."""
     try:
         yield
     except OSError as error:
@@ -124,15 +125,15 @@ def _reading(file: Any) -> Iterator[None]:
         OverflowError,
         MemoryError,
     ) as error:
-        own = not isinstance(error, LookupError | OverflowError | UnicodeError)
-        reason = ascii(str(error))[1:-1][:300] if own and str(error) else "it is damaged"
+        is_readable = not isinstance(error, LookupError | OverflowError | UnicodeError)
+        reason = ascii(str(error))[1:-1][:300] if is_readable and str(error) else "it is damaged"
         raise UserError(
             f"{file} is not a readable PyTorch checkpoint: {reason}; "
-            "download it again, or have its owner save model.safetensors"
+            "download it again, or ask its owner for model.safetensors"
         ) from None
 
 
-# The two formats.
+# --- The two formats ---
 
 
 def _load_zip(
@@ -148,14 +149,14 @@ def _load_zip(
         def content(name: str) -> np.ndarray:
             member = members.get(folder + name)
             if member is None:
-                raise ValueError(f"it has no member {name}")
+                raise ValueError(f"no member {name}")
             if member.compress_type != zipfile.ZIP_STORED or member.file_size > file_bytes:
-                raise ValueError(f"its member {name} is compressed, which PyTorch's never are")
+                raise ValueError(f"its member {name} is compressed, which PyTorch never does")
             with archive.open(member) as part:
                 return _take(part, member.file_size)
 
         if folder + "byteorder" in members and content("byteorder").tobytes() != b"little":
-            raise ValueError("its numbers are big-endian, which this program does not read")
+            raise ValueError("big-endian files are not supported")
         tensors = _state_dict(_unpickle(io.BytesIO(content("data.pkl"))))
         storages: dict[str, np.ndarray] = {}
         for name, tensor in tensors.items():
@@ -177,24 +178,24 @@ def _load_legacy(
     except (ValueError, LookupError):
         magic = protocol = None
     if magic != _LEGACY_MAGIC or protocol != _LEGACY_PROTOCOL:
-        raise ValueError("it does not begin as one does")
+        raise ValueError("it lacks the header of a PyTorch checkpoint")
     match _unpickle(pickles):
         case {"little_endian": True}:
             pass
         case _:
-            raise ValueError("its numbers are big-endian, which this program does not read")
-    found: dict[str, _Storage] = {}
-    tensors = _state_dict(_unpickle(pickles, found))
+            raise ValueError("big-endian files are not supported")
+    described: dict[str, _Storage] = {}
+    tensors = _state_dict(_unpickle(pickles, described))
     needed = {tensor.storage.key: name for name, tensor in tensors.items()}
     storages = {}
     keys = _unpickle(pickles)
     for key in keys if isinstance(keys, list) else ():
-        if not isinstance(key, str) or key not in found:
-            raise ValueError("it holds a storage that nothing describes")
+        if not isinstance(key, str) or key not in described:
+            raise ValueError("it contains a storage that no tensor uses")
         elements = int.from_bytes(stream.read(8), "little")
-        size = elements * found[key].dtype.itemsize
+        size = elements * described[key].dtype.itemsize
         if stream.tell() + size > file_bytes:
-            what = f"tensor {needed[key]!r}" if key in needed else "a tensor that is not needed"
+            what = f"tensor {needed[key]!r}" if key in needed else "another tensor"
             raise ValueError(f"truncated or damaged at {what}")
         if key in needed:
             storages[key] = _take(stream, size)
@@ -207,7 +208,7 @@ def _load_legacy(
 
 
 def _take(stream: io.BufferedIOBase, size: int) -> np.ndarray:
-    """The next `size` bytes; the caller has made sure that the file is as long."""
+    """Read `size` bytes; the caller has checked that the file is long enough."""
     data = np.empty(size, np.uint8)
     for start in range(0, size, _PIECE_BYTES):
         piece = memoryview(data)[start : start + _PIECE_BYTES]
@@ -217,25 +218,25 @@ def _take(stream: io.BufferedIOBase, size: int) -> np.ndarray:
 
 
 def _state_dict(value: Any) -> dict[str, _Tensor]:
-    """The one dictionary of tensors by name, which is `value` or an entry of it."""
+    """Return the only dictionary of tensors by name: `value` or one of its entries."""
 
     def tensors(value: Any) -> dict[str, _Tensor]:
         items = value.items() if isinstance(value, dict) else ()
         return {k: v for k, v in items if isinstance(k, str) and isinstance(v, _Tensor)}
 
-    if found := tensors(value):
-        return found
-    inside = value.items() if isinstance(value, dict) else ()
-    several = {key: found for key, entry in inside if (found := tensors(entry))}
-    if not several:
-        raise ValueError("it holds no tensors by name (a state dict)")
-    if len(several) > 1:
-        raise ValueError(f"it holds several state dicts ({', '.join(map(repr, several))})")
-    return next(iter(several.values()))
+    if state_dict := tensors(value):
+        return state_dict
+    entries = value.items() if isinstance(value, dict) else ()
+    candidates = {key: found for key, entry in entries if (found := tensors(entry))}
+    if not candidates:
+        raise ValueError("it contains no state dict (tensors by name)")
+    if len(candidates) > 1:
+        raise ValueError(f"it contains several state dicts ({', '.join(map(repr, candidates))})")
+    return next(iter(candidates.values()))
 
 
 def _array(name: str, tensor: _Tensor, data: np.ndarray, file_bytes: int) -> np.ndarray:
-    """The view of `data` (bytes) that `tensor` describes, never reaching outside."""
+    """Return the view of `data` (bytes) that `tensor` describes, checked against its bounds."""
     (_, dtype, elements, start), offset, shape, strides = tensor
     numbers = (offset, start, *shape, *strides)
     if len(shape) != len(strides) or len(shape) > 32:
@@ -243,11 +244,11 @@ def _array(name: str, tensor: _Tensor, data: np.ndarray, file_bytes: int) -> np.
     if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in numbers):
         raise ValueError(f"tensor {name!r} has an impossible shape, offset or stride")
     if len(data) != elements * dtype.itemsize:
-        raise ValueError(f"the storage of tensor {name!r} is not of the size it should have")
+        raise ValueError(f"the storage of tensor {name!r} has the wrong size")
     size = math.prod(shape)
     if size == 0:
         return np.zeros(shape, dtype)
-    # An expanded tensor (stride 0) has more elements than its storage; some copy will have them.
+    # An expanded tensor (stride 0) has more elements than its storage, which a copy allocates.
     end = start + offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
     if end > elements or size * dtype.itemsize > file_bytes:
         raise ValueError(f"tensor {name!r} reaches beyond its storage")
@@ -255,7 +256,7 @@ def _array(name: str, tensor: _Tensor, data: np.ndarray, file_bytes: int) -> np.
     return np.ndarray(shape, dtype, data.data, (start + offset) * dtype.itemsize, steps)
 
 
-# The pickle.
+# --- The pickle ---
 
 _CONSTANTS = frozenset(
     "NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
@@ -267,14 +268,14 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def _unpickle(stream: Any, found: dict[str, _Storage] | None = None) -> Any:
-    """The next pickle's value, made of plain values and the three classes above.
+    """Return the value of the next pickle, built from plain values and the three classes above.
 
     Args:
-        stream: a `BytesIO` or `_Bounded`; it is left at the pickle's end.
-        found: every storage the pickle mentions is added here by its key.
+        stream: a `BytesIO` or `_Bounded`; left at the end of the pickle.
+        found: collects the storages of the pickle by key.
 
     Raises:
-        ValueError, IndexError: the pickle is damaged or asks for something else.
+        ValueError, IndexError: the pickle is damaged or uses anything else.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -338,7 +339,7 @@ def _unpickle(stream: Any, found: dict[str, _Storage] | None = None) -> Any:
                 stack.pop()
                 _must_be(dict, stack[-1])
             case name:
-                raise ValueError(f"its pickle uses {name}, which no state dict needs: refused")
+                raise ValueError(f"its pickle uses {name}, which is not allowed")
     return stack.pop()
 
 
@@ -350,22 +351,24 @@ def _must_be(kind: type, value: Any) -> Any:
 
 def _set(target: dict, items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # The hash of nested tuples can take forever.
+        # Hashing nested tuples can take exponential time.
         if not isinstance(key, str | int | float | None):
-            raise ValueError("its pickle has a dictionary with keys that are not names")
+            raise ValueError(
+                "its pickle has a dictionary with keys that are neither strings nor numbers"
+            )
         target[key] = value
 
 
 def _global(module: Any, name: Any) -> _Name:
-    """A name the pickle may use."""
+    """Return a global, if the pickle may name it."""
     full = f"{_must_be(str, module)}.{_must_be(str, name)}"
     if full not in _STORAGES and full not in _CALLS:
-        raise ValueError(f"it asks to run {full[:100]}: refused")
+        raise ValueError(f"its pickle names {full[:100]}, which is not allowed")
     return _Name(full)
 
 
 def _storage(identity: Any) -> _Storage:
-    """What a persistent id stands for."""
+    """Return the storage of a persistent id."""
     match identity:
         case ("storage", _Name(name), str(key), str(), int(elements), *view) if name in _STORAGES:
             match view:
@@ -378,7 +381,7 @@ def _storage(identity: Any) -> _Storage:
 
 def _call(name: str, arguments: tuple) -> Any:
     if name not in _CALLS:
-        raise ValueError(f"it asks to run {name}: refused")
+        raise ValueError(f"its pickle calls {name}, which is not allowed")
     return _CALLS[name](arguments)
 
 
@@ -386,30 +389,30 @@ def _rebuild_tensor(arguments: tuple) -> _Tensor:
     match arguments:
         case (_Storage() as storage, int(offset), tuple(shape), tuple(strides), *_):
             return _Tensor(storage, offset, shape, strides)
-    raise ValueError("its pickle describes a tensor that is none")
+    raise ValueError("its pickle has an invalid tensor")
 
 
 def _rebuild_parameter(arguments: tuple) -> _Tensor:
     match arguments:
         case (_Tensor() as tensor, *_):
             return tensor
-    raise ValueError("its pickle describes a parameter that is none")
+    raise ValueError("its pickle has an invalid parameter")
 
 
 def _size(arguments: tuple) -> tuple:
     match arguments:
         case (tuple(shape),):
             return shape
-    raise ValueError("its pickle describes a shape that is none")
+    raise ValueError("its pickle has an invalid shape")
 
 
 def _ordered_dict(arguments: tuple) -> dict:
     if arguments:
-        raise ValueError("its pickle fills a dictionary in an unusual way")
+        raise ValueError("its pickle builds an OrderedDict from arguments")
     return {}
 
 
-# What a pickle may call, each with the tuple of its arguments.
+# Functions that a pickle may call; each takes the tuple of arguments.
 _CALLS = {
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,

@@ -1,7 +1,7 @@
-"""Any BERT checkpoint, whoever wrote it, to a model of ours.
+"""Open and import BERT checkpoints of any origin.
 
-A source is a run of this project or what `import_checkpoint` made, a Hugging Face folder, the name
-of a model on its hub, or a TensorFlow 1 release of Google's, as a folder or as its zip.
+A source is a run, a folder written by `import_checkpoint`, a Hugging Face folder, the name of a
+model on the Hugging Face Hub, or a TensorFlow 1 release of Google's (a folder or its zip file).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _OFFICIAL = {  # SHA-256 of Google's files of October 2018
     "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3": "Google's uncased English",
     "eeaa9875b23b04b4c54ef759d03db9d1ba1554838f8fb26c5d96fa551df93d02": "Google's cased English",
 }
-# None is what old folders have; the others read a tokenizer.json as it is.
+# None: old folders do not name the class. The last three read tokenizer.json as it is.
 _TOKENIZERS = (
     *("BertTokenizer", "BertTokenizerFast", None),
     *("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"),
@@ -51,18 +51,19 @@ _BESIDE_WEIGHTS = (
     *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
 )
 
-# Weights are nearly random bytes: a zip of them is about as large as they are.
+# Weights barely compress: a higher ratio of unpacked to packed size is a zip bomb.
 _UNPACKED = 20
 
 
 class Imported(NamedTuple):
-    """A model from elsewhere.
+    """An imported model.
 
     Attributes:
-        config: the model, and how its authors make vectors with it.
-        vocabulary, params: on the host.
-        about: where it comes from: source, format, official (what the weights are known to be, or
-            None), vocabulary (likewise), sha256 (of the files), left_out (tensors).
+        config: config of the model, and of sentence vectors if it is a sentence encoder.
+        vocabulary: the vocabulary.
+        params: parameters as NumPy arrays.
+        about: provenance: source, format, official (name of the known release with these weights,
+            or None), vocabulary (likewise), sha256 (by file), left_out (names of tensors).
     """
 
     config: Config
@@ -72,33 +73,38 @@ class Imported(NamedTuple):
 
 
 def open_model(source: str, which: str = "best") -> tuple[TrainConfig, Vocabulary, Params, int]:
-    """The model of any source, ready to run.
+    """Load a model from any source.
 
     Args:
-        source: see the module.
-        which: of a run, its checkpoint, as `checkpoint.load_model` takes it.
+        source: see the module docstring.
+        which: checkpoint of a run, as in `checkpoint.load_model`.
 
     Returns:
-        Its config, vocabulary, parameters and step (0 for one from elsewhere).
+        Config, vocabulary, parameters on the device, and step (0 unless the source is a run).
+
+    Raises:
+        UserError: as for `checkpoint.load_model` and `read`.
     """
     if workdir.holds_run(source):
         return checkpoint.load_model(source, which)
     if which not in ("best", "latest"):
-        raise UserError(f"{source} is no run: it has no checkpoint {which!r}")
+        raise UserError(f"{source} is not a run: it has no checkpoint {which!r}")
     config, vocabulary, params, _ = read(source)
     return config, vocabulary, jax.device_put(params, jax.devices()[0]), 0
 
 
 def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> Imported:
-    """Makes a folder that every other command takes, with Orbax parameters and the vocabulary.
+    """Write a source's config, vocabulary and parameters (with Orbax) to a new folder.
+
+    All commands accept the folder as they accept a run. It is written atomically.
 
     Args:
-        source: see the module.
-        out: a new folder.
-        options: as `read` takes them.
+        source: see the module docstring.
+        out: path of the new folder.
+        options: options of `read`.
 
     Raises:
-        UserError: as `read`; `out` exists. Nothing is left half-written.
+        UserError: as for `read`, or `out` exists.
     """
     files.check_new(out)
     imported = read(source, **options)
@@ -126,22 +132,23 @@ def read(
     allow_missing: Collection[str] = (),
     allow_unexpected: Collection[str] = (),
 ) -> Imported:
-    """Reads a checkpoint that somebody else wrote.
+    """Read a Hugging Face or TensorFlow 1 checkpoint.
 
     Args:
-        source: a folder, a zip or a name on the hub.
+        source: a folder, a zip file or a name on the hub.
         revision: branch, tag or commit on the hub.
-        vocab: a vocabulary file instead of the source's own.
-        lowercase: None: as the source says, or as its vocabulary looks.
-        allow_missing: what may be missing although the source says that it is there: parts
-            (`huggingface.PARTS`), "tokens" of the vocabulary at the end of the embeddings, and
-            "added_tokens", which its tokenizer finds in a text before anything else.
+        vocab: vocabulary file to use instead of the source's.
+        lowercase: whether to lowercase texts; None to follow the source's tokenizer config, or else
+            the vocabulary.
+        allow_missing: what the source may lack: parts of the model (`huggingface.PARTS`), "tokens"
+            (vocabulary entries of the last rows of the embeddings), and "added_tokens" (support for
+            tokens that the source's tokenizer splits off before WordPiece).
         allow_unexpected: patterns of names of tensors, or of modules of sentence-transformers, to
-            leave out.
+            ignore.
 
     Raises:
-        UserError: not a checkpoint, another architecture, tensors missing, unexpected or of another
-            shape, a damaged file, a vocabulary of another size; the line names what.
+        UserError: not a checkpoint, another architecture, missing, unexpected or misshapen tensors,
+            a damaged file, or a vocabulary of the wrong size.
     """
     folder, prefix = _find(source, revision)
     if workdir.holds_run(source):
@@ -157,11 +164,11 @@ def read(
         model = huggingface.model_config(settings, canonical, allow_missing)
         twins = huggingface.settle_decoder(canonical, model.tied_decoder)
         left_out += [names[name] for name in twins]
-        strange = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
-        allowed = [n for n in strange if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
-        if refused := [name for name in strange if name not in allowed]:
+        unexpected = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
+        allowed = [n for n in unexpected if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
+        if refused := [name for name in unexpected if name not in allowed]:
             raise UserError(
-                f"unexpected: {huggingface.some(refused)}; leave them out with --allow-unexpected "
+                f"unexpected: {huggingface.shorten(refused)}; ignore them with --allow-unexpected "
                 "PATTERN"
             )
         params = huggingface.from_huggingface(canonical, model, names)
@@ -193,11 +200,11 @@ def read(
 
 
 def describe(imported: Imported) -> str:
-    """What was imported, in a few lines for people."""
+    """Return a summary of an import, in a few lines."""
     model, vocabulary, about = imported.config.model, imported.vocabulary, imported.about
     parts = {"pooler": model.has_pooler, "masked_lm": model.masked_lm}
     parts |= {"next_sentence": model.next_sentence, f"head ({model.head})": bool(model.head)}
-    there = [part for part, is_there in parts.items() if is_there] or ["the encoder alone"]
+    present = [part for part, is_present in parts.items() if is_present] or ["the encoder only"]
     case = "uncased" if vocabulary.lowercase else "cased"
     known = {
         key: f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
@@ -206,25 +213,27 @@ def describe(imported: Imported) -> str:
         f"BERT L{model.layers}-H{model.hidden}-A{model.heads}, "
         f"{parameter_count(imported.params, model):,} parameters{known['official']}",
         f"  {case} vocabulary of {len(vocabulary):,}{known['vocabulary']}",
-        f"  with {', '.join(there)}",
+        f"  with {', '.join(present)}",
     ]
     if about["left_out"]:
-        lines.append(f"  left out: {huggingface.some(about['left_out'])}")
+        lines.append(f"  ignored: {huggingface.shorten(about['left_out'])}")
     return "\n".join(lines)
 
 
-# --- Where the files are --------------------------------------------------------------------------
+# --- Locating the files --------------------------------------------------------------------------
 
 
 def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
-    """The folder of the files, and for TensorFlow what their names begin with."""
+    """Return the folder of the files, and the prefix of a TensorFlow checkpoint or ""."""
     try:
         path = pathlib.Path(source).expanduser()
         if source and path.is_dir():
             if revision:
-                raise UserError(f"{source} is a folder: --revision is for models on the hub")
+                raise UserError(
+                    f"{source} is a folder: --revision applies to models on the hub only"
+                )
             return path, "" if _has_hugging_face(path) else _tensorflow_prefix(path)
-        # A checkpoint by TensorFlow's way of naming it.
+        # A TensorFlow checkpoint is named by its prefix.
         if path.name and path.with_name(f"{path.name}.index").is_file():
             return path.parent, path.name
         if path.is_file():
@@ -235,8 +244,8 @@ def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
     if re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", source):
         return _download(source, revision), ""
     raise UserError(
-        f"{source}: no such file or folder, and no name on the Hugging Face hub; give a folder, "
-        "the zip of a Google release, or OWNER/NAME"
+        f"{source}: no such file or folder, and not a valid name on the Hugging Face Hub; give a "
+        "folder, the zip of a Google release, or OWNER/NAME"
     )
 
 
@@ -253,62 +262,62 @@ def _in_zip(path: pathlib.Path) -> tuple[Traversable, str]:
         archive = zipfile.ZipFile(path)
         declared, size = sum(m.file_size for m in archive.infolist()), path.stat().st_size
         if declared > _UNPACKED * size + SETTINGS_BYTES:
-            raise UserError(f"{path} says it unpacks to {declared:,} bytes, and it has {size:,}: no "
-                            "checkpoint is packed so tightly; download it again")  # fmt: skip
+            raise UserError(f"{path} unpacks to {declared:,} bytes from {size:,}, more than any "
+                            "checkpoint does; download it again")  # fmt: skip
         names = [n for n in archive.namelist() if not n.startswith("__MACOSX/")]
         inside = [n for n in names if pathlib.PurePosixPath(n).suffix == ".index"]
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise UserError(
-            f"{path} is no folder and no zip ({error}): give the folder that holds the checkpoint"
+            f"{path} is neither a folder nor a zip file ({error}): give the folder of the checkpoint"
         ) from None
     if len(inside) != 1:
         raise UserError(
-            f"{path} holds no TensorFlow checkpoint; of a zip, only Google's can be read"
+            f"{path} contains no TensorFlow checkpoint: only zip files of Google's releases are supported"
         )
     index = zipfile.Path(archive, inside[0])
     return index.parent, index.name.removesuffix(".index")
 
 
 def _tensorflow_prefix(folder: pathlib.Path) -> str:
-    found = [p.name.removesuffix(".index") for p in sorted(folder.glob("*.ckpt*.index"))]
-    if len(found) > 1:
-        raise UserError(f"{folder} holds {len(found)} TensorFlow checkpoints: name one, such as "
-                        f"{folder / found[-1]}")  # fmt: skip
-    return found[0] if found else ""
+    prefixes = [p.name.removesuffix(".index") for p in sorted(folder.glob("*.ckpt*.index"))]
+    if len(prefixes) > 1:
+        raise UserError(f"{folder} contains {len(prefixes)} TensorFlow checkpoints: name one, such as "
+                        f"{folder / prefixes[-1]}")  # fmt: skip
+    return prefixes[0] if prefixes else ""
 
 
 def _download(name: str, revision: str | None) -> pathlib.Path:
-    """The files of a model on the hub, from its cache or from the network."""
+    """Download a model from the hub, or find it in the local cache, and return its folder."""
     import huggingface_hub as hub
     from huggingface_hub import errors
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # what goes wrong is said below, once
+    logging.set_verbosity_error()  # errors are reported below
     try:
-        found = hub.HfApi().model_info(name, revision=revision, timeout=20)
-        there = [file.rfilename for file in found.siblings or []]
-        wanted = [file for file in _BESIDE_WEIGHTS if file in there]
-        weights = next((file for file in _WEIGHTS if file in there), None)
+        info = hub.HfApi().model_info(name, revision=revision, timeout=20)
+        available = [file.rfilename for file in info.siblings or []]
+        files_needed = [file for file in _BESIDE_WEIGHTS if file in available]
+        weights = next((file for file in _WEIGHTS if file in available), None)
         if weights is None:
-            raise UserError(f"{name} on the hub holds none of {', '.join(_WEIGHTS)}")
-        wanted.append(weights)
+            raise UserError(f"{name} on the hub has none of {', '.join(_WEIGHTS)}")
+        files_needed.append(weights)
         if weights.endswith(".index.json"):
             index = hub.hf_hub_download(name, weights, revision=revision)
-            wanted += _shards(pathlib.Path(index))
-        for file in wanted:
+            files_needed += _shards(pathlib.Path(index))
+        for file in files_needed:
             path = hub.hf_hub_download(name, file, revision=revision)
-        # A file of the root tells the folder; the weights come last and are one.
+        # The weights come last and lie in the root folder.
         return pathlib.Path(path).parent
     except errors.GatedRepoError:
-        problem = "it is gated: accept its terms on the hub and log in with `hf auth login`"
+        problem = "the model is gated: accept its terms on the hub and run `hf auth login`"
     except errors.RevisionNotFoundError:
-        problem = f"it has no revision {revision!r}"
+        problem = f"no revision {revision!r}"
     except errors.RepositoryNotFoundError:
-        problem = "there is no such model, or it is private; it is no folder here either"
+        problem = "no such local folder, and no such public model on the hub"
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         return _cached(name, revision, error)
     except Exception as error:
-        # The client's own exceptions for a network that is not there change with its HTTP library.
+        # Network exceptions of the client depend on its version's HTTP library.
         if "httpx" not in type(error).__module__ and "requests" not in type(error).__module__:
             raise
         return _cached(name, revision, error)
@@ -323,12 +332,12 @@ def _cached(name: str, revision: str | None, error: Exception) -> pathlib.Path:
     except Exception:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{name} is no folder here, and the Hugging Face hub cannot be reached ({reason}); "
-            "download the model where there is a network and import its folder"
+            f"{name} is not a local folder, and the Hugging Face Hub cannot be reached ({reason}); "
+            "download the model on a machine with network access and import its folder"
         ) from None
 
 
-# --- What is in them ------------------------------------------------------------------------------
+# --- Reading the files ------------------------------------------------------------------------------
 
 
 def _bytes(file: Traversable) -> bytes:
@@ -347,17 +356,17 @@ def _json(file: Traversable) -> dict[str, Any]:
 
 
 def _hugging_face(folder: Traversable) -> tuple[dict, dict[str, np.ndarray], list[Traversable]]:
-    # The oldest folders have Google's name for it.
+    # The oldest folders use Google's name.
     config = next(
         (f for n in ("config.json", "bert_config.json") if (f := folder / n).is_file()), None
     )
     weights = next((f for name in _WEIGHTS if (f := folder / name).is_file()), None)
     if config is None or weights is None:
-        there = sorted(f.name for f in folder.iterdir())
-        others = [n for n in there if n.endswith((".h5", ".msgpack", ".onnx", ".ot"))]
+        names = sorted(f.name for f in folder.iterdir())
+        others = [n for n in names if n.endswith((".h5", ".msgpack", ".onnx", ".ot"))]
         raise UserError(
-            f"it holds no checkpoint: no {'config.json' if config is None else ' or '.join(_WEIGHTS[::2])}"
-            + (f" (only {', '.join(others)}, which are not read)" if others else "")
+            f"no checkpoint: it has no {'config.json' if config is None else ' or '.join(_WEIGHTS[::2])}"
+            + (f" (only {', '.join(others)}, which are not supported)" if others else "")
         )
     settings = _json(config)
     parts = [weights]
@@ -370,18 +379,18 @@ def _hugging_face(folder: Traversable) -> tuple[dict, dict[str, np.ndarray], lis
 
 
 def _shards(index: pathlib.Path) -> list[str]:
-    """The files that an index names, which are beside it."""
+    """Return the names of the weight files that an index lists."""
     names = _json(index).get("weight_map")
     if not isinstance(names, dict):
-        raise UserError(f"{index.name} names no files")
+        raise UserError(f"{index.name} lists no files")
     for name in names.values():
         if not _is_beside(name):
-            raise UserError(f"{index.name} names {name!r}, which is no file beside it")
+            raise UserError(f"{index.name} lists {name!r}, which is not a file in the same folder")
     return sorted(set(names.values()))
 
 
 def _is_beside(name: Any) -> bool:
-    """Whether this is the name of something beside the file that holds it, and no path elsewhere."""
+    """Whether a value is a plain file name, not a path to another folder."""
     return isinstance(name, str) and pathlib.PurePath(name).name == name and name not in ("", "..")
 
 
@@ -394,7 +403,7 @@ def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             sums = json.loads((opened.metadata() or {}).get("crc32c", "{}"))
             if not isinstance(sums, dict):
-                raise ValueError("its checksums are no table")
+                raise ValueError("its checksums are not a JSON object")
     except FileNotFoundError:
         raise UserError(f"{file.name} is missing") from None
     except (safetensors.SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
@@ -406,19 +415,19 @@ def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _damage(file: pathlib.Path, error: Exception) -> str:
-    """What is wrong with a safetensors file: the tensor that is cut, or what the library says."""
+    """Return what is wrong with a safetensors file: where it is cut, or the library's message."""
     with file.open("rb") as opened:
         data = opened.read(8)
         if data == b"version ":
-            return "it is only a pointer of Git LFS; fetch the file with `git lfs pull`"
+            return "it is a Git LFS pointer; fetch the file with `git lfs pull`"
         length, size = int.from_bytes(data, "little"), file.stat().st_size
         if len(data) < 8 or length > size - 8:
-            return f"its header of {length:,} bytes is not whole"
+            return f"its header of {length:,} bytes is truncated"
         try:
             header = json.loads(opened.read(length))
             ends = [(v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__"]
             cut = min((8 + length + end, name) for end, name in ends if 8 + length + end > size)
-            return f"it is cut short in {cut[1]}"
+            return f"truncated in {cut[1]}"
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return " ".join(str(error).split())
 
@@ -430,9 +439,8 @@ def _google(
     if not config.is_file():
         raise UserError(f"no bert_config.json beside {prefix}.index")
     settings = _json(config)
-    found = tensorflow1.read(folder, prefix, _is_weight)
     tensors = {}
-    for name, value in found.items():
+    for name, value in tensorflow1.read(folder, prefix, _is_weight).items():
         new, transposed = _google_name(name)
         tensors[new] = value.T if transposed else value
     if "classifier.weight" in tensors:  # run_classifier.py's
@@ -442,14 +450,14 @@ def _google(
 
 
 def _is_weight(name: str) -> bool:
-    """Not the optimizer's."""
+    """Whether a variable is not part of the optimizer's state."""
     return not re.search(
         r"(/|_)(adam|lamb)_[mv](_\d+)?$|^global_step$|^(beta|gamma)\d_power$", name
     )
 
 
 def _google_name(name: str) -> tuple[str, bool]:
-    """The canonical name of one of Google's, and whether its matrix is transposed there."""
+    """Return the canonical name of a variable, and whether to transpose it."""
     fixed = {
         "cls/predictions/output_bias": "cls.predictions.bias",
         "cls/seq_relationship/output_weights": "cls.seq_relationship.weight",
@@ -473,7 +481,7 @@ def _google_name(name: str) -> tuple[str, bool]:
 def _vocabulary(
     folder: Traversable, vocab: str | None, lowercase: bool | None, without_added: bool
 ) -> tuple[Vocabulary, Traversable | None]:
-    """The vocabulary with the tokenizer's settings, and the file it was read from."""
+    """Return the vocabulary with the tokenizer's settings, and the file it was read from."""
     if vocab is not None:
         return wordpiece.load(vocab, lowercase), None
     listed, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
@@ -481,7 +489,9 @@ def _vocabulary(
     settings = _json(saved) if saved.is_file() else {}
     kind = settings.get("tokenizer_class")
     if kind not in _TOKENIZERS:
-        raise UserError(f"its tokenizer is a {kind}, not BERT's; --vocab FILE takes BERT's instead")
+        raise UserError(
+            f"its tokenizer is {kind}, not BERT's; give a WordPiece vocabulary with --vocab FILE"
+        )
     added: list[str] = []
     if tokenizer.is_file():
         try:
@@ -491,12 +501,12 @@ def _vocabulary(
                 f"tokenizer.json is not BERT's: {' '.join(str(error).split())}"
             ) from None
         if wordpiece.parse(vocabulary.to_bytes(), tokenizer.name) != vocabulary.tokens:
-            raise UserError("tokenizer.json holds a token with a line break in it")
+            raise UserError("tokenizer.json has a token that contains a line break")
         if listed.is_file():
             tokens = wordpiece.parse(_bytes(listed), listed.name)
             if vocabulary.tokens[: len(tokens)] != tokens:
                 raise UserError(
-                    "vocab.txt and tokenizer.json hold different vocabularies: remove one"
+                    "vocab.txt and tokenizer.json contain different vocabularies: remove one"
                 )
         file = tokenizer
     elif listed.is_file():
@@ -506,11 +516,11 @@ def _vocabulary(
             ids = _json(extra)
             added = sorted((t for t in ids if t not in SPECIAL), key=lambda t: str(ids[t]))
     else:
-        raise UserError("it has no vocab.txt and no tokenizer.json; name one with --vocab")
+        raise UserError("neither vocab.txt nor tokenizer.json found; give one with --vocab")
     if added and not without_added:
         raise UserError(
-            f"its tokenizer finds {huggingface.some(added)} in a text, which would be taken apart "
-            "here; add --allow-missing added_tokens to go on all the same"
+            f"its tokenizer has added tokens, which are not supported: {huggingface.shorten(added)}; to "
+            "split them into word pieces, add --allow-missing added_tokens"
         )
     vocabulary = dataclasses.replace(vocabulary, **_settings(settings))
     if lowercase is not None:
@@ -519,30 +529,30 @@ def _vocabulary(
 
 
 def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:
-    """What a tokenizer_config.json says of the tokenizer; it goes before tokenizer.json."""
+    """Return the settings in a tokenizer_config.json, which override those in tokenizer.json."""
     ours = {
         "do_lower_case": "lowercase",
         "strip_accents": "strip_accents",
         "tokenize_chinese_chars": "split_chinese",
     }
-    found = {}
+    settings = {}
     for theirs, name in ours.items():
         value = saved.get(theirs)
         if value is not None and not isinstance(value, bool):
             raise UserError(f"tokenizer_config.json: {theirs} is {value!r}, not true or false")
         if value is not None:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
-    """The vocabulary, if it is as long as the embeddings."""
+    """Check the vocabulary against the rows of the embeddings; pad it if that is allowed."""
     missing = size - len(vocabulary)
     if missing > 0 and may_lack:
         rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
         return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest)
     if missing:
-        hint = "; add --allow-missing tokens if they are padding" if missing > 0 else ""
+        hint = "; if the rest are padding, add --allow-missing tokens" if missing > 0 else ""
         raise UserError(
             f"the vocabulary has {len(vocabulary):,} tokens, the embeddings {size:,} rows{hint}"
         )
@@ -552,7 +562,7 @@ def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
 def _embed_config(
     folder: Traversable, positions: int, allow_unexpected: Collection[str]
 ) -> EmbedConfig:
-    """How a sentence encoder's authors make vectors, as sentence-transformers writes it down."""
+    """Return the pooling settings of a sentence-transformers folder."""
     embed = EmbedConfig()
     listed = folder / "modules.json"
     if not listed.is_file():
@@ -566,16 +576,16 @@ def _embed_config(
     def refuse(name: str, what: str) -> None:
         if not any(fnmatch.fnmatch(name, pattern) for pattern in allow_unexpected):
             raise UserError(
-                f"{what}, which vectors here would be made without; add --allow-unexpected {name} "
-                "to go on all the same"
+                f"{what}, which is not supported; to compute vectors without it, add "
+                f"--allow-unexpected {name}"
             )
 
     for kind in kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
-        refuse(kind, f"it is a sentence encoder with a module {kind}")
+        refuse(kind, f"the sentence encoder has a module {kind}")
     embed.normalize = "Normalize" in kinds
     where = kinds.get("Pooling", "")
     if where and not _is_beside(where):
-        raise UserError(f"modules.json names {where!r}, which is no folder beside it")
+        raise UserError(f"modules.json lists {where!r}, which is not a folder beside it")
     if "Pooling" in kinds and (file := folder / where / "config.json").is_file():
         pooling = _json(file)
         modes = {name.removeprefix("pooling_mode_") for name, on in pooling.items() if on is True}
@@ -583,8 +593,8 @@ def _embed_config(
         if modes & {"cls_token", "cls"}:
             embed.pooling = "cls"
         elif not modes & {"mean_tokens", "mean"}:
-            refuse("Pooling", f"its vectors are pooled by {', '.join(map(str, sorted(modes)))}")
+            refuse("Pooling", f"the sentence encoder pools by {', '.join(map(str, sorted(modes)))}")
     if (file := folder / "sentence_bert_config.json").is_file():
-        most = _json(file).get("max_seq_length")
-        embed.tokens = most if isinstance(most, int) and 3 <= most <= positions else 0
+        length = _json(file).get("max_seq_length")
+        embed.tokens = length if isinstance(length, int) and 3 <= length <= positions else 0
     return embed

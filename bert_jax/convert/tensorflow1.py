@@ -1,9 +1,9 @@
-"""Checkpoints of TensorFlow 1 (and 2), read without TensorFlow.
+"""Read checkpoints of TensorFlow 1 (and 2) without TensorFlow.
 
 `PREFIX.index` is a table in LevelDB's format (github.com/google/leveldb, doc/table_format.md) from
 tensor names to BundleEntryProto messages (tensorflow/core/protobuf/tensor_bundle.proto), and
-`PREFIX.data-0000i-of-0000n` are the tensors' bytes. Every checksum, of a block and of a tensor, is
-checked. The files may lie in a folder or inside a zip archive.
+`PREFIX.data-0000i-of-0000n` contain the tensors' bytes. The checksums of blocks and tensors are
+verified. The files may be in a folder or a zip archive.
 """
 
 import contextlib
@@ -35,23 +35,25 @@ _DTYPES = {
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER_BYTES = 48
 _VERSION = 1  # kTensorBundleVersion
-# An index of BERT Large with its optimizer takes 60 KB. The bounds keep prefix-compressed keys,
-# which a few bytes can make long, from filling the memory.
+# The index of BERT Large with its optimizer takes 60 KB. Bounded because keys are prefix-compressed:
+# a small damaged file could otherwise fill the memory.
 _INDEX_BYTES = 1 << 24
 _NAME_BYTES = 1000
 _PIECE_BYTES = 1 << 22
 
 
 class Entry(NamedTuple):
-    """What the index says of a tensor.
+    """Index entry of a tensor.
 
     Attributes:
-        dtype: None for one that cannot be read (strings, resources, ...).
-        shape: in elements.
-        shard: which data file holds it, counted from 0 of `shards`.
-        offset, size: where in that file, in bytes.
-        crc32c: of those bytes, masked.
-        sliced: a part of a partitioned variable, which cannot be read.
+        dtype: None for unsupported types (strings, resources, ...).
+        shape: shape of the tensor.
+        shard: index of its data file, from 0.
+        shards: number of data files.
+        offset: position in the data file, in bytes.
+        size: size in bytes.
+        crc32c: masked checksum of its bytes.
+        sliced: whether it is a partitioned variable, which is not supported.
     """
 
     dtype: np.dtype | None
@@ -65,10 +67,10 @@ class Entry(NamedTuple):
 
 
 def entries(folder: Traversable, prefix: str) -> dict[str, Entry]:
-    """The tensors of the checkpoint `folder/prefix` by name, from its index alone.
+    """Read the index of the checkpoint `folder/prefix`: its tensors by name.
 
     Raises:
-        UserError: there is no such index, it is damaged, or it is no TensorFlow checkpoint.
+        UserError: no such index, a damaged one, or not a TensorFlow checkpoint.
     """
     path = folder / f"{prefix}.index"
     with _reading(path):
@@ -80,24 +82,27 @@ def entries(folder: Traversable, prefix: str) -> dict[str, Entry]:
         header = _fields(records.pop(b""))
         shards = _last(header, 1)
         if _last(header, 2) != 0:
-            raise ValueError("its numbers are big-endian, which this program does not read")
+            raise ValueError("big-endian files are not supported")
         if _last(_fields(_last(header, 3, b"")), 2) > _VERSION:
-            raise ValueError("a newer version of the format, which this program does not read")
+            raise ValueError("newer versions of the format are not supported")
         return {name.decode(): _entry(record, shards) for name, record in records.items()}
 
 
 def read(
-    folder: Traversable, prefix: str, wanted: Callable[[str], bool] = lambda name: True
+    folder: Traversable, prefix: str, select: Callable[[str], bool] = lambda name: True
 ) -> dict[str, np.ndarray]:
-    """The tensors of the checkpoint `folder/prefix` whose names are `wanted`, by name.
+    """Read the tensors of the checkpoint `folder/prefix` whose names satisfy `select`.
 
-    No other tensor's bytes are read, so an optimizer's slots cost nothing.
+    The bytes of other tensors, such as the optimizer's slots, are not read.
+
+    Returns:
+        Arrays by name.
 
     Raises:
-        UserError: a file is missing, truncated or damaged, or a wanted tensor is of a type that
-            cannot be read. The line names the file and the tensor.
+        UserError: a file is missing, truncated or damaged, or a selected tensor has an unsupported
+            type. The message names the file and the tensor.
     """
-    chosen = {name: entry for name, entry in entries(folder, prefix).items() if wanted(name)}
+    chosen = {name: entry for name, entry in entries(folder, prefix).items() if select(name)}
     index = folder / f"{prefix}.index"
     with _reading(index):
         for name, entry in chosen.items():
@@ -105,13 +110,13 @@ def read(
     tensors = {}
     for shard, shards in sorted({(entry.shard, entry.shards) for entry in chosen.values()}):
         path = folder / f"{prefix}.data-{shard:05d}-of-{shards:05d}"
-        # In order of offset, so that a compressed file inside a zip is read through once.
+        # In order of offset, to read a compressed member of a zip archive once.
         inside = sorted((e.offset, name) for name, e in chosen.items() if e.shard == shard)
         with _reading(path), path.open("rb") as file:
             end = 0
             for offset, name in inside:
                 if offset < end:
-                    raise ValueError(f"tensor {name!r} overlaps the one before it")
+                    raise ValueError(f"tensor {name!r} overlaps the previous one")
                 end = offset + chosen[name].size
                 tensors[name] = _tensor(file, name, chosen[name])
     return {name: tensors[name] for name in chosen}
@@ -119,13 +124,13 @@ def read(
 
 @contextlib.contextmanager
 def _reading(path: Any) -> Iterator[None]:
-    """Turns what damaged bytes can raise into a `UserError` that names the file."""
+    """Convert the exceptions that damaged bytes can raise to a `UserError` with the file's name."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise UserError(
-            f"{path} does not exist; a TensorFlow checkpoint is PREFIX.index "
-            "and all its PREFIX.data-* files together"
+            f"{path} does not exist; a TensorFlow checkpoint consists of PREFIX.index and all "
+            "PREFIX.data-* files"
         ) from None
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         reason = describe(error) if isinstance(error, OSError) else str(error)
@@ -139,21 +144,21 @@ def _reading(path: Any) -> Iterator[None]:
 
 
 def _masked_crc32c(crc: int) -> int:
-    """As stored: rotated and shifted (leveldb, util/crc32c.h), so a crc of crcs stays sound."""
+    """Return the checksum as stored: rotated, plus a constant (leveldb, util/crc32c.h)."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-# The table.
+# --- The table ---
 
 
 def _records(table: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a whole table, in order."""
+    """Yield the keys and values of a table, in order."""
     if len(table) > _INDEX_BYTES:
-        raise ValueError(f"it is longer than {_INDEX_BYTES >> 20} MB, too long for an index")
+        raise ValueError(f"it is larger than {_INDEX_BYTES >> 20} MB")
     footer = table[-_FOOTER_BYTES:]
     if len(footer) < _FOOTER_BYTES or int.from_bytes(footer[-8:], "little") != _MAGIC:
-        raise ValueError("it does not end as an index does")
-    _, at = _handle(footer, 0)  # of the metaindex, which holds nothing here
+        raise ValueError("it lacks the footer of an index")
+    _, at = _handle(footer, 0)  # the metaindex, which is empty
     index, _ = _handle(footer, at)
     last_end, last_key = 0, None
     for _, value in _block(table, *index):
@@ -169,22 +174,25 @@ def _records(table: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
-    """A block's (offset, size), and where reading goes on."""
+    """Return a block's (offset, size), and the position after the handle."""
     offset, at = _varint(data, at)
     size, at = _varint(data, at)
     return (offset, size), at
 
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a block: its entries, restart points, their count; then kind and crc."""
+    """Yield the keys and values of a block.
+
+    A block has entries, restart points and their count; kind and checksum follow it.
+    """
     block, trailer = table[offset : offset + size], table[offset + size : offset + size + 5]
     if len(block) < size or len(trailer) < 5:
-        raise ValueError("a block reaches beyond its end")
+        raise ValueError("a block exceeds the file")
     kind, crc = struct.unpack("<BI", trailer)
     if _masked_crc32c(google_crc32c.value(block + trailer[:1])) != crc:
-        raise ValueError(f"the checksum of the block at byte {offset} does not hold")
+        raise ValueError(f"wrong checksum of the block at byte {offset}")
     if kind != 0:
-        raise ValueError("it is compressed (snappy), which this program does not read")
+        raise ValueError("Snappy compression is not supported")
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")
     if size < 4 or end < 0:
         raise ValueError("a block has no entries")
@@ -194,7 +202,7 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         unshared, at = _varint(block, at)
         length, at = _varint(block, at)
         if shared > len(key) or at + unshared + length > end:
-            raise ValueError("a block's entry reaches beyond it")
+            raise ValueError("an entry exceeds its block")
         if shared + unshared > _NAME_BYTES:
             raise ValueError(f"a name is longer than {_NAME_BYTES} bytes")
         key = key[:shared] + block[at : at + unshared]
@@ -202,11 +210,11 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         yield key, block[at - length : at]
 
 
-# Protocol buffers, as much as three messages need.
+# --- Protocol buffers (the subset that three messages need) ---
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer below 2**64, and where reading goes on."""
+    """Return an integer below 2**64, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]
@@ -214,11 +222,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value & (1 << 64) - 1, at
-    raise ValueError("it holds a number that does not end")
+    raise ValueError("an integer is too long")
 
 
 def _fields(message: Any) -> dict[int, list[Any]]:
-    """A message's values by field number: integers, and bytes for what has a length."""
+    """Return a message's values by field number: integers, or bytes of length-delimited fields."""
     fields: dict[int, list[Any]] = {}
     if not isinstance(message, bytes):
         raise ValueError("a field of a message has the wrong type")
@@ -234,10 +242,10 @@ def _fields(message: Any) -> dict[int, list[Any]]:
             elif wire in (1, 5):
                 length = 8 if wire == 1 else 4
             else:
-                raise ValueError("a message has a field of an unknown kind")
+                raise ValueError("a message has a field of an unknown wire type")
             value = message[at : at + length]
             if len(value) < length:
-                raise ValueError("a message is cut short")
+                raise ValueError("a message is truncated")
             at += length
             if wire != 2:
                 value = int.from_bytes(value, "little")
@@ -246,7 +254,7 @@ def _fields(message: Any) -> dict[int, list[Any]]:
 
 
 def _last(fields: dict[int, list[Any]], number: int, default: Any = 0) -> Any:
-    """A field that occurs once: its last value counts, and it has the type of its default."""
+    """Return the last value of a field, which must have the type of its default."""
     value = fields.get(number, [default])[-1]
     if type(value) is not type(default):
         raise ValueError("a field of a message has the wrong type")
@@ -268,38 +276,38 @@ def _entry(record: bytes, shards: int) -> Entry:
     )
 
 
-# The data.
+# --- The data ---
 
 
 def _check(name: str, entry: Entry) -> None:
-    """Refuses an entry that cannot be read or contradicts itself."""
+    """Raise ValueError if an entry is not supported or inconsistent."""
     if entry.dtype is None:
         types = ", ".join(dtype.name for dtype in _DTYPES.values())
-        raise ValueError(f"tensor {name!r} is of a type that cannot be read, only {types} can")
+        raise ValueError(f"tensor {name!r} has an unsupported type; supported: {types}")
     if entry.sliced:
-        raise ValueError(f"tensor {name!r} is stored in slices, which this program does not read")
+        raise ValueError(f"tensor {name!r} is partitioned, which is not supported")
     if entry.shard >= entry.shards:
         raise ValueError(f"tensor {name!r} is in data file {entry.shard} of {entry.shards}")
-    # A negative number arrives as one past 2**63.
+    # Negative numbers are decoded as values of 2**63 or more.
     if max(entry.offset, entry.size, *entry.shape, 0) >= 1 << 63 or len(entry.shape) > 32:
         raise ValueError(f"tensor {name!r} has an impossible shape, size or offset")
     if math.prod(entry.shape) * entry.dtype.itemsize != entry.size:
         raise ValueError(
-            f"tensor {name!r} has {entry.size} bytes, which is not the size of its shape "
+            f"tensor {name!r} has {entry.size} bytes, which does not match its shape "
             f"{list(entry.shape)} of {entry.dtype.name}"
         )
 
 
 def _tensor(file: io.BufferedIOBase, name: str, entry: Entry) -> np.ndarray:
-    """Reads piece by piece, so a size that the file does not hold is never allocated."""
+    """Read a tensor in pieces, to never allocate more than the file has."""
     file.seek(entry.offset)
     data, crc = bytearray(), 0
     while len(data) < entry.size:
         piece = file.read(min(_PIECE_BYTES, entry.size - len(data)))
         if not piece:
-            raise ValueError(f"it is truncated, it ends inside or before tensor {name!r}")
+            raise ValueError(f"truncated inside or before tensor {name!r}")
         data += piece
         crc = google_crc32c.extend(crc, piece)
     if _masked_crc32c(crc) != entry.crc32c:
-        raise ValueError(f"the checksum of tensor {name!r} does not hold")
+        raise ValueError(f"wrong checksum of tensor {name!r}")
     return np.frombuffer(data, entry.dtype).reshape(entry.shape)

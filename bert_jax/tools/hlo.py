@@ -1,7 +1,7 @@
-"""What a compiled program does in one run on one chip: matrix products, memory traffic, collectives.
+"""Count matrix products, memory traffic and collectives of a compiled program per chip and run.
 
-XLA's own cost analysis counts the body of a loop once. This reads the compiled program's text (HLO)
-and counts a body as often as it runs; in all (`read`), or by instruction (`executed`).
+XLA's cost analysis counts the body of a loop once. This module parses the compiled program's text
+(HLO) and counts the body once per iteration: as totals (`read`), or by instruction (`executed`).
 """
 
 import collections
@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-# Instructions that move nothing by themselves.
+# Instructions without memory traffic of their own.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
     "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "iota",
 }  # fmt: skip
 _SLICES = ("slice", "dynamic-slice", "gather")
-# Instructions that compute nothing by themselves: they place what others have computed.
+# Instructions that compute nothing but move data.
 _MOVES = _FREE | {
     *_SLICES, "copy", "transpose", "broadcast", "reshape", "dynamic-update-slice", "concatenate", "pad",
     "reverse", "convert", "bitcast-convert", "fusion", "custom-call", "rng-get-and-update-state",
@@ -37,28 +37,28 @@ _CALLED = re.compile(
 
 
 class Shape(NamedTuple):
-    """An array in memory."""
+    """Type, dimensions and memory space of an array."""
 
     type: str
     dimensions: tuple[int, ...]
-    # 0 is the chip's main memory; others (a TPU's VMEM, scalar memory) cost no main-memory traffic.
+    # 0 is main memory (HBM); other spaces, such as VMEM on TPUs, cause no main-memory traffic.
     space: int
 
     @property
     def bytes(self) -> int:
-        """Size without padding."""
-        found = re.search(r"\d+", self.type)
-        bits = _BITS[self.type] if self.type in _BITS else int(found.group()) if found else 0
+        """Size without padding, in bytes."""
+        match = re.search(r"\d+", self.type)
+        bits = _BITS[self.type] if self.type in _BITS else int(match.group()) if match else 0
         return math.prod(self.dimensions) * bits // 8
 
     @property
     def traffic(self) -> int:
-        """Bytes of main memory."""
+        """Bytes in main memory."""
         return 0 if self.space else self.bytes
 
 
 class Instruction(NamedTuple):
-    """A line of a computation."""
+    """An instruction of a computation."""
 
     name: str
     op: str
@@ -69,44 +69,49 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where in the JAX program it is from, `jit(step)/jvp(Bert)/encoder/…`; "" if untold."""
-        found = re.search(r'op_name="([^"]*/[^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        """Name stack in the JAX program, such as `jit(step)/jvp(Bert)/encoder/…`, or ""."""
+        match = re.search(r'op_name="([^"]*/[^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
 
 class Executed(NamedTuple):
-    """An instruction outside fusions, with all that is inside of it.
+    """Cost of an instruction outside fusions, including its called computations.
 
     Attributes:
-        times: how often a run of the program comes to it.
-        operations: of once, by `Instruction.source`, or that of whom it serves: 2 a multiply-add of a
-            matrix product, 1 an element of any other result, 0 where something is only moved.
-        traffic_bytes: of once, as `Program` has it.
-        is_told: False for a kernel that is called and does not tell what it computes.
-        inside: the instructions of a loop's body, a branch or a call, which are listed too.
+        times: number of executions in a run of the program.
+        operations: FLOPs of one execution by `Instruction.source`: 2 per multiply-add of a matrix
+            product, 1 per element of any other result, 0 for moves. Instructions that the compiler
+            added count for the source that they serve.
+        traffic_bytes: main-memory traffic of one execution, as in `Program`.
+        is_known: False for a custom kernel whose operations cannot be determined.
+        inside: instructions of a loop's body, a branch or a call, which are listed too.
     """
 
     times: int
     operations: dict[str, float]
     traffic_bytes: int
-    is_told: bool
+    is_known: bool
     inside: tuple[str, ...]
 
 
 class Collective(NamedTuple):
-    """A collective operation as one chip sees it."""
+    """A collective operation.
+
+    Attributes:
+        kind: one of `COLLECTIVES`.
+        bytes: size of the whole array that is reduced, gathered or exchanged within a group.
+        groups: [groups, members] indices of the devices in the mesh.
+        times: number of executions in a run of the program.
+    """
 
     kind: str
-    # Of the whole array that is reduced, gathered or exchanged within a group.
     bytes: int
-    # Who takes part together, as places in the mesh; each row is a group.
     groups: np.ndarray
-    # How often a run of the program does it.
     times: int
 
     @property
     def sent_bytes(self) -> float:
-        """What a chip sends in all: rings, which no network without broadcast can beat."""
+        """Bytes that a chip sends in total with ring algorithms."""
         n = self.groups.shape[1]
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}
         return self.times * self.bytes * share.get(self.kind, (n - 1) / n)
@@ -117,10 +122,11 @@ class Program:
     """Totals of one run on one chip.
 
     Attributes:
-        argument_bytes: of its arguments, without the padding that their layout adds.
-        matrix_flops: of matrix products and convolutions, 2 a multiply-add.
-        traffic_bytes: read from and written to main memory, each array once an instruction.
-        collectives: in no order.
+        argument_bytes: size of the arguments, without the padding of their layouts.
+        matrix_flops: FLOPs of matrix products and convolutions, 2 per multiply-add.
+        traffic_bytes: bytes read from and written to main memory, counting each array once per
+            instruction.
+        collectives: in no particular order.
     """
 
     argument_bytes: int = 0
@@ -130,12 +136,12 @@ class Program:
 
 
 def read(text: str) -> Program:
-    """Counts a compiled program's text (`jax.stages.Compiled.as_text`)."""
+    """Return the totals of a compiled program's text (`jax.stages.Compiled.as_text`)."""
     return _Reader(text).program()
 
 
 def executed(text: str) -> dict[str, Executed]:
-    """What of a compiled program's text is executed by name, which traces know it by."""
+    """Return the executed instructions of a compiled program's text by name, as in traces."""
     return _Reader(text).executed()
 
 
@@ -151,16 +157,16 @@ class _Reader:
                     self.entry = head.group(2) if head.group(1) else self.entry
             elif line.startswith("}"):
                 current = None
-            elif found := _INSTRUCTION.match(line):
-                instruction = _instruction(found.group(2), found.group(3), bool(found.group(1)))
+            elif match := _INSTRUCTION.match(line):
+                instruction = _instruction(match.group(2), match.group(3), bool(match.group(1)))
                 current[instruction.name] = instruction
 
     def program(self) -> Program:
         entry = self.computations[self.entry].values()
         arguments = [shape for i in entry if i.op == "parameter" for shape in i.shapes]
         program = Program(sum(shape.bytes for shape in arguments))
-        # An asynchronous collective may appear several times (start, beside other work, done)
-        # under one channel.
+        # An asynchronous collective may appear several times (start, overlapped, done) with the same
+        # channel.
         channels: dict[str, Collective] = {}
         for name, times, fused in self._runs():
             computation = self.computations[name]
@@ -173,66 +179,69 @@ class _Reader:
                 if kind in COLLECTIVES:
                     if reduce_scatters and kind == "all-reduce":
                         kind = "reduce-scatter"
-                    found = self._collective(computation, instruction, kind, times)
-                    if found.groups.shape[1] > 1:
+                    collective = self._collective(computation, instruction, kind, times)
+                    if collective.groups.shape[1] > 1:
                         channel = re.search(r"channel_id=(\d+)", instruction.attributes)
                         key = channel.group(1) if channel else f"{name} {instruction.name}"
-                        before = channels.get(key)
-                        if before is None or before.times < times:
-                            channels[key] = found
+                        previous = channels.get(key)
+                        if previous is None or previous.times < times:
+                            channels[key] = collective
         program.collectives = list(channels.values())
         return program
 
     def executed(self) -> dict[str, Executed]:
-        found: dict[str, Executed] = {}
+        result: dict[str, Executed] = {}
         for name, times, fused in self._runs():
             computation = self.computations[name]
             for i in computation.values() if not fused else ():
-                if i.name in found:  # a computation that is called from several places
-                    found[i.name] = found[i.name]._replace(times=found[i.name].times + times)
+                if i.name in result:  # a computation with several callers
+                    result[i.name] = result[i.name]._replace(times=result[i.name].times + times)
                 elif i.op in ("while", "call", "conditional") or i.op not in _FREE:
                     called = self._called(i) if i.op != "fusion" else []
-                    found[i.name] = Executed(
+                    result[i.name] = Executed(
                         times,
                         dict(self._operations(name, i)),
                         self._all_traffic(computation, i),
                         i.op != "custom-call" or self._matrix_flops(computation, i) > 0,
                         tuple(inner for one, _ in called for inner in self.computations[one]),
                     )
-        return found
+        return result
 
     def _operations(self, name: str, i: Instruction) -> dict[str, float]:
-        """By source; what is inside and does not tell its own has that of the whole."""
-        own = self._sources(name)[i.name]
-        found = collections.defaultdict(float)
-        found[own] = self._own_operations(self.computations[name], i)
+        """Return operations by source; called instructions without a source inherit it from `i`."""
+        own_source = self._sources(name)[i.name]
+        operations = collections.defaultdict(float)
+        operations[own_source] = self._own_operations(self.computations[name], i)
         for called, times in self._called(i):
             for inner in self.computations[called].values():
                 for source, count in self._operations(called, inner).items():
-                    found[source or own] += times * count
-        return found
+                    operations[source or own_source] += times * count
+        return operations
 
     @functools.cache  # noqa: B019 (a reader lives as long as its text is read)
     def _sources(self, name: str) -> dict[str, str]:
-        """Of each instruction; the compiler's own copies serve what uses them, or what they are of."""
+        """Return the source of each instruction.
+
+        Instructions that the compiler added take the source of a user or else of an operand.
+        """
         computation = self.computations[name]
-        found = {i.name: i.source for i in computation.values()}
+        sources = {i.name: i.source for i in computation.values()}
         for i in reversed(computation.values()):
             for operand in i.operands:
-                found[operand] = found.get(operand) or found[i.name]
+                sources[operand] = sources.get(operand) or sources[i.name]
         for i in computation.values():
-            sources = (found[operand] for operand in i.operands)
-            found[i.name] = found[i.name] or next(filter(None, sources), "")
-        return found
+            of_operands = (sources[operand] for operand in i.operands)
+            sources[i.name] = sources[i.name] or next(filter(None, of_operands), "")
+        return sources
 
     def _own_operations(self, computation: dict[str, Instruction], i: Instruction) -> float:
         if matrix := self._matrix_flops(computation, i):
             return matrix
         if i.op in _MOVES or i.op.startswith(COLLECTIVES) or i.op.endswith(("-start", "-done")):
             return 0.0
-        # What is reduced or scattered is larger than what comes of it, or beside the point.
-        place = {"reduce": 0, "reduce-window": 0, "scatter": -1}.get(i.op)
-        array = i if place is None else computation[i.operands[place]]
+        # Reductions and scatters are counted by the elements of the input and of the updates.
+        operand = {"reduce": 0, "reduce-window": 0, "scatter": -1}.get(i.op)
+        array = i if operand is None else computation[i.operands[operand]]
         return float(math.prod(array.shapes[0].dimensions)) if array.shapes else 0.0
 
     def _all_traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:
@@ -245,13 +254,13 @@ class _Reader:
         )
 
     def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Computations that an instruction runs, and how often."""
+        """Return the computations that an instruction calls, and how often."""
         op = instruction.op
         if op == "while":
             return [(_attribute(instruction, "body"), self._trips(instruction))]
         if op not in ("fusion", "call", "conditional", "async-start"):
             return []
-        # Of a conditional every branch is counted, as if each ran.
+        # All branches of a conditional are counted.
         return [
             (called, 1)
             for one, several in _CALLED.findall(instruction.attributes)
@@ -259,7 +268,7 @@ class _Reader:
         ]
 
     def _runs(self) -> list[tuple[str, int, bool]]:
-        """Computations that run: (name, how often, whether inside a fusion)."""
+        """Return the computations that run: (name, number of times, whether inside a fusion)."""
         runs, waiting = [], [(self.entry, 1, False)]
         while waiting:
             name, times, fused = waiting.pop()
@@ -270,16 +279,16 @@ class _Reader:
         return runs
 
     def _trips(self, instruction: Instruction) -> int:
-        """How often a loop runs: told, or the bound of a counter from 0 that the condition has."""
-        if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes):
-            return int(told.group(1))
+        """Return the iterations of a loop: as annotated, or the constant in the loop condition."""
+        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes):
+            return int(match.group(1))
         condition = self.computations[_attribute(instruction, "condition")]
         fused = [self.computations[_attribute(i, "calls")] for i in condition.values() if i.op == "fusion"]  # fmt: skip
         bounds = [
-            int(found.group(1))
+            int(match.group(1))
             for computation in [condition, *fused]
             for i in computation.values()
-            if i.op == "constant" and (found := re.match(r"(\d+)\)", i.attributes))
+            if i.op == "constant" and (match := re.match(r"(\d+)\)", i.attributes))
         ]
         return max(bounds, default=1)
 
@@ -292,16 +301,16 @@ class _Reader:
         if i.op == "convolution":
             left, right = (computation[name].shapes[0].dimensions for name in i.operands[:2])
             return _convolution_flops(left, right, i.shapes[0].dimensions, i.attributes)
-        # cuBLAS tells which dimensions it sums over in its own configuration.
-        said = re.search(r'"lhs_contracting_dimensions":\["([\d",]*)"\]', i.attributes)
-        if i.op == "custom-call" and said:
+        # The contracted dimensions of a cuBLAS call are in its backend configuration.
+        match = re.search(r'"lhs_contracting_dimensions":\["([\d",]*)"\]', i.attributes)
+        if i.op == "custom-call" and match:
             left = computation[i.operands[0]].shapes[0].dimensions
-            summed = math.prod(left[int(d)] for d in said.group(1).split('","'))
+            summed = math.prod(left[int(d)] for d in match.group(1).split('","'))
             return 2.0 * math.prod(i.shapes[0].dimensions) * summed
         return 0.0
 
     def _traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:
-        """Main memory read and written by an instruction outside fusions."""
+        """Return the main-memory traffic of an instruction outside fusions, in bytes."""
         if i.op in _FREE or i.op.endswith("-done") or "AllocateBuffer" in i.attributes:
             return 0
         if i.op == "fusion":
@@ -316,7 +325,7 @@ class _Reader:
         operands = [shapes[0] for shapes in arrays if shapes]
         if i.op in _SLICES:
             return (not operands[0].space) * i.shapes[0].bytes + i.shapes[0].traffic
-        if i.op == "slice-start":  # its result, after the operand, is what is moved
+        if i.op == "slice-start":  # the result follows the operand
             return (not operands[0].space) * i.shapes[1].bytes + i.shapes[1].traffic
         if i.op == "dynamic-update-slice":
             return 2 * (not operands[0].space) * operands[1].bytes
@@ -324,7 +333,7 @@ class _Reader:
         return sum(s.traffic for s in operands) + sum(s.traffic for s in written)
 
     def _read(self, fused: dict[str, Instruction], value: Instruction) -> int:
-        """Of an operand of a fusion what is read: where only slices are used, those."""
+        """Return the bytes that a fusion reads of an operand: only the slices, if only those are used."""
         whole, total = value.shapes[0].bytes, 0
         for user in fused.values():
             if value.name not in user.operands:
@@ -361,17 +370,17 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     # A type (an array, or a tuple of types in parentheses), then op(operands), attributes.
     kind, rest = _split(rest, " ")
     op, _, rest = rest.partition("(")
-    shapes = tuple(_shape(*found) for found in _ARRAY.findall(kind))
+    shapes = tuple(_shape(*array) for array in _ARRAY.findall(kind))
     operands = tuple(re.findall(r"%([\w.\-]+)", _split(rest, ")")[0]))
     return Instruction(name, op, shapes, operands, rest, is_root)
 
 
 def _split(text: str, end: str) -> tuple[str, str]:
-    """What is before and after the first `end` outside of brackets."""
+    """Split a text at the first `end` outside of brackets."""
     depth = 0
-    for place, character in enumerate(text):
+    for i, character in enumerate(text):
         if character == end and depth == 0:
-            return text[:place], text[place + 1 :]
+            return text[:i], text[i + 1 :]
         depth += (character in "({[") - (character in ")}]")
     return text, ""
 
@@ -387,12 +396,12 @@ def _number(parameter: Instruction) -> int:
 
 
 def _attribute(instruction: Instruction, name: str) -> str:
-    found = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.attributes)
-    return found.group(1) if found else ""
+    match = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.attributes)
+    return match.group(1) if match else ""
 
 
 def _written(fused: dict[str, Instruction], fusion: Instruction) -> list[int]:
-    """Of each of a fusion's results what is written: a slice, where it updates one in place."""
+    """Return the bytes written by each result of a fusion: only the slice of in-place updates."""
     root = next(i for i in fused.values() if i.is_root)
     results = [fused[name] for name in root.operands] if root.op == "tuple" else [root]
     written = []
@@ -409,9 +418,9 @@ def _written(fused: dict[str, Instruction], fusion: Instruction) -> list[int]:
 def _convolution_flops(
     left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], attributes: str
 ) -> float:
-    """As XLA's HloCostAnalysis counts: window places that fall on real elements only.
+    """Return the FLOPs of a convolution as XLA's HloCostAnalysis does, without padding.
 
-    TPUs run matrix products as convolutions; batch dimensions become dilated windows.
+    On TPUs matrix products are convolutions whose batch dimensions become dilated windows.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes).groups()
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", re.search(r"window=\{([^}]*)\}", attributes).group(1)) if "window={" in attributes else ())  # fmt: skip
@@ -426,24 +435,24 @@ def _convolution_flops(
     valid = 1
     for d, label in enumerate(spatial):
         extent = left[labels[0].index(label)]
-        place = (
+        position = (
             np.arange(result[labels[2].index(label)])[:, None] * strides[d]
             - low[d]
             + np.arange(sizes[d])[None, :] * right_dilation[d]
         )
-        real = (place % left_dilation[d] == 0) & (place >= 0)
-        valid *= int(np.sum(real & (place // left_dilation[d] < extent)))
+        real = (position % left_dilation[d] == 0) & (position >= 0)
+        valid *= int(np.sum(real & (position // left_dilation[d] < extent)))
     groups = re.search(r"batch_group_count=(\d+)", attributes)
     batch = left[labels[0].index("b")] / (int(groups.group(1)) if groups else 1)
-    # The kernel's input features are those of one feature group already.
+    # The kernel's input features are those of one feature group.
     return 2.0 * batch * right[labels[1].index("i")] * right[labels[1].index("o")] * valid
 
 
 @functools.cache
 def replica_groups(attributes: str) -> np.ndarray:
-    """The groups of a collective, one a row, from any of the ways HLO writes them.
+    """Return the groups of a collective, [groups, members], from any notation of HLO.
 
-    `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`, or `mesh['a'=2,'b'=2], device_ids=(…)
+    The notations are `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`, or `mesh['a'=2,'b'=2], device_ids=(…)
     {'a'}`: groups along the named axes of a mesh.
     """
     text = attributes[attributes.index("replica_groups=") + len("replica_groups=") :]
@@ -468,7 +477,7 @@ def replica_groups(attributes: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: 0, 1, … in that shape, transposed so, flat."""
+    """Return `[2,4]T(1,0)` as a flat array: 0, 1, … in that shape, transposed."""
     shape, order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
     shape = [int(d) for d in shape.split(",")]
     ids = np.arange(math.prod(shape)).reshape(shape)

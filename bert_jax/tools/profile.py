@@ -325,7 +325,7 @@ def _work(
             operations[part_of(source)] += instruction.times * count
         for part, share in shares.items():
             traffic[part] += instruction.times * share * instruction.traffic_bytes
-        if not instruction.is_told:
+        if not instruction.is_known:
             incomplete.update(shares)
     return operations, traffic, incomplete
 

@@ -497,7 +497,9 @@ def gradients(dtype, *values):
     @jax.value_and_grad
     def run(params):
         terms = objective.loss_terms(params, inputs, generator_key(jax.random.key(1), "hash"))
-        return sum(terms[name][0] / weight for name, weight in objective.normalizers(inputs).items())
+        return sum(
+            terms[name][0] / weight for name, weight in objective.normalizers(inputs).items()
+        )
 
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         loss, grads = run(params)

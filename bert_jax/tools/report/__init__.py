@@ -1,1 +1,1 @@
-"""What people look at: pictures and pages of runs, tables of experiments."""
+"""Pages, plots and tables of runs and experiments."""

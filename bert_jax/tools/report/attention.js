@@ -1,6 +1,6 @@
 "use strict";
 // A map is one head's T × T weights, a row a word piece that attends. Weights lie in bytes q as
-// 255 times their root, which is what colours show.
+// 255 times their root, which is what colors show.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const { tokens, segments, layers, heads, columns } = data;
@@ -39,8 +39,8 @@ function make(tag, attributes = {}, ...inside) {
   return element;
 }
 
-// A colour of the style, which knows of light and dark, as [red, green, blue].
-function colour(name) {
+// A color of the style, which knows of light and dark, as [red, green, blue].
+function color(name) {
   const probe = make("span", { style: `color: var(${name})` });
   document.body.append(probe);
   const parts = getComputedStyle(probe).color.match(/[\d.]+/g).map(Number);
@@ -159,7 +159,7 @@ function drawLines(weights, row) {
   const width = 176;
   const context = sized(find("between"), width, list.height);
   const middle = (i) => ((i + 0.5) * list.height) / T;
-  context.strokeStyle = `rgb(${colour("--accent")})`;
+  context.strokeStyle = `rgb(${color("--accent")})`;
   context.lineWidth = row ? 2 : 1.5;
   // Of one word piece alone small weights can be seen too. All lines of a long text at once would
   // take a browser half a minute, and hide each other.
@@ -195,7 +195,7 @@ function drawSquare(weights) {
   context = sized(canvas, margin + T * CELL + 1, margin + T * CELL + 1);
   context.font = font;
   context.textBaseline = "middle";
-  const [ink, line] = [colour("--ink"), colour("--line")].map((parts) => `rgb(${parts})`);
+  const [ink, line] = [color("--ink"), color("--line")].map((parts) => `rgb(${parts})`);
   for (let i = 0; i < T; i += every) {
     const at = margin + (i + 0.5) * CELL;
     context.fillStyle = ink;
@@ -211,7 +211,7 @@ function drawSquare(weights) {
     context.restore();
   }
   const small = document.createElement("canvas");
-  paint(small, weights, T, colour("--accent"));
+  paint(small, weights, T, color("--accent"));
   context.imageSmoothingEnabled = false;
   context.drawImage(small, margin, margin, T * CELL, T * CELL);
   context.strokeStyle = line;
@@ -224,7 +224,7 @@ function drawSquare(weights) {
 }
 
 function paintMaps() {
-  const accent = colour("--accent");
+  const accent = color("--accent");
   for (const td of find("maps").querySelectorAll("td")) {
     const weights = map(Number(td.dataset.layer), Number(td.dataset.column));
     paint(td.firstChild, weights, Math.min(T, SIDE), accent);

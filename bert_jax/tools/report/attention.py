@@ -1,4 +1,4 @@
-"""What attends to what in a text: a page to look around in, and a picture of all heads."""
+"""Draw attention maps: an interactive page, and a picture of all heads."""
 
 import html
 import pathlib
@@ -16,33 +16,30 @@ if TYPE_CHECKING:
 
 
 def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
-    """Where the page and the picture go: one is `out`, by its suffix, the other stands beside it.
+    """Return the paths of the page and the picture, one of which is `out`, by its suffix.
 
     Raises:
-        UserError: a suffix of neither.
+        UserError: unknown suffix.
     """
     path = pathlib.Path(out)
     if path.suffix == ".html":
         return path, path.with_suffix(".png")
     if path.suffix in plots.PICTURES:
         return path.with_suffix(".html"), path
-    raise UserError(f"--out {out}: it must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
+    raise UserError(f"--out {out}: must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
 
 
 def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> list[pathlib.Path]:
-    """Writes the page and the picture, each whole or not at all.
+    """Write the page and the picture, each atomically, and return their paths.
 
     Args:
-        maps: what to show.
-        source: what the model is called.
-        out: as `paths` takes it.
-        rolled: attention rollout too.
-
-    Returns:
-        Their paths.
+        maps: attention maps of a text.
+        source: name of the model.
+        out: path of the page or the picture; see `paths`.
+        rolled: whether to show attention rollout too.
 
     Raises:
-        UserError: a file of no known kind, or one that cannot be written.
+        UserError: unknown suffix, or a file that cannot be written.
     """
     page_path, picture_path = paths(out)
     page.write(page_path, document(maps, source, rolled))
@@ -52,32 +49,32 @@ def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> l
 def columns(
     maps: AttentionMaps, rolled: bool
 ) -> tuple[list[str], list[Float[np.ndarray, "C T T"]]]:
-    """What there is of every layer: each head, the mean of all, and rollout.
+    """Return the C columns of the tables of maps: each head, the mean, and rollout if asked for.
 
     Returns:
-        C names, and for each layer its maps.
+        Names of the columns, and the maps of each layer.
     """
     names = [f"head {i + 1}" for i in range(maps.probabilities.shape[1])] + ["mean"]
     layers = [np.concatenate([heads, heads.mean(0)[None]]) for heads in maps.probabilities]
     if rolled:
         names.append("rollout")
-        through = rollout(maps.probabilities)
-        layers = [np.concatenate([x, y[None]]) for x, y in zip(layers, through, strict=True)]
+        rollouts = rollout(maps.probabilities)
+        layers = [np.concatenate([x, y[None]]) for x, y in zip(layers, rollouts, strict=True)]
     return names, layers
 
 
 def _bytes(weights: Float[np.ndarray, "C T T"]) -> UInt8[np.ndarray, "C T T"]:
-    # Roots, for the weights of long texts are small: 1/512 would be none of 255 equal steps.
+    # Square roots, because weights are small in long texts: linear steps would round 1/512 to 0.
     return np.rint(255 * np.sqrt(np.clip(weights, 0, 1))).astype(np.uint8)
 
 
-def _called(maps: AttentionMaps) -> str:
+def _title(maps: AttentionMaps) -> str:
     text = " / ".join(" ".join(text.split()) for text in maps.texts)
     return f"Attention: {text if len(text) <= 90 else text[:89] + '…'}"
 
 
 def document(maps: AttentionMaps, source: str, rolled: bool = False) -> str:
-    """The page, as HTML; arguments as `write` takes them."""
+    """Return the page as HTML; arguments as in `write`."""
     names, layers = columns(maps, rolled)
     count, heads, tokens, _ = maps.probabilities.shape
     data = {
@@ -91,26 +88,28 @@ def document(maps: AttentionMaps, source: str, rolled: bool = False) -> str:
         "distance": distance(maps.probabilities).tolist(),
     }
     rolling = (
-        " <b>Rollout</b> is what has come through all layers up to this one, each passing on half "
-        "its heads' mean and half of what went in (Abnar and Zuidema 2020)."
+        " <b>Rollout</b> accumulates attention from the input to this layer; each layer adds half "
+        "the mean of its heads to half the residual (Abnar and Zuidema 2020)."
         if rolled
         else ""
     )
-    longer = ", of a text as long as this those of four times the mean weight" * (tokens > 128)
+    longer = " (in a text of this length, those of at least four times the mean weight)" * (
+        tokens > 128
+    )
     style = (pathlib.Path(__file__).parent / "attention.css").read_text()
     body = f"""<style>
 {style}</style>
-<p class="quiet">{html.escape(source)}: {count} layers of {heads} heads, {tokens} word pieces.</p>
-<noscript><p>What is below is drawn by JavaScript, which is switched off.</p></noscript>
-<h2>Every head</h2>
-<p>A square a head: each row is a word piece, and shows how much it attends to every other, from left
-to right. <b>Mean</b> is that of the layer's heads.{rolling} Choose one by a click, or by
+<p class="quiet">{html.escape(source)}: {count} layers, {heads} heads, {tokens} word pieces.</p>
+<noscript><p>This page needs JavaScript.</p></noscript>
+<h2>All heads</h2>
+<p>Each square is a head. A row shows how much one word piece attends to each other one, from left to
+right. <b>Mean</b> is the mean of the layer's heads.{rolling} Select a map with a click, or with
 <kbd>Tab</kbd> and the arrow keys.</p>
 <p class="scale" aria-hidden="true"></p>
 <div class="wide"><table class="choice maps" id="maps"></table></div>
 <h2 id="chosen" aria-live="polite"></h2>
-<p>Point at a word piece on the left, or go through them with <kbd>Tab</kbd> and the arrow keys, to
-follow what it attends to. <kbd>Esc</kbd> shows all lines again{longer}.</p>
+<p>Point at a word piece on the left, or select one with <kbd>Tab</kbd> and the arrow keys, to see
+what it attends to. <kbd>Esc</kbd> shows all lines again{longer}.</p>
 <section>
 <p id="told" role="status"></p>
 <div class="one">
@@ -123,29 +122,28 @@ follow what it attends to. <kbd>Esc</kbd> shows all lines again{longer}.</p>
 </div>
 </section>
 <h2>Entropy and distance</h2>
-<p><b>Entropy</b> says how widely a head looks: 0 nats is at one word piece, {np.log(tokens):.2f} at
-all {tokens} alike. <b>Distance</b> says how far, in word pieces either way. Both are means over the
-word pieces that attend, computed before weights were rounded.</p>
+<p><b>Entropy</b> measures how widely a head attends: 0 nats for a single word piece, up to
+{np.log(tokens):.2f} if all {tokens} have equal weight. <b>Distance</b> is the mean distance to the
+attended word pieces. Both are means over queries, computed from unrounded weights.</p>
 <div class="figures">
 <div class="wide"><table class="choice" id="entropy"></table></div>
 <div class="wide"><table class="choice" id="distance"></table></div>
 </div>
-<p class="quiet">Layers and heads count from 1. Colours show the root of a weight, in 255 steps: a
-percentage is true to 0.4 of a point, a small one to less.</p>"""
-    return page.page(_called(maps), body, "attention.js", data)
+<p class="quiet">Layers and heads are numbered from 1. Colors show the square root of the weight in
+255 steps, so percentages are accurate to 0.4 points.</p>"""
+    return page.page(_title(maps), body, "attention.js", data)
 
 
 def picture(maps: AttentionMaps, source: str, rolled: bool = False) -> "matplotlib.figure.Figure":
-    """All maps in one figure, a row a layer; arguments as `write` takes them.
+    """Return a figure of all maps with a row per layer; arguments as in `write`.
 
-    Word pieces are named along the left and the lower edge where a letter would be large enough to
-    read.
+    Word pieces label the left and the lower edge if the text would be large enough to read.
     """
     from matplotlib.figure import Figure
 
     names, layers = columns(maps, rolled)
     tokens = len(maps.tokens)
-    # Everything is placed by hand, in inches: matplotlib would take a minute to lay out 400 axes.
+    # Placed manually, in inches: matplotlib would take a minute to lay out 400 axes.
     side, gap = float(np.clip(0.085 * tokens, 1.1, 2.2)), 0.1
     points = min(8.0, 0.85 * 72 * side / tokens)
     shown = maps.tokens if points >= 4 else []
@@ -166,8 +164,8 @@ def picture(maps: AttentionMaps, source: str, rolled: bool = False) -> "matplotl
         write(0.25, middle, f"layer {row + 1}", 9, rotation=90, ha="center", va="center")
         for column, one in enumerate(weights):
             x = left + column * (side + gap)
-            place = (x, x + side, below, below + side)
-            axes.imshow(np.sqrt(one), cmap="Blues", vmin=0, vmax=1, extent=place, aspect="auto")
+            extent = (x, x + side, below, below + side)
+            axes.imshow(np.sqrt(one), cmap="Blues", vmin=0, vmax=1, extent=extent, aspect="auto")
             axes.plot(
                 [x, x + side, x + side, x, x],
                 [below, below, below + side, below + side, below],
@@ -183,11 +181,14 @@ def picture(maps: AttentionMaps, source: str, rolled: bool = False) -> "matplotl
         for i, token in enumerate(shown):
             across = x + side * (i + 0.5) / tokens
             write(across, bottom - 0.04, token, points, ha="center", va="top", rotation=90)
-    room = int((width - 0.2) * 72 / 6.5)  # letters of the title
+    room = int((width - 0.2) * 72 / 6.5)  # characters of the title
     for line, (text, size) in enumerate(
-        [(_called(maps), 11), (f"{source}; rows attend to columns, colour: root of weight", 8)]
+        [
+            (_title(maps), 11),
+            (f"{source}; rows attend to columns; color: square root of the weight", 8),
+        ]
     ):
         text = text if len(text) <= room else text[: room - 1] + "…"
         write(0.1, height - 0.12 - 0.24 * line, text, size, ha="left", va="top")
-    axes.set(xlim=(0, width), ylim=(0, height))  # pictures move them
+    axes.set(xlim=(0, width), ylim=(0, height))  # imshow changes them
     return figure

@@ -1,4 +1,4 @@
-"""What runs wrote down while they trained, as lines to draw."""
+"""Read the metrics of runs as curves."""
 
 import itertools
 import os
@@ -13,25 +13,27 @@ from bert_jax import workdir
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
-# What may stand on the x axis, as people call it.
+# x axes and their labels.
 AXES = {"step": "step", "tokens": "real tokens", "hours": "hours of training"}
-# A line of more points is thinned: a page of many runs stays small, and no screen shows more.
-MOST_POINTS = 400
+# Longer curves are downsampled, to keep pages small.
+MAX_POINTS = 400
 SPEED = "real_tokens_per_second"
 
 _LAST = ("learning_rate", "gradient_norm", SPEED)
 
 
 class Recorded(NamedTuple):
-    """A run as its workdir tells it.
+    """Contents of a run's workdir.
 
     Attributes:
-        name: its folder's, with as much of the path before it as tells it from the others.
+        name: shortest suffix of the workdir's path that is unique among the runs.
         folder: the workdir.
-        config: what it runs with.
-        metrics, speed, starts: the lines of metrics.jsonl, speed.jsonl and starts.jsonl.
-        data: for each phase what config.json says of its rows or examples.
-        best: as `workdir.read_best_by` returns it.
+        config: config of the run.
+        metrics: lines of metrics.jsonl.
+        speed: lines of speed.jsonl.
+        starts: lines of starts.jsonl.
+        data: description of the rows or examples of each phase, from config.json.
+        best: metric that selects the best checkpoint; see `workdir.read_best_by`.
     """
 
     name: str
@@ -45,18 +47,18 @@ class Recorded(NamedTuple):
 
     @property
     def heldout(self) -> list[dict[str, Any]]:
-        """The held-out lines of its metrics."""
+        """Lines of held-out metrics."""
         return [line for line in self.metrics if line["split"] == "heldout"]
 
 
 class Curve(NamedTuple):
-    """A line of a plot.
+    """A curve of a plot.
 
     Attributes:
-        run: which of the runs it is of, counted from 0.
+        run: index of the run.
         split: "train" or "heldout".
-        x: by the keys of `AXES`, those that are known: [n], rising.
-        y: [n].
+        x: increasing x values, for each available key of `AXES`.
+        y: y values.
     """
 
     run: int
@@ -66,41 +68,41 @@ class Curve(NamedTuple):
 
 
 def read(folders: list[str]) -> list[Recorded]:
-    """The runs in some folders, in order; a fine-tuning over several seeds is a run a seed.
+    """Read the runs in the given folders, in order; each seed of a fine-tuning is a run.
 
-    A run may still be going on, and the last line of its files be cut short.
+    Runs may still be training: an incomplete last line is ignored.
 
     Raises:
-        UserError: a folder that holds no run, or one without metrics.
+        UserError: a folder without a run, or a run without metrics.
     """
     paths: dict[pathlib.Path, int] = {}
-    given: dict[pathlib.Path, pathlib.Path] = {}
+    as_given: dict[pathlib.Path, pathlib.Path] = {}
     for folder in map(pathlib.Path, folders):
         below = folder.glob("seed_*") if os.path.isdir(folder) else ()
         seeds = [path for path in below if os.path.exists(path / "config.json")]
         seeds.sort(key=lambda path: (len(path.name), path.name))  # seed_10 comes after seed_9
         several = bool(seeds) and not os.path.exists(folder / "config.json")
-        # The last one may have begun just now.
-        begun = [path for path in seeds if _lines(path / "metrics.jsonl")]
-        if several and begun and len(begun) < len(seeds):
-            left_out = ", ".join(path.name for path in seeds if path not in begun)
-            print(f"{folder}: without metrics yet, and left out: {left_out}", file=sys.stderr)
-        for path in begun or seeds if several else [folder]:
-            where = pathlib.Path(os.path.abspath(path))
-            # Of "seed_0" alone nobody knows whose it is.
-            paths[where], given[where] = 2 if several else 1, path
+        # The last seed may have just started.
+        started = [path for path in seeds if _lines(path / "metrics.jsonl")]
+        if several and started and len(started) < len(seeds):
+            skipped = ", ".join(path.name for path in seeds if path not in started)
+            print(f"{folder}: skipping runs without metrics: {skipped}", file=sys.stderr)
+        for path in started or seeds if several else [folder]:
+            absolute = pathlib.Path(os.path.abspath(path))
+            # "seed_0" alone would not identify the run.
+            paths[absolute], as_given[absolute] = 2 if several else 1, path
     names = _names(paths)
-    return [_read(given[where], names[where]) for where in paths]
+    return [_read(as_given[path], names[path]) for path in paths]
 
 
 def _names(paths: dict[pathlib.Path, int]) -> dict[pathlib.Path, str]:
-    """For each path as many of its last parts, at least so many, as no other path ends in."""
+    """Return a unique suffix of each path, of at least the given number of parts."""
     parts = dict(paths)
     for _ in range(max(len(path.parts) for path in paths)):
         names = {path: "/".join(path.parts[-count:]) for path, count in parts.items()}
-        said = list(names.values())
+        taken = list(names.values())
         for path, name in names.items():
-            parts[path] += said.count(name) > 1
+            parts[path] += taken.count(name) > 1
     return names
 
 
@@ -108,8 +110,8 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
     path = folder / "metrics.jsonl"
     if not os.path.exists(path):
         if not os.path.exists(folder / "config.json"):
-            raise UserError(f"{folder} holds no run: it holds no metrics.jsonl and no config.json")
-        raise UserError(f"{folder} has no metrics yet: it holds no metrics.jsonl")
+            raise UserError(f"{folder} is not a run: it has neither metrics.jsonl nor config.json")
+        raise UserError(f"{folder} has no metrics yet: no metrics.jsonl")
     config = workdir.read_config(folder)
     metrics = [
         {key: x for key, x in line.items() if key == "split" or _is_number(x)}
@@ -117,77 +119,76 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
         if line.get("split") in ("train", "heldout")
     ]
     if not metrics:
-        raise UserError(f"{folder} has no metrics yet: its metrics.jsonl has no line of any")
+        raise UserError(f"{folder} has no metrics yet: metrics.jsonl has no complete line")
     speed = [
         line
         for line in _lines(folder / "speed.jsonl")
         if _is_number(line.get(SPEED)) and _is_number(rate := line.get("steps_per_second")) and rate
     ]
     starts, best = _lines(folder / "starts.jsonl"), workdir.read_best_by(folder)
-    # A folder's name may hold bytes that are no text.
+    # The name of a folder may contain bytes that are not UTF-8.
     name = name.encode("utf-8", "replace").decode()
     return Recorded(name, folder, config, metrics, speed, starts, workdir.read_data(folder), best)
 
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a file that are of a step; none where there is no file."""
+    """Return the lines of a file that have a step; [] without a file."""
     if not os.path.exists(path):
         return []
     return [x for x in workdir.read_lines(path) if isinstance(x.get("step"), int)]
 
 
 def _is_number(value: Any) -> bool:
-    """One that can be drawn: finite, and not so large that a difference of two is not."""
+    """Whether a value can be plotted: a finite number whose differences are finite."""
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e300
 
 
 def clock(run: Recorded) -> dict[str, Float[np.ndarray, " n"]]:
-    """How far a run was by the end of each line of its speed.jsonl.
+    """Return the progress of a run at each line of its speed.jsonl.
 
-    A line that follows a restart tells the speed of a part of its steps; the others, whose time died
-    with the process, are taken to have been as fast. Time between starts is not counted, nor that of
-    evaluations.
+    The first line after a restart covers only part of its steps; the steps before are assumed to
+    have had the same speed. Evaluations and the time between starts are not counted.
 
     Returns:
-        "step", "tokens" (real ones) and "hours" (of training), all beginning with 0; only 0 where
+        "step", "tokens" (real tokens) and "hours" (of training), each starting with 0; only 0 if
         there is no speed.jsonl.
     """
-    found = [(0.0, 0.0, 0.0)]
+    points = [(0.0, 0.0, 0.0)]
     for line in run.speed:
-        step, tokens, hours = found[-1]
+        step, tokens, hours = points[-1]
         seconds = max(line["step"] - step, 0) / line["steps_per_second"]
-        found.append((line["step"], tokens + seconds * line[SPEED], hours + seconds / 3600))
-    return dict(zip(AXES, np.array(found, float).T, strict=True))
+        points.append((line["step"], tokens + seconds * line[SPEED], hours + seconds / 3600))
+    return dict(zip(AXES, np.array(points, float).T, strict=True))
 
 
 def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
-    """Every number that runs wrote down, by name, the best known first.
+    """Return the curves of all metrics by name, the most important first.
 
-    Values that are not finite are left out, and long lines thinned.
+    Values that are not finite are dropped, and long curves downsampled.
     """
-    found: dict[str, list[Curve]] = {}
+    result: dict[str, list[Curve]] = {}
     for i, run in enumerate(runs):
         at = clock(run)
-        told = [("train", line) for line in run.speed]
-        lines = [("train", SPEED, told)] if told else []
+        speeds = [("train", line) for line in run.speed]
+        lines = [("train", SPEED, speeds)] if speeds else []
         for split in ("train", "heldout"):
-            mine = [(split, line) for line in run.metrics if line["split"] == split]
-            names = dict.fromkeys(name for _, line in mine for name in line)
-            lines += [(split, name, mine) for name in names if name not in ("step", "split")]
-        for split, name, of in lines:
-            points = [(x["step"], x[name]) for _, x in of if name in x]
+            metrics = [(split, line) for line in run.metrics if line["split"] == split]
+            names = dict.fromkeys(name for _, line in metrics for name in line)
+            lines += [(split, name, metrics) for name in names if name not in ("step", "split")]
+        for split, name, records in lines:
+            points = [(x["step"], x[name]) for _, x in records if name in x]
             if points:
-                kept = thinned(np.array(points, float))
+                kept = downsample(np.array(points, float))
                 x = {"step": kept[:, 0]}
                 if len(at["step"]) > 1:
                     for axis in ("tokens", "hours"):
                         x[axis] = np.interp(kept[:, 0], at["step"], at[axis])
-                found.setdefault(name, []).append(Curve(i, split, x, kept[:, 1]))
-    return {name: found[name] for name in sorted(found, key=_order)}
+                result.setdefault(name, []).append(Curve(i, split, x, kept[:, 1]))
+    return {name: result[name] for name in sorted(result, key=_order)}
 
 
 def _order(name: str) -> tuple[int, str | int]:
-    """Sort key: the total loss, its terms, accuracies, learning rate and speed; then the rest."""
+    """Return the sort key: total loss, loss terms, accuracies, learning rate, speed, the rest."""
     if name.endswith("loss"):
         return 0, "" if name == "loss" else name
     if name.endswith("accuracy"):
@@ -195,16 +196,13 @@ def _order(name: str) -> tuple[int, str | int]:
     return (2, _LAST.index(name)) if name in _LAST else (3, 0)
 
 
-def thinned(points: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "m 2"]:
-    """At most `MOST_POINTS` of a line: its ends, and between them every stretch's lowest and highest.
-
-    So what sticks out is still there.
-    """
-    if len(points) <= MOST_POINTS:
+def downsample(points: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "m 2"]:
+    """Downsample a curve to `MAX_POINTS`, keeping its ends and the extremes of every interval."""
+    if len(points) <= MAX_POINTS:
         return points
     kept = {0, len(points) - 1}
-    bounds = np.linspace(1, len(points) - 1, MOST_POINTS // 2).astype(int)
+    bounds = np.linspace(1, len(points) - 1, MAX_POINTS // 2).astype(int)
     for begin, end in itertools.pairwise(bounds):
-        stretch = points[begin:end, 1]
-        kept |= {begin + int(stretch.argmin()), begin + int(stretch.argmax())}
+        interval = points[begin:end, 1]
+        kept |= {begin + int(interval.argmin()), begin + int(interval.argmax())}
     return points[sorted(kept)]

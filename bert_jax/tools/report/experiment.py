@@ -1,12 +1,12 @@
-"""An experiment's README from its results.
+"""Generate the blocks of an experiment's README from its results.
 
-A sweep's file may say what its README shows, by name:
+A sweep.py may define blocks by name:
 
     def get_blocks(results):
-        return {"sizes": Table(rows, columns, paper), "found": Claims(...), "curve": Curves(...)}
+        return {"sizes": Table(rows, columns, paper), "claims": Claims(...), "curve": Curves(...)}
 
-The README is written by hand around a line `<!-- NAME -->` and a line `<!-- /NAME -->` for each;
-what is between them is written here, from results.jsonl alone.
+The README contains the lines `<!-- NAME -->` and `<!-- /NAME -->` for each block. The text between
+them is generated from results.jsonl; everything else is written by hand.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from bert_jax.tools import sweep
 from bert_jax.tools.sweep.results import Results, current
 
 Line = dict[str, Any]
-_TOLD_BELOW = 0.05
+_SIGNIFICANCE = 0.05
 
 
 class Block(Protocol):
-    """A part of a README that follows from results."""
+    """A generated block of a README."""
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """Its text; pictures are written to the folder."""
+        """Return the block as Markdown; write its pictures to `folder`."""
 
 
 def matching(results: Sequence[Line], facts: Mapping[str, Any]) -> list[Line]:
-    """Those of the results that have all of the facts."""
+    """Return the results that have all of the given facts."""
     return [line for line in results if all(line["facts"].get(k) == v for k, v in facts.items())]
 
 
 def values_of(results: Sequence[Line], facts: Mapping[str, Any], metric: str) -> list[float]:
-    """A metric of all matching results that have it, a value a seed."""
+    """Return a metric of the matching results that have it, one value per seed."""
     return [
         line["metrics"][metric] for line in matching(results, facts) if metric in line["metrics"]
     ]
@@ -49,10 +49,10 @@ class Column:
     """A column of a table.
 
     Attributes:
-        metric: of the results.
-        facts: of its results, besides the row's.
-        factor: what values are multiplied by, such as 100 for percent.
-        digits: after the point.
+        metric: name of the metric.
+        facts: facts of its results, in addition to the row's.
+        factor: multiplier of the values, such as 100 for percent.
+        digits: number of decimals.
     """
 
     metric: str
@@ -61,7 +61,7 @@ class Column:
     digits: int = 1
 
     def cell(self, values: Sequence[float]) -> str:
-        """Mean, deviation and number of seeds."""
+        """Format the mean, standard deviation and number of seeds."""
         if not values:
             return "not run"
         values = [value * self.factor for value in values]
@@ -73,14 +73,14 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of results beside the paper's.
+    """A table of results with the paper's numbers.
 
     Attributes:
-        rows: for each label the facts of its results.
-        columns: by label.
-        paper: what the paper has, by row and column, in the units that are shown.
-        title: of the first column.
-        average: whether a last column has the mean of a row's others, where they are all there.
+        rows: facts of each row's results, by label.
+        columns: columns by label.
+        paper: the paper's numbers by row and column, in the displayed units.
+        title: title of the first column.
+        average: whether to add a last column with the mean of complete rows.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -90,34 +90,36 @@ class Table:
     average: bool = False
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """Rows; the paper's numbers in parentheses; a number after a deviation counts seeds."""
+        """Return the table: mean ± standard deviation (seeds) [paper]."""
         names = [*self.columns, *(["average"] if self.average else [])]
         lines = [f"| {self.title} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
         for label, facts in self.rows.items():
-            beside, cells, means = self.paper.get(label, {}), [], []
+            paper, cells, means = self.paper.get(label, {}), [], []
             for name, column in self.columns.items():
                 values = values_of(results, {**facts, **column.facts}, column.metric)
                 means += [column.factor * statistics.fmean(values)] if values else []
-                told = f" [{beside[name]}]" if name in beside else ""
-                cells.append(column.cell(values) + told)
+                reference = f" [{paper[name]}]" if name in paper else ""
+                cells.append(column.cell(values) + reference)
             if self.average:
-                whole = len(means) == len(self.columns)
-                told = f" [{statistics.fmean(beside.values()):.1f}]" if beside else ""
-                cells.append((f"{statistics.fmean(means):.1f}" if whole else "not run") + told)
+                is_complete = len(means) == len(self.columns)
+                reference = f" [{statistics.fmean(paper.values()):.1f}]" if paper else ""
+                mean = f"{statistics.fmean(means):.1f}" if is_complete else "not run"
+                cells.append(mean + reference)
             lines.append(f"| {label} | {' | '.join(cells)} |")
         if any(self.paper.get(label, {}).keys() & self.columns.keys() for label in self.rows):
-            lines += ["", "In brackets: the paper's."]
+            lines += ["", "In brackets: the paper's numbers."]
         return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What the paper orders: one row above another in a column.
+    """A claim of the paper: one row is better than another in a column.
 
     Attributes:
-        column: its label.
-        above, below: labels of rows; higher is better unless `lower`.
-        lower: the better value is the lower one, as of a perplexity.
+        column: label of the column.
+        above: label of the better row.
+        below: label of the worse row.
+        lower: whether lower is better, as for perplexity.
     """
 
     column: str
@@ -128,16 +130,16 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Claims:
-    """Whether the paper's order is seen in a table's results.
+    """Claims of the paper, tested on the results of a table.
 
-    A difference is told where Welch's test over seeds finds p < 0.05, of two sides.
+    A difference counts if Welch's two-sided t-test over seeds gives p < 0.05.
     """
 
     table: Table
     claims: Sequence[Claim]
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """A line a claim."""
+        """Return a line per claim."""
         return "\n".join(self._line(results, claim) for claim in self.claims)
 
     def _line(self, results: Sequence[Line], claim: Claim) -> str:
@@ -146,45 +148,45 @@ class Claims:
             values_of(results, {**self.table.rows[row], **column.facts}, column.metric)
             for row in (claim.above, claim.below)
         )
-        what = f"- {claim.column}: {claim.above} better than {claim.below}"
+        text = f"- {claim.column}: {claim.above} better than {claim.below}"
         paper = [
             self.table.paper.get(row, {}).get(claim.column) for row in (claim.above, claim.below)
         ]
         if None not in paper:
-            what += f" (paper: {paper[0]} and {paper[1]})"
+            text += f" (paper: {paper[0]} and {paper[1]})"
         if not above or not below:
-            return f"{what}: not run."
+            return f"{text}: not run."
         sign = -1 if claim.lower else 1
         gap = sign * (statistics.fmean(above) - statistics.fmean(below)) * column.factor
         if min(len(above), len(below)) < 2:
-            seen = "so it is" if gap > 0 else "not so"
-            return f"{what}: {seen}, by {abs(gap):.{column.digits}f}; one seed, which tells little."
+            outcome = "yes" if gap > 0 else "no"
+            return f"{text}: {outcome}, by {abs(gap):.{column.digits}f} (one seed; not tested)."
         p = _welch(above, below)
-        told = f"{abs(gap):.{column.digits}f}, p = {p:.2g}"
-        if p >= _TOLD_BELOW:
-            return f"{what}: cannot be told here (apart by {told})."
-        return f"{what}: **{'so it is' if gap > 0 else 'the other way round'}**, by {told}."
+        difference = f"{abs(gap):.{column.digits}f}, p = {p:.2g}"
+        if p >= _SIGNIFICANCE:
+            return f"{text}: not significant (difference {difference})."
+        return f"{text}: **{'yes' if gap > 0 else 'the opposite'}**, by {difference}."
 
 
 def _welch(one: Sequence[float], other: Sequence[float]) -> float:
-    """p of two means being as far apart by chance (Welch's t-test)."""
+    """Return the p-value of Welch's two-sided t-test."""
     from scipy import stats
 
-    if statistics.variance(one) + statistics.variance(other) == 0:  # of which it says NaN
+    if statistics.variance(one) + statistics.variance(other) == 0:  # SciPy returns NaN
         return float(statistics.fmean(one) == statistics.fmean(other))
     return float(stats.ttest_ind(one, other, equal_var=False).pvalue)
 
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-    """A picture: a line for each of some results.
+    """A plot with a curve for each series of results.
 
     Attributes:
-        file: its name, such as curve.svg.
-        series: for each label the facts of its results.
-        x: a fact, or of a pretraining run's held-out curve "step", "real_tokens" or "seconds".
-        y: a metric; of the curve "loss".
-        labels: of the axes.
+        file: file name, such as curve.svg.
+        series: facts of the results of each curve, by label.
+        x: a fact, or "step", "real_tokens" or "seconds" of the held-out curve of pretraining runs.
+        y: a metric, or "loss" of the held-out curve.
+        labels: labels of the x and y axis.
     """
 
     file: str
@@ -196,18 +198,18 @@ class Curves:
     def points(
         self, results: Sequence[Line], facts: Mapping[str, Any]
     ) -> list[tuple[float, float]]:
-        """What is drawn for a series: means over seeds."""
-        found: dict[float, list[float]] = {}
+        """Return the points of a series: means over seeds."""
+        values: dict[float, list[float]] = {}
         for line in matching(results, facts):
             if "curve" in line and self.y == "loss":
                 for x, y in zip(line["curve"][self.x], line["curve"]["loss"], strict=True):
-                    found.setdefault(x, []).append(y)
+                    values.setdefault(x, []).append(y)
             elif self.x in line["facts"] and self.y in line["metrics"]:
-                found.setdefault(line["facts"][self.x], []).append(line["metrics"][self.y])
-        return [(float(x), statistics.fmean(found[x])) for x in sorted(found)]
+                values.setdefault(line["facts"][self.x], []).append(line["metrics"][self.y])
+        return [(float(x), statistics.fmean(values[x])) for x in sorted(values)]
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """Draws, and links to the picture."""
+        """Draw the plot, and return a link to it."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
@@ -224,7 +226,7 @@ class Curves:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
         path = folder / self.file
-        # The same picture is the same file.
+        # Reproducible output.
         with files.replacing(path) as beside, rc_context({"svg.hashsalt": "bert_jax"}):
             figure.savefig(beside, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)  # fmt: skip
         return f"![{self.labels[1]} by {self.labels[0]}]({self.file})"
@@ -232,10 +234,10 @@ class Curves:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What the results cost: a line a point."""
+    """A table of the training cost of each result."""
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """Points with seeds, steps, tokens, time, machine and commit."""
+        """Return points with seed, steps, tokens, time, machine and commit."""
         lines = ["| point | seed | steps | real tokens | minutes | load | on | commit |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
         for r in results:
             if "step" in r:
@@ -246,29 +248,29 @@ class Runs:
 
 
 def readme(folder: str | pathlib.Path) -> str:
-    """An experiment's README with its blocks written anew from results.jsonl.
+    """Return an experiment's README with its blocks regenerated from results.jsonl.
 
     Args:
-        folder: holds sweep.py, README.md and perhaps results.jsonl; pictures are written to it.
+        folder: folder of sweep.py, README.md and optionally results.jsonl; pictures are written to it.
 
     Raises:
-        UserError: no such files; a block that one of the two files does not have.
+        UserError: a missing file, or a block that README.md or sweep.py lacks.
     """
     folder = pathlib.Path(folder)
     module = sweep.module_of(folder / "sweep.py")
     path = folder / "README.md"
     if not path.exists():
-        raise UserError(f"{folder} has no README.md to write the tables into")
+        raise UserError(f"{folder} has no README.md")
     results = current(Results(folder).read())
     blocks = module.get_blocks(results) if hasattr(module, "get_blocks") else {}
     text = path.read_text()
     for name in re.findall(r"^<!-- (\w+) -->$", text, re.MULTILINE):
         if name not in blocks:
-            raise UserError(f"{path}: get_blocks of sweep.py knows no block {name!r}")
+            raise UserError(f"{path}: get_blocks of sweep.py does not define block {name!r}")
     for name, block in blocks.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         if begin not in text or end not in text:
-            raise UserError(f"{path} has no lines {begin.strip()} and {end} for a block")
+            raise UserError(f"{path}: add the lines {begin.strip()} and {end}")
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = f"{before}{begin}{block.markdown(results, folder)}\n{end}{after}"
@@ -276,7 +278,7 @@ def readme(folder: str | pathlib.Path) -> str:
 
 
 def write_readme(folder: str | pathlib.Path) -> pathlib.Path:
-    """Writes what `readme` gives; the README's path."""
+    """Regenerate an experiment's README, and return its path."""
     path = pathlib.Path(folder) / "README.md"
     text = readme(folder)
     with files.one_line_errors(f"cannot write {path}"):

@@ -1,4 +1,4 @@
-"""A page that is one file: its style, its script and its data inside, nothing from a network."""
+"""Write self-contained HTML pages: style, script and data inline, no network requests."""
 
 import base64
 import gzip
@@ -10,24 +10,24 @@ from typing import Any
 from bert_jax import files
 
 _HERE = pathlib.Path(__file__).parent
-# A browser refuses whatever is not in the file, were something of it ever to ask.
+# Content security policy: the browser blocks everything that is not in the file.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 )
 
 
 def page(title: str, body: str, script: str, data: Any) -> str:
-    """An HTML document.
+    """Return an HTML document.
 
     Args:
-        title: as text; it is the heading too.
-        body: HTML below the heading; what texts it has are escaped already.
-        script: a file beside this one. It finds `data` by `JSON.parse` of the text of `#data`, and
-            runs after the body is there.
-        data: what JSON can hold.
+        title: title and heading, as text.
+        body: HTML below the heading, with texts escaped.
+        script: name of a script in this folder. It runs after the body has loaded, and reads `data`
+            with `JSON.parse` of the text of `#data`.
+        data: any JSON value.
     """
-    # "</script>" in a string would end the element; JSON may write any character by its number.
-    told = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # "</script>" in a string would end the element.
+    payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -44,7 +44,7 @@ def page(title: str, body: str, script: str, data: Any) -> str:
 <h1>{html.escape(title)}</h1>
 {body}
 </main>
-<script type="application/json" id="data">{told}</script>
+<script type="application/json" id="data">{payload}</script>
 <script>
 {(_HERE / script).read_text()}</script>
 </body>
@@ -53,10 +53,10 @@ def page(title: str, body: str, script: str, data: Any) -> str:
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    """Writes a page whole or not at all.
+    """Write a page atomically.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the page cannot be written.
     """
     with files.one_line_errors(f"cannot write the page {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,12 +64,12 @@ def write(path: pathlib.Path, text: str) -> None:
 
 
 def table(columns: list[str], rows: list[list[Any]], numbers: bool = True) -> str:
-    """An HTML table; cells are texts or numbers, escaped here.
+    """Return an HTML table. Cells are texts or numbers; texts are escaped.
 
     Args:
-        columns: their titles.
-        rows: a cell a column, the first being the row's title.
-        numbers: cells after the first stand at the right, as numbers do.
+        columns: titles of the columns.
+        rows: cells of each row, the first of which is the row's title.
+        numbers: whether to right-align the cells after the first.
     """
 
     def cell(value: Any) -> str:
@@ -82,7 +82,7 @@ def table(columns: list[str], rows: list[list[Any]], numbers: bool = True) -> st
         for first, *rest in rows
     ]
     kind = ' class="numbers"' if numbers else ""
-    # What is wider than the window scrolls by itself; a key can only scroll what can be focused.
+    # Wide tables scroll; tabindex makes that work with the keyboard.
     return (
         f'<div class="wide" tabindex="0"><table{kind}><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
@@ -90,5 +90,5 @@ def table(columns: list[str], rows: list[list[Any]], numbers: bool = True) -> st
 
 
 def packed(data: bytes) -> str:
-    """Bytes, compressed, as a text for `data`; scripts read them by DecompressionStream("gzip")."""
+    """Compress bytes to text for `data`, which scripts read with DecompressionStream("gzip")."""
     return base64.b64encode(gzip.compress(data, mtime=0)).decode()

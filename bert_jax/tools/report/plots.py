@@ -1,4 +1,4 @@
-"""Plots of runs: for a page, where a script shows and hides their lines, and for a paper."""
+"""Plot the metrics of runs, for interactive pages and for papers."""
 
 import io
 import pathlib
@@ -14,37 +14,37 @@ from bert_jax import files
 from bert_jax.tools.report.curves import AXES, Curve
 
 PICTURES = (".png", ".svg", ".pdf")
-# Inches, and where in them the axes lie: left, bottom, width, height, as parts of the whole. The same
-# for all, so plots stand in line below each other and a script knows where a point is.
+# Size of figures in inches, and the axes in them as fractions (left, bottom, width, height). The same
+# for all plots, to align them and to let a script map points to data.
 SIZE = (6.0, 3.3)
 BOX = (0.115, 0.15, 0.865, 0.77)
 _POINTS = 72
-# Stands for the page's own text color, which SVG can name and matplotlib cannot.
+# Replaced by the page's text color, which SVG can refer to and matplotlib cannot.
 _INK = "#010203"
 _LINES = ("-", "--", ":", "-.")
 
 
 def color(run: int) -> str:
-    """Of a run's lines."""
+    """Return the color of a run's curves."""
     from matplotlib import colormaps, colors
 
-    # The first ten are those of tab10, the next ten their lighter sisters.
+    # The colors of tab10, then their lighter variants.
     return colors.to_hex(colormaps["tab20"](2 * run % 20 + run // 10 % 2))
 
 
 def is_logarithmic(name: str, lines: list[Curve]) -> bool:
-    """Whether a plot's y axis is: where what falls by orders of magnitude did so."""
+    """Whether to use a log scale: perplexities and gradient norms that span a factor of 10."""
     low, high = _range(lines)
     return (name.endswith("perplexity") or name == "gradient_norm") and 0 < 10 * low <= high
 
 
 def _range(lines: list[Curve]) -> tuple[float, float]:
-    """The lowest and the highest value."""
+    """Return the minimum and maximum of all curves."""
     return min(float(line.y.min()) for line in lines), max(float(line.y.max()) for line in lines)
 
 
 def short(value: float | int) -> str:
-    """A number of an axis in a few characters: 1500000 is 1.5M."""
+    """Format a tick label: 1500000 is 1.5M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -52,14 +52,17 @@ def short(value: float | int) -> str:
 
 
 def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = None) -> Any:
-    """A figure of a metric by one of `AXES`.
+    """Return a figure of a metric by one of `AXES`.
 
     Args:
-        names: of the runs, for a legend; None for a plot in a page, whose lines can be told by
-            the group ids `run-0`, ….
+        name: name of the metric.
+        lines: curves to draw.
+        axis: key of `AXES`.
+        names: names of the runs for a legend; None for a plot in a page, whose script identifies
+            curves by their group ids `run-0`, ….
     """
     figure, axes = _figure(_INK if names is None else "black")
-    seen = {}
+    drawn = {}
     for line in lines:
         if axis not in line.x:
             continue
@@ -72,9 +75,9 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
                 "ms": 3.5,
                 "markevery": len(line.y) // 40 + 1,
             }
-        elif len(line.y) == 1:  # nothing to draw a line between
+        elif len(line.y) == 1:  # a single point
             style = {"marker": "."}
-        (seen[line.run],) = axes.plot(
+        (drawn[line.run],) = axes.plot(
             line.x[axis],
             line.y,
             color=color(line.run),
@@ -93,16 +96,16 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     _label(axes, AXES[axis], name.replace("_", " "))
     if names:
-        legend(axes, {names[run]: line for run, line in seen.items()})
+        legend(axes, {names[run]: line for run, line in drawn.items()})
     return figure
 
 
 def draw_lengths(histogram: Int[np.ndarray, " L"], paper: bool = False) -> Any:
-    """A figure of how many sequences have each length 0..L-1, in tokens."""
+    """Return a figure of the number of sequences by length 0..L-1, in tokens."""
     figure, axes = _figure("black" if paper else _INK)
     axes.stairs(histogram, np.arange(len(histogram) + 1) - 0.5, fill=True, color=color(0))
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    _label(axes, "tokens of a sequence", "sequences")
+    _label(axes, "tokens per sequence", "sequences")
     return figure
 
 
@@ -127,58 +130,59 @@ def _label(axes: Any, x: str, y: str) -> None:
 
 
 def limits(figure: Any) -> list[float]:
-    """Left, right, bottom and top of a figure's axes, in the units of its data."""
+    """Return left, right, bottom and top of a figure's axes, in data units."""
     (axes,) = figure.axes
     return [float(x) for x in (*axes.get_xlim(), *axes.get_ylim())]
 
 
 def box() -> list[float]:
-    """Where the axes lie in an inline picture's own units: left, top, width, height."""
+    """Return left, top, width and height of the axes in units of an inline SVG."""
     (width, height), (left, bottom, wide, high) = SIZE, BOX
-    whole = (width * left, height * (1 - bottom - high), width * wide, height * high)
-    return [round(_POINTS * x, 3) for x in whole]
+    inches = (width * left, height * (1 - bottom - high), width * wide, height * high)
+    return [round(_POINTS * x, 3) for x in inches]
 
 
 def inline(figure: Any, key: str) -> str:
-    """A figure as an SVG element to stand in a page among others.
+    """Return a figure as an inline SVG element.
 
-    Its color is the text's around it; lines of run i have `data-run="i"`.
+    It uses the color of the surrounding text; the curves of run i have `data-run="i"`.
 
     Args:
-        key: no other picture's of the page; what is defined in it is called after that.
+        figure: a figure of `draw` or `draw_lengths`.
+        key: seed of the ids in the SVG, unique in the page.
     """
     from matplotlib import rc_context
 
-    told = io.StringIO()
-    # Text stays text: a page of paths would be several times as large.
+    svg = io.StringIO()
+    # Keep text as text: paths would make the page several times larger.
     with rc_context({"svg.hashsalt": key, "svg.fonttype": "none"}):
-        figure.savefig(told, format="svg", transparent=True, metadata={"Date": None})
-    text = told.getvalue()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    text = svg.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' id="run-(\d+)"', r' data-run="\1"', text)
-    # Names such as line2d_1 are every picture's, and an id is to be one element's.
+    # Ids such as line2d_1 occur in every figure, but must be unique in a page.
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
-    # As wide as the page has room.
+    # Fill the available width.
     return re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
 
 
 def legend(axes: Any, lines: Mapping[str, Any]) -> None:
-    """Names lines as they are called: matplotlib reads mathematics in $ and hides _names."""
+    """Add a legend with literal names, which matplotlib would parse ($…$) or hide (_name)."""
     texts = axes.legend(lines.values(), map(str, range(len(lines))), frameon=False, fontsize=8)
     for text, name in zip(texts.get_texts(), lines, strict=True):
         text.set(text=name, parse_math=False)
 
 
 def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
-    """Writes a picture of `PICTURES`, by its suffix; the same picture is the same file.
+    """Write a figure reproducibly, in the format of the path's suffix (one of `PICTURES`).
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the picture cannot be written.
     """
     from matplotlib import rc_context
 
-    # Letters as shapes in SVG, as TrueType in PDF: journals refuse matplotlib's usual Type 3.
+    # Text as paths in SVG, and as TrueType in PDF: journals reject matplotlib's default Type 3.
     settings = {"svg.hashsalt": "bert_jax", "pdf.fonttype": 42}
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
     with (
@@ -186,7 +190,7 @@ def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
         warnings.catch_warnings(),
         rc_context(settings),
     ):
-        # Its font lacks some scripts, which a page, with the browser's fonts, shows.
+        # matplotlib's font lacks some scripts.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(path) as beside:

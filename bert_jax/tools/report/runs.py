@@ -1,4 +1,4 @@
-"""Runs beside each other, from their workdirs: a page for the eye, pictures for a paper."""
+"""Compare runs: an interactive page, and pictures for papers."""
 
 import html
 import pathlib
@@ -19,19 +19,20 @@ PAPER = (".svg", ".pdf")
 
 
 def write(folders: list[str], out: str, pictures: str = "") -> list[pathlib.Path]:
-    """Writes what is asked for of some workdirs, and returns the files.
+    """Write a report on runs, and return the paths of its files.
 
     Args:
-        out: a page (.html), or a picture of the loss curve (.png, .svg, .pdf).
-        pictures: a folder for every plot as SVG and PDF; "" for none.
+        folders: workdirs of the runs.
+        out: path of a page (.html), or of a picture of the loss curve (.png, .svg, .pdf).
+        pictures: folder for all plots as SVG and PDF; "" for none.
 
     Raises:
-        UserError: a workdir that holds no run, or no metrics; a file that cannot be written.
+        UserError: a workdir without a run or without metrics, or a file that cannot be written.
     """
     path = pathlib.Path(out)
     if path.suffix not in (".html", *plots.PICTURES):
         raise UserError(
-            f"--out {out}: it must end in .html for a page, or in {', '.join(plots.PICTURES)} for a "
+            f"--out {out}: must end in .html for a page, or in {', '.join(plots.PICTURES)} for a "
             "picture of the loss curve"
         )
     if path.suffix in plots.PICTURES:
@@ -45,9 +46,9 @@ def write(folders: list[str], out: str, pictures: str = "") -> list[pathlib.Path
 
 
 def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
-    """Draws runs' loss by step, training and held-out, to a PNG, SVG or PDF.
+    """Plot the training and held-out loss of runs by step, as PNG, SVG or PDF.
 
-    Of pretraining it is that of the masked words, or of a causal model's next ones.
+    For pretraining it is the masked-LM or causal-LM loss, without the next-sentence loss.
 
     Raises:
         UserError: a workdir without metrics, or a picture that cannot be written.
@@ -71,8 +72,8 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
                 (drawn[name],) = axes.plot(
                     *zip(*points, strict=True), color=plots.color(i), **style
                 )
-    words = all(isinstance(run.config, Config) for run in runs)
-    axes.set(xlabel="step", ylabel="loss (nats a token)" if words else "loss")
+    is_token_loss = all(isinstance(run.config, Config) for run in runs)
+    axes.set(xlabel="step", ylabel="loss (nats per token)" if is_token_loss else "loss")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     plots.legend(axes, drawn)
@@ -80,10 +81,10 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
 
 
 def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes every plot, by step, as SVG and PDF to a folder.
+    """Write all plots by step to a folder, as SVG and PDF.
 
     Raises:
-        UserError: they cannot be written.
+        UserError: a picture cannot be written.
     """
     names, written = [run.name for run in runs], []
     for name, lines in curves.curves(runs).items():
@@ -97,7 +98,7 @@ def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Pa
 
 
 def html_of(runs: list[Recorded]) -> str:
-    """The page."""
+    """Return the page of runs."""
     drawn: list[dict[str, Any]] = []
     shapes = sections.parameters(runs)
     body = [
@@ -120,7 +121,7 @@ def html_of(runs: list[Recorded]) -> str:
 
 
 def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
-    """Controls and plots; what their script must know is added to `drawn`."""
+    """Return the controls and plots, and append the data of each plot to `drawn`."""
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{key}"{" checked" * (key == "step")}> {text}</label>'
         for key, text in curves.AXES.items()
@@ -138,7 +139,7 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
                 figure = plots.draw(name, lines, axis)
                 limits[axis] = plots.limits(figure)
                 pictures.append((axis, f"{name} by {text}", plots.inline(figure, f"{name}/{axis}")))
-        told = [
+        data = [
             {
                 "run": line.run,
                 "split": line.split,
@@ -148,17 +149,18 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
             for line in lines
         ]
         log = plots.is_logarithmic(name, lines)
-        figures.append(_figure(name, _file(name), pictures, limits, told, log, drawn))
-    lost = [run.name for run in runs if not run.speed]
+        figures.append(_figure(name, _file(name), pictures, limits, data, log, drawn))
+    without_speed = [run.name for run in runs if not run.speed]
     notes = [
-        "Thin lines are means over training steps, dots are held-out. Of a line of more than "
-        f"{curves.MOST_POINTS} points its ends and each stretch's lowest and highest are drawn. Tokens "
-        "are real ones, no padding; tokens and hours between two lines of speed.jsonl are interpolated.",
-        "Point at a plot to read it; or go to it with <kbd>Tab</kbd>, then <kbd>←</kbd> <kbd>→</kbd> "
-        "<kbd>Home</kbd> <kbd>End</kbd>.",
+        "Thin lines are means over training steps, dots are held-out metrics. Curves of more than "
+        f"{curves.MAX_POINTS} points are downsampled to their ends and the extremes of each interval. "
+        "Tokens exclude padding; tokens and hours are interpolated between lines of speed.jsonl.",
+        "Point at a plot to read values, or focus it with <kbd>Tab</kbd> and use <kbd>←</kbd> "
+        "<kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd>.",
     ]
-    if lost:
-        notes.append(f"Without speed.jsonl, and so by step alone: {html.escape(', '.join(lost))}.")
+    if without_speed:
+        names = html.escape(", ".join(without_speed))
+        notes.append(f"Plotted by step only, for lack of speed.jsonl: {names}.")
     return (
         "<h2>Curves</h2>"
         + "".join(f'<p class="quiet">{note}</p>' for note in notes)
@@ -177,12 +179,16 @@ def _figure(
     log: bool,
     drawn: list[dict[str, Any]],
 ) -> str:
-    """A plot with its button and the place for what is read in it.
+    """Return a plot with its save button and a readout, and append its data to `drawn`.
 
     Args:
-        file: what it is called when it is saved, without suffix.
-        pictures: by x axis: its key, what it shows, the SVG element.
-        limits: by the same keys.
+        name: title of the plot.
+        file: file name for saving, without suffix.
+        pictures: for each x axis: its key, a description, and the SVG element.
+        limits: limits of the axes, by the same keys.
+        lines: data of the curves.
+        log: whether the y axis is logarithmic.
+        drawn: data of all plots of the page.
     """
     i = len(drawn)
     drawn.append({"file": file, "log": log, "box": plots.box(), "limits": limits, "lines": lines})
@@ -199,69 +205,72 @@ def _figure(
 
 
 class _Rows(NamedTuple):
-    """Rows that some phases of some runs have in common.
+    """Rows used by phases of runs.
 
     Attributes:
-        who: the runs and phases, for people.
-        told: what their config.json says.
-        histogram: how many training sequences have each length 0..T, if it can be known.
-        why: else why not.
+        users: names of the runs and phases.
+        description: description of the rows in config.json.
+        histogram: number of training sequences by length 0..T, or None.
+        reason: why there is no histogram.
     """
 
-    who: list[str]
-    told: dict[str, Any]
+    users: list[str]
+    description: dict[str, Any]
     histogram: Int[np.ndarray, " L"] | None
-    why: str
+    reason: str
 
 
 def _rows(runs: list[Recorded]) -> list[_Rows]:
-    """The pretraining runs' rows, each once."""
-    found: dict[str, _Rows] = {}
+    """Return the rows of all pretraining runs, without duplicates."""
+    result: dict[str, _Rows] = {}
     for run in runs:
         if not isinstance(run.config, Config):
             continue
-        for i, (phase, told) in enumerate(zip(run.config.phases, run.data, strict=False)):
-            who = run.name if len(run.config.phases) == 1 else f"{run.name}, phase {i}"
-            known = found.get(told["digest"])
+        for i, (phase, description) in enumerate(zip(run.config.phases, run.data, strict=False)):
+            user = run.name if len(run.config.phases) == 1 else f"{run.name}, phase {i}"
+            digest = description["digest"]
+            known = result.get(digest)
             if known is None or known.histogram is None:
-                # Another run may know a place where they still are.
-                lengths, why = _lengths(phase.rows, told["digest"])
-                found[told["digest"]] = known = _Rows(
-                    known.who if known else [], told, lengths, why
-                )
-            known.who.append(who)
-    return list(found.values())
+                # Another run may have the rows in a folder that still exists.
+                lengths, reason = _lengths(phase.rows, digest)
+                users = known.users if known else []
+                result[digest] = known = _Rows(users, description, lengths, reason)
+            known.users.append(user)
+    return list(result.values())
 
 
 def _lengths(folder: str, digest: str) -> tuple[Int[np.ndarray, " L"] | None, str]:
-    """The histogram of a folder of rows, or why there is none."""
+    """Return the histogram of a folder of rows, or None and the reason."""
     try:
         manifest = read_manifest(folder)
     except UserError as error:
         return None, str(error)
     if manifest.digest != digest:
-        return None, f"{folder} holds other rows by now"
+        return None, f"{folder} now has other rows"
     return np.array(manifest.length_histogram, int), ""
 
 
 def _data(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
     parts = ["<h2>Data</h2>"]
     for i, rows in enumerate(_rows(runs)):
-        told, lines = rows.told, []
+        description, lines = rows.description, []
         for split in ("train", "heldout"):
-            of = told[split]
-            row = [split, of["documents"], of["sequences"], of["rows"], of["real_tokens"]]
-            a_row = f"{of['sequences'] / of['rows']:.2f}" if of["rows"] else "—"
-            lines.append([*row, a_row, f"{of['fill_fraction']:.1%}"])
-        columns = ["", "documents", "sequences", "rows", "real tokens", "sequences a row", "fill"]
+            counts = description[split]
+            row = [
+                split,
+                *(counts[key] for key in ("documents", "sequences", "rows", "real_tokens")),
+            ]
+            per_row = f"{counts['sequences'] / counts['rows']:.2f}" if counts["rows"] else "—"
+            lines.append([*row, per_row, f"{counts['fill_fraction']:.1%}"])
+        columns = ["", "documents", "sequences", "rows", "real tokens", "sequences per row", "fill"]
         about = (
-            f"Rows of T={told['tokens']} tokens with up to S={told['sequences']} sequences, "
-            f"a vocabulary of {told['vocab_size']:,}."
+            f"Rows of T={description['tokens']} tokens with up to S={description['sequences']} "
+            f"sequences, vocabulary of {description['vocab_size']:,}."
         )
-        parts.append(f"<h3>{html.escape('; '.join(rows.who))}</h3><p>{about}</p>")
+        parts.append(f"<h3>{html.escape('; '.join(rows.users))}</h3><p>{about}</p>")
         parts.append(page.table(columns, lines))
         if rows.histogram is None:
-            parts.append(f"<p>No histogram of lengths: {html.escape(rows.why)}.</p>")
+            parts.append(f"<p>No histogram of lengths: {html.escape(rows.reason)}.</p>")
         else:
             parts.append(f'<div class="plots">{_histogram(rows.histogram, i, drawn)}</div>')
     tuned = [run for run in runs if not isinstance(run.config, Config)]
@@ -269,7 +278,7 @@ def _data(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
         dict.fromkeys(k for run in tuned for x in run.data for k in x.get("examples", {}))
     )
     if splits:
-        parts.append("<h3>Labelled examples</h3>")
+        parts.append("<h3>Labeled examples</h3>")
         counts = [
             [run.name, *(run.data[0].get("examples", {}).get(split, "—") for split in splits)]
             for run in tuned
@@ -288,18 +297,16 @@ def _histogram(counts: Int[np.ndarray, " L"], i: int, drawn: list[dict[str, Any]
     total = int(counts.sum())
     middle = int(np.searchsorted(counts.cumsum(), total / 2))
     mean = float((counts * np.arange(len(counts))).sum() / max(total, 1))
-    note = (
-        f"{total:,} training sequences, of {mean:.1f} tokens in the mean, {middle} in the median."
-    )
-    made = _figure("sequences by length", name, [picture], limits, [line], False, drawn)
-    return f'<div><p class="quiet">{note}</p>{made}</div>'
+    note = f"{total:,} training sequences; {mean:.1f} tokens on average, median {middle}."
+    figure_html = _figure("sequences by length", name, [picture], limits, [line], False, drawn)
+    return f'<div><p class="quiet">{note}</p>{figure_html}</div>'
 
 
 def _file(name: str) -> str:
-    """A metric's name as a file's."""
+    """Return a file name for a metric."""
     return re.sub(r"[^\w.-]", "_", name)
 
 
 def _rounded(values: Float[np.ndarray, " n"]) -> list[float | int]:
-    """To six digits, as JSON holds them."""
+    """Round to six digits, for JSON."""
     return [int(x) if float(x).is_integer() else float(f"{x:.6g}") for x in values]

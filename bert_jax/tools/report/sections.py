@@ -1,4 +1,4 @@
-"""Tables of a page of runs: what they are, how they ended, how they differ, what they are made of."""
+"""Sections of a page of runs: overview, final metrics, config differences, parameters."""
 
 import collections
 import html
@@ -15,19 +15,19 @@ from bert_jax.tools.report.curves import Recorded
 
 
 def overview(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]) -> str:
-    """A line a run."""
+    """Return a table with a row per run."""
     lines = []
     for run, each in zip(runs, shapes, strict=True):
-        last, at = run.starts[-1] if run.starts else {}, curves.clock(run)
+        last, progress = run.starts[-1] if run.starts else {}, curves.clock(run)
         step = max(line["step"] for line in run.metrics)
-        known = len(at["step"]) > 1
+        known = len(progress["step"]) > 1
         lines.append(
             [
                 run.name,
                 f"{step:,} of {run.config.steps:,}",
                 flops.parameter_count(each, run.config.model),
-                round(at["tokens"][-1]) if known else "—",
-                f"{at['hours'][-1]:.3g}" if known else "—",
+                round(progress["tokens"][-1]) if known else "—",
+                f"{progress['hours'][-1]:.3g}" if known else "—",
                 last.get("devices", "—"),
                 len(run.starts),
                 last.get("commit") or "—",
@@ -35,94 +35,94 @@ def overview(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]
             ]
         )
     columns = ["run", "steps", "parameters", "real tokens", "hours", "devices", "starts", "commit", "JAX"]  # fmt: skip
-    hours = (
-        "Hours are of training: evaluations, compiling and what is between starts are not counted."
-    )
+    hours = "Hours exclude evaluations, compilation and the time between starts."
     return page.table(columns, lines) + f'<p class="quiet">{hours}</p>'
 
 
 def final(runs: list[Recorded]) -> str:
-    """The last held-out metrics of each run, and the best by its own measure."""
+    """Return the last held-out metrics of each run, and those of its best checkpoint."""
     lines: list[tuple[str, dict[str, Any]]] = []
     for run in runs:
         by, sign = run.best["best_by"], 1 if run.best["highest"] else -1
         if not run.heldout:
-            lines.append((f"{run.name}, last of training", run.metrics[-1]))
+            lines.append((f"{run.name}, last (training)", run.metrics[-1]))
             continue
         lines.append((f"{run.name}, last", run.heldout[-1]))
-        judged = [x for x in run.heldout if by in x]
-        if judged:
-            lines.append((f"{run.name}, best {by}", max(judged, key=lambda x: sign * x[by])))
+        candidates = [x for x in run.heldout if by in x]
+        if candidates:
+            lines.append((f"{run.name}, best {by}", max(candidates, key=lambda x: sign * x[by])))
     names = list(dict.fromkeys(name for _, line in lines for name in line))
     names = sorted(set(names) - {"step", "split"}, key=names.index)
     cells = [
         [title, line["step"], *(_number(line.get(name)) for name in names)] for title, line in lines
     ]
     return (
-        '<h2>Final metrics</h2><p class="quiet">Held-out, unless a line says otherwise.</p>'
+        '<h2>Final metrics</h2><p class="quiet">Held-out metrics, unless noted.</p>'
         + page.table(["", "step", *names], cells)
     )
 
 
 def differences(runs: list[Recorded]) -> str:
-    """The settings that are not the same in all runs; of one run, those that are not the defaults."""
-    told = [_settings(run) for run in runs]
-    columns, note = [run.name for run in runs], "Settings that are not the same in all runs."
+    """Return the config keys that differ between runs, or from the defaults for a single run."""
+    settings_of = [_settings(run) for run in runs]
+    columns, note = [run.name for run in runs], "Settings that differ between runs."
     if len(runs) == 1:
         kind = type(runs[0].config)
-        told = [config_lib.flatten(kind()), config_lib.flatten(runs[0].config)]
-        columns, note = ["default", *columns], "Settings that are not the defaults."
-    keys = dict.fromkeys(key for settings in told for key in settings)
+        settings_of = [config_lib.flatten(kind()), config_lib.flatten(runs[0].config)]
+        columns, note = ["default", *columns], "Settings that differ from the defaults."
+    keys = dict.fromkeys(key for settings in settings_of for key in settings)
     missing = object()
     lines = []
     for key in keys:
-        values = [settings.get(key, missing) for settings in told]
+        values = [settings.get(key, missing) for settings in settings_of]
         if any(value != values[0] for value in values):
-            lines.append([key, *("—" if value is missing else _said(value) for value in values)])
+            lines.append([key, *("—" if value is missing else _text(value) for value in values)])
     if not lines:
-        return "<h2>Config</h2><p>All settings are the same.</p>"
+        return "<h2>Config</h2><p>All settings are equal.</p>"
     return f'<h2>Config</h2><p class="quiet">{note}</p>' + page.table(
         ["", *columns], lines, numbers=False
     )
 
 
 def _settings(run: Recorded) -> dict[str, Any]:
-    """The config, flat, and what tells data, and weights to begin with, from others."""
-    told = {
+    """Return the flattened config, and digests of the data and the initial weights."""
+    digests = {
         f"{what} of phase {i}": rows[key][:10]
         for i, rows in enumerate(run.data)
-        for key, what in (("digest", "data"), ("start", "first weights"))
+        for key, what in (("digest", "data"), ("start", "initial weights"))
         if key in rows
     }
-    return {**config_lib.flatten(run.config), **told}
+    return {**config_lib.flatten(run.config), **digests}
 
 
 def parameters(runs: list[Recorded]) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """For each run the shape of every parameter by its path; none of them is allocated."""
+    """Return the shapes of the parameters of each run by path, without allocating them."""
     known: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for run in runs:
-        if repr(run.config.model) not in known:  # tracing a large model takes seconds
+        if repr(run.config.model) not in known:  # tracing takes seconds for large models
             flat = traverse_util.flatten_dict(bert.shapes(run.config.model), sep="/")
-            known[repr(run.config.model)] = {path: flat[path] for path in sorted(flat, key=_place)}
+            known[repr(run.config.model)] = {
+                path: flat[path] for path in sorted(flat, key=_parameter_order)
+            }
     return [known[repr(run.config.model)] for run in runs]
 
 
-def _place(path: str) -> tuple:
-    """The order in which a text passes through a model; layer_10 comes after layer_9."""
+def _parameter_order(path: str) -> tuple:
+    """Return the sort key of parameters: the order of the forward pass, layers by number."""
     first, *rest = path.split("/")
     number = [int(n) for n in re.findall(r"layer_(\d+)", path)]
     return {"embeddings": 0, "encoder": 1, "pooler": 2}.get(first, 3), first, number, rest
 
 
 def parameter_tables(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]) -> str:
-    """What the models consist of; a table for all runs that have the same."""
-    alike: dict[tuple, list[int]] = {}
+    """Return a table of parameters for each group of runs with the same ones."""
+    groups: dict[tuple, list[int]] = {}
     for i, (run, each) in enumerate(zip(runs, shapes, strict=True)):
         count = flops.parameter_count(each, run.config.model)
-        alike.setdefault((count, *((path, x.shape) for path, x in each.items())), []).append(i)
+        groups.setdefault((count, *((path, x.shape) for path, x in each.items())), []).append(i)
     return "<h2>Parameters</h2>" + "".join(
         _parameter_table(", ".join(runs[i].name for i in same), shapes[same[0]], count)
-        for (count, *_), same in alike.items()
+        for (count, *_), same in groups.items()
     )
 
 
@@ -134,7 +134,7 @@ def _parameter_table(names: str, shapes: dict[str, jax.ShapeDtypeStruct], count:
     total = groups.total()
     note = f"{count:,} parameters, {_mebibytes(total)} MiB in float32"
     if total > count:
-        note += f"; {total - count:,} more are the vocabulary's padding"
+        note += f"; {total - count:,} more pad the vocabulary"
     by_group = page.table(
         ["part", "parameters", "MiB"],
         [[group, size, _mebibytes(size)] for group, size in groups.items()],
@@ -157,10 +157,10 @@ def _number(value: Any) -> str:
     return str(value)
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return (", ".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "''"
 
 
 def _mebibytes(count: int) -> str:
-    """Of so many float32."""
+    """Format the size of `count` float32 values in MiB."""
     return f"{4 * count / 2**20:,.2f}"
