@@ -3,7 +3,7 @@
     --config configs/squad.py:1 --data SQUAD       1.1: 3 epochs at 5e-5
     --config configs/squad.py:2 --data SQUAD       2.0: 2 epochs at 5e-5
 
-SQUAD is the folder that holds train-v1.1.json and dev-v1.1.json (or -v2.0), or name the files:
+SQUAD is the folder with train-v1.1.json and dev-v1.1.json (or -v2.0). To name the files instead:
 --config.task.train=… --config.task.dev=…
 """
 
@@ -11,7 +11,7 @@ from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
 
 
 def get_config(argument: str = "1") -> FinetuneConfig:
-    """`argument` is 1 or 2."""
+    """Return the config of SQuAD 1.1 ("1") or 2.0 ("2")."""
     return FinetuneConfig(
         task=TaskConfig(kind="squad", name=f"squad{argument}", tokens=384),
         epochs=3.0 if argument == "1" else 2.0,

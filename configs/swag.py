@@ -1,13 +1,13 @@
-"""Fine-tuning on SWAG, or any choice of one text among several (Devlin et al., section 4.4).
+"""Fine-tuning on SWAG or other multiple-choice data (Devlin et al., section 4.4).
 
---config configs/swag.py --data SWAG       3 epochs of 16 questions a step at 2e-5
+--config configs/swag.py --data SWAG       3 epochs, batch size 16, learning rate 2e-5
 """
 
 from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
 
 
 def get_config(argument: str = "swag") -> FinetuneConfig:
-    """`argument` is a benchmark's name, or "own" for files of one's own (config.task.choices)."""
+    """Return the config of a benchmark, or of your own files for "own" (config.task.choices)."""
     name = "" if argument == "own" else argument
     return FinetuneConfig(
         task=TaskConfig(kind="choice", name=name),

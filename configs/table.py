@@ -1,14 +1,15 @@
-"""Fine-tuning on files of one's own: TSV, CSV, JSON lines or Parquet with named columns.
+"""Fine-tuning on your own files: TSV, CSV, JSON Lines or Parquet with named columns.
 
     --config configs/table.py --config.task.train=train.csv --config.task.dev=dev.csv
 
-The columns are `text` and `label`; --config.task.text_a=…, .text_b=… (pairs), .label=… name others.
-`configs/table.py:classes` learns several labels at a time, `:number` a number.
+The default columns are `text` and `label`; set others with --config.task.text_a=…, .text_b=… (for
+pairs) and .label=…. `configs/table.py:classes` is for multiple labels per example, `:number` for
+regression.
 """
 
 from bert_jax.config import FinetuneConfig, TaskConfig
 
 
 def get_config(argument: str = "class") -> FinetuneConfig:
-    """`argument` is the objective: class, classes or number."""
+    """Return the config of an objective: class, classes or number."""
     return FinetuneConfig(task=TaskConfig(objective=argument))

@@ -1,27 +1,27 @@
-"""What the experiments share: texts, rows, pretraining, tasks to fine-tune on, parts of their pages.
+"""Shared parts of the experiments: texts, rows, pretraining, tasks, and blocks of their pages.
 
-The scale "paper" finds in the folder of `--data`:
+The scale "paper" expects in the folder of `--data`:
 
-text/wikipedia/*                English Wikipedia, as WikiExtractor or MediaWiki leave it
-text/books/*                    BooksCorpus, a file a book
-glue/CoLA, SST-2, MRPC, …       GLUE's files, WNLI too; MNLI's diagnostic set in glue/diagnostic
+text/wikipedia/*                English Wikipedia, a dump or the output of WikiExtractor
+text/books/*                    BooksCorpus, one file per book
+glue/CoLA, SST-2, MRPC, …       GLUE, including WNLI; MNLI's diagnostic set in glue/diagnostic
 squad/                          train-v1.1.json, dev-v1.1.json, train-v2.0.json, dev-v2.0.json
 swag/                           train.csv, val.csv, test.csv
 conll2003/                      train.txt, valid.txt, test.txt with -DOCSTART- between documents
 
-The scale "small" finds there
+The scale "small" expects
 
-text/wikipedia/*.gz, text/books/*.gz    some hundred megabytes of it
-glue/SST-2, CoLA, RTE, QNLI             of QNLI train_sample_8999.tsv.gz and dev.tsv.gz
+text/wikipedia/*.gz, text/books/*.gz    about a hundred megabytes
+glue/SST-2, CoLA, RTE, QNLI             for QNLI train_sample_8999.tsv.gz and dev.tsv.gz
 squad/                                  train-v1.1.rebuilt.json.gz, dev-v1.1.json.gz
 ner/                                    wnut17train.conll.gz, emerging.dev.conll.gz (WNUT-17)
 intent/                                 banking77_train.csv.gz, banking77_test.csv.gz
 
-Where a task of the paper is not among these, a set is made of what there is:
+Substitutes for tasks of the paper that are not available at this scale are derived from these:
 
     python experiments/recipes.py squad1 DATA --out FOLDER      a sample of SQuAD 1.1's paragraphs
-    python experiments/recipes.py squad2 DATA --out FOLDER      some of its questions unanswerable
-    python experiments/recipes.py endings DATA --out FOLDER     which sentence of four comes next
+    python experiments/recipes.py squad2 DATA --out FOLDER      the sample with unanswerable questions
+    python experiments/recipes.py endings DATA --out FOLDER     multiple choice: which of four sentences comes next
 """
 
 import argparse
@@ -70,25 +70,25 @@ CAUSAL = {"model.causal": "true", "model.next_sentence": "false"}
 
 
 def steps(given: SweepArgs) -> int:
-    """Of a pretraining run."""
+    """Return the number of steps of a pretraining run."""
     return _PAPER_STEPS if given.scale == "paper" else _SMALL_STEPS
 
 
 def checkpoints(given: SweepArgs) -> list[int]:
-    """Steps along a run at which `base` and `left_to_right` keep checkpoints for good."""
+    """Return the steps at which `base` and `left_to_right` keep checkpoints."""
     parts = _PARTS[given.scale]
     return [steps(given) * i // parts for i in range(1, parts + 1)]
 
 
 def texts(given: SweepArgs) -> list[str]:
-    """The sources to pretrain on."""
+    """Return the sources of pretraining text."""
     suffix = "" if given.scale == "paper" else ".gz"
     folder = given.data / "text"
     return [f"{folder}/wikipedia/*{suffix}", f"books:{folder}/books/*{suffix}"]
 
 
 def vocabulary(given: SweepArgs, cased: bool = False) -> Point:
-    """Of the sizes of Google's, or of 8,192 word pieces."""
+    """Return the point that trains a vocabulary, of Google's size or 8,192 word pieces."""
     size = (28_996 if cased else 30_522) if given.scale == "paper" else 8_192
     case = ["--cased"] if cased else []
     return Point(
@@ -104,9 +104,9 @@ def rows(
     name: str = "",
     more: Sequence[Any] = (),
 ) -> Point:
-    """The text in rows: one sequence a row in the paper, else packed, unless `sequences` says."""
+    """Return the point that prepares rows, by default packed, or unpacked at the paper scale."""
     paper = given.scale == "paper"
-    # Google's program draws sequences from the text ten times.
+    # Google's create_pretraining_data.py passes over the text ten times (dupe_factor).
     passes = ["--passes", 10] if paper else []
     sequences = sequences or (1 if paper else tokens // 32)
     command = ("--vocab", vocabulary(given, cased), "--tokens", tokens, "--sequences", sequences)
@@ -115,7 +115,7 @@ def rows(
 
 
 def settings(changes: Mapping[str, Any]) -> list[str]:
-    """As arguments."""
+    """Return config overrides as arguments."""
     return [f"--config.{key}={value}" for key, value in changes.items()]
 
 
@@ -127,20 +127,21 @@ def pretrained(
     on: Sequence[Point] = (),
     **facts: Any,
 ) -> Point:
-    """A pretraining run.
+    """Return the point of a pretraining run.
 
     Args:
-        name: of the point and, as "model", in its facts.
-        config: the argument of configs/pretrain.py; "" for the paper's base or the small model.
-        changes: of settings.
-        on: rows, for each phase; () for the usual ones.
-        facts: more of them.
+        given: arguments of the sweep.
+        name: name of the point, also its fact "model".
+        config: argument of configs/pretrain.py; "" for base or, at the small scale, `SMALL_SIZE`.
+        changes: config overrides.
+        on: rows of each phase; () for the default ones.
+        facts: more facts.
 
     Raises:
-        UserError: the sweep was asked for another's checkpoint.
+        UserError: the sweep has `--init`, which does not apply to pretraining.
     """
     if given.init:
-        raise UserError(f"--init {given.init}: this experiment is about its own pretraining")
+        raise UserError(f"--init {given.init}: this experiment pretrains its models itself")
     usual = dict(_PAPER) if given.scale == "paper" else dict(_SMALL)
     if given.scale == "small":
         count = (changes or {}).get("steps", _SMALL_STEPS)
@@ -155,7 +156,7 @@ def pretrained(
 
 
 def _kept(given: SweepArgs) -> dict[str, int]:
-    """Settings with which checkpoints stay from a whole run, for `checkpoints`."""
+    """Return overrides that keep the checkpoints at the steps of `checkpoints`."""
     if given.scale == "paper":
         return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
     parts = _PARTS["small"]
@@ -163,22 +164,22 @@ def _kept(given: SweepArgs) -> dict[str, int]:
 
 
 def base(given: SweepArgs, name: str = "base") -> Point:
-    """The model that most experiments begin with, pretrained once for all of them."""
+    """Return the pretraining shared by most experiments."""
     return pretrained(given, name, changes=_kept(given))
 
 
 def left_to_right(given: SweepArgs, name: str = "left-to-right, no NSP") -> Point:
-    """The same without masks and next sentences, every token seeing what is before it."""
+    """Return the same pretraining with a causal LM and without next-sentence prediction."""
     return pretrained(given, name, changes=_kept(given) | CAUSAL)
 
 
 def large(given: SweepArgs, name: str = "large") -> Point:
-    """The paper's larger model."""
+    """Return the pretraining of BERT Large."""
     return pretrained(given, name, "large")
 
 
 def cased(given: SweepArgs, size: str) -> Point:
-    """The paper's models for named entities, whose vocabulary has capitals (section 5.3)."""
+    """Return the pretraining of a cased model, as for named entities (section 5.3)."""
     on = [rows(given, 128, cased=True), rows(given, 512, cased=True)]
     return pretrained(given, f"{size}, cased", size, on=on)
 
@@ -187,14 +188,14 @@ def cased(given: SweepArgs, size: str) -> Point:
 
 
 class Task(NamedTuple):
-    """A set to fine-tune on.
+    """A fine-tuning task.
 
     Attributes:
-        metric: what settings are picked by; of GLUE its own score.
-        config: the file and its argument.
-        options: besides, with {data} for the folder of the data.
-        settings: that are the task's own.
-        made: the set that this file makes of what there is.
+        metric: metric that selects hyperparameters.
+        config: config file with its argument.
+        options: more options, with {data} for the folder of the data.
+        settings: config overrides of the task.
+        made: name of the derived data set, or "".
     """
 
     metric: str
@@ -263,16 +264,19 @@ PRETRAINED, RANDOM = "pretrained", "random weights"
 
 
 def called(init: str) -> str:
-    """A checkpoint in tables: as on the hub, or by the last two of its folders, one being `out` often."""
+    """Return the name of a checkpoint in tables: OWNER/NAME, or the last two parts of its path."""
     return "/".join(pathlib.Path(init).parts[-2:])
 
 
 def starts(given: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
-    """What to fine-tune, by label: somebody's checkpoint, the paper's two models, or the small one.
+    """Return the options that initialize each model to fine-tune, by label.
+
+    The models are the checkpoint of `--init`, or the paper's two, or the small one and one with
+    random weights.
 
     Args:
-        given: with `init` it is that one alone.
-        capitals: the paper's models are `cased`.
+        given: arguments of the sweep.
+        capitals: whether the paper's models are cased.
     """
     if given.init:
         return {called(given.init): ["--init", given.init]}
@@ -299,34 +303,35 @@ def finetuned(
     more: str = "",
     **facts: Any,
 ) -> Point:
-    """A fine-tuning run of several seeds.
+    """Return the point of a fine-tuning run with several seeds.
 
     Args:
-        label: of the model.
-        start: arguments that say where it begins.
-        task: one of `TASKS` of this scale.
-        changes: of settings.
-        more: what its name has besides model and task.
-        facts: besides model and task.
+        given: arguments of the sweep.
+        label: label of the model.
+        start: options that initialize it.
+        task: name of one of the scale's `TASKS`.
+        changes: config overrides.
+        more: suffix of the point's name.
+        facts: more facts.
     """
-    told = TASKS[given.scale][task]
+    spec = TASKS[given.scale][task]
     if given.scale == "paper":
         usual: dict[str, Any] = {"model.dtype": "bfloat16"}
     else:  # small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4)
         rate = 5e-5 if given.init else 3e-4
         usual = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
-    options = [option.format(data=given.data) for option in told.options]
-    if told.made:
-        options += ["--data", made(given, told.made)]
+    options = [option.format(data=given.data) for option in spec.options]
+    if spec.made:
+        options += ["--data", made(given, spec.made)]
     seeds = given.seeds or (5 if given.scale == "paper" else 3)
-    command = ("finetune", "--config", told.config, *options, *start, "--seeds", seeds)
-    changed = usual | dict(told.settings) | (changes or {})
+    command = ("finetune", "--config", spec.config, *options, *start, "--seeds", seeds)
+    changed = usual | dict(spec.settings) | (changes or {})
     name = "/".join(filter(None, (label, task, more)))
     return Point(name, (*command, *settings(changed)), {"model": label, "task": task, **facts})
 
 
 def made(given: SweepArgs, name: str) -> Point:
-    """A set that this file makes."""
+    """Return the point that derives a data set with this file."""
     return Point(name, ("python", "experiments/recipes.py", name, given.data))
 
 
@@ -335,18 +340,18 @@ def made(given: SweepArgs, name: str) -> Point:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """A block of one scale's results; of each grid the setting that did best on dev.
+    """A block for the results of one scale, with the best setting of each grid on the dev set.
 
-    Minutes and millions of tokens of a run are among its metrics.
+    Adds the metrics "minutes" and "tokens" (millions) to every run.
     """
 
     scale: str
     block: Block
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
-        """The block's."""
-        own = [line for line in results if line["scale"] == self.scale]
-        return self.block.markdown(picked([_with_clock(line) for line in own]), folder)
+        """Return the block's Markdown for the results of this scale."""
+        lines = [line for line in results if line["scale"] == self.scale]
+        return self.block.markdown(picked([_with_clock(line) for line in lines]), folder)
 
 
 def _with_clock(line: Line) -> Line:
@@ -357,17 +362,17 @@ def _with_clock(line: Line) -> Line:
 
 
 def picked(results: Sequence[Line]) -> list[Line]:
-    """Of lines with a "setting" those whose setting has the best mean on dev for model and task."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    """Drop lines whose "setting" is not the best one of their model and task on the dev set."""
+    grids: dict[tuple[str, str], dict[str, list[float]]] = {}
     for line in results:
         facts = line["facts"]
         if "setting" in facts:
             value = line["metrics"][TASKS[line["scale"]][facts["task"]].metric]
-            tried = found.setdefault((facts["model"], facts["task"]), {})
+            tried = grids.setdefault((facts["model"], facts["task"]), {})
             tried.setdefault(facts["setting"], []).append(value)
     best = {
-        where: max(tried, key=lambda setting: statistics.fmean(tried[setting]))
-        for where, tried in found.items()
+        model_and_task: max(tried, key=lambda setting: statistics.fmean(tried[setting]))
+        for model_and_task, tried in grids.items()
     }
     return [
         line
@@ -378,7 +383,7 @@ def picked(results: Sequence[Line]) -> list[Line]:
 
 
 def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
-    """For each scale its table, what of the paper's order is seen in it, and what that cost."""
+    """Return a table, tests of the paper's claims, and training costs for each scale."""
     blocks: dict[str, Block] = {}
     for scale, (table, claims) in scales.items():
         blocks[scale] = At(scale, table)
@@ -389,7 +394,7 @@ def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
 
 
 def curves(series: Mapping[str, Mapping[str, Any]]) -> dict[str, Block]:
-    """For each scale pictures of pretraining runs, by what they have seen and by the clock."""
+    """Return loss curves of pretraining runs for each scale, by tokens and by time."""
     axes = {"tokens": ("real_tokens", "real tokens"), "clock": ("seconds", "seconds of steps")}
     return {
         f"{scale}_{name}": At(
@@ -402,13 +407,13 @@ def curves(series: Mapping[str, Mapping[str, Any]]) -> dict[str, Block]:
 
 
 def models(results: Sequence[Line], scale: str, *usual: str) -> list[str]:
-    """Labels of the models that a table shows: the usual ones, and others that have results."""
+    """Return the labels of a table's models: the default ones, and others that have results."""
     facts = [line["facts"] for line in results if line["scale"] == scale]
     return list(dict.fromkeys([*usual, *(each["model"] for each in facts if "task" in each)]))
 
 
 def sizes(labels: Sequence[str]) -> dict[str, str]:
-    """Whose numbers of the paper stand beside a model's: large's if it is called so, else base's."""
+    """Return the size whose numbers in the paper a model is compared with, by label."""
     return {label: "large" if "large" in label else "base" for label in labels if label != RANDOM}
 
 
@@ -419,16 +424,21 @@ def comparison(
     paper_columns: Mapping[str, Any],
     average: bool = False,
 ) -> dict[str, Block]:
-    """The page of an experiment about models that are fine-tuned: large, base, a small one, others.
+    """Return the blocks of an experiment that compares fine-tuned models.
 
-    With `average` the paper's table has one.
+    Args:
+        results: results of the experiment.
+        paper: the paper's numbers by size and column.
+        small_columns: columns of the small scale.
+        paper_columns: columns of the paper scale.
+        average: whether the paper's table has an average column.
     """
 
     def table(scale: str, columns: Mapping[str, Any], *usual: str) -> Table:
         labels = models(results, scale, *usual)
         facts = {label: {"model": label} for label in labels}
-        beside = {label: paper.get(size, {}) for label, size in sizes(labels).items()}
-        return Table(facts, columns, beside, "model")
+        reference = {label: paper.get(size, {}) for label, size in sizes(labels).items()}
+        return Table(facts, columns, reference, "model")
 
     small = table("small", small_columns, PRETRAINED, RANDOM)
     large_ = table("paper", paper_columns, "base", "large")
@@ -439,21 +449,21 @@ def comparison(
     )
 
 
-# --- Sets made of what there is -------------------------------------------------------------------
+# --- Derived data sets -------------------------------------------------------------------
 
-# One paragraph of SQuAD in so many is taken: the whole takes hours on two cores.
+# Take one in this many paragraphs of SQuAD: all of it takes hours on two cores.
 _SQUAD_STRIDE = {"train": 24, "dev": 8}
 _SQUAD_FILES = {"train": "train-v1.1.rebuilt", "dev": "dev-v1.1"}
 _CHOICES, _ENDINGS = 4, {"train": 4_000, "val": 2_000}
 
 
 def squad1(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
-    """A sample of SQuAD 1.1's paragraphs, laid out as SQuAD is; questions by split."""
+    """Write a sample of SQuAD 1.1's paragraphs, and return the number of questions by split."""
     return _squad(data, out, "1.1")
 
 
 def squad2(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
-    """The same, of which every third question is asked of another paragraph and has no answer."""
+    """Write the sample with every third question moved to a paragraph that does not answer it."""
     return _squad(data, out, "2.0")
 
 
@@ -482,9 +492,9 @@ def _squad(data: pathlib.Path, out: pathlib.Path, version: str) -> dict[str, int
 def _unanswerable(
     paragraphs: Sequence[dict[str, Any]], i: int, number: Iterator[int]
 ) -> list[dict[str, Any]]:
-    """A paragraph with two in three of its questions, and its neighbor with the third.
+    """Return a paragraph with two thirds of its questions, and its neighbor with the other third.
 
-    The neighbor is of the same article; a question stays where the neighbor holds its answer.
+    The neighbor is from the same article. Questions whose answer occurs in it are not moved.
     """
     neighbor = paragraphs[(i + 1) % len(paragraphs)]["context"]
     answered, moved = [], []
@@ -494,16 +504,16 @@ def _unanswerable(
             moved.append({**question, "answers": [], "is_impossible": True})
         else:
             answered.append({**question, "is_impossible": False})
-    found = [{**paragraphs[i], "qas": answered}, {"context": neighbor, "qas": moved}]
-    return [paragraph for paragraph in found if paragraph["qas"]]
+    pair = [{**paragraphs[i], "qas": answered}, {"context": neighbor, "qas": moved}]
+    return [paragraph for paragraph in pair if paragraph["qas"]]
 
 
 def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
-    """Questions laid out as SWAG: which of four sentences of an article follows a given one.
+    """Write questions in SWAG's format: which of four sentences of an article follows a given one.
 
-    The articles of train and val are different ones.
+    Train and val use different articles. Returns the number of questions by split.
     """
-    draw, found = random.Random(0), []
+    draw, questions = random.Random(0), []
     for path in sorted((data / "text" / "wikipedia").glob("*.gz")):
         with gzip.open(path, "rt") as file:
             text = file.read()
@@ -521,16 +531,16 @@ def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
                 continue
             for first, second in draw.sample(pairs, 4):
                 others = [sentence for sentence in every if sentence not in (first, second)]
-                found.append((first, second, draw.sample(others, _CHOICES - 1)))
+                questions.append((first, second, draw.sample(others, _CHOICES - 1)))
     counts, start = {}, 0
-    for split, most in _ENDINGS.items():
-        own = found[start : start + most]
-        start += most
-        counts[split] = len(own)
+    for split, size in _ENDINGS.items():
+        selected = questions[start : start + size]
+        start += size
+        counts[split] = len(selected)
         with open(out / f"{split}.csv", "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["sent1", "sent2", *(f"ending{i}" for i in range(_CHOICES)), "label"])
-            for first, second, others in own:
+            for first, second, others in selected:
                 label = draw.randrange(_CHOICES)
                 writer.writerow([first, "", *others[:label], second, *others[label:], label])
     return counts
@@ -541,7 +551,7 @@ def _fits(sentence: str) -> bool:
 
 
 def main() -> None:
-    """Makes a set and says in metrics.json how many questions it has."""
+    """Write a derived data set, and the number of its questions to metrics.json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", choices=("squad1", "squad2", "endings"))
     parser.add_argument("data", type=pathlib.Path)

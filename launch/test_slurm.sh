@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# `bert-jax launch --on slurm` on a real Slurm: the daemons, on this machine's loopback, for as long
-# as it takes. Jobs of two tasks are stopped, preempted, killed and refused, and must end as they
-# should: first small programs that count, then, with --train, real training.
+# Test `bert-jax launch --on slurm` on a real Slurm whose daemons run on the loopback interface. Jobs
+# of two tasks are stopped, preempted, killed and rejected; the test checks how they end. The jobs are
+# small counting programs and, with --train, real training.
 #
 #   apt-get install slurm-wlm munge        (Debian, as root)
 #   launch/test_slurm.sh [--train] [--tasks N] [--python PYTHON] [--out experiments/launch]
 #
-# Writes what was seen to slurm.log in the folder. Needs no accelerator; minutes on two cores.
+# Writes slurm.log to the folder. Needs no accelerator and takes minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 checkout=$PWD python=python3 out=experiments/launch tasks=2 train=""
@@ -37,7 +37,7 @@ export XLA_FLAGS=--xla_backend_optimization_level=0 BERT_JAX_CACHE=$work/cache
 pids=()
 finish() {
   cp "$work/log" "$out/slurm.log" 2>/dev/null || true
-  # The daemons go last: without them nothing would end a job that is left.
+  # Stop the daemons last: only they can end remaining jobs.
   for job in $(squeue --noheader --format=%A 2>/dev/null); do
     scancel --signal=KILL --full "$job" && scancel "$job" || true
   done
@@ -101,17 +101,17 @@ EOF
   pids+=($!)
   until sinfo --noheader --format=%T 2>/dev/null | grep -q idle; do
     sleep 1
-    [ "$((++waited))" -lt 60 ] || fail "the daemons do not come up"
+    [ "$((++waited))" -lt 60 ] || fail "the daemons do not start"
   done
   say "Slurm $(sinfo --version | cut -d ' ' -f 2), one node, $(nproc) CPUs"
 }
 waited=0
 
-# Of a job: its field as scontrol knows it.
+# field JOB NAME: print a field of a job.
 field() { scontrol show job "$1" 2>/dev/null | grep -o "\b$2=[^ ]*" | head -n 1 | cut -d = -f 2; }
 
-# A task of a counting job: a number a step in its own file, and the step saved where SIGTERM finds
-# it. The argument is what task 1 does at step 20 of the first run, if anything.
+# A task of a counting job: appends a number per step to its own file, and resumes from it. The
+# argument is what task 1 does at step 20 of the first run, if anything.
 cat >"$work/count.py" <<'EOF'
 import os, pathlib, signal, sys, time
 rank, saved = os.environ["SLURM_PROCID"], pathlib.Path(f"{sys.argv[1]}.{os.environ['SLURM_PROCID']}")
@@ -128,39 +128,39 @@ while step < 60:
     if step == 20 and first and rank == "1" and sys.argv[2:]:
         os.kill(os.getpid(), 9) if sys.argv[2] == "kill" else sys.exit(int(sys.argv[2]))
     if stop:
-        time.sleep(1)  # saving takes a while
+        time.sleep(1)  # saving takes time
         sys.exit(75)
 EOF
 
-# count NAME [AT-20]: submits a counting job; sets `job`.
+# count NAME [AT-20]: submit a counting job and set `job`.
 count() {
   job=$(cd "$work" && sbatch --parsable --job-name="$1" --ntasks-per-node=2 --time=30 \
     "$checkout/launch/slurm.sh" 3 "$python" "$work/count.py" "$work/$1" "${@:2}")
   say "$1: job $job"
 }
 
-# until_counted NAME N: its last task has come to step N.
+# until_counted NAME N: wait until task 1 has reached step N.
 until_counted() {
   until [ -s "$work/$1.1" ] && [ "$(wc -l <"$work/$1.1")" -ge "$2" ]; do sleep 0.1; done
 }
 
-# counted NAME: every task has counted to 60 without a gap or a repetition.
+# counted NAME: check that every task counted to 60 without gaps or repetitions.
 counted() {
   local i
   for i in 0 1; do
-    seq 0 59 | cmp - "$work/$1.$i" || fail "$1: task $i did not go on where it was"
+    seq 0 59 | cmp - "$work/$1.$i" || fail "$1: task $i did not resume where it stopped"
   done
   say "  both tasks counted from 0 to 59, each number once"
 }
 
-# ended RESTARTS [EXIT-CODE]: how the job should have.
+# ended RESTARTS [EXIT-CODE]: check how the job ended.
 ended() {
-  local found
-  found="$(field "$job" Restarts) $(field "$job" ExitCode)"
-  [ "$found" = "$1 ${2:-0:0}" ] || fail "job $job: restarts and status are $found"
+  local actual
+  actual="$(field "$job" Restarts) $(field "$job" ExitCode)"
+  [ "$actual" = "$1 ${2:-0:0}" ] || fail "job $job: restarts and status are $actual"
 }
 
-# pretrain NAME: submits a run; sets `job`.
+# pretrain NAME: submit a run and set `job`.
 pretrain() {
   local name=$1
   shift
@@ -176,7 +176,7 @@ pretrain() {
   say "$name: job $job"
 }
 
-# until_lines NAME N: the run has written N lines of metrics.
+# until_lines NAME N: wait until the run has written N lines of metrics.
 until_lines() {
   local file=$work/$1/metrics.jsonl
   until [ -s "$file" ] && [ "$(wc -l <"$file")" -ge "$2" ]; do
@@ -185,7 +185,7 @@ until_lines() {
   done
 }
 
-# until_state JOB STATE: and says so.
+# until_state JOB STATE: wait for the state and log it.
 until_state() {
   local state
   while true; do
@@ -212,10 +212,10 @@ prepare.prepare([str(work / "text.txt")], str(work / "vocab"), str(work / "rows"
 EOF
 }
 
-# same NAME: as the run that nobody stopped, bit for bit.
+# same NAME: check that the run equals the uninterrupted one, bit for bit.
 same() {
-  cmp "$work/run-whole/metrics.jsonl" "$work/$1/metrics.jsonl" || fail "$1: other metrics"
-  "$python" - "$work/run-whole" "$work/$1" <<'EOF' || fail "$1: other parameters"
+  cmp "$work/run-whole/metrics.jsonl" "$work/$1/metrics.jsonl" || fail "$1: metrics differ"
+  "$python" - "$work/run-whole" "$work/$1" <<'EOF' || fail "$1: parameters differ"
 import sys, jax, numpy as np
 from bert_jax import checkpoint
 (a, step), (b, also) = [checkpoint.load_model(f, "latest")[2:4] for f in sys.argv[1:]]
@@ -223,7 +223,7 @@ assert step == also == 400, (step, also)
 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 EOF
-  say "  $1: metrics.jsonl and parameters at step 400 are those of the run nobody stopped, bit for bit"
+  say "  $1: metrics.jsonl and parameters at step 400 equal those of the uninterrupted run, bit for bit"
 }
 
 daemons
@@ -250,7 +250,7 @@ until_state "$job" COMPLETED
 ended 1
 counted preempted
 
-count killed kill # the other task is stopped; both go on
+count killed kill # the other task is stopped; both resume
 until_state "$job" COMPLETED
 ended 1
 
@@ -263,7 +263,7 @@ until_counted cancelled 10
 scancel "$job"
 until_state "$job" CANCELLED
 sleep 3
-[ "$(field "$job" JobState) $(field "$job" Restarts)" = "CANCELLED 0" ] || fail "cancelled: goes on"
+[ "$(field "$job" JobState) $(field "$job" Restarts)" = "CANCELLED 0" ] || fail "cancelled: still running"
 
 if [ -n "$train" ]; then
   data >/dev/null
@@ -289,9 +289,9 @@ if [ -n "$train" ]; then
   ended 1
   same run-preempted
 
-  pretrain run-mistaken --config.batch_size=7 # not for two tasks
+  pretrain run-mistaken --config.batch_size=7 # not divisible by two tasks
   until_state "$job" FAILED
   ended 0 2:0
 fi
 
-say "all as it should be"
+say "all tests passed"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Brings a Cloud TPU slice to life and waits for it.
+# Create a Cloud TPU slice and wait until it is active.
 #
 #   launch/tpu_slice.sh NAME --zone=ZONE [--project=PROJECT] -- CREATE-COMMAND…
 #
-# A request that is there already is used. One whose machines were taken back (preemption) is
-# deleted and made again with CREATE-COMMAND; so is an old one that failed. Status 2: it cannot be
-# made, and trying again would not help.
+# An existing queued resource is reused. A preempted one is deleted and created again with
+# CREATE-COMMAND, as is one that failed before. Exit status 2: it cannot be created, and a retry would
+# not help.
 set -euo pipefail
 name=$1
 shift
@@ -24,7 +24,7 @@ created="" shown=""
 while true; do
   state=$(queued describe --format='value(state.state)' 2>/dev/null || true)
   if [ "$state" != "$shown" ]; then
-    echo "launch: $name is ${state:-not there}" >&2
+    echo "launch: $name: ${state:-does not exist}" >&2
     shown=$state
   fi
   case $state in

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# On each worker of a Cloud TPU slice, in the home folder, beside code.bundle and job.sh.
+# Runs on each worker of a Cloud TPU slice, in the home folder, next to code.bundle and job.sh.
 #
-#   tpu_worker.sh start [BUCKET]   mounts, installs, starts job.sh as a service; nothing if it runs
-#   tpu_worker.sh follow           shows its output and ends with its status
+#   tpu_worker.sh start [BUCKET]   mount, install, start job.sh as a service, unless it is running
+#   tpu_worker.sh follow           print its output and return its exit status
 #
-# A service outlives the connection that started it, and SIGTERM reaches it when the machine is
-# taken back. `follow` ends with 0, 2, 75, 128 and more (killed), and 70 for any other failure:
-# 1 and 255 are left to mean that the connection was lost. `start` fails with 2.
+# A service survives the connection that started it, and receives SIGTERM on preemption. `follow`
+# exits with 0, 2, 75, 128 or more (killed), or 70 for any other failure; 1 and 255 mean that the
+# connection was lost. `start` fails with 2.
 set -euo pipefail
 
 start() {
@@ -24,7 +24,7 @@ start() {
     rm -rf bert_jax
     git clone --quiet code.bundle bert_jax
   fi
-  # The machine's own Python may be older than JAX allows; uv brings one.
+  # The system's Python may be too old for JAX; uv installs one.
   python3 -m pip install --quiet --user uv
   [ -d venv ] || "$uv" venv --quiet --python 3.12 venv
   "$uv" pip install --quiet --python venv/bin/python --editable 'bert_jax[tpu]'
@@ -48,12 +48,12 @@ mount_bucket() {
   fi
   sudo mkdir -p /bucket
   sudo chown "$(id -u)" /bucket
-  # A checkpoint is finished by renaming its folder, which gcsfuse refuses unless it is told to.
+  # Checkpoints are committed by renaming their folder, which gcsfuse only allows with this limit.
   gcsfuse --implicit-dirs --rename-dir-limit=100000 "$1" /bucket
 }
 
 run() {
-  trap : TERM # sent to the job as well: wait until it has saved
+  trap : TERM # the job receives it too: wait until it has saved
   local status=0
   bash job.sh || status=$?
   echo "$status" >job.status
@@ -68,7 +68,7 @@ follow() {
   else
     tail -n 100 job.log
   fi
-  status=$(cat job.status 2>/dev/null || echo 75) # none: the machine went down under it
+  status=$(cat job.status 2>/dev/null || echo 75) # none: the machine was shut down
   case $status in
     0 | 2 | 75) exit "$status" ;;
     *) exit $((status < 128 ? 70 : status)) ;;
@@ -77,4 +77,4 @@ follow() {
 
 cd "$HOME"
 "$@"
-exit # this file may have been replaced meanwhile
+exit # this file may have been replaced in the meantime

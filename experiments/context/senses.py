@@ -1,4 +1,4 @@
-"""How far apart a model holds the senses of a word, by layer.
+"""Measure how well a model separates the senses of a word, by layer.
 
     python experiments/context/senses.py --init MODEL --out FOLDER
 
@@ -28,7 +28,7 @@ _DEALS = 1_000
 
 
 def read() -> dict[str, list[tuple[str, str]]]:
-    """For each word the senses and sentences."""
+    """Return the senses and sentences of each word."""
     found: dict[str, list[tuple[str, str]]] = {}
     with open(SENTENCES, newline="") as file:
         for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
@@ -37,7 +37,7 @@ def read() -> dict[str, list[tuple[str, str]]]:
 
 
 def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
-    """What metrics.json says of a word.
+    """Return the metrics of a word.
 
     Args:
         vectors: [sentences, layers, D].
@@ -72,7 +72,7 @@ def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
 
 
 def vectors(source: str) -> dict[str, np.ndarray]:
-    """Of each word its vector in every sentence: [sentences, layers, D], the embeddings first.
+    """Return the vectors of each word in its sentences, [sentences, layers, D], embeddings first.
 
     Args:
         source: as `convert.source.open_model` takes it.
@@ -106,7 +106,7 @@ def vectors(source: str) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Embeds the sentences and measures."""
+    """Embed the sentences, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--init", required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)

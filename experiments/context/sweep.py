@@ -1,4 +1,4 @@
-"""Context: in which layers is the same word another vector in another sense?"""
+"""Context: which layers separate the senses of a word?"""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ WORDS = ("right", "bank", "spring")
 
 
 def get_points(given):
-    """The model, and what it makes of the sentences."""
+    """Return the model, and the measurement of its vectors."""
     name = recipes.called(given.init) if given.init else "base"
     model = given.init or recipes.base(given)
     yield Point(
@@ -22,16 +22,16 @@ def get_points(given):
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """For each layer and word how often the nearest sentence has the same sense."""
+    """A table of nearest-neighbor accuracy by layer and word."""
 
     def markdown(self, results, folder):
-        """A row a layer."""
+        """Return a row per layer."""
         found = {line["facts"]["of"]: line["metrics"] for line in results if "of" in line["facts"]}
         return "\n\n".join(_table(of, told) for of, told in found.items()) or "not run"
 
 
 def _table(of, told):
-    """Of one model."""
+    """Return the table of one model."""
     lines = [f"| layer of {of} | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
     for layer in range(len(told[WORDS[0]]["neighbor"])):
         cells = [
@@ -48,12 +48,12 @@ def _table(of, told):
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Every sentence's vector of the word in the plane of the two main components."""
+    """A plot of the word's vectors in the plane of the first two principal components."""
 
     file: str
 
     def markdown(self, results, folder):
-        """The embeddings, the layer in the middle, and the last one."""
+        """Draw the embeddings, the middle layer and the last layer."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
@@ -78,13 +78,13 @@ class Picture:
                         plot.scatter(*zip(*own, strict=True), s=12, label=sense)
                     plot.set(title=f"{word}, layer {layer}", xticks=[], yticks=[])
                 row[0].legend(frameon=False, fontsize="small")
-            with files.replacing(folder / self.file) as beside:
+            with files.atomic_write(folder / self.file) as beside:
                 figure.savefig(beside, format="svg", metadata={"Date": None})
         return f"![vectors of {', '.join(WORDS)}]({self.file})"
 
 
 def get_blocks(results):
-    """For each scale the table and the picture."""
+    """Return a table and a plot for each scale."""
     blocks = {}
     for scale in recipes.SCALES:
         blocks[scale] = recipes.At(scale, Layers())

@@ -1,6 +1,6 @@
-"""Figure 5: does masked LM, which predicts fewer words, learn more slowly than left-to-right?
+"""Figure 5: does masked LM, which predicts fewer tokens, learn more slowly than left-to-right?
 
-Both runs keep checkpoints along their way, of which each is fine-tuned.
+Intermediate checkpoints of both runs are fine-tuned.
 """
 
 import recipes
@@ -12,7 +12,7 @@ MASKED, CAUSAL = "masked LM", "left-to-right"
 
 
 def get_points(given):
-    """Fine-tuning from along both runs."""
+    """Return the fine-tuning of intermediate checkpoints of both runs."""
     runs = {MASKED: recipes.base(given), CAUSAL: recipes.left_to_right(given)}
     for step in recipes.checkpoints(given):
         for label, run in runs.items():
@@ -23,7 +23,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """A column a checkpoint, and the picture."""
+    """Return a table with a column per checkpoint, and the plot."""
     series = {label: {"model": label} for label in (MASKED, CAUSAL)}
 
     def told(scale):

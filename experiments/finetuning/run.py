@@ -1,4 +1,4 @@
-"""Fine-tuning on real data from different starts, and the page that says what came of it.
+"""Fine-tune on real data from different checkpoints, and write the page of results.
 
     BERT_JAX_DATA=DIR python experiments/finetuning/run.py banking77 cola --starts minilm none --seeds 3
 
@@ -39,7 +39,7 @@ def glue(name, **files):
 
 
 def clinc150():
-    """The utterances in scope as JSON lines."""
+    """Return the in-scope utterances as JSON Lines."""
     folder = RUNS / "clinc150"
     folder.mkdir(parents=True, exist_ok=True)
     with gzip.open(DATA / "intent" / "clinc150.json.gz") as file:
@@ -51,7 +51,7 @@ def clinc150():
 
 
 def squad1():
-    """A sample of the paragraphs."""
+    """Return a sample of the paragraphs."""
     folder = RUNS / "squad1"
     folder.mkdir(parents=True, exist_ok=True)
     for split, name in (("train", "train-v1.1.rebuilt"), ("dev", "dev-v1.1")):
@@ -210,7 +210,7 @@ def readme(results, trainer):
 
 
 def verdict(results):
-    """Where a pretrained start did not beat random weights."""
+    """List where pretraining was not better than random weights."""
     means = {(r["set"], r["start"]): statistics.fmean(r["values"]) for r in results}
     worse = [
         f"{start} on {name} ({mean:.3g}, from scratch {means[name, 'none']:.3g})"

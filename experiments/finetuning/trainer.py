@@ -1,4 +1,4 @@
-"""The same fine-tuning by transformers' Trainer, beside which README.md puts ours.
+"""Run the same fine-tuning with transformers' Trainer, for comparison.
 
     BERT_JAX_DATA=DIR python experiments/finetuning/trainer.py cola wnut17 banking77 --seeds 2
 
@@ -74,7 +74,7 @@ def texts_of(tokenizer, split, read):
 
 
 def words_of(tokenizer, split, names):
-    """A word's tag at its first piece, as transformers' run_ner.py."""
+    """Return the labels of words at their first piece, as transformers' run_ner.py does."""
     examples = []
     for words, tags in zip(*wnut17(split), strict=True):
         encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=TOKENS)
@@ -88,7 +88,7 @@ def words_of(tokenizer, split, names):
 
 
 class Trainer(transformers.Trainer):
-    """Trainer with Google's schedule: the rate falls from step 0, its own from the warm-up's end."""
+    """Trainer with Google's schedule: linear decay from step 0, not from the end of warm-up."""
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         warmup = self.args.warmup_steps
@@ -101,7 +101,7 @@ class Trainer(transformers.Trainer):
 
 
 def run(name, seed):
-    """The dev score and the seconds of training."""
+    """Return the dev score and the training seconds."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())

@@ -1,4 +1,4 @@
-"""Writes this folder's results.json, curve.svg and README.md from a finished run.
+"""Write this folder's results.json, curve.svg and README.md from a finished run.
 
 python experiments/mini/record.py --workdir runs/mini --rows rows
 """
@@ -25,7 +25,7 @@ TEXTS = (
 
 
 def fill_masks(folder: str) -> list[dict]:
-    """What `bert-jax fill-mask` answers for the five texts."""
+    """Return the answers of `bert-jax fill-mask` for five texts."""
     command = ["-c", "from bert_jax.cli import main; main()", "fill-mask", "--json"]
     done = subprocess.run(
         [sys.executable, *command, "--workdir", folder, *TEXTS],
@@ -37,7 +37,7 @@ def fill_masks(folder: str) -> list[dict]:
 
 
 def evaluate_all(folder: str) -> dict:
-    """What `bert-jax evaluate --all` measures on every held-out row."""
+    """Return the metrics of `bert-jax evaluate --all`."""
     command = ["-c", "from bert_jax.cli import main; main()", "evaluate", "--all", "--json"]
     done = subprocess.run(
         [sys.executable, *command, "--workdir", folder], capture_output=True, text=True, check=True
@@ -46,7 +46,7 @@ def evaluate_all(folder: str) -> dict:
 
 
 def main() -> None:
-    """Collects the numbers and writes the three files."""
+    """Collect the numbers, and write the three files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workdir", default="runs/mini")
     parser.add_argument("--rows", default="rows")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def page(r: dict) -> str:
-    """The README from the results."""
+    """Return the README for the results."""
     heldout = "\n".join(
         f"| {h['step']:,} | {h['masked_lm_loss']:.3f} | {h['masked_lm_perplexity']:.1f} | "
         f"{h['masked_lm_accuracy']:.1%} | {h['next_sentence_accuracy']:.1%} |"

@@ -1,21 +1,21 @@
-"""Packing: do the same sequences, several to a row, teach the same in less time?"""
+"""Packing: does training on packed rows give the same loss in less time?"""
 
 import recipes
 
 from bert_jax.tools.report.experiment import Column, Table
 
 PACKED, SINGLE = "packed", "one a row"
-STEPS = 1_500  # of the small ones
-# How many rows hold as many sequences as so many of one each, from the manifests' counts: of the
-# small text some 513,000 sequences lie in 403,653 rows. The paper's text has not been prepared here:
-# of 8 MB of Wikipedia 94.8% of the tokens of rows are real against 99.0% at T=128, and 87.4% against
-# 98.7% at T=512 (experiments/prepare).
+STEPS = 1_500  # at the small scale
+# Rows per batch with the same number of sequences, from the manifests: the small text has about
+# 513,000 sequences in 403,653 packed rows. For the paper's text, estimated from 8 MB of Wikipedia
+# (experiments/prepare): 94.8% real tokens unpacked and 99.0% packed at T=128, 87.4% and 98.7% at
+# T=512.
 SMALL_BATCH = {SINGLE: 23, PACKED: 18}
 PAPER_BATCHES = (245, 227)
 
 
 def get_points(given):
-    """Two runs whose steps see about the same sequences."""
+    """Return two runs with about the same number of sequences per step."""
     if given.scale == "paper":
         rows = [
             recipes.rows(given, tokens, sequences=tokens // 32, name=f"rows{tokens}-packed")
@@ -40,7 +40,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """The end of both runs, and their curves by tokens and by the clock."""
+    """Return the final metrics, and loss curves by tokens and by time."""
     series = {label: {"model": label} for label in (SINGLE, PACKED)}
     columns = {
         "held-out loss": Column("masked_lm_loss", factor=1.0, digits=3),

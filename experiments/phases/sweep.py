@@ -1,19 +1,19 @@
-"""Phases: is it as good, and cheaper, to train on short rows first and on long ones at the end?"""
+"""Phases: does training on short rows first reach the same loss at lower cost?"""
 
 import recipes
 
 from bert_jax.tools.report.experiment import Claim, Column, Table
 
 BOTH, LONG = "128, then 512", "512 only"
-# The last phase sees 512 x 0.1 of 512 x 0.1 + 128 x 0.9 tokens in the paper. The small runs have
-# steps of 1,024 tokens throughout, and in the last phase as large a share of them.
+# In the paper the last phase has 512 x 0.1 of 512 x 0.1 + 128 x 0.9 tokens. The small runs have 1,024
+# tokens per step in both phases, so this is the same share of tokens.
 LONG_SHARE = 0.3
-# As many tokens as 900,000 steps of 128 and 100,000 of 512.
+# The same number of tokens as 900,000 steps at T=128 and 100,000 at T=512.
 PAPER_STEPS = 325_000
 
 
 def get_points(given):
-    """Two runs over as many tokens that end on the same rows."""
+    """Return two runs on the same number of tokens that end on the same rows."""
     if given.scale == "paper":
         yield recipes.base(given, BOTH)
         yield recipes.pretrained(
@@ -33,7 +33,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """The end of both runs, and their curves by tokens and by the clock."""
+    """Return the final metrics, and loss curves by tokens and by time."""
     series = {label: {"model": label} for label in (BOTH, LONG)}
     loss = "held-out loss at T=512"
     columns = {

@@ -1,4 +1,4 @@
-"""How fast text becomes rows, beside the tokenizer alone and a plain Python implementation.
+"""Benchmark `prepare` against the tokenizer alone and a plain Python implementation.
 
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt [--rounds 3]
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt --memory
@@ -104,7 +104,7 @@ def split_on_punctuation(word):
 
 
 def plain_words(text):
-    """Lower-cased words and punctuation."""
+    """Return lowercase words and punctuation."""
     words = []
     for word in chinese_apart(cleaned(text)).strip().split():
         words.extend(split_on_punctuation(without_accents(word.lower())))
@@ -112,7 +112,7 @@ def plain_words(text):
 
 
 def plain_pieces(word, index):
-    """Longest match first."""
+    """Split a word greedily by longest match."""
     characters = list(word)
     if len(characters) > 100:
         return ["[UNK]"]
@@ -176,7 +176,7 @@ def plain_instances(documents, tokens, rng):
 
 
 def plain(documents, vocabulary, tokens=128):
-    """Sentences to padded ids, one file in memory; returns how many instances."""
+    """Convert sentences to padded ids in memory, and return the number of instances."""
     index = vocabulary.index
     tokenized = []
     for document in documents:
@@ -209,7 +209,7 @@ def documents_of(path):
 
 
 def cost(function):
-    """Seconds by the clock, and of processors, children included."""
+    """Return wall-clock and CPU seconds, including child processes."""
     clock, processors = time.perf_counter(), sum(os.times()[:4])
     function()
     return time.perf_counter() - clock, sum(os.times()[:4]) - processors
@@ -271,7 +271,7 @@ def measure_speed(text, vocab, rounds):
 
 
 def peak_memory(command):
-    """The most resident memory of a command and of the largest of its children, in MB."""
+    """Return the peak resident memory in MB of a command and of its largest child."""
     process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     own = worker = 0
     while process.poll() is None:
@@ -287,7 +287,7 @@ def peak_memory(command):
 
 
 def measure_memory(text, vocab):
-    """Peak memory on the text and on a tenth of it."""
+    """Measure the peak memory on the text and on a tenth of it."""
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         lines = text.read_text().splitlines(keepends=True)
@@ -324,7 +324,7 @@ BEAM = {
 
 
 def measure_beam(text, vocab, parts=8):
-    """The same rows by either runner, of the text cut into files; are they the same bytes?
+    """Prepare the same rows with both runners, and compare their bytes.
 
     Each file is a source, because small files of one source are read together.
     """

@@ -1,4 +1,4 @@
-"""How many damaged inputs do the fuzzing tests try, and does every one end as documented?
+"""Count the damaged inputs that the fuzzing tests try, and check that they end as documented.
 
     python experiments/reliability/fuzz.py [--times 20]
 
@@ -27,7 +27,7 @@ TRIED = re.compile(r"(\d+) passing, (\d+) failing")
 
 
 def count(report: pathlib.Path) -> dict[str, list[int]]:
-    """Of a JUnit report, for each test the inputs tried and how many of its cases failed."""
+    """Return the inputs tried and the failures by test, from a JUnit report."""
     root = xml.etree.ElementTree.parse(report).getroot()
     tried: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for case in root.iter("testcase"):

@@ -1,4 +1,4 @@
-"""Real runs, killed at moments that hurt, and started again until they end as if nothing had happened.
+"""Kill real runs at critical moments, restart them, and compare with undisturbed runs.
 
     python experiments/reliability/kills.py --kills 100 [--seed 0] [--only pretrain finetune]
 
@@ -38,7 +38,7 @@ VERBS = "sees follows remembers leaves finds builds crosses describes".split()
 
 
 def corpus(folder: pathlib.Path) -> None:
-    """Text, vocabulary, rows of T=32 and 64, and a table with a label a line."""
+    """Write a text, a vocabulary, rows of T=32 and 64, and a labeled table."""
     rng = random.Random(0)
 
     def sentence() -> str:
@@ -56,7 +56,7 @@ def corpus(folder: pathlib.Path) -> None:
 
 
 def rows(data: pathlib.Path, tokens: int) -> list:
-    """Arguments of `prepare`."""
+    """Return the arguments of `prepare`."""
     shape = ["--tokens", tokens, "--sequences", 4, "--heldout-fraction", 0.1, "--passes", 3]
     return ["--vocab", data / "vocab", *shape, data / "text.txt"]
 
@@ -70,7 +70,7 @@ FINETUNE = "epochs=8 batch_size=8 task.tokens=16 checkpoint.every_steps=13 evalu
 
 
 def commands(data: pathlib.Path) -> dict[str, Callable[[pathlib.Path], list]]:
-    """For each scenario what is run to make a folder."""
+    """Return the commands of each scenario."""
     config = ROOT / "configs"
 
     def pretrain(out):
@@ -138,12 +138,12 @@ def names(folder: pathlib.Path) -> set[str]:
 
 
 def saving(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """A checkpoint is being written."""
+    """Wait until a checkpoint is being written."""
     return lambda: any("tmp" in name for name in names(out / "checkpoints"))
 
 
 def sealed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """A checkpoint is written to the end, manifest and all, and has not taken its place."""
+    """Wait until a checkpoint is written with its manifest but not yet renamed."""
 
     def now() -> bool:
         tmp = (name for name in names(out / "checkpoints") if "tmp" in name)
@@ -153,13 +153,13 @@ def sealed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
 
 
 def committed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """A checkpoint has just taken its place, and an old one is about to be deleted."""
+    """Wait until a checkpoint was renamed and an old one is about to be deleted."""
     before = names(out / "checkpoints")
     return lambda: any(name.isdigit() for name in names(out / "checkpoints") - before)
 
 
 def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """An old checkpoint has lost a file."""
+    """Wait until an old checkpoint has lost a file."""
     folder, seen = out / "checkpoints", set()
 
     def now() -> bool:
@@ -172,7 +172,7 @@ def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
 
 
 def line_of(out: pathlib.Path, wanted: Callable[[dict], bool]) -> Callable[[], bool]:
-    """A new line of metrics.jsonl is as wanted."""
+    """Wait until a new line of metrics.jsonl satisfies a condition."""
     path = out / "metrics.jsonl"
     begun = path.stat().st_size if path.exists() else 0
 
@@ -188,36 +188,36 @@ def line_of(out: pathlib.Path, wanted: Callable[[dict], bool]) -> Callable[[], b
 
 
 def evaluating(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """The last line before an evaluation has been written."""
+    """Wait until the last line before an evaluation has been written."""
     return line_of(out, lambda line: line["split"] == "train" and line["step"] % 16 >= 11)
 
 
 def phase(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """The steps around a change of phase."""
+    """Wait for a step near a change of phase."""
     return line_of(out, lambda line: 135 <= line["step"] <= 150)
 
 
 def first_step(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """The run has begun, and no step is done."""
+    """Wait until the run has started and no step is done."""
     starts = out / "starts.jsonl"
     before = starts.stat().st_size if starts.exists() else 0
     return lambda: starts.exists() and starts.stat().st_size > before
 
 
 def any_time(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Any moment of a start."""
+    """Wait for a random time after the start."""
     at = time.monotonic() + rng.uniform(0, 12)
     return lambda: time.monotonic() > at
 
 
 def writing(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Something is beside the folder that is to be."""
+    """Wait until a temporary folder exists next to the output."""
     partial = out.parent / f".{out.name}.partial"
     return lambda: partial.exists() and any(name != "lock" for name in names(partial))
 
 
 def working(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Prepare has put down another part of what it makes."""
+    """Wait until prepare has written another part of its output."""
     partial = out / ".partial"
     before = names(partial)
     return lambda: bool(names(partial) - before)
@@ -237,7 +237,7 @@ MOMENTS = {
 
 
 def kill_once(command: list, out: pathlib.Path, moment, rng: random.Random) -> bool:
-    """Starts the command and kills it at the moment; False if it ended first."""
+    """Start the command and kill it at the moment; return False if it ended before."""
     due, delay = moment(out, rng), rng.uniform(0, 0.03)
     process = start(command)
     while process.poll() is None:
@@ -257,7 +257,7 @@ def kill_once(command: list, out: pathlib.Path, moment, rng: random.Random) -> b
 
 
 def differences(scenario: str, out: pathlib.Path, reference: pathlib.Path) -> list[str]:
-    """What is not as in the undisturbed run's folder."""
+    """Return the differences from the folder of the undisturbed run."""
     if scenario in (*TRAINED, "import"):
         return trained_differences(out, reference)
     found = sorted(str(p.relative_to(reference)) for p in reference.rglob("*") if p.is_file())

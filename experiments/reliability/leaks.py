@@ -1,4 +1,4 @@
-"""Does a long run grow? Memory, open files, threads and disk along 20,000 steps.
+"""Measure the growth of memory, open files, threads and disk over 20,000 steps.
 
     python experiments/reliability/leaks.py [--steps 20000]
 
@@ -24,7 +24,7 @@ CHANGES = (
 
 
 def disk_bytes(folder: pathlib.Path) -> int:
-    """Of all files below; one that goes while we look counts no more."""
+    """Return the total size of all files in a folder, skipping those deleted meanwhile."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -36,7 +36,7 @@ def disk_bytes(folder: pathlib.Path) -> int:
 
 
 def look(process: int, out: pathlib.Path) -> dict[str, int]:
-    """What the process holds now."""
+    """Return the resources that the process uses."""
     fields = dict(
         line.split(":", 1)
         for line in pathlib.Path(f"/proc/{process}/status").read_text().splitlines()

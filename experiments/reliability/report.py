@@ -1,4 +1,4 @@
-"""README.md and leaks.svg from kills.jsonl, leaks.jsonl and fuzz.jsonl.
+"""Write README.md and leaks.svg from kills.jsonl, leaks.jsonl and fuzz.jsonl.
 
 python experiments/reliability/report.py
 """
@@ -26,7 +26,7 @@ def read(name):
 
 
 def kills(lines):
-    """A row a command, a column a moment."""
+    """Return a table with a row per command and a column per moment."""
     if not lines:
         return ["not run"]
     counts = collections.Counter((line["command"], line["moment"]) for line in lines)
@@ -50,7 +50,7 @@ def kills(lines):
 
 
 def leaks(lines):
-    """Each thing held at the end of the warm-up and at the end of the run, and the picture."""
+    """Return resources at the end of warm-up and of the run, and draw the plot."""
     if not lines:
         return ["not run"]
     end = lines[-1]["step"]
@@ -67,7 +67,7 @@ def leaks(lines):
 
 
 def fuzz(lines):
-    """A row a test."""
+    """Return a table with a row per test."""
     if not lines:
         return ["not run"]
     inputs, failed = (sum(line[key] for line in lines) for key in ("inputs", "failed"))
@@ -94,7 +94,7 @@ def draw(lines):
         for axis, (key, (name, unit)) in zip(figure.subplots(2, 2).flat, HELD.items(), strict=True):
             axis.plot([line["step"] for line in lines], [line[key] / unit for line in lines])
             axis.set(title=name, xlabel="step", ylim=(0, None))
-        with files.replacing(HERE / "leaks.svg") as beside:
+        with files.atomic_write(HERE / "leaks.svg") as beside:
             figure.savefig(beside, format="svg", metadata={"Date": None})
 
 

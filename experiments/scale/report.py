@@ -1,4 +1,4 @@
-"""README.md from results.jsonl: compiles nothing, extrapolates what was not compiled and marks it."""
+"""Write README.md from results.jsonl, extrapolating programs that were not compiled."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def known_fits(results, run, size, tokens):
-    """Compiled programs that fit, by topology."""
+    """Return the compiled programs that fit, by topology."""
     return {
         r["topology"]: r
         for r in results
@@ -28,7 +28,7 @@ def known_fits(results, run, size, tokens):
 
 @functools.cache
 def state_shapes(size, optimizer):
-    """The state's shapes, which neither T nor the mesh change; slow to make."""
+    """Return the shapes of the state, which are independent of T and the mesh."""
     import run as r
 
     config = r.recipe(size, 128, 1)
@@ -40,7 +40,7 @@ def state_shapes(size, optimizer):
 
 @functools.cache
 def state_bytes(size, optimizer, sizes):
-    """Bytes of a chip's state and of its parameters."""
+    """Return the bytes per chip of the state and of its parameters."""
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
     shapes = state_shapes(size, optimizer)
     state = checkpoint.abstract(shapes, sharding.shardings(mesh, shapes))
@@ -48,7 +48,7 @@ def state_bytes(size, optimizer, sizes):
 
 
 def expected(size, config, topology):
-    """A one-phase config by formula on a topology: state, temporaries, traffic, collectives."""
+    """Return state, temporaries, traffic and collectives of a one-phase config by formula."""
     config, (phase,) = pretraining.abstract_phases(config, 1)
     sizes = sharding.mesh_sizes(config.mesh, topology.chips)
     mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
@@ -74,7 +74,7 @@ def expected(size, config, topology):
 
 
 def predict(results, run, make, apply, size, tokens, name):
-    """A cell of the table: compiled if it was, else from the nearest compiled program.
+    """Return a table cell: compiled, or extrapolated from the nearest compiled program.
 
     What the formulae say is scaled by what they miss on that program.
     """
@@ -133,32 +133,32 @@ def predict(results, run, make, apply, size, tokens, name):
 
 
 def short(change):
-    """Settings without what is the same in all."""
+    """Return the settings without those common to all rows."""
     return (
         change.replace("--config.model.", "").replace("--config.mesh.", "").replace("--config.", "")
     )
 
 
 def milliseconds(cell):
-    """A step, and what bounds it."""
+    """Format the time of a step, and what bounds it."""
     if cell["times"] is None:
         return "does not fit"
     return f"{cell['times']['step_seconds'] * 1e3:.3g} {cell['times']['bound']}"
 
 
 def memory(cell):
-    """Total bytes of a chip, with the change that made it fit."""
+    """Format the total bytes per chip, with the change that made the run fit."""
     changed = f" with {short(cell['change'])}" if cell["change"] else ""
     return f"{cell['total'] / GIB:.2f}{changed}"
 
 
 def how(cells):
-    """Whether each was compiled."""
+    """Format whether each program was compiled."""
     return ", ".join("compiled" if c["how"] == "c" else f"from {c['how'][2:]}" for c in cells)
 
 
 def misses(results, make, apply):
-    """How far extrapolation is off: compiled programs, each predicted from the nearest other."""
+    """Return the error of the extrapolation: each compiled program predicted from the nearest other."""
     memories, steps = [], []
     for size, tokens in ((size, tokens) for size in ("base", "large") for tokens in (128, 512)):
         for name, found in known_fits(results, "recipe", size, tokens).items():
@@ -184,7 +184,7 @@ def misses(results, make, apply):
 
 
 def recipe_table(results, size, slices, predict_one, steps):
-    """The paper's recipe of one size on all slices."""
+    """Return the table of the paper's recipe for a size on all slices."""
     lines = [
         f"### {size}",
         "",
@@ -225,7 +225,7 @@ def recipe_table(results, size, slices, predict_one, steps):
 
 
 def write(results, path: pathlib.Path):
-    """The page."""
+    """Return the page."""
     import run as r
 
     def make(size, tokens, chips, run):
@@ -271,7 +271,7 @@ def write(results, path: pathlib.Path):
 
 
 def lamb_table(predict_one, r):
-    """The 76-minute run."""
+    """Return the table of the 76-minute run."""
     flops = 0.0
     lines = [
         "## LAMB: 76 minutes",
@@ -313,7 +313,7 @@ def lamb_table(predict_one, r):
 
 
 def refused(compiled):
-    """What did not fit, and whether the change preflight named did."""
+    """Return what did not fit, and whether preflight's suggestion fits."""
     lines = []
     for r in compiled:
         if r["report"]["fits"]:
@@ -348,7 +348,7 @@ def refused(compiled):
 
 
 def loops_table(results):
-    """Scanned beside unrolled."""
+    """Return the comparison of scanned and unrolled layers."""
     found = [r for r in results if r["run"] == "loops"]
     if not found:
         return []
@@ -374,7 +374,7 @@ def loops_table(results):
 
 
 def step_table(results):
-    """Compare the compiled training step of commits."""
+    """Return the comparison of the compiled training step between commits."""
     steps = [r for r in results if r["run"] == "step"]
     if not steps:
         return []
@@ -399,7 +399,7 @@ def step_table(results):
 
 
 def memory_table(results):
-    """Predicted and measured on a CPU."""
+    """Return predictions and measurements on a CPU."""
     found = [r for r in results if r["run"] == "memory"]
     if not found:
         return []

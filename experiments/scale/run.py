@@ -1,4 +1,4 @@
-"""BERT-base and -large on TPU slices from 4 to 1,024 chips, without a TPU.
+"""Compile BERT-base and -large for TPU slices of 4 to 1,024 chips, without a TPU.
 
     python experiments/scale/run.py compile [--minutes 30] [--size base]   # what results.jsonl lacks
     python experiments/scale/run.py memory                   # predicted and measured, on this CPU
@@ -50,7 +50,7 @@ LAMB_MINUTES, LAMB_CHIPS, V3_FLOPS = 76.19, 1024, 123e12
 
 
 def recipe(size: str, tokens: int, chips: int) -> Config:
-    """One phase of the paper's recipe. Past 256 chips a row is shared by several."""
+    """Return the config of a phase of the paper's recipe; above 256 chips, several share a row."""
     config = Config(model=model_size(size), phases=(PhaseConfig(tokens=tokens),))
     config.steps = RECIPE_STEPS[tokens]
     config.mesh.tensor = max(chips // config.batch_size, 1)
@@ -58,7 +58,7 @@ def recipe(size: str, tokens: int, chips: int) -> Config:
 
 
 def lamb(tokens: int) -> Config:
-    """One phase of the 76-minute run."""
+    """Return the config of a phase of the 76-minute run."""
     _, batch_size, steps = next(phase for phase in LAMB if phase[0] == tokens)
     config = Config(model=model_size("large"), phases=(PhaseConfig(tokens=tokens),))
     config.optim = OptimConfig(optimizer="lamb")
@@ -67,7 +67,7 @@ def lamb(tokens: int) -> Config:
 
 
 def usual(config: Config) -> Config:
-    """What all have in common."""
+    """Apply the settings common to all runs."""
     config.model.vocab_size = pretraining.DEFAULT_VOCAB_SIZE
     config.model.vocab_multiple = 128
     config.model.dtype = "bfloat16"
@@ -77,7 +77,7 @@ def usual(config: Config) -> Config:
 
 
 def plan() -> list[tuple[str, str, int, str]]:
-    """(run, size, T, topology), the most telling first."""
+    """Return (run, size, T, topology), the most important first."""
     found = []
     for index in (2, 0, 4, 3, 1):
         for kind, shapes in SLICES.items():
@@ -92,14 +92,14 @@ def plan() -> list[tuple[str, str, int, str]]:
 
 
 def results() -> list[dict]:
-    """The lines of results.jsonl."""
+    """Return the lines of results.jsonl."""
     return (
         [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     )
 
 
 def record(**entry) -> None:
-    """Appends a line, with what made it."""
+    """Append a line with its provenance."""
     import importlib.metadata
 
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
@@ -109,7 +109,7 @@ def record(**entry) -> None:
 
 
 def apply(config: Config, arguments: str) -> None:
-    """`--config.model.remat=full …` onto a config."""
+    """Apply overrides such as `--config.model.remat=full` to a config."""
     for path, value in re.findall(r"--config\.([\w.]+)=(\w+)", arguments):
         *groups, name = path.split(".")
         target = config
@@ -119,13 +119,13 @@ def apply(config: Config, arguments: str) -> None:
 
 
 def change_of(report: dict) -> str:
-    """The arguments that would make a one-phase run fit."""
+    """Return the arguments with which a one-phase run fits."""
     named = report["phases"][0]["would_fit"]
     return named["arguments"] if named else ""
 
 
 def compile_all(minutes: float, sizes: list[str]) -> None:
-    """Compiles what is planned of these sizes and not yet in results.jsonl, for so many minutes."""
+    """Compile the missing programs of the given sizes within a time limit."""
     device.start("cpu", cache=False)
     known = {
         (r["run"], r["size"], r["tokens"], r["topology"])
@@ -166,7 +166,7 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
 
 
 def memory_of(name: str, changes: str) -> dict:
-    """Runs three steps in this process: the compiler's bytes and how far the process grew."""
+    """Run three steps in this process, and return the compiler's bytes and the process's growth."""
     device.start("cpu", cache=False)
     config = Config(model=model_size(name), phases=(PhaseConfig(tokens=128),), batch_size=32)
     config.model.vocab_size = pretraining.DEFAULT_VOCAB_SIZE
@@ -194,7 +194,7 @@ def memory_of(name: str, changes: str) -> dict:
     state = init(jnp.uint32(0))
     for _ in range(3):
         state, sums, _ = step(
-            state, {k: jax.device_put(v, sharding.rows(mesh)) for k, v in batch.items()}
+            state, {k: jax.device_put(v, sharding.row_sharding(mesh)) for k, v in batch.items()}
         )
         jax.block_until_ready(sums)
     predicted = (
@@ -220,7 +220,7 @@ MEMORY = (
 
 
 def memory_all() -> None:
-    """Each in a process of its own, for a process seldom gives memory back."""
+    """Run each config in a new process, since processes rarely return memory."""
     known = {(r["size"], r["changes"]) for r in results() if r["run"] == "memory"}
     for name, changes in MEMORY:
         if (name, changes) not in known:
@@ -232,7 +232,7 @@ def memory_all() -> None:
 
 
 def loops() -> None:
-    """The same model scanned and unrolled, with and without recomputation, on v5e:2x2."""
+    """Compile a model scanned and unrolled, with and without rematerialization, for v5e:2x2."""
     device.start("cpu", cache=False)
     known = {(r["layer_loop"], r["remat"]) for r in results() if r["run"] == "loops"}
     topology = preflight.parse_topology("v5e:2x2")
@@ -288,7 +288,7 @@ def step() -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     compiling = verbs.add_parser("compile")

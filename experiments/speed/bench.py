@@ -1,4 +1,4 @@
-"""How fast this project is beside its peers, and what each of its parts costs.
+"""Benchmark this project against its peers, and its components against targets.
 
 Contenders of a case are processes that stay alive and take turns, one after the other in every round,
 so that no two share the processor or a pool of threads. Making a contender and its first turn do not
@@ -40,7 +40,7 @@ _MATRIX = np.ones((768, 768), np.float32)
 
 
 def calibrate() -> float:
-    """Seconds of a fixed piece of work, some hundredths of one on two cores."""
+    """Return the seconds of a fixed calibration workload."""
     begun = time.perf_counter()
     for _ in range(10):
         _MATRIX @ _MATRIX
@@ -51,7 +51,7 @@ def calibrate() -> float:
 
 
 def work(name: str, contender: str, least: bool) -> None:
-    """Takes a turn for every line that comes in, and answers with what was done in it, as JSON."""
+    """Take a turn for each line of input, and answer with its results as JSON."""
     import resource
 
     # What libraries print to stdout is no answer.
@@ -76,7 +76,7 @@ def work(name: str, contender: str, least: bool) -> None:
 
 
 class Worker:
-    """A contender's process, in this one's group, so that Ctrl-C ends them all."""
+    """The process of a contender, in the same process group so that Ctrl-C ends it too."""
 
     def __init__(self, name: str, contender: str, least: bool):
         self._who = f"{name}, {contender}"
@@ -104,12 +104,12 @@ class Worker:
         return line
 
     def turn(self) -> dict[str, Any]:
-        """What was done, by name, with the seconds it took."""
+        """Take a turn, and return its results and seconds."""
         print("turn", file=self._process.stdin, flush=True)
         return json.loads(self._answer())
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.stdin.close()
         self._process.wait()
 
@@ -119,7 +119,7 @@ class Worker:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """What a result is of. Cached: results themselves make the tree another than the commit's."""
+    """Return the provenance of a result; cached, since results make the tree dirty."""
     from bert_jax import workdir
 
     versions = {}
@@ -136,7 +136,7 @@ def machine() -> dict[str, Any]:
 
 
 def measure(name: str, pairs: int, least: bool) -> Iterator[list[dict[str, Any]]]:
-    """After every round a line a contender: what its turns took and did, a list each."""
+    """Yield the results of each round, one line per contender."""
     found: dict[str, dict[str, list]] = {contender: {} for contender in CASES[name].contenders}
     with contextlib.ExitStack() as stack:
         workers = {}
@@ -163,13 +163,13 @@ def measure(name: str, pairs: int, least: bool) -> Iterator[list[dict[str, Any]]
 
 
 def read() -> list[dict[str, Any]]:
-    """The lines of results.jsonl."""
+    """Return the lines of results.jsonl."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def keep(new: list[dict[str, Any]], finished: bool) -> None:
-    """Puts a case's lines in the place of its old ones, and writes the page.
+    """Replace the lines of a case, and write the page.
 
     One that is not finished, for it may be broken off, takes no place of one with more rounds.
     """
@@ -187,7 +187,7 @@ def keep(new: list[dict[str, Any]], finished: bool) -> None:
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """Cases by name or pattern, in their own order; all for none.
+    """Return the cases that match any of the patterns, in their own order; all without patterns.
 
     Raises:
         SystemExit: one that fits nothing.
@@ -199,7 +199,7 @@ def chosen(patterns: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="cases: " + ", ".join(CASES),

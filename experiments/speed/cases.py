@@ -1,10 +1,10 @@
-"""What is compared: cases, and for each of them the contenders that take turns."""
+"""Cases of the benchmark, and the contenders of each, which take turns."""
 
 from typing import Any, NamedTuple
 
 
 class Contender(NamedTuple):
-    """Who takes part.
+    """A contender of a case.
 
     Attributes:
         maker: MODULE:FUNCTION of this folder. The function takes the settings and returns the turn: a
@@ -18,7 +18,7 @@ class Contender(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Contenders who do the same, the first being what the others are compared with.
+    """A comparison of contenders on the same work; the first is the reference.
 
     Attributes:
         measure: the count that is wanted in little time; "seconds" where a turn is one thing.
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def quick(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a turn that only shows that everything runs."""
+    """Return the settings of a minimal turn, for a smoke test."""
     least = {"steps": 2, "batch": 2, "texts": 30, "files": 4}
     less = {k: min(v, least[k]) if k in least else v for k, v in settings.items()}
     if "devices" in less:  # which divide a batch

@@ -1,4 +1,4 @@
-"""The real text, rows and models that contenders work on, made once below runs/speed."""
+"""Texts, rows and models of the benchmark, created once in runs/speed."""
 
 import atexit
 import gzip
@@ -22,20 +22,20 @@ WORK = ROOT / "runs" / "speed"
 
 
 def temporary() -> tempfile.TemporaryDirectory[str]:
-    """An empty folder for a `with`, on the disk that everything else of a bench is on."""
+    """Return a temporary folder, as a context manager, on the disk of the benchmark."""
     WORK.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=WORK, ignore_cleanup_errors=True)
 
 
 def scratch() -> pathlib.Path:
-    """An empty folder that goes when the process does."""
+    """Return a temporary folder that is deleted when the process ends."""
     folder = temporary()
     atexit.register(folder.cleanup)
     return pathlib.Path(folder.name)
 
 
 def given() -> pathlib.Path:
-    """The folder of text/, glue/, squad/, intent/ and vocab/.
+    """Return the folder with text/, glue/, squad/, intent/ and vocab/.
 
     Raises:
         UserError: it is not named.
@@ -47,26 +47,26 @@ def given() -> pathlib.Path:
 
 
 def vocabulary() -> pathlib.Path:
-    """Google's uncased one."""
+    """Return Google's uncased vocabulary."""
     return given() / "vocab" / "bert-base-uncased-vocab.txt"
 
 
 def sources(files: int) -> list[str]:
-    """So many files of Wikipedia and half as many novels."""
+    """Return a number of files of Wikipedia, and half as many novels."""
     text = given() / "text"
     articles, novels = (sorted((text / name).iterdir()) for name in ("wikipedia", "books"))
     return [*map(str, articles[:files]), *(f"books:{path}" for path in novels[: files // 2])]
 
 
 def rows(tokens: int, sequences: int, files: int = 8) -> pathlib.Path:
-    """A folder of rows, prepared unless it is there."""
+    """Return a folder of rows, prepared if it does not exist."""
     folder = WORK / f"rows-{tokens}-{sequences}-{files}"
     prepare.prepare(sources(files), vocabulary(), folder, tokens=tokens, sequences=sequences)
     return folder
 
 
 def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) -> Config:
-    """What configs/pretrain.py says of a size, for so many rows of so many tokens a step.
+    """Return the config of a size, for a number of rows of T tokens per step.
 
     Args:
         size: such as "base".
@@ -79,7 +79,7 @@ def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) 
 
 
 def articles(files: int = 8) -> pathlib.Path:
-    """The text of so many files of Wikipedia as JSON lines, which everybody reads."""
+    """Return the text of a number of files of Wikipedia as JSON Lines."""
     path = WORK / f"articles-{files}.jsonl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,12 +93,12 @@ def articles(files: int = 8) -> pathlib.Path:
 
 
 def finetuning() -> Any:
-    """experiments/finetuning/run.py, which knows the sets and where all-MiniLM-L6-v2 is."""
+    """Return the module experiments/finetuning/run.py, which knows the data sets and the model."""
     return sweep.module_of(ROOT / "experiments" / "finetuning" / "run.py")
 
 
 def texts(count: int) -> list[str]:
-    """A third each, in random order: CLINC150's questions, SST-2's sentences, Wikipedia's paragraphs."""
+    """Return a shuffled mix of CLINC150's questions, SST-2's sentences and Wikipedia's paragraphs."""
 
     def lines(path):
         with gzip.open(given() / path, "rt") as file:

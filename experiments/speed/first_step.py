@@ -1,4 +1,4 @@
-"""The first training step of a transformers model, as a script of its users takes it.
+"""Run the first training step of a transformers model as in a user's script.
 
     python first_step.py GIVEN [--compile]
 
@@ -14,7 +14,7 @@ import transformers
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     path, *options = sys.argv[1:]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     given = torch.load(path, weights_only=True)

@@ -1,4 +1,4 @@
-"""Measure the training step on one GPU, with each attention and beside transformers, in nine minutes.
+"""Measure the training step on one GPU in nine minutes, for all attentions, against transformers.
 
     python experiments/speed/gpu.py --plan                             print the rows and their cost
     python experiments/speed/gpu.py --out DIR                          measure them; no network needed
@@ -55,7 +55,7 @@ ROUNDS, ROUND_SECONDS, WARM_STEPS = 3, 1.5, 3
 
 
 class Job(NamedTuple):
-    """Rows that one process measures.
+    """Rows measured by one process.
 
     Attributes:
         environment: environment variables of the process.
@@ -360,7 +360,7 @@ def random_params(shapes):
 
 
 class Trainer:
-    """The compiled training step of a row, its state and data."""
+    """A compiled training step of a row, its state and data."""
 
     def __init__(self, row):
         import jax
@@ -385,7 +385,7 @@ class Trainer:
         self._steps = 0
 
     def __call__(self):
-        """Start a training step; return its sums, which are there when it is done."""
+        """Start a training step, and return its sums, which are ready when it is done."""
         from bert_jax.evaluate import shard_batch
 
         batch = shard_batch(self.data[self._steps % len(self.data)], self.mesh)
@@ -400,12 +400,12 @@ def _trainer(values):
 
 
 def trainer_of(row):
-    """Return a row's `Trainer`: the one of the row before, where only the kinds differ."""
+    """Return the `Trainer` of a row, reused if only the kind differs."""
     return _trainer(key_of(row)[1:])
 
 
 def timed(step, wait):
-    """Return the seconds of a step in each of some rounds."""
+    """Return the seconds per step of each round."""
     for _ in range(WARM_STEPS):
         last = step()
     wait(last)
@@ -423,7 +423,7 @@ def timed(step, wait):
 
 
 def speed(row, step, wait, data, phase):
-    """Time a step; return what the lines of both kinds of training step have."""
+    """Time a step, and return the fields common to both kinds of training step."""
     seconds = timed(step, wait)
     real = sum(int(batch["length"].sum()) for batch in data)
     fraction = real / sum(batch["tokens"].size for batch in data)
@@ -478,7 +478,7 @@ def profile(row, out):
 
 @functools.cache
 def gradients(dtype, *values):
-    """Return the loss and, by part of the model, the gradients of a row computed in `dtype`."""
+    """Return the loss and the gradients by part of the model, computed in `dtype`."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""This project's contenders. All compute on the CPU, with the threads that JAX takes by itself."""
+"""Contenders of this project, on the CPU with JAX's default threads."""
 
 import contextlib
 import dataclasses
@@ -50,13 +50,13 @@ def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = Tr
 
 
 def _phase(size: str, tokens: int, sequences: int, batch: int) -> tuple[Config, Phase]:
-    """Of a size as it is, without rows."""
+    """Return the config of a size, without rows."""
     config, phases = pretraining.abstract_phases(data.pretraining(size, tokens, batch), sequences)
     return config, phases[0]
 
 
 def endless(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """What `make` gives, again and again."""
+    """Yield the items of `make` repeatedly."""
     while True:
         yield from make()
 
@@ -66,7 +66,7 @@ def _padded(batch: Batch) -> int:
 
 
 def _judges_nothing(config, recent, step, loss, grads):
-    """In the place of `guard.check_step`: nothing to compute, and nothing to choose between."""
+    """A replacement of `guard.check_step` that does nothing."""
     nothing = jnp.zeros(2)
     seen = guard.StepStats(jnp.int32(guard.FINE), nothing, nothing, nothing, {})
     return recent._replace(halted=jnp.array(False)), seen
@@ -87,7 +87,7 @@ def pretrain(
     saves: bool = False,
     erfc: bool = False,
 ) -> Turn:
-    """Steps as `bert-jax pretrain` takes them, from shards to the state.
+    """Training steps of `bert-jax pretrain`, from shards to the state.
 
     Args:
         size: of configs/pretrain.py.
@@ -137,7 +137,7 @@ def pretrain(
 
 
 def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
-    """The config to learn one of experiments/finetuning's sets with, and the problem."""
+    """Return the config of one of experiments/finetuning's data sets, and the data set."""
     module = data.finetuning()
     file, settings = module.SETS[name][0]()
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
@@ -149,7 +149,7 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
 
 
 def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
-    """Steps as `bert-jax finetune` takes them, in a model of all-MiniLM-L6-v2's size.
+    """Training steps of `bert-jax finetune` for a model of all-MiniLM-L6-v2's size.
 
     They are those of a long run, after the first ones, which all have the largest batch's rows.
 
@@ -194,7 +194,7 @@ EMBED_TOKENS, EMBED_BATCH_TOKENS = 256, 1024
 
 
 def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
-    """Texts to all-MiniLM-L6-v2's vectors: by an `Embedder`, or a text a row of 256 tokens.
+    """Sentence vectors of all-MiniLM-L6-v2, by an `Embedder` or with one text per row of 256 tokens.
 
     What is returned gives vectors, real tokens, and tokens with padding.
     """
@@ -237,7 +237,7 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
 
 
 def embed(texts: int, one_a_row: bool) -> Turn:
-    """Texts to vectors."""
+    """Return the vectors of the texts."""
     _start()
     run, given = embedding(one_a_row), data.texts(texts)
 
@@ -249,7 +249,7 @@ def embed(texts: int, one_a_row: bool) -> Turn:
 
 
 def prepare(pairs: str) -> Turn:
-    """Text to rows on disk, as `bert-jax prepare --sequences 4` makes them."""
+    """Prepare rows from text, as `bert-jax prepare --sequences 4` does."""
     source, vocabulary = data.articles(), data.vocabulary()
 
     def turn():
@@ -262,7 +262,7 @@ def prepare(pairs: str) -> Turn:
 
 
 def loader(tokens: int, sequences: int, batch: int, steps: int) -> Turn:
-    """Shuffled batches from shards, read ahead as in training; masks are the device's work."""
+    """Read shuffled batches from shards, as in training; masking runs on the device."""
     train_rows = Rows(data.rows(tokens, sequences), "train")
     coming = batches(train_rows, batch, 0, 0, 10**9)
 
@@ -274,7 +274,7 @@ def loader(tokens: int, sequences: int, batch: int, steps: int) -> Turn:
 
 
 def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
-    """Where checkpoints go; the state, its shapes and its bytes."""
+    """Return a folder for checkpoints; the state, its shapes and its bytes."""
     _start()
     config, phase = _phase(size, 128, 4, 8)
     init, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
@@ -289,7 +289,7 @@ def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
 
 
 def save(size: str) -> Turn:
-    """A state to a checkpoint that is sealed and durable."""
+    """Save a state to a sealed and durable checkpoint."""
     checkpoints, state, _, size_bytes = _saved(size)
     number = itertools.count()
 
@@ -302,7 +302,7 @@ def save(size: str) -> Turn:
 
 
 def restore(size: str) -> Turn:
-    """A checkpoint to a state, after its files' checksums, as a run that goes on begins."""
+    """Restore a state from a checkpoint, verifying its checksums, as a resumed run does."""
     checkpoints, state, shapes, size_bytes = _saved(size)
     checkpoints.save(1, *step_lib.checkpoint_parts(state))
     checkpoints.wait()
@@ -318,7 +318,7 @@ def restore(size: str) -> Turn:
 
 
 def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> Turn:
-    """`bert-jax pretrain` from nothing to the metrics of its first step.
+    """Run `bert-jax pretrain` until the metrics of its first step.
 
     Args:
         size, tokens, sequences, batch: what is trained.
@@ -352,7 +352,7 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
 
 
 def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> Turn:
-    """Steps of `bert-jax pretrain`, after some others, and `bert_jax.tools.profile`'s table of them.
+    """Profile steps of `bert-jax pretrain` after warm-up, with `bert_jax.tools.profile`.
 
     Args:
         size, tokens, sequences, batch: what is trained.
@@ -380,7 +380,7 @@ def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> T
 
 
 def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> Turn:
-    """Making the training step, from Python to a program.
+    """Compile the training step.
 
     Args:
         size, tokens, sequences, batch: of what is trained.
@@ -402,7 +402,7 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
 
 
 def command(arguments: list[str]) -> Turn:
-    """A Python process from start to end."""
+    """Start and end a Python process."""
 
     def turn():
         subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=data.ROOT)
@@ -412,7 +412,7 @@ def command(arguments: list[str]) -> Turn:
 
 
 class _Nothing:
-    """A `Task` that learns next to nothing, so that what is left of a step is the loop's own."""
+    """An objective with almost no work, to measure the overhead of the loop."""
 
     best_metric, flops_per_row = Metric("loss", higher_is_better=False), 0.0
 
@@ -443,7 +443,7 @@ class _Nothing:
 
 
 def host(steps: int) -> Turn:
-    """A whole run's loop around steps that compute nothing: batches, metrics, guard, progress."""
+    """Run the training loop with steps that compute nothing: batches, metrics, guard, progress."""
     _start()
     config = data.pretraining("tiny", 128, 8, [f"steps={steps}", f"checkpoint.every_steps={steps}"])
     vocabulary = wordpiece.load(data.vocabulary())
@@ -472,6 +472,6 @@ def host(steps: int) -> Turn:
 
 @functools.cache
 def rows_a_second(flops: float) -> float:
-    """How many packed rows of T=128 base takes a second on a chip that does nothing else."""
+    """Return the packed rows of T=128 per second that base processes on a dedicated chip."""
     _, phase = _phase("base", 128, 4, 8)
     return flops / phase.objective.flops_per_row

@@ -1,4 +1,4 @@
-"""The peers: transformers in PyTorch on the CPU, and Hugging Face's datasets, as their users write it."""
+"""Peers: transformers in PyTorch on the CPU, and Hugging Face's datasets, in their idiomatic use."""
 
 import itertools
 import math
@@ -54,7 +54,7 @@ def _collator(vocabulary: Vocabulary, rate: float) -> Any:
 
 
 def build(model: Any, positions: int) -> Any:
-    """transformers' model of a `ModelConfig`, a `BertForPreTraining` or a `BertForMaskedLM`.
+    """Return transformers' model of a `ModelConfig`: `BertForPreTraining` or `BertForMaskedLM`.
 
     What BERT does not have, `teaching`'s last LayerNorm and its head without a transform, is put in
     the transform's place; an embedding of the one segment stays.
@@ -85,7 +85,7 @@ def build(model: Any, positions: int) -> Any:
 
 
 def inputs(batch: Batch, segments: int, collator: Any, fixed: bool = False) -> dict[str, Any]:
-    """Rows of ours, packed or not, as a transformers model takes them, masked by its own collator.
+    """Convert rows, packed or not, to transformers' inputs, masked by its collator.
 
     Args:
         batch: of `Rows`. B rows of T tokens, holding N sequences; P tokens are masked.
@@ -145,7 +145,7 @@ _ENCODER = ("input_ids", "position_ids", "token_type_ids", "attention_mask")
 
 
 def full_loss(model: Any, inputs: dict[str, Any]) -> Any:
-    """As transformers computes it, a sequence a row: scores over the vocabulary for every token."""
+    """Return transformers' loss, with logits for every token."""
     names = [*_ENCODER, "labels"]
     if hasattr(model.cls, "seq_relationship"):
         names.append("next_sentence_label")
@@ -153,7 +153,7 @@ def full_loss(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def gathered_loss(model: Any, inputs: dict[str, Any]) -> Any:
-    """The same loss with scores for masked tokens only, of every sequence of packed rows."""
+    """Return the same loss with logits for masked tokens only, on packed rows."""
     from torch.nn.functional import cross_entropy
 
     hidden = model.bert(**{name: inputs[name] for name in _ENCODER}).last_hidden_state.flatten(0, 1)
@@ -175,7 +175,7 @@ def pretrain(
     gathered: bool,
     compiled: bool,
 ) -> Turn:
-    """Training steps of a transformers model: AdamW (fused), clipping, dropout, all in float32.
+    """Training steps of a transformers model: fused AdamW, clipping and dropout, in float32.
 
     Args:
         size, tokens, sequences, batch, steps: as `ours.pretrain` takes them; the rows are the same.
@@ -212,7 +212,7 @@ def pretrain(
 
 
 def finetune(name: str, steps: int, grouped: bool) -> Turn:
-    """transformers' Trainer, on the same examples in the same order, padded to a batch's longest.
+    """Training steps of transformers' Trainer on the same examples, padded to the longest of a batch.
 
     Args:
         name: of a set.
@@ -291,7 +291,7 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
 
 
 def _train(model: Any, examples: Any, collator: Any, **settings: Any) -> float:
-    """Seconds of Trainer's steps but for the first."""
+    """Return the seconds of Trainer's steps, except the first."""
     import transformers
 
     class Clock(transformers.TrainerCallback):
@@ -317,7 +317,7 @@ def _train(model: Any, examples: Any, collator: Any, **settings: Any) -> float:
 
 
 def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
-    """Texts to all-MiniLM-L6-v2's vectors by transformers, 32 texts a batch, padded to its longest.
+    """Sentence vectors of all-MiniLM-L6-v2 by transformers, in batches of 32 padded texts.
 
     What is returned gives vectors, real tokens, and tokens with padding.
 
@@ -357,7 +357,7 @@ def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
 
 
 def embed(texts: int, by_length: bool) -> Turn:
-    """Texts to vectors."""
+    """Return the vectors of the texts."""
     run, given = embedding(by_length), data.texts(texts)
 
     def turn():
@@ -368,7 +368,7 @@ def embed(texts: int, by_length: bool) -> Turn:
 
 
 def _grouped(tokens: int, cache: str | pathlib.Path) -> Any:
-    """The articles as blocks of ids, as transformers' examples/pytorch/run_mlm.py makes them."""
+    """Return the articles as blocks of ids, as transformers' examples/pytorch/run_mlm.py does."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -395,7 +395,7 @@ def _grouped(tokens: int, cache: str | pathlib.Path) -> Any:
 
 
 def prepare() -> Turn:
-    """Text to blocks on disk by datasets, without sentence pairs."""
+    """Convert text to blocks on disk with datasets, without sentence pairs."""
     text = data.articles()
 
     def turn():
@@ -407,7 +407,7 @@ def prepare() -> Turn:
 
 
 def loader(tokens: int, batch: int, steps: int) -> Turn:
-    """Shuffled, masked batches of those blocks by PyTorch's DataLoader, in this process."""
+    """Read shuffled, masked batches of the blocks with PyTorch's DataLoader, in this process."""
     torch = _torch()
     blocks = _grouped(tokens, data.scratch())
     collator = _collator(load(data.vocabulary()), 0.15)
@@ -428,7 +428,7 @@ def loader(tokens: int, batch: int, steps: int) -> Turn:
 
 
 def _state(size: str) -> tuple[Any, Any]:
-    """A model and its optimizer, whose moments are there."""
+    """Return a model and its optimizer with initialized moments."""
     torch = _torch()
     config = data.pretraining(size, 128, 8)
     config.model.vocab_size = len(load(data.vocabulary()))
@@ -451,7 +451,7 @@ def _write(path: pathlib.Path, model: Any, optimizer: Any) -> None:
 
 
 def save(size: str) -> Turn:
-    """Model and optimizer by torch.save, durable."""
+    """Save model and optimizer durably with torch.save."""
     (model, optimizer), path = _state(size), data.scratch() / "state.pt"
 
     def turn():
@@ -462,7 +462,7 @@ def save(size: str) -> Turn:
 
 
 def restore(size: str) -> Turn:
-    """Model and optimizer by torch.load."""
+    """Load model and optimizer with torch.load."""
     torch = _torch()
     (model, optimizer), path = _state(size), data.scratch() / "state.pt"
     _write(path, model, optimizer)
@@ -477,7 +477,7 @@ def restore(size: str) -> Turn:
 
 
 def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> Turn:
-    """A process from nothing to its first step (first_step.py), a sequence a row.
+    """Run a process until its first step (first_step.py), with one sequence per row.
 
     Args:
         size, tokens, batch: as `ours.start` takes them.
@@ -517,7 +517,7 @@ def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> T
 
 
 def host(steps: int) -> Turn:
-    """Trainer's loop around a model that computes next to nothing."""
+    """Run Trainer's loop around a model with almost no computation."""
     torch = _torch()
 
     class Nothing(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""README.md and growth.svg from results.jsonl, gpu.jsonl and gpu_h100.jsonl."""
+"""Write README.md and growth.svg from results.jsonl, gpu.jsonl and gpu_h100.jsonl."""
 
 import json
 import pathlib
@@ -89,7 +89,7 @@ FRONT = (
 
 
 def number(value: float) -> str:
-    """Three digits, without exponents."""
+    """Format a number with three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -101,19 +101,19 @@ def spread(values: Sequence[float]) -> str:
 
 
 def cost(line: Line, measure: str) -> list[float]:
-    """Seconds for one of what a case measures, by turn."""
+    """Return the seconds per item of each turn."""
     if measure == "seconds":
         return line["seconds"]
     return [seconds / count for seconds, count in zip(line["seconds"], line[measure], strict=True)]
 
 
 def ratios(line: Line, reference: Line, measure: str) -> list[float]:
-    """So many times as fast as `line` is the reference, by the pairs of a round."""
+    """Return the speed-up of `line` over the reference in each round."""
     return [a / b for a, b in zip(cost(line, measure), cost(reference, measure), strict=True)]
 
 
 def noise(lines: Sequence[Line]) -> float:
-    """Of a case's calibrations the 90th percentile over the 10th."""
+    """Return the ratio of the 90th to the 10th percentile of a case's calibrations."""
     low, high = np.percentile([value for line in lines for value in line["calibration"]], (10, 90))
     return float(high / low)
 
@@ -128,7 +128,7 @@ def _shown(line: Line, measure: str) -> str:
 
 
 def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
-    """A row a contender of the cases; each case's first is what the others are compared with."""
+    """Return a table with a row per contender, compared with the first one of each case."""
     shown = [name for name in names if any(line["case"] == name for line in lines)]
     if not shown:
         return ["not run"]
@@ -163,7 +163,7 @@ def _of(lines: Sequence[Line], case: str, contender: str) -> Line | None:
 
 
 def parts(lines: Sequence[Line]) -> list[str]:
-    """Where the time of a step goes, by the profiles of a run each; medians, sums need not agree."""
+    """Return the time of a step by part, as medians over profiles of separate runs."""
     found = []
     for line in lines:
         if line["case"] != "profile":
@@ -205,7 +205,7 @@ def _promise(lines: Sequence[Line], case: str, what: str, holds: bool) -> str:
 
 
 def promises(lines: Sequence[Line]) -> list[str]:
-    """What this project promises of its parts, each measured and judged; those not run are left out."""
+    """Return the targets of the components with their measurements; skip those that were not run."""
     found = []
     for (case, contender), wanted in TIMES.items():
         if line := _of(lines, case, contender):
@@ -290,7 +290,7 @@ def promises(lines: Sequence[Line]) -> list[str]:
 
 
 def conditions(lines: Sequence[Line]) -> list[str]:
-    """The machine, and whether it was quiet."""
+    """Describe the machine, and how noisy it was."""
     if not lines:
         return ["not run"]
     about: dict[str, dict[str, list[str]]] = {}
@@ -340,7 +340,7 @@ def _machine(line: Line) -> str:
 
 
 def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
-    """Draws what a step takes against what there is of something."""
+    """Draw the time of a step against the size of an input."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -366,7 +366,7 @@ def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
             axis.set(xlabel=label, ylabel="ms a step")
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
-        with files.replacing(folder / "growth.svg") as beside:
+        with files.atomic_write(folder / "growth.svg") as beside:
             figure.savefig(beside, format="svg", metadata={"Date": None})
     return ["![ms a step](growth.svg)", "", *table(lines, list(GROWTH))]
 
@@ -390,12 +390,12 @@ def _workload(line: Line) -> tuple[str, int, int]:
 
 
 def _attention(line: Line) -> str:
-    """The attention of a line, without its dropout."""
+    """Return the attention of a line, without its dropout."""
     return f"{line['attention']}{', deterministic' * line.get('deterministic', False)}"
 
 
 def _wrong(lines: Sequence[Line]) -> set[str]:
-    """Attentions whose bfloat16 gradients are too far from float32's."""
+    """Return the attentions whose bfloat16 gradients are too far from float32."""
     differences = {
         line["attention"]: line["gradient_difference"]
         for line in lines
@@ -406,7 +406,7 @@ def _wrong(lines: Sequence[Line]) -> set[str]:
 
 
 def gpu_section(lines: Sequence[Line]) -> list[str]:
-    """The page's part on the results of gpu.py: targets, speed, parity, determinism, a profile."""
+    """Return the section on gpu.py: targets, speed, parity, determinism, profile."""
     kinds: dict[str, list[Line]] = {}
     for line in lines:
         kinds.setdefault(line["kind"], []).append(line)
@@ -457,7 +457,7 @@ def gpu_section(lines: Sequence[Line]) -> list[str]:
 
 
 def _gpu_targets(lines: Sequence[Line], peak: float | None) -> list[str]:
-    """A row for each target, a column for each program; variants of a program do not count."""
+    """Return a table with a row per target and a column per program, without variants."""
     steps = [
         line
         for line in lines
@@ -499,7 +499,7 @@ def _gpu_targets(lines: Sequence[Line], peak: float | None) -> list[str]:
 
 
 def _gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
-    """How many times the baseline's real tokens/s a step has, with as many rows of as many tokens."""
+    """Return the real tokens/s relative to the baseline with the same rows."""
     for other in lines:
         if (
             other["kind"] == "torch"
@@ -511,7 +511,7 @@ def _gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
 
 
 def _gpu_speeds(lines: Sequence[Line], peak: float | None) -> list[str]:
-    """A table of training steps for each program, and one of the changes that were tried on it."""
+    """Return a table of training steps for each program, and one of its variants."""
     tables: dict[str, list[str]] = {}
     columns = (
         "rows | ms a step | real tokens/s | share of bf16 peak | speed-up over torch.compile |"
@@ -554,7 +554,7 @@ def _gpu_speeds(lines: Sequence[Line], peak: float | None) -> list[str]:
 
 
 def _gpu_run(line: Line) -> list[str]:
-    """A training run on real text."""
+    """Return the description of a training run on real text."""
     shown = [
         f"`bert-jax pretrain` of {line['size']}, T={line['tokens']}, {line['rows']:,} rows a step, "
         f"attention {line['attention']} ({line['program']}), on real text: "
@@ -571,7 +571,7 @@ def _gpu_run(line: Line) -> list[str]:
 
 
 def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
-    """A page with what stands between `<!-- NAME -->` and `<!-- /NAME -->` written anew.
+    """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->` of a page.
 
     Args:
         text: of the page as it is.
@@ -606,7 +606,7 @@ def front(text: str, lines: Sequence[Line]) -> str:
 
 
 def write() -> None:
-    """README.md and growth.svg anew, and the table of the project's own page."""
+    """Write README.md, growth.svg, and the table of the project's own page."""
     lines = _read("results.jsonl")
     path = HERE / "README.md"
     files.write(path, page(path.read_text(), lines, HERE))

@@ -1,10 +1,10 @@
-"""The zip for GLUE's server of the best of many fine-tuning runs.
+"""Create a submission to the GLUE server from fine-tuning runs.
 
     python experiments/table1_glue/submit.py GLUE RUN … --out FOLDER
 
-Of each task it takes the run with the best mean on dev, and of that its best seed. WNLI, if GLUE has
-it, is the majority's label everywhere, as in the paper (section B.1). FOLDER/glue.zip is for the
-server; metrics.json says what was taken and what the server will not like.
+Selects for each task the run with the best mean on the dev set, and its best seed. WNLI, if GLUE has
+it, gets the majority label, as in the paper (section B.1). The submission is FOLDER/glue.zip;
+metrics.json lists the selected runs and what the server will reject.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from bert_jax.benchmarks import glue
 
 
 def best_seed(run: pathlib.Path) -> tuple[str, float, pathlib.Path]:
-    """The task of a run, its mean on dev by GLUE's score, and the workdir of its best seed."""
+    """Return a run's task, its mean dev score, and the workdir of its best seed."""
     found = json.loads((run / "metrics.json").read_text())
     value = found["dev"][found["best_by"]]
     if "seeds" not in found:
@@ -28,7 +28,7 @@ def best_seed(run: pathlib.Path) -> tuple[str, float, pathlib.Path]:
 
 
 def chosen(runs: list[pathlib.Path]) -> dict[str, tuple[float, pathlib.Path]]:
-    """For each task the best mean and the workdir to submit."""
+    """Return the best mean and the workdir to submit, by task."""
     best: dict[str, tuple[float, pathlib.Path]] = {}
     for run in runs:
         task, value, folder = best_seed(run)
@@ -38,7 +38,7 @@ def chosen(runs: list[pathlib.Path]) -> dict[str, tuple[float, pathlib.Path]]:
 
 
 def majority(folder: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes WNLI.tsv, where there is WNLI."""
+    """Write WNLI.tsv if GLUE has WNLI."""
     sources = {split: glue.existing(folder / f"{split}.tsv") for split in ("train", "test")}
     if not all(sources.values()):
         return
@@ -52,7 +52,7 @@ def majority(folder: pathlib.Path, out: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Writes the zip."""
+    """Write the zip file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("glue", type=pathlib.Path)
     parser.add_argument("runs", type=pathlib.Path, nargs="+")

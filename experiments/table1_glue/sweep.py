@@ -1,7 +1,7 @@
-"""Table 1: what does one pretrained model reach on each of GLUE's tasks?
+"""Table 1: fine-tuning on the tasks of GLUE.
 
-Every task is fine-tuned at every point of a grid; what is best on dev is shown and, at the scale
-"paper", goes into the zip for GLUE's server (submit.py).
+Every task is fine-tuned on a grid of hyperparameters. The table shows the best point on the dev set;
+at the scale "paper" it also goes into a submission to the GLUE server (submit.py).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import recipes
 from bert_jax.tools.report.experiment import Column
 from bert_jax.tools.sweep import Point, grid
 
-# Section A.3, with section 4.1's fourth rate; what 4.1 tried itself is batch 32 and 3 epochs.
+# The grid of section A.3, with the fourth learning rate of section 4.1.
 GRID = {
     "small": {"rate": ("1e-3", "3e-4", "1e-4")},
     "paper": {
@@ -35,7 +35,7 @@ OBJECTIVE = "dev.accuracy"
 
 
 def get_points(given):
-    """For each model and task the grid; for each model a submission."""
+    """Return the grid of each model and task, and a submission for each model."""
     tried = GRID[given.scale]
     if given.scale == "small" and given.init:  # the small models' rates are too high for it
         tried = {"rate": GRID["paper"]["rate"]}
@@ -57,7 +57,7 @@ def get_points(given):
 
 
 def get_trial(given, trial):
-    """The rate and the batch of SST-2, searched."""
+    """Return a trial of a search over learning rate and batch size on SST-2."""
     model, start = next(iter(recipes.starts(given).items()))
     changes = {
         "optim.learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
@@ -69,10 +69,10 @@ def get_trial(given, trial):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Which point of the grid is shown, and what it reached on dev."""
+    """A table of the selected grid points and their dev scores."""
 
     def markdown(self, results, folder):
-        """A line a model and task."""
+        """Return a row per model and task."""
         chosen = {
             (line["facts"]["model"], line["facts"]["task"]): line["facts"]["setting"]
             for line in results
@@ -85,7 +85,7 @@ class Settings:
 
 
 def get_blocks(results):
-    """Tables of the chosen settings."""
+    """Return the tables of results and of selected grid points."""
 
     def column(task, metric=None):
         return Column(metric or METRICS.get(task, "dev.accuracy"), {"task": task})

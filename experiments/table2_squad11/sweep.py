@@ -1,4 +1,4 @@
-"""Table 2: how well does a fine-tuned BERT find answers in texts (SQuAD 1.1)?"""
+"""Table 2: fine-tuning on SQuAD 1.1, extractive question answering."""
 
 import recipes
 
@@ -9,11 +9,11 @@ COLUMNS = {"EM": Column("dev.exact", factor=1.0), "F1": Column("dev.f1", factor=
 
 
 def get_points(given):
-    """Each model, fine-tuned."""
+    """Return the fine-tuning of each model."""
     for model, start in recipes.starts(given).items():
         yield recipes.finetuned(given, model, start, "SQuAD")
 
 
 def get_blocks(results):
-    """Exact matches and F1 on dev."""
+    """Return the table of exact match and F1 on the dev set."""
     return recipes.comparison(results, PAPER, COLUMNS, COLUMNS)

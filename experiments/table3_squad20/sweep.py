@@ -1,4 +1,4 @@
-"""Table 3: and where some questions have no answer in the text (SQuAD 2.0)?"""
+"""Table 3: fine-tuning on SQuAD 2.0, which has unanswerable questions."""
 
 import recipes
 
@@ -14,11 +14,11 @@ COLUMNS = {
 
 
 def get_points(given):
-    """Each model, fine-tuned."""
+    """Return the fine-tuning of each model."""
     for model, start in recipes.starts(given).items():
         yield recipes.finetuned(given, model, start, "SQuAD 2.0")
 
 
 def get_blocks(results):
-    """Exact matches and F1 on dev, at the threshold that is best there."""
+    """Return the table of exact match and F1 on the dev set, at its best threshold."""
     return recipes.comparison(results, PAPER, COLUMNS, COLUMNS)

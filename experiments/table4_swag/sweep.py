@@ -1,4 +1,4 @@
-"""Table 4: does it tell which of four sentences goes on (SWAG)?"""
+"""Table 4: fine-tuning on SWAG, choosing the continuation of a text."""
 
 import recipes
 
@@ -9,11 +9,11 @@ COLUMNS = {"dev": Column("dev.accuracy")}
 
 
 def get_points(given):
-    """Each model, fine-tuned."""
+    """Return the fine-tuning of each model."""
     for model, start in recipes.starts(given).items():
         yield recipes.finetuned(given, model, start, "SWAG")
 
 
 def get_blocks(results):
-    """Accuracy on dev."""
+    """Return the table of accuracy on the dev set."""
     return recipes.comparison(results, PAPER, COLUMNS, COLUMNS)

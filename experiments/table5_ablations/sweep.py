@@ -1,4 +1,4 @@
-"""Table 5: what do the two pretraining tasks give: next sentences, and sight of both sides?"""
+"""Table 5: ablations of next-sentence prediction and of bidirectional attention."""
 
 import recipes
 
@@ -23,7 +23,7 @@ LOWER = {"no NSP": "base", "left-to-right, no NSP": "no NSP"}
 
 
 def get_points(given):
-    """Three pretraining runs on the same rows; all four models on every task."""
+    """Return three pretraining runs on the same rows, and all four models on every task."""
     without = recipes.pretrained(given, "no NSP", changes={"model.next_sentence": "false"})
     causal = recipes.left_to_right(given)
     lstm = {"model.lstm_layers": 1}
@@ -38,7 +38,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """The table, each row below the one that the paper has it below, and the LSTM's help on SQuAD."""
+    """Return the table, and the order of its rows in the paper as claims."""
     rows = {row: {"model": row} for row in ROWS}
 
     def told(scale):

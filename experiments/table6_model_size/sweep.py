@@ -1,10 +1,10 @@
-"""Table 6: what do more layers, a larger hidden size, more heads give, the text being the same?"""
+"""Table 6: the effect of layers, hidden size and attention heads."""
 
 import recipes
 
 from bert_jax.tools.report.experiment import Claim, Column, Curves, Table
 
-# L/H/A. Of the small ones three depths at two widths and three widths at one depth.
+# L/H/A. The small scale has three depths at two widths, and three widths at one depth.
 SIZES = {
     "small": (
         "L2-H64-A1",
@@ -62,7 +62,7 @@ LARGER = {
 
 
 def pretrained(given, size):
-    """A model of a size; those that the paper calls base and large are theirs."""
+    """Return the pretraining of a size, shared with other experiments for base and large."""
     if given.scale == "paper" and size in ("L12-H768-A12", "L24-H1024-A16"):
         return recipes.base(given, size) if size == "L12-H768-A12" else recipes.large(given, size)
     if given.scale == "paper":
@@ -71,7 +71,7 @@ def pretrained(given, size):
 
 
 def get_points(given):
-    """Every size, and every size on every task."""
+    """Return the pretraining of every size, and its fine-tuning on every task."""
     for size in SIZES[given.scale]:
         model = pretrained(given, size)
         yield model
@@ -80,7 +80,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """The table, larger against smaller, and the curves of pretraining."""
+    """Return the table, claims that larger is better, and loss curves."""
 
     def told(scale):
         tasks = {task: Column("dev.accuracy", {"task": task}) for task in TASKS[scale]}

@@ -1,4 +1,4 @@
-"""Table 7: does a BERT that stays as it is give features as good as one that is fine-tuned (NER)?"""
+"""Table 7: fine-tuning and the feature-based approach on named-entity recognition."""
 
 import recipes
 
@@ -25,7 +25,7 @@ FINE_TUNED = "fine-tuned"
 
 
 def tried(model):
-    """The features that a model is asked for: the paper has none of large's, and random ones are noise."""
+    """Return the features to evaluate: none of large, as in the paper, or of random weights."""
     if model == recipes.RANDOM or "large" in model:
         return {}
     names = dict(FEATURES)
@@ -35,7 +35,7 @@ def tried(model):
 
 
 def get_points(given):
-    """Each model fine-tuned, and as it is below a two-layer BiLSTM."""
+    """Return the fine-tuning of each model, and two-layer BiLSTMs on its frozen features."""
     for model, start in recipes.starts(given, capitals=True).items():
         yield recipes.finetuned(given, model, start, "NER", more=FINE_TUNED, features=FINE_TUNED)
         for features, name in tried(model).items():
@@ -44,7 +44,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """F1 on dev and test, and the paper's order of what to take."""
+    """Return the table of F1 on the dev and test set, and the order of features in the paper."""
 
     def told(scale, columns, first, other):
         rows, paper = {}, {}

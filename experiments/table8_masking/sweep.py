@@ -1,15 +1,15 @@
-"""Table 8: what becomes of the tokens to predict: [MASK], themselves, or random ones?"""
+"""Table 8: masking strategies: [MASK], the same token or a random token."""
 
 import recipes
 
 from bert_jax.tools.report.experiment import Claim, Column, Table
 
-# Percent of [MASK], of the token itself, of a random one.
+# Percentages of [MASK], the same token and a random token.
 MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")
 USUAL = MIXES[0]
-STEPS = 3_000  # of the small ones
+STEPS = 3_000  # at the small scale
 SENTENCES = {"small": "SST-2", "paper": "MNLI"}
-# The small models' features find no entity at all.
+# The small models' features find no entities.
 BY_FEATURES = {"small": "SST-2", "paper": "NER"}
 NUMBERS = (
     (84.2, 95.4, 94.9),
@@ -27,7 +27,7 @@ PAPER = {
 
 
 def pretrained(given, mix):
-    """The usual mix is everybody's base in the paper; small, it is table 6's 4/128/2."""
+    """Return the pretraining of a mix, shared with other experiments for the default one."""
     if given.scale == "paper" and mix == USUAL:
         return recipes.base(given, mix)
     changes = {"steps": STEPS} if given.scale == "small" else {}
@@ -39,7 +39,7 @@ def pretrained(given, mix):
 
 
 def get_points(given):
-    """Each mix fine-tuned on sentences and entities, and on the last four layers as features."""
+    """Return the fine-tuning of each mix, and training on the last four layers as features."""
     lstm = recipes.LSTM | {"model.features": "last4"}
     for mix in MIXES:
         start = ["--init", pretrained(given, mix)]
@@ -50,7 +50,7 @@ def get_points(given):
 
 
 def get_blocks(results):
-    """The table, and the usual mix against the others."""
+    """Return the table, and claims that the default mix is better than the others."""
 
     def told(scale):
         sentences, features = SENTENCES[scale], f"{BY_FEATURES[scale]}, features"
