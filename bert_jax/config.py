@@ -10,12 +10,35 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
 
-HEADS = ("", "sequence", "choice", "token", "span")
-POOLED_HEADS = ("sequence", "choice")
+
+class Head(NamedTuple):
+    """A fine-tuning head, a dense layer after dropout.
+
+    Attributes:
+        pooled: whether it reads the pooled [CLS], not every token.
+        labels: names of its outputs; None if they are the data set's labels.
+        huggingface_class: class of transformers with this head.
+        huggingface_name: name of the layer in that class.
+    """
+
+    pooled: bool
+    labels: tuple[str, ...] | None
+    huggingface_class: str
+    huggingface_name: str = "classifier"
+
+
+# By the value of `config.model.head`; "" is no head.
+HEADS = {
+    "": Head(False, (), "BertModel"),
+    "sequence": Head(True, None, "BertForSequenceClassification"),
+    "choice": Head(True, ("score",), "BertForMultipleChoice"),
+    "token": Head(False, None, "BertForTokenClassification"),
+    "span": Head(False, ("start", "end"), "BertForQuestionAnswering", "qa_outputs"),
+}
 FEATURES = ("", "embeddings", "second-to-last", "last", "weighted-last4", "last4", "weighted-all")
 
 
@@ -121,7 +144,7 @@ class ModelConfig:
         The pooler reads the encoder's last layer; a head on an LSTM or on features uses their
         outputs unpooled.
         """
-        pooled_head = self.head in POOLED_HEADS and not (self.lstm_layers or self.features)
+        pooled_head = HEADS[self.head].pooled and not (self.lstm_layers or self.features)
         return self.pooler or self.next_sentence or pooled_head
 
     @property
@@ -475,7 +498,8 @@ def validate(config: TrainConfig) -> None:
 
     model = config.model
     require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
-    num_labels = {"": 0, "choice": 1, "span": 2}.get(model.head, max(len(model.labels), 1))
+    fixed = HEADS[model.head].labels
+    num_labels = max(len(model.labels), 1) if fixed is None else len(fixed)
     require(len(model.labels) == num_labels, "model.labels", f"{num_labels} names for this head")
     axes = dataclasses.astuple(config.mesh)
     if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
@@ -636,7 +660,7 @@ def build(kind: Any, value: Any, where: str) -> Any:
     """
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}
         value = {RENAMED.get(name, name): v for name, v in value.items()}
         for name in value:

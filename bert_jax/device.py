@@ -170,7 +170,7 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
 
 def _platforms() -> str:
     """Return the platforms that JAX is configured to use, comma-separated; "" means any."""
-    return jax.config.jax_platforms or ""
+    return jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _plugins() -> list[str]:

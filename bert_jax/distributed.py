@@ -27,10 +27,9 @@ from jax._src.distributed import global_state  # JAX has no public API for its k
 
 from bert_jax import sharding
 from bert_jax.config import MeshConfig
-from bert_jax.errors import UserError
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.progress import Progress
 
-EXIT_RUN_AGAIN = 75
 _SECONDS = {"JOIN": 300.0, "LOST": 60.0, "STUCK": 1800.0}
 _PREFIX = "bert_jax"
 _FAREWELL_SECONDS = 5.0
@@ -138,9 +137,10 @@ def gather(what: str, text: str) -> list[str]:
     Raises:
         UserError: a process did not get here in time; the message names it.
     """
-    count, client = jax.process_count(), global_state.client
+    count = jax.process_count()
     if count == 1:
         return [text]
+    client = _client()
     key, timeout = f"{_PREFIX}/{next(_rounds)}", _seconds("JOIN")
     client.key_value_set(f"{key}/{jax.process_index()}", text)
     deadline, texts = time.monotonic() + timeout, []
@@ -160,11 +160,16 @@ def gather(what: str, text: str) -> list[str]:
     return texts
 
 
+def _client() -> Any:
+    """Return the key-value store of the processes, which `start` has connected to."""
+    return global_state.client
+
+
 def _wait_for_all(key: str, deadline: float) -> None:
     for process in range(1, jax.process_count()):
         left = max(deadline - time.monotonic(), 0.1)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            global_state.client.blocking_key_value_get(f"{key}/{process}", int(left * 1000))
+            _client().blocking_key_value_get(f"{key}/{process}", int(left * 1000))
 
 
 def leave() -> None:
@@ -176,7 +181,7 @@ def leave() -> None:
         return
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if jax.process_index():
-            global_state.client.key_value_set(f"{_PREFIX}/left/{jax.process_index()}", "")
+            _client().key_value_set(f"{_PREFIX}/left/{jax.process_index()}", "")
         else:
             _wait_for_all(f"{_PREFIX}/left", time.monotonic() + _FAREWELL_SECONDS)
 
@@ -240,7 +245,7 @@ class StopFlag:
         self._is_single = jax.process_count() == 1  # jax.process_count() is too slow for every step
         # Every device contributes the flag of its process.
         mesh = sharding.make_mesh(MeshConfig())
-        self._sharding = sharding.rows(mesh)
+        self._sharding = sharding.row_sharding(mesh)
         self._any = jax.jit(jnp.max, out_shardings=sharding.replicated(mesh))
 
     def __call__(self, should_stop: bool) -> bool:
@@ -289,16 +294,16 @@ class Heartbeat:
     def _report(self, message: str) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             key = f"{_PREFIX}/gone"
-            global_state.client.key_value_set(key, message, allow_overwrite=True)
+            _client().key_value_set(key, message, allow_overwrite=True)
             if jax.process_index() == 0:  # it hosts the store: let the others read the message
                 time.sleep(2 * self._interval())
-        _exit(f"{message}; run the same command to resume", EXIT_RUN_AGAIN)
+        _exit(f"{message}; run the same command to resume", EXIT_INTERRUPTED)
 
     def _interval(self) -> float:
         return min(self._lost_seconds / 6, 5.0)
 
     def _run(self) -> None:
-        client, this = global_state.client, jax.process_index()
+        client, this = _client(), jax.process_index()
         # All processes watch process 0, and process 0 watches all.
         others = [0] if this else range(1, jax.process_count())
         last_heartbeat = {process: ("", time.monotonic()) for process in others}
@@ -316,7 +321,7 @@ class Heartbeat:
                 continue  # process 0 hosts the store: a failure counts as its silence
             heartbeats = {int(key.rpartition("/")[2]): value for key, value in heartbeats.items()}
             if message := store.get(f"{_PREFIX}/gone"):
-                _exit(f"{message}; run the same command to resume", EXIT_RUN_AGAIN)
+                _exit(f"{message}; run the same command to resume", EXIT_INTERRUPTED)
             for process, (previous, since) in last_heartbeat.items():
                 heartbeat = heartbeats.get(process, "")
                 if heartbeat != previous:

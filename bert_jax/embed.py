@@ -8,7 +8,9 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
+import operator
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -216,7 +218,7 @@ class Embedder:
         )
         self._normalize, self._tokenizer = embed.normalize, vocabulary.tokenizer()
         mesh = sharding.make_mesh(MeshConfig(), jax.local_devices())
-        self._devices, self._split = mesh.size, sharding.rows(mesh)
+        self._devices, self._split = mesh.size, sharding.row_sharding(mesh)
         self._params = jax.device_put(params, sharding.replicated(mesh))
         self._forward = jax.jit(_forward(Bert(model), layers, tuple(weights), embed.pooling))
         platform = mesh.devices.flat[0].platform
@@ -411,10 +413,10 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
         """Sum over each sequence's counted tokens (n is S); without pooling, all tokens (n is T)."""
         slots = length.shape[1]
         layout = rows.layout(length, length, tokens.shape[1])
-        states = model.apply({"params": params}, tokens, layout, method=Bert.hidden_states)
+        states: Any = model.apply({"params": params}, tokens, layout, method=Bert.hidden_states)
         selected = [states[i].astype(jnp.float32) for i in layers]
         if weights:
-            x = sum(w * state for w, state in zip(weights, selected, strict=True))
+            x = functools.reduce(jnp.add, map(operator.mul, weights, selected))
         else:
             x = jnp.concatenate(selected, -1)
         if pooling == "none":
@@ -467,12 +469,12 @@ def embed_file(
         files.one_line_errors(f"cannot write {path}"),
         contextlib.ExitStack() as stack,
     ):
-        beside = stack.enter_context(files.replacing(path))
-        beside_lengths = stack.enter_context(files.replacing(lengths)) if lengths else None
+        temporary = stack.enter_context(files.atomic_write(path))
+        temporary_lengths = stack.enter_context(files.atomic_write(lengths)) if lengths else None
         if path.suffix == ".npy":
-            writer = Npy(beside, beside_lengths, embedder.dimension)
+            writer = Npy(temporary, temporary_lengths, embedder.dimension)
         else:
-            writer = {".jsonl": Jsonl, ".parquet": Parquet}[path.suffix](beside, per_token)
+            writer = {".jsonl": Jsonl, ".parquet": Parquet}[path.suffix](temporary, per_token)
         with contextlib.closing(writer):
             for tokens, vectors in embedder.with_tokens(iterate_texts()):
                 text, read = pending.popleft()

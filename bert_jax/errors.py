@@ -1,4 +1,10 @@
-"""The exception for errors that the user can fix."""
+"""The exception for errors that the user can fix, and exit statuses."""
+
+EXIT_USER_ERROR = 2
+# preflight: the run does not fit the hardware. replay: the results differ.
+EXIT_NEGATIVE = 1
+# EX_TEMPFAIL of BSD: stopped by a signal with all state saved; the same command resumes.
+EXIT_INTERRUPTED = 75
 
 _HALF_LENGTH = 1000  # characters
 

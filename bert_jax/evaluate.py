@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from bert_jax import checkpoint, sharding
-from bert_jax.config import MeshConfig
+from bert_jax.config import Config, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.model.bert import Params
 from bert_jax.objectives import pretraining
@@ -25,7 +25,7 @@ def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.
     """
     if mesh.size == 1:
         return batch
-    row_sharding = sharding.rows(mesh)
+    row_sharding = sharding.row_sharding(mesh)
     return {k: jax.make_array_from_process_local_data(row_sharding, v) for k, v in batch.items()}
 
 
@@ -98,6 +98,7 @@ def evaluate_workdir(
         The step and its held-out metrics.
     """
     config, _, params, step = checkpoint.load_model(folder, which)
+    assert isinstance(config, Config)
     phase_config = dataclasses.replace(config.phases[-1], fraction=1.0)
     if rows:
         phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)

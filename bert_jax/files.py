@@ -33,7 +33,7 @@ _ADVICE = {
 
 def describe(error: OSError) -> str:
     """Return one line that says what is wrong with a file and what to do about it."""
-    return _ADVICE.get(error.errno, error.strerror or str(error))
+    return _ADVICE.get(error.errno or 0, error.strerror or str(error))
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def one_line_errors(action: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+def atomic_write(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yield a temporary path to write to; on success it is fsynced and renamed to `path`.
 
     Readers see either the old file or the complete new one, even after a power failure. If the
@@ -95,7 +95,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     temporary = path.with_name(f".{path.name}.partial")
     with one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with only_process(temporary):
+    with lock_folder(temporary):
         try:
             with one_line_errors(f"cannot write {path}"):
                 for entry in temporary.iterdir():
@@ -113,7 +113,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:
     """Write `content` to `path` atomically."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -141,8 +141,9 @@ def sync_tree(folder: pathlib.Path) -> None:
                 os.fsync(file.fileno())
 
 
-def sha256(path: str | os.PathLike | Traversable) -> str:
+def sha256(path: str | Traversable) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
+    file: Any
     with (pathlib.Path(path) if isinstance(path, str) else path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -159,7 +160,7 @@ def crc32c(path: str | os.PathLike) -> str:
 
 
 @contextlib.contextmanager
-def only_process(folder: str | os.PathLike) -> Iterator[int]:
+def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
     """Hold the lock file `LOCK` of a folder during the block; create the folder if necessary.
 
     The kernel releases the lock when its owner dies, so a crash leaves nothing to clean up. A child

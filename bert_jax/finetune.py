@@ -56,9 +56,9 @@ def load_dataset(
     if task.kind == "squad":
         kind = Squad
     elif task.kind == "tagging":
-        from bert_jax.benchmarks.conll import Tagging as kind
+        from bert_jax.benchmarks.conll import TokenClassification as kind
     elif task.kind == "choice":
-        from bert_jax.benchmarks.swag import Choice as kind
+        from bert_jax.benchmarks.swag import MultipleChoice as kind
     elif task.name:
         from bert_jax.benchmarks.glue import Glue as kind
     else:
@@ -131,7 +131,7 @@ def finetune(
         config, problem, all_seeds, sharding.num_row_shards(mesh)
     )
     init_params, new = {}, ["everything"]
-    if start is not None:
+    if start is not None and params is not None:
         init_params, new = finetuning.restored(config, start, params)
     data[0]["start"] = finetuning.params_digest(init_params)
     _print_run(problem, config, phase, init, new)
@@ -211,6 +211,7 @@ def evaluate_run(
     """
     folder = pathlib.Path(folder)
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
+    assert isinstance(config, FinetuneConfig)
     if problem is None:
         problem = load_dataset(config.task, vocabulary, config.model.labels)
     results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": problem.best_by}

@@ -132,7 +132,7 @@ def _layers(tree: Params) -> dict[str, Any]:
     }
 
 
-def bits(tree: Any) -> dict[str, UInt32[Array, ""]]:
+def checksums(tree: Any) -> dict[str, UInt32[Array, ""]]:
     """Return a checksum of each part of a model's parameters, equal if all bits are equal."""
 
     def checksum(x: Array) -> UInt32[Array, ""]:
@@ -140,7 +140,10 @@ def bits(tree: Any) -> dict[str, UInt32[Array, ""]]:
         # A distinct odd factor per position makes the sum sensitive to swapped elements.
         return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1))
 
-    return {name: sum(map(checksum, jax.tree.leaves(part))) for name, part in _layers(tree).items()}
+    return {
+        name: functools.reduce(jnp.add, map(checksum, jax.tree.leaves(part)))
+        for name, part in _layers(tree).items()
+    }
 
 
 class BadStep(NamedTuple):
@@ -157,7 +160,7 @@ class BadStep(NamedTuple):
     stats: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"step {self.step:,}: {sentence(KINDS[self.kind], self.stats)}"
+        return f"step {self.step:,}: {summarize(KINDS[self.kind], self.stats)}"
 
 
 def read_stats(step: int, stats: StepStats) -> BadStep | None:
@@ -204,7 +207,7 @@ class Guard:
             count = len(incidents(self._folder, KINDS[kind]))
             if not incident.exists() and not (report_only and count >= max_incidents):
                 with files.new_folder(incident) as folder:
-                    np.savez_compressed(folder / _BATCH, **batch)
+                    np.savez_compressed(folder / _BATCH, allow_pickle=False, **batch)
                     files.write_json(
                         folder / _INCIDENT, {"step": step, "kind": KINDS[kind], **stats}
                     )
@@ -270,7 +273,7 @@ def describe(seen: StepStats) -> dict[str, Any]:
     }
 
 
-def sentence(kind: str, stats: dict[str, Any]) -> str:
+def summarize(kind: str, stats: dict[str, Any]) -> str:
     """Return a short description of an incident."""
     if kind == "probe":
         return f"two computations of the step differ in {', '.join(stats['differ'])}"

@@ -158,7 +158,7 @@ def entropy(probabilities: Float[np.ndarray, "*maps T T"]) -> Float[np.ndarray, 
     return scipy.special.entr(probabilities).sum(-1).mean(-1)
 
 
-def distance(probabilities: Float[np.ndarray, "*maps T T"]) -> Float[np.ndarray, "*maps"]:
+def mean_distance(probabilities: Float[np.ndarray, "*maps T T"]) -> Float[np.ndarray, "*maps"]:
     """Return the mean attention distance in tokens, in either direction.
 
     Averaged over queries i: sum_j a_ij |i - j| (Vig and Belinkov 2019).

@@ -49,8 +49,8 @@ class Log:
 
     def _open(self, step: int) -> None:
         if self._writes:
-            self._metrics = workdir.Lines(self._folder / "metrics.jsonl", step)
-            self._speed = workdir.Lines(self._folder / "speed.jsonl", step)
+            self._metrics = workdir.JsonlFile(self._folder / "metrics.jsonl", step)
+            self._speed = workdir.JsonlFile(self._folder / "speed.jsonl", step)
             self._board = _board(self._folder / "tensorboard", step)
 
     def __enter__(self) -> "Log":
@@ -162,6 +162,11 @@ class EarlyStopping:
             self._values.append(self._sign * metrics[self._metric])
 
     @property
+    def reason(self) -> str:
+        """Why training stops, for a message."""
+        return f"no improvement in {self._evaluations} evaluations"
+
+    @property
     def is_over(self) -> bool:
         """Whether to stop."""
         since_best = (
@@ -174,7 +179,7 @@ def _board(folder: pathlib.Path, step: int) -> Any:
     """Return a TensorBoard writer that discards events of an earlier start after `step`."""
     # If PyTorch is installed, tensorboardX imports it, which takes seconds and is not needed.
     torch = sys.modules.get("torch")
-    sys.modules["torch"] = None
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         from tensorboardX import SummaryWriter
     finally:

@@ -99,7 +99,7 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(factor, params)
 
 
-def freeze(config: TrainConfig, params: Params) -> Params:
+def stop_frozen_gradients(config: TrainConfig, params: Params) -> Params:
     """Stop gradients of frozen parameters, so that they are not computed."""
     return jax.tree.map(
         lambda factor, x: x if factor else jax.lax.stop_gradient(x),
@@ -108,7 +108,7 @@ def freeze(config: TrainConfig, params: Params) -> Params:
     )
 
 
-def make(run: TrainConfig) -> optax.GradientTransformation:
+def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer: clipping, moments, weight decay, trust ratio, schedule, layer decay."""
     config = run.optim
     corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)

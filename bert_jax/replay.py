@@ -7,7 +7,7 @@ import jax
 
 from bert_jax import guard, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import CheckpointConfig, Config
+from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.data import wordpiece
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
@@ -52,6 +52,7 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
     if isinstance(config, Config):
         phase = pretraining.phase_at_step(config, vocabulary, incident.batch, incident.step)
     else:
+        assert isinstance(config, FinetuneConfig)
         problem = load_dataset(config.task, vocabulary, config.model.labels)
         phase = finetuning.make_phase(
             config, problem, [config.seed], sharding.num_row_shards(mesh)

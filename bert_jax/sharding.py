@@ -1,7 +1,7 @@
 """The device mesh and the sharding of parameters, optimizer state and rows."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ HEADS = PartitionSpec(("data", "fsdp"), None, "tensor")
 
 # The first pattern that matches a parameter's path applies. Paths of optimizer state have the same
 # suffixes.
-TABLE = (
+PARTITION_RULES = (
     (r"embeddings/word/embedding$", PartitionSpec("tensor", "fsdp")),
     (r"embeddings/(position|segment)/embedding$", PartitionSpec(None, "fsdp")),
     (r"attention/(query|key|value)/kernel$", PartitionSpec("fsdp", "tensor", None)),
@@ -54,10 +54,10 @@ def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, int, int]:
             f"config.mesh ({axes}) does not fit {devices} devices: the sizes must multiply to "
             f"{devices}, so choose each from {divisors}"
         )
-    return tuple(sizes)
+    return sizes[0], sizes[1], sizes[2]
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Arrange the devices (by default all) in the configured mesh.
 
     Raises:
@@ -119,7 +119,7 @@ def specs(tree: Any) -> Any:
 
     def spec(path, leaf):
         name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
-        match = next(spec for pattern, spec in TABLE if re.search(pattern, name))
+        match = next(spec for pattern, spec in PARTITION_RULES if re.search(pattern, name))
         return match if len(match) <= np.ndim(leaf) else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, tree)
@@ -134,7 +134,7 @@ def shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
     )
 
 
-def rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
+def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of a batch of rows: the first axis is split over data and fsdp."""
     return NamedSharding(mesh, ROWS)
 

@@ -51,11 +51,11 @@ def make_step(config: TrainConfig, phase: Phase):
     The step is a function (state, batch) -> (state, metric sums since the last log, `guard.StepStats`).
     A bad step leaves the state unchanged, and so do later ones until `make_skip_step`'s function is called.
     """
-    optimizer = optim.make(config)
+    optimizer = optim.make_optimizer(config)
     task, accumulation = phase.objective, phase.accumulation
 
     def loss_fn(params, inputs, key, normalizers):
-        loss_terms = task.loss_terms(optim.freeze(config, params), inputs, key)
+        loss_terms = task.loss_terms(optim.stop_frozen_gradients(config, params), inputs, key)
         loss = sum(
             loss_terms[name][0] / jnp.maximum(normalizer, 1)
             for name, normalizer in normalizers.items()
@@ -144,7 +144,7 @@ def initial_state(
     config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> tuple[Any, State]:
     """Return a jitted function from the seed to the state at step 0, and the state's shapes."""
-    task, optimizer = phase.objective, optim.make(config)
+    task, optimizer = phase.objective, optim.make_optimizer(config)
     params = jax.eval_shape(task.init, jax.random.key(0))
     loss_terms = jax.eval_shape(
         lambda params, batch, key: task.loss_terms(params, task.prepare(batch, key), None),
@@ -166,7 +166,7 @@ def initial_state(
 
 def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State) -> Any:
     """Compile the training step of a phase; `state` gives shapes and shardings."""
-    batch = checkpoint.abstract(phase.batch_shape, sharding.rows(mesh))
+    batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     step = jax.jit(
         make_step(config, phase),
         donate_argnums=0,
@@ -251,7 +251,8 @@ def compile_phase(
             out_shardings=(_shardings(state), replicated),
         ),
         jax.jit(
-            lambda state, batch: guard.bits(step(state, batch)[0].params), out_shardings=replicated
+            lambda state, batch: guard.checksums(step(state, batch)[0].params),
+            out_shardings=replicated,
         ),
         make_evaluate(phase, mesh),
     )

@@ -46,12 +46,12 @@ def record(
     shutil.rmtree(place, ignore_errors=True)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every call of a Python function would be a span
-    with files.new_folder(place) as beside:
-        trace = jax.profiler.trace(beside, profiler_options=options)
+    with files.new_folder(place) as temporary:
+        trace = jax.profiler.trace(temporary, profiler_options=options)
         with trace, jax.profiler.TraceAnnotation(STEPS):
             yield
         summary = (
-            summarize(beside, program, steps, dtype) if summarize else f"traced {steps} steps "
+            summarize(temporary, program, steps, dtype) if summarize else f"traced {steps} steps "
         )
     say(f"{summary}in {place}")
 
@@ -83,11 +83,11 @@ class StepTracer:
         say: Callable[[str], None],
         summarize: Summarize | None = None,
     ):
-        wanted = profiled_steps(config)
-        self._first, self._end = max(wanted.start, span.start), min(wanted.stop, span.stop)
+        requested = profiled_steps(config)
+        self._first, self._end = max(requested.start, span.start), min(requested.stop, span.stop)
         self._recording: Any = None
         self._arguments = (
-            folder / FOLDER / f"steps_{wanted.start}_{wanted.stop}",
+            folder / FOLDER / f"steps_{requested.start}_{requested.stop}",
             program,
             self._end - self._first,
             config.model.dtype,

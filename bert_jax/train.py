@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import traverse_util
 
 from bert_jax import checkpoint, device, distributed, files, guard, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
@@ -26,7 +25,7 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.evaluate import shard_batch
 from bert_jax.log import EarlyStopping, Log
 from bert_jax.model import attention
-from bert_jax.model.bert import Params
+from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
 from bert_jax.signals import Interrupted, catch_signals
@@ -61,7 +60,7 @@ def train(
     Args:
         config: validated, with the vocabulary size filled in.
         vocabulary: saved with the run.
-        data: description of the rows of each phase (see `workdir.claim`).
+        data: description of the rows of each phase (see `workdir.write_or_check_config`).
         phases: phases to train on, in order.
         folder: the workdir.
         force: resume in a workdir that holds a run with another config.
@@ -91,8 +90,8 @@ def train(
     with contextlib.ExitStack() as stack:
         # ---- Workdir -----------------------------------------------------------------------------
         def claim() -> None:
-            stack.enter_context(files.only_process(folder))
-            workdir.claim(folder, config, data, best, force)
+            stack.enter_context(files.lock_folder(folder))
+            workdir.write_or_check_config(folder, config, data, best, force)
             vocabulary.save(folder)
 
         distributed.check_same_on_all_processes(workdir.identity(config, data))
@@ -220,8 +219,7 @@ def train(
                         checkpoints.wait()
                         raise Interrupted(_saved(step, config, folder))
                     if early_stopping.is_over:
-                        evaluations = config.patience
-                        progress.say(f"stopping early: no improvement in {evaluations} evaluations")
+                        progress.say(f"stopping early: {early_stopping.reason}")
                         break
             if bad_step:
                 running.clear()
@@ -320,8 +318,6 @@ def _compile(
 
 def _start_from(params: Params, start: Params, shapes: Params) -> Params:
     """Return `params` with the values of `start` in place of the random ones."""
-    start = traverse_util.flatten_dict(start, sep="/")
-    shapes = traverse_util.flatten_dict(shapes, sep="/")
-    params = traverse_util.flatten_dict(params, sep="/")
+    start, shapes, params = flatten(start), flatten(shapes), flatten(params)
     placed = {k: jax.device_put(v, shapes[k].sharding) for k, v in start.items()}
-    return traverse_util.unflatten_dict({**params, **placed}, sep="/")
+    return unflatten({**params, **placed})

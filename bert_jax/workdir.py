@@ -45,7 +45,7 @@ _FREE = (
 )  # fmt: skip
 
 
-class Lines:
+class JsonlFile:
     """Append-only JSON lines file, flushed after every line and synced to disk by `sync`.
 
     Opening it drops lines after `last_step`, whose steps will run again.
@@ -214,7 +214,7 @@ def identity(config: TrainConfig, data: list[dict[str, Any]]) -> dict[str, Any]:
     return {**settings, **digests, **versions(), "commit": commit()}
 
 
-def claim(
+def write_or_check_config(
     workdir: pathlib.Path,
     config: TrainConfig,
     data: list[dict[str, Any]],

@@ -87,7 +87,7 @@ def test_a_kernel_rounds_no_worse_than_xla(implementation):
 def test_every_device_attends_in_its_own_rows_and_heads(implementation):
     arrays, sequence = make_inputs(128, heads=4, rows=4)
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    places = [jax.NamedSharding(mesh, sharding.HEADS)] * 4, sharding.rows(mesh)
+    places = [jax.NamedSharding(mesh, sharding.HEADS)] * 4, sharding.row_sharding(mesh)
     with jax.set_mesh(mesh):
         compiled = value_and_gradients.lower(
             *abstract((arrays, sequence), places), implementation
@@ -131,7 +131,11 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
     assert set(used) == {"xla"}
     used.clear()
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
-    places = [sharding.shardings(mesh, params), sharding.rows(mesh), sharding.rows(mesh)]
+    places = [
+        sharding.shardings(mesh, params),
+        sharding.row_sharding(mesh),
+        sharding.row_sharding(mesh),
+    ]
     with jax.set_mesh(mesh):
         inputs = jax.device_put([params, tokens, length], places)
         found = jax.jit(gradient, static_argnums=3)(*inputs, "splash")

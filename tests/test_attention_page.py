@@ -19,7 +19,7 @@ from bert_jax import config as config_lib
 from bert_jax.config import Config, ModelConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.inference import AttentionMapper, AttentionMaps, distance, entropy, rollout
+from bert_jax.inference import AttentionMapper, AttentionMaps, entropy, mean_distance, rollout
 from bert_jax.model import attention as attention_lib
 from bert_jax.model.bert import init_params
 from bert_jax.tools.report import attention as report
@@ -58,7 +58,7 @@ def maps(theirs):
 
 def write_run(folder, model):
     """A run of random parameters, far enough apart that heads look somewhere."""
-    files.only_process(folder)
+    files.lock_folder(folder)
     Vocabulary(WORDS, True).save(folder)
     settings = {"config": config_lib.to_dict(Config(model=model)), "data": []}
     files.write_json(folder / "config.json", settings)
@@ -161,7 +161,7 @@ def test_distance_by_hand():
     # 0.5 · 1, then 1 · 1, then 0.25 · 2 + 0.25 · 1.
     halves = [[0.5, 0.5, 0], [1, 0, 0], [0.25, 0.25, 0.5]]
     heads = np.array([[halves, np.eye(3), np.eye(3)[::-1]]], np.float32)
-    np.testing.assert_allclose(distance(heads), [[2.25 / 3, 0, 4 / 3]], atol=1e-6)
+    np.testing.assert_allclose(mean_distance(heads), [[2.25 / 3, 0, 4 / 3]], atol=1e-6)
 
 
 def test_rollout_by_hand():
@@ -231,7 +231,7 @@ def test_every_map_is_on_the_page(opened, maps):
         for column, weights in enumerate(row):
             found = alphas(opened, f"{cell(layer, column)} canvas")
             np.testing.assert_allclose(found, 255 * np.sqrt(weights), atol=0.51)
-    for name, figure, digits in (("entropy", entropy, 2), ("distance", distance, 1)):
+    for name, figure, digits in (("entropy", entropy, 2), ("distance", mean_distance, 1)):
         told = opened.locator(f"#{name} td").all_inner_texts()
         assert told == [f"{x:.{digits}f}" for x in figure(heads).ravel()]
 
@@ -239,7 +239,7 @@ def test_every_map_is_on_the_page(opened, maps):
 def test_a_word_piece_is_followed(opened, maps):
     weights = maps.probabilities[1, 2]
     opened.locator(cell(1, 2)).click()
-    assert opened.inner_text("#told") == ""
+    assert opened.inner_text("#weights") == ""
     count, items = len(weights), opened.locator("#from li")
     lines = alphas(opened, "#between")
     tall = len(lines) / count
@@ -247,7 +247,7 @@ def test_a_word_piece_is_followed(opened, maps):
     clear = 0
     for i, row in list(enumerate(weights))[::2]:
         items.nth(i).hover()
-        said = opened.inner_text("#told")
+        said = opened.inner_text("#weights")
         order = np.argsort(-row)
         if row[order[0]] - row[order[1]] > 0.01:
             clear += 1
@@ -266,7 +266,7 @@ def test_a_word_piece_is_followed(opened, maps):
     assert clear >= 4
     assert opened.locator("#from li[aria-selected=true]").count() == 1
     opened.mouse.move(0, 0)
-    assert opened.inner_text("#told") == ""
+    assert opened.inner_text("#weights") == ""
     np.testing.assert_array_equal(alphas(opened, "#between"), lines)
 
 
@@ -286,7 +286,7 @@ def test_word_pieces_are_followed_by_keys(opened, maps):
     opened.keyboard.press("End")
     opened.keyboard.press("ArrowDown")
     assert selected() == [f"{len(maps.tokens) - 1} [SEP]"]
-    assert opened.inner_text("#told").startswith(f"[SEP] ({len(maps.tokens) - 1}) attends to ")
+    assert opened.inner_text("#weights").startswith(f"[SEP] ({len(maps.tokens) - 1}) attends to ")
 
 
 def test_the_large_map_names_its_cells(opened, maps):
@@ -299,7 +299,7 @@ def test_the_large_map_names_its_cells(opened, maps):
     i, j = 7, 2
     at = [start + (k + 0.5) * side for k in (j, i)]
     opened.mouse.move(box["x"] + at[0], box["y"] + at[1])
-    said = opened.inner_text("#told")
+    said = opened.inner_text("#weights")
     assert said.startswith(f"{maps.tokens[i]} ({i}) attends to")
     percent = float(re.search(rf"; ([\d.]+)% to {maps.tokens[j]} \({j}\)$", said)[1])
     assert abs(percent - 100 * weights[i, j]) < 1
@@ -311,7 +311,7 @@ def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
     def chosen():
         return opened.inner_text("#chosen")
 
-    figures = entropy(maps.probabilities), distance(maps.probabilities)
+    figures = entropy(maps.probabilities), mean_distance(maps.probabilities)
 
     def wanted(layer, head):
         a, b = (figure[layer, head] for figure in figures)
@@ -391,7 +391,7 @@ def test_no_line_of_a_long_text_is_lost(tmp_path, visit):
     assert found.shape == (70, 70)
     assert found[201 * 70 // 300, 7 * 70 // 300] == 255
     opened.locator("#from li").nth(201).hover()
-    assert opened.inner_text("#told").startswith("##201 (201) attends to ##7 (7) 100%, ")
+    assert opened.inner_text("#weights").startswith("##201 (201) attends to ##7 (7) 100%, ")
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

@@ -386,18 +386,18 @@ def test_a_lock_dies_with_its_owner(tmp_path):
     code = (
         "import sys, time\n"
         "from bert_jax import files\n"
-        f"with files.only_process({str(tmp_path)!r}):\n"
+        f"with files.lock_folder({str(tmp_path)!r}):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(600)\n"
     )
     owner = processes.Process([sys.executable, "-c", code])
     assert owner.stdout.readline() == "held\n"
     for _ in range(2):  # refused twice: a refusal takes nothing from its owner
-        with pytest.raises(UserError, match=f"pid {owner.pid} on"), files.only_process(tmp_path):
+        with pytest.raises(UserError, match=f"pid {owner.pid} on"), files.lock_folder(tmp_path):
             pass
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    with files.only_process(tmp_path):
+    with files.lock_folder(tmp_path):
         assert f"pid {os.getpid()} on" in (tmp_path / files.LOCK).read_text()
 
 

@@ -19,7 +19,7 @@ from sklearn import metrics as sk
 
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks.base import FinetuneDataset
-from bert_jax.benchmarks.swag import Choice
+from bert_jax.benchmarks.swag import MultipleChoice
 from bert_jax.benchmarks.tables import Classification, draw_confusion, probabilities
 from bert_jax.config import TaskConfig
 from bert_jax.data import wordpiece
@@ -291,7 +291,7 @@ def test_splits_without_rows(tmp_path):
     assert len((tmp_path / "predictions.tsv").read_text().splitlines()) == 1
     write(tmp_path / "a.csv", [SWAG_HEADER])
     with pytest.raises(UserError, match=r"a\.csv \(train\) holds no rows"):
-        Choice(TaskConfig(name="swag", train=str(tmp_path / "a.csv")), VOCABULARY)
+        MultipleChoice(TaskConfig(name="swag", train=str(tmp_path / "a.csv")), VOCABULARY)
 
 
 # --- Metrics --------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def test_swag(tmp_path):
     write(tmp_path / "val.csv", [SWAG_HEADER, SWAG[1]])
     no_labels = [line.rpartition(",")[0] for line in [SWAG_HEADER, *SWAG]]
     write(tmp_path / "test.csv", no_labels)
-    problem = Choice(TaskConfig(kind="choice", name="swag", data=str(tmp_path)), VOCABULARY)
+    problem = MultipleChoice(TaskConfig(kind="choice", name="swag", data=str(tmp_path)), VOCABULARY)
     assert isinstance(problem, FinetuneDataset)
     assert (problem.head, problem.objective, len(problem.labels)) == ("choice", "class", 1)
     train = problem.splits["train"]
@@ -466,7 +466,7 @@ def test_choices_of_ones_own(tmp_path):
         choices=("yes", "no, sir"),
         tokens=8,
     )
-    problem = Choice(config, VOCABULARY)
+    problem = MultipleChoice(config, VOCABULARY)
     train = problem.splits["train"]
     assert (train.group, train.targets["label"].tolist()) == (2, [1, 0])
     assert words(train.tokens[2]) == "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]"
@@ -478,16 +478,16 @@ def test_choices_of_ones_own(tmp_path):
             choices=("yes", "no, sir"),
         )
         with pytest.raises(UserError, match=rf"half\.jsonl:1: {said} is not a choice"):
-            Choice(half, VOCABULARY)
+            MultipleChoice(half, VOCABULARY)
     with pytest.raises(UserError, match="each once"):
-        Choice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)
+        MultipleChoice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)
     problem.write("train", list(np.eye(2)), tmp_path)
     header = next(csv.reader((tmp_path / "probabilities.csv").open()))
     assert header == ["index", "yes", "no, sir"]
     new = write(
         tmp_path / "new.jsonl", [json.dumps({k: v for k, v in rows[0].items() if k != "label"})]
     )
-    problem = Choice(config, VOCABULARY, labels=("score",), new=new)
+    problem = MultipleChoice(config, VOCABULARY, labels=("score",), new=new)
     assert problem.splits["new"].targets["label"].tolist() == [NO_EXAMPLE]
 
 
@@ -507,15 +507,15 @@ def test_choices_of_ones_own(tmp_path):
 def test_bad_questions_are_told_in_one_line(tmp_path, line, says):
     path = write(tmp_path / "a.csv", [SWAG_HEADER, line])
     with pytest.raises(UserError) as error:
-        Choice(TaskConfig(name="swag", train=path), VOCABULARY)
+        MultipleChoice(TaskConfig(name="swag", train=path), VOCABULARY)
     assert says in str(error.value)
 
 
 def test_choices_must_be_named(tmp_path):
     with pytest.raises(UserError, match="name the columns of at least two choices"):
-        Choice(TaskConfig(train="a.csv"), VOCABULARY)
+        MultipleChoice(TaskConfig(train="a.csv"), VOCABULARY)
     with pytest.raises(UserError, match="no 'dev' split"):
-        Choice(TaskConfig(name="swag", data=str(tmp_path)), VOCABULARY, ["dev"])
+        MultipleChoice(TaskConfig(name="swag", data=str(tmp_path)), VOCABULARY, ["dev"])
 
 
 # --- Real data ------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
     assert (whole / "metrics.json").read_text() == scored
     out = tmp_path / "out"
     said = refusal(capsys, "export", "--workdir", whole, "--out", out)
-    assert said.endswith("config.model.lstm_layers is 2: transformers' BERT has no such model")
+    assert said.endswith("config.model.lstm_layers is 2, which transformers' BERT does not support")
     assert cli.main(["export", "--workdir", str(whole), "--out", str(out), "--heads", "none"]) == 0
 
 

@@ -621,7 +621,7 @@ def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
     run = FinetuneConfig(model=config)
     task = make_objective(config, problem, "train", plan)
     inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
-    for frozen in (optim.freeze, lambda _, params: params):
+    for frozen in (optim.stop_frozen_gradients, lambda _, params: params):
 
         def loss(params, frozen=frozen):
             return task.loss_terms(frozen(run, params), inputs, None)["loss"][0]
@@ -655,7 +655,7 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
         model=model, steps=10, frozen_layers=1,
         optim=OptimConfig(optimizer="adamw", warmup_steps=0, weight_decay=0.1, layer_decay=0.5, clip_norm=0.0),
     )  # fmt: skip
-    transform = optim.make(config)
+    transform = optim.make_optimizer(config)
     grads = jax.tree.map(np.ones_like, params)
     updates, _ = transform.update(grads, transform.init(params), params)
     flat = traverse_util.flatten_dict(jax.device_get(updates), sep="/")
@@ -672,7 +672,7 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
 
     def loss(params):
         inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
-        return task.loss_terms(optim.freeze(config, params), inputs, None)["loss"][0]
+        return task.loss_terms(optim.stop_frozen_gradients(config, params), inputs, None)["loss"][0]
 
     grads = traverse_util.flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
     assert not np.any(grads["encoder/layer_0/attention/query/kernel"])
@@ -683,7 +683,7 @@ def test_frozen_layers_do_not_decay_where_rates_do_not_fall():
     params = {"embeddings": {"word": np.ones(3)}, "classifier": {"kernel": np.ones(3)}}
     optimizer = OptimConfig(warmup_steps=0, weight_decay=0.1)
     config = FinetuneConfig(steps=10, frozen_layers=1, optim=optimizer)
-    transform, zeros = optim.make(config), jax.tree.map(np.zeros_like, params)
+    transform, zeros = optim.make_optimizer(config), jax.tree.map(np.zeros_like, params)
     updates, _ = transform.update(zeros, transform.init(params), params)
     assert not np.any(updates["embeddings"]["word"])
     assert np.any(updates["classifier"]["kernel"])
@@ -695,7 +695,7 @@ def test_an_encoder_of_features_does_not_decay(optimizer):
     params = random_params(model)
     optimizer = OptimConfig(optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
     config = FinetuneConfig(model=model, steps=10, optim=optimizer)
-    transform, ones = optim.make(config), jax.tree.map(np.ones_like, params)
+    transform, ones = optim.make_optimizer(config), jax.tree.map(np.ones_like, params)
     updates, _ = transform.update(ones, transform.init(params), params)
     for path, value in traverse_util.flatten_dict(updates, sep="/").items():
         assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path

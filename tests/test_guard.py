@@ -293,7 +293,7 @@ def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch,
 
 def test_the_checksum_sees_any_bit_and_any_exchange():
     x = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
-    sums = lambda a: int(guard.bits({"pooler": {"kernel": jnp.array(a)}})["pooler"])  # noqa: E731
+    sums = lambda a: int(guard.checksums({"pooler": {"kernel": jnp.array(a)}})["pooler"])  # noqa: E731
     for bit in range(32):
         changed = x.copy()
         changed.view(np.uint32)[3, 4] ^= np.uint32(1) << np.uint32(bit)

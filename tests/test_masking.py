@@ -183,7 +183,7 @@ def test_masks_do_not_depend_on_the_number_of_devices(mask, devices):
     batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
     wanted = mask(*batch, jax.random.key(5))
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
-    spread = jax.device_put(batch, sharding.rows(mesh))
+    spread = jax.device_put(batch, sharding.row_sharding(mesh))
     key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
     got = run(make_masker())(*spread, key)
     assert len(got.tokens.sharding.device_set) == devices

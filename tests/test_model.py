@@ -255,7 +255,7 @@ def test_a_training_run_follows_pytorch():
 
     rng, steps, tokens = np.random.default_rng(3), 100, 24
     config = make_config("L2-H32-A4", vocab_size=40, initializer_stddev=0.02)
-    optimizer = optim.make(
+    optimizer = optim.make_optimizer(
         Config(optim=OptimConfig(learning_rate=3e-3, warmup_steps=10), steps=steps)
     )
     params = jax.tree.map(lambda x: 0.3 * np.array(x), random_params(config, rng))
@@ -644,7 +644,9 @@ def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
     assert np.argmax(words, -1).max() < 101
     assert parameter_count(wide, padded) == parameter_count(params, config)
 
-    transform = optim.make(Config(optim=OptimConfig(optimizer=optimizer, warmup_steps=0), steps=10))
+    transform = optim.make_optimizer(
+        Config(optim=OptimConfig(optimizer=optimizer, warmup_steps=0), steps=10)
+    )
 
     @fast_jit
     def step(params, grads, state):

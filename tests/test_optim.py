@@ -38,7 +38,7 @@ def problem(seed=0):
 
 
 def train(config, params, gradients):
-    optimizer = optim.make(Config(optim=config, steps=STEPS))
+    optimizer = optim.make_optimizer(Config(optim=config, steps=STEPS))
     params = jax.tree.map(jnp.asarray, params)
     state = optimizer.init(params)
 

@@ -402,7 +402,7 @@ def test_the_compiler_holds_what_sharding_says(compiled):
     _, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
     _, state = step_lib.initial_state(config, phase, mesh)
-    batch = checkpoint.abstract(phase.batch_shape, sharding.rows(mesh))
+    batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     memory = phase["memory"]
     expected = sharding.bytes_per_device((state, batch))
     # What is padded to the chip's tiles comes on top.

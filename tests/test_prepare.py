@@ -616,7 +616,7 @@ def test_rows_that_are_there_are_not_made_again(tmp_path, capsys, monkeypatch):
 def test_two_processes_do_not_share_a_folder(tmp_path):
     text, vocab = write_corpus(tmp_path)
     with (
-        files.only_process(tmp_path / "rows" / ".partial"),
+        files.lock_folder(tmp_path / "rows" / ".partial"),
         pytest.raises(UserError, match="in use"),
     ):
         prepare([text], vocab, tmp_path / "rows", workers=1)

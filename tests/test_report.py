@@ -44,7 +44,9 @@ def hand_written(folder, metrics, speed=(), vocab_size=100, **settings):
     config = FinetuneConfig(model=model, task=TaskConfig(train="train.csv"), steps=9)
     folder.mkdir(parents=True)
     data = [{"digest": "0" * 64, "examples": {"train": 1234, "dev": 7}, "start": ""}]
-    workdir.claim(folder, config, data, {"best_by": "accuracy", "highest": True}, False)
+    workdir.write_or_check_config(
+        folder, config, data, {"best_by": "accuracy", "highest": True}, False
+    )
     write_lines(folder / "metrics.jsonl", metrics)
     if speed:
         write_lines(folder / "speed.jsonl", speed)

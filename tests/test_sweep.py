@@ -478,7 +478,9 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     out = place.out
     out.mkdir()
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=7)
-    workdir.claim(out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False)
+    workdir.write_or_check_config(
+        out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False
+    )
     assert not place.is_done
     (out / "checkpoints" / "7").mkdir(parents=True)
     assert place.is_done
@@ -526,7 +528,9 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     config = Config(model=model, phases=(PhaseConfig(rows="r"),), steps=7)
-    workdir.claim(run, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False)
+    workdir.write_or_check_config(
+        run, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False
+    )
     exported = tmp_path / "exported"
     exported.mkdir()
     transformers.BertModel(

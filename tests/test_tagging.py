@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax.benchmarks import conll_score
-from bert_jax.benchmarks.conll import Tagging, _chunks
+from bert_jax.benchmarks.conll import TokenClassification, _chunks
 from bert_jax.config import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
@@ -36,7 +36,7 @@ def write(path, sentences, between=" ", documents=()):
 def tagging(tmp_path, sentences, *, documents=(), labels=(), **fields):
     path = write(tmp_path / "train.txt", sentences, documents=documents)
     config = TaskConfig(kind="tagging", train=path, **{"tokens": 16} | fields)
-    return Tagging(config, VOCABULARY, labels=labels)
+    return TokenClassification(config, VOCABULARY, labels=labels)
 
 
 def perfect(problem, split="train"):
@@ -373,47 +373,53 @@ def test_bad_tags_name_the_line(tmp_path):
     assert message.startswith("FILE:2: the tag 'NN' is not BIO")
     train, dev = write(tmp_path / "a.txt", TWO), write(tmp_path / "b.txt", [[("x", "B-ORG")]])
     config = TaskConfig(kind="tagging", train=train, dev=dev)
-    message = errors(dev, Tagging, config, VOCABULARY)
+    message = errors(dev, TokenClassification, config, VOCABULARY)
     assert message.startswith("FILE:1: unknown label 'B-ORG', not one of O, B-LOC, ")
     plain = write(tmp_path / "c.txt", [[("x", "NN"), ("y", "VB")]])
     config = TaskConfig(kind="tagging", train=plain, dev=dev)
-    assert errors(dev, Tagging, config, VOCABULARY).startswith("FILE:1: unknown label 'B-ORG'")
+    assert errors(dev, TokenClassification, config, VOCABULARY).startswith(
+        "FILE:1: unknown label 'B-ORG'"
+    )
     message = errors(path, tagging, tmp_path, [[("a", "O"), ("b", "O")]])
     assert message.startswith("FILE: every word has the tag 'O'")
     path.write_text("alone\n")
     config = TaskConfig(kind="tagging", train=str(path))
-    assert errors(path, Tagging, config, VOCABULARY).startswith("FILE:1: 1 columns, expected at")
+    assert errors(path, TokenClassification, config, VOCABULARY).startswith(
+        "FILE:1: 1 columns, expected at"
+    )
 
 
 def test_where_labels_come_from(tmp_path):
     train, dev = write(tmp_path / "a.txt", TWO), write(tmp_path / "b.txt", TWO[1:])
     config = TaskConfig(kind="tagging", train=train, dev=dev)
-    only = Tagging(config, VOCABULARY, ["dev"])
+    only = TokenClassification(config, VOCABULARY, ["dev"])
     assert set(only.splits) == {"dev"}
     assert only.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
     config = TaskConfig(kind="tagging", dev=dev, labels="O,B-z,I-z")
-    assert Tagging(config, VOCABULARY).labels == ("O", "B-z", "I-z")
+    assert TokenClassification(config, VOCABULARY).labels == ("O", "B-z", "I-z")
     (tmp_path / "labels.txt").write_text("B-z\nO\n")
     config.labels = str(tmp_path / "labels.txt")
-    assert Tagging(config, VOCABULARY).labels == ("B-z", "O")
+    assert TokenClassification(config, VOCABULARY).labels == ("B-z", "O")
     config.labels = ""
     with pytest.raises(UserError, match="labels are unknown"):
-        Tagging(config, VOCABULARY)
-    assert Tagging(config, VOCABULARY, labels=("O", "B-z")).labels == ("O", "B-z")
+        TokenClassification(config, VOCABULARY)
+    assert TokenClassification(config, VOCABULARY, labels=("O", "B-z")).labels == ("O", "B-z")
 
 
 def test_columns_by_number(tmp_path):
     path = tmp_path / "x"
     path.write_text("1 john NN B-PER\n2 saw VB O\n")
     config = TaskConfig(kind="tagging", train=str(path), text_a="2", label="3")
-    problem = Tagging(config, VOCABULARY)
+    problem = TokenClassification(config, VOCABULARY)
     assert problem.labels == ("NN", "VB")
     assert problem._sentences["train"].words == [["john", "saw"]]
     config.label = "7"
-    assert errors(path, Tagging, config, VOCABULARY).startswith("FILE:1: 4 columns, expected at l")
+    assert errors(path, TokenClassification, config, VOCABULARY).startswith(
+        "FILE:1: 4 columns, expected at l"
+    )
     config.label = "tag"
     with pytest.raises(UserError, match=r"config\.task\.label='tag'"):
-        Tagging(config, VOCABULARY)
+        TokenClassification(config, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -427,16 +433,16 @@ def test_columns_by_number(tmp_path):
 )
 def test_impossible_configurations(fields, words):
     with pytest.raises(UserError, match=words):
-        Tagging(TaskConfig(kind="tagging", **fields), VOCABULARY)
+        TokenClassification(TaskConfig(kind="tagging", **fields), VOCABULARY)
 
 
 def test_folders(tmp_path):
     write(tmp_path / "eng.train", TWO)
     (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"a O\n"))
-    problem = Tagging(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
+    problem = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
     assert set(problem.splits) == {"train", "dev"}
     with pytest.raises(UserError, match="'test'"):
-        Tagging(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY, ["test"])
+        TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY, ["test"])
 
 
 # Predictions
@@ -500,7 +506,7 @@ def test_new_text_needs_no_tags(tmp_path, monkeypatch):
     columns = tmp_path / "x.conll"
     columns.write_text("john\nsaw\nparis\n\nhe\nleft\n")
     for source in (lines, records, "-", columns):
-        problem = Tagging(config, VOCABULARY, labels=labels, new=str(source))
+        problem = TokenClassification(config, VOCABULARY, labels=labels, new=str(source))
         assert set(problem.splits) == {"new"}
         logits = random_logits(problem, "new")
         assert problem.score("new", logits) == {}
@@ -526,7 +532,7 @@ def test_new_columns_are_known_by_their_tags_whatever_their_name(tmp_path):
         ("one\n\ntwo\n", [["one"], [], ["two"]]),  # lines, one of them empty
     ):
         path.write_text(text)
-        problem = Tagging(config, VOCABULARY, labels=("O", "B-x", "I-x"), new=str(path))
+        problem = TokenClassification(config, VOCABULARY, labels=("O", "B-x", "I-x"), new=str(path))
         assert problem._sentences["new"].words == expected, text
 
 
@@ -534,10 +540,14 @@ def test_a_test_file_may_lack_tags(tmp_path):
     train, test = write(tmp_path / "a.txt", TWO), tmp_path / "b.txt"
     test.write_text("john\nsaw\n")
     with pytest.raises(UserError, match="1 columns"):
-        Tagging(TaskConfig(kind="tagging", train=train, dev=str(test)), VOCABULARY)
-    problem = Tagging(TaskConfig(kind="tagging", dev=str(test)), VOCABULARY, labels=("O", "B-x"))
+        TokenClassification(TaskConfig(kind="tagging", train=train, dev=str(test)), VOCABULARY)
+    problem = TokenClassification(
+        TaskConfig(kind="tagging", dev=str(test)), VOCABULARY, labels=("O", "B-x")
+    )
     assert problem.score("dev", random_logits(problem, "dev")) == {}
-    problem = Tagging(TaskConfig(kind="tagging", train=train, test=str(test)), VOCABULARY)
+    problem = TokenClassification(
+        TaskConfig(kind="tagging", train=train, test=str(test)), VOCABULARY
+    )
     assert problem.score("test", random_logits(problem, "test")) == {}
     assert (problem.splits["test"].token_targets["label"][0] == NO_EXAMPLE).all()
 
@@ -545,7 +555,7 @@ def test_a_test_file_may_lack_tags(tmp_path):
 def test_words_with_spaces_are_written_between_tabs(tmp_path):
     path = tmp_path / "x"
     path.write_text("new york\tB-x\nis\tO\n")
-    problem = Tagging(TaskConfig(kind="tagging", train=str(path)), VOCABULARY)
+    problem = TokenClassification(TaskConfig(kind="tagging", train=str(path)), VOCABULARY)
     problem.write("train", perfect(problem), tmp_path)
     assert conll_score.score_file(tmp_path / "predictions.conll")["f1"] == 1
 
@@ -560,7 +570,7 @@ def test_wnut_17(shared_data):
         "test": shared_data("ner/emerging.test.annotated.gz"),
     }
     config = TaskConfig(kind="tagging", tokens=64, **{k: str(v) for k, v in paths.items()})
-    problem = Tagging(config, VOCABULARY)
+    problem = TokenClassification(config, VOCABULARY)
     assert len(problem.labels) == 13
     sizes = {k: (len(v.words), sum(map(len, v.words))) for k, v in problem._sentences.items()}
     assert sizes == {"train": (3394, 62730), "dev": (1009, 15733), "test": (1287, 23394)}

@@ -460,7 +460,7 @@ def test_two_processes_on_one_workdir(tmp_path, rows):
     from bert_jax import files
 
     folder = tmp_path / "run"
-    with files.only_process(folder):
+    with files.lock_folder(folder):
         done = pretrain(folder, [rows()], "steps=10")
     assert done.returncode == cli.EXIT_USER_ERROR
     assert f"in use by another process (pid {os.getpid()}" in done.stderr.splitlines()[-1]
@@ -468,13 +468,17 @@ def test_two_processes_on_one_workdir(tmp_path, rows):
 
 def test_no_such_run(tmp_path, capsys):
     assert "holds no run" in refused(capsys, "evaluate", "--workdir", tmp_path)
-    assert "holds no checkpoint" in refused(capsys, "fill-mask", "--init", tmp_path)
-    assert "holds no metrics.jsonl" in refused(capsys, "report", tmp_path)
+    assert "no checkpoint: it has no config.json" in refused(
+        capsys, "fill-mask", "--init", tmp_path
+    )
+    assert "is not a run" in refused(capsys, "report", tmp_path)
 
 
 def test_config_round_trips_through_a_workdir(tmp_path):
     config = Config(phases=(PhaseConfig(fraction=0.5), PhaseConfig(fraction=0.5)))
-    workdir.claim(tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False)
+    workdir.write_or_check_config(
+        tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False
+    )
     assert workdir.read_config(tmp_path) == config
 
 

@@ -41,6 +41,7 @@ class FinetuneDataset(Protocol):
 
     def score(self, split: str, logits: Logits) -> dict[str, float]:
         """Return the official metrics in the benchmark's scale: 0 to 1, SQuAD 0 to 100."""
+        ...
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write predictions in the benchmark's format, with probabilities and figures."""

@@ -46,7 +46,7 @@ class _Sentences:
     positions: list[np.ndarray]
 
 
-class Tagging:
+class TokenClassification:
     """A token classification `FinetuneDataset`: one label per word.
 
     Attributes:
@@ -109,12 +109,12 @@ class Tagging:
         for split, sentences in read.items():
             labeled = split == "train" or (split == "dev" and not labels)
             self._require_columns(paths[split], sentences, 2 if labeled else 1)
-        self.labels = known or _label_set(
+        self.labels: tuple[str, ...] = known or _label_set(
             tag for sentence in read["train"] for tag in sentence.column(self._tag)
         )
         if len(self.labels) < 2:
             raise UserError(
-                f"{paths.get('train')}: every word has the tag {self.labels[0]!r}: check the last "
+                f"{paths.get('train')}: every word has the tag {''.join(self.labels)!r}: check the last "
                 "column, or set config.task.label to the number of the tag column"
             )
         self.entity_tags = conll_score.is_entity_tagging(self.labels)

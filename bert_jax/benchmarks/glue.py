@@ -127,7 +127,7 @@ class Glue(Classification):
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
-        self.task, self._files = _task(config.name), config
+        self.task = _task(config.name)
         texts = (config.text_a, *([config.text_b] if config.text_b else []))
         if not new or texts == ("text",):
             texts = self.task.texts
@@ -321,8 +321,8 @@ def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -
     ]
     with (
         files.one_line_errors(f"cannot write {out}"),
-        files.replacing(out) as beside,
-        zipfile.ZipFile(beside, "w") as archive,
+        files.atomic_write(out) as temporary,
+        zipfile.ZipFile(temporary, "w") as archive,
     ):
         for name, path in sorted(paths.items()):
             data = path.read_bytes()

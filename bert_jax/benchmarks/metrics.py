@@ -42,7 +42,7 @@ def regression(
     if np.ptp(truth) > 0 and np.ptp(predicted) > 0:
         scores["pearson"] = stats.pearsonr(truth, predicted).statistic
         scores["spearman"] = stats.spearmanr(truth, predicted).statistic
-    scores["mean_squared_error"] = np.mean((truth - predicted) ** 2)
+    scores["mean_squared_error"] = float(np.mean((truth - predicted) ** 2))
     return {name: float(value) for name, value in scores.items()}
 
 

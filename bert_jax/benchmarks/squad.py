@@ -291,7 +291,7 @@ class Squad:
             result |= squad_score.best_thresholds(
                 windows.questions,
                 {name: prediction.answer for name, prediction in predictions.items()},
-                {name: prediction.null_odds for name, prediction in predictions.items()},
+                {name: prediction.null_odds or 0.0 for name, prediction in predictions.items()},
             )
         return result
 
@@ -317,7 +317,9 @@ class Squad:
             lines = (f"{json.dumps(name)}: {json.dumps(n_best[name])}" for name in n_best)
             files.write(folder / "nbest_predictions.json", "{\n" + ",\n".join(lines) + "\n}\n")
             if self.unanswerable:
-                odds = {name: prediction.null_odds for name, prediction in predictions.items()}
+                odds = {
+                    name: prediction.null_odds or 0.0 for name, prediction in predictions.items()
+                }
                 files.write_json(folder / "null_odds.json", odds)
                 answers = {name: prediction.answer for name, prediction in predictions.items()}
                 files.write_json(folder / "answers.json", answers)
@@ -362,6 +364,7 @@ def _find(
     contain the answer, else all of these words: "1895" in "(1895-1943).", but all of "Japanese" for
     "Japan" (_improve_answer_span).
     """
+    assert question.answers
     text, start = question.answers[0]
     stripped = text.lstrip()
     begin = start + len(text) - len(stripped)

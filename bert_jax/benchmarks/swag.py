@@ -31,7 +31,7 @@ class _Question(NamedTuple):
     label: int
 
 
-class Choice:
+class MultipleChoice:
     """A multiple-choice `FinetuneDataset`: select the choice that fits a context.
 
     Args:
@@ -112,7 +112,9 @@ class Choice:
         if value in self.choices:
             return self.choices.index(value)
         try:
-            index = int(value) if isinstance(value, str | int | float) else -1
+            if not isinstance(value, str | int | float):
+                value = -1
+            index = int(value)
             if 0 <= index < len(self.choices) and index == float(value):
                 return index
         except (ValueError, OverflowError):  # JSON may contain Infinity

@@ -402,10 +402,10 @@ def probabilities(
     return exps / exps.sum(1, keepdims=True)
 
 
-def _is_labeled(targets: np.ndarray) -> np.ndarray:
+def _is_labeled(targets: np.ndarray) -> Any:
     """Return a mask of the examples that have a label."""
     if targets.dtype == np.int32:
-        return targets != NO_EXAMPLE
+        return np.not_equal(targets, NO_EXAMPLE)
     return ~np.isnan(targets.reshape(len(targets), -1)).any(1)
 
 
@@ -468,7 +468,7 @@ def draw_scatter(
 
 
 def _save(figure: Any, path: pathlib.Path, dots_per_inch: int) -> None:
-    with files.replacing(path) as beside, warnings.catch_warnings():
+    with files.atomic_write(path) as temporary, warnings.catch_warnings():
         # Characters that the font lacks are drawn as boxes; users cannot do anything about it.
         warnings.filterwarnings("ignore", message="Glyph")
-        figure.savefig(beside, format="png", dpi=dots_per_inch, bbox_inches="tight")
+        figure.savefig(temporary, format="png", dpi=dots_per_inch, bbox_inches="tight")

@@ -5,8 +5,8 @@ import sys
 import threading
 
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
-from bert_jax.cli.common import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, Parser, Verbs
-from bert_jax.errors import UserError
+from bert_jax.cli.common import Parser, Verbs
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 

@@ -1,16 +1,10 @@
-"""Parser, arguments and exit statuses that verbs share."""
+"""Parser and arguments that verbs share."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from bert_jax.errors import UserError
-
-EXIT_USER_ERROR = 2
-# preflight: the run does not fit the hardware. replay: the results differ.
-EXIT_NEGATIVE = 1
-# EX_TEMPFAIL of BSD: stopped by a signal with all state saved; the same command resumes.
-EXIT_INTERRUPTED = 75
 
 
 class Parser(argparse.ArgumentParser):

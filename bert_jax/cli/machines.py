@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from bert_jax.cli.common import EXIT_NEGATIVE, Verbs, add_config, take_rows
-from bert_jax.errors import UserError
+from bert_jax.cli.common import Verbs, add_config, take_rows
+from bert_jax.errors import EXIT_NEGATIVE, UserError
 
 
 def add_launch(verbs: Verbs) -> None:

@@ -138,8 +138,8 @@ def add_attention(verbs: Verbs) -> None:
     )
     sub.add_argument(
         "--out", default="attention.html", metavar="FILE",
-        help="page (.html, default %(default)s), with a .png beside it; or image (.png, .svg or "
-        ".pdf), with a .html beside it",
+        help="page (.html, default %(default)s), with a .png of the same name; or image (.png, .svg or "
+        ".pdf), with a .html of the same name",
     )  # fmt: skip
 
 

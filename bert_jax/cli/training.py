@@ -4,15 +4,8 @@ import argparse
 import json
 import sys
 
-from bert_jax.cli.common import (
-    EXIT_INTERRUPTED,
-    EXIT_NEGATIVE,
-    Verbs,
-    add_config,
-    add_which,
-    take_rows,
-)
-from bert_jax.errors import UserError
+from bert_jax.cli.common import Verbs, add_config, add_which, take_rows
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
 
 
 def _add_resume(sub: argparse.ArgumentParser) -> None:

@@ -64,7 +64,10 @@ def export(
         parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
         params = {part: params[part] for part in params if part in parts}
     settings = huggingface.huggingface_config(model, vocabulary)
-    if isinstance(config, FinetuneConfig) and model.head == "sequence":
+    if (
+        isinstance(config, FinetuneConfig)
+        and "BertForSequenceClassification" in settings["architectures"]
+    ):
         settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
     name = settings["architectures"][0]
@@ -90,9 +93,9 @@ def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> No
     from safetensors.numpy import save_file
 
     sums = {name: google_crc32c.value(value.tobytes()) for name, value in tensors.items()}
-    with files.replacing(path) as beside:
-        save_file(tensors, beside, {"format": "pt", "crc32c": json.dumps(sums)})
-        _order_metadata(beside)
+    with files.atomic_write(path) as temporary:
+        save_file(tensors, temporary, {"format": "pt", "crc32c": json.dumps(sums)})
+        _order_metadata(temporary)
 
 
 def _order_metadata(path: pathlib.Path) -> None:
@@ -214,7 +217,7 @@ def _card(source: str, config: TrainConfig, architecture: str, parameters: int, 
         ]
         lines.append("")
     for data in provenance.data:
-        if "examples" in data:
+        if isinstance(config, FinetuneConfig) and "examples" in data:
             counts = ", ".join(f"{n:,} {split}" for split, n in data["examples"].items())
             task = config.task.name or config.task.kind
             lines += [f"Fine-tuned on {task}: {counts} examples.", ""]

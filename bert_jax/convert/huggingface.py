@@ -10,12 +10,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-from flax import traverse_util
 
-from bert_jax.config import POOLED_HEADS, ModelConfig
+from bert_jax.config import HEADS, ModelConfig
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Params, shapes
+from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import padded_vocab_size
 
 # Parameter path → canonical name; {i} is the layer. `to_huggingface` transposes dense kernels and
@@ -53,7 +52,7 @@ PARTS = {
     "pooler": ("bert.pooler.",),
     "masked_lm": ("cls.predictions.",),
     "next_sentence": ("cls.seq_relationship.",),
-    "head": ("classifier.", "qa_outputs."),
+    "head": tuple(dict.fromkeys(f"{head.huggingface_name}." for head in HEADS.values())),
 }
 # transformers class → its parts and the kind of its fine-tuned head.
 _CLASSES = {
@@ -62,10 +61,11 @@ _CLASSES = {
     "BertForMaskedLM": (("masked_lm",), ""),
     "BertLMHeadModel": (("masked_lm",), ""),
     "BertForNextSentencePrediction": (("pooler", "next_sentence"), ""),
-    "BertForSequenceClassification": (("pooler", "head"), "sequence"),
-    "BertForMultipleChoice": (("pooler", "head"), "choice"),
-    "BertForTokenClassification": (("head",), "token"),
-    "BertForQuestionAnswering": (("head",), "span"),
+    **{
+        head.huggingface_class: (("pooler", "head") if head.pooled else ("head",), name)
+        for name, head in HEADS.items()
+        if name
+    },
 }
 # Config key → key in config.json.
 _SETTINGS = {
@@ -102,7 +102,7 @@ def _names(config: ModelConfig) -> dict[str, str]:
         for i in range(config.layers)
         for ours, theirs in _LAYER.items()
     }
-    head = {"classifier": "qa_outputs" if config.head == "span" else "classifier"}
+    head = {"classifier": HEADS[config.head].huggingface_name}
     names = {**_EMBEDDINGS, **layers, **_POOLER, **_MASKED_LM, **_NEXT_SENTENCE, **head}
     if not config.tied_decoder:
         names["masked_lm/bias"] = _DECODER_BIAS
@@ -138,7 +138,7 @@ def _vocabulary_padding(path: str, config: ModelConfig) -> int:
 def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     """Return parameters by canonical names and shapes, without the vocabulary's padding."""
     names, tensors = _names(config), {}
-    for path, value in traverse_util.flatten_dict(params, sep="/").items():
+    for path, value in flatten(params).items():
         value, shape = np.asarray(value), _their_shape(path, value.shape)
         value = value.reshape(shape[::-1]).T if _is_transposed(path) else value.reshape(shape)
         value = value[: len(value) - _vocabulary_padding(path, config)]
@@ -166,7 +166,7 @@ def from_huggingface(
     """
     names, params, shown = _names(config), {}, shown or {}
     missing, misshapen, non_finite = [], [], []
-    for path, leaf in traverse_util.flatten_dict(shapes(config), sep="/").items():
+    for path, leaf in flatten(shapes(config)).items():
         name, padding = _their_name(path, names), _vocabulary_padding(path, config)
         if name not in tensors:
             missing.append(name)
@@ -192,7 +192,7 @@ def from_huggingface(
     reasons = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
     if reasons:
         raise UserError(f"the weights do not match config.json; {'; '.join(reasons)}")
-    return traverse_util.unflatten_dict(params, sep="/")
+    return unflatten(params)
 
 
 def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
@@ -228,7 +228,7 @@ def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
 def unexpected(tensors: Collection[str], config: ModelConfig) -> list[str]:
     """Return the canonical names of tensors that the model does not have."""
     names = _names(config)
-    paths = traverse_util.flatten_dict(shapes(config), sep="/")
+    paths = flatten(shapes(config))
     return sorted(set(tensors) - {_their_name(path, names) for path in paths})
 
 
@@ -334,7 +334,7 @@ def model_config(
         )
     parts, head = _parts(settings, tensors, allow_missing)
     if values["causal"]:
-        if "next_sentence" in parts or head in POOLED_HEADS:
+        if "next_sentence" in parts or HEADS[head].pooled:
             raise UserError(
                 "config.json: is_decoder is True and a head reads [CLS], which attends to itself only; "
                 "causal models here pool the last token"
@@ -353,8 +353,9 @@ def model_config(
 def _parts(settings, tensors, allow_missing) -> tuple[list[str], str]:
     known = [c for c in settings.get("architectures") or [] if c in _CLASSES]
     declared, head = _CLASSES[known[0]] if known else ((), "")
-    if any(name.startswith("qa_outputs.") for name in tensors):
-        head = "span"
+    # Google's checkpoints do not name the class; the layer's name may identify the head.
+    heads = [name for name, h in HEADS.items() if f"{h.huggingface_name}.weight" in tensors]
+    head = heads[0] if len(heads) == 1 else head
     present = [part for part, starts in PARTS.items() if any(n.startswith(starts) for n in tensors)]
     if "head" in present and not head:
         present.remove("head")  # of unknown kind: its tensors are reported as unexpected
@@ -369,16 +370,15 @@ def _parts(settings, tensors, allow_missing) -> tuple[list[str], str]:
             f"{known[0]} without {', '.join(names)}: {' and '.join(refused)} missing; "
             f"to import without, add {options}"
         )
-    if "pooler" not in present and ("next_sentence" in present or head in ("sequence", "choice")):
+    if "pooler" not in present and ("next_sentence" in present or HEADS[head].pooled):
         raise UserError("missing: bert.pooler.dense.weight, which the heads need")
     return present, head
 
 
 def _labels(settings, tensors, head: str) -> tuple[str, ...]:
-    if head == "span":
-        return ("start", "end")
-    if head == "choice":
-        return ("score",)
+    fixed = HEADS[head].labels
+    if fixed is not None:
+        return fixed
     count = len(tensors["classifier.weight"]) if "classifier.weight" in tensors else 1
     names = settings.get("id2label")
     names = names if isinstance(names, dict) else {}
@@ -418,7 +418,7 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     }
     if architecture(config) == "BertModel" and not config.has_pooler:
         settings["add_pooling_layer"] = False
-    if config.head in ("sequence", "token"):
+    if HEADS[config.head].labels is None:
         settings["id2label"] = {str(i): label for i, label in enumerate(config.labels)}
         settings["label2id"] = {label: i for i, label in enumerate(config.labels)}
     return settings

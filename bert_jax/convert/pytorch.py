@@ -15,7 +15,7 @@ import pickletools
 import zipfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -50,7 +50,7 @@ class _Bounded:
     before it reaches its end.
     """
 
-    def __init__(self, stream: io.BufferedIOBase, end: int):
+    def __init__(self, stream: IO[bytes], end: int):
         self._stream, self._end = stream, end
         self.readline = stream.readline
 
@@ -137,7 +137,7 @@ def _reading(file: Any) -> Iterator[None]:
 
 
 def _load_zip(
-    stream: io.BufferedIOBase, file_bytes: int
+    stream: IO[bytes], file_bytes: int
 ) -> tuple[dict[str, _Tensor], dict[str, np.ndarray]]:
     with zipfile.ZipFile(stream) as archive:
         members = {member.filename: member for member in archive.infolist()}
@@ -157,7 +157,7 @@ def _load_zip(
 
         if folder + "byteorder" in members and content("byteorder").tobytes() != b"little":
             raise ValueError("big-endian files are not supported")
-        tensors = _state_dict(_unpickle(io.BytesIO(content("data.pkl"))))
+        tensors = _state_dict(_unpickle(io.BytesIO(content("data.pkl").tobytes())))
         storages: dict[str, np.ndarray] = {}
         for name, tensor in tensors.items():
             key = tensor.storage.key
@@ -170,7 +170,7 @@ def _load_zip(
 
 
 def _load_legacy(
-    stream: io.BufferedIOBase, file_bytes: int
+    stream: IO[bytes], file_bytes: int
 ) -> tuple[dict[str, _Tensor], dict[str, np.ndarray]]:
     pickles = _Bounded(stream, file_bytes)
     try:
@@ -207,11 +207,11 @@ def _load_legacy(
     return tensors, storages
 
 
-def _take(stream: io.BufferedIOBase, size: int) -> np.ndarray:
+def _take(stream: Any, size: int) -> np.ndarray:
     """Read `size` bytes; the caller has checked that the file is long enough."""
     data = np.empty(size, np.uint8)
     for start in range(0, size, _PIECE_BYTES):
-        piece = memoryview(data)[start : start + _PIECE_BYTES]
+        piece = data.data[start : start + _PIECE_BYTES]
         if stream.readinto(piece) != len(piece):
             raise EOFError("it is truncated")
     return data
@@ -288,6 +288,7 @@ def _unpickle(stream: Any, found: dict[str, _Storage] | None = None) -> Any:
         del stack[start:]
         return items
 
+    argument: Any
     for opcode, argument, _ in pickletools.genops(stream):
         match opcode.name:
             case "PROTO" | "FRAME" | "STOP":

@@ -274,7 +274,7 @@ def _in_zip(path: pathlib.Path) -> tuple[Traversable, str]:
         raise UserError(
             f"{path} contains no TensorFlow checkpoint: only zip files of Google's releases are supported"
         )
-    index = zipfile.Path(archive, inside[0])
+    index: Any = zipfile.Path(archive, inside[0])
     return index.parent, index.name.removesuffix(".index")
 
 
@@ -378,7 +378,7 @@ def _hugging_face(folder: Traversable) -> tuple[dict, dict[str, np.ndarray], lis
     return settings, tensors, parts
 
 
-def _shards(index: pathlib.Path) -> list[str]:
+def _shards(index: Traversable) -> list[str]:
     """Return the names of the weight files that an index lists."""
     names = _json(index).get("weight_map")
     if not isinstance(names, dict):
@@ -394,7 +394,7 @@ def _is_beside(name: Any) -> bool:
     return isinstance(name, str) and pathlib.PurePath(name).name == name and name not in ("", "..")
 
 
-def _safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
+def _safetensors(file: Any) -> dict[str, np.ndarray]:
     import google_crc32c
     import safetensors
 
@@ -437,7 +437,7 @@ def _google(
 ) -> tuple[dict, dict[str, np.ndarray], list[Traversable]]:
     config = folder / "bert_config.json"
     if not config.is_file():
-        raise UserError(f"no bert_config.json beside {prefix}.index")
+        raise UserError(f"no bert_config.json next to {prefix}.index")
     settings = _json(config)
     tensors = {}
     for name, value in tensorflow1.read(folder, prefix, _is_weight).items():
@@ -585,7 +585,7 @@ def _embed_config(
     embed.normalize = "Normalize" in kinds
     where = kinds.get("Pooling", "")
     if where and not _is_beside(where):
-        raise UserError(f"modules.json lists {where!r}, which is not a folder beside it")
+        raise UserError(f"modules.json lists {where!r}, which is not a subfolder")
     if "Pooling" in kinds and (file := folder / where / "config.json").is_file():
         pooling = _json(file)
         modes = {name.removeprefix("pooling_mode_") for name, on in pooling.items() if on is True}

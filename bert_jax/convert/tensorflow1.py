@@ -7,14 +7,13 @@ verified. The files may be in a folder or a zip archive.
 """
 
 import contextlib
-import io
 import math
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from importlib.resources.abc import Traversable
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import google_crc32c
 import ml_dtypes
@@ -298,7 +297,7 @@ def _check(name: str, entry: Entry) -> None:
         )
 
 
-def _tensor(file: io.BufferedIOBase, name: str, entry: Entry) -> np.ndarray:
+def _tensor(file: IO[bytes], name: str, entry: Entry) -> np.ndarray:
     """Read a tensor in pieces, to never allocate more than the file has."""
     file.seek(entry.offset)
     data, crc = bytearray(), 0

@@ -8,7 +8,7 @@ import lzma
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO
+from typing import IO, Any
 
 from bert_jax.errors import UserError
 from bert_jax.files import one_line_errors
@@ -20,9 +20,7 @@ _BLOCK_BYTES = 1 << 20
 SETTINGS_BYTES, DATA_BYTES = 1 << 26, 1 << 30
 
 
-def decompressed(
-    path: pathlib.Path, count: Callable[[int], None] | None = None
-) -> io.BufferedIOBase:
+def decompressed(path: pathlib.Path, count: Callable[[int], None] | None = None) -> IO[bytes]:
     """Open a file for reading, decompressing it as its first bytes (not its name) indicate.
 
     Args:
@@ -30,7 +28,7 @@ def decompressed(
         count: called with the number of bytes of each read from disk.
     """
     raw = io.FileIO(path) if count is None else _CountedFile(path, count)
-    file = io.BufferedReader(raw, _BLOCK_BYTES)
+    file: Any = io.BufferedReader(raw, _BLOCK_BYTES)
     magic = file.peek(6)
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), _BLOCK_BYTES)

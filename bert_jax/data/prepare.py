@@ -143,7 +143,7 @@ def prepare(
     )
     if not job.folder.exists() and (manifest := _finished(out, settings, vocabulary, force)):
         return manifest
-    with files.one_line_errors(f"cannot write to {out}"), files.only_process(job.folder):
+    with files.one_line_errors(f"cannot write to {out}"), files.lock_folder(job.folder):
         # Another process may have finished, or a previous run may have stopped before cleaning up.
         if manifest := _finished(out, settings, vocabulary, force):
             shutil.rmtree(job.folder)
@@ -405,7 +405,7 @@ def _plan(
     with contextlib.ExitStack() as stack:
         indices = {
             split: stack.enter_context(
-                open(stack.enter_context(files.replacing(job.index(split))), "wb")
+                open(stack.enter_context(files.atomic_write(job.index(split))), "wb")
             )
             for split in starts
         }

@@ -230,7 +230,7 @@ class Worker:
         documents_table = np.array(table, DOCUMENT)
         documents_table["at"] += len(tokens)
         encoded = json.dumps(statistics).encode()
-        with files.replacing(job.chunk(number)) as temporary, open(temporary, "wb") as file:
+        with files.atomic_write(job.chunk(number)) as temporary, open(temporary, "wb") as file:
             file.write(tokens)
             file.write(bounds)
             file.write(documents_table.tobytes())
@@ -273,7 +273,7 @@ class Worker:
         )
         rows = 0
         histogram = np.zeros(job.format.tokens + 1, np.int64)
-        with files.replacing(job.folder / unit.name) as temporary:
+        with files.atomic_write(job.folder / unit.name) as temporary:
             writer = ArrayRecordWriter(str(temporary), _WRITER_OPTIONS)
             try:
                 while window := list(itertools.islice(examples, _WINDOW_SEQUENCES)):

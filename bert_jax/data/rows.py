@@ -45,16 +45,16 @@ class Layout(NamedTuple):
     """Per-token inputs of the model for packed rows. B rows, T tokens, S sequences.
 
     Attributes:
-        segment_ids: [B, T] index of the token's sequence in its row; S for padding.
-        position_ids: [B, T] distance from the [CLS] of the sequence; 0 for padding.
-        token_type_ids: [B, T] token type: 0 in segment a, 1 in segment b, 0 for padding.
-        cls: [B, S] start of each sequence; any valid index for unused slots.
+        segment_ids: index of the token's sequence in its row; S for padding.
+        position_ids: distance from the [CLS] of the sequence; 0 for padding.
+        token_type_ids: token type: 0 in segment a, 1 in segment b, 0 for padding.
+        cls: start of each sequence; any valid index for unused slots.
     """
 
-    segment_ids: Any
-    position_ids: Any
-    token_type_ids: Any
-    cls: Any
+    segment_ids: Int[Any, "B T"]
+    position_ids: Int[Any, "B T"]
+    token_type_ids: Int[Any, "B T"]
+    cls: Int[Any, "B S"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class RowFormat:
             if zlib.crc32(record[:-4]) != int.from_bytes(record[-4:], "little"):
                 raise ValueError(f"record {i} fails its checksum")
         array = np.frombuffer(b"".join(records), self.dtype)
-        return {name: np.ascontiguousarray(array[name]) for name in self.dtype.names[:-1]}
+        return {name: np.ascontiguousarray(array[name]) for name in (self.dtype.names or ())[:-1]}
 
     def pack(self, examples: Iterable[Example]) -> np.ndarray:
         """Pack examples into sealed records ([rows]), placed by `pack_lengths`."""

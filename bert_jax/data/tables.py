@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from bert_jax import files
 from bert_jax.data import compressed, corpus
@@ -101,7 +101,9 @@ def read(
     return _checked(records, texts, others, empty)
 
 
-def lines(stream: io.BufferedIOBase, where: object, line_bytes: int = LINE_BYTES) -> Iterator[str]:
+def lines(
+    stream: io.BufferedIOBase | IO[bytes], where: object, line_bytes: int = LINE_BYTES
+) -> Iterator[str]:
     """Yield lines without line ends; only line feeds separate lines.
 
     Raises:

@@ -102,7 +102,7 @@ class Parquet:
         list_array = self._arrow.ListArray.from_arrays
         dimension = vectors[0].shape[-1]
         flat = self._arrow.array(np.concatenate([v.reshape(-1) for v in vectors]))
-        lists = list_array(np.arange(0, len(flat) + 1, dimension, np.int32), flat)
+        lists = list_array(np.arange(0, len(flat) + 1, dimension, dtype=np.int32), flat)
         if self._tokens:
             lists = list_array(np.cumsum([0, *map(len, vectors)], dtype=np.int32), lists)
         return lists

@@ -8,8 +8,8 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -182,7 +182,7 @@ class Vocabulary:
             files.write(folder / VOCAB, self.to_bytes())
 
 
-def load(path: str | pathlib.Path, lowercase: bool | None = None) -> Vocabulary:
+def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
     """Load a vocabulary from a `vocab.txt` or from a folder with one.
 
     Args:
@@ -391,10 +391,11 @@ def _count_words(
 
 def _frequent(counts: collections.Counter[str], max_words: int) -> collections.Counter[str]:
     """Drop the rarest words until at most `max_words` are left."""
-    for min_count in itertools.count(2):
+    min_count = 1
+    while len(counts) > max_words or min_count < 2:
+        min_count += 1
         counts = collections.Counter({word: n for word, n in counts.items() if n >= min_count})
-        if len(counts) <= max_words:
-            return counts
+    return counts
 
 
 def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int) -> list[str]:

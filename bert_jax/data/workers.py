@@ -79,6 +79,7 @@ def _start_worker(job: Job) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
+    assert parent
 
     def die_with_parent() -> None:
         connection.wait([parent.sentinel])

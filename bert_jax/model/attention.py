@@ -8,7 +8,7 @@ Shapes: B rows, T tokens a row, N heads, K head size.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,20 +133,26 @@ def _splash(query, key, value, segment_ids, interpret, causal):
 
     heads, tokens = query.shape[2], query.shape[1]
     block = next(size for size in (512, 256, 128) if tokens % size == 0)
-    sizes = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
     mask = splash.CausalMask if causal else splash.FullMask
     run = splash.make_splash_mha(
         splash.MultiHeadMask([mask((tokens, tokens))] * heads),
-        block_sizes=splash.BlockSizes(**dict.fromkeys(sizes, block)),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
     )
     query = query * query.shape[-1] ** -0.5
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    return jax.vmap(run)(query, key, value, splash.SegmentIds(segment_ids, segment_ids)).swapaxes(
-        1, 2
-    )
+    segments = splash.SegmentIds(segment_ids, segment_ids)
+    output: Any = jax.vmap(run)(query, key, value, segments)
+    return jnp.swapaxes(output, 1, 2)
 
 
 class Kernel(NamedTuple):
@@ -160,7 +166,7 @@ class Kernel(NamedTuple):
         block_tokens: T is padded to a multiple of it.
     """
 
-    run: Callable[..., Array]
+    run: Callable[..., Any]
     platform: str
     dtypes: tuple[str, ...]
     head_sizes: range

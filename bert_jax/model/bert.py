@@ -9,16 +9,17 @@ and checkpoint conversion match on them.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import traverse_util
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config import POOLED_HEADS, ModelConfig
+from bert_jax.config import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
@@ -174,7 +175,7 @@ class Encoder(nn.Module):
         c = self.config
         layers = [self.variables["params"][f"layer_{i}"] for i in range(c.layers)]
 
-        def layer(x, params, i):
+        def layer(x, params, i) -> Any:
             return Layer(c, parent=None).apply({"params": params}, x, segment_ids, fold_in(key, i))
 
         if c.remat != "none":
@@ -193,24 +194,23 @@ class Encoder(nn.Module):
 
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         x, states = jax.lax.scan(scanned, x, (stacked, jnp.arange(c.layers)))
-        return list(states) if all_layers else [x]
+        return [x] if states is None else list(states)
 
     def probabilities(
         self, states: list[Float[Array, "B T D"]], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "L B N T T"]:
         """Return the attention probabilities of every layer, given each layer's input."""
         attention, params = Attention(self.config, parent=None), self.variables["params"]
-        return jnp.stack(
-            [
-                attention.apply(
-                    {"params": params[f"layer_{i}"]["attention"]},
-                    x,
-                    segment_ids,
-                    method="probabilities",
-                )
-                for i, x in enumerate(states)
-            ]
-        )
+        maps: list[Any] = [
+            attention.apply(
+                {"params": params[f"layer_{i}"]["attention"]},
+                x,
+                segment_ids,
+                method="probabilities",
+            )
+            for i, x in enumerate(states)
+        ]
+        return jnp.stack(maps)
 
 
 class Bert(nn.Module):
@@ -310,7 +310,7 @@ class Bert(nn.Module):
             hidden = self.encode(tokens, layout, fold_in(key, 0))
         if c.lstm_layers:
             hidden = self.lstm(hidden, layout.segment_ids)
-        if c.head in POOLED_HEADS:
+        if HEADS[c.head].pooled:
             indices = last_tokens(layout) if c.causal else layout.cls
             use_pooler = not (c.features or c.lstm_layers)
             hidden = self.pool(hidden, indices) if use_pooler else one_hot_gather(hidden, indices)
@@ -349,7 +349,8 @@ def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
 
     def init(key: Key[Array, ""], draw: Callable) -> Params:
-        return Bert(InitConfig(**fields, draw=draw)).init(key, *inputs, method=Bert.touch)["params"]
+        model = Bert(InitConfig(**fields, draw=draw))
+        return dict(model.init(key, *inputs, method=Bert.touch)["params"])
 
     shapes_and_dtypes: list[tuple[tuple[int, ...], Any]] = []
 
@@ -386,6 +387,16 @@ def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
 def shapes(config: ModelConfig) -> Params:
     """Return the parameters' shapes as a tree of `jax.ShapeDtypeStruct`."""
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def flatten(params: Params) -> dict[str, Any]:
+    """Return the leaves of a tree of parameters by path, such as "embeddings/word/embedding"."""
+    return traverse_util.flatten_dict(params, sep="/")  # pyright: ignore[reportReturnType]
+
+
+def unflatten(leaves: Mapping[str, Any]) -> Params:
+    """Return the tree with the given leaves by path; the inverse of `flatten`."""
+    return traverse_util.unflatten_dict(leaves, sep="/")
 
 
 def last_tokens(layout: Layout) -> Int[Array, "B S"]:

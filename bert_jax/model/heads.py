@@ -1,5 +1,8 @@
 """Heads on top of the encoder: masked LM, and the mix of layers for feature extraction."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -75,4 +78,4 @@ class ScalarMix(nn.Module):
         weights = self.param("weights", nn.initializers.zeros, (len(states),), jnp.float32)
         scale = self.param("scale", nn.initializers.ones, (), jnp.float32)
         weights = scale * jax.nn.softmax(weights)
-        return sum(weight * state for weight, state in zip(weights, states, strict=True))
+        return functools.reduce(jnp.add, map(operator.mul, weights, states))

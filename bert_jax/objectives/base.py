@@ -31,31 +31,39 @@ class Objective(Protocol):
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Return random parameters, independent of the shape of the rows."""
+        ...
 
     def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Any:
         """Convert rows to inputs on the device; rows are the first axis of every leaf."""
+        ...
 
     def normalizers(self, inputs: Any) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch."""
+        ...
 
     def loss_terms(
         self, params: Params, inputs: Any, key: Key[Array, ""] | None
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
+        ...
 
     def predict(self, params: Params, inputs: Any) -> dict[str, Array]:
         """Return what `score` needs of held-out rows; rows are the first axis of every array."""
+        ...
 
     def score(
         self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
     ) -> dict[str, float]:
         """Return held-out metrics that are not means, from all batches and their outputs."""
+        ...
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add metrics derived from the means, for display."""
+        ...
 
     def describe(self, summary: dict[str, float]) -> str:
         """Return a short text of a summary for the progress bar."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 class SequenceClassification(Supervised):
     """One label per example ("class"), any number of labels ("classes"), or a number ("number")."""
 
-    head, huggingface_class = "sequence", "BertForSequenceClassification"
+    head = "sequence"
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B S"]:
         """Return 1 for each labeled example, else 0."""

@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import traverse_util
 
 from bert_jax import config as config_lib
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.config import FinetuneConfig, ModelConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Params
+from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.multiple_choice import MultipleChoice
@@ -111,13 +110,13 @@ def restored(
         new.append("lstm")
     selected = {
         path: value
-        for path, value in traverse_util.flatten_dict(params, sep="/").items()
+        for path, value in flatten(params).items()
         if path.startswith(
             ("embeddings/", "encoder/", "pooler/" if model.has_pooler else "encoder/")
         )
         and not path.startswith(tuple(f"{name}/" for name in new))
     }
-    return traverse_util.unflatten_dict(selected, sep="/"), new
+    return unflatten(selected), new
 
 
 def make_phase(
@@ -134,7 +133,7 @@ def make_phase(
 
     Returns:
         The config, completed with what follows from the data; a description of the data for
-        `workdir.claim`; the plan of the training batches; the phase.
+        `workdir.write_or_check_config`; the plan of the training batches; the phase.
 
     Raises:
         UserError: there are no or too few training or held-out examples, or the profiled steps run
@@ -223,7 +222,7 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
 
 def params_digest(params: Params) -> str:
     """Return a digest of a run's initial parameters; "" if all are random."""
-    sha256, flat = hashlib.sha256(), traverse_util.flatten_dict(params, sep="/")
+    sha256, flat = hashlib.sha256(), flatten(params)
     for path in sorted(flat):
         sha256.update(path.encode())
         sha256.update(np.asarray(flat[path]).tobytes())

@@ -14,13 +14,13 @@ from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric
 from bert_jax.objectives.losses import WeightedSum
-from bert_jax.objectives.masking import Masked, Masker
+from bert_jax.objectives.masking import MaskedBatch, Masker
 
 
 class Inputs(NamedTuple):
     """A batch as the losses take it; rows are the first axis of every leaf."""
 
-    masked: Masked
+    masked: MaskedBatch
     layout: rows.Layout
     labels: Int[Array, "B S"]
     label_weights: Float[Array, "B S"]
@@ -86,9 +86,10 @@ class MaskedLM:
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked = inputs.masked
-        token_logits, nsp_logits = self.model.apply(
+        outputs: Any = self.model.apply(
             {"params": params}, masked.tokens, inputs.layout, masked.positions, key
         )
+        token_logits, nsp_logits = outputs
         loss_terms: dict[str, Any] = {
             self.best_metric.name: losses.cross_entropy(
                 token_logits, masked.labels, masked.weights

@@ -19,7 +19,7 @@ from bert_jax.config import MaskingConfig
 from bert_jax.data.rows import Layout
 
 
-class Masked(NamedTuple):
+class MaskedBatch(NamedTuple):
     """Input tokens and prediction targets; P is `Masker.predictions`."""
 
     tokens: Int[Array, "B T"]
@@ -65,12 +65,12 @@ class NextTokenTargets:
         a_length: Int[Array, "B S"],
         layout: Layout,
         key: Key[Array, ""],
-    ) -> Masked:
+    ) -> MaskedBatch:
         """Return unchanged tokens and their next-token targets; `key` is unused."""
         segment_ids, next_segment_ids = layout.segment_ids[:, :-1], layout.segment_ids[:, 1:]
         has_target = (segment_ids == next_segment_ids) & (segment_ids < self.sequences)
         positions = jnp.broadcast_to(jnp.arange(self.predictions), segment_ids.shape)
-        return Masked(tokens, positions, tokens[:, 1:], has_target.astype(jnp.float32))
+        return MaskedBatch(tokens, positions, tokens[:, 1:], has_target.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class Masker:
         a_length: Int[Array, "B S"],
         layout: Layout,
         key: Key[Array, ""],
-    ) -> Masked:
+    ) -> MaskedBatch:
         """Mask every row, as a function of `key` and the rows alone."""
         select_key, kind_key, random_key = jax.random.split(key, 3)
         selected = self._select(tokens, length, a_length, layout, select_key)
@@ -144,7 +144,7 @@ class Masker:
             kind < config.mask_fraction + config.same_fraction, tokens, replacement
         )
         corrupted = jnp.where(kind < config.mask_fraction, self.mask_id, corrupted)
-        return Masked(jnp.where(selected, corrupted, tokens), positions, labels, weights)
+        return MaskedBatch(jnp.where(selected, corrupted, tokens), positions, labels, weights)
 
     def _select(self, tokens, length, a_length, layout: Layout, key) -> Bool[Array, "B T"]:
         membership = layout.segment_ids[:, :, None] == jnp.arange(self.sequences)  # [B, T, S]

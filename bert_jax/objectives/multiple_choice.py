@@ -12,7 +12,7 @@ from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 class MultipleChoice(Supervised):
     """Select one of the sequences of an example, which are adjacent in a row."""
 
-    head, huggingface_class = "choice", "BertForMultipleChoice"
+    head = "choice"
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
         """Return 1 for each labeled example, else 0; n is S divided by the number of choices."""

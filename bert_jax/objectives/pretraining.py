@@ -28,7 +28,7 @@ def make_phases(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]
 
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
-        rows for `workdir.claim`; the phases.
+        rows for `workdir.write_or_check_config`; the phases.
 
     Raises:
         UserError: names the phase, its rows and the mismatch.
@@ -39,7 +39,7 @@ def make_phases(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]
     skip = _warn if config.damaged_rows == "skip" else None
     phases: list[Phase] = []
     data: list[dict[str, Any]] = []
-    vocabulary = None
+    vocabulary: Any = None
     for i, phase_config in enumerate(config.phases):
         if not phase_config.rows:
             raise UserError(
@@ -113,7 +113,8 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
     vocab_size, phases = config.model.vocab_size, []
     for i in range(len(config.phases)):
         default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
-        row_format = manifests[i].format if manifests[i] else default_format
+        manifest = manifests[i]
+        row_format = manifest.format if manifest else default_format
         phases.append(_phase(config, i, row_format, 0, np.zeros(vocab_size, bool)))
     return config, phases
 

@@ -14,7 +14,7 @@ from bert_jax.objectives.supervised import Inputs, Supervised
 class Span(Supervised):
     """Select the first and the last token of a span among the tokens of its sequence."""
 
-    head, huggingface_class = "span", "BertForQuestionAnswering"
+    head = "span"
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B S"]:
         """Return 1 for each sequence with an answer, else 0."""

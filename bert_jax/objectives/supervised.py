@@ -39,12 +39,10 @@ class Supervised:
     """A fine-tuning objective: cross-entropy of one label per example or token, or a subclass's loss.
 
     Attributes:
-        head: the value of `config.model.head`.
-        huggingface_class: the class of transformers with this head.
+        head: the value of `config.model.head`, a key of `config.HEADS`.
     """
 
     head: ClassVar[str]
-    huggingface_class: ClassVar[str]
 
     def __init__(self, model: ModelConfig, dataset: FinetuneDataset, split: str, plan: Plan):
         """Initialize for evaluation on `split`; `plan` is of the training examples."""
@@ -91,9 +89,7 @@ class Supervised:
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> dict[str, WeightedSum]:
         """Return the loss, metrics and the fraction of non-padding tokens as (sum, weight)."""
-        logits = self.model.apply(
-            {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.classify
-        )
+        logits = self._logits(params, inputs, key)
         loss_terms = self.losses(logits, inputs, self.loss_weights(inputs))
         real = inputs.layout.segment_ids < inputs.example.shape[1]
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
@@ -101,11 +97,12 @@ class Supervised:
 
     def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
         """Return the logits."""
-        return {
-            "logits": self.model.apply(
-                {"params": params}, inputs.tokens, inputs.layout, method=Bert.classify
-            )
-        }
+        return {"logits": self._logits(params, inputs, None)}
+
+    def _logits(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None) -> Any:
+        return self.model.apply(
+            {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.classify
+        )
 
     def score(
         self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]

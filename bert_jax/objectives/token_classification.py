@@ -11,7 +11,7 @@ from bert_jax.objectives.supervised import Inputs, Supervised
 class TokenClassification(Supervised):
     """Label the tokens of a sequence; those without a label have no loss."""
 
-    head, huggingface_class = "token", "BertForTokenClassification"
+    head = "token"
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B T"]:
         """Return 1 for each labeled token, else 0."""

@@ -295,8 +295,8 @@ class _Reader:
     def _matrix_flops(self, computation: dict[str, Instruction], i: Instruction) -> float:
         if i.op == "dot":
             left = computation[i.operands[0]].shapes[0].dimensions
-            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
-            summed = math.prod(left[int(d)] for d in contracted.group(1).split(",") if d)
+            (contracted,) = _groups(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+            summed = math.prod(left[int(d)] for d in contracted.split(",") if d)
             return 2.0 * math.prod(i.shapes[0].dimensions) * summed
         if i.op == "convolution":
             left, right = (computation[name].shapes[0].dimensions for name in i.operands[:2])
@@ -357,7 +357,7 @@ class _Reader:
     ) -> Collective:
         size = sum(s.bytes for name in i.operands for s in computation[name].shapes)
         if kind == "collective-permute":
-            pairs = re.search(r"source_target_pairs=\{(.*?\})\}", i.attributes).group(1)
+            (pairs,) = _groups(r"source_target_pairs=\{(.*?\})\}", i.attributes)
             groups = np.array([p.split(",") for p in re.findall(r"\{([\d,]+)\}", pairs)], int)
             return Collective(kind, size, groups, times)
         groups = replica_groups(i.attributes)
@@ -400,6 +400,14 @@ def _attribute(instruction: Instruction, name: str) -> str:
     return match.group(1) if match else ""
 
 
+def _groups(pattern: str, text: str) -> tuple[str, ...]:
+    """Return the groups of a pattern that the text must contain."""
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"no {pattern} in {text[:120]}")
+    return match.groups("")
+
+
 def _written(fused: dict[str, Instruction], fusion: Instruction) -> list[int]:
     """Return the bytes written by each result of a fusion: only the slice of in-place updates."""
     root = next(i for i in fused.values() if i.is_root)
@@ -422,8 +430,9 @@ def _convolution_flops(
 
     On TPUs matrix products are convolutions whose batch dimensions become dilated windows.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes).groups()
-    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", re.search(r"window=\{([^}]*)\}", attributes).group(1)) if "window={" in attributes else ())  # fmt: skip
+    labels = _groups(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    settings = _groups(r"window=\{([^}]*)\}", attributes)[0] if "window={" in attributes else ""
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", settings))
     spatial = sorted(c for c in labels[0] if c.isdigit())
 
     def option(name: str, default: int) -> list[int]:
@@ -462,7 +471,7 @@ def replica_groups(attributes: str) -> np.ndarray:
         rest = text[text.index("]") + 1 :]
         ids = re.match(r", device_ids=\((.*?\]?(?:T\([\d,]*\))?)\)", rest)
         order = _iota(ids.group(1)) if ids else np.arange(math.prod(sizes))
-        along = re.search(r"\{((?:'[^']*'(?::\([^)]*\)\d+)?(?:, ?)?)*)\}", rest).group(1)
+        (along,) = _groups(r"\{((?:'[^']*'(?::\([^)]*\)\d+)?(?:, ?)?)*)\}", rest)
         if ":" in along:
             raise ValueError(f"part of a mesh axis in {text[:120]}")
         chosen = [names.index(a) for a in re.findall(r"'([^']*)'", along)]
@@ -472,13 +481,13 @@ def replica_groups(attributes: str) -> np.ndarray:
     if text.startswith("{"):
         groups = re.findall(r"\{([\d,]+)\}", text[: text.index("}}") + 1]) if "}}" in text else []
         return np.array([g.split(",") for g in groups], int) if groups else np.zeros((1, 1), int)
-    shape, source = re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text).groups()
+    shape, source = _groups(r"^\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
     return _iota(source).reshape([int(d) for d in shape.split(",")])
 
 
 def _iota(text: str) -> np.ndarray:
     """Return `[2,4]T(1,0)` as a flat array: 0, 1, … in that shape, transposed."""
-    shape, order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    shape, order = _groups(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     shape = [int(d) for d in shape.split(",")]
     ids = np.arange(math.prod(shape)).reshape(shape)
     return (ids.transpose([int(d) for d in order.split(",")]) if order else ids).ravel()

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from bert_jax import files
-from bert_jax.errors import UserError
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = CHECKOUT / "launch"
@@ -34,7 +34,6 @@ BUCKET = "/bucket"
 # Time that a run has to save its state between SIGTERM and SIGKILL.
 STOP_SECONDS = 180.0
 
-STOPPED = 75
 KILLED = range(129, 256)
 
 _INSTALL = {
@@ -134,7 +133,7 @@ def local(
             Process([*python_command(), *command], environment(i), f"[{i}] ")
             for i in range(processes)
         ],
-        again=frozenset({STOPPED, *KILLED}),
+        again=frozenset({EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
     )
 
@@ -243,7 +242,7 @@ def tpu_vm(
         processes=[Process(on_workers(f"bash {worker.name} follow"))],
         after=[] if keep else [delete],
         # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
-        again=frozenset({1, STOPPED, *KILLED}),
+        again=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
         restarts=restarts,
         note=f"the slice remains until you delete it: {shlex.join(delete)}",
     )
@@ -298,7 +297,7 @@ def gke(
         ),
         *(f"--num-slices={slices}", *container, f"--command={line}"),
         *("--env=BERT_JAX_DISTRIBUTED=auto", f"--max-restarts={restarts}"),
-        *(f"--restart-on-exit-codes={STOPPED}", "--termination-grace-period-seconds=180"),
+        *(f"--restart-on-exit-codes={EXIT_INTERRUPTED}", "--termination-grace-period-seconds=180"),
         *(["--spot"] if spot else []),
         *extra,
     ]
@@ -565,7 +564,7 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
             _say(f"exit status {status}: restarting ( {restart + 1} of {plan.restarts})")
     if interrupted and plan.note:  # the run is on other machines
         _say("the run continues; run the same command to follow it again")
-        status = STOPPED
+        status = EXIT_INTERRUPTED
     else:
         command, failure = _first_failure(plan.after)
         if failure:

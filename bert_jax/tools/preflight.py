@@ -33,6 +33,7 @@ from bert_jax.model import attention
 from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
+from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.step import State, compile_step, initial_state
 from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
@@ -213,7 +214,7 @@ def parse_topology(text: str) -> Topology:
     return topology
 
 
-def tpu_devices(topology: Topology) -> Sequence[jax.Device]:
+def tpu_devices(topology: Topology) -> Sequence[Any]:
     """Return abstract devices to compile for.
 
     Raises:
@@ -267,7 +268,7 @@ class Location(NamedTuple):
     coordinates: tuple[int, ...]
 
 
-def locations(topology: Topology, devices: Sequence[jax.Device] | None = None) -> list[Location]:
+def locations(topology: Topology, devices: Sequence[Any] | None = None) -> list[Location]:
     """Return the locations of all devices in mesh order: that of `devices`, or of coordinates."""
     if not topology.is_tpu:
         return [Location(i // GPUS_A_NODE, ()) for i in range(topology.devices)]
@@ -322,6 +323,7 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     dots = (6 * model.hidden + model.feed_forward) * size
     kept = {"none": full, "dots": dots, "full": model.hidden * size}[model.remat]
     layers = model.layers * kept + (full if model.remat != "none" else 0)
+    assert isinstance(phase.objective, MaskedLM)
     predictions = phase.objective.masker.predictions
     logits = 2 * 4 * predictions * model.vocab_size
     return rows * (tokens * layers + logits)
@@ -468,7 +470,7 @@ def _phase(
 ) -> dict[str, Any]:
     chip, model = topology.chip, config.model
     state = _placed(initial_state(config, phase, mesh)[1], mesh)
-    batch = checkpoint.abstract(phase.batch_shape, sharding.rows(mesh))
+    batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     params = sharding.bytes_per_device(state.params)
     state_bytes = sharding.bytes_per_device((state, batch))
     memory: dict[str, Any] = {
@@ -519,12 +521,14 @@ def _phase(
     # Utilization counts the FLOPs of the model, without recomputation.
     share = utilization(KINDS[topology.kind].device_kind)[0].share
     expected = max(times["step_seconds"], formula_flops / (share * peak))
+    assert isinstance(phase.objective, MaskedLM)
+    sequences = phase.objective.masker.sequences
     change = None
     if not fits:
         change = would_fit(config, i, phase, topology, state, memory["temporaries"])
     return {
         "tokens": phase.tokens,
-        "sequences": phase.objective.masker.sequences,
+        "sequences": sequences,
         "batch_size": phase.batch_size,
         "accumulation": phase.accumulation,
         "method": "formula" if compiled is None else "compiled",

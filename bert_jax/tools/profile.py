@@ -200,7 +200,7 @@ def part_seconds(
     Returns:
         Seconds by part, and the span of the traced steps.
     """
-    module = re.match(r"HloModule ([\w\-]+)", text).group(1)
+    module = text.split(maxsplit=2)[1].rstrip(",")  # HloModule NAME, …
     spans, waits, whole = _read(folder, module)
     # Kernels on GPUs are named like their instructions, with "_" for ".".
     named = {**{name.replace(".", "_"): i for name, i in program.items()}, **program}
@@ -264,7 +264,7 @@ def _divide(spans: list[_Span], waits: list[_Span], whole: _Span) -> dict[str, f
             begin, end = max(begin, whole.begin), min(end, whole.end)
             if begin < end:
                 changes += [(begin, 1, is_wait, name), (end, -1, is_wait, name)]
-    times: collections.Counter[str] = collections.Counter()
+    times: dict[str, float] = collections.defaultdict(float)
     active: collections.Counter[str] = collections.Counter()
     waiting, running, now = 0, 0, whole.begin
     for moment, change, is_wait, name in sorted(changes):
@@ -302,20 +302,21 @@ def _shares(name: str, program: dict[str, hlo.Executed]) -> dict[str, float]:
     if instruction is None:
         matches = (part for part, words in _KERNELS if re.search(words, name, re.IGNORECASE))
         return {next(matches, _OTHER): 1.0}
-    counts: collections.Counter[str] = collections.Counter()
+    counts: dict[str, float] = collections.defaultdict(float)
     for source, count in instruction.operations.items():
         counts[part_of(source)] += count
-    if not counts.total():  # it only moves data
+    total = sum(counts.values())
+    if not total:  # it only moves data
         return {part_of(next(filter(None, instruction.operations), "")): 1.0}
-    return {part: count / counts.total() for part, count in counts.items() if count}
+    return {part: count / total for part, count in counts.items() if count}
 
 
 def _work(
     program: dict[str, hlo.Executed],
 ) -> tuple[dict[str, float], dict[str, float], set[str]]:
     """Return operations and bytes of a step by part, and the parts whose operations are incomplete."""
-    operations: collections.Counter[str] = collections.Counter()
-    traffic: collections.Counter[str] = collections.Counter()
+    operations: dict[str, float] = collections.defaultdict(float)
+    traffic: dict[str, float] = collections.defaultdict(float)
     incomplete: set[str] = set()
     for name, instruction in program.items():
         if instruction.inside:  # its instructions are listed too

@@ -73,7 +73,7 @@ def random_params(config, seed=0):
 def write_run(folder, config, params, words=None):
     """Write a run's folder with a checkpoint of these parameters."""
     words = words or [*SPECIAL, *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
-    files.only_process(folder)
+    files.lock_folder(folder)
     Vocabulary(tuple(words), True).save(folder)
     whole = {"config": config_lib.to_dict(Config(model=config)), "data": []}
     files.write_json(folder / "config.json", whole)

@@ -1,11 +1,11 @@
 "use strict";
-// A map is one head's T × T weights, a row a word piece that attends. Weights lie in bytes q as
-// 255 times their root, which is what colors show.
+// A map has a head's T × T weights, a row per query. Weights are stored as bytes: 255 times their
+// square root, which the colors show.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const { tokens, segments, layers, heads, columns } = data;
 const T = tokens.length;
-const SIDE = 70; // of a small map in attention.css, in pixels
+const SIDE = 70; // size of a small map in pixels, as in attention.css
 const FIGURES = {
   entropy: { caption: "Entropy (nats)", unit: "nats", digits: 2 },
   distance: { caption: "Distance (word pieces)", unit: "word pieces", digits: 1 },
@@ -19,7 +19,7 @@ const modified = (event) => event.altKey || event.ctrlKey || event.metaKey;
 
 let maps; // bytes [layers, columns, T, T]
 let chosen = { layer: 0, column: 0 };
-let followed = null; // a row of the chosen map, or null for all
+let followed = null; // row of the selected map, or null for all rows
 const map = (layer = chosen.layer, column = chosen.column) => {
   const at = (layer * columns.length + column) * T * T;
   return maps.subarray(at, at + T * T);
@@ -31,7 +31,7 @@ async function unpack(text) {
   return new Uint8Array(await new Response(plain).arrayBuffer());
 }
 
-// What is inside are elements or texts, and a text is never read as HTML.
+// Children are elements or texts; texts are never parsed as HTML.
 function make(tag, attributes = {}, ...inside) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -39,7 +39,7 @@ function make(tag, attributes = {}, ...inside) {
   return element;
 }
 
-// A color of the style, which knows of light and dark, as [red, green, blue].
+// A color of the style sheet, in light or dark mode, as [red, green, blue].
 function color(name) {
   const probe = make("span", { style: `color: var(${name})` });
   document.body.append(probe);
@@ -48,8 +48,8 @@ function color(name) {
   return parts;
 }
 
-// The paper shows through, so that the same picture is right on any. Where a pixel stands for
-// several pairs of word pieces it shows the largest weight: no line is lost.
+// Transparent, to fit any background. A pixel that covers several pairs of tokens shows the largest
+// weight.
 function paint(canvas, weights, side, [red, green, blue]) {
   canvas.width = canvas.height = side;
   const context = canvas.getContext("2d");
@@ -67,7 +67,7 @@ function paint(canvas, weights, side, [red, green, blue]) {
   context.putImageData(image, 0, 0);
 }
 
-// Makes canvases as sharp as the screen; what follows is in CSS pixels.
+// Scale a canvas to the resolution of the screen; drawing uses CSS pixels.
 function sized(canvas, width, height) {
   const ratio = window.devicePixelRatio;
   canvas.width = Math.round(width * ratio);
@@ -79,7 +79,7 @@ function sized(canvas, width, height) {
   return context;
 }
 
-// A table with a cell a layer and column, of which one is chosen here and in all other tables.
+// A table with a cell per layer and column. The selection is shared by all tables.
 function grid(table, count, titles, cell) {
   table.setAttribute("role", "grid");
   const corner = make("th", { scope: "col", "aria-label": "layer" });
@@ -118,7 +118,7 @@ function choose(layer, column) {
     const at = cells.find((td) => Number(td.dataset.layer) === layer && Number(td.dataset.column) === column);
     for (const td of cells) {
       td.setAttribute("aria-selected", td === at);
-      // Tab goes to one cell of a table, from which arrow keys go on.
+      // Tab focuses one cell of a table; arrow keys move from there.
       td.tabIndex = td === (at ?? cells[0]) ? 0 : -1;
     }
   }
@@ -129,7 +129,7 @@ function choose(layer, column) {
   follow(followed);
 }
 
-// Shows row i of the chosen map, or with null all; `j` is a word piece of it that is pointed at.
+// Show row i of the selected map, or all rows for null; `j` is the key under the pointer.
 function follow(i, j = null) {
   followed = i;
   const weights = map();
@@ -142,14 +142,14 @@ function follow(i, j = null) {
     item.style.setProperty("--share", row ? row[i] / 255 : 0);
     item.querySelector("small").textContent = row && weight(row[i]) >= 0.01 ? percent(row[i]) : "";
   });
-  let told = "";
+  let text = "";
   if (row) {
     const order = Array.from(row.keys()).sort((a, b) => row[b] - row[a]);
     const top = order.slice(0, 5).map((i) => `${named(i)} ${percent(row[i])}`);
-    told = `${named(followed)} attends to ${top.join(", ")}`;
-    if (j !== null) told += `; ${percent(row[j])} to ${named(j)}`;
+    text = `${named(followed)} attends to ${top.join(", ")}`;
+    if (j !== null) text += `; ${percent(row[j])} to ${named(j)}`;
   }
-  find("told").textContent = told;
+  find("weights").textContent = text;
   drawLines(weights, row);
   drawSquare(weights);
 }
@@ -161,11 +161,11 @@ function drawLines(weights, row) {
   const middle = (i) => ((i + 0.5) * list.height) / T;
   context.strokeStyle = `rgb(${color("--accent")})`;
   context.lineWidth = row ? 2 : 1.5;
-  // Of one word piece alone small weights can be seen too. All lines of a long text at once would
-  // take a browser half a minute, and hide each other.
+  // Small weights are drawn for a single row only: all lines of a long text would take half a minute
+  // and hide each other.
   const opacity = (q) => (row ? q / 255 : weight(q));
   const least = row ? 0 : T > 128 ? 4 / T : 1 / 255;
-  const paths = new Map(); // of all lines that look the same
+  const paths = new Map(); // one path for all lines of the same style
   for (let i = followed ?? 0; i <= (followed ?? T - 1); i++) {
     for (let j = 0; j < T; j++) {
       const q = weights[i * T + j];
@@ -183,11 +183,11 @@ function drawLines(weights, row) {
 }
 
 const CELL = Math.min(26, Math.max(3, Math.floor(560 / T)));
-let margin = 0; // for the names beside the large map, in CSS pixels
+let margin = 0; // width of the labels of the large map, in CSS pixels
 
 function drawSquare(weights) {
   const canvas = find("large");
-  const every = Math.ceil(9 / CELL); // where rows are narrow, not all are named
+  const every = Math.ceil(9 / CELL); // label only some rows if they are narrow
   const font = `${every > 1 ? 9 : Math.min(12, CELL)}px system-ui, sans-serif`;
   let context = canvas.getContext("2d");
   context.font = font;

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from bert_jax.errors import UserError
-from bert_jax.inference import AttentionMaps, distance, entropy, rollout
+from bert_jax.inference import AttentionMaps, entropy, mean_distance, rollout
 from bert_jax.tools.report import page, plots
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def document(maps: AttentionMaps, source: str, rolled: bool = False) -> str:
         "columns": names,
         "maps": page.packed(b"".join(_bytes(layer).tobytes() for layer in layers)),
         "entropy": entropy(maps.probabilities).tolist(),
-        "distance": distance(maps.probabilities).tolist(),
+        "distance": mean_distance(maps.probabilities).tolist(),
     }
     rolling = (
         " <b>Rollout</b> accumulates attention from the input to this layer; each layer adds half "
@@ -111,7 +111,7 @@ right. <b>Mean</b> is the mean of the layer's heads.{rolling} Select a map with 
 <p>Point at a word piece on the left, or select one with <kbd>Tab</kbd> and the arrow keys, to see
 what it attends to. <kbd>Esc</kbd> shows all lines again{longer}.</p>
 <section>
-<p id="told" role="status"></p>
+<p id="weights" role="status"></p>
 <div class="one">
 <div id="lines">
 <ol id="from" role="listbox" aria-label="word pieces that attend"></ol>

@@ -30,6 +30,7 @@ class Block(Protocol):
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
         """Return the block as Markdown; write its pictures to `folder`."""
+        ...
 
 
 def matching(results: Sequence[Line], facts: Mapping[str, Any]) -> list[Line]:
@@ -227,8 +228,8 @@ class Curves:
         axes.legend(frameon=False)
         path = folder / self.file
         # Reproducible output.
-        with files.replacing(path) as beside, rc_context({"svg.hashsalt": "bert_jax"}):
-            figure.savefig(beside, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)  # fmt: skip
+        with files.atomic_write(path) as temporary, rc_context({"svg.hashsalt": "bert_jax"}):
+            figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)  # fmt: skip
         return f"![{self.labels[1]} by {self.labels[0]}]({self.file})"
 
 

@@ -5,7 +5,7 @@ const figures = [...document.querySelectorAll("figure[data-plot]")];
 const shown = (run) => run === null || document.querySelector(`input[name=run][value="${run}"]`).checked;
 const plotOf = (figure) => data.plots[figure.dataset.plot];
 
-// The x axis a plot has now: the chosen one, or the only one that it has.
+// The x axis of a plot: the selected one, or the only one available.
 function axisOf(plot) {
   const chosen = document.querySelector("input[name=axis]:checked").value;
   return chosen in plot.limits ? chosen : Object.keys(plot.limits)[0];
@@ -13,7 +13,7 @@ function axisOf(plot) {
 
 const pictureOf = (figure) => figure.querySelector(`[data-axis="${axisOf(plotOf(figure))}"] svg`);
 
-// Axes and runs as the inputs say.
+// Apply the selected axis and runs.
 function apply() {
   for (const figure of figures) {
     const axis = axisOf(plotOf(figure));
@@ -31,7 +31,7 @@ function linesOf(figure) {
     .map((line) => ({ ...line, x: line.x[axis] }));
 }
 
-// The index of the number nearest to x in a rising list.
+// Index of the number nearest to x in a sorted list.
 function nearest(list, x) {
   let low = 0, high = list.length - 1;
   while (high - low > 1) {
@@ -41,7 +41,7 @@ function nearest(list, x) {
   return x - list[low] <= list[high] - x ? low : high;
 }
 
-// Where a point of the data lies in the picture.
+// Position of a data point in the picture.
 function place(plot, x, y) {
   const [left, top, width, height] = plot.box, [x0, x1, y0, y1] = plot.limits[axisOf(plot)];
   const scale = plot.log ? Math.log : (value) => value;
@@ -62,7 +62,7 @@ function number(value) {
   return size >= 1e-3 && size < 1e6 ? value.toLocaleString("en", { maximumSignificantDigits: 5 }) : value.toExponential(3);
 }
 
-// Shows what every line has nearest to x, and marks it.
+// Show and mark the point of each curve that is nearest to x.
 function read(figure, x) {
   forget(figure);
   const plot = plotOf(figure), lines = linesOf(figure), picture = pictureOf(figure);
@@ -86,7 +86,7 @@ function read(figure, x) {
     add(row, "b", {}, number(y));
     if (where !== at) add(row, "span", { class: "quiet" }, ` at ${number(where)}`);
   }
-  // On the side where the pointer is not.
+  // On the side opposite to the pointer.
   box.classList.toggle("left", across > plot.box[0] + plot.box[2] / 2);
   figure.dataset.at = at;
 }
@@ -119,7 +119,7 @@ function step(figure, event) {
   read(figure, xs[Math.min(Math.max(next, 0), last)]);
 }
 
-// The plot as it is shown, with the names of its runs, as a file of its own.
+// Save the plot as shown, with the names of its runs.
 function save(figure) {
   const plot = plotOf(figure), picture = pictureOf(figure).cloneNode(true);
   picture.querySelectorAll(".off, .marks").forEach((part) => part.remove());
@@ -146,4 +146,4 @@ for (const figure of figures) {
   figure.addEventListener("keydown", (event) => step(figure, event));
   figure.querySelector("button").addEventListener("click", () => save(figure));
 }
-apply(); // a browser may have kept what was chosen before the page was loaded again
+apply(); // browsers may restore the inputs when the page is reloaded

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import jax
-from flax import traverse_util
 
 from bert_jax import config as config_lib
 from bert_jax.model import bert, flops
@@ -100,7 +99,7 @@ def parameters(runs: list[Recorded]) -> list[dict[str, jax.ShapeDtypeStruct]]:
     known: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for run in runs:
         if repr(run.config.model) not in known:  # tracing takes seconds for large models
-            flat = traverse_util.flatten_dict(bert.shapes(run.config.model), sep="/")
+            flat = bert.flatten(bert.shapes(run.config.model))
             known[repr(run.config.model)] = {
                 path: flat[path] for path in sorted(flat, key=_parameter_order)
             }

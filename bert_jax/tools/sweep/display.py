@@ -97,7 +97,7 @@ class Display:
             ("point", "left"), ("state", "left"), ("step", "right"), ("loss", "right"),
             ("left", "right"), ("", "left"),
         ):  # fmt: skip
-            shown.add_column(title, justify=side, no_wrap=True)
+            shown.add_column(title, justify="right" if side == "right" else "left", no_wrap=True)
         states = self._scheduler.state
         # Finished points come first, and are hidden if the terminal is too small.
         max_rows = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)

@@ -85,8 +85,8 @@ class Point:
         """
         if str(data) not in self._digests:
             parts = [
-                part.digest(data) if isinstance(part, Point) else told
-                for part, told in zip(self.command, self.display_command(data), strict=True)
+                part.digest(data) if isinstance(part, Point) else shown
+                for part, shown in zip(self.command, self.display_command(data), strict=True)
             ]
             if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
                 parts.append(files.sha256(str(self.command[1])))
@@ -180,7 +180,7 @@ def module_of(path: pathlib.Path) -> Any:
         UserError: the file does not exist or raises an error.
     """
     spec = importlib.util.spec_from_file_location(f"sweep_{path.parent.name}", path)
-    if spec is None:  # not the name of a Python file
+    if spec is None or spec.loader is None:  # not the name of a Python file
         raise UserError(f"{path} is not a sweep: give a sweep.py, or the folder that contains it")
     module = importlib.util.module_from_spec(spec)
     # Modules shared by several sweeps are in the parent of their folders.

@@ -48,25 +48,25 @@ def lines_of(place: PointRun, given: SweepArgs) -> list[dict[str, Any]]:
         **versions,
     }  # fmt: skip
     if point.verb not in LAUNCHED:
-        found = place.out / "metrics.json"
-        metrics = json.loads(found.read_text()) if found.exists() else _of_rows(place.out)
+        path = place.out / "metrics.json"
+        metrics = json.loads(path.read_text()) if path.exists() else _of_rows(place.out)
         return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
     runs = sorted(place.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [place.out]
     lines = [{**common, **last, **_of_run(run)} for run in runs]
     if attempts and attempts[-1]["on"] in ASYNCHRONOUS:
-        # What we know is how long handing over took, here. Of the run there is what it says itself.
+        # Our own measurements cover only the submission; the rest is from the run's files.
         steps = sum(line["step_seconds"] for line in lines)
-        here = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
-        lines = [{**line, **here} for line in lines]
+        unknown = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
+        lines = [{**line, **unknown} for line in lines]
     return lines
 
 
 def _processor() -> str:
-    """The CPU's name where the system tells it, else its kind."""
+    """Return the CPU's model name, or else the architecture."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
-        if found:
-            return found[1]
+        match = re.search(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+        if match:
+            return match[1]
     return platform.machine()
 
 

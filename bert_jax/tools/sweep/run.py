@@ -7,7 +7,7 @@ import sys
 import time
 
 from bert_jax import files
-from bert_jax.errors import UserError
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.tools import launch
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.points import Sweep
@@ -95,5 +95,5 @@ def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) ->
         print(search.describe())
     if interrupted:
         print("stopped; run the same command to resume", file=sys.stderr)
-        return launch.STOPPED
+        return EXIT_INTERRUPTED
     return 1 if by["failed"] else 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from bert_jax import files, workdir
 from bert_jax.config import Config
 from bert_jax.data.workers import cores
-from bert_jax.errors import UserError
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
 from bert_jax.tools import launch
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
@@ -251,7 +251,7 @@ class Scheduler:
         place.create_folder()
         lock = contextlib.ExitStack()
         try:
-            held = lock.enter_context(files.only_process(place.folder))
+            held = lock.enter_context(files.lock_folder(place.folder))
         except UserError:
             return  # another sweep, or a process that a killed one left, runs it: wait
         if place.is_done:
@@ -287,9 +287,9 @@ class Scheduler:
             self._release(name, "done")
         elif self._stopping:
             self._release(
-                name, "stopped" if status in (launch.STOPPED, *launch.KILLED) else "failed"
+                name, "stopped" if status in (EXIT_INTERRUPTED, *launch.KILLED) else "failed"
             )
-        elif status == launch.STOPPED and restarts < _RESTARTS:
+        elif status == EXIT_INTERRUPTED and restarts < _RESTARTS:
             self._restarts[name] = restarts + 1
             self._release(name, "waiting")
         else:

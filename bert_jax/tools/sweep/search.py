@@ -11,7 +11,7 @@ from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
 
 class Search:
-    """Optuna's trials as points; the study is stored beside the sweep, in study.journal."""
+    """Optuna's trials as points; the study is stored next to the sweep, in study.journal."""
 
     def __init__(self, sweep: Sweep, trials: int, jobs: int):
         get_trial, self._objective = (
@@ -24,14 +24,13 @@ class Search:
             )
         try:
             import optuna
+            from optuna.storages import journal
         except ImportError:
             raise UserError("--search needs optuna: pip install 'bert-jax[search]'") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._get, self._sweep, self._trials, self._jobs = get_trial, sweep, trials, jobs
         self._states = optuna.trial.TrialState
-        storage = optuna.storages.journal.JournalFileBackend(
-            str(sweep.path.parent / "study.journal")
-        )
+        storage = journal.JournalFileBackend(str(sweep.path.parent / "study.journal"))
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(storage),
             study_name=f"{sweep.path.parent.name}-{sweep.given.scale}",
@@ -90,7 +89,7 @@ class Search:
 
     def _value(self, place: PointRun) -> float:
         metrics = [line["metrics"] for line in lines_of(place, self._sweep.given)]
-        name = self._objective.removeprefix("-")
+        name = str(self._objective).removeprefix("-")
         if name not in metrics[0]:
             raise UserError(
                 f"OBJECTIVE {name!r} is not a metric; choose from {', '.join(metrics[0])}"
