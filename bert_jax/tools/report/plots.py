@@ -51,7 +51,13 @@ def short(value: float | int) -> str:
     return f"{value:.4g}"
 
 
-def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = None) -> Any:
+def draw(
+    name: str,
+    lines: list[Curve],
+    axis: str,
+    names: list[str] | None = None,
+    levels: Mapping[str, float] | None = None,
+) -> Any:
     """Return a figure of a metric by one of `AXES`.
 
     Args:
@@ -60,6 +66,7 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
         axis: key of `AXES`.
         names: names of the runs for a legend; None for a plot in a page, whose script identifies
             curves by their group ids `run-0`, ….
+        levels: horizontal lines to draw for reference, by label.
     """
     figure, axes = _figure(_INK if names is None else "black")
     drawn = {}
@@ -85,6 +92,7 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
             gid=f"run-{line.run}",
             **style,
         )
+    draw_levels(axes, levels or {})
     if is_logarithmic(name, lines):
         low, high = _range(lines)
         axes.set_yscale("log", subs=(2, 5) if high < 1e3 * low else ())
@@ -98,6 +106,15 @@ def draw(name: str, lines: list[Curve], axis: str, names: list[str] | None = Non
     if names:
         legend(axes, {names[run]: line for run, line in drawn.items()})
     return figure
+
+
+def draw_levels(axes: Any, levels: Mapping[str, float]) -> None:
+    """Draw labeled horizontal lines, behind the curves."""
+    ink = axes.spines["left"].get_edgecolor()
+    for label, value in levels.items():
+        axes.axhline(value, color=ink, lw=0.8, ls=":", alpha=0.7, zorder=1)
+        place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.text(0.995, value, f"{label} {value:.2f}", color=ink, fontsize=7, **place)
 
 
 def draw_lengths(histogram: Int[np.ndarray, " L"], paper: bool = False) -> Any:
@@ -183,7 +200,7 @@ def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
     from matplotlib import rc_context
 
     # Text as paths in SVG, and as TrueType in PDF: journals reject matplotlib's default Type 3.
-    settings = {"svg.hashsalt": "bert_jax", "pdf.fonttype": 42}
+    settings: Any = {"svg.hashsalt": "bert_jax", "pdf.fonttype": 42}
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
     with (
         files.one_line_errors(f"cannot write the picture {path}"),
@@ -193,6 +210,6 @@ def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
         # matplotlib's font lacks some scripts.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path) as beside:
-            figure.savefig(beside, format=path.suffix[1:], dpi=150, metadata=dates)
+        with files.atomic_write(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata=dates)
     return path

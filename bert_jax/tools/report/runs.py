@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from bert_jax.config import Config
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
-from bert_jax.tools.report import curves, page, plots, sections
+from bert_jax.tools.report import curves, levels, page, plots, sections
 from bert_jax.tools.report.curves import Recorded
 
 PAPER = (".svg", ".pdf")
@@ -76,6 +76,8 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
     axes.set(xlabel="step", ylabel="loss (nats per token)" if is_token_loss else "loss")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    for reference in _levels(runs).values():
+        plots.draw_levels(axes, reference)
     plots.legend(axes, drawn)
     return plots.save(figure, pathlib.Path(out))
 
@@ -86,9 +88,9 @@ def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Pa
     Raises:
         UserError: a picture cannot be written.
     """
-    names, written = [run.name for run in runs], []
+    names, written, references = [run.name for run in runs], [], _levels(runs)
     for name, lines in curves.curves(runs).items():
-        figure = plots.draw(name, lines, "step", names)
+        figure = plots.draw(name, lines, "step", names, references.get(name))
         written += [plots.save(figure, folder / f"{_file(name)}{suffix}") for suffix in PAPER]
     for i, rows in enumerate(_rows(runs)):
         if rows.histogram is not None:
@@ -131,12 +133,12 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
         f'<i style="background: {plots.color(i)}"></i>{html.escape(run.name)}</label>'
         for i, run in enumerate(runs)
     )
-    figures = []
+    figures, references = [], _levels(runs)
     for name, lines in curves.curves(runs).items():
         pictures, limits = [], {}
         for axis, text in curves.AXES.items():
             if any(axis in line.x for line in lines):
-                figure = plots.draw(name, lines, axis)
+                figure = plots.draw(name, lines, axis, levels=references.get(name))
                 limits[axis] = plots.limits(figure)
                 pictures.append((axis, f"{name} by {text}", plots.inline(figure, f"{name}/{axis}")))
         data = [
@@ -154,7 +156,8 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
     notes = [
         "Thin lines are means over training steps, dots are held-out metrics. Curves of more than "
         f"{curves.MAX_POINTS} points are downsampled to their ends and the extremes of each interval. "
-        "Tokens exclude padding; tokens and hours are interpolated between lines of speed.jsonl.",
+        "Tokens exclude padding; tokens and hours are interpolated between lines of speed.jsonl. "
+        "Dotted levels are the held-out losses of token frequencies and of a bigram count model.",
         "Point at a plot to read values, or focus it with <kbd>Tab</kbd> and use <kbd>←</kbd> "
         "<kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd>.",
     ]
@@ -168,6 +171,20 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
         + f"<fieldset><legend>runs</legend>{checks}</fieldset></div>"
         + f'<div class="plots">{"".join(figures)}</div>'
     )
+
+
+def _levels(runs: list[Recorded]) -> dict[str, dict[str, float]]:
+    """Return the n-gram losses to draw, by metric; {} unless all runs end on the same rows."""
+    ends = {
+        (run.best["best_by"], run.data[-1].get("digest", "")): run.config.phases[-1].rows
+        for run in runs
+        if isinstance(run.config, Config) and run.data
+    }
+    if len(ends) != 1:
+        return {}
+    (((metric, digest), folder),) = ends.items()
+    found = levels.read(folder, digest)
+    return {metric: {"unigram": found.unigram, "bigram": found.bigram}} if found else {}
 
 
 def _figure(

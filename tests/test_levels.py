@@ -1,0 +1,78 @@
+"""Levels of n-gram models, against counting in Python."""
+
+import collections
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from bert_jax.data.rows import read_manifest
+from bert_jax.tools.report import levels
+
+CLS, SEP, PAD = 0, 1, 2
+VOCAB = 7
+TRAIN = [[CLS, 3, 4, 3, SEP, CLS, 3, 4, SEP, PAD], [CLS, 5, 5, 5, 4, 3, SEP, PAD, PAD, PAD]]
+HELDOUT = [[CLS, 3, 4, 6, 5, SEP, PAD, PAD, PAD, PAD]]
+
+
+def reference(train, heldout):
+    """Unigram and bigram losses by the definition of absolute discounting, one token at a time."""
+    discount, pairs, tokens = 0.75, [], []
+    for row in train:
+        for left, right in itertools.pairwise(row):
+            if right not in (CLS, SEP, PAD):
+                pairs.append((left, right))
+                tokens.append(right)
+    counts, pair_counts = collections.Counter(tokens), collections.Counter(pairs)
+
+    def unigram(w):
+        seen = max(counts[w] - discount, 0) / len(tokens)
+        return seen + discount * len(counts) / len(tokens) / VOCAB
+
+    def bigram(h, w):
+        total = sum(n for (left, _), n in pair_counts.items() if left == h)
+        if not total:
+            return unigram(w)
+        followers = len([1 for left, _ in pair_counts if left == h])
+        seen = max(pair_counts[h, w] - discount, 0) / total
+        return seen + discount * followers / total * unigram(w)
+
+    targets = [
+        (h, w) for row in heldout for h, w in itertools.pairwise(row) if w not in (CLS, SEP, PAD)
+    ]
+    return (
+        -sum(math.log(unigram(w)) for _, w in targets) / len(targets),
+        -sum(math.log(bigram(h, w)) for h, w in targets) / len(targets),
+        len(tokens),
+    )
+
+
+def test_losses_are_those_of_counting():
+    """A pair that was not seen (4, 6), and a left neighbor that was not seen (6)."""
+    found = levels.count_models(
+        np.array(TRAIN), np.array(HELDOUT), np.array([CLS, SEP, PAD]), VOCAB
+    )
+    assert found == pytest.approx(reference(TRAIN, HELDOUT))
+
+
+def test_probabilities_sum_to_one():
+    """For every left neighbor, also those that were never seen."""
+    for left in range(VOCAB):
+        losses = [
+            levels.count_models(
+                np.array(TRAIN), np.array([[left, right]]), np.array([], int), VOCAB
+            )
+            for right in range(VOCAB)
+        ]
+        assert sum(math.exp(-loss.unigram) for loss in losses) == pytest.approx(1)
+        assert sum(math.exp(-loss.bigram) for loss in losses) == pytest.approx(1)
+
+
+def test_levels_of_rows(rows):
+    """The left neighbor helps on real sentences; other rows in the folder give no levels."""
+    folder = rows()
+    found = levels.read(str(folder), read_manifest(folder).digest)
+    assert found.bigram < found.unigram < math.log(1000)
+    assert levels.read(str(folder), "0" * 64) is None
+    assert levels.read(str(folder / "none"), "0" * 64) is None
