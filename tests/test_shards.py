@@ -96,3 +96,63 @@ def test_many_shards_are_not_open_at_once(rows, tmp_path, monkeypatch):
     assert len(records) > 64
     for name, values in found.items():
         np.testing.assert_array_equal(values, wanted[name])
+
+
+def _longer(record):
+    record["length"][:, 0] = 65_535
+
+
+def _empty(record):
+    record["length"] = 0
+
+
+def _gap(record):
+    record["length"][:, :2] = [[0, 5]]
+
+
+def _segment(record):
+    record["a_length"][:, 0] = record["length"][:, 0] + 1
+
+
+def _label(record):
+    record["label"][:, 0] = 2
+
+
+def _token(record):
+    record["tokens"][:, 3] = 65_000
+
+
+@pytest.mark.parametrize(
+    ("alter", "problem"),
+    [
+        (_longer, "more than 32 tokens"),
+        (_empty, "no sequences, or gaps"),
+        (_gap, "no sequences, or gaps"),
+        (_segment, "segment a is longer"),
+        (_label, "a label is out of range"),
+        (_token, "a token is out of range"),
+    ],
+)
+def test_a_record_that_contradicts_itself(rows, tmp_path, alter, problem):
+    """With a right checksum, in the record, the shard and the manifest."""
+    folder = shutil.copytree(rows(), tmp_path / "rows")
+    opened = loader.Rows(folder, "train")
+    form, (path,) = opened.manifest.format, folder.glob("train-*")
+    records = opened._source.__getitems__(list(range(len(opened))))
+    record = np.frombuffer(records[3], form.dtype).copy()
+    alter(record)
+    records[3] = form.encode(form.seal(record))[0]
+    write(path, records)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["train"]["shards"][0] |= {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    again = loader.Rows(folder, "train")
+    again.verify()
+    again.read([0, 1, 2])
+    with pytest.raises(UserError, match=rf"record 3 of the shard .*{problem}.*prepare the rows"):
+        again.read([2, 3])
+    skipped = []
+    read = loader.Rows(folder, "train", skipped.append).read([2, 3])
+    assert problem in skipped[0]
+    assert read["length"].any(1).tolist() == [True, False]

@@ -143,14 +143,19 @@ class Rows:
                 number), or a shard cannot be opened or is truncated, which is always an error.
         """
         try:
-            return self._format.decode(self._records(indices))
+            return self._decode(self._records(indices))
         except (OSError, ValueError):  # find the bad records one by one with the slower library
             rows = [self._read_or_skip(int(index)) for index in indices]
             return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
+    def _decode(self, records: list[bytes]) -> Batch:
+        arrays = self._format.decode(records)
+        self._format.check(arrays)
+        return arrays
+
     def _read_or_skip(self, index: int) -> Batch:
         try:
-            return self._format.decode([self._source[index]])
+            return self._decode([self._source[index]])
         except Exception as error:
             number = int(np.searchsorted(self._starts, index, "right")) - 1
             shard = self._shards[number]

@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +117,27 @@ class RowFormat:
                 raise ValueError(f"record {i} fails its checksum")
         array = np.frombuffer(b"".join(records), self.dtype)
         return {name: np.ascontiguousarray(array[name]) for name in (self.dtype.names or ())[:-1]}
+
+    def check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Check the invariants of decoded records, which a checksum does not cover.
+
+        Raises:
+            ValueError: the lengths of a record exceed T, its slots are not filled in order, or a
+                token or label is out of range. The message gives its index.
+        """
+        length, a_length, label = (arrays[name] for name in ("length", "a_length", "label"))
+        used = length > 0
+        problems = {
+            f"its sequences have more than {self.tokens} tokens": length.sum(1) > self.tokens,
+            "it has no sequences, or gaps between them": ~used[:, 0]
+            | (used[:, 1:] & ~used[:, :-1]).any(1),
+            "a segment a is longer than its sequence": (a_length > length).any(1),
+            "a label is out of range": ((label < NO_LABEL) | (label > 1)).any(1),
+            "a token is out of range": arrays["tokens"].max(1) >= self.vocab_size,
+        }
+        for problem, rows in problems.items():
+            if rows.any():
+                raise ValueError(f"record {int(rows.argmax())} is invalid: {problem}")
 
     def pack(self, examples: Iterable[Example]) -> np.ndarray:
         """Pack examples into sealed records ([rows]), placed by `pack_lengths`."""
