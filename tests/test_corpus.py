@@ -331,14 +331,8 @@ def test_endless_documents_are_cut(tmp_path, monkeypatch, kind):
     wrapped = {
         "wikiextractor": f'<doc id="1" url="" title="A">\n{text}\n</doc>\n',
         "mediawiki": dump(page(text)),
+        "jsonl": json.dumps({"text": text}, ensure_ascii=False),
     }
-    if kind == "jsonl":  # where the reading of lines must not be cut first
-        monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 20_000)
-        wrapped["jsonl"] = json.dumps({"text": text}, ensure_ascii=False)
-        monkeypatch.setattr(
-            corpus._Reader, "_lines", lambda self, path, stream: iter([(1, wrapped["jsonl"])])
-        )
-        monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
     path = write(tmp_path / "t", wrapped.get(kind, text))
     documents, report = read(f"{kind}:{path}")
     assert max(len(d.text) for d in documents) <= 1000 + 100
@@ -474,3 +468,21 @@ def test_zstd_reads_in_small_bites():
     data = os.urandom(3000) * 50
     stream = io.BufferedReader(compressed._ZstdFile(io.BufferedReader(io.BytesIO(zstd(data)))))
     assert stream.read() == data
+
+
+def test_a_long_line_of_json_is_cut_like_text(tmp_path, monkeypatch):
+    """It is parsed as a whole, and its document split at line breaks, none of it lost."""
+    monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
+    text = "\n".join(f"Sentence {i} is about käse and more." for i in range(100))
+    lines = [json.dumps({"text": text}, ensure_ascii=False), '{"text": "A short one."}']
+    documents, report = read(write(tmp_path / "t.jsonl", "\n".join(lines) + "\n"))
+    assert "\n".join(d.text for d in documents) == f"{text}\nA short one."
+    assert all(len(d.text) <= 1000 for d in documents)
+    assert [d.line for d in documents] == [1] * (len(documents) - 1) + [2]
+    (warning,) = report.warnings
+    assert "t.jsonl:1: a document is longer than 1,000 characters" in warning
+
+    monkeypatch.setattr(corpus, "_JSON_CHARACTERS", 2000)
+    documents, report = read(tmp_path / "t.jsonl")
+    assert [d.text for d in documents] == ["A short one."]
+    assert "t.jsonl:1: a line is longer than 2,000 characters" in report.warnings[0]

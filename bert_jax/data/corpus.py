@@ -41,6 +41,8 @@ from bert_jax.files import one_line_errors
 
 # Longer than any book or article; a longer document would not fit a worker's memory once tokenized.
 DOCUMENT_CHARACTERS = 8 << 20
+# A line of JSON is parsed as a whole.
+_JSON_CHARACTERS = 1 << 28
 # Far beyond the T tokens of any row; longer ones are text without punctuation.
 SENTENCE_CHARACTERS = 10_000
 _BLOCK_BYTES = 1 << 20
@@ -554,8 +556,25 @@ class _Reader:
             self._warn(path, start, "the last article has no </doc>", "kept the text so far")
             yield start, "\n".join(lines)
 
+    def _whole_lines(self, path, stream) -> Iterator[tuple[int, str]]:
+        """Yield (line number, line) with the parts of split lines joined."""
+        for number, parts in itertools.groupby(self._lines(path, stream), lambda item: item[0]):
+            joined, size = [], 0
+            for _, part in parts:
+                size += len(part)
+                joined = [*joined, part] if size <= _JSON_CHARACTERS else []
+            if size > _JSON_CHARACTERS:
+                self._warn(
+                    path,
+                    number,
+                    f"a line is longer than {_JSON_CHARACTERS:,} characters",
+                    "skipped it",
+                )
+            else:
+                yield number, "".join(joined)
+
     def _json(self, path, stream) -> Iterator[tuple[int, str]]:
-        for number, line in self._lines(path, stream):
+        for number, line in self._whole_lines(path, stream):
             if not line.strip():
                 continue
             try:
