@@ -24,7 +24,6 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import files, workdir
 from bert_jax.config import CheckpointConfig, TrainConfig
-from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes
@@ -419,4 +418,4 @@ def load_model(
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = checkpoints.restore_params(step, abstract(shapes(config.model), sharding))
     checkpoints.close()
-    return config, wordpiece.load(folder), params, step
+    return config, workdir.read_vocabulary(folder), params, step

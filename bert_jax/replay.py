@@ -8,7 +8,6 @@ import jax
 from bert_jax import guard, sharding, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
-from bert_jax.data import wordpiece
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
 from bert_jax.finetune import load_dataset
@@ -42,7 +41,7 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         UserError: there is no such incident, or its state was not saved.
     """
     incident = guard.read_incident(folder, step)
-    config, vocabulary = workdir.read_config(folder), wordpiece.load(folder)
+    config, vocabulary = workdir.read_config(folder), workdir.read_vocabulary(folder)
     if not incident.state.exists():
         raise UserError(
             f"{incident.state} does not exist: only the batch of step {incident.step} was saved; "

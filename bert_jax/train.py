@@ -91,8 +91,7 @@ def train(
         # ---- Workdir -----------------------------------------------------------------------------
         def claim() -> None:
             stack.enter_context(files.lock_folder(folder))
-            workdir.write_or_check_config(folder, config, data, best, force)
-            vocabulary.save(folder)
+            workdir.write_or_check_config(folder, config, data, best, force, vocabulary)
 
         distributed.check_same_on_all_processes(workdir.identity(config, data))
         distributed.first("opening the workdir", claim)

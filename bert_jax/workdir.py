@@ -33,7 +33,9 @@ import bert_jax
 from bert_jax import config as config_lib
 from bert_jax import files
 from bert_jax.config import TrainConfig
+from bert_jax.data import wordpiece
 from bert_jax.data.compressed import whole
+from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -133,7 +135,7 @@ def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
 
 
 def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
-    """Return the description of each phase's rows or examples, as passed to `claim`.
+    """Return the description of each phase's rows or examples, as passed to `write_or_check_config`.
 
     Raises:
         UserError: config.json holds something else.
@@ -142,6 +144,28 @@ def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
         case [*data] if all(isinstance(rows, dict) for rows in data):
             return data
     raise UserError(f"{folder}/config.json does not say what the data are; copy the run again")
+
+
+def describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return what identifies a vocabulary in config.json: its checksum and settings."""
+    return {"sha256": vocabulary.sha256, **vocabulary.settings}
+
+
+def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
+    """Load the vocabulary of a run, and check that it is the one it was trained with.
+
+    Raises:
+        UserError: it cannot be read, or was changed. Runs of versions that did not record their
+            vocabulary are not checked.
+    """
+    vocabulary = wordpiece.load(folder)
+    recorded = _read_config_json(folder).get("vocabulary")
+    if recorded is not None and recorded != describe_vocabulary(vocabulary):
+        raise UserError(
+            f"{folder}: {wordpiece.VOCAB} or {wordpiece.SETTINGS} is not the vocabulary that the model "
+            "was trained with: copy both from its rows, or from an export of the model"
+        )
+    return vocabulary
 
 
 class Provenance(NamedTuple):
@@ -220,8 +244,9 @@ def write_or_check_config(
     data: list[dict[str, Any]],
     best: dict[str, Any],
     force: bool,
+    vocabulary: Vocabulary | None = None,
 ) -> None:
-    """Write config.json, or check that the run already in `workdir` has the same config.
+    """Write config.json and the vocabulary, or check that the run already in `workdir` has the same config.
 
     Args:
         workdir: existing, locked folder.
@@ -230,6 +255,7 @@ def write_or_check_config(
             sources; for fine-tuning also `start`, a digest of the initial parameters.
         best: metric that ranks checkpoints, as returned by `read_best_by`.
         force: accept a changed config.
+        vocabulary: vocabulary of the run.
 
     Raises:
         UserError: the config differs; the message names the keys.
@@ -255,7 +281,12 @@ def write_or_check_config(
                 f"{workdir} holds a run with another config ({'; '.join(differ)}): choose another "
                 "workdir, or pass --resume=force to resume the run with this config"
             )
-    files.write_json(path, {"config": config_lib.to_dict(config), "data": data, "best": best})
+    content = {"config": config_lib.to_dict(config), "data": data, "best": best}
+    if vocabulary:
+        content["vocabulary"] = describe_vocabulary(vocabulary)
+    files.write_json(path, content)
+    if vocabulary:
+        vocabulary.save(workdir)
 
 
 def record_start(

@@ -22,6 +22,9 @@ from bert_jax import checkpoint, cli, cpu, evaluate, log, optim, sharding, workd
 from bert_jax import step as step_lib
 from bert_jax.config import Config, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.config_flags import load
+from bert_jax.data import wordpiece
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
@@ -480,6 +483,28 @@ def test_config_round_trips_through_a_workdir(tmp_path):
         tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False
     )
     assert workdir.read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("vocab.txt", "[unused0]", "[unused_"), ("vocab.json", "true", "false")],
+)
+def test_a_run_knows_its_vocabulary(tmp_path, name, old, new):
+    """Any change is an error of whoever opens the model; older runs did not record it."""
+    vocabulary = Vocabulary((*wordpiece.SPECIAL, "[unused0]", "cat"), True)
+    config = Config(phases=(PhaseConfig(),))
+    data = [{"digest": "a"}]
+    workdir.write_or_check_config(tmp_path, config, data, {}, False, vocabulary)
+    assert workdir.read_vocabulary(tmp_path) == vocabulary
+    path = tmp_path / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match="is not the vocabulary that the model was trained with"):
+        workdir.read_vocabulary(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["vocabulary"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    workdir.read_vocabulary(tmp_path)
 
 
 def test_garbage_is_collected_again_after_a_compilation():

@@ -329,3 +329,17 @@ def test_rare_words_are_dropped_to_bound_memory():
     counts = collections.Counter({**{f"w{i}": 1 for i in range(50)}, "x": 2, "y": 3, "z": 9})
     assert dict(wordpiece._frequent(counts, 2)) == {"y": 3, "z": 9}
     assert dict(wordpiece._frequent(counts, 3)) == {"x": 2, "y": 3, "z": 9}
+
+
+def test_a_vocabulary_in_use_is_not_replaced(tmp_path):
+    """A folder with other files, such as those of a run, is refused without --force."""
+    source, out = tmp_path / "text.txt", tmp_path / "run"
+    source.write_text("The cat saw the dog.\nThe dog saw the cow.\n" * 20)
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"run contains other files \(config.json\): .*--force"):
+        wordpiece.train([str(source)], out, size=200)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    first = wordpiece.train([str(source)], out, size=200, force=True)
+    (out / "config.json").unlink()
+    assert wordpiece.train([str(source)], out, size=200) == first == wordpiece.load(out)

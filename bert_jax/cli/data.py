@@ -25,6 +25,9 @@ def add_vocab(verbs: Verbs) -> None:
     sub.add_argument(
         "--min-frequency", type=int, default=2, help="minimum occurrences of a piece (default 2)"
     )
+    sub.add_argument(
+        "--force", action="store_true", help="write to a folder that contains other files"
+    )
 
 
 def _vocab(options) -> None:
@@ -36,6 +39,7 @@ def _vocab(options) -> None:
         size=options.size,
         lowercase=not options.cased,
         min_frequency=options.min_frequency,
+        force=options.force,
     )
     print(f"{options.out}: a vocabulary of {len(vocabulary):,} word pieces")
 

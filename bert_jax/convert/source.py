@@ -113,6 +113,7 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
             "config": config_lib.to_dict(imported.config),
             "data": [],
             "imported": imported.about,
+            "vocabulary": workdir.describe_vocabulary(imported.vocabulary),
         }
         files.write_json(folder / "config.json", saved)
         imported.vocabulary.save(folder)

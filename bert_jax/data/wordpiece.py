@@ -298,6 +298,7 @@ def train(
     unused: int | None = None,
     sample_bytes: int | None = None,
     language: str = "en",
+    force: bool = False,
 ) -> Vocabulary:
     """Train a WordPiece vocabulary on text and save it to a folder.
 
@@ -313,10 +314,14 @@ def train(
         unused: number of unused tokens; None for the default of `reserved`.
         sample_bytes: stop reading each source after this much text; None for no limit.
         language: language code for `corpus.sentences`.
+        force: write to a folder that contains other files, such as those of a run.
 
     Raises:
-        UserError: reading fails as in `corpus.read`, or the size leaves no room for pieces.
+        UserError: reading fails as in `corpus.read`, the size leaves no room for pieces, or `out`
+            contains other files.
     """
+    if not force:
+        _check_out(pathlib.Path(out))
     head = reserved(size, unused)
     if size < len(head) + 100:
         raise UserError(
@@ -387,6 +392,18 @@ def _count_words(
         for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
             words[word] += count
     return words
+
+
+def _check_out(folder: pathlib.Path) -> None:
+    """Refuse to replace the vocabulary of a run or of rows."""
+    with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
+        names = os.listdir(folder) if folder.is_dir() else []
+    others = sorted(set(names) - {VOCAB, SETTINGS})
+    if others:
+        raise UserError(
+            f"{folder} contains other files ({', '.join(others[:3])}): choose another folder, or add "
+            "--force to replace the vocabulary in it"
+        )
 
 
 def _frequent(counts: collections.Counter[str], max_words: int) -> collections.Counter[str]:
