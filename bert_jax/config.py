@@ -183,9 +183,10 @@ class OptimConfig:
     optimizer: str = _one_of("adam", "adamw", "lamb")
     learning_rate: float = _positive(1e-4)
     warmup_steps: int = _not_negative(10_000)
-    # "linear", "polynomial" (with `power`) or "cosine" decay to end_fraction of the peak at the
-    # last step. As in BERT, decay is counted from step 0, not from the end of warm-up.
-    schedule: str = _one_of("linear", "polynomial", "cosine")
+    # Decay to end_fraction of the peak at the last step: "linear", "polynomial" (with `power`) and
+    # "cosine" are counted from step 0, as in BERT, "linear_from_warmup" from the end of warm-up, as
+    # in transformers.
+    schedule: str = _one_of("linear", "polynomial", "cosine", "linear_from_warmup")
     power: float = _positive(0.5)
     end_fraction: float = _not_negative(0.0)
     beta1: float = _below_one(0.9)

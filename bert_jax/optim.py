@@ -15,12 +15,16 @@ from bert_jax.model.bert import Params
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """Return the learning-rate schedule: linear warm-up from 0, then decay counted from step 0.
 
-    With 10k of 1M steps of warm-up, linear decay thus reaches 0.99 of the peak, as in Google's code
-    (google-research/bert, `optimization.create_optimizer`).
+    With 10k of 1M steps of warm-up, linear decay thus starts at 0.99 of the peak, as in Google's code
+    (google-research/bert, `optimization.create_optimizer`). Only "linear_from_warmup" decays from
+    the end of warm-up (transformers, `get_linear_schedule_with_warmup`).
     """
     peak, end = config.learning_rate, config.end_fraction * config.learning_rate
     if config.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, steps, config.end_fraction)
+    elif config.schedule == "linear_from_warmup":
+        warmup = config.warmup_steps
+        decay = optax.linear_schedule(peak, end, max(steps - warmup, 1), transition_begin=warmup)
     else:
         power = 1.0 if config.schedule == "linear" else config.power
         decay = optax.polynomial_schedule(peak, end, power, steps)

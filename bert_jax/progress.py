@@ -24,7 +24,7 @@ class Progress:
     Args:
         title: name of the task, a word or two.
         total: number of units; None if unknown.
-        unit: name of a unit; "B" shows sizes as MB and MB/s.
+        unit: name of a unit; "B" shows sizes as kB or MB.
         done: units already done at the start, for a resumed run.
 
     Attributes:
@@ -111,7 +111,9 @@ class Progress:
         if not self.shown:
             return
         rate = (self._done - self._initial) / max(now - self._start, 1e-9)
-        scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
+        scale, unit = 1.0, self._unit
+        if unit == "B":  # kB for small files, which would be 0 MB
+            scale, unit = (1e6, "MB") if (self._total or self._done) >= 1e6 else (1e3, "kB")
         text = f"{self._title}: {self._done / scale:,.0f}"
         if self._total is not None:
             text += f" of {self._total / scale:,.0f}"

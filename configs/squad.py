@@ -12,6 +12,7 @@ from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
 
 def get_config(argument: str = "1") -> FinetuneConfig:
     """Return the config of SQuAD 1.1 ("1") or 2.0 ("2")."""
+    argument = argument.removeprefix("squad")
     return FinetuneConfig(
         task=TaskConfig(kind="squad", name=f"squad{argument}", tokens=384),
         epochs=3.0 if argument == "1" else 2.0,

@@ -230,6 +230,19 @@ def test_schedules(schedule, shape, end):
     assert float(rate(jnp.asarray(100))) == pytest.approx(2 * end, abs=1e-6)
 
 
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 50), (12, 125), (10, 10)])
+def test_linear_from_warm_up_is_transformers(warmup, steps):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=5e-5)
+    theirs = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps)
+    config = OptimConfig(learning_rate=5e-5, warmup_steps=warmup, schedule="linear_from_warmup")
+    ours = optim.schedule(config, steps)
+    for step in range(steps):
+        assert float(ours(jnp.asarray(step))) == pytest.approx(theirs.get_last_lr()[0], abs=1e-11)
+        optimizer.step()
+        theirs.step()
+
+
 def test_no_warm_up_starts_at_the_peak():
     assert float(optim.schedule(OptimConfig(warmup_steps=0), 10)(jnp.asarray(0))) == pytest.approx(
         1e-4
