@@ -14,6 +14,7 @@ __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "m
 _VERBS = (
     data.add_vocab,
     data.add_prepare,
+    data.add_rows,
     training.add_pretrain,
     training.add_finetune,
     models.add_predict,

@@ -1,6 +1,7 @@
 """Commands that turn text into vocabularies and rows."""
 
 from bert_jax.cli.common import Verbs, add_case
+from bert_jax.errors import UserError
 
 _SOURCES = (
     "text: a file, folder or glob, optionally as KIND:… (google, books, wikiextractor, "
@@ -115,3 +116,35 @@ def _prepare(options) -> None:
     for name in ("verb", "run", "takes_config", "config", "sources", "vocab", "out"):
         del settings[name]
     prepare.prepare(options.sources, options.vocab, options.out, **settings)
+
+
+def add_rows(verbs: Verbs) -> None:
+    """Add `bert-jax rows`."""
+    sub = verbs.add(
+        "rows",
+        _rows,
+        "describe a folder of rows, and show some of them as text",
+        "  bert-jax rows rows128\n  bert-jax rows rows128 --split heldout --show 3 --index 100",
+    )
+    sub.add_argument("folder", metavar="DIR", help="folder of rows")
+    sub.add_argument("--split", choices=("train", "heldout"), default="train", help="default train")
+    sub.add_argument("--show", type=int, default=2, metavar="N", help="rows to show (default 2)")
+    sub.add_argument("--index", type=int, default=0, metavar="N", help="first row (default 0)")
+    sub.add_argument("--seed", type=int, default=0, help="seed of the masks (default 0)")
+
+
+def _rows(options) -> None:
+    if options.show < 0:
+        raise UserError(f"--show {options.show}: must be at least 0")
+
+    from bert_jax import device
+
+    device.start("cpu")
+
+    from bert_jax.tools import show_rows
+
+    for line in show_rows.describe(options.folder):
+        print(line)
+    indices = range(options.index, options.index + options.show)
+    for line in show_rows.show(options.folder, options.split, indices, options.seed):
+        print(line)

@@ -1,0 +1,119 @@
+"""Describe a folder of rows, and show rows as text with their masks (`bert-jax rows`)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bert_jax.config import MaskingConfig
+from bert_jax.data import rows as rows_lib
+from bert_jax.data import wordpiece
+from bert_jax.data.instances import IS_NEXT, IS_RANDOM
+from bert_jax.data.loader import Rows
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.objectives.masking import Masker
+
+_LABELS = {IS_NEXT: "next sentence", IS_RANDOM: "random sentence", rows_lib.NO_LABEL: ""}
+_SAMPLE = 20_000  # rows whose labels are counted
+
+
+def describe(folder: str) -> Iterator[str]:
+    """Yield lines that describe the rows: their format, and statistics of both splits.
+
+    Raises:
+        UserError: the folder has no rows, or they cannot be read.
+    """
+    manifest = rows_lib.read_manifest(folder)
+    yield (
+        f"rows of T={manifest.tokens} tokens with up to S={manifest.sequences} sequences, pairs "
+        f"{manifest.pairs}, vocabulary of {manifest.vocab_size:,}"
+    )
+    for name in ("train", "heldout"):
+        split: rows_lib.Split = getattr(manifest, name)
+        if not split.rows:
+            yield f"{name}: empty"
+            continue
+        line = (
+            f"{name}: {split.documents:,} documents, {split.sequences:,} sequences in "
+            f"{split.rows:,} rows, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
+        )
+        labels = Rows(folder, name).read(range(min(split.rows, _SAMPLE)))["label"]
+        known = labels[labels != rows_lib.NO_LABEL]
+        if len(known):
+            line += f", {np.mean(known == IS_RANDOM):.1%} of pairs random"
+        yield line
+    counts = np.array(manifest.length_histogram)
+    lengths = np.repeat(np.arange(len(counts)), counts)
+    if len(lengths):
+        quartiles = ", ".join(f"{q:.0f}" for q in np.percentile(lengths, (0, 25, 50, 75, 100)))
+        yield f"tokens per training sequence: mean {lengths.mean():.1f}, quartiles {quartiles}"
+    yield from (f"warning: {warning}" for warning in manifest.warnings)
+
+
+def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iterator[str]:
+    """Yield lines that show rows: each sequence as text, and the masks of one step.
+
+    Args:
+        folder: folder of rows.
+        split: "train" or "heldout".
+        indices: indices of the rows.
+        seed: seed of the masks, which are drawn with the default `MaskingConfig`.
+
+    Raises:
+        UserError: there are no such rows, or they cannot be read.
+    """
+    opened, vocabulary = Rows(folder, split), wordpiece.load(folder)
+    for index in indices:
+        if not 0 <= index < len(opened):
+            raise UserError(
+                f"{folder} has no row {index} in {split}: choose 0 to {len(opened) - 1}"
+            )
+    batch = opened.read(list(indices))
+    targets = _mask(batch, opened.manifest, vocabulary, seed)
+    for row, index in enumerate(indices):
+        yield f"row {index}"
+        start = 0
+        for slot, length in enumerate(batch["length"][row].tolist()):
+            if not length:
+                break
+            tokens = batch["tokens"][row, start : start + length].tolist()
+            label = _LABELS[int(batch["label"][row, slot])]
+            yield f"  sequence {slot}, {length} tokens{', ' + label if label else ''}"
+            yield f"    {' '.join(vocabulary.tokens[i] for i in tokens)}"
+            masked = [
+                f"{position - start}: {vocabulary.tokens[label]} -> {vocabulary.tokens[token]}"
+                for position, label, token in targets[row]
+                if start <= position < start + length
+            ]
+            yield f"    predict {', '.join(masked) or 'nothing'}"
+            start += length
+
+
+def _mask(
+    batch: dict[str, np.ndarray], manifest: rows_lib.Manifest, vocabulary: Vocabulary, seed: int
+) -> list[list[tuple[int, int, int]]]:
+    """Return (position, label, input token) of the predictions of each row."""
+    masker = Masker(
+        MaskingConfig(),
+        manifest.tokens,
+        manifest.sequences,
+        manifest.vocab_size,
+        vocabulary.mask_id,
+        vocabulary.continuation(),
+    )
+    tokens, length, a_length = (
+        jnp.asarray(batch[name].astype(np.int32)) for name in ("tokens", "length", "a_length")
+    )
+    layout = rows_lib.layout(length, a_length, manifest.tokens)
+    masked: Any = jax.device_get(masker(tokens, length, a_length, layout, jax.random.key(seed)))
+    return [
+        [
+            (int(position), int(label), int(inputs[position]))
+            for position, label, weight in zip(positions, labels, weights, strict=True)
+            if weight
+        ]
+        for inputs, positions, labels, weights in zip(*masked, strict=True)
+    ]
