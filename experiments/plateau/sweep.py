@@ -14,7 +14,11 @@ from bert_jax.tools.sweep import Point
 
 STEPS, STEP_TOKENS = 3_000, 1_024
 LENGTHS = (8, 16, 32, 64, 128)
-CURRICULUM = "16, 32, 64, 128"
+# Lengths with their shares of the steps.
+CURRICULA = (
+    {16: 0.3, 32: 0.2, 64: 0.2, 128: 0.3},
+    {8: 0.3, 16: 0.2, 32: 0.15, 64: 0.15, 128: 0.2},
+)
 LEVELS = (6.0, 5.5, 5.0)  # nats
 BASE = {
     "steps": STEPS,
@@ -39,17 +43,24 @@ CHANGES = {
 
 
 def get_points(given):
-    """Return a run for each length, the curriculum, and each changed hyperparameter."""
+    """Return a run for each length, curriculum and changed hyperparameter."""
     folders = {tokens: _rows(given, tokens) for tokens in LENGTHS}
     for tokens in LENGTHS:
         yield _run(given, f"T={tokens}", f",{tokens}", [folders[tokens]], STEP_TOKENS // tokens)
-    shares = {16: 0.3, 32: 0.2, 64: 0.2, 128: 0.3}
-    phases = ",".join(f"{tokens}={share}" for tokens, share in shares.items())
-    sizes = {f"phases[{i}].batch_size": STEP_TOKENS // tokens for i, tokens in enumerate(shares)}
-    yield _run(given, CURRICULUM, f",{phases}", [folders[t] for t in shares], 8, sizes)
+    for shares in CURRICULA:
+        phases = ",".join(f"{tokens}={share}" for tokens, share in shares.items())
+        sizes = {
+            f"phases[{i}].batch_size": STEP_TOKENS // tokens for i, tokens in enumerate(shares)
+        }
+        rows = [folders[tokens] for tokens in shares]
+        yield _run(given, _name(shares), f",{phases}", rows, 8, sizes)
     for name, changes in CHANGES.items():
         rows = _rows(given, 16, "nsp") if "next" in name else folders[16]
         yield _run(given, name, ",16", [rows], STEP_TOKENS // 16, changes)
+
+
+def _name(shares):
+    return ", ".join(map(str, shares))
 
 
 def _rows(given, tokens, pairs="none"):
@@ -86,7 +97,7 @@ class Steps:
 
 def get_blocks(results):
     """Return the table of steps, and the loss curves by length and by hyperparameter."""
-    lengths = [f"T={tokens}" for tokens in LENGTHS] + [CURRICULUM]
+    lengths = [f"T={tokens}" for tokens in LENGTHS] + [_name(shares) for shares in CURRICULA]
     others = ["T=16", *CHANGES]
     axes = ("steps", "held-out masked-LM loss (nats)")
 
