@@ -224,6 +224,12 @@ def test_the_original_files_of_mrpc(tmp_path):
     write(root / "msr_paraphrase_train.txt", header, *rows)
     write(root / "msr_paraphrase_test.txt", header, (1, 7, 8, "w1", "w2"))
     refused("has no dev_ids.tsv", tmp_path, "mrpc")
+    names = {
+        split: str(root / f"msr_paraphrase_{x}.txt")
+        for split, x in (("train", "train"), ("dev", "test"))
+    }
+    named = Glue(TaskConfig(name="mrpc", **names), VOCABULARY)
+    assert [len(named.splits[split]) for split in ("train", "dev")] == [5, 1]
     write(root / "dev_ids.tsv", (3, 103), (0, 100), (102, 2))
     found = problem(tmp_path, "mrpc")
     assert [words(found.splits["dev"], i) for i in (0, 1)] == [

@@ -186,7 +186,9 @@ class Glue(Classification):
         else:
             skipped: list[str] = []
             required = self.requires_labels(split)
-            yield from read(self.config.name, source, split, required, skipped)
+            sources = self.sources()
+            shared = sources.get("train") == sources.get("dev")
+            yield from read(self.config.name, source, split, required, skipped, shared)
             if skipped:
                 self.report.append(
                     f"{split}: {len(skipped):,} rows skipped for missing columns, the first "
@@ -215,7 +217,12 @@ class Glue(Classification):
 
 
 def read(
-    name: str, source: str, split: str, requires_labels: bool, skipped: list[str]
+    name: str,
+    source: str,
+    split: str,
+    requires_labels: bool,
+    skipped: list[str],
+    shared: bool = True,
 ) -> Iterator[Row]:
     """Yield the rows of a file in GLUE's format, or of MRPC's original files.
 
@@ -225,10 +232,12 @@ def read(
         split: the split that it holds.
         requires_labels: whether a row without a label is an error.
         skipped: list to which a message is appended for each skipped row of QQP.
+        shared: whether MRPC's original training file also holds the dev set, as in GLUE; False if
+            another file was named for it.
     """
     task, path = _task(name), pathlib.Path(source)
     no_header = name == "cola" and not split.startswith("test")
-    original = name == "mrpc" and path.name.startswith(_MRPC_TRAIN)
+    original = shared and name == "mrpc" and path.name.startswith(_MRPC_TRAIN)
     dev_ids = _mrpc_dev_ids(path.parent) if original else set()
     records = tables.read(
         path,
@@ -380,7 +389,8 @@ def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
     path = existing(folder / _MRPC_DEV_IDS)
     if not path:
         raise UserError(
-            f"{folder} has no {_MRPC_DEV_IDS}, the list of pairs in the dev set: get it from GLUE"
+            f"{folder} has no {_MRPC_DEV_IDS}, the list of pairs in the dev set: get it from GLUE, or name "
+            "another dev set with config.task.dev"
         )
     columns = ("#1 ID", "#2 ID")
     records = tables.read(path, columns, kind=".tsv", header=columns)
