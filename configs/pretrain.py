@@ -26,7 +26,7 @@ def get_config(argument: str = "base") -> Config:
     size, *lengths = argument.split(",")
     model = model_size(size)
     if size == "teaching":
-        return _teaching(model, _phases(lengths or ["16=0.3", "32=0.2", "64=0.5"]))
+        return _teaching(model, _phases(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"]))
     return Config(model=model, phases=_phases(lengths or ["128", "512"]))
 
 

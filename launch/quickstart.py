@@ -31,7 +31,7 @@ PROGRAM = pathlib.Path(sys.executable).with_name("bert-jax")
 STAGES = 6
 
 # Short rows first: see `teaching` in configs/pretrain.py.
-LENGTHS = (16, 32, 64)
+LENGTHS = (8, 16, 32, 64)
 STEPS = 3_000
 MASKED = (
     "In the beginning God created the heaven and the [MASK].",
@@ -236,7 +236,7 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
 
     stage(3, f"Rows of {', '.join(map(str, LENGTHS[:-1]))} and {LENGTHS[-1]} tokens")
     for tokens, out in zip(LENGTHS, rows, strict=True):
-        size = ["--tokens", str(tokens), "--sequences", str(tokens // 16)]
+        size = ["--tokens", str(tokens), "--sequences", str(max(tokens // 16, 1))]
         split = ["--pairs", "none", "--heldout-fraction", "0.05"]
         run("prepare", "--vocab", vocab, "--out", out, *size, *split, *sources)
 
