@@ -63,6 +63,11 @@ def _name(shares):
     return ", ".join(map(str, shares))
 
 
+def _names():
+    lengths = [f"T={tokens}" for tokens in LENGTHS]
+    return [*lengths, *map(_name, CURRICULA), *CHANGES]
+
+
 def _rows(given, tokens, pairs="none"):
     text = f"{given.data}/text/wikipedia/featured_0*" + ("" if given.scale == "paper" else ".gz")
     size = ("--tokens", tokens, "--sequences", max(tokens // 16, 1), "--pairs", pairs)
@@ -81,13 +86,12 @@ class Steps:
 
     def markdown(self, results, folder):
         """Return a row per run."""
+        results = [line for line in results if "curve" in line]
         lines = [
             "| run | " + " | ".join(f"steps to {level}" for level in LEVELS) + " | last loss |",
             "|---|" + "---|" * (len(LEVELS) + 1),
         ]
-        for line in results:
-            if "curve" not in line:
-                continue
+        for line in sorted(results, key=lambda line: _names().index(line["point"])):
             points = list(zip(line["curve"]["step"], line["curve"]["loss"], strict=True))
             first = [next((s for s, x in points if x < level), None) for level in LEVELS]
             cells = [f"{step:,}" if step else "—" for step in first]
