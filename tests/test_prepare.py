@@ -637,6 +637,12 @@ def test_documents_too_few(tmp_path):
     text, vocab = write_corpus(tmp_path, 4)
     manifest = prepare([text], vocab, tmp_path / "four", workers=1, heldout_fraction=1e-9)
     assert manifest.heldout.documents == manifest.train.documents == 2
+    (warning,) = manifest.warnings
+    assert "of the tokens are held out, not 0.0%: the corpus has few documents (4)" in warning
+    share = manifest.heldout.real_tokens / (
+        manifest.heldout.real_tokens + manifest.train.real_tokens
+    )
+    assert abs(int(warning.split("%")[0]) / 100 - share) < 0.1
     with pytest.raises(UserError, match="heldout_fraction"):
         prepare([text], vocab, tmp_path / "none", workers=1, heldout_fraction=0.999999)
 
@@ -645,12 +651,13 @@ def test_text_of_another_vocabulary_is_told(tmp_path, capsys):
     text, vocab = write_corpus(tmp_path)
     (tmp_path / "odd.txt").write_text("what is this\nnobody knows\n\nd1w1 nor this\nnor that\n")
     odd = f"google:{tmp_path}/odd.txt"
-    manifest = prepare([text, odd], vocab, tmp_path / "rows", workers=1)
+    manifest = prepare([text, odd], vocab, tmp_path / "rows", workers=1, heldout_fraction=0.0)
     (warning,) = manifest.warnings
     assert "odd.txt: 90% of its tokens are unknown" in warning
     assert "1 such files" in warning
     assert warning in capsys.readouterr().out
-    assert not prepare([text], vocab, tmp_path / "fine", workers=1).warnings
+    fine = prepare([text], vocab, tmp_path / "fine", workers=1, heldout_fraction=0.0)
+    assert not fine.warnings
 
 
 def test_nothing_to_read(tmp_path):

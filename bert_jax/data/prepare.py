@@ -427,6 +427,12 @@ def _plan(
                 size[split], unit[split] = int(ends[-1]), int(units[-1])
     for split in starts:
         starts[split].append(count[split])
+    share = size["heldout"] / sum(size.values())
+    if share > 2 * heldout_fraction:
+        warnings.append(
+            f"{share:.0%} of the tokens are held out, not {heldout_fraction:.1%}: the corpus has few "
+            f"documents ({documents:,}) or very long ones; split them to hold out less"
+        )
     return {"starts": starts, "warnings": warnings}
 
 
