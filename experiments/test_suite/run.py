@@ -1,10 +1,10 @@
 """Time the README's first commands on a fresh clone, and run the tests under load to find flaky ones.
 
     python experiments/test_suite/run.py first             # clone, make quickstart, make test
-    python experiments/test_suite/run.py stress --times 10  # make test beside processes that spin
+    python experiments/test_suite/run.py stress --times 10  # make test under load
 
-Each run adds a line to results.jsonl, from which the tables of README.md are written. Only committed
-files take part. Needs a network for the packages; they come from pip's cache where it has them.
+Each run appends a line to results.jsonl, from which the tables of README.md are written. Only committed
+files are used. Packages come from pip's cache or the network.
 """
 
 import argparse
@@ -28,13 +28,13 @@ SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 
 def environment() -> dict[str, str]:
-    """A shell's variables without those that choose a virtual environment or devices."""
+    """Return the environment without variables that select a virtual environment or devices."""
     removed = ("VIRTUAL_ENV", "PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "BERT_JAX_CACHE")
     return {name: value for name, value in os.environ.items() if name not in removed}
 
 
 def timed(command: list[str], folder: pathlib.Path, env: dict[str, str]) -> tuple[float, str]:
-    """Run a command; return its seconds and output. It must succeed."""
+    """Run a command, and return its seconds and output; exit if it fails."""
     begin = time.monotonic()
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -45,13 +45,13 @@ def timed(command: list[str], folder: pathlib.Path, env: dict[str, str]) -> tupl
 
 
 def counts(output: str) -> dict[str, int]:
-    """The outcomes that pytest counts in its last line."""
+    """Return the counts in the last line of pytest."""
     last = output.strip().splitlines()[-1]
     return {name.rstrip("s"): int(number) for number, name in SUMMARY.findall(last)}
 
 
 def first(_: argparse.Namespace) -> None:
-    """Clone the repository and time its first commands, installation included."""
+    """Clone the repository, and time its first commands and their installation."""
     with tempfile.TemporaryDirectory() as name:
         clone, env = pathlib.Path(name, "bert_jax"), environment()
         # Empty caches of compiled programs; the tests' is in the folder for temporary files.
@@ -67,7 +67,7 @@ def first(_: argparse.Namespace) -> None:
 
 
 def stress(options: argparse.Namespace) -> None:
-    """Run `make test` repeatedly beside one spinning process a core, and record what failed."""
+    """Run `make test` repeatedly with one busy process per core, and record failures."""
     spin = [sys.executable, "-c", "while True: sum(range(1000))"]
     for _ in range(options.times):
         with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ def stress(options: argparse.Namespace) -> None:
 
 
 def record(line: dict) -> None:
-    """Add a line to results.jsonl and rewrite the tables."""
+    """Append a line to results.jsonl, and rewrite the tables."""
     about = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": workdir.commit(),
@@ -134,14 +134,14 @@ def write_page() -> None:
 
 
 def main() -> None:
-    """Run one of the two."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(required=True)
     verbs.add_parser("first", help="time the first commands").set_defaults(run=first)
     under_load = verbs.add_parser("stress", help="run the tests under load")
-    under_load.add_argument("--times", type=int, default=10, help="how often (default 10)")
+    under_load.add_argument("--times", type=int, default=10, help="number of runs (default 10)")
     under_load.set_defaults(run=stress)
     options = parser.parse_args()
     options.run(options)
