@@ -595,7 +595,9 @@ def test_no_name_in_a_file_leads_out_of_its_folder(checkpoints, folder, monkeypa
     )
     # A module without a path is in the folder itself, whose config.json is none of pooling.
     own = file == "modules.json" and name in ("", None)
-    with pytest.raises(UserError, match="pools by" if own else "in the same folder|not a subfolder"):
+    with pytest.raises(
+        UserError, match="pools by" if own else "in the same folder|not a subfolder"
+    ):
         read(folder)
     assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
 
