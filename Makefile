@@ -30,7 +30,7 @@ test-all: $(VENV)/test.done
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --project . --pythonpath $(BIN)/python
 
 # Takes hours on two cores; results are in experiments/speed/README.md.
 bench: $(VENV)/bench.done

@@ -270,6 +270,20 @@ def test_what_is_ablated_is_what_the_paper_ablates():
     assert finetuning("table5_ablations", "paper")["+ BiLSTM/SQuAD"].model.lstm_layers == 1
 
 
+@pytest.mark.parametrize("name", ["table5_ablations", "table6_model_size", "table8_masking"])
+def test_small_models_are_compared_over_seeds_of_pretraining(name):
+    seeds = {}
+    for point, config in pretraining(name, "small").items():
+        seeds.setdefault(point.partition(", seed ")[0], []).append(config.seed)
+        assert [phase.tokens for phase in config.phases] == [8, 16, 32, 64, 128]
+        assert [p.batch_size * p.tokens for p in config.phases[:-1]] == [1_024] * 4
+    assert all(own == [0, 1, 2] for own in seeds.values())
+    for point in load(name, "small").points:
+        if point.verb == "finetune":
+            start = point.command[point.command.index("--init") + 1]
+            assert config_of(point).seed == config_of(start).seed
+
+
 def test_features_are_the_papers():
     for name, config in finetuning("table7_ner", "paper").items():
         assert config.task.document_context
@@ -287,7 +301,11 @@ def test_features_are_the_papers():
 def test_mixes_are_the_papers():
     for scale in SCALES:
         mixes = {
-            name: (c.masking.mask_fraction, c.masking.same_fraction, c.masking.random_fraction)
+            name.partition(", seed ")[0]: (
+                c.masking.mask_fraction,
+                c.masking.same_fraction,
+                c.masking.random_fraction,
+            )
             for name, c in pretraining("table8_masking", scale).items()
         }
         assert mixes == {

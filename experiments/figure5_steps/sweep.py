@@ -16,10 +16,12 @@ def get_points(given):
     runs = {MASKED: recipes.base(given), CAUSAL: recipes.left_to_right(given)}
     for step in recipes.checkpoints(given):
         for label, run in runs.items():
-            start = ["--init", run, "--checkpoint", step]
-            yield recipes.finetuned(
-                given, label, start, TASK[given.scale], more=str(step), steps=step
-            )  # fmt: skip
+            start, task = ["--init", run, "--checkpoint", step], TASK[given.scale]
+            facts = {"steps": step}
+            if given.scale == "small":
+                share = recipes.SMALL_MASKED if label == MASKED else 1
+                facts["targets"] = step * recipes.STEP_TOKENS * share / 1e6
+            yield recipes.finetuned(given, label, start, task, more=str(step), **facts)
 
 
 def get_blocks(results):
@@ -31,11 +33,14 @@ def get_blocks(results):
         columns = {f"{step:,}": Column("dev.accuracy", {"steps": step}) for step in at}
         return Table(series, columns, {}, TASK[scale]), [Claim(c, MASKED, CAUSAL) for c in columns]
 
-    def curves(scale):
-        labels = ("steps of pretraining", f"{TASK[scale]}, accuracy on dev")
+    def curves(scale, x, label, name):
+        labels = (label, f"{TASK[scale]}, accuracy on dev")
         own = {label: {**facts, "task": TASK[scale]} for label, facts in series.items()}
-        return recipes.At(scale, Curves(f"{scale}.svg", own, "steps", "dev.accuracy", labels))
+        return recipes.At(scale, Curves(f"{name}.svg", own, x, "dev.accuracy", labels))
 
-    return recipes.page(small=told("small"), paper=told("paper")) | {
-        f"{scale}_curves": curves(scale) for scale in TASK
+    blocks = {
+        f"{scale}_curves": curves(scale, "steps", "steps of pretraining", scale) for scale in TASK
     }
+    predicted = "million tokens predicted in pretraining"
+    blocks["small_targets"] = curves("small", "targets", predicted, "small_targets")
+    return recipes.page(small=told("small"), paper=told("paper")) | blocks

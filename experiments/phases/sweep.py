@@ -16,20 +16,10 @@ def get_points(given):
     """Return two runs on the same number of tokens that end on the same rows."""
     if given.scale == "paper":
         yield recipes.base(given, BOTH)
-        yield recipes.pretrained(
-            given, LONG, "base,512", {"steps": PAPER_STEPS}, [recipes.rows(given, 512)]
-        )
+        yield recipes.pretrained(given, LONG, changes={"steps": PAPER_STEPS}, lengths={512: 1})
         return
-    long = recipes.rows(given, 512)
-    changes = {
-        "phases[0].fraction": 1 - LONG_SHARE,
-        "phases[1].fraction": LONG_SHARE,
-        "phases[1].batch_size": 2,
-    }
-    config = f"{recipes.SMALL_SIZE},128,512"
-    yield recipes.pretrained(given, BOTH, config, changes, [recipes.rows(given), long])
-    config = f"{recipes.SMALL_SIZE},512"
-    yield recipes.pretrained(given, LONG, config, {"batch_size": 2}, [long])
+    yield recipes.pretrained(given, BOTH, lengths={128: 1 - LONG_SHARE, 512: LONG_SHARE})
+    yield recipes.pretrained(given, LONG, lengths={512: 1})
 
 
 def get_blocks(results):

@@ -61,22 +61,23 @@ LARGER = {
 }
 
 
-def pretrained(given, size):
+def pretrained(given, size, seed):
     """Return the pretraining of a size, shared with other experiments for base and large."""
     if given.scale == "paper" and size in ("L12-H768-A12", "L24-H1024-A16"):
         return recipes.base(given, size) if size == "L12-H768-A12" else recipes.large(given, size)
     if given.scale == "paper":
         return recipes.pretrained(given, size, size)
-    return recipes.pretrained(given, size, f"{size},128", {"steps": STEPS})
+    return recipes.pretrained(given, size, size, {"steps": STEPS}, seed=seed)
 
 
 def get_points(given):
     """Return the pretraining of every size, and its fine-tuning on every task."""
-    for size in SIZES[given.scale]:
-        model = pretrained(given, size)
-        yield model
-        for task in TASKS[given.scale]:
-            yield recipes.finetuned(given, size, ["--init", model], task)
+    for seed in recipes.pretraining_seeds(given):
+        for size in SIZES[given.scale]:
+            model = pretrained(given, size, seed)
+            yield model
+            for task in TASKS[given.scale]:
+                yield recipes.finetuned(given, size, ["--init", model], task, seed=seed)
 
 
 def get_blocks(results):

@@ -26,7 +26,7 @@ PAPER = {
 }
 
 
-def pretrained(given, mix):
+def pretrained(given, mix, seed):
     """Return the pretraining of a mix, shared with other experiments for the default one."""
     if given.scale == "paper" and mix == USUAL:
         return recipes.base(given, mix)
@@ -35,18 +35,21 @@ def pretrained(given, mix):
         names = ("mask_fraction", "same_fraction", "random_fraction")
         shares = (int(percent) / 100 for percent in mix.split("/"))
         changes |= {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
-    return recipes.pretrained(given, mix, changes=changes)
+    return recipes.pretrained(given, mix, changes=changes, seed=seed)
 
 
 def get_points(given):
     """Return the fine-tuning of each mix, and training on the last four layers as features."""
     lstm = recipes.LSTM | {"model.features": "last4"}
-    for mix in MIXES:
-        start = ["--init", pretrained(given, mix)]
-        yield recipes.finetuned(given, mix, start, SENTENCES[given.scale], by="fine-tuned")
-        yield recipes.finetuned(given, mix, start, "NER", more="fine-tuned", by="fine-tuned")
-        task = BY_FEATURES[given.scale]
-        yield recipes.finetuned(given, mix, start, task, lstm, "features", by="features")
+    for seed in recipes.pretraining_seeds(given):
+        for mix in MIXES:
+            start = ["--init", pretrained(given, mix, seed)]
+            for task, changes, by in (
+                (SENTENCES[given.scale], {}, "fine-tuned"),
+                ("NER", {}, "fine-tuned"),
+                (BY_FEATURES[given.scale], lstm, "features"),
+            ):
+                yield recipes.finetuned(given, mix, start, task, changes, by, seed, by=by)
 
 
 def get_blocks(results):
