@@ -398,17 +398,17 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
 
 @pytest.mark.tpu
 def test_the_compiler_holds_what_sharding_says(compiled):
-    config, phase = compiled
+    config, result = compiled
     _, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
     _, state = step_lib.initial_state(config, phase, mesh)
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
-    memory = phase["memory"]
+    memory = result["memory"]
     expected = sharding.bytes_per_device((state, batch))
     # What is padded to the chip's tiles comes on top.
     assert memory["arguments"] - memory["padding"] == expected
     assert 0 <= memory["padding"] < expected
-    assert phase["fits"]
+    assert result["fits"]
 
 
 @pytest.mark.tpu
