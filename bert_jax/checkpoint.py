@@ -1,21 +1,20 @@
 """Orbax checkpoints of a run: saved in the background, sealed and committed by a rename.
 
-The folder of a step exists completely or not at all. Its manifest lists the size and checksum of
-every file, and a folder that does not match its manifest is never used.
+The folder of a step exists completely or not at all. Its manifest holds the step, the run, and the
+size and checksum of every file. A folder that does not match its manifest is never used.
 """
 
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent import futures
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -43,8 +42,13 @@ _REMOVED = "removed"
 _SAVED = "saved"
 
 
-def seal(folder: pathlib.Path) -> None:
-    """Write and sync the manifest of a step's folder: size and checksum of every other file."""
+def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
+    """Write and sync the manifest of a step's folder: facts, size and checksum of every other file.
+
+    Args:
+        folder: folder of the step, perhaps with a temporary name.
+        facts: its `step`, and what `Checkpoints.save` adds.
+    """
     paths = [
         path
         for path in sorted(folder.rglob("*"))
@@ -56,34 +60,67 @@ def seal(folder: pathlib.Path) -> None:
             path.relative_to(folder).as_posix(): [path.stat().st_size, _CRC32C + checksum]
             for path, checksum in zip(paths, checksums, strict=True)
         }
-    files.write_json(folder / MANIFEST, {"sha256": _digest(entries), "files": entries})
+    content = {**facts, "files": entries}
+    files.write_json(folder / MANIFEST, {"sha256": _digest(content), **content})
     files.sync_tree(folder)
 
 
-def _digest(entries: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def damage(folder: pathlib.Path, items: Collection[str] | None = None) -> str | None:
-    """Describe the first damaged file in a step's folder; return None if there is none.
+def read_manifest(folder: pathlib.Path) -> dict[str, Any] | str:
+    """Return the manifest of a step's folder, or a description of what is wrong with it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, RecursionError):
+        return f"{MANIFEST} is damaged"
+    match manifest:
+        case {"sha256": str() as sha256, "files": dict() as entries, **facts} if all(
+            isinstance(entry, list) and [type(value) for value in entry] == [int, str]
+            for entry in entries.values()
+        ):
+            # Older versions recorded only files.
+            content = {**facts, "files": entries} if facts else entries
+            return manifest if sha256 == _digest(content) else f"{MANIFEST} fails its checksum"
+    return f"{MANIFEST} is damaged"
+
+
+def damage(
+    folder: pathlib.Path,
+    items: Collection[str] | None = None,
+    identity: Mapping[str, str] | None = None,
+) -> str | None:
+    """Describe what is wrong with a step's folder; return None if nothing is.
 
     Args:
         folder: `WORKDIR/checkpoints/STEP`.
         items: check only these items and files outside any item; None checks everything.
+        identity: what it must have been saved with (see `workdir.read_identity`).
 
     Raises:
         UserError: the folder cannot be read.
     """
     with files.one_line_errors(f"cannot read {folder}"):
-        try:
-            manifest = json.loads((folder / MANIFEST).read_bytes())
-            entries = manifest["files"]
-            if manifest["sha256"] != _digest(entries):
-                return f"{MANIFEST} fails its checksum"
-        except FileNotFoundError:
-            return f"{MANIFEST} is missing"
-        except (ValueError, TypeError, KeyError):
-            return f"{MANIFEST} is damaged"
+        manifest = read_manifest(folder)
+        if isinstance(manifest, str):
+            return manifest
+        entries = manifest["files"]
+        if manifest.get("step", int(folder.name)) != int(folder.name):
+            return f"it is a copy of step {manifest['step']}"
+        for name, value in (identity or {}).items():
+            if manifest.get(name, value) != value:
+                return (
+                    f"it is of a run with another {name}"
+                    if name != "run"
+                    else "it is another run's"
+                )
         sizes = {
             path.relative_to(folder).as_posix(): path.stat().st_size
             for path in folder.rglob("*")
@@ -138,9 +175,14 @@ def move_damaged(folder: pathlib.Path) -> None:
         UserError: the run has had checkpoints, but none is intact; nothing is moved.
     """
     checkpoints, damaged_folder, newest = folder / "checkpoints", folder / "damaged", None
-    damaged = {}
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise UserError(
+            f"{checkpoints} is a file, not a folder: restore it, or choose another workdir"
+        )
+    damaged, identity = {}, workdir.read_identity(folder)
     for step in reversed(_steps(checkpoints)):
-        description = damage(checkpoints / str(step), None if newest is None else [METRICS])
+        items = None if newest is None else [METRICS]
+        description = damage(checkpoints / str(step), items, identity)
         if description:
             damaged[step] = description
         elif newest is None:
@@ -155,27 +197,28 @@ def move_damaged(folder: pathlib.Path) -> None:
     ):
         raise UserError(f"the run in {folder} has lost its checkpoints: restore one, or {advice}")
     for step, description in damaged.items():
-        names = itertools.chain([str(step)], (f"{step}.{i}" for i in itertools.count(2)))
-        target = next(path for name in names if not (path := damaged_folder / name).exists())
-        with files.one_line_errors(f"cannot move {checkpoints / str(step)} to {target}"):
-            damaged_folder.mkdir(exist_ok=True)
-            os.replace(checkpoints / str(step), target)
-            files.sync_folder(damaged_folder)
-            files.sync_folder(checkpoints)
+        target = files.move_aside(checkpoints / str(step), damaged_folder)
         print(
             f"the checkpoint of step {step:,} is damaged ({description}): moved to {target}; "
             f"resuming from step {newest:,}",
             file=sys.stderr,
             flush=True,
         )
+    if newest is not None:
+        manifest = read_manifest(checkpoints / str(newest))
+        if isinstance(manifest, dict) and "metrics" in manifest:
+            workdir.repair_metrics(folder, newest, manifest["metrics"])
 
 
 class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """Temporary folder of a step, sealed before it is renamed to its final name.
 
     Orbax calls it on process 0, in its own thread, once all processes have written their parts.
-    Orbax also uses the class for the items' folders, which have no metadata store.
+    Orbax also uses the class for the items' folders, which have no metadata store. `Checkpoints`
+    makes a subclass with its own `facts`: what goes into the manifest of a step.
     """
+
+    facts: ClassVar[dict[int, dict[str, Any]]] = {}
 
     async def create(self) -> Any:
         if self._checkpoint_metadata_store:
@@ -187,7 +230,8 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
             return await super().finalize()
         # super().finalize() would write another file and rename before the folder can be sealed.
         self._checkpoint_metadata_store.wait_until_finished()
-        seal(pathlib.Path(self.get()))
+        step = int(self.get_final().name)
+        seal(pathlib.Path(self.get()), {"step": step, **self.facts.pop(step, {})})
         os.rename(self.get(), self.get_final())
         checkpoints = pathlib.Path(self.get_final().parent)
         (checkpoints / _SAVED).touch()
@@ -202,6 +246,7 @@ class Checkpoints:
         config: which checkpoints to keep.
         best_by: held-out metric that ranks checkpoints.
         highest: whether higher values of the metric are better.
+        identity: saved with every step and checked (see `workdir.read_identity`).
         read_only: neither create nor clean up the folder.
     """
 
@@ -211,6 +256,7 @@ class Checkpoints:
         config: CheckpointConfig,
         best_by: str = "",
         highest: bool = False,
+        identity: Mapping[str, str] | None = None,
         read_only: bool = False,
     ):
         # Orbax logs every save, and logs a failed one at length before it raises.
@@ -218,6 +264,7 @@ class Checkpoints:
         self.folder = pathlib.Path(folder).absolute()
         self._read_only = read_only
         self._best_by, self._sign = best_by, -1 if highest else 1
+        self._identity, self._facts = dict(identity or {}), {}
         keep: list[Any] = [managers.LatestN(config.keep_last)]
         if config.keep_best:
             keep.append(
@@ -231,7 +278,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy(keep),
             best_fn=lambda metrics: metrics[best_by],  # required for metrics to be saved
-            temporary_path_class=_Sealed,
+            temporary_path_class=type("_SealedStep", (_Sealed,), {"facts": self._facts}),
             todelete_subdir=_REMOVED,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
@@ -257,6 +304,7 @@ class Checkpoints:
         params: Params,
         training: Any = None,
         heldout: dict[str, float] | None = None,
+        metrics_checksum: str | None = None,
     ) -> None:
         """Start saving a step in the background; return once the arrays are copied.
 
@@ -265,6 +313,7 @@ class Checkpoints:
             params: model parameters.
             training: the rest of the training state; None for a model without a run.
             heldout: held-out metrics at this step; None if it was not evaluated.
+            metrics_checksum: checksum of metrics.jsonl, from `Log.sync`.
 
         Raises:
             UserError: this save or the previous one failed (for example, the disk is full).
@@ -276,6 +325,9 @@ class Checkpoints:
                 for name, item in items.items()
             }
         )
+        self._facts[step] = dict(self._identity)
+        if metrics_checksum:
+            self._facts[step]["metrics"] = metrics_checksum
         with self._errors(f"save step {step} to"):
             self._manager.save(step, args=args, metrics=heldout, force=True)
 
@@ -294,7 +346,7 @@ class Checkpoints:
         Raises:
             UserError: a file is damaged; the message names it and the other steps.
         """
-        if description := damage(self.folder / str(step), items):
+        if description := damage(self.folder / str(step), items, self._identity):
             others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is damaged ({description}): "
@@ -400,6 +452,7 @@ def load_model(
         pathlib.Path(folder) / "checkpoints",
         config.checkpoint,
         **workdir.read_best_by(folder),
+        identity=workdir.read_identity(folder),
         read_only=True,
     )
     steps = checkpoints.steps()

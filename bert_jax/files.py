@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -17,6 +18,8 @@ from typing import Any
 from bert_jax.errors import UserError
 
 LOCK = "lock"
+# Errors of the machine or of a given path, wherever they occur.
+USER_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 _CHUNK_BYTES = 16 << 20
 
 _ADVICE = {
@@ -28,6 +31,8 @@ _ADVICE = {
     errno.ENOTDIR: "a part of the path is a file, not a folder",
     errno.EISDIR: "it is a folder, not a file",
     errno.ENOENT: "it does not exist",
+    errno.EEXIST: "a file of that name is in the way; remove it, or choose another folder",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
 }
 
 
@@ -70,12 +75,12 @@ def atomic_write(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def check_new(path: str | os.PathLike) -> pathlib.Path:
-    """Return the absolute path of a new folder after checking that it is missing or empty.
+    """Return the path of a new folder, without links, after checking that it is missing or empty.
 
     Raises:
         UserError: `path` exists, or cannot be created.
     """
-    path = pathlib.Path(os.path.abspath(path))
+    path = pathlib.Path(os.path.realpath(path))
     with one_line_errors(f"cannot write {path}"):
         if not path.name or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
             raise UserError(f"{path} exists: choose another folder or remove it first")
@@ -148,15 +153,47 @@ def sha256(path: str | Traversable) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def crc32c(path: str | os.PathLike) -> str:
-    """Return the CRC-32C of a file in hexadecimal; processors have instructions for it."""
-    import google_crc32c
+class Crc32c:
+    """The CRC-32C of bytes given in parts; processors have instructions for it."""
 
-    crc = 0
+    def __init__(self, content: bytes = b""):
+        self._crc = 0
+        self.update(content)
+
+    def update(self, content: bytes) -> None:
+        """Add bytes at the end."""
+        import google_crc32c
+
+        self._crc = google_crc32c.extend(self._crc, content)
+
+    def hexdigest(self) -> str:
+        """Return the checksum in hexadecimal."""
+        return f"{self._crc:08x}"
+
+
+def crc32c(path: str | os.PathLike) -> str:
+    """Return the CRC-32C of a file in hexadecimal."""
+    crc = Crc32c()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            crc = google_crc32c.extend(crc, chunk)
-    return f"{crc:08x}"
+            crc.update(chunk)
+    return crc.hexdigest()
+
+
+def move_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Move a file or folder into `folder`, under a new name if its own is taken; return its path.
+
+    Raises:
+        UserError: it cannot be moved.
+    """
+    names = itertools.chain([path.name], (f"{path.name}.{i}" for i in itertools.count(2)))
+    target = next(new for name in names if not os.path.lexists(new := folder / name))
+    with one_line_errors(f"cannot move {path} to {target}"):
+        folder.mkdir(exist_ok=True)
+        os.replace(path, target)
+        sync_folder(folder)
+        sync_folder(path.parent)
+    return target
 
 
 @contextlib.contextmanager

@@ -183,8 +183,15 @@ class Guard:
     def __init__(self, config: GuardConfig, folder: pathlib.Path):
         self._config, self._folder = config, folder
         path = folder / SKIPPED
-        skipped = _read_json(path) if path.exists() else {"steps": [], "back_to": None}
-        self.skipped, self._back_to = set(skipped["steps"]), skipped["back_to"]
+        match _read_json(path) if path.exists() else {"steps": [], "back_to": None}:
+            case {"steps": [*steps], "back_to": None | int() as back_to} if all(
+                isinstance(step, int) for step in steps
+            ):
+                self.skipped, self._back_to = set(steps), back_to
+            case _:
+                raise UserError(
+                    f"{path} is damaged: it does not hold the skipped steps; restore it"
+                )
 
     def policy(self, kind: int) -> str:
         """Return the configured policy for a kind of bad step."""
@@ -320,7 +327,10 @@ def incidents(folder: str | pathlib.Path, kind: str | None = None) -> list[int]:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     with _read_errors(path):
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+        return content
 
 
 @contextlib.contextmanager
@@ -328,7 +338,7 @@ def _read_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         with files.one_line_errors(f"cannot read {path}"):
             yield
-    except (ValueError, zipfile.BadZipFile) as error:
+    except (ValueError, RecursionError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is damaged ({error})") from None
 
 

@@ -99,11 +99,12 @@ class Log:
         self._progress.say(f"step {step:,}: held-out {self._phase.objective.describe(summary)}")
         return summary
 
-    def sync(self) -> None:
-        """Sync all lines written so far to disk."""
-        if self._writes:
-            self._metrics.sync()
-            self._board.flush()
+    def sync(self) -> str | None:
+        """Sync all lines written so far to disk; return the checksum of metrics.jsonl, if it is ours."""
+        if not self._writes:
+            return None
+        self._board.flush()
+        return self._metrics.sync()
 
     def _log_speed(self, step: int, summary: dict[str, float], rows_per_step: float) -> str:
         now = time.monotonic()
@@ -151,9 +152,8 @@ class EarlyStopping:
         self._evaluations = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
         self._values: list[float] = []
-        path = folder / "metrics.jsonl"
-        for line in workdir.read_lines(path) if path.exists() else []:
-            if line["split"] == "heldout" and line["step"] <= step:
+        for line in workdir.read_steps(folder / "metrics.jsonl"):
+            if line.get("split") == "heldout" and line["step"] <= step:
                 self.add(line)
 
     def add(self, metrics: dict[str, Any]) -> None:
@@ -186,4 +186,5 @@ def _board(folder: pathlib.Path, step: int) -> Any:
         del sys.modules["torch"]
         if torch is not None:
             sys.modules["torch"] = torch
-    return SummaryWriter(str(folder), purge_step=step + 1)
+    with files.one_line_errors(f"cannot write {folder}"):
+        return SummaryWriter(str(folder), purge_step=step + 1)

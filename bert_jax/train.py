@@ -96,7 +96,8 @@ def train(
         distributed.check_same_on_all_processes(workdir.identity(config, data))
         distributed.first("opening the workdir", claim)
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best)
+        run = workdir.read_identity(folder)
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best, identity=run)
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
         step_guard.roll_back(checkpoints)
@@ -212,8 +213,8 @@ def train(
                         early_stopping.add(metrics)
                     if should_save or early_stopping.is_over:
                         # Metrics must be on disk before the checkpoint that a restart resumes from.
-                        log.sync()
-                        checkpoints.save(step, *checkpoint_parts(state), metrics or None)
+                        checksum = log.sync()
+                        checkpoints.save(step, *checkpoint_parts(state), metrics or None, checksum)
                     if should_stop:
                         checkpoints.wait()
                         raise Interrupted(_saved(step, config, folder))
@@ -275,8 +276,7 @@ def handle_bad_step(
         )
         return None
     if step and step not in checkpoints.steps():
-        log.sync()
-        checkpoints.save(step, *checkpoint_parts(state))
+        checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
     checkpoints.wait()
     raise guard.stop_error(bad_step, incident, folder)
 

@@ -15,7 +15,9 @@ profile/          traces of steps and a breakdown of their time (`bert_jax.tools
 lock              lock file, held while a process trains here
 """
 
+import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -54,43 +56,90 @@ class JsonlFile:
     """
 
     def __init__(self, path: pathlib.Path, last_step: int):
-        if path.exists():
-            lines = [line for line in read_lines(path) if line["step"] <= last_step]
-            files.write(path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._file = open(path, "a")  # noqa: SIM115 (open during the whole run)
+        content = _lines_up_to(path, last_step)
+        with files.one_line_errors(f"cannot write {path}"):
+            if path.exists():
+                files.write(path, content)
+            self._file = open(path, "ab")  # noqa: SIM115 (open during the whole run)
+        self._content = files.Crc32c(content)
 
     def append(self, line: dict[str, Any]) -> None:
         """Write a line."""
+        content = (json.dumps(line) + "\n").encode()
         with files.one_line_errors(f"cannot write {self._file.name}"):
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(content)
             self._file.flush()
+        self._content.update(content)
 
-    def sync(self) -> None:
-        """Sync all lines written so far to disk."""
+    def sync(self) -> str:
+        """Sync all lines written so far to disk, and return the checksum of the whole file."""
         with files.one_line_errors(f"cannot write {self._file.name}"):
             os.fsync(self._file.fileno())
+        return self._content.hexdigest()
+
+
+def _lines_up_to(path: pathlib.Path, last_step: int) -> bytes:
+    """Return the content of a JSON lines file without damaged lines and those after `last_step`."""
+    lines = [line for line in read_steps(path) if line["step"] <= last_step]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def repair_metrics(workdir: pathlib.Path, step: int, checksum: str) -> None:
+    """Check metrics.jsonl against the checkpoint that a run resumes from.
+
+    If it is damaged, its readable lines are kept, the damaged file is moved to `damaged`, and a line
+    on standard error says so.
+
+    Args:
+        workdir: the locked folder.
+        step: step of the checkpoint.
+        checksum: what `JsonlFile.sync` returned before the checkpoint was saved.
+    """
+    path = workdir / "metrics.jsonl"
+    content = _lines_up_to(path, step)
+    if files.Crc32c(content).hexdigest() == checksum:
+        return
+    if path.exists():
+        target = files.move_aside(path, workdir / "damaged")
+        files.write(path, content)
+        kept = len(content.splitlines())
+        fate = f"moved to {target}, and the {kept} lines that can be read were kept"
+    else:
+        fate = "missing"
+    print(
+        f"{path}: lines up to step {step:,}, from which the run resumes, were lost or changed: the "
+        f"file is {fate}; training is not affected, but curves and early stopping may be",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSON lines file up to the first incomplete one, as a kill leaves it.
+    """Return the objects of a JSON lines file; [] if it does not exist.
+
+    Lines that cannot be read are left out, such as the last one after a kill.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
-        texts = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = files.describe(error) if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot read {path}: {reason}") from None
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {files.describe(error)}") from None
     lines = []
-    for text in texts:
-        try:
+    for text in content.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-        except ValueError:
-            break
-        if isinstance(line, dict):
-            lines.append(line)
+            if isinstance(line, dict):
+                lines.append(line)
     return lines
+
+
+def read_steps(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON lines file that have a step (see `read_lines`)."""
+    return [line for line in read_lines(path) if isinstance(line.get("step"), int)]
 
 
 def read_config(workdir: str | pathlib.Path) -> TrainConfig:
@@ -99,27 +148,51 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     Raises:
         UserError: there is no run, or its config is invalid.
     """
-    path = pathlib.Path(workdir) / "config.json"
     try:
         return config_lib.from_dict(_read_config_json(workdir)["config"])
-    except FileNotFoundError:
-        raise UserError(f"{workdir} holds no run: it has no config.json") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"cannot read {workdir}/config.json: {error}") from None
 
 
-def _read_config_json(folder: str | pathlib.Path) -> Any:
+def _read_config_json(folder: str | pathlib.Path) -> dict[str, Any]:
     path = pathlib.Path(folder) / "config.json"
-    with path.open("rb") as file:
-        return json.loads(whole(file, path))
+    try:
+        if path.exists() and not path.is_file():  # opening a named pipe would wait for its writer
+            raise OSError("it is not a file")
+        with path.open("rb") as file:
+            content = json.loads(whole(file, path))
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no run: it has no config.json") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {files.describe(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"cannot read {path}: it is not a JSON object")
+    return content
 
 
 def holds_run(folder: str | pathlib.Path) -> bool:
     """Whether a folder holds a run or an imported checkpoint of this project."""
     try:
         return "config" in _read_config_json(folder)
-    except (OSError, ValueError, TypeError, RecursionError):
+    except UserError:
         return False
+
+
+def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
+    """Return what a run's checkpoints must have been saved with.
+
+    Returns:
+        `run`, a digest of what the run began with, and the `vocabulary`'s SHA-256; less for runs of
+        versions that did not record them.
+    """
+    content = _read_config_json(folder)
+    vocabulary = content.get("vocabulary")
+    if not isinstance(vocabulary, dict):
+        vocabulary = {}
+    values = {"run": content.get("run"), "vocabulary": vocabulary.get("sha256")}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
@@ -141,7 +214,7 @@ def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
         UserError: config.json holds something else.
     """
     match _read_config_json(folder).get("data"):
-        case [*data] if all(isinstance(rows, dict) for rows in data):
+        case [*data] if all(isinstance(rows, dict) and "digest" in rows for rows in data):
             return data
     raise UserError(f"{folder}/config.json does not say what the data are; copy the run again")
 
@@ -189,11 +262,8 @@ def read_provenance(folder: str | pathlib.Path, step: int) -> Provenance:
     if not holds_run(folder):
         return Provenance(None, [], [], None)
     folder, config_json = pathlib.Path(folder), _read_config_json(folder)
-    starts, metrics = (
-        read_lines(path) if (path := folder / name).exists() else []
-        for name in ("starts.jsonl", "metrics.jsonl")
-    )
-    heldout = [m for m in metrics if m["split"] == "heldout" and m["step"] == step]
+    starts, metrics = (read_steps(folder / name) for name in ("starts.jsonl", "metrics.jsonl"))
+    heldout = [m for m in metrics if m.get("split") == "heldout" and m["step"] == step]
     return Provenance(
         config_json.get("imported"),
         config_json.get("data", []),
@@ -261,19 +331,21 @@ def write_or_check_config(
         UserError: the config differs; the message names the keys.
     """
     path = workdir / "config.json"
+    new = config_lib.flatten(config)
+    content = {"config": config_lib.to_dict(config), "data": data, "best": best}
+    if vocabulary:
+        content["vocabulary"] = describe_vocabulary(vocabulary)
     if path.exists():
-        saved = json.loads(path.read_text())
-        old, new = config_lib.flatten(read_config(workdir)), config_lib.flatten(config)
+        saved, old = _read_config_json(workdir), config_lib.flatten(read_config(workdir))
         differ = [
             f"{key}: was {old.get(key)!r}, is now {new.get(key)!r}"
             for key in {**old, **new}
-            if old.get(key) != new.get(key)
-            and not key.startswith(_FREE)
-            and not key.endswith(".rows")
+            if old.get(key) != new.get(key) and _matters(key)
         ]
-        if [rows["digest"] for rows in saved["data"]] != [rows["digest"] for rows in data]:
+        saved_data = read_data(workdir)
+        if [rows["digest"] for rows in saved_data] != [rows["digest"] for rows in data]:
             differ.append("the rows are not those that the run began with")
-        starts = zip(saved["data"], data, strict=False)
+        starts = zip(saved_data, data, strict=False)
         if any("start" in old and old["start"] != new.get("start") for old, new in starts):
             differ.append("it began from another checkpoint (--init)")
         if differ and not force:
@@ -281,12 +353,26 @@ def write_or_check_config(
                 f"{workdir} holds a run with another config ({'; '.join(differ)}): choose another "
                 "workdir, or pass --resume=force to resume the run with this config"
             )
-    content = {"config": config_lib.to_dict(config), "data": data, "best": best}
-    if vocabulary:
-        content["vocabulary"] = describe_vocabulary(vocabulary)
-    files.write_json(path, content)
-    if vocabulary:
-        vocabulary.save(workdir)
+        if "run" in saved:  # it stays the same run
+            content["run"] = saved["run"]
+    elif (workdir / "checkpoints").exists():
+        raise UserError(
+            f"{workdir} holds checkpoints but no config.json, so they may be another run's: restore it, "
+            "or choose another workdir"
+        )
+    else:
+        begun = {**content, "config": {key: value for key, value in new.items() if _matters(key)}}
+        begun["data"] = [{key: rows.get(key) for key in ("digest", "start")} for rows in data]
+        content["run"] = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
+    with files.one_line_errors(f"cannot write {workdir}"):
+        files.write_json(path, content)
+        if vocabulary:
+            vocabulary.save(workdir)
+
+
+def _matters(key: str) -> bool:
+    """Whether a config key must be the same in all starts of a run."""
+    return not key.startswith(_FREE) and not key.endswith(".rows")
 
 
 def record_start(
@@ -307,5 +393,6 @@ def record_start(
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    with open(workdir / "starts.jsonl", "a") as file:
+    path = workdir / "starts.jsonl"
+    with files.one_line_errors(f"cannot write {path}"), open(path, "a") as file:
         file.write(json.dumps(start) + "\n")

@@ -25,6 +25,7 @@ from bert_jax.config import CheckpointConfig
 from bert_jax.config_flags import load
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
+from bert_jax.tools.report import curves
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
@@ -184,6 +185,113 @@ def test_several_are_damaged_and_a_second_time(run, copy, capfd):
     assert_same_run(copy, whole)
 
 
+def resign(folder, **changes):
+    """Change a manifest and give it the checksum that it then needs."""
+    path = folder / checkpoint.MANIFEST
+    content = json.loads(path.read_text()) | changes
+    del content["sha256"]
+    path.write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
+
+
+def test_a_checkpoint_belongs_to_its_step_and_run(run, copy, capfd):
+    whole, go_on = run
+    step(copy).rename(step(copy, 8))
+    shutil.copytree(step(copy, 4), step(copy, 6))
+    go_on(copy)
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("the checkpoint of step 8 is damaged (it is a copy of step 6)")
+    assert said[1].startswith("the checkpoint of step 6 is damaged (it is a copy of step 4)")
+    assert said[0].endswith("resuming from step 4")
+    assert_whole_run(copy, whole)
+    for key, text in (("run", "it is another run's"), ("vocabulary", "with another vocabulary")):
+        manifest = json.loads((step(copy) / checkpoint.MANIFEST).read_text())
+        assert manifest[key] == workdir.read_identity(copy)[key] != ""
+        resign(step(copy), **{key: "0123456789abcdef"})
+        with pytest.raises(UserError, match=text):
+            checkpoint.load_model(copy, "6")
+        go_on(copy)
+        assert text in capfd.readouterr().err
+        assert_whole_run(copy, whole)
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds checkpoints but no config\.json"):
+        go_on(copy)
+    assert steps(copy / "checkpoints") == [2, 4, 6]
+
+
+def test_the_same_command_makes_the_same_run(run, rows, tmp_path):
+    """Its checkpoints are then the same bits, so that they may be copied between folders."""
+    config = workdir.read_config(run[0])
+    identities = []
+    for i, (seed, every) in enumerate([(0, 2), (0, 3), (1, 2)]):
+        config.seed, config.checkpoint.every_steps = seed, every
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        workdir.write_or_check_config(folder, config, workdir.read_data(run[0]), {}, False)
+        identities.append(workdir.read_identity(folder)["run"])
+    assert identities[0] == identities[1] != identities[2]
+
+
+@pytest.mark.parametrize("harm", ["line", "value", "end", "file"])
+def test_damaged_metrics_are_reported_and_what_can_be_read_is_kept(run, copy, capfd, harm):
+    go_on = run[1]
+    shutil.rmtree(step(copy))
+    path = copy / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = {
+        "line": [lines[0], b"\xff" + lines[1][1:], *lines[2:]],
+        "value": [lines[0], lines[1].replace(b'"split": "', b'"split": "un'), *lines[2:]],
+        "end": lines[:1],
+        "file": [],
+    }[harm]
+    path.write_bytes(b"".join(damaged))
+    if harm == "file":
+        path.unlink()
+    go_on(copy)
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "were lost" in line]
+    assert said.startswith(f"{path}: lines up to step 4, from which the run resumes, were lost or ")
+    later = [line for line in lines if json.loads(line)["step"] > 4]
+    kept = {"line": [lines[0], *lines[2 : -len(later)]], "value": damaged[: -len(later)]}
+    assert path.read_bytes() == b"".join(kept.get(harm, damaged) + later)
+    if harm != "file":
+        assert (copy / "damaged" / "metrics.jsonl").read_bytes() == b"".join(damaged)
+    go_on(copy)  # the new checkpoint stands on what was kept
+    assert "were lost" not in capfd.readouterr().err
+
+
+NONSENSE = (b"", b"\xff\x00", b"[]", b"{}", b"3", b'{"step": "x"}\n', b"[" * 9999, None)
+RESUMED = (b"\xff\x00", b"[]", None)
+SMALL_FILES = (
+    "config.json", "metrics.jsonl", "speed.jsonl", "starts.jsonl", "skipped.json", "vocab.txt",
+    "tensorboard", "checkpoints", "damaged", "checkpoints/4/manifest.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_nonsense_in_a_small_file_is_one_line(run, tmp_path, name):
+    """None: a folder. What can be done without the file is done."""
+    for i, content in enumerate(NONSENSE):
+        copy = tmp_path / str(i)
+        shutil.copytree(run[0], copy)
+        shutil.rmtree(step(copy))
+        path = copy / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.mkdir() if content is None else path.write_bytes(content)
+        assert fails_in_one_line(checkpoint.load_model, copy), content
+        assert fails_in_one_line(workdir.read_provenance, copy, 4), content
+        assert fails_in_one_line(curves.read, [str(copy)]), content
+        if content in RESUMED:
+            assert fails_in_one_line(run[1], copy), content
+
+
+def fails_in_one_line(use, *given):
+    """Whether it succeeds, or raises an error of one line."""
+    try:
+        use(*given)
+    except UserError as error:
+        return "\n" not in str(error)
+    return True
+
+
 def test_it_never_starts_over_silently(run, copy, tmp_path):
     whole, go_on = run
 
@@ -316,7 +424,7 @@ def test_what_goes_is_whole_until_it_is_gone(tmp_path):
             assert checkpoint.damage(tmp_path / "removed" / str(gone)) is None
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "saved"]
-    checkpoint.seal(tmp_path / "3")  # a second time is the first
+    checkpoint.seal(tmp_path / "3", {"step": 3})  # a second time is the first
     assert checkpoint.damage(tmp_path / "3") is None
 
 
@@ -326,7 +434,7 @@ def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):
     save(checkpoints, 1)
     checkpoints.wait()
 
-    def full(folder):
+    def full(folder, facts):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -346,10 +454,10 @@ def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):
 def test_saves_slower_than_their_interval_wait(tmp_path, monkeypatch):
     busy, seal = threading.Lock(), checkpoint.seal
 
-    def slow(folder):
+    def slow(folder, facts):
         assert busy.acquire(blocking=False), "two saves at a time"
         time.sleep(0.2)
-        seal(folder)
+        seal(folder, facts)
         busy.release()
 
     monkeypatch.setattr(checkpoint, "seal", slow)
@@ -416,6 +524,29 @@ def test_several_processes_agree(rows, copy):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_every_verb_says_in_one_line_that_the_disk_is_full(run, rows, corpus, tmp_path):
+    script = pathlib.Path(__file__).parent / "helpers" / "full_disk.py"
+    (tmp_path / "disk").mkdir()
+    given = [tmp_path / "disk", rows(), run[0], corpus]
+    unshare = ("unshare", "--user", "--map-root-user", "--mount", sys.executable, script, *given)
+    environment = {**ONE_DEVICE, "PYTHONPATH": str(script.parent.parent.parent)}
+    done = subprocess.run(unshare, capture_output=True, text=True, check=False, env=environment)
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no small file system can be made here: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr
+    attempts = [json.loads(line) for line in done.stdout.splitlines()]
+    failed = [(verb, text, left) for verb, _, status, text, left in attempts if status]
+    assert {verb for verb, *_ in failed} >= {"vocab", "prepare", "pretrain", "export", "embed"}
+    for verb, _, status, text, _ in attempts:
+        assert status in (0, 2), text
+        if status == 2:
+            assert text.splitlines()[-1].startswith(f"bert-jax {verb}: "), text
+            assert "disk is full" in text or "No space left" in text, text
+    # What is not resumed by the same command leaves nothing.
+    assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
+
+
 def test_no_room_then_room_then_read_only(tmp_path, rows):
     mounted = tmp_path / "small"
     mounted.mkdir()

@@ -452,7 +452,7 @@ def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
         ([empty], "empty has no metrics yet: metrics.jsonl has no complete line"),
         ([half], "half has no metrics yet: metrics.jsonl has no complete line"),
         ([orphan], "orphan holds no run: it has no config.json"),
-        ([binary], "cannot read"),
+        ([binary], "binary has no metrics yet: metrics.jsonl has no complete line"),
         ([good, "--out", file / "x.html"], "cannot write the page"),
         ([good, "--out", file / "x.svg"], "cannot write the picture"),
         ([good, "--out", tmp_path / "x.doc"], "x.doc: must end in .html"),
@@ -507,10 +507,12 @@ def test_lines_that_nobody_wrote(tmp_path, capsys):
 
 def test_files_that_cannot_be_read_are_told_in_a_line(tmp_path, capsys):
     folder = hand_written(tmp_path / "run", [HELDOUT])
-    (folder / "starts.jsonl").write_bytes(b"\xff\xfe")
+    (folder / "starts.jsonl").mkdir()
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 2
     assert re.fullmatch(r".*cannot read .*starts.jsonl: .*\n", capsys.readouterr().err)
-    (folder / "starts.jsonl").unlink()
+    (folder / "starts.jsonl").rmdir()
+    (folder / "starts.jsonl").write_bytes(b"\xff\xfe")  # what cannot be read is left out
+    assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 0
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "data": None}))
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 2

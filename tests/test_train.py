@@ -128,7 +128,7 @@ def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
     # From the second save on, one takes longer than anybody waits for it here.
     slow[2] = (
         "import time; from bert_jax import checkpoint; seal, saves = checkpoint.seal, []; "
-        "checkpoint.seal = lambda folder: (saves.append(time.sleep(600 * len(saves))), seal(folder)); "
+        "checkpoint.seal = lambda *a: (saves.append(time.sleep(600 * len(saves))), seal(*a)); "
     ) + slow[2]
     process = processes.Process(slow, env=ONE_DEVICE)
     while not (stopped / "checkpoints" / "40").exists():

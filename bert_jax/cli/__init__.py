@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 
+from bert_jax import files
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
 from bert_jax.cli.common import Parser, Verbs
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
@@ -100,12 +101,18 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"bert-jax {options.verb}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in files.USER_ERRORS:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"bert-jax {options.verb}: {place}{files.describe(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
+        return 130
 
 
 def parser() -> Parser:

@@ -90,11 +90,15 @@ def export(
 
 def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
     """Write tensors with a checksum for each in the metadata, which `bert-jax import` verifies."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     sums = {name: google_crc32c.value(value.tobytes()) for name, value in tensors.items()}
     with files.atomic_write(path) as temporary:
-        save_file(tensors, temporary, {"format": "pt", "crc32c": json.dumps(sums)})
+        try:
+            save_file(tensors, temporary, {"format": "pt", "crc32c": json.dumps(sums)})
+        except SafetensorError as error:  # such as a full disk, which is no OSError here
+            raise UserError(f"cannot write {path}: {error}") from None
         _order_metadata(temporary)
 
 

@@ -83,7 +83,7 @@ def read(folders: list[str]) -> list[Recorded]:
         seeds.sort(key=lambda path: (len(path.name), path.name))  # seed_10 comes after seed_9
         several = bool(seeds) and not os.path.exists(folder / "config.json")
         # The last seed may have just started.
-        started = [path for path in seeds if _lines(path / "metrics.jsonl")]
+        started = [path for path in seeds if workdir.read_steps(path / "metrics.jsonl")]
         if several and started and len(started) < len(seeds):
             skipped = ", ".join(path.name for path in seeds if path not in started)
             print(f"{folder}: skipping runs without metrics: {skipped}", file=sys.stderr)
@@ -115,27 +115,20 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
     config = workdir.read_config(folder)
     metrics = [
         {key: x for key, x in line.items() if key == "split" or _is_number(x)}
-        for line in _lines(path)
+        for line in workdir.read_steps(path)
         if line.get("split") in ("train", "heldout")
     ]
     if not metrics:
         raise UserError(f"{folder} has no metrics yet: metrics.jsonl has no complete line")
     speed = [
         line
-        for line in _lines(folder / "speed.jsonl")
+        for line in workdir.read_steps(folder / "speed.jsonl")
         if _is_number(line.get(SPEED)) and _is_number(rate := line.get("steps_per_second")) and rate
     ]
-    starts, best = _lines(folder / "starts.jsonl"), workdir.read_best_by(folder)
+    starts, best = workdir.read_steps(folder / "starts.jsonl"), workdir.read_best_by(folder)
     # The name of a folder may contain bytes that are not UTF-8.
     name = name.encode("utf-8", "replace").decode()
     return Recorded(name, folder, config, metrics, speed, starts, workdir.read_data(folder), best)
-
-
-def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that have a step; [] without a file."""
-    if not os.path.exists(path):
-        return []
-    return [x for x in workdir.read_lines(path) if isinstance(x.get("step"), int)]
 
 
 def _is_number(value: Any) -> bool:

@@ -80,9 +80,9 @@ def _of_rows(out: pathlib.Path) -> dict[str, Any]:
 def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     """Return settings, tokens, time and metrics of a workdir."""
     config = workdir.read_config(folder)
-    lines = workdir.read_lines(folder / "metrics.jsonl")
-    speed = workdir.read_lines(folder / "speed.jsonl")
-    starts = workdir.read_lines(folder / "starts.jsonl")
+    lines = workdir.read_steps(folder / "metrics.jsonl")
+    speed = workdir.read_steps(folder / "speed.jsonl")
+    starts = workdir.read_steps(folder / "starts.jsonl")
     defaults = config_lib.flatten(type(config)())
     flat = config_lib.flatten(config)
     # Paths are those of this machine; the command identifies what they refer to.

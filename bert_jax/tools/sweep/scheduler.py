@@ -61,8 +61,7 @@ class PointRun:
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return all starts so far."""
-        path = self.folder / ATTEMPTS
-        return workdir.read_lines(path) if path.exists() else []
+        return workdir.read_lines(self.folder / ATTEMPTS)
 
     def add(self, **attempt: Any) -> None:
         """Record a start that has ended or was submitted."""

@@ -1,0 +1,55 @@
+"""Run verbs on file systems that are too small, in this process: `full_disk.py FOLDER ROWS RUN TEXT`.
+
+It needs a mount namespace of its own. Prints a JSON line per attempt: verb, bytes of the file system,
+exit status, standard error, and the files left.
+"""
+
+import contextlib
+import io
+import json
+import pathlib
+import subprocess
+import sys
+import traceback
+
+from bert_jax import cli
+from tests.helpers.runs import arguments
+
+SIZES = (4, 16, 64)
+
+
+def attempt(disk: pathlib.Path, size: int, verb: str, *given: str) -> None:
+    """Run a verb whose output goes to a new file system of some kB."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], check=True)
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = cli.main([verb, *given])
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            status = 1
+            traceback.print_exc()
+    left = sorted(str(path.relative_to(disk)) for path in disk.rglob("*") if not path.is_dir())
+    print(json.dumps([verb, size, status, error.getvalue(), left]), flush=True)
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def main(folder: str, rows: str, run: str, text: str) -> None:
+    """Run every verb that writes at every size."""
+    disk = pathlib.Path(folder)
+    out = str(disk / "out")
+    options = (*arguments("steps=4"), "--rows", rows, "--workdir", out)
+    for size in SIZES:
+        attempt(disk, size, "vocab", "--out", out, "--size", "120", text)
+        attempt(disk, size, "prepare", "--vocab", rows, "--tokens", "32", "--out", out, text)
+        if size < 32:  # then before the first checkpoint, whose threads outlive a failed save
+            attempt(disk, size, "pretrain", *options)
+        attempt(disk, size, "export", "--init", run, "--out", out)
+        attempt(disk, size, "embed", "--init", run, "--out", f"{out}.npy", text)
+        attempt(disk, size, "report", run, "--out", f"{out}.html")
+        attempt(disk, size, "attention", "--init", run, "--text", "w1 w2", "--out", f"{out}.html")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
