@@ -1,5 +1,8 @@
 """The exception for errors that the user can fix, and exit statuses."""
 
+from collections.abc import Callable
+from typing import Any
+
 EXIT_USER_ERROR = 2
 # preflight: the run does not fit the hardware. replay: the results differ.
 EXIT_NEGATIVE = 1
@@ -22,3 +25,23 @@ class UserError(Exception):
         if len(message) > 2 * _HALF_LENGTH:
             message = f"{message[:_HALF_LENGTH]} … {message[-_HALF_LENGTH:]}"
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+
+
+class Attempts:
+    """Calls whose errors are collected, so that a user sees all of them at once."""
+
+    def __init__(self):
+        self._errors: list[str] = []
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns, or None if it raises a `UserError`."""
+        try:
+            return function(*arguments)
+        except UserError as error:
+            self._errors.append(str(error))
+            return None
+
+    def check(self) -> None:
+        """Raise a `UserError` with the messages of all errors, if there were any."""
+        if self._errors:
+            raise UserError("; also, ".join(self._errors))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as torch_save
 
 from bert_jax import cli
 from bert_jax.config import ModelConfig
@@ -88,6 +89,38 @@ def test_missing_and_unexpected_tensors_are_named(hf_folder):
     assert got.about["left_out"] == ["adapter.down", "adapter.up"]
     save_file({**tensors, lost: np.full(12, np.nan, np.float32)}, path)
     assert f"NaN or infinite values: {lost}" in refusal(hf_folder)
+
+
+def test_all_that_is_wrong_is_said_at_once(hf_folder, tmp_path):
+    path, short = hf_folder / "model.safetensors", tmp_path / "short.txt"
+    save_file({**load_file(path), "adapter.down": np.ones(3)}, path)
+    short.write_text("\n".join(WORDS[:-2]))
+    said = refusal(hf_folder, vocab=str(short))
+    assert "unexpected: adapter.down" in said
+    assert f"; also, the vocabulary has {len(WORDS) - 2} tokens" in said
+
+
+def test_weights_of_types_without_a_numpy_equal_are_refused(hf_folder):
+    path = hf_folder / "model.safetensors"
+    tensors = {name: torch.from_numpy(value) for name, value in load_file(path).items()}
+    name = "bert.pooler.dense.bias"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    torch_save(tensors, path)
+    assert f"types that are not supported: {name} (F8_E4M3)" in refusal(hf_folder)
+
+
+def test_a_pipe_in_place_of_a_config_is_not_waited_for(hf_folder):
+    (hf_folder / "config.json").unlink()
+    os.mkfifo(hf_folder / "config.json")
+    assert "it has no config.json" in refusal(hf_folder)
+
+
+def test_an_export_follows_a_link_to_an_empty_folder(hf_folder, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    export(str(hf_folder), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
 
 
 @pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])

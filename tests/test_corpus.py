@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import compressed, corpus, formats
+from bert_jax.data import compressed, corpus, formats, wordpiece
 from bert_jax.errors import UserError
 
 PROSE = (
@@ -269,6 +269,9 @@ def test_damaged_compression_is_refused(tmp_path, compression, damage):
         (b"", "contains no text"),
         (b'{"body": "x"}\n', r'file:1: no field "text" with a string \(it has: body\)'),
         (b'{"text": 3}\n', 'no field "text" with a string'),
+        (b'{\n  "text": "A."\n}\n', "file:1: JSON over several lines, not an object per line"),
+        (b'[{"text": "A."}]\n', r'no field "text" with a string \(it has: list\)'),
+        (b"EU B-ORG\nrejects O\n\n" * 20, r"a word per line with its label \(CoNLL columns\)"),
         (b'<?xml version="1.0"?>\n<html/>', "XML but not a MediaWiki dump"),
         (dump(page("A."))[:-30].encode(), "file:3: not well-formed XML"),
         (
@@ -280,6 +283,11 @@ def test_damaged_compression_is_refused(tmp_path, compression, damage):
 )  # fmt: skip
 def test_what_is_no_text_is_refused(tmp_path, content, message):
     fails(write(tmp_path / "file", content), message)
+
+
+def test_advice_for_compressed_text_of_another_encoding(tmp_path):
+    path = write(tmp_path / "t.txt.bz2", bz2.compress("Text is here.".encode("utf-16")))
+    fails(path, rf"e.g. bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
 
 
 def test_stray_bytes_are_replaced_and_told(tmp_path):
@@ -310,7 +318,7 @@ def test_warnings(tmp_path):
     _, report = read(tmp_path)
     told = "\n".join(report.warnings)
     assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path}); kept it" in told
-    assert f"{path}:1: a blank line follows nearly every sentence" in told
+    assert f"{path}:1: a blank line follows a single line, so most documents have one" in told
     assert "(10 in" in told
     assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); skipped" in told
 
@@ -446,6 +454,9 @@ def test_markup(markup, plain):
         (f"{WRAPPED}\n\n{WRAPPED}", "books"),
         (f"CHAPTER I\n\n{PROSE}\n\n{PROSE}", "books"),
         (f"CHAPTER I\n{PROSE}\n{PROSE}", "books"),
+        (f"{PROSE}\n{PROSE}\n \n" * 3, "paragraphs"),
+        (f" = A = \n \n {PROSE} \n \n = = B = = \n \n {PROSE} \n", "wikitext"),
+        ("第一句。第二句。\n第三句！第四句。\n\n" * 3, "paragraphs"),  # noqa: RUF001
     ],
 )
 def test_plain_text_is_told_apart(text, kind):
@@ -462,6 +473,73 @@ def test_real_data(shared_data):
             found = corpus.sentences(document)
             assert 40 < sum(map(len, found)) / len(found) < 200
             assert sum(map(len, found)) > 0.97 * len(document.text)
+
+
+def test_articles_of_paragraphs_are_documents(tmp_path):
+    text = "One is. Two is.\nThree is. Four is.\n \t\nFive is. Six is.\nSeven is. Eight is.\n\n" * 3
+    documents, _ = read(write(tmp_path / "t.txt", text))
+    assert [d.kind for d in documents] == ["paragraphs"] * 6
+    assert corpus.sentences(documents[1]) == ["Five is.", "Six is.", "Seven is.", "Eight is."]
+    assert [d.line for d in documents] == [1, 4, 7, 10, 13, 16]
+
+
+def test_wikitext_is_as_it_was_before_tokenization(tmp_path):
+    text = (
+        " = Robert Boulter = \n \n He was well @-@ known . He had 1 @,@ 000 <unk> at 2 @.@ 5 . \n"
+        " \n = = Career = = \n \n In 2000 he rose . He fell . \n \n = = = 2000 – 2005 = = = \n \n"  # noqa: RUF001
+        " He sat . \n \n = Du Fu = \n \n A poet was he . He sang . \n"
+    )
+    documents, _ = read(write(tmp_path / "wiki.train.tokens", text))
+    assert [d.kind for d in documents] == ["wikitext"] * 2
+    assert corpus.sentences(documents[0]) == [
+        "He was well-known .", f"He had 1,000 {corpus.UNKNOWN_WORD} at 2.5 .",
+        "In 2000 he rose .", "He fell .", "He sat .",
+    ]  # fmt: skip
+    assert corpus.sentences(documents[1]) == ["A poet was he .", "He sang ."]
+    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
+    assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("He said, “Go now. They are here.” And he left.", 3),
+        ("“I am here,” she said. “You are there. He is!” cried Tom.", 3),
+        ('"Is it Mr. Smith? No. It is he," said Dr. Jones. "Go!" he said.', 4),
+        ("‘I never said so. You did,’ he replied. It was Tom’s.", 3),  # noqa: RUF001
+        ("She kept him at arm's length. I think of Lesbia's guide. It is so.", 3),
+        ("It's 5 p.m. now. The U.S. is big. J. K. Rowling wrote it.", 3),
+        ('He said, "Go!" and left. "Why?" asked she.', 2),
+        ("No quotation. (In brackets. There are two.) It ends.", 2),
+    ],
+)  # fmt: skip
+def test_direct_speech_is_split_into_sentences(text, split):
+    found = corpus.sentences(corpus.RawDocument(text, "jsonl", "f", 1))
+    assert " ".join(found) == text
+    assert len(found) == split
+
+
+def test_line_breaks_within_a_wiki_paragraph_are_spaces():
+    markup = "It is a town\nin the east.\n\n* a list\n\nIt lies on\nthe river.\n== H ==\nA lake."
+    found = corpus.sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
+    assert found == ["It is a town in the east.", "It lies on the river.", "A lake."]
+
+
+def test_dumps_that_would_take_forever(tmp_path, monkeypatch):
+    """A page, a word or a tag of any length takes bounded memory and time."""
+    monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 5000)
+    path = write(tmp_path / "page.xml", dump(page("It is so. " * 200_000) + page("One more.")))
+    documents, report = read(path)
+    assert max(len(d.text) for d in documents) < 5000 + (1 << 20)
+    assert len(documents) > 2
+    assert "a document is longer than" in report.warnings[0]
+    for text in ("a" * 1_000_000, "ab=" * 300_000, "<a" * 300_000):
+        document = corpus.RawDocument(f"It is. {text}\n\nThe end.", "mediawiki", "f", 1)
+        assert corpus.sentences(document)[-1] == "The end."
+    fails(
+        write(tmp_path / "tag.xml", f'<mediawiki a="{"x" * 6_000_000}"><page/></mediawiki>'),
+        "tag.xml:1: a tag longer than",
+    )
 
 
 def test_zstd_reads_in_small_bites():

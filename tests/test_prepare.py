@@ -630,21 +630,47 @@ def test_documents_too_few(tmp_path):
         prepare([f"{text}@2"], vocab, tmp_path / "rows", workers=1)
     manifest = prepare([text], vocab, tmp_path / "rows", pairs="none", workers=1)
     assert manifest.train.sequences
-    text, vocab = write_corpus(tmp_path, 3)
-    manifest = prepare([text], vocab, tmp_path / "three", workers=1)
+    (tmp_path / "one.txt").write_text("d1w1 d1w2\n\nd2w1 d2w2\n")
+    one = f"google:{tmp_path}/one.txt"
+    manifest = prepare([one], vocab, tmp_path / "one", workers=1, heldout_fraction=0.2)
     assert manifest.heldout.documents == 0
-    assert any("nothing held out" in warning for warning in manifest.warnings)
+    assert any("too few or too short to hold out" in warning for warning in manifest.warnings)
     text, vocab = write_corpus(tmp_path, 4)
-    manifest = prepare([text], vocab, tmp_path / "four", workers=1, heldout_fraction=1e-9)
-    assert manifest.heldout.documents == manifest.train.documents == 2
-    (warning,) = manifest.warnings
-    assert "of the tokens are held out, not 0.0%: the corpus has few documents (4)" in warning
-    share = manifest.heldout.real_tokens / (
-        manifest.heldout.real_tokens + manifest.train.real_tokens
-    )
-    assert abs(int(warning.split("%")[0]) / 100 - share) < 0.1
     with pytest.raises(UserError, match="heldout_fraction"):
         prepare([text], vocab, tmp_path / "none", workers=1, heldout_fraction=0.999999)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize(("documents", "fraction"), [(2, 0.05), (3, 0.3), (4, 0.02), (40, 0.01)])
+def test_few_documents_hold_out_their_ends(tmp_path, documents, fraction, copies):
+    """Nearest to what is asked, from two documents at least, and nothing of it is trained on."""
+    rng = random.Random(documents)
+    words = [[f"d{i}s{n}" for n in range(60)] for i in range(documents)]
+    lines = [[" ".join([word] * rng.randint(3, 9)) for word in own] for own in words]
+    path, vocab = tmp_path / "t.txt", tmp_path / "vocab.txt"
+    path.write_text("\n\n".join(map("\n".join, lines)))
+    vocab.write_text("\n".join([*SPECIAL, *itertools.chain(*words)]))
+    manifest = prepare(
+        [f"google:{path}@{copies}"], vocab, tmp_path / "rows", pairs="none", tokens=16, workers=1,
+        heldout_fraction=fraction, short_fraction=0.0,
+    )  # fmt: skip
+    train, heldout = (
+        {
+            divmod(t - 5, 60)
+            for ts, _, _ in sequences_of(tmp_path / "rows", split)
+            for t in ts
+            if t > 4
+        }
+        for split in ("train", "heldout")
+    )  # (document, sentence)
+    for number in range(documents):
+        last = max(n for i, n in train if i == number)
+        assert all(n > last for i, n in heldout if i == number)
+    assert len({i for i, _ in heldout}) >= 2
+    real = manifest.heldout.real_tokens, manifest.train.real_tokens
+    total = sum(len(line.split()) for own in lines for line in own)
+    assert abs(real[0] / sum(real) - fraction) < 20 / total + 0.1 * fraction
+    assert not manifest.warnings
 
 
 def test_text_of_another_vocabulary_is_told(tmp_path, capsys):
@@ -658,6 +684,17 @@ def test_text_of_another_vocabulary_is_told(tmp_path, capsys):
     assert warning in capsys.readouterr().out
     fine = prepare([text], vocab, tmp_path / "fine", workers=1, heldout_fraction=0.0)
     assert not fine.warnings
+
+
+def test_what_fails_at_once_leaves_nothing(tmp_path):
+    _, vocab = write_corpus(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "there").mkdir()
+    for name in ("rows", "there"):
+        with pytest.raises(UserError, match="contains no text"):
+            prepare([f"google:{tmp_path}/empty.txt"], vocab, tmp_path / name, workers=1)
+    assert not (tmp_path / "rows").exists()
+    assert not any((tmp_path / "there").iterdir())
 
 
 def test_nothing_to_read(tmp_path):

@@ -293,6 +293,7 @@ def test_windows_cover_the_text_and_each_token_belongs_to_the_one_that_sees_most
         ("paris", "paris", "paris"),
         ("x paris paris", " paris ", "paris"),
         ("(b)-(b)", "b", "b"),
+        ("x \u2603-\u265e paris", "\u265e", "\u265e"),  # of two [UNK], the right one
     ],
 )
 def test_answers_become_spans_of_tokens(tmp_path, context, answer, expected):

@@ -367,7 +367,7 @@ def _find(
     assert question.answers
     text, start = question.answers[0]
     stripped = text.lstrip()
-    begin = start + len(text) - len(stripped)
+    answer_start = begin = start + len(text) - len(stripped)
     end = begin + len(stripped.rstrip())
     context = question.context
     if not 0 <= begin < end <= len(context):
@@ -382,10 +382,16 @@ def _find(
     if first == end_token:
         return None
     n = len(answer_ids)
-    for i in range(first, end_token - n + 1 if n else first):
-        if np.array_equal(ids[i : i + n], answer_ids):
-            return i, i + n - 1
-    return first, end_token - 1
+    found = [
+        i
+        for i in range(first, end_token - n + 1 if n else first)
+        if np.array_equal(ids[i : i + n], answer_ids)
+    ]
+    if not found:
+        return first, end_token - 1
+    # Tokens may be equal where characters are not, such as two [UNK].
+    i = next((i for i in found if spans[i, 0] == answer_start), found[0])
+    return i, i + n - 1
 
 
 def _slide(n: int, max_tokens: int, stride: int) -> tuple[list[int], list[int], np.ndarray]:

@@ -4,8 +4,8 @@ from bert_jax.cli.common import Verbs, add_case
 from bert_jax.errors import UserError
 
 _SOURCES = (
-    "text: a file, folder or glob, optionally as KIND:… (google, books, wikiextractor, "
-    "mediawiki, jsonl, parquet, tfds:NAME/CONFIG) and with …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
+    "text: a file, folder or glob, optionally as KIND:… (google, paragraphs, books, "
+    "wikitext, wikiextractor, mediawiki, jsonl, parquet, tfds:NAME/CONFIG) and with …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
 )
 
 
@@ -79,7 +79,7 @@ def add_prepare(verbs: Verbs) -> None:
         "--heldout-fraction",
         type=float,
         default=0.01,
-        help="fraction of documents to hold out (default 0.01)",
+        help="fraction of tokens to hold out, in whole documents if there are many (default 0.01)",
     )
     sub.add_argument(
         "--short-fraction",

@@ -20,12 +20,12 @@ import numpy as np
 
 from bert_jax import checkpoint, files, workdir
 from bert_jax import config as config_lib
-from bert_jax.config import Config, EmbedConfig, TrainConfig
+from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import Attempts, UserError
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
 
@@ -117,7 +117,11 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
         }
         files.write_json(folder / "config.json", saved)
         imported.vocabulary.save(folder)
-        checkpoints = checkpoint.Checkpoints(folder / "checkpoints", imported.config.checkpoint)
+        checkpoints = checkpoint.Checkpoints(
+            folder / "checkpoints",
+            imported.config.checkpoint,
+            identity=workdir.read_identity(folder),
+        )
         checkpoints.save(0, imported.params)
         checkpoints.wait()
         checkpoints.close()
@@ -167,18 +171,20 @@ def read(
         left_out += [names[name] for name in twins]
         unexpected = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
         allowed = [n for n in unexpected if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
-        if refused := [name for name in unexpected if name not in allowed]:
-            raise UserError(
-                f"unexpected: {huggingface.shorten(refused)}; ignore them with --allow-unexpected "
-                "PATTERN"
+        refused = [name for name in unexpected if name not in allowed]
+        # All that is wrong is said at once.
+        attempts = Attempts()
+        attempts.call(_refuse_unexpected, refused)
+        params = attempts.call(huggingface.from_huggingface, canonical, model, names)
+        nothing: Any = (None, None)
+        vocabulary, vocabulary_file = (
+            attempts.call(
+                _fitting_vocabulary, folder, vocab, lowercase, allow_missing, model.vocab_size
             )
-        params = huggingface.from_huggingface(canonical, model, names)
-        vocabulary, vocabulary_file = _vocabulary(
-            folder, vocab, lowercase, "added_tokens" in allow_missing
+            or nothing
         )
-        vocabulary = _fit(vocabulary, model.vocab_size, "tokens" in allow_missing)
-        config = Config(model=model, embed=_embed_config(folder, model.positions, allow_unexpected))
-        config_lib.validate(config)
+        config = attempts.call(_config, model, folder, allow_unexpected)
+        attempts.check()
     except UserError as error:
         raise UserError(f"cannot import {source}: {error}") from error
     except OSError as error:
@@ -219,6 +225,20 @@ def describe(imported: Imported) -> str:
     if about["left_out"]:
         lines.append(f"  ignored: {huggingface.shorten(about['left_out'])}")
     return "\n".join(lines)
+
+
+def _refuse_unexpected(names: list[str]) -> None:
+    if names:
+        raise UserError(
+            f"unexpected: {huggingface.shorten(names)}; ignore them with --allow-unexpected PATTERN"
+        )
+
+
+def _config(model: ModelConfig, folder: Traversable, allow_unexpected: Collection[str]) -> Config:
+    embed = _embed_config(folder, model.positions, allow_unexpected)
+    config = Config(model=model, embed=embed)
+    config_lib.validate(config)
+    return config
 
 
 # --- Locating the files --------------------------------------------------------------------------
@@ -392,7 +412,19 @@ def _shards(index: Traversable) -> list[str]:
 
 def _is_beside(name: Any) -> bool:
     """Whether a value is a plain file name, not a path to another folder."""
-    return isinstance(name, str) and pathlib.PurePath(name).name == name and name not in ("", "..")
+    if not isinstance(name, str) or "\0" in name or name != name.encode(errors="ignore").decode():
+        return False
+    return pathlib.PurePath(name).name == name and name not in ("", "..")
+
+
+_TYPES = {
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "BOOL",
+    *(f"{sign}{size}" for sign in "IU" for size in (8, 16, 32, 64)),
+}
 
 
 def _safetensors(file: Any) -> dict[str, np.ndarray]:
@@ -401,7 +433,14 @@ def _safetensors(file: Any) -> dict[str, np.ndarray]:
 
     try:
         with safetensors.safe_open(file, "numpy") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            names = list(opened.keys())
+            types = {name: opened.get_slice(name).get_dtype() for name in names}
+            if odd := [f"{name} ({kind})" for name, kind in types.items() if kind not in _TYPES]:
+                raise UserError(
+                    f"{file.name} has tensors of types that are not supported: "
+                    f"{huggingface.shorten(odd)}; convert them to float32 or bfloat16"
+                )
+            tensors = {name: opened.get_tensor(name) for name in names}
             sums = json.loads((opened.metadata() or {}).get("crc32c", "{}"))
             if not isinstance(sums, dict):
                 raise ValueError("its checksums are not a JSON object")
@@ -544,6 +583,18 @@ def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:
         if value is not None:
             settings[name] = value
     return settings
+
+
+def _fitting_vocabulary(
+    folder: Traversable,
+    vocab: str | None,
+    lowercase: bool | None,
+    allow_missing: Collection[str],
+    size: int,
+) -> tuple[Vocabulary, Traversable | None]:
+    """Return the vocabulary for embeddings of `size` rows, and the file it was read from."""
+    vocabulary, file = _vocabulary(folder, vocab, lowercase, "added_tokens" in allow_missing)
+    return _fit(vocabulary, size, "tokens" in allow_missing), file
 
 
 def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:

@@ -21,13 +21,14 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from bert_jax.data.compressed import damage, decompressed
 from bert_jax.data.formats import (
     KINDS,
+    WIKITEXT_HEADING,
     WRAPPED_CHARACTERS,
     check_is_text,
     head_of,
@@ -46,7 +47,13 @@ _JSON_CHARACTERS = 1 << 28
 # Far beyond the T tokens of any row; longer ones are text without punctuation.
 SENTENCE_CHARACTERS = 10_000
 _BLOCK_BYTES = 1 << 20
+# Stands for a word that is lost: a word of its own that is in no vocabulary, and so becomes [UNK].
+UNKNOWN_WORD = "\ufffc"
+# Expat parses a tag again from its start for every block that it spans.
+_XML_TAG_BYTES = 4 << 20
 _MAX_WEIGHT = 1000
+_QUOTE = re.compile("[\"'\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb]")
+_SENTENCE_END = re.compile(r"[.!?\u2026]\W*\s\W*\w")
 _REPEATED_LINE = "a long line repeats an earlier one"
 
 
@@ -109,7 +116,7 @@ class _SeenLines:
 
 def long_lines(document: RawDocument) -> Iterator[tuple[int, int]]:
     """Yield (64-bit fingerprint, line number) of the lines that rarely repeat in good text."""
-    by_line = document.kind in ("google", "books", "wikiextractor")
+    by_line = document.kind in ("google", "paragraphs", "books", "wikiextractor")
     for number, line in enumerate(document.text.split("\n")):
         # Short lines repeat in any text, markup and table rows in any wiki.
         if len(line) > 40 and line[0].isalpha():
@@ -153,11 +160,11 @@ class Report:
         spec = self.sources[-1]["spec"]
         if not self._read:
             raise UserError(f"source {spec!r} contains no text; check its files")
-        if self._singles > 1 and self._singles >= 0.9 * self._read:
+        if self._singles > 1 and self._singles > 0.5 * self._read:
             self.tell(
                 spec,
-                "a blank line follows nearly every sentence, so documents have one sentence each",
-                "all next sentences will be random; put blank lines between documents only",
+                "a blank line follows a single line, so most documents have one sentence",
+                "their next sentences will be random; put blank lines between documents only",
                 self._single,
                 self._singles,
             )
@@ -344,12 +351,34 @@ def sentences(document: RawDocument, language: str = "en") -> list[str]:
         elif document.kind.startswith("wikiextractor") and "&" in text:
             text = html.unescape(text)  # some versions escape, others do not
         paragraphs = _paragraphs(text) if document.kind == "books" else text.split("\n")
+        segment = functools.partial(sentencex.segment, language)
         segments = itertools.chain.from_iterable(
-            sentencex.segment(language, paragraph) for paragraph in paragraphs
+            _split_speech(part, segment) for paragraph in paragraphs for part in segment(paragraph)
         )
     return [
         part for segment in segments for part in _split_long_sentence(" ".join(segment.split()))
     ]
+
+
+def _split_speech(text: str, segment: Callable[[str], list[str]]) -> Iterator[str]:
+    """Split what `segment` keeps together between two quotation marks or apostrophes.
+
+    A verb after a quotation stays with its last sentence: ['"Wait.', 'It is he!" said Tom.'].
+    """
+    parts = []
+    if _QUOTE.search(text) and _SENTENCE_END.search(text):
+        parts = segment(_QUOTE.sub(" ", text))
+    if sum(map(len, parts)) != len(text):
+        parts = [text]
+    start = offset = 0
+    for part in parts[:-1]:
+        end, offset = offset + len(part.rstrip()), offset + len(part)
+        if not _QUOTE.match(text, end):  # a quotation ends here
+            opening = _QUOTE.search(text, end, offset)
+            cut = opening.start() if opening else offset
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 def _split_long_sentence(sentence: str) -> Iterator[str]:
@@ -432,6 +461,8 @@ class _Reader:
             with decompressed(path, self._report.count) as stream:
                 read = {
                     "google": self._google,
+                    "paragraphs": self._google,
+                    "wikitext": self._wikitext,
                     "books": self._books,
                     "wikiextractor": self._wikiextractor,
                     "wikiextractor-json": self._json,
@@ -453,7 +484,7 @@ class _Reader:
 
     @functools.cached_property
     def _text_kind(self) -> str:
-        """ "google" or "books", detected from the source's first file of plain text."""
+        """The kind of the source's first file of plain text."""
         for path in self._source.files:
             with damage(path):
                 head = head_of(path)
@@ -507,6 +538,23 @@ class _Reader:
                     self._warn_long_document(path, start)
                 yield start, "\n".join(lines)
                 lines, size = [], 0
+        if lines:
+            yield start, "\n".join(lines)
+
+    def _wikitext(self, path, stream) -> Iterator[tuple[int, str]]:
+        lines: list[str] = []
+        size = start = 0
+        for number, line in self._lines(path, stream):
+            heading = WIKITEXT_HEADING.fullmatch(line)
+            if lines and (size > DOCUMENT_CHARACTERS or (heading and heading[1] == "=")):
+                if not heading:
+                    self._warn_long_document(path, start)
+                yield start, "\n".join(lines)
+                lines, size = [], 0
+            if not heading and line.strip():
+                start = start if lines else number
+                lines.append(_without_wikitext_marks(line))
+                size += len(line) + 1
         if lines:
             yield start, "\n".join(lines)
 
@@ -580,6 +628,11 @@ class _Reader:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
+                if number == 1 and line.strip() in ("{", "[", "[{"):
+                    raise UserError(
+                        f"{path}:1: JSON over several lines, not an object per line; convert it, "
+                        f"e.g. jq -c '.. | objects | select(.text)' {path}"
+                    ) from None
                 self._warn(path, number, "a line is not JSON", "skipped it")
                 continue
             if not isinstance(value, dict) or not isinstance(value.get("text"), str):
@@ -603,28 +656,41 @@ class _Reader:
         pages: list[tuple[int, str]] = []
         fields: dict[str, list[str]] = {}
         open_elements: list[str] = []
-        start = 0
+        start = size = 0
 
         def begin(name, attributes):
-            nonlocal start
+            nonlocal start, size
             name = name.rpartition(" ")[2]
             open_elements.append(name)
             if name == "page":
                 start = parser.CurrentLineNumber
                 fields.clear()
+            if name == "text":
+                size = 0
             fields[name] = []  # a later revision replaces an earlier one
 
         def characters(text):
-            if open_elements and open_elements[-1] in ("ns", "text"):
-                fields[open_elements[-1]].append(text)
+            nonlocal size
+            name = open_elements[-1] if open_elements else ""
+            if name == "text":
+                size += len(text)
+            if name in ("ns", "text"):
+                fields[name].append(text)
+            if size > DOCUMENT_CHARACTERS:
+                self._warn_long_document(path, start)
+                finish_page()
+                fields["text"], size = [], 0
+
+        def finish_page():
+            article = "".join(fields.get("ns", "0")).strip() in ("", "0")
+            text = "".join(fields.get("text", ""))
+            if article and "redirect" not in fields and text.strip():
+                pages.append((start, text))
 
         def end(name):
             open_elements.pop()
             if name.rpartition(" ")[2] == "page":
-                article = "".join(fields.get("ns", "0")).strip() in ("", "0")
-                text = "".join(fields.get("text", ""))
-                if article and "redirect" not in fields and text.strip():
-                    pages.append((start, text))
+                finish_page()
 
         def refuse(*_):
             raise UserError(
@@ -635,8 +701,15 @@ class _Reader:
         parser.StartElementHandler, parser.EndElementHandler = begin, end
         parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = characters, refuse
         try:
+            read = 0
             while block := stream.read(_BLOCK_BYTES):
                 parser.Parse(block)
+                read += len(block)
+                if read - parser.CurrentByteIndex > _XML_TAG_BYTES:
+                    raise UserError(
+                        f"{path}:{parser.CurrentLineNumber}: a tag longer than {_XML_TAG_BYTES:,} "
+                        "bytes, which MediaWiki dumps do not have; remove it"
+                    )
                 yield from pages
                 pages.clear()
             parser.Parse(b"", True)
@@ -711,6 +784,11 @@ class _Reader:
                 yield index + 1, text
             else:
                 self._warn(f"tfds:{name}", index + 1, "a text is empty", "skipped it")
+
+
+def _without_wikitext_marks(line: str) -> str:
+    """Undo the marks of WikiText's tokenized version: `well @-@ known`, `1 @,@ 000`, `<unk>`."""
+    return re.sub(r" @([-,.])@ ", r"\1", line).replace("<unk>", UNKNOWN_WORD)
 
 
 def _without_title(text: str, title: Any) -> str:

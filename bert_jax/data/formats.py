@@ -9,7 +9,9 @@ from bert_jax.errors import UserError
 
 KINDS = {
     "google": "a sentence per line, blank lines between documents",
+    "paragraphs": "a paragraph per line, blank lines between documents",
     "books": "a document per file, in paragraphs or hard-wrapped lines",
+    "wikitext": "WikiText: a paragraph per line, documents begin with = Title =",
     "wikiextractor": "WikiExtractor's <doc id= url= title=> ... </doc>",
     "wikiextractor-json": "output of WikiExtractor --json, an article per line",
     "mediawiki": "a MediaWiki XML dump",
@@ -20,6 +22,10 @@ KINDS = {
 
 # Longer lines are whole paragraphs; paragraphs of shorter lines end at a blank line.
 WRAPPED_CHARACTERS = 120
+# A heading of WikiText; the title of a document has one sign.
+WIKITEXT_HEADING = re.compile(r"\s*(=(?: =)*) [^=]+ \1\s*")
+_ENDED = re.compile("[.!?\u2026\u3002\uff01\uff1f]\\W*$")
+_TAGGED = re.compile(r"\S+(?:[ \t]+\S+)*[ \t]+(?:O|[BIES]-\S+)\s*|-DOCSTART-.*")
 # Size of the beginning of a file that is inspected to detect its kind.
 _HEAD_BYTES = 1 << 16
 
@@ -42,7 +48,7 @@ def check_is_text(path: pathlib.Path, head: bytes) -> None:
     """
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
-            f"{path}: UTF-16, not UTF-8 text; convert it, e.g. iconv -f UTF-16 -t UTF-8 {path}"
+            f"{path}: UTF-16, not UTF-8 text; convert it, e.g. {_iconv(path, 'UTF-16')}"
         )
     if b"\0" in head:
         at = head.index(b"\0")
@@ -59,9 +65,22 @@ def check_is_text(path: pathlib.Path, head: bytes) -> None:
             at = error.start
         raise UserError(
             f"{path}:{head.count(10, 0, at) + 1}: not UTF-8 text (from byte {at:,} on, {invalid:,} "
-            f"invalid bytes in the first {len(head):,}); convert it, "
-            f"e.g. iconv -f LATIN1 -t UTF-8 {path}"
+            f"invalid bytes in the first {len(head):,}); convert it, e.g. {_iconv(path, 'LATIN1')}"
         )
+    lines = [line for line in head.decode(errors="replace").splitlines()[:500] if line.strip()]
+    if len(lines) > 20 and sum(map(bool, map(_TAGGED.fullmatch, lines))) > 0.9 * len(lines):
+        raise UserError(
+            f"{path}: a word per line with its label (CoNLL columns), not prose; fine-tune on it with "
+            "configs/tagging.py, or exclude it from the source"
+        )
+
+
+def _iconv(path: pathlib.Path, encoding: str) -> str:
+    """Return a command that converts a file, compressed or not, to UTF-8."""
+    cat = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}.get(path.suffix)
+    if cat is None:
+        return f"iconv -f {encoding} -t UTF-8 {path}"
+    return f"{cat} {path} | iconv -f {encoding} -t UTF-8 > {path.with_suffix('')}"
 
 
 def head_of(path: pathlib.Path) -> bytes:
@@ -84,6 +103,8 @@ def marked_kind(path: pathlib.Path, head: bytes) -> str | None:
             f"{path}: XML but not a MediaWiki dump (no <mediawiki> element at its start); "
             "convert it to text first"
         )
+    if re.match(rb'\[\s*[{"]', start):
+        return "jsonl"  # to be refused with its reason
     if start.startswith(b"{"):
         fields = re.findall(rb'"(\w+)"\s*:', start.split(b"\n")[0])
         return "wikiextractor-json" if {b"url", b"title"} <= set(fields) else "jsonl"
@@ -91,7 +112,12 @@ def marked_kind(path: pathlib.Path, head: bytes) -> str | None:
 
 
 def kind_of_text(head: str) -> str:
-    """Distinguish one sentence per line ("google") from wrapped lines or paragraphs ("books")."""
+    """Distinguish plain text: "google", "paragraphs", "wikitext" or "books".
+
+    Lines of "google" are sentences, those of "paragraphs" and "wikitext" have several. If lines break
+    within sentences, or most stand alone between blank lines, these are no ends of documents, and
+    the text is "books".
+    """
     import sentencex
 
     blocks = [block.split("\n") for block in re.split(r"\n\s*\n", head.replace("\r", ""))]
@@ -102,11 +128,18 @@ def kind_of_text(head: str) -> str:
     width = max(map(len, lines))
     inner = [pair for block in blocks for pair in itertools.pairwise(block)]
     wrapped = sum(
-        len(line) + len(after.split(" ")[0]) >= width - 8 and not re.search(r"[.!?]\W*$", line)
+        len(line) + len(after.split(" ")[0]) >= width - 8 and not _ENDED.search(line)
         for line, after in inner
     )
     if 40 <= width <= WRAPPED_CHARACTERS and wrapped > 0.3 * len(inner):
         return "books"
     # Otherwise lines are sentences or paragraphs. Sentence splitters disagree in a few percent.
     multiple = sum(len(sentencex.segment("en", line)) > 1 for line in lines)
-    return "books" if multiple > 0.15 * len(lines) else "google"
+    if multiple <= 0.15 * len(lines):
+        return "google"
+    if any(map(WIKITEXT_HEADING.fullmatch, lines)):
+        return "wikitext"
+    sizes = [count for block in blocks if (count := sum(bool(line.strip()) for line in block))]
+    ended = sum(bool(_ENDED.search(line)) for line in lines)
+    in_documents = len(sizes) > 2 and sum(sizes) >= 2 * len(sizes) and ended > 0.85 * len(lines)
+    return "paragraphs" if in_documents else "books"

@@ -1,6 +1,7 @@
 """Extract plain text from wiki markup."""
 
 import html
+import itertools
 import re
 
 # Elements without prose. Regular expressions remove them before parsing, as their content often is
@@ -25,7 +26,12 @@ _LEFTOVERS = [
     (re.compile(r",(\s*[,.])+"), ","),
     (re.compile(r"[ \t]+"), " "),
 ]
-_NON_PROSE_LINE = re.compile(r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w+[^>]*>|thumb\||\w+=\S+\|")
+# Bounded repetitions: without bounds, the time is quadratic in the length of a line.
+_NON_PROSE_LINE = re.compile(
+    r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w{1,50}\b[^>]{0,999}>|thumb\||\b\w{1,50}=\S{1,999}\|"
+)
+# Longer words are [UNK], whatever their rest is (`max_input_chars_per_word` of WordPiece is 100).
+_LONG_WORD = re.compile(r"(\w{200})\w+")
 
 
 def plain_text(markup: str) -> str:
@@ -36,13 +42,17 @@ def plain_text(markup: str) -> str:
     """
     import mwparserfromhell
 
+    markup = _LONG_WORD.sub(r"\1", markup)
     for pattern, replacement in _MARKUP:
         markup = pattern.sub(replacement, markup)
     text = html.unescape(_render(mwparserfromhell.parse(markup)))
     for pattern, replacement in _LEFTOVERS:
         text = pattern.sub(replacement, text)
-    lines = (line.strip() for line in text.split("\n"))
-    return "\n".join(line for line in lines if line and not _NON_PROSE_LINE.search(line))
+    lines = [line.strip() for line in text.split("\n")]
+    kept = [line if not _NON_PROSE_LINE.search(line) else "" for line in lines]
+    # A blank line ends a paragraph; a single line break does not.
+    groups = itertools.groupby(kept, key=bool)
+    return "\n".join(" ".join(group) for has_text, group in groups if has_text)
 
 
 def _render(code) -> str:

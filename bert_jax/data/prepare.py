@@ -22,6 +22,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -50,6 +51,8 @@ PAIRS = ("nsp", "none")
 RUNNERS = ("local", "beam")
 UNKNOWN_FRACTION = 0.2  # with more [UNK] than this, the vocabulary does not fit the text
 
+# How many documents are considered where few are to be held out.
+_LOWEST_DOCUMENTS = 1_000
 # A shard holds 1/64 of the corpus, within these bounds in tokens.
 _SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 
@@ -91,8 +94,9 @@ def prepare(
         passes: number of passes over the training documents, each with different random choices
             (`dupe_factor`).
         seed: seed of all random choices.
-        heldout_fraction: fraction of documents to hold out, selected by the hash of their text; at
-            least two documents if there are four, unless it is 0.
+        heldout_fraction: fraction of tokens to hold out, in documents selected by the hash of their
+            text. Where whole documents are far from it, as in a small corpus, the ends of at least
+            two documents are held out.
         short_fraction: fraction of documents that are cut into sequences of a random, shorter
             length.
         lowercase: whether to lowercase text; None follows the vocabulary.
@@ -143,7 +147,11 @@ def prepare(
     )
     if not job.folder.exists() and (manifest := _finished(out, settings, vocabulary, force)):
         return manifest
-    with files.one_line_errors(f"cannot write to {out}"), files.lock_folder(job.folder):
+    with (
+        _removed_if_unused(job, not out.exists()),
+        files.one_line_errors(f"cannot write to {out}"),
+        files.lock_folder(job.folder),
+    ):
         # Another process may have finished, or a previous run may have stopped before cleaning up.
         if manifest := _finished(out, settings, vocabulary, force):
             shutil.rmtree(job.folder)
@@ -157,6 +165,19 @@ def prepare(
             }
             _write_all(job, pool, [*units["train"], *units["heldout"]])
         return _finish(job, out, settings, plan, units)
+
+
+@contextlib.contextmanager
+def _removed_if_unused(job: prepare_worker.Job, is_new: bool) -> Iterator[None]:
+    """Remove the working folder, and the output folder if new, after an error before any work."""
+    try:
+        yield
+    except UserError:
+        if job.folder.exists() and not any(job.folder.glob("*.tokens")):
+            shutil.rmtree(job.folder)
+            if is_new:
+                job.folder.parent.rmdir()
+        raise
 
 
 def _check(
@@ -347,8 +368,9 @@ def _plan(
     Returns:
         `starts` (first document of each unit and the end, for each split) and `warnings`.
     """
-    documents = tokens = 0
-    lowest = highest = np.zeros(0, np.uint64)  # lowest and highest distinct hashes
+    documents = tokens = heldout_tokens = 0
+    threshold = np.uint64(heldout_fraction * 2**64)
+    lowest = np.zeros(0, prepare_worker.DOCUMENT)  # the documents with the lowest hashes
     unknown: collections.Counter[str] = collections.Counter()
     mostly_unknown: list[tuple[float, str]] = []
     by_file = (
@@ -366,9 +388,11 @@ def _plan(
         table, _ = prepare_worker.read_table(job.chunk(number))
         documents += len(table)
         tokens += int(table["tokens"].sum())
-        distinct = np.unique(table["hash"])
-        lowest = np.unique(np.concatenate([lowest, distinct[:4]]))[:4]
-        highest = np.unique(np.concatenate([highest, distinct[-2:]]))[-2:]
+        heldout_tokens += int(table["tokens"][table["hash"] < threshold].sum())
+        lowest = np.concatenate([lowest, table])
+        lowest = lowest[np.argsort(lowest["hash"], kind="stable")][:_LOWEST_DOCUMENTS]
+    _, first, copies = np.unique(lowest["hash"], return_index=True, return_counts=True)
+    lowest = lowest[first]
 
     warnings = []
     if not documents:
@@ -386,18 +410,16 @@ def _plan(
             "the corpus); check that the vocabulary matches the language and case of the text"
         )
 
-    threshold = int(heldout_fraction * 2**64)
-    if threshold and len(lowest) < 4:
-        threshold = 0
-        warnings.append(
-            f"the corpus has {len(lowest)} distinct documents, fewer than four; nothing held out"
-        )
-    elif threshold:
-        threshold = max(threshold, int(lowest[1]) + 1)
-        if highest[0] < threshold:
-            raise UserError(
-                f"heldout_fraction {heldout_fraction} leaves fewer than two documents to train on; "
-                "lower it"
+    # How many tokens at the end of a document are held out, by its hash, where it is not all.
+    tails: dict[int, tuple[int, int]] = {}
+    target = math.ceil(heldout_fraction * tokens)
+    enough = len(lowest) > 1 and lowest["hash"][1] < threshold
+    if target and not (enough and target / 2 <= heldout_tokens <= 2 * target):
+        threshold = np.uint64(0)
+        tails = _heldout_ends(job, lowest, copies, target)
+        if not tails:
+            warnings.append(
+                f"the corpus has {documents:,} documents, too few or too short to hold out a part"
             )
 
     shard_tokens = min(max(tokens // _SHARDS, _MIN_SHARD_TOKENS), _MAX_SHARD_TOKENS)
@@ -414,8 +436,7 @@ def _plan(
         unit = dict.fromkeys(starts, -1)
         for number in chunks:
             table, _ = prepare_worker.read_table(job.chunk(number))
-            heldout = table["hash"] < np.uint64(threshold)
-            for split, part in (("train", table[~heldout]), ("heldout", table[heldout])):
+            for split, part in zip(starts, _divided(table, threshold, tails), strict=True):
                 if not len(part):
                     continue
                 ends = size[split] + part["tokens"].cumsum(dtype=np.int64)
@@ -427,13 +448,80 @@ def _plan(
                 size[split], unit[split] = int(ends[-1]), int(units[-1])
     for split in starts:
         starts[split].append(count[split])
+    if count["train"] < (2 if job.pairs == "nsp" else 1):
+        raise UserError(
+            f"heldout_fraction {heldout_fraction} leaves fewer than two documents to train on; lower it"
+        )
     share = size["heldout"] / sum(size.values())
     if share > 2 * heldout_fraction:
         warnings.append(
-            f"{share:.0%} of the tokens are held out, not {heldout_fraction:.1%}: the corpus has few "
-            f"documents ({documents:,}) or very long ones; split them to hold out less"
+            f"{share:.1%} of the tokens are held out, not {heldout_fraction:.1%}: the corpus has few "
+            f"documents ({documents:,})"
         )
     return {"starts": starts, "warnings": warnings}
+
+
+def _heldout_ends(
+    job: prepare_worker.Job, documents: np.ndarray, copies: np.ndarray, target: int
+) -> dict[int, tuple[int, int]]:
+    """Choose the ends of documents that are held out where few documents are to be.
+
+    Args:
+        job: the job.
+        documents: [n] of `DOCUMENT`, in order of preference.
+        copies: [n], how many times each is in the corpus.
+        target: number of tokens to hold out. At least two documents have a part in it if possible,
+            because random next sentences come from another document.
+
+    Returns:
+        Numbers of sentences and tokens at the end of a document, by its hash; both are all that the
+        document has if it is held out whole.
+    """
+    tails: dict[int, tuple[int, int]] = {}
+    left = target
+    for document, times in zip(documents, copies.tolist(), strict=True):
+        if left <= 0 and len(tails) > 1:
+            break
+        wanted = max(left if tails else target // 2, 1) / times
+        count, total = int(document["sentences"]), int(document["tokens"])
+        if total > wanted:
+            bounds = np.fromfile(
+                job.chunk(int(document["chunk"])), "<u4", count + 1, offset=int(document["at"])
+            )
+            sizes = bounds[-1] - bounds[1:-1].astype(
+                np.int64
+            )  # of the ends after 1, 2, … sentences
+            if not len(sizes):
+                continue
+            first = 1 + int(np.abs(sizes - wanted).argmin())
+            count, total = count - first, int(sizes[first - 1])
+        tails[int(document["hash"])] = count, total
+        left -= total * times
+    return tails
+
+
+def _divided(
+    table: np.ndarray, threshold: np.uint64, tails: dict[int, tuple[int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Divide the documents of a chunk into those to train on and those held out.
+
+    Args:
+        table: [n] of `DOCUMENT`.
+        threshold: documents with lower hashes are held out.
+        tails: of other documents, the ends that are held out (see `_heldout_ends`).
+    """
+    heldout = table["hash"] < threshold
+    train, held = table[~heldout], table[heldout]
+    split = np.isin(train["hash"], np.array([*tails], np.uint64))
+    if split.any():
+        held = train[split]
+        count, total = np.array([tails[int(value)] for value in held["hash"]]).T
+        train["sentences"][split] -= count.astype(np.uint32)
+        train["tokens"][split] -= total.astype(np.uint32)
+        held["at"] += 4 * (held["sentences"] - count).astype(np.uint64)
+        held["sentences"], held["tokens"] = count, total
+        train = train[train["sentences"] > 0]
+    return train, held
 
 
 # Stage 2: tokens to shards of rows.
