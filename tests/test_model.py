@@ -23,7 +23,7 @@ from bert_jax.model.attention import attention
 from bert_jax.model.bert import Bert, Embeddings, init_params, last_tokens
 from bert_jax.model.dropout import dropout
 from bert_jax.model.flops import flops_per_row, parameter_count
-from bert_jax.model.layers import padded_vocab_size
+from bert_jax.model.layers import norm_layer, padded_vocab_size
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import losses
 from bert_jax.objectives.masking import NextTokenTargets
@@ -766,6 +766,17 @@ def test_initial_values():
             assert abs(value.mean()) < 0.01759 * 5 / value.size**0.5, path
     kernels = [np.array(x).ravel()[:64] for p, x in flat(params).items() if p.endswith("kernel")]
     assert len({x.tobytes() for x in kernels}) == len(kernels)
+
+
+def test_layer_norm_of_values_far_from_zero():
+    """E[x²] - E[x]² in float32 would lose all digits of the variance."""
+    x = 3000 + np.random.default_rng(0).standard_normal((4, 64))
+    norm = norm_layer(ModelConfig())
+    found = norm.apply(
+        {"params": {"scale": np.ones(64), "bias": np.zeros(64)}}, x.astype(np.float32)
+    )
+    exact = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+    np.testing.assert_allclose(found, exact, atol=1e-2)  # x is rounded to 2e-4
 
 
 def test_layer_norm_epsilon_is_1e_12():

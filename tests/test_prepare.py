@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from bert_jax import files
 from bert_jax.data import prepare as module
 from bert_jax.data import prepare_worker, wordpiece
-from bert_jax.data.instances import IS_NEXT, IS_RANDOM, Instances, _trim, truncated_lengths
+from bert_jax.data.instances import Instances, _trim, truncated_lengths
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.workers import Workers
@@ -96,7 +96,7 @@ def test_pairs_are_text_of_one_document_or_of_two(documents, tokens, short, seed
             assert a[-1] < bounds[-1]
             assert a[0] >= reached  # segments never overlap
             reached = a[-1] + 1
-            if example.label == IS_NEXT:
+            if example.label == 0:  # is next, as in Google's and Hugging Face's models
                 assert a[-1] < b[0]
                 assert b[-1] < bounds[-1]
                 if len(example.tokens) < tokens:  # nothing was cut off
@@ -104,7 +104,7 @@ def test_pairs_are_text_of_one_document_or_of_two(documents, tokens, short, seed
                     assert b[0] in bounds
                 reached = b[-1] + 1
             else:
-                assert example.label == IS_RANDOM
+                assert example.label == 1
                 assert b[-1] < bounds[0] or b[0] >= bounds[-1]
                 home = next(o for o in memory.bounds if o[0] <= b[0] < o[-1])
                 assert b[-1] < home[-1]
@@ -122,7 +122,7 @@ def test_nothing_is_lost_where_nothing_is_cut(documents, seed):
         seen = []
         for example in instances.of(number, rng):
             a, b = segments(example)
-            seen += [*a, *(b if example.label == IS_NEXT else [])]
+            seen += [*a, *(b if example.label == 0 else [])]
         assert seen == list(range(bounds[0], bounds[-1]))
 
 

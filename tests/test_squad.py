@@ -87,6 +87,18 @@ def test_one_comparison(gold, predicted, version, expected):
     assert squad_score.compare(gold, predicted, version) == pytest.approx(expected)
 
 
+def test_answers_of_which_nothing_is_left_are_no_answers_in_version_2():
+    """As in get_raw_scores of evaluate-v2.0.py: without another gold answer, "" is right."""
+    questions = [
+        question("a", ("the", "paris")),
+        question("b", ("the", "!")),
+        question("c", ("a",)),
+    ]
+    found = squad_score.score(questions, {"a": "", "b": "", "c": "paris"}, 2)
+    assert found["exact"] == pytest.approx(100 / 3)
+    assert found["HasAns_exact"] == pytest.approx(100 / 3)  # they still count as answerable
+
+
 def test_version_1_takes_the_best_answer_and_counts_missing_predictions_as_wrong():
     questions = [question("1", ("paris", "in paris")), question("2"), question("3")]
     found = squad_score.score(questions, {"1": "in Paris", "2": "born paris"}, 1)

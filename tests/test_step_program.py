@@ -17,6 +17,8 @@ from scipy import special
 from bert_jax import sharding
 from bert_jax import step as step_lib
 from bert_jax.config import Config, MeshConfig, PhaseConfig, model_size
+from bert_jax.model import attention as attention_lib
+from bert_jax.model import bert
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, one_hot_gather
@@ -99,6 +101,40 @@ def test_logits_and_softmax_are_float32_and_their_products_are_not():
     by_width = {result.shape[-1]: result.dtype.name for _, result in products if result.ndim == 3}
     assert by_width == {VOCAB: "float32", 32: "bfloat16"}  # logits; the gradient of hidden states
     assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # the table's
+
+
+@pytest.mark.parametrize("layer_loop", ["unrolled", "scanned"])
+def test_no_two_dropouts_share_their_bits(monkeypatch, layer_loop):
+    """Neither those of a layer, nor layers, parts of a batch, steps or seeds."""
+    model = dataclasses.replace(
+        model_size("L2-H32-A2"), vocab_size=VOCAB, dropout=0.1, attention_dropout=0.1,
+        layer_loop=layer_loop,
+    )  # fmt: skip
+    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, steps=10)
+    config.phases[0].accumulation = 2
+    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
+    init, _ = step_lib.initial_state(
+        config, phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    )
+    batch = {name: jnp.ones(s.shape, s.dtype) for name, s in phase.batch_shape.items()}
+    keys = []
+
+    def recorded(x, rate, key):
+        assert rate == 0.1
+        jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
+        return dropout(x, rate, key)
+
+    for module in (bert, attention_lib):
+        monkeypatch.setattr(module, "dropout", recorded)
+    step = jax.jit(step_lib.make_step(config, phase))
+    for seed in (0, 1):
+        state = init(jnp.uint32(seed))
+        for _ in range(2):
+            state, _, _ = step(state, batch)
+    jax.effects_barrier()
+    # Of 2 seeds, 2 steps and 2 parts: the embeddings, and in each layer attention, its output, and
+    # the feed-forward layer.
+    assert len(set(keys)) == 2 * 2 * 2 * (1 + 2 * 3)
 
 
 def test_attention_divides_by_a_float32_sum():

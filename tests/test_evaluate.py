@@ -1,0 +1,60 @@
+"""Held-out evaluation: every row once, with its own masks."""
+
+import jax
+import numpy as np
+
+from bert_jax import evaluate, sharding
+from bert_jax.config import MeshConfig, PhaseConfig
+from bert_jax.config_flags import load
+from bert_jax.objectives import pretraining
+from tests.helpers.runs import arguments
+
+ROWS, BATCH = 19, 8
+
+
+def heldout(rows):
+    """The held-out phase of a small pretraining, and its batches."""
+    config = load(arguments(f"batch_size={BATCH}", f"evaluate_rows={ROWS}"))
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    _, _, _, (phase,) = pretraining.make_phases(config)
+    return phase, list(phase.heldout(0, 1))
+
+
+def test_a_mean_is_over_every_row(rows):
+    """Of 19 rows in batches of 8, the last of which is partly empty."""
+    phase, batches = heldout(rows)
+    params = phase.objective.init(jax.random.key(0))
+    params["next_sentence"] = {
+        "kernel": np.zeros_like(params["next_sentence"]["kernel"]),
+        "bias": np.array([0.7, -1.1], np.float32),
+    }
+    found = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))(
+        params
+    )
+    labels = np.concatenate([batch["label"][batch["length"] > 0] for batch in batches])
+    assert len(batches) == 3
+    assert sum((batch["length"] > 0).any(1).sum() for batch in batches) == ROWS
+    losses = np.log(np.exp([0.7, -1.1]).sum()) - np.array([0.7, -1.1])
+    np.testing.assert_allclose(found["next_sentence_loss"], losses[labels].mean(), rtol=1e-6)
+    np.testing.assert_allclose(found["next_sentence_accuracy"], (labels == 0).mean(), rtol=1e-6)
+    whole = np.concatenate([b["label"][b["length"] > 0] for b in batches[:2]])
+    assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch matters
+
+
+def test_every_batch_has_its_own_masks(rows, monkeypatch):
+    phase, _ = heldout(rows)
+    keys, prepare = [], phase.objective.prepare
+
+    def recorded(batch, key):
+        jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
+        return prepare(batch, key)
+
+    monkeypatch.setattr(phase.objective, "prepare", recorded)
+    measure = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
+    params = phase.objective.init(jax.random.key(0))
+    first = measure(params)
+    jax.effects_barrier()
+    assert len(set(keys)) == len(keys) == 3
+    assert measure(params) == first
+    jax.effects_barrier()
+    assert keys[3:] == keys[:3]
