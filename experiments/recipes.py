@@ -172,12 +172,14 @@ def pretrained(
     on = on or [rows(given, tokens) for tokens in lengths]
     folders = [part for point in on for part in ("--rows", point)]
     command = ("pretrain", "--config", f"configs/pretrain.py:{config}", *folders)
-    named = _seeded(name, seed)
-    return Point(named, (*command, *settings(usual | (changes or {}))), {"model": name, **facts})
+    return _point(name, (*command, *settings(usual | (changes or {}))), seed, model=name, **facts)
 
 
-def _seeded(name: str, seed: int | None) -> str:
-    return f"{name}, seed {seed}" if seed else name
+def _point(name: str, command: Sequence[Any], seed: int | None, **facts: Any) -> Point:
+    """Return a point; seeds other than 0 are in its name and facts."""
+    if seed:
+        name, facts = f"{name}, seed {seed}", {**facts, "pretraining_seed": seed}
+    return Point(name, tuple(command), facts)
 
 
 def pretraining_seeds(given: SweepArgs) -> range:
@@ -361,8 +363,8 @@ def finetuned(
     if seed is not None and len(pretraining_seeds(given)) > 1:
         seeds, changed["seed"] = 1, seed
     command = ("finetune", "--config", spec.config, *options, *start, "--seeds", seeds)
-    name = _seeded("/".join(filter(None, (label, task, more))), seed)
-    return Point(name, (*command, *settings(changed)), {"model": label, "task": task, **facts})
+    name = "/".join(filter(None, (label, task, more)))
+    return _point(name, (*command, *settings(changed)), seed, model=label, task=task, **facts)
 
 
 def made(given: SweepArgs, name: str) -> Point:
