@@ -97,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verb == "launch":
         options.command = command
     try:
+        if options.verb != "launch":  # which checks its command itself, and takes --bucket
+            files.check_local(arguments)
         return options.run(options) or 0
     except UserError as error:
         print(f"bert-jax {options.verb}: {error}", file=sys.stderr)
