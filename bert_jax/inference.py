@@ -1,6 +1,7 @@
-"""Model inspection: fill in masks, compute and summarize attention maps."""
+"""Model inspection: fill in masks, score sentences, compute and summarize attention maps."""
 
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,10 @@ from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert
+from bert_jax.objectives.losses import label_logits
+
+# Tokens per batch of `SentenceScorer`.
+_BATCH_TOKENS = 1 << 13
 
 
 class Candidate(NamedTuple):
@@ -86,6 +91,91 @@ class MaskFiller:
             [Candidate(vocabulary.tokens[i], float(p)) for i, p in zip(row_ids, row, strict=True)]
             for row_ids, row in zip(np.asarray(ids), np.asarray(probabilities), strict=True)
         ]
+
+
+class SentenceScorer:
+    """Log-probabilities of texts from a loaded model with a token head.
+
+    Args:
+        source, which: as in `convert.source.open_model`.
+
+    Raises:
+        UserError: the model cannot be loaded, or has no head that predicts tokens.
+    """
+
+    def __init__(self, source: str | pathlib.Path, which: str = "best"):
+        self.config, self.vocabulary, self._params, self.step = open_model(str(source), which)
+        if not self.config.model.masked_lm:
+            raise UserError(f"{source} has no masked-LM head: it cannot score sentences")
+        model = Bert(self.config.model)
+
+        @jax.jit
+        def log_probabilities(params, tokens, layout, positions, targets):
+            logits = model.apply({"params": params}, tokens, layout, positions)[0]
+            return label_logits(logits, targets) - jax.nn.logsumexp(logits, -1)
+
+        self._log_probabilities = log_probabilities
+
+    def __call__(
+        self, texts: Sequence[str], advance: Callable[[int], None] = lambda count: None
+    ) -> Float[np.ndarray, " N"]:
+        """Return the pseudo-log-likelihood of each of N texts in nats.
+
+        It is the sum over word pieces of log p(piece | all others), each masked in turn (Salazar et
+        al. 2020, arXiv 1910.14659, equation 1). For a causal model it is the log-likelihood: the sum
+        of log p(piece | those before). [CLS] and [SEP] are not scored.
+
+        Args:
+            texts: the texts.
+            advance: called with the number of predicted pieces after each batch.
+
+        Raises:
+            UserError: a text has more tokens than the model has positions.
+        """
+        causal, max_tokens = self.config.model.causal, self.config.model.positions
+        encoded = [np.array(self.vocabulary.encode(text), np.int32) for text in texts]
+        # (text, position of its first target) by T, a power of two, so that texts share compilations.
+        jobs: dict[int, list[tuple[int, int]]] = {}
+        for i, tokens in enumerate(encoded):
+            if len(tokens) > max_tokens:
+                raise UserError(
+                    f"{texts[i][:40]!r}… has {len(tokens)} tokens, the model takes {max_tokens}"
+                )
+            size = max(min(1 << (len(tokens) - 1).bit_length(), max_tokens), 8)
+            targets = range(1, 2 if causal else len(tokens) - 1)
+            jobs.setdefault(size, []).extend((i, target) for target in targets)
+        scores = np.zeros(len(texts))
+        for size, own in sorted(jobs.items()):
+            batch_size = max(_BATCH_TOKENS // size, 1)
+            for first in range(0, len(own), batch_size):
+                batch = own[first : first + batch_size]
+                found = self._batch([(encoded[i], target) for i, target in batch], size, batch_size)
+                np.add.at(scores, [i for i, _ in batch], found)
+                advance(sum(len(encoded[i]) - 2 for i, _ in batch) if causal else len(batch))
+        return scores
+
+    def _batch(
+        self, jobs: list[tuple[Int[np.ndarray, " _"], int]], size: int, batch_size: int
+    ) -> Float[np.ndarray, " _"]:
+        """Return the summed log-probability of the targets of each row, in a batch of fixed shape."""
+        causal = self.config.model.causal
+        tokens = np.full((batch_size, size), self.vocabulary.pad_id, np.int32)
+        length = np.zeros((batch_size, 1), np.int32)
+        width = size - 1 if causal else 1
+        positions, targets = np.zeros((2, batch_size, width), np.int32)
+        weights = np.zeros((batch_size, width))
+        for row, (ids, target) in enumerate(jobs):
+            n = len(ids)
+            tokens[row, :n], length[row] = ids, n
+            if causal:  # position i predicts the piece after it; the last one is [SEP]
+                positions[row], targets[row, : n - 1] = np.arange(width), ids[1:]
+                weights[row, : n - 2] = 1
+            else:
+                tokens[row, target] = self.vocabulary.mask_id
+                positions[row], targets[row], weights[row] = target, ids[target], 1
+        layout = rows.Layout(*map(jnp.asarray, rows.layout(length, length, size)))
+        found = self._log_probabilities(self._params, tokens, layout, positions, targets)
+        return (np.asarray(found, np.float64) * weights).sum(1)[: len(jobs)]
 
 
 class AttentionMaps(NamedTuple):

@@ -103,6 +103,21 @@ def test_logits_and_softmax_are_float32_and_their_products_are_not():
     assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # the table's
 
 
+def test_metrics_are_sums_over_a_logging_window():
+    model = dataclasses.replace(model_size("L1-H32-A2"), vocab_size=VOCAB)
+    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, log_every_steps=2)
+    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
+    init, _ = step_lib.initial_state(
+        config, phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    )
+    batch = {name: jnp.ones(s.shape, s.dtype) for name, s in phase.batch_shape.items()}
+    step, state, weights = jax.jit(step_lib.make_step(config, phase)), init(jnp.uint32(0)), []
+    for _ in range(5):
+        state, sums, _ = step(state, batch)
+        weights.append(float(sums["real_fraction"][1]))
+    assert weights == [4 * 24 * count for count in (1, 2, 1, 2, 1)]
+
+
 @pytest.mark.parametrize("layer_loop", ["unrolled", "scanned"])
 def test_no_two_dropouts_share_their_bits(monkeypatch, layer_loop):
     """Neither those of a layer, nor layers, parts of a batch, steps or seeds."""

@@ -24,6 +24,7 @@ _VERBS = (
     training.add_evaluate,
     training.add_replay,
     models.add_fill_mask,
+    models.add_minimal_pairs,
     models.add_attention,
     checkpoints.add_import,
     checkpoints.add_export,

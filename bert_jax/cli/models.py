@@ -1,4 +1,4 @@
-"""Verbs that use a trained model: predict, score, glue-zip, fill-mask, attention, embed."""
+"""Verbs that use a trained model: predict, score, glue-zip, fill-mask, minimal-pairs, attention, embed."""
 
 import argparse
 import json
@@ -75,6 +75,45 @@ def _glue_zip(options) -> None:
 
     for line in glue.submission(options.folders, options.out):
         print(line)
+
+
+def add_minimal_pairs(verbs: Verbs) -> None:
+    """Add `bert-jax minimal-pairs`."""
+    sub = verbs.add(
+        "minimal-pairs",
+        _minimal_pairs,
+        "test a model's grammar on minimal pairs, such as BLiMP's and Zorro's",
+        "  bert-jax minimal-pairs --init runs/mini blimp/data/*.jsonl\n"
+        "  bert-jax minimal-pairs --init runs/mini --pairs 200 --json Zorro/sentences/*.txt",
+    )
+    sub.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a phenomenon per file: .jsonl with sentence_good and sentence_bad (BLiMP), or .txt with "
+        "a grammatical line after each ungrammatical one (Zorro); may be compressed",
+    )
+    add_model(sub)
+    sub.add_argument("--pairs", type=int, default=0, help="the first N of each file (default: all)")
+    sub.add_argument("--json", action="store_true", help="print accuracies as JSON")
+
+
+def _minimal_pairs(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.tools import minimal_pairs
+
+    accuracies = minimal_pairs.evaluate(
+        options.init, options.files, options.pairs, options.checkpoint
+    )
+    if options.json:
+        print(json.dumps(accuracies))
+        return
+    width = max(map(len, accuracies))
+    for name, accuracy in accuracies.items():
+        print(f"{name:{width}}  {accuracy:6.1%}")
 
 
 def add_fill_mask(verbs: Verbs) -> None:

@@ -68,6 +68,8 @@ def two_devices_then_one(data: pathlib.Path, make: dict) -> dict:
         process.kill()
         process.communicate()
         kills.call(*make["pretrain"](out))
+        starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
+        assert [start["devices"] for start in starts] == ["2 cpu", "1 cpu"], starts
         ours, theirs = metrics_of(out), metrics_of(data / "pretrain")
         assert ours["step"] == theirs["step"] == 240
         worst = max(worst, abs(ours["loss"] / theirs["loss"] - 1))
@@ -98,16 +100,30 @@ def a_process_that_stands_still(data: pathlib.Path, make: dict) -> dict:
         port = s.getsockname()[1]
     out = data / "stopped"
     own = {"BERT_JAX_COORDINATOR": f"127.0.0.1:{port}", "BERT_JAX_PROCESSES": "2", **devices(1)}
-    pair = [started(make["pretrain"](out), **own, BERT_JAX_PROCESS=str(i)) for i in range(2)]
-    wait_for(out / "checkpoints" / "27", pair[0])
-    pair[1].send_signal(signal.SIGSTOP)
+
+    def pair() -> list[subprocess.Popen]:
+        return [started(make["pretrain"](out), **own, BERT_JAX_PROCESS=str(i)) for i in range(2)]
+
+    first, second = pair()
+    wait_for(out / "checkpoints" / "9", first)
+    second.send_signal(signal.SIGSTOP)
     time.sleep(90)
-    waited = sorted(int(name) for name in kills.names(out / "checkpoints") if name.isdigit())
-    pair[1].send_signal(signal.SIGCONT)
-    texts = [process.communicate(timeout=600)[0] for process in pair]
-    assert [process.returncode for process in pair] == [0, 0], texts
+    second.send_signal(signal.SIGCONT)
+    text = first.communicate(timeout=600)[0]
+    second.communicate(timeout=600)
+    assert first.returncode == 75, text
+    assert "process 1 of 2 has been silent for 60 s; run the same command to resume" in text, text
+    again = pair()
+    texts = [process.communicate(timeout=600)[0] for process in again]
+    assert [process.returncode for process in again] == [0, 0], texts
+    apart = abs(metrics_of(out)["loss"] / metrics_of(data / "pretrain")["loss"] - 1)
     assert metrics_of(out)["step"] == 240
-    return {"times": 1, "found": f"stood at step {waited[-1]}, went on and ended at step 240"}
+    assert apart < 1e-3, apart
+    return {
+        "times": 1,
+        "found": "after 60 s the other one ended with status 75 and one line; the same command "
+        f"resumed and ended at step 240, its loss within {apart:.1e} of one process's",
+    }
 
 
 SWEEP = '''"""A sweep of one run."""

@@ -1,4 +1,4 @@
-"""Write README.md and leaks.svg from kills.jsonl, leaks.jsonl and fuzz.jsonl.
+"""Write README.md and leaks.svg from the .jsonl files beside it.
 
 python experiments/reliability/report.py
 """
@@ -85,6 +85,31 @@ def fuzz(lines):
     ]
 
 
+def attacks(lines):
+    """Return a table with a row per situation."""
+    rows = [f"| {line['what'].rstrip('.')} | {line['times']} | {line['found']} |" for line in lines]
+    return ["| situation | times | found |", "|---|---|---|", *rows] if rows else ["not run"]
+
+
+def mutations(lines):
+    """Return counts by module, and the mutations that no test noticed."""
+    if not lines:
+        return ["not run"]
+    survived = [line for line in lines if not line["noticed"]]
+    modules = collections.Counter(line["module"] for line in lines)
+    own = collections.Counter(line["module"] for line in survived)
+    table = [f"| {name} | {count} | {count - own[name]} |" for name, count in modules.items()]
+    return [
+        f"{len(lines)} mutations, {len(lines) - len(survived)} noticed.",
+        "",
+        "| module | mutations | noticed |",
+        "|---|---|---|",
+        *table,
+        *([""] if survived else []),
+        *(f"- {line['module']}: `{line['old']}` → `{line['new']}`" for line in survived),
+    ]
+
+
 def draw(lines):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -105,6 +130,8 @@ def main():
         ("kills", kills(read("kills.jsonl"))),
         ("leaks", leaks(read("leaks.jsonl"))),
         ("fuzz", fuzz(read("fuzz.jsonl"))),
+        ("attacks", attacks(read("attacks.jsonl"))),
+        ("mutations", mutations(read("mutations.jsonl"))),
     ):
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = text.split(begin)

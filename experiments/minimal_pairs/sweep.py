@@ -1,0 +1,48 @@
+"""Minimal pairs: which grammatical contrasts of BLiMP and Zorro has a model learned?"""
+
+import recipes
+
+from bert_jax.tools.report.experiment import Claim, Column, Table
+from bert_jax.tools.sweep import Point
+
+BASE, CAUSAL = "base", "left-to-right, no NSP"
+# Pairs of each phenomenon at the small scale, of 1,000 (BLiMP) and 2,000 (Zorro).
+PAIRS = 200
+COLUMNS = {"BLiMP": "blimp", "Zorro": "zorro"}
+
+
+def get_points(given):
+    """Return the measurement of each model, or of the checkpoint of `--init`."""
+    if given.init:
+        models = {recipes.called(given.init): [given.init]}
+    else:
+        seeds = recipes.pretraining_seeds(given)
+        models = {
+            BASE: [recipes.base(given, seed=seed) for seed in seeds],
+            CAUSAL: [recipes.left_to_right(given, seed=seed) for seed in seeds],
+        }
+    pairs = ("--pairs", PAIRS) if given.scale == "small" else ()
+    script = ("python", "experiments/minimal_pairs/measure.py", given.data)
+    for label, inits in models.items():
+        for seed, init in enumerate(inits):
+            name = f"{label}, seed {seed}" if seed else label
+            facts = {"of": label, **({"pretraining_seed": seed} if seed else {})}
+            yield Point(f"{name}/pairs", (*script, "--init", init, *pairs), facts)
+
+
+def get_blocks(results):
+    """Return the table of both scales."""
+
+    def table(scale):
+        own = [
+            line["facts"]["of"]
+            for line in results
+            if line["scale"] == scale and "of" in line["facts"]
+        ]
+        labels = list(dict.fromkeys([BASE, CAUSAL, *own]))
+        columns = {name: Column(metric) for name, metric in COLUMNS.items()}
+        rows = {label: {"of": label} for label in labels}
+        return Table(rows, columns, title="model")
+
+    claims = [Claim(name, BASE, CAUSAL) for name in COLUMNS]
+    return recipes.page(small=(table("small"), claims), paper=(table("paper"), claims))
