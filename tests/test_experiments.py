@@ -412,6 +412,18 @@ def test_pages_are_what_their_results_say(name, tmp_path):
             assert recorded == (folder / picture).read_text()
 
 
+def test_the_page_of_all_claims_is_what_the_results_say():
+    make = sweep.module_of(ROOT.parent / "results" / "make.py")
+    assert (ROOT.parent / "results" / "README.md").read_text() == make.page()
+    readme = (ROOT.parent / "README.md").read_text()
+    assert readme == make.front(readme)
+    shown = readme.partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
+    assert len(shown.strip().splitlines()) == len(make.HEAD) + make.FRONT
+    assert {path.parent.name for path in ROOT.glob("*/sweep.py")} - {"context", "packing"} <= {
+        name for name in re.findall(r"experiments/(\w+)/README", make.page())
+    }
+
+
 def made_up(name: str, scale: str) -> list[dict]:
     """Results of all points of a sweep."""
     measures = {

@@ -1,0 +1,289 @@
+"""Write README.md, every claim of the project with its number, and its first lines on the front page.
+
+    python results/make.py
+
+The numbers come from the results files of experiments/, which the commands on their pages wrote.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXPERIMENTS = ROOT / "experiments"
+sys.path[:0] = [str(EXPERIMENTS / "speed"), str(EXPERIMENTS)]
+
+import report as speed  # noqa: E402
+
+from bert_jax import files  # noqa: E402
+from bert_jax.tools import sweep  # noqa: E402
+from bert_jax.tools.report.experiment import Claims  # noqa: E402
+from bert_jax.tools.sweep.results import Results, current  # noqa: E402
+
+FRONT = 10
+# What measures the numbers of a page, where it is no sweep.
+COMMANDS = {
+    "test_suite": "python experiments/test_suite/run.py first",
+    "finetuning": "python experiments/finetuning/run.py",
+    "speed": "make bench",
+    "prepare": "python experiments/prepare/benchmark.py",
+    "reliability": "make soak",
+}
+NOT_RUN = "not run"
+SHEET = "data sheet: 989 TFLOP/s"
+Line = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Row:
+    """A claim.
+
+    Attributes:
+        claim: what is claimed or measured.
+        ours: the number, or `NOT_RUN`.
+        reference: what it is compared with, with its number and source.
+        hardware: what it ran on.
+        commit: commit of the program, where it was recorded.
+        page: folder in experiments/ whose page has the command.
+    """
+
+    claim: str
+    ours: str
+    reference: str
+    hardware: str
+    commit: str
+    page: str
+
+    def markdown(self, prefix: str) -> str:
+        """Return the row; `prefix` leads from the page to the root of the repository."""
+        link = f"[{self.page}]({prefix}experiments/{self.page}/README.md)"
+        command = COMMANDS.get(self.page, f"bert-jax sweep experiments/{self.page}")
+        cells = [self.claim, self.ours, self.reference, self.hardware, self.commit, link]
+        return f"| {' | '.join(cells)}: `{command}` |"
+
+
+def read(path: str) -> list[Line]:
+    """Return the lines of a results file in experiments/."""
+    with open(EXPERIMENTS / path) as file:
+        return [json.loads(line) for line in file]
+
+
+def count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'s' * (number != 1)}"
+
+
+def cores(line: Line) -> str:
+    return count(line["cores"], "CPU core")
+
+
+def commits(lines: Iterable[Line]) -> str:
+    """Return the commits of lines, or the first and last of many."""
+    found = list(dict.fromkeys(line["commit"] for line in lines if line.get("commit")))
+    return ", ".join(found if len(found) < 3 else [found[0], "…", found[-1]])
+
+
+# --- Claims ---------------------------------------------------------------------------------------
+
+
+def learning() -> Iterator[Row]:
+    """What models learn from scratch, beside the loss of word frequencies."""
+    lines = read("plateau/results.jsonl")
+    for model in ("T=128", "8, 16, 32, 64, 128"):
+        own = [line for line in lines if line["facts"].get("model") == model]
+        losses = [line["metrics"]["masked_lm_loss"] for line in own]
+        start = "rows of T=128" if model == "T=128" else "T=8, 16, 32, 64, then 128"
+        yield Row(
+            f"masked-LM loss of L4-H128 after 3,000 steps, {start} (nats)",
+            f"{statistics.median(losses):.2f} ({count(len(losses), 'seed')})",
+            "word frequencies alone: about 6.6",
+            "1 CPU core",
+            commits(own),
+            "plateau",
+        )
+    (line,) = read("test_suite/results.jsonl")[:1]
+    yield Row(
+        "`make quickstart`: from nothing to a pretrained model",
+        f"{line['seconds'] / 60:.1f} minutes",
+        "",
+        cores(line),
+        line["commit"],
+        "test_suite",
+    )
+
+
+def fine_tuning() -> Iterator[Row]:
+    """Fine-tuning of the same weights by transformers' Trainer."""
+    ours = {(line["set"], line["start"]): line for line in read("finetuning/results.jsonl")}
+    for theirs in read("finetuning/trainer.jsonl"):
+        line = ours[theirs["set"], "minilm"]
+        values = line["values"]
+        mean = statistics.fmean(theirs["values"])
+        yield Row(
+            f"{theirs['set']}, {theirs['metric']}, all-MiniLM-L6-v2 fine-tuned",
+            f"{statistics.fmean(values):.3f} ({count(len(values), 'seed')})",
+            f"transformers' Trainer: {mean:.3f} ({count(len(theirs['values']), 'seed')})",
+            "2 CPU cores",
+            line.get("commit", ""),
+            "finetuning",
+        )
+
+
+def speeds() -> Iterator[Row]:
+    """Speed beside other implementations."""
+    lines = read("speed/results.jsonl")
+    for workload, name, contender, baseline in speed.FRONT:
+        line = speed._of(lines, name, contender)
+        if line is None:
+            yield Row(f"speed, {workload}", NOT_RUN, baseline, "", "", "speed")
+            continue
+        first = speed._of(lines, name, next(iter(speed.CASES[name].contenders)))
+        times = statistics.median(speed.ratios(line, first, speed.CASES[name].measure))
+        own = commits([first])
+        yield Row(f"speed, {workload}", f"{times:.2g} times", baseline, cores(line), own, "speed")
+
+
+def gpu() -> Iterator[Row]:
+    """Speed on a GPU, before and after the change that its measurement suggested."""
+    lines = read("speed/gpu_h100.jsonl")
+    device, peak = lines[0]["device"], lines[0]["sheet_operations_per_second"]
+    steps = [
+        line for line in lines if line["kind"] == "step" and not {"status", "variant"} & line.keys()
+    ]
+    for program in dict.fromkeys(line["program"] for line in steps):
+        own = [line for line in steps if line["program"] == program]
+        times = [t for line in own if (t := speed._gpu_speedup(line, lines))]
+        shares = [
+            line["real_tokens_per_second"] * line["operations_per_token"] / peak for line in own
+        ]
+        yield Row(
+            f"speed, base, T=128, {program}",
+            f"{max(times):.2f} times, {max(shares):.0%} of the bfloat16 peak",
+            f"torch.compile; {SHEET}",
+            device,
+            lines[0]["commit"],
+            "speed",
+        )
+    now = (EXPERIMENTS / "speed" / "gpu.jsonl").exists()
+    if not now:
+        yield Row("speed, base, T=128, this version", NOT_RUN, "torch.compile", "GPU", "", "speed")
+
+
+def paper() -> Iterator[Row]:
+    """Comparisons that the paper makes, by experiment and scale."""
+    for path in sorted(EXPERIMENTS.glob("*/sweep.py")):
+        name, module = path.parent.name, sweep.module_of(path)
+        results = current(Results(path.parent).read())
+        title = (path.parent / "README.md").read_text().partition("\n")[0].removeprefix("# ")
+        for block in module.get_blocks(results).values():
+            if not isinstance(getattr(block, "block", None), Claims):
+                continue
+            own = [line for line in results if line["scale"] == block.scale and "step" in line]
+            outcomes = collections.Counter(
+                next(
+                    (
+                        outcome
+                        for outcome in ("not run", "not significant", "opposite", "one seed", "yes")
+                        if outcome in text
+                    ),
+                    "other",
+                )
+                for text in block.markdown(results, path.parent).splitlines()
+            )
+            total = sum(outcomes.values())
+            ours = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+            yield Row(
+                f"{title}: {count(total, 'comparison')}, {block.scale} scale",
+                NOT_RUN if outcomes["not run"] == total else ours,
+                "Devlin et al. 2018" if re.match("table|figure", name) else "",
+                cores(own[0]) if own and "cores" in own[0] else "",
+                commits(own),
+                name,
+            )
+
+
+def reliability() -> Iterator[Row]:
+    """What happened to runs that were disturbed."""
+    kills = read("reliability/kills.jsonl")
+    differ = sum(bool(line["differs"]) for line in kills)
+    fuzz = read("reliability/fuzz.jsonl")
+    inputs, failed = (sum(line[key] for line in fuzz) for key in ("inputs", "failed"))
+    for claim, ours, reference in (
+        ("runs killed by SIGKILL and restarted", f"{len(kills)} kills, {differ} ended differently",
+         "the same bits as an undisturbed run"),
+        ("damaged and exchanged inputs", f"{inputs:,} inputs, {failed} failed", "one line of advice"),
+    ):  # fmt: skip
+        yield Row(claim, ours, reference, "2 CPU cores", "", "reliability")
+    for name, what in (("attacks", "situations survived"), ("mutations", "mutations noticed")):
+        if (EXPERIMENTS / "reliability" / f"{name}.jsonl").exists():
+            lines = read(f"reliability/{name}.jsonl")
+            good = sum(line.get("noticed", True) for line in lines)
+            ours = f"{good} of {len(lines)}"
+            yield Row(what, ours, "", "2 CPU cores", "", "reliability")
+
+
+def text() -> Iterator[Row]:
+    """Preparing rows."""
+    (line,) = (line for line in read("prepare/results.jsonl") if line["what"] == "fill")
+    packed, single = line["fill"]["T=128 S=4 nsp"], line["fill"]["T=128 S=1 nsp"]
+    yield Row(
+        "real tokens in packed rows of T=128",
+        f"{packed:.1%}",
+        f"one sequence a row: {single:.1%}",
+        line["machine"].partition(",")[0],
+        "",
+        "prepare",
+    )
+
+
+GROUPS = (learning, fine_tuning, gpu, speeds, paper, text, reliability)
+HEAD = [
+    "| claim | bert_jax | reference | hardware | commit | page: command |",
+    "|---|---|---|---|---|---|",
+]
+
+
+def table(rows: Iterable[Row], prefix: str) -> str:
+    """Return rows as Markdown."""
+    return "\n".join([*HEAD, *(row.markdown(prefix) for row in rows)])
+
+
+def page() -> str:
+    """Return the page of all claims."""
+    parts = [
+        "# Where numbers stand",
+        "Every claim of the project with its number, written by `python results/make.py` from the "
+        'results files. "Not run" is what nobody has measured. The linked page has the command, the '
+        "spread and what it does not show.",
+    ]
+    for group in GROUPS:
+        parts += [f"## {group.__doc__.rstrip('.')}", table(group(), "../")]
+    return "\n\n".join(parts) + "\n"
+
+
+def front(text: str) -> str:
+    """Return the project's own page with the first claims between the `results` markers."""
+    rows = [row for group in GROUPS for row in group()][:FRONT]
+    shown = "\n".join(["", table(rows, ""), ""])
+    return re.sub(
+        "(<!-- results -->).*(<!-- /results -->)",
+        lambda m: m[1] + shown + m[2],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    """Write both pages."""
+    files.write(ROOT / "results" / "README.md", page())
+    path = ROOT / "README.md"
+    files.write(path, front(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
