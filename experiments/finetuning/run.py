@@ -168,12 +168,12 @@ def readme(results, trainer):
     lines = [
         "# Fine-tuning on real data",
         "",
-        "Written by `run.py` from results.jsonl. `mini` is the pretraining recorded in",
-        "[experiments/mini](../mini/README.md), minutes on two cores; `none` a model of its size and",
-        "vocabulary with random weights; `minilm` all-MiniLM-L6-v2. The metrics are the sets' own, on",
-        "their dev (Banking77: test) sets, after the last step. What has no line has not been run. How",
-        "fast it goes beside others is in [experiments/speed](../speed/README.md). Runs are short (below), so",
-        "RTE, QNLI and SQuAD are hardly begun; minutes are of a machine that did other work too.",
+        "Written by `run.py` from results.jsonl. `mini` is the model of [experiments/mini](../mini/README.md),",
+        "pretrained for minutes on two cores; `none` is a model of its size and vocabulary with random",
+        "weights; `minilm` is all-MiniLM-L6-v2. Metrics are those of the datasets, on their dev sets",
+        "(Banking77: test set), after the last step. Missing rows have not been run. Speed is compared in",
+        "[experiments/speed](../speed/README.md). The runs are short (see below), in particular for RTE, QNLI",
+        "and SQuAD; the machine also did other work, which the minutes include.",
         "",
         f"| set | metric | {' | '.join(starts)} |",
         f"|---|---|{'---|' * len(starts)}",
@@ -186,12 +186,12 @@ def readme(results, trainer):
     lines += ["", *verdict(results), ""]
     if trainer:
         lines += [
-            "The same from `minilm` by transformers' Trainer (`trainer.py`), with its own reading,",
-            "tokenizing, padding, dropout and scores; the schedule is Google's in both. Given the same",
-            "batches and no dropout, PyTorch's losses are ours to 1e-4 along a whole run",
-            "(tests/test_finetuning.py), so what is apart here is what seeds make of it:",
+            "The same fine-tuning of `minilm` with transformers' Trainer (`trainer.py`), which reads,",
+            "tokenizes, pads and scores by itself; the learning-rate schedule is Google's in both. With the",
+            "same batches and no dropout, the losses of a whole run equal PyTorch's to 1e-4",
+            "(tests/test_finetuning.py), so that differences here are those of seeds:",
             "",
-            "| set | metric | bert_jax | Trainer | apart |",
+            "| set | metric | bert_jax | Trainer | difference |",
             "|---|---|---|---|---|",
         ]
     for r in trainer:
@@ -201,7 +201,7 @@ def readme(results, trainer):
                 f"| {r['set']} | {r['metric']} | {spread(own[0])} | {spread(r['values'])} | "
                 f"{statistics.fmean(own[0]) - statistics.fmean(r['values']):+.2g} |"
             )
-    lines += ["", "| set | start | examples | steps | epochs | rate | minutes of steps | load at the start |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "| set | start | examples | steps | epochs | rate | minutes of steps | load average at the start |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for r in results:
         cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", r["epochs"], r["learning_rate"], r["minutes"], r["load_average"]]  # fmt: skip
         lines.append(f"| {r['set']} | {r['start']} | {' | '.join(map(str, cells))} |")
@@ -213,11 +213,11 @@ def verdict(results):
     """List where pretraining was not better than random weights."""
     means = {(r["set"], r["start"]): statistics.fmean(r["values"]) for r in results}
     worse = [
-        f"{start} on {name} ({mean:.3g}, from scratch {means[name, 'none']:.3g})"
+        f"{start} on {name} ({mean:.3g}, random weights {means[name, 'none']:.3g})"
         for (name, start), mean in means.items()
         if start != "none" and (name, "none") in means and mean <= means[name, "none"]
     ]
-    return ["No better than from scratch: " + ("; ".join(worse) or "none of them") + "."]
+    return ["Not better than random weights: " + ("; ".join(worse) or "none") + "."]
 
 
 def main():

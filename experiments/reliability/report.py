@@ -43,7 +43,7 @@ def kills(lines):
     seeds = ", ".join(str(seed) for seed in sorted({line["seed"] for line in lines}))
     return [
         f"{len(lines)} kills in {runs} runs (seed {seeds}); {len(differ)} of them in runs that ended "
-        "otherwise than the undisturbed one.",
+        "differently from the undisturbed one.",
         "",
         *table,
     ]
@@ -56,14 +56,20 @@ def leaks(lines):
     end = lines[-1]["step"]
     warm = [line for line in lines if line["step"] >= WARM * end]
     tenth = max(len(warm) // 10, 1)
-    table = [f"| | steps {warm[0]['step']:,} to {warm[tenth - 1]['step']:,} | the last as many | most |",
+    table = [f"| | steps {warm[0]['step']:,} to {warm[tenth - 1]['step']:,} | the same number at the end | maximum |",
              "|---|---|---|---|"]  # fmt: skip
     for key, (name, unit) in HELD.items():
         values = [line[key] / unit for line in warm]
         first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
         table.append(f"| {name} | {first:,.1f} | {last:,.1f} | {max(values):,.1f} |")
     draw(lines)
-    return [f"{end:,} steps, {len(lines):,} looks.", "", *table, "", "![what is held](leaks.svg)"]
+    return [
+        f"{end:,} steps, {len(lines):,} samples.",
+        "",
+        *table,
+        "",
+        "![resources by step](leaks.svg)",
+    ]
 
 
 def fuzz(lines):
