@@ -117,6 +117,25 @@ def learning() -> Iterator[Row]:
     )
 
 
+def miniberta() -> Iterator[Row]:
+    """Masked LM on ten million words."""
+    results = current(Results(EXPERIMENTS / "miniberta").read())
+    for scale, sizes in sweep.module_of(EXPERIMENTS / "miniberta" / "sweep.py").SIZES.items():
+        for size in sizes:
+            own = [r for r in results if r["scale"] == scale and r["facts"].get("of") == size]
+            losses = own[-1]["metrics"] if own else None
+            yield Row(
+                f"{size} on 10M words, held-out masked-LM loss",
+                f"{losses['per_piece']:.2f} nats per piece, {losses['per_word']:.2f} per word"
+                if losses
+                else NOT_RUN,
+                "roberta-base-10M: 2.38 nats per BPE token (Zhang et al. 2020)",
+                cores(own[-1]) if own else "",
+                commits(own),
+                "miniberta",
+            )
+
+
 def fine_tuning() -> Iterator[Row]:
     """Fine-tuning of the same weights by transformers' Trainer."""
     ours = {(line["set"], line["start"]): line for line in read("finetuning/results.jsonl")}
@@ -241,7 +260,7 @@ def text() -> Iterator[Row]:
     )
 
 
-GROUPS = (learning, fine_tuning, gpu, speeds, paper, text, reliability)
+GROUPS = (learning, fine_tuning, gpu, speeds, paper, miniberta, text, reliability)
 HEAD = [
     "| claim | bert_jax | reference | hardware | commit | page: command |",
     "|---|---|---|---|---|---|",

@@ -147,7 +147,7 @@ def test_experiments_share_what_they_have_in_common():
 # --- The paper's recipe ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"packing", "phases", "plateau"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"miniberta", "packing", "phases", "plateau"}))
 def test_pretraining_is_the_papers(name):
     for config in pretraining(name, "paper").values():
         assert (config.steps, config.batch_size) == (1_000_000, 256)
@@ -412,6 +412,25 @@ def test_pages_are_what_their_results_say(name, tmp_path):
             assert recorded == (folder / picture).read_text()
 
 
+def test_the_miniberta_is_trained_as_the_published_one():
+    config = pretraining("miniberta", "paper")["base"]
+    (phase,) = config.phases
+    assert (config.steps, config.batch_size, phase.tokens) == (10_000, 512, 512)
+    assert (config.optim.learning_rate, config.optim.warmup_steps) == (5e-4, 600)
+    assert (config.masking.rate, config.model.next_sentence) == (0.15, False)
+
+
+def test_the_subset_is_ten_million_words_of_known_files(shared_data, tmp_path):
+    subset = sweep.module_of(ROOT / "miniberta" / "subset.py")
+    words, size = subset.totals()
+    assert 9.9e6 < words <= 10e6
+    assert 5 * words < size < 7 * words
+    assert len(subset.sources(DATA)) == len(subset.read()) == 60
+    with pytest.raises(UserError, match=r"is not the file of files\.tsv: put it there, or select"):
+        subset.check(tmp_path)
+    subset.check(shared_data("text").parent)
+
+
 def test_the_page_of_all_claims_is_what_the_results_say():
     make = sweep.module_of(ROOT.parent / "results" / "make.py")
     assert (ROOT.parent / "results" / "README.md").read_text() == make.page()
@@ -459,6 +478,9 @@ def made_up(name: str, scale: str) -> list[dict]:
             line["metrics"] = senses()
         if point.name.endswith("/pairs"):
             line["metrics"] = {"blimp": i / 1e3, "zorro": i / 1e3}
+        if point.name.endswith("/losses"):
+            keys = ("per_piece", "per_word", "per_byte", "pieces_per_word")
+            line["metrics"] = dict.fromkeys(keys, i / 1e3)
         lines.append(line)
     return lines
 
