@@ -451,6 +451,17 @@ def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "saved"]
 
 
+def test_a_rollback_keeps_the_step_it_goes_back_to(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=9))
+    for number in (1, 2, 3):
+        save(checkpoints, number)
+    checkpoints.delete_after(2)
+    assert checkpoints.steps() == steps(tmp_path) == [1, 2]
+    checkpoints.delete_after(0)
+    checkpoints.close()
+    assert list(tmp_path.iterdir()) == []  # as if it had never saved
+
+
 def test_saves_slower_than_their_interval_wait(tmp_path, monkeypatch):
     busy, seal = threading.Lock(), checkpoint.seal
 

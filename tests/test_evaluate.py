@@ -6,6 +6,8 @@ import numpy as np
 from bert_jax import evaluate, sharding
 from bert_jax.config import MeshConfig, PhaseConfig
 from bert_jax.config_flags import load
+from bert_jax.data import loader
+from bert_jax.data.shuffle import shuffled
 from bert_jax.objectives import pretraining
 from tests.helpers.runs import arguments
 
@@ -39,6 +41,27 @@ def test_a_mean_is_over_every_row(rows):
     np.testing.assert_allclose(found["next_sentence_accuracy"], (labels == 0).mean(), rtol=1e-6)
     whole = np.concatenate([b["label"][b["length"] > 0] for b in batches[:2]])
     assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch matters
+
+
+def test_means_of_weights_below_one():
+    terms = {"half": (np.float32(0.25), np.float32(0.5)), "none": (np.float32(0), np.float32(0))}
+    assert evaluate.means(terms) == {"half": 0.5, "none": 0.0}
+
+
+def test_batches_are_drawn_from_the_whole_split(rows):
+    opened = loader.Rows(rows(), "train")
+
+    def order(batches):
+        """The rows of the batches, as indices into the split."""
+        every = [tokens.tobytes() for tokens in opened.read(range(len(opened)))["tokens"]]
+        return [every.index(tokens.tobytes()) for batch in batches for tokens in batch["tokens"]]
+
+    trained = order(loader.batches(opened, 4, seed=3, first_step=2, end_step=4))
+    assert trained == shuffled(range(8, 16), len(opened), 3).tolist()
+    assert trained != order(loader.batches(opened, 4, seed=4, first_step=2, end_step=4))
+    sample = order(loader.heldout_batches(opened, 4, 8))
+    assert sample == shuffled(range(8), len(opened), loader.HELDOUT_SEED).tolist()
+    assert sorted(sample) != list(range(8))
 
 
 def test_every_batch_has_its_own_masks(rows, monkeypatch):

@@ -118,6 +118,12 @@ def _label(record):
     record["label"][:, 0] = 2
 
 
+def _loose_label(record):
+    for name in ("length", "a_length"):
+        record[name][:, 1:] = 0
+    record["label"][:, 1:] = 0
+
+
 def _token(record):
     record["tokens"][:, 3] = 65_000
 
@@ -130,6 +136,7 @@ def _token(record):
         (_gap, "no sequences, or gaps"),
         (_segment, "segment a is longer"),
         (_label, "a label is out of range"),
+        (_loose_label, "a label without a sequence"),
         (_token, "a token is out of range"),
     ],
 )

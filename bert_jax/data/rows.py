@@ -133,6 +133,7 @@ class RowFormat:
             | (used[:, 1:] & ~used[:, :-1]).any(1),
             "a segment a is longer than its sequence": (a_length > length).any(1),
             "a label is out of range": ((label < NO_LABEL) | (label > 1)).any(1),
+            "it has a label without a sequence": ((label != NO_LABEL) & ~used).any(1),
             "a token is out of range": arrays["tokens"].max(1) >= self.vocab_size,
         }
         for problem, rows in problems.items():

@@ -71,7 +71,7 @@ class MaskedLM:
         length, a_length = batch["length"], batch["a_length"]
         layout = rows.layout(length, a_length, self._tokens)
         masked = self.masker(batch["tokens"], length, a_length, layout, key)
-        has_label = (batch["label"] != rows.NO_LABEL) & (length > 0)
+        has_label = batch["label"] != rows.NO_LABEL
         return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
 
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
