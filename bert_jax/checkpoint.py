@@ -1,7 +1,9 @@
 """Orbax checkpoints of a run: saved in the background, sealed and committed by a rename.
 
 The folder of a step exists completely or not at all. Its manifest holds the step, the run, and the
-size and checksum of every file. A folder that does not match its manifest is never used.
+size and checksum of every file. A folder that does not match its manifest is never used. On object
+storage, which has no renames, a step counts when its manifest exists; it is written last, with the
+checksums that the storage computed.
 """
 
 import contextlib
@@ -16,15 +18,16 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent import futures
 from typing import Any, ClassVar
 
+import etils.epath
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
-from bert_jax import files, workdir
+from bert_jax import files, storage, workdir
 from bert_jax.config import CheckpointConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import Unavailable, UserError
 from bert_jax.model.bert import Params, shapes
 
 # The optimizer state is a separate item, so that fine-tuning and prediction read only parameters.
@@ -40,6 +43,21 @@ _CRC32C = "crc32c:"
 _REMOVED = "removed"
 # Marker file, created with the first step: tells a new run from one that lost its checkpoints.
 _SAVED = "saved"
+# Orbax's marker of a complete item.
+_COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+
+
+def _stats(folder: pathlib.Path) -> dict[str, storage.Stat]:
+    """Return the files of a step by name, except its manifest; checksums on object storage only."""
+    if url := storage.remote(folder):
+        found = storage.listing(url)
+    else:
+        found = {
+            path.relative_to(folder).as_posix(): storage.Stat(path.stat().st_size, "")
+            for path in sorted(folder.rglob("*"))
+            if not path.is_dir()
+        }
+    return {name: stat for name, stat in found.items() if name != MANIFEST}
 
 
 def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
@@ -49,20 +67,22 @@ def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
         folder: folder of the step, perhaps with a temporary name.
         facts: its `step`, and what `Checkpoints.save` adds.
     """
-    paths = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if not path.is_dir() and path != folder / MANIFEST
-    ]
+    stats, url = _stats(folder), storage.remote(folder)
     with futures.ThreadPoolExecutor() as pool:
-        checksums = pool.map(files.crc32c, paths)
+        checksums = pool.map(
+            lambda name: stats[name].checksum or _CRC32C + files.crc32c(folder / name), stats
+        )
         entries = {
-            path.relative_to(folder).as_posix(): [path.stat().st_size, _CRC32C + checksum]
-            for path, checksum in zip(paths, checksums, strict=True)
+            name: [stat.size, checksum]
+            for (name, stat), checksum in zip(stats.items(), checksums, strict=True)
         }
     content = {**facts, "files": entries}
-    files.write_json(folder / MANIFEST, {"sha256": _digest(content), **content})
-    files.sync_tree(folder)
+    manifest = {"sha256": _digest(content), **content}
+    if url:
+        storage.write(f"{url}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+    else:
+        files.write_json(folder / MANIFEST, manifest)
+        files.sync_tree(folder)
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -76,7 +96,12 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any] | str:
         OSError: it cannot be read.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if url := storage.remote(folder / MANIFEST):
+            if not storage.is_file(url):
+                raise FileNotFoundError(url)
+            manifest = json.loads(storage.read(url))
+        else:
+            manifest = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, RecursionError):
@@ -121,35 +146,46 @@ def damage(
                     if name != "run"
                     else "it is another run's"
                 )
-        sizes = {
-            path.relative_to(folder).as_posix(): path.stat().st_size
-            for path in folder.rglob("*")
-            if not path.is_dir() and path != folder / MANIFEST
-        }
+        stats = _stats(folder)
         names = [
             name
-            for name in sorted(entries.keys() | sizes.keys())
+            for name in sorted(entries.keys() | stats.keys())
             if items is None or "/" not in name or name.split("/")[0] in items
         ]
         for name in names:
-            if name not in sizes:
+            if name not in stats:
                 return f"{name} is missing"
             if name not in entries:
                 return f"{name} is not in {MANIFEST}"
-            if sizes[name] != entries[name][0]:
-                return f"{name} has {sizes[name]:,} bytes instead of {entries[name][0]:,}"
+            if stats[name].size != entries[name][0]:
+                return f"{name} has {stats[name].size:,} bytes instead of {entries[name][0]:,}"
         with futures.ThreadPoolExecutor() as pool:
             results = pool.map(
-                lambda name: _file_damage(folder / name, name, entries[name][1]), names
+                lambda name: _file_damage(
+                    folder / name, name, entries[name][1], stats[name].checksum
+                ),
+                names,
             )
             return next(filter(None, results), None)
 
 
-def _file_damage(path: pathlib.Path, name: str, checksum: str) -> str | None:
-    """Verify the checksum of a file; return a description of the damage, or None."""
-    is_crc = str(checksum).startswith(_CRC32C)
+def _file_damage(path: pathlib.Path, name: str, checksum: str, remote: str) -> str | None:
+    """Verify the checksum of a file; return a description of the damage, or None.
+
+    Args:
+        path: path of the file.
+        name: its name for the message.
+        checksum: checksum in the manifest.
+        remote: checksum that object storage computed, or "". Another kind than the manifest's, as of
+            a run that was copied there, is not verified beyond the size.
+    """
+    kind = checksum.rpartition(":")[0]
+    if remote or kind == "etag":
+        is_same_kind = remote.rpartition(":")[0] == kind
+        return f"{name} fails its checksum" if is_same_kind and remote != checksum else None
+    hashes = {"crc32c": files.crc32c, "md5": files.md5, "": files.sha256}
     try:
-        computed = _CRC32C + files.crc32c(path) if is_crc else files.sha256(path)
+        computed = f"{kind}:".lstrip(":") + hashes[kind](path)
     except OSError as error:
         if error.errno != errno.EIO:  # EIO: bad sectors, which count as damage
             raise
@@ -159,7 +195,18 @@ def _file_damage(path: pathlib.Path, name: str, checksum: str) -> str | None:
 
 def _steps(folder: pathlib.Path) -> list[int]:
     """Return the committed steps in `WORKDIR/checkpoints`, oldest first."""
-    return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal())
+    if url := storage.remote(folder):
+        paths = [pathlib.PurePosixPath(name) for name in storage.listing(url)]
+        names = [str(path.parent) for path in paths if path.name == MANIFEST]
+    else:
+        names = [path.name for path in folder.glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _exists(path: pathlib.Path) -> bool:
+    if url := storage.remote(path):
+        return storage.is_file(url) or bool(storage.listing(url))
+    return path.exists()
 
 
 def move_damaged(folder: pathlib.Path) -> None:
@@ -175,7 +222,7 @@ def move_damaged(folder: pathlib.Path) -> None:
         UserError: the run has had checkpoints, but none is intact; nothing is moved.
     """
     checkpoints, damaged_folder, newest = folder / "checkpoints", folder / "damaged", None
-    if checkpoints.exists() and not checkpoints.is_dir():
+    if not storage.remote(checkpoints) and checkpoints.exists() and not checkpoints.is_dir():
         raise UserError(
             f"{checkpoints} is a file, not a folder: restore it, or choose another workdir"
         )
@@ -191,13 +238,11 @@ def move_damaged(folder: pathlib.Path) -> None:
     if newest is None and damaged:
         details = "; ".join(f"step {step}: {text}" for step, text in damaged.items())
         raise UserError(f"every checkpoint in {checkpoints} is damaged ({details}): {advice}")
-    is_missing = not checkpoints.exists() and (folder / "starts.jsonl").exists()
-    if newest is None and (
-        is_missing or damaged_folder.exists() or (checkpoints / _SAVED).exists()
-    ):
+    is_missing = not _exists(checkpoints) and (folder / "starts.jsonl").exists()
+    if newest is None and (is_missing or _exists(damaged_folder) or _exists(checkpoints / _SAVED)):
         raise UserError(f"the run in {folder} has lost its checkpoints: restore one, or {advice}")
     for step, description in damaged.items():
-        target = files.move_aside(checkpoints / str(step), damaged_folder)
+        target = _move_aside(checkpoints / str(step), damaged_folder)
         print(
             f"the checkpoint of step {step:,} is damaged ({description}): moved to {target}; "
             f"resuming from step {newest:,}",
@@ -208,6 +253,14 @@ def move_damaged(folder: pathlib.Path) -> None:
         manifest = read_manifest(checkpoints / str(newest))
         if isinstance(manifest, dict) and "metrics" in manifest:
             workdir.repair_metrics(folder, newest, manifest["metrics"])
+
+
+def _move_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path | str:
+    if not (url := storage.remote(path)):
+        return files.move_aside(path, folder)
+    target = f"{storage.remote(folder)}/{path.name}"
+    storage.move(url, target)
+    return target
 
 
 class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -236,6 +289,68 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
         checkpoints = pathlib.Path(self.get_final().parent)
         (checkpoints / _SAVED).touch()
         files.sync_folder(checkpoints)
+
+
+class _SealedRemote(ocp.path.atomicity.CommitFileTemporaryPath):
+    """The same on object storage: the folder of a step has its final name from the beginning.
+
+    Orbax ignores and deletes folders without a marker: the manifest of a step, its own of an item.
+    """
+
+    facts: ClassVar[dict[int, dict[str, Any]]] = {}
+    folder: ClassVar[pathlib.Path] = pathlib.Path()
+
+    @classmethod
+    async def validate(cls, temporary_path: Any) -> None:
+        if cls._is_committed(temporary_path):
+            raise ocp.path.atomicity.ValidationError(f"{temporary_path} is committed")
+
+    @classmethod
+    async def validate_final(cls, final_path: Any) -> None:
+        if not cls._is_committed(final_path):
+            raise ocp.path.atomicity.ValidationError(f"{final_path} is not committed")
+
+    @classmethod
+    def _is_committed(cls, path: Any) -> bool:
+        return any(storage.is_file(f"{os.fspath(path)}/{name}") for name in (MANIFEST, _COMMITTED))
+
+    async def finalize(self) -> None:
+        if not self._checkpoint_metadata_store:
+            return await super().finalize()
+        self._checkpoint_metadata_store.wait_until_finished()
+        step = int(self.get_final().name)
+        storage.push(self.folder)  # the metrics, before the checkpoint that stands on them
+        seal(self.folder / str(step), {"step": step, **self.facts.pop(step, {})})
+        storage.write(f"{storage.remote(self.folder)}/{_SAVED}", b"")
+
+
+def _prepare_orbax() -> None:
+    """Let Orbax and TensorStore use object storage, at the addresses that fsspec's libraries use."""
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+    # Orbax 0.12 passes all but gs:// to TensorStore as local files, and TensorStore would try for a
+    # quarter of an hour what gcsfs and s3fs give up after half a minute.
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    gcs_spec, retries = gcs_utils.get_kvstore_for_gcs, {"max_retries": 5}
+
+    def spec(path: str) -> dict[str, Any]:
+        if not path.startswith("s3:/"):
+            return {**gcs_spec(path), "gcs_request_retries": retries}
+        bucket, _, key = path.removeprefix("s3:").lstrip("/").partition("/")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        options: dict[str, Any] = {"endpoint": endpoint, "aws_region": region}
+        if "AWS_ACCESS_KEY_ID" in os.environ:
+            options["aws_credentials"] = {"type": "environment"}
+        given = {name: value for name, value in options.items() if value}
+        s3 = {"driver": "s3", "bucket": bucket, "path": key, "s3_request_retries": retries}
+        return {**s3, **given}
+
+    if gcs_spec.__module__ != __name__:
+        tensorstore_utils._use_gcs_driver = lambda path: path.startswith(("gs://", "s3:/"))
+        gcs_utils.get_kvstore_for_gcs = spec
 
 
 class Checkpoints:
@@ -275,11 +390,18 @@ class Checkpoints:
                     keep_checkpoints_without_metrics=False,
                 )
             )
+        url = storage.remote(self.folder)
+        if url:
+            _prepare_orbax()
+        self._is_remote = bool(url)
+        sealed = _SealedRemote if url else _Sealed
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy(keep),
             best_fn=lambda metrics: metrics[best_by],  # required for metrics to be saved
-            temporary_path_class=type("_SealedStep", (_Sealed,), {"facts": self._facts}),
-            todelete_subdir=_REMOVED,
+            temporary_path_class=type(
+                "_SealedStep", (sealed,), {"facts": self._facts, "folder": self.folder}
+            ),
+            todelete_subdir=None if url else _REMOVED,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
@@ -291,7 +413,7 @@ class Checkpoints:
         }
         with self._errors("open"):
             self._manager = ocp.CheckpointManager(
-                self.folder, item_handlers=handlers, options=options
+                etils.epath.Path(url or self.folder), item_handlers=handlers, options=options
             )
 
     def steps(self) -> list[int]:
@@ -386,7 +508,10 @@ class Checkpoints:
         self.wait()
         remaining = [s for s in self.steps() if s <= step]
         if not remaining and jax.process_index() == 0:  # a restart must not report lost checkpoints
-            (self.folder / _SAVED).unlink(missing_ok=True)
+            if self._is_remote:
+                storage.delete([f"{storage.remote(self.folder)}/{_SAVED}"])
+            else:
+                (self.folder / _SAVED).unlink(missing_ok=True)
         with self._errors("delete from"):
             for later in self.steps()[len(remaining) :]:
                 self._manager.delete(later)
@@ -395,24 +520,33 @@ class Checkpoints:
         """Wait for pending saves and stop background threads."""
         with self._errors("save to"):
             self._manager.close()
-        if not self._read_only and jax.process_index() == 0:
+        if not self._is_remote and not self._read_only and jax.process_index() == 0:
             shutil.rmtree(self.folder / _REMOVED, ignore_errors=True)
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
+        action = f"cannot {action} {self.folder}"
         try:
-            yield
+            with storage.errors_of(action) if self._is_remote else contextlib.nullcontext():
+                yield
+        except UserError:
+            raise
         except OSError as error:
-            raise UserError(f"cannot {action} {self.folder}: {files.describe(error)}") from error
+            raise UserError(f"{action}: {files.describe(error)}") from error
         except Exception as error:
-            # TensorStore reports system errors as the text of a ValueError.
+            # TensorStore reports system errors and those of object storage as the text of a
+            # ValueError.
             text = " ".join(str(error).split())
             if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
                 raise UserError(
-                    f"cannot {action} {self.folder}: the disk is full; free some space and run the "
-                    "same command again to resume from the newest complete checkpoint"
+                    f"{action}: the disk is full; free some space and run the same command again to "
+                    "resume from the newest complete checkpoint"
                 ) from error
-            raise UserError(f"cannot {action} {self.folder}: {text[:500]}") from error
+            if self._is_remote and "UNAVAILABLE" in text:
+                raise Unavailable(
+                    f"{action}: the storage does not answer ({text[:200]}); run the same command again"
+                ) from error
+            raise UserError(f"{action}: {text[:500]}") from error
 
 
 def _restore_args(shapes: Any) -> ocp.args.PyTreeRestore:
@@ -430,6 +564,7 @@ def abstract(tree: Any, sharding: Any) -> Any:
     )
 
 
+@storage.reads("folder")
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
 ) -> tuple[TrainConfig, Vocabulary, Params, int]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from bert_jax import files, sharding
+from bert_jax import files, sharding, storage
 from bert_jax.config import MeshConfig, TrainConfig, layer_numbers
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
@@ -428,6 +428,7 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
     return forward
 
 
+@storage.writes("out")
 def embed_file(
     embedder: Embedder,
     source: str | os.PathLike,

@@ -12,6 +12,17 @@ EXIT_INTERRUPTED = 75
 _HALF_LENGTH = 1000  # characters
 
 
+# Local paths that stand for others, which messages show instead (`bert_jax.storage`).
+RENAMED: dict[str, str] = {}
+
+
+def shown(text: str) -> str:
+    """Return a message with the names of paths as the user gave them."""
+    for path, name in RENAMED.items():
+        text = text.replace(path, name)
+    return text
+
+
 class UserError(Exception):
     """An error outside the program, such as a wrong path, a full disk or a misspelled key.
 
@@ -20,11 +31,16 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str):
+        message = shown(message)
         # Messages may quote files. Shorten them in the middle, since the advice is at the end, and
         # escape line breaks and terminal codes.
         if len(message) > 2 * _HALF_LENGTH:
             message = f"{message[:_HALF_LENGTH]} … {message[-_HALF_LENGTH:]}"
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+
+
+class Unavailable(UserError):
+    """Object storage that does not answer, after retries; the same command may succeed later."""
 
 
 class Attempts:

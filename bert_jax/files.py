@@ -8,11 +8,10 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -49,22 +48,6 @@ def one_line_errors(action: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{action}: {describe(error)}") from error
-
-
-def check_local(arguments: Iterable[str]) -> None:
-    """Check that no argument of a command names remote storage, such as `gs://bucket/run`.
-
-    As a path it would be a local folder called `gs:`.
-
-    Raises:
-        UserError: one does.
-    """
-    for argument in arguments:
-        if url := re.search(r"(?:^|=|^[a-z-]+:)((?:gs|s3|az|abfs|hdfs|file)://\S*)", argument):
-            raise UserError(
-                f"{url[1]}: only local paths are supported; mount the storage, for example with "
-                "Cloud Storage FUSE or on a shared disk"
-            )
 
 
 @contextlib.contextmanager
@@ -168,6 +151,12 @@ def sha256(path: str | Traversable) -> str:
     file: Any
     with (pathlib.Path(path) if isinstance(path, str) else path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def md5(path: str | os.PathLike) -> str:
+    """Return the MD5 of a file in hexadecimal, which S3 computes of objects."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 class Crc32c:

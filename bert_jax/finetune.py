@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from bert_jax import checkpoint, files, sharding
+from bert_jax import checkpoint, files, sharding, storage
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
 from bert_jax.benchmarks.squad import Squad
@@ -30,6 +30,8 @@ from bert_jax.tracing import Summarize
 from bert_jax.train import train
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"
+# Settings of a task that are paths.
+_PLACES = ("data", "train", "dev", "test")
 # Value of `init` for random weights instead of a checkpoint.
 SCRATCH = "none"
 
@@ -53,6 +55,8 @@ def load_dataset(
             f"lines from standard input do not suffice for a task of kind {task.kind!r}: pass a file "
             "in the layout of the fine-tuning data"
         )
+    places = {name: str(storage.local(getattr(task, name))) for name in _PLACES}
+    task = dataclasses.replace(task, **places)
     if task.kind == "squad":
         kind = Squad
     elif task.kind == "tagging":
@@ -66,6 +70,7 @@ def load_dataset(
     return kind(task, vocabulary, labels=labels, **options)
 
 
+@storage.mirrors("folder")
 def finetune(
     config: FinetuneConfig,
     init: str,
@@ -194,6 +199,7 @@ def _abbreviate(names: Sequence[str], max_names: int = 6) -> str:
     return ", ".join(names[:max_names]) + (", …" if len(names) > max_names else "")
 
 
+@storage.mirrors("folder")
 def evaluate_run(
     folder: str | pathlib.Path, problem: FinetuneDataset | None = None, mesh: MeshConfig | None = None,
     which: str = "best",
@@ -263,6 +269,8 @@ def predict(
         return task.logits(split, batches_and_outputs)
 
 
+@storage.reads("folder", "source")
+@storage.writes("out", new=True)
 def predict_file(
     folder: str | pathlib.Path, source: str, out: str | pathlib.Path, which: str = "best"
 ) -> None:

@@ -5,6 +5,8 @@ import os
 import sys
 import time
 
+from bert_jax.errors import shown
+
 LOG_EVERY_SECONDS = 15.0
 SILENT_SECONDS = 0.5  # tasks shorter than this write no line to a log
 
@@ -88,6 +90,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
+        line = shown(line)
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.shown:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bert_jax import guard, sharding, workdir
+from bert_jax import guard, sharding, storage, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.errors import UserError
@@ -30,6 +30,7 @@ class ReplayResult(NamedTuple):
     same: bool
 
 
+@storage.reads("folder")
 def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
     """Compute the step of an incident again, on the local devices.
 

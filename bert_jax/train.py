@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, device, distributed, files, guard, sharding, workdir
+from bert_jax import checkpoint, device, distributed, files, guard, sharding, storage, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import TrainConfig
 from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import shown
 from bert_jax.evaluate import shard_batch
 from bert_jax.log import EarlyStopping, Log
 from bert_jax.model import attention
@@ -62,7 +63,7 @@ def train(
         vocabulary: saved with the run.
         data: description of the rows of each phase (see `workdir.write_or_check_config`).
         phases: phases to train on, in order.
-        folder: the workdir.
+        folder: the workdir, which may be on object storage.
         force: resume in a workdir that holds a run with another config.
         start: parameters that replace the random ones at step 0; may be a subset of the model's.
         compiled: cache of `compile_phase` results by phase index, which the caller may share
@@ -74,7 +75,6 @@ def train(
         Interrupted: SIGTERM or SIGINT was received and the state is saved.
     """
     # ---- Devices ---------------------------------------------------------------------------------
-    folder = pathlib.Path(folder)
     compiled = {} if compiled is None else compiled
     mesh = sharding.make_mesh(config.mesh)
     for phase in phases:
@@ -89,13 +89,16 @@ def train(
 
     with contextlib.ExitStack() as stack:
         # ---- Workdir -----------------------------------------------------------------------------
+        distributed.check_same_on_all_processes(workdir.identity(config, data))
+        folder = _own(folder, stack)
+
         def claim() -> None:
             stack.enter_context(files.lock_folder(folder))
             workdir.write_or_check_config(folder, config, data, best, force, vocabulary)
 
-        distributed.check_same_on_all_processes(workdir.identity(config, data))
         distributed.first("opening the workdir", claim)
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
+        _share(folder)
         run = workdir.read_identity(folder)
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best, identity=run)
         stack.callback(checkpoints.close)
@@ -105,7 +108,7 @@ def train(
         distributed.check_same_on_all_processes({"the newest checkpoint in the workdir": step})
         early_stopping = EarlyStopping(config, best, folder, step)
         if step >= config.steps or early_stopping.is_over:
-            print(f"{folder}: training is complete (step {step:,} of {config.steps:,})")
+            print(shown(f"{folder}: training is complete (step {step:,} of {config.steps:,})"))
             return
         distributed.first(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
@@ -234,6 +237,7 @@ def train(
                     progress.advance(step - bad_step.step)
                     state = state_at(step)
                 log.rewind(step)
+                _share(folder)
                 early_stopping = EarlyStopping(config, best, folder, step)
 
         if interrupted():  # a signal after the last step must still stop the runs that follow
@@ -281,6 +285,23 @@ def handle_bad_step(
     raise guard.stop_error(bad_step, incident, folder)
 
 
+def _own(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Path:
+    """Return the local folder of a workdir, which on object storage is owned until `stack` closes."""
+    if not storage.is_remote(folder):
+        return pathlib.Path(folder)
+    mirror, local = storage.mirrored(folder, jax.process_index()), []
+    distributed.first("owning the workdir", lambda: local.append(stack.enter_context(mirror)))
+    return local[0] if local else stack.enter_context(mirror)
+
+
+def _share(folder: pathlib.Path) -> None:
+    """On object storage, give all processes the files of the workdir that process 0 has written."""
+    if storage.remote(folder):
+        distributed.first("sharing the workdir", lambda: storage.push(folder))
+        if jax.process_index():
+            storage.pull(folder)
+
+
 def due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens at this one."""
     return bool(every) and step % every == 0
@@ -297,7 +318,7 @@ def _read_batch(phases: Sequence[Phase], step: int) -> Batch:
 
 
 def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:
-    return f"saved step {step:,} of {config.steps:,} in {folder}"
+    return shown(f"saved step {step:,} of {config.steps:,} in {folder}")
 
 
 def _compile(

@@ -33,7 +33,7 @@ import jax
 
 import bert_jax
 from bert_jax import config as config_lib
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.config import TrainConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import whole
@@ -142,6 +142,7 @@ def read_steps(path: pathlib.Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(path) if isinstance(line.get("step"), int)]
 
 
+@storage.reads("workdir")
 def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     """Return the config of the run in `workdir`.
 
@@ -172,6 +173,7 @@ def _read_config_json(folder: str | pathlib.Path) -> dict[str, Any]:
     return content
 
 
+@storage.reads("folder")
 def holds_run(folder: str | pathlib.Path) -> bool:
     """Whether a folder holds a run or an imported checkpoint of this project."""
     try:
@@ -180,6 +182,7 @@ def holds_run(folder: str | pathlib.Path) -> bool:
         return False
 
 
+@storage.reads("folder")
 def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
     """Return what a run's checkpoints must have been saved with.
 
@@ -195,6 +198,7 @@ def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
     return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
+@storage.reads("folder")
 def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
     """Return the metric that ranks checkpoints, as keyword arguments of `Checkpoints`.
 
@@ -207,6 +211,7 @@ def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
     raise UserError(f"{folder}/config.json does not say which metric is best; copy the run again")
 
 
+@storage.reads("folder")
 def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
     """Return the description of each phase's rows or examples, as passed to `write_or_check_config`.
 
@@ -224,6 +229,7 @@ def describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
     return {"sha256": vocabulary.sha256, **vocabulary.settings}
 
 
+@storage.reads("folder")
 def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
     """Load the vocabulary of a run, and check that it is the one it was trained with.
 
@@ -257,6 +263,7 @@ class Provenance(NamedTuple):
     heldout: dict[str, Any] | None
 
 
+@storage.reads("folder")
 def read_provenance(folder: str | pathlib.Path, step: int) -> Provenance:
     """Return the provenance of a run's or an imported checkpoint; empty for anything else."""
     if not holds_run(folder):

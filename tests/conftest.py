@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("fixed")
 
 # Files whose tests take longest, so that no worker begins one of them last.
 LONGEST = (
-    "finetune_runs", "train", "model", "distributed", "convert", "guard", "profile", "finetuning",
+    "storage", "finetune_runs", "train", "model", "distributed", "convert", "guard", "profile", "finetuning",
     "checkpoint", "sweep", "speed_gpu", "attention",
 )  # fmt: skip
 

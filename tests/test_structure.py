@@ -15,6 +15,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 # modules.
 LAYERS = (
     {"errors", "files", "progress", "cpu"},
+    {"storage"},
     {"config", "config_flags"},
     {"device", "distributed", "sharding"},
     {"data"},
@@ -43,6 +44,10 @@ DOORS = {
     "optuna": ("tools/sweep/",),
     "matplotlib": ("benchmarks/", "tools/report/"),
     "tensorboardX": ("log.py",),
+    "fsspec": ("storage/",),
+    "gcsfs": ("storage/",),
+    "s3fs": ("storage/",),
+    "etils": ("checkpoint.py",),
 }
 FORBIDDEN = {"tensorflow", "torch", "clu", "transformers"}
 

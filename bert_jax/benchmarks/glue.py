@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks import tables as classification
 from bert_jax.benchmarks.base import Logits
@@ -301,6 +301,8 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
     return _with_mean(values, task)
 
 
+@storage.reads("folders")
+@storage.writes("out")
 def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -> list[str]:
     """Collect GLUE's prediction files found anywhere in the folders into the server's zip.
 

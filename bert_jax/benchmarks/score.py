@@ -1,8 +1,10 @@
 """`bert-jax score`: score prediction files with the official metrics of their benchmarks."""
 
+from bert_jax import storage
 from bert_jax.errors import UserError
 
 
+@storage.reads("data", "predictions", "null_odds")
 def score(
     benchmark: str, data: str, predictions: str, null_odds: str | None = None
 ) -> dict[str, float]:

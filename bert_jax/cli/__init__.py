@@ -4,10 +4,10 @@ import os
 import sys
 import threading
 
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
 from bert_jax.cli.common import Parser, Verbs
-from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, Unavailable, UserError
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 
@@ -36,13 +36,16 @@ _VERBS = (
 )
 
 
+_abrupt = threading.Event()  # whether `console` leaves threads and exit handlers behind
+
+
 def console() -> None:
     """Run `main` as the `bert-jax` command and exit without output of libraries' exit handlers."""
     _install_hooks()
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if status == EXIT_USER_ERROR:
+    if status == EXIT_USER_ERROR or _abrupt.is_set():
         if "bert_jax.distributed" in sys.modules:
             sys.modules["bert_jax.distributed"].leave()
         os._exit(status)  # exit handlers would retry failed writes and print tracebacks
@@ -78,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a verb and return the exit status.
 
     0: success. 1: the run does not fit (preflight) or the results differ (replay). 2: user error.
-    75: stopped by a signal, state saved. 130: interrupted.
+    75: stopped by a signal, state saved, or object storage does not answer. 130: interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     command = []
@@ -99,11 +102,14 @@ def main(arguments: list[str] | None = None) -> int:
         options.command = command
     try:
         if options.verb != "launch":  # which checks its command itself, and takes --bucket
-            files.check_local(arguments)
+            storage.check(arguments)
         return options.run(options) or 0
     except UserError as error:
         print(f"bert-jax {options.verb}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        if not isinstance(error, Unavailable):
+            return EXIT_USER_ERROR
+        _abrupt.set()  # threads of Orbax would wait for the save that failed
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bert_jax.cli.common import Parser, Verbs
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, shown
 
 _DATA = "$BERT_JAX_DATA"
 
@@ -196,7 +196,7 @@ def _report(options) -> None:
     if len(experiments) < len(options.folders):
         folders = [folder for folder in options.folders if folder not in experiments]
         for path in runs.write(folders, options.out, options.pictures):
-            print(path)
+            print(shown(str(path)))
 
 
 def _speed(topology: str | None) -> float:

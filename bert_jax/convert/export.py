@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from bert_jax import config as config_lib
-from bert_jax import files, workdir
+from bert_jax import files, storage, workdir
 from bert_jax.config import EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert import huggingface
 from bert_jax.convert.source import open_model
@@ -25,6 +25,7 @@ _PROBLEM_TYPES = {
 }
 
 
+@storage.writes("out", new=True)
 def export(
     source: str, out: str | pathlib.Path, which: str = "best", heads: str = "all"
 ) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, files, workdir
+from bert_jax import checkpoint, files, storage, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
@@ -72,6 +72,7 @@ class Imported(NamedTuple):
     about: dict[str, Any]
 
 
+@storage.reads("source")
 def open_model(source: str, which: str = "best") -> tuple[TrainConfig, Vocabulary, Params, int]:
     """Load a model from any source.
 
@@ -93,6 +94,7 @@ def open_model(source: str, which: str = "best") -> tuple[TrainConfig, Vocabular
     return config, vocabulary, jax.device_put(params, jax.devices()[0]), 0
 
 
+@storage.writes("out", new=True)
 def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> Imported:
     """Write a source's config, vocabulary and parameters (with Orbax) to a new folder.
 
@@ -155,6 +157,7 @@ def read(
         UserError: not a checkpoint, another architecture, missing, unexpected or misshapen tensors,
             a damaged file, or a vocabulary of the wrong size.
     """
+    name, source, vocab = source, str(storage.local(source)), vocab and str(storage.local(vocab))
     folder, prefix = _find(source, revision)
     if workdir.holds_run(source):
         raise UserError(f"{source} is a run or an imported checkpoint already: use it as it is")
@@ -196,7 +199,7 @@ def read(
     sums = {file.name: files.sha256(file) for file in used}
     weights = [_OFFICIAL.get(d) for name, d in sums.items() if not name.startswith("vocab")]
     about = {
-        "source": source,
+        "source": name,
         "format": "Google, TensorFlow 1" if prefix else "Hugging Face",
         "official": next(filter(None, weights), None),
         "vocabulary": _OFFICIAL.get(vocabulary.sha256),

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from bert_jax import storage
 from bert_jax.errors import UserError
 from bert_jax.files import one_line_errors
 
@@ -27,8 +28,8 @@ def decompressed(path: pathlib.Path, count: Callable[[int], None] | None = None)
         path: path of the file.
         count: called with the number of bytes of each read from disk.
     """
-    raw = io.FileIO(path) if count is None else _CountedFile(path, count)
-    file: Any = io.BufferedReader(raw, _BLOCK_BYTES)
+    raw = storage.open_file(path) or io.FileIO(path)
+    file: Any = io.BufferedReader(raw if count is None else _Counted(raw, count), _BLOCK_BYTES)
     magic = file.peek(6)
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), _BLOCK_BYTES)
@@ -81,17 +82,23 @@ def _damaged(path: pathlib.Path, error: Exception) -> UserError:
     )
 
 
-class _CountedFile(io.FileIO):
+class _Counted(io.RawIOBase):
     """A file that reports the number of bytes read from it."""
 
-    def __init__(self, path: pathlib.Path, count: Callable[[int], None]):
-        super().__init__(path)
-        self._count = count
+    def __init__(self, file: io.RawIOBase, count: Callable[[int], None]):
+        self._file, self._count = file, count
+
+    def readable(self) -> bool:
+        return True
 
     def readinto(self, buffer) -> int:
-        size = super().readinto(buffer)
+        size = self._file.readinto(buffer) or 0
         self._count(size)
         return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _ZstdFile(io.RawIOBase):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from xml.parsers import expat
 
+from bert_jax import storage
 from bert_jax.data.compressed import damage, decompressed
 from bert_jax.data.formats import (
     KINDS,
@@ -225,7 +226,12 @@ def parse_source(spec: str) -> Source:
     prefix, colon, rest = spec.partition(":")
     if colon and prefix in KINDS:
         kind, pattern = prefix, rest
-    elif colon and re.fullmatch(r"[\w-]+", prefix) and not os.path.lexists(spec):
+    elif (
+        colon
+        and re.fullmatch(r"[\w-]+", prefix)
+        and not storage.is_remote(spec)
+        and not os.path.lexists(spec)
+    ):
         matches = difflib.get_close_matches(prefix, KINDS, 1)
         hint = f"did you mean {matches[0]!r}? " if matches else ""
         raise UserError(
@@ -248,6 +254,12 @@ def parse_source(spec: str) -> Source:
 
 
 def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
+    if storage.is_remote(pattern):
+        if found := storage.find(pattern):
+            return tuple(found)
+        raise UserError(
+            f"source {spec!r}: nothing matches {pattern!r}; check the bucket and the path"
+        )
     pattern = os.path.expanduser(pattern)
     matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
     if not matches:
@@ -279,7 +291,7 @@ def total_bytes(sources: Iterable[Source]) -> int | None:
             return None
         for file in source.files:
             with one_line_errors(f"cannot read {file}"):
-                total += file.stat().st_size
+                total += storage.stat(file)[0]
     return total
 
 
@@ -725,7 +737,8 @@ class _Reader:
         from pyarrow import parquet
 
         try:
-            with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as table:
+            source = storage.open_file(path) or path
+            with parquet.ParquetFile(source, memory_map=False, pre_buffer=False) as table:
                 schema = table.schema_arrow
                 if "text" not in schema.names:
                     raise UserError(
@@ -737,7 +750,7 @@ class _Reader:
                     raise UserError(
                         f'{path}: the column "text" has type {kind}; convert it to strings'
                     )
-                size, rows, number = path.stat().st_size, table.metadata.num_rows, 0
+                size, rows, number = storage.stat(path)[0], table.metadata.num_rows, 0
                 before = self._report.bytes_read
                 for batch in table.iter_batches(256, columns=["text"], use_threads=False):
                     for text in batch.column(0):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
-from bert_jax.data.shards import ShardFile
+from bert_jax.data.shards import ShardCache, ShardFile
 from bert_jax.data.shuffle import shuffled
-from bert_jax.errors import UserError
+from bert_jax.errors import Unavailable, UserError
 
 Batch = dict[str, np.ndarray]
 
@@ -53,16 +53,24 @@ class Rows:
         Raises:
             UserError: not a folder of rows, or a shard is missing, truncated or unreadable.
         """
+        self._url = str(folder).rstrip("/") if storage.is_remote(folder) else ""
         self._folder, self._skip = pathlib.Path(folder), skip
         self._reported: set[int] = set()
         self._report_lock = threading.Lock()
         self.manifest: Manifest = read_manifest(folder)
         self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
-        for shard in self._shards:
-            self._check_size(shard)
         self._format: RowFormat = self.manifest.format
         self._starts = np.cumsum([0] + [shard.rows for shard in self._shards])
-        self._source = self._open(self._shards)
+        if self._url:
+            self._check_remote_sizes()
+            self._cache = ShardCache(
+                self._url, self.manifest.digest, self._shards, self._format.dtype.itemsize
+            )
+            self._folder = self._cache.folder
+        else:
+            for shard in self._shards:
+                self._check_size(shard)
+        self._source: Any = range(len(self)) if self._url else self._open(self._shards)
         if len(self._source) != len(self):
             raise UserError(
                 f"{folder}: the shards of {split} hold {len(self._source)} rows, but the "
@@ -74,6 +82,20 @@ class Rows:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def _check_remote_sizes(self) -> None:
+        sizes = storage.listing(self._url)
+        for shard in self._shards:
+            if shard.name not in sizes:
+                raise UserError(f"the shard {self._url}/{shard.name} is missing; upload it again")
+            self._compare_size(shard, f"{self._url}/{shard.name}", sizes[shard.name].size)
+
+    def _compare_size(self, shard: Shard, path: object, size: int) -> None:
+        if size != shard.bytes:
+            raise UserError(
+                f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
+                "it is truncated or altered; prepare the rows again"
+            )
+
     def _check_size(self, shard: Shard) -> None:
         path = self._folder / shard.name
         try:
@@ -81,11 +103,7 @@ class Rows:
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read the shard {path}: {files.describe(error)}") from None
-        if size != shard.bytes:
-            raise UserError(
-                f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
-                "it is truncated or altered; prepare the rows again"
-            )
+        self._compare_size(shard, path, size)
 
     def _open(self, shards: Sequence[Shard]) -> Any:
         from grain.sources import ArrayRecordDataSource
@@ -111,18 +129,23 @@ class Rows:
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
         locations = list(zip(shards.tolist(), numbers.tolist(), strict=True))
+        far = [at for at in locations if self._url and not self._cache.is_local(at[0])]
+        fetched = dict(zip(far, self._cache.fetch(far), strict=True)) if far else {}
         for shard, number in locations:
-            self._file(shard).expect(number)
-        return [self._file(shard).read(number) for shard, number in locations]
+            if (shard, number) not in fetched:
+                self._file(shard).expect(number)
+        return [fetched.get(at) or self._file(at[0]).read(at[1]) for at in locations]
 
     def verify(self) -> None:
         """Read every shard once and compare its SHA-256 with the manifest's.
 
-        If damaged records are skipped, an altered shard of the right size is only reported.
+        On object storage, a shard is verified when it is copied to the cache. If damaged records are skipped, an altered shard of the right size is only reported.
 
         Raises:
             UserError: a shard was altered; the message names it.
         """
+        if self._url:
+            return
         with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
             digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
             for shard, digest in zip(self._shards, digests, strict=True):
@@ -154,14 +177,19 @@ class Rows:
         return arrays
 
     def _read_or_skip(self, index: int) -> Batch:
+        number = int(np.searchsorted(self._starts, index, "right")) - 1
+        shard, record = self._shards[number], index - int(self._starts[number])
         try:
+            if self._url:
+                return self._decode(self._cache.fetch([(number, record)]))
             return self._decode([self._source[index]])
+        except Unavailable:
+            raise
         except Exception as error:
-            number = int(np.searchsorted(self._starts, index, "right")) - 1
-            shard = self._shards[number]
-            self._check_size(shard)
+            if not self._url:
+                self._check_size(shard)
             damaged = (
-                f"record {index - self._starts[number]} of the shard {self._folder / shard.name} "
+                f"record {record} of the shard {self._url or self._folder}/{shard.name} "
                 f"is damaged ({' '.join(str(error).split())})"
             )
             if self._skip is None:

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.data import corpus, prepare_worker, wordpiece
 from bert_jax.data.rows import (
     FORMAT_VERSION,
@@ -44,7 +44,7 @@ from bert_jax.data.rows import (
     read_manifest,
 )
 from bert_jax.data.workers import Workers, call, cores
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, shown
 from bert_jax.progress import Progress
 
 PAIRS = ("nsp", "none")
@@ -57,6 +57,7 @@ _LOWEST_DOCUMENTS = 1_000
 _SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 
 
+@storage.writes("out", resumable=True)
 def prepare(
     sources: list[str],
     vocab: str | os.PathLike,
@@ -245,7 +246,7 @@ def _finished(
         if existing.get(name) != requested.get(name)
     ]
     if not differing:
-        print(f"{out} already holds these rows; nothing to do")
+        print(shown(f"{out} already holds these rows; nothing to do"))
         return manifest
     if force:
         return None
@@ -257,8 +258,8 @@ def _finished(
 
 def _discard_stale_work(job: prepare_worker.Job, settings: dict[str, Any], runner: str) -> None:
     """Empty the working folder unless it was made from the same input and settings."""
-    stats = [(str(file), file.stat()) for source in job.sources for file in source.files]
-    files_read = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    paths = [path for source in job.sources for path in source.files]
+    files_read = [[storage.remote(path) or str(path), *storage.stat(path)] for path in paths]
     sizes = [prepare_worker.CHUNK_CHARACTERS, prepare_worker.BATCH_BYTES]
     content = json.dumps([settings, files_read, job.vocabulary.sha256, runner, sizes])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()
@@ -324,7 +325,7 @@ def _tokenize_batches(
     batches = list(_batches(job.sources))
     missing = []
     for batch in batches:
-        size = sum(f.stat().st_size for f in job.sources[batch.source].files[slice(*batch[2:])])
+        size = sum(storage.stat(f)[0] for f in job.sources[batch.source].files[slice(*batch[2:])])
         if job.batch(batch.number).exists():
             progress.advance(size)
         else:
@@ -352,7 +353,7 @@ def _batches(sources: Sequence[corpus.Source]) -> Iterator[prepare_worker.Batch]
     for i, source in enumerate(sources):
         first = size = 0
         for end, file in enumerate(source.files, 1):
-            size += file.stat().st_size
+            size += storage.stat(file)[0]
             if size >= prepare_worker.BATCH_BYTES:
                 yield prepare_worker.Batch(next(numbers), i, first, end)
                 first, size = end, 0
@@ -635,7 +636,8 @@ def _print_summary(out: pathlib.Path, manifest: Manifest) -> None:
     for warning in manifest.warnings:
         print(f"warning: {warning}")
     print(
-        f"{out}: rows of {manifest.tokens} tokens with at most {manifest.sequences} sequences each"
+        f"{shown(str(out))}: rows of {manifest.tokens} tokens with at most {manifest.sequences} "
+        "sequences each"
     )
     print(f"{'':9}{'documents':>12}{'sequences':>13}{'rows':>12}{'real tokens':>15}   fill  shards")
     for name, split in (("train", manifest.train), ("held out", manifest.heldout)):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from bert_jax import storage
 from bert_jax.config import build
 from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
@@ -305,6 +306,8 @@ def read_manifest(folder: str | pathlib.Path) -> Manifest:
     Raises:
         UserError: the folder has no manifest, or it is invalid or of another version.
     """
+    if storage.is_remote(folder):
+        folder = storage.local(folder, (MANIFEST,))
     path = pathlib.Path(folder) / MANIFEST
     try:
         with path.open("rb") as file:

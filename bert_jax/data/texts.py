@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.data import compressed, tables
 from bert_jax.errors import UserError
 
@@ -25,6 +25,7 @@ class Texts(NamedTuple):
     unit: str
 
 
+@storage.reads("source")
 def read(source: str, column: str) -> Texts:
     """Open a source of texts, read in order.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from bert_jax import files
+from bert_jax import files, storage
 from bert_jax.data import corpus
 from bert_jax.data.compressed import whole
 from bert_jax.errors import UserError
@@ -194,6 +194,8 @@ def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
         UserError: the file does not exist or is not a vocabulary, or a special token is missing or
             duplicated.
     """
+    if storage.is_remote(path):
+        path = storage.local(path, () if str(path).endswith(".txt") else (VOCAB, SETTINGS))
     path = pathlib.Path(path)
     try:
         if path.is_dir():
@@ -288,6 +290,7 @@ def reserved(size: int, unused: int | None = None) -> list[str]:
     return [SPECIAL[0], *unused_tokens[:99], *SPECIAL[1:], *unused_tokens[99:]]
 
 
+@storage.writes("out")
 def train(
     sources: Sequence[str],
     out: str | pathlib.Path,
@@ -397,7 +400,10 @@ def _count_words(
 def _check_out(folder: pathlib.Path) -> None:
     """Refuse to replace the vocabulary of a run or of rows."""
     with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
-        names = os.listdir(folder) if folder.is_dir() else []
+        if url := storage.remote(folder):
+            names = list(storage.listing(url))
+        else:
+            names = os.listdir(folder) if folder.is_dir() else []
     others = sorted(set(names) - {VOCAB, SETTINGS})
     if others:
         raise UserError(

@@ -8,6 +8,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from bert_jax import storage
 from bert_jax.data.compressed import damage, decompressed
 from bert_jax.errors import UserError
 from bert_jax.inference import SentenceScorer
@@ -49,6 +50,7 @@ def read(path: str | pathlib.Path) -> list[tuple[str, str]]:
     return pairs
 
 
+@storage.reads("paths")
 def evaluate(
     source: str, paths: Sequence[str], count: int = 0, which: str = "best"
 ) -> dict[str, float]:

@@ -9,8 +9,9 @@ import sys
 
 import jax
 import numpy as np
+from etils import epath
 
-from bert_jax import checkpoint, cli, train
+from bert_jax import checkpoint, cli, storage, train
 from bert_jax.config import PhaseConfig
 from bert_jax.config_flags import load
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
@@ -144,6 +145,13 @@ def refused(capsys, *argv):
     return error
 
 
+def _metrics(folder):
+    """The lines of metrics.jsonl of a run, which may be on object storage."""
+    if storage.is_remote(folder):
+        return storage.read(f"{folder}/metrics.jsonl")
+    return (folder / "metrics.jsonl").read_bytes()
+
+
 def final_arrays(folder):
     """The last step of a run, its parameters and everything in its training state."""
     _, _, params, step = checkpoint.load_model(folder, "latest")
@@ -154,13 +162,14 @@ def _training_arrays(folder, step):
     """The optimizer's arrays as Orbax reads them."""
     import orbax.checkpoint as ocp
 
-    path = pathlib.Path(folder).absolute() / "checkpoints" / str(step) / checkpoint.TRAINING
+    run = epath.Path(folder) if storage.is_remote(folder) else pathlib.Path(folder).absolute()
+    path = run / "checkpoints" / str(step) / checkpoint.TRAINING
     return jax.tree.leaves(ocp.StandardCheckpointer().restore(path))
 
 
 def assert_same_run(folder, reference):
     """Assert that two runs have the same metrics, parameters and optimizer state, bit for bit."""
-    assert (folder / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    assert _metrics(folder) == _metrics(reference)
     (step, params, rest), (step_r, params_r, rest_r) = final_arrays(folder), final_arrays(reference)
     assert step == step_r
     assert len(params) == len(params_r)

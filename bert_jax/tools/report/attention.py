@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from bert_jax import storage
 from bert_jax.errors import UserError
 from bert_jax.inference import AttentionMaps, entropy, mean_distance, rollout
 from bert_jax.tools.report import page, plots
@@ -29,6 +30,7 @@ def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
     raise UserError(f"--out {out}: must end in .html, {', '.join(plots.PICTURES[:-1])} or .pdf")
 
 
+@storage.writes("out")
 def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> list[pathlib.Path]:
     """Write the page and the picture, each atomically, and return their paths.
 

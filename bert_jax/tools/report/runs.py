@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from bert_jax import storage
 from bert_jax.config import Config
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
@@ -18,6 +19,9 @@ from bert_jax.tools.report.curves import Recorded
 PAPER = (".svg", ".pdf")
 
 
+@storage.reads("folders")
+@storage.writes("out")
+@storage.writes("pictures")
 def write(folders: list[str], out: str, pictures: str = "") -> list[pathlib.Path]:
     """Write a report on runs, and return the paths of its files.
 

@@ -1,0 +1,311 @@
+"""Local copies of what is read from object storage, and of what is written to it."""
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from bert_jax import errors, files
+from bert_jax.errors import UserError
+from bert_jax.storage import objects
+from bert_jax.storage.lease import Lease
+
+# Of a run's folder, what local copies leave out.
+NOT_COPIED = ("checkpoints", "damaged", "lease", "profile")
+# Local paths that stand for remote ones.
+_urls: dict[pathlib.Path, str] = {}
+
+
+def cache_folder() -> pathlib.Path:
+    """Return the folder of local copies: `$BERT_JAX_STORAGE_CACHE`, or `~/.cache/bert_jax_storage`."""
+    folder = os.environ.get("BERT_JAX_STORAGE_CACHE")
+    return pathlib.Path(folder or pathlib.Path.home() / ".cache" / "bert_jax_storage").absolute()
+
+
+def make_room(folder: pathlib.Path, needed: int) -> bool:
+    """Whether `needed` bytes fit in the cache; copies of other rows are deleted for them.
+
+    The cache holds `$BERT_JAX_STORAGE_CACHE_GB`, or half of what the disk has free without it.
+
+    Args:
+        folder: folder in the cache whose files stay.
+        needed: size in bytes.
+    """
+    sizes = {path: _folder_bytes(path) for path in folder.parent.iterdir()}
+    limit = os.environ.get("BERT_JAX_STORAGE_CACHE_GB")
+    free = shutil.disk_usage(folder).free
+    bound = float(limit) * 1e9 if limit else (free + sum(sizes.values())) / 2
+    oldest = sorted((p for p in sizes if p != folder), key=lambda path: path.stat().st_mtime)
+    while sum(sizes.values()) + needed > bound and oldest:
+        sizes.pop(gone := oldest.pop(0))
+        shutil.rmtree(gone, ignore_errors=True)
+    return sum(sizes.values()) + needed <= bound and needed < free
+
+
+def _folder_bytes(folder: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@functools.cache
+def _process_folder() -> pathlib.Path:
+    """Return a folder of copies for this process, and delete those of processes that were killed."""
+    host = socket.gethostname()
+    for path in cache_folder().glob(f"process_{host}_*"):
+        try:
+            os.kill(int(path.name.rpartition("_")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (OSError, ValueError):
+            pass
+    folder = cache_folder() / f"process_{host}_{os.getpid()}"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def copy_of(url: str, kind: str) -> pathlib.Path:
+    """Return where a remote path has its local copy; errors then name the remote path."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    path = cache_folder() / kind / digest / url.rstrip("/").rpartition("/")[2]
+    _urls[path] = url.rstrip("/")
+    errors.RENAMED[str(path)] = url.rstrip("/")
+    return path
+
+
+def remote(path: str | os.PathLike) -> str | None:
+    """Return the URL that a local copy or a path within it stands for; None for any other path."""
+    if objects.is_remote(path):
+        return str(path).rstrip("/")
+    path = pathlib.Path(path).absolute()
+    for parent in (path, *path.parents):
+        if parent in _urls:
+            return "/".join([_urls[parent], *path.relative_to(parent).parts])
+    return None
+
+
+@functools.cache
+def _fetched(url: str, only: tuple[str, ...]) -> pathlib.Path:
+    copy = copy_of(url, f"{_process_folder().name}/{len(only)}")
+    if not only and objects.is_file(url):
+        objects.download([url], [copy])
+        return copy
+    if only:
+        names = [name for name in only if objects.is_file(f"{url}/{name}")]
+    else:
+        names = list(objects.listing(url))
+        if any(name.startswith("checkpoints/") for name in names):  # a run
+            names = [name for name in names if name.split("/")[0] not in NOT_COPIED]
+    if not names:
+        raise UserError(f"{url} does not exist or is empty; check the bucket and the path")
+    objects.download([f"{url}/{name}" for name in names], [copy / name for name in names])
+    return copy
+
+
+def local(path: str | os.PathLike, only: Sequence[str] = ()) -> Any:
+    """Return a local copy of a file or folder on object storage; any other path unchanged.
+
+    The copy is made once per process. That of a run has no checkpoints, which are read from the
+    storage.
+
+    Args:
+        path: the path.
+        only: names of the files of a folder that are needed; () for all.
+
+    Raises:
+        UserError: it does not exist, or cannot be read.
+    """
+    if not objects.is_remote(path):
+        return path
+    return _fetched(str(path).rstrip("/"), tuple(only))
+
+
+def find(pattern: str) -> list[pathlib.Path]:
+    """Return the objects that a URL stands for: an object, or all in a folder or matching a glob.
+
+    They are returned in the order of their URLs, as local paths that do not exist: `stat` and
+    `open_file` take them.
+    """
+    scheme, _, key = pattern.partition("://")
+    with objects.errors_of(f"cannot list {pattern}"):
+        filesystem = objects.filesystem(scheme)
+        names = filesystem.glob(key) if re.search(r"[*?\[]", key) else [key.rstrip("/")]
+        found = itertools.chain.from_iterable(filesystem.find(name) for name in names)
+        urls = sorted({f"{scheme}://{name}" for name in found if not _is_hidden(name, key)})
+    return [copy_of(url, "sources") for url in urls]
+
+
+def _is_hidden(name: str, pattern: str) -> bool:
+    """Whether a name is of a folder, or hidden below the folder that is named."""
+    below = name.removeprefix(pattern).split("/") if name.startswith(pattern) else []
+    return name.endswith("/") or any(part.startswith(".") for part in below)
+
+
+@functools.cache
+def _info(url: str) -> tuple[int, str]:
+    with objects.errors_of(f"cannot read {url}"):
+        entry = objects.filesystem_of(url).info(objects.key_of(url))
+    return entry["size"], objects.stat_of(entry).checksum
+
+
+def stat(path: pathlib.Path) -> tuple[int, Any]:
+    """Return the size of a local file or of one of `find`, and what changes with its content."""
+    if path.exists() or not (url := remote(path)):
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+    return _info(url)
+
+
+def open_file(path: pathlib.Path, block_bytes: int = 16 << 20) -> io.RawIOBase | None:
+    """Open one of `find` for reading, in blocks of this size; return None for other paths."""
+    if path.exists() or not (url := remote(path)):
+        return None
+    return _Stream(url, block_bytes)
+
+
+class _Stream(io.RawIOBase):
+    """An object that is read from its beginning, or anywhere."""
+
+    def __init__(self, url: str, block_bytes: int):
+        self._url = url
+        with objects.errors_of(f"cannot read {url}"):
+            self._file = objects.filesystem_of(url).open(
+                objects.key_of(url), "rb", block_size=block_bytes, cache_type="readahead"
+            )
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        with objects.errors_of(f"cannot read {self._url}"):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) -> Iterator[Any]:
+    """Yield a local path to write a file or folder to; on success it is uploaded to `path`.
+
+    The files that describe a folder are uploaded last, after objects of an earlier version are
+    deleted. A path that is not on object storage is yielded unchanged.
+
+    Args:
+        path: the path.
+        new: refuse a path at which anything exists.
+        resumable: keep what was written after an error, for the next call.
+
+    Raises:
+        UserError: `new` and it exists, or it cannot be written, or is in use by another process.
+    """
+    if not objects.is_remote(path):
+        yield path
+        return
+    url = str(path).rstrip("/")
+    if new and (objects.listing(url) or objects.is_file(url)):
+        raise UserError(f"{url} exists: choose another folder or remove it first")
+    copy = copy_of(url, "outputs")
+    with files.lock_folder(copy.parent):
+        if not resumable:
+            _remove(copy)
+        description, finished = copy / "manifest.json", b""
+        if resumable and objects.is_file(f"{url}/{description.name}"):
+            finished = objects.read(f"{url}/{description.name}")
+            copy.mkdir(exist_ok=True)
+            description.write_bytes(finished)
+        yield copy
+        if copy.is_dir() and not (finished and description.read_bytes() == finished):
+            with Lease(url):
+                _upload_folder(copy, url)
+        elif copy.is_file():
+            objects.upload([copy], [url])
+        shutil.rmtree(copy.parent, ignore_errors=True)
+
+
+def _upload_folder(folder: pathlib.Path, url: str) -> None:
+    paths = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    }
+    last = [name for name in objects.DESCRIPTIONS if name in paths]
+    first = [name for name in paths if name not in last and name != files.LOCK]
+    if "manifest.json" in last:  # rows, which another version of them may be mixed with
+        old = [name for name in objects.listing(url) if not name.startswith("lease/")]
+        objects.delete([f"{url}/{name}" for name in last if name in old])
+        objects.delete([f"{url}/{name}" for name in old if name not in paths])
+    for names in (first, *([name] for name in reversed(last))):
+        objects.upload([paths[name] for name in names], [f"{url}/{name}" for name in names])
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def reads(*names: str) -> Callable[[Callable], Callable]:
+    """Decorate a function whose arguments of these names may be on object storage (`local`)."""
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            for name in names:
+                value = bound.arguments.get(name)
+                if isinstance(value, list):
+                    bound.arguments[name] = [
+                        str(local(v)) if objects.is_remote(v) else v for v in value
+                    ]
+                elif value and objects.is_remote(value):
+                    bound.arguments[name] = str(local(value))
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def writes(name: str, **options: bool) -> Callable[[Callable], Callable]:
+    """Decorate a function that writes to its argument of this name (see `output`)."""
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            if not objects.is_remote(bound.arguments.get(name)):
+                return function(*args, **kwargs)
+            with output(bound.arguments[name], **options) as path:
+                bound.arguments[name] = str(path)
+                return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate

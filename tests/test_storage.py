@@ -1,0 +1,435 @@
+"""Object storage: real servers of Google Cloud Storage and S3, which are killed, busy and damaged."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, files, storage
+from bert_jax.data import loader
+from bert_jax.data.rows import read_manifest
+from bert_jax.errors import UserError
+from bert_jax.storage import lease as lease_lib
+from tests.helpers import processes
+from tests.helpers.objects import serve
+from tests.helpers.runs import (
+    ONE_DEVICE,
+    assert_same_run,
+    command,
+    refused,
+    start_processes,
+    wait_for_all,
+)
+
+STEPS = ("steps=40", "checkpoint.every_steps=5", "evaluate_every_steps=20", "log_every_steps=5")
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def server(request, tmp_path_factory):
+    """A server that this process and those it starts use."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with (
+        serve(request.param, str(folder / "objects")) as started,
+        pytest.MonkeyPatch.context() as m,
+    ):
+        started.environment["BERT_JAX_STORAGE_CACHE"] = str(folder / "cache")
+        for name, value in started.environment.items():
+            m.setenv(name, value)
+        yield started
+
+
+@pytest.fixture
+def url(server, request):
+    """An empty folder on the server."""
+    server.proxy.failures, server.proxy.fail_every, server.proxy.is_down = [], 0, False
+    return f"{server.url}/{request.node.originalname}"
+
+
+@pytest.fixture(scope="module")
+def far_rows(server, rows):
+    """Rows of T=32 on the server."""
+    put(rows(), f"{server.url}/rows")
+    return f"{server.url}/rows"
+
+
+@pytest.fixture(scope="module")
+def whole(rows, tmp_path_factory):
+    """The same run on this machine's disk, undisturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = processes.run(command(folder, [rows()], *STEPS), env=ONE_DEVICE)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def put(folder, url):
+    """Upload a folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    storage.upload(paths, [f"{url}/{path.relative_to(folder)}" for path in paths])
+
+
+def environment(server, **more):
+    return {**ONE_DEVICE, **server.environment, **more}
+
+
+def start(server, url, rows, *changes, **more):
+    return processes.Process(
+        command(url, [rows], *STEPS, *changes), env=environment(server, **more)
+    )
+
+
+def finish(server, url, rows, *changes, **more):
+    """Run to the end, and return standard error."""
+    process = start(server, url, rows, *changes, **more)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
+def wait_for(condition, process, seconds=120):
+    for _ in range(seconds * 50):
+        if condition():
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def saved(url):
+    return [n for n in storage.listing(f"{url}/checkpoints") if n.endswith("/manifest.json")]
+
+
+# --- Objects --------------------------------------------------------------------------------------
+
+
+def test_objects(url):
+    assert storage.create(f"{url}/a", b"first")
+    assert not storage.create(f"{url}/a", b"second")
+    assert storage.read(f"{url}/a") == b"first"
+    storage.write(f"{url}/folder/b", b"0123456789")
+    stats = storage.listing(url)
+    assert {name: stat.size for name, stat in stats.items()} == {"a": 5, "folder/b": 10}
+    crc, md5 = files.Crc32c(b"first").hexdigest(), hashlib.md5(b"first").hexdigest()
+    assert stats["a"].checksum == (f"crc32c:{crc}" if url.startswith("gs") else f"md5:{md5}")
+    assert storage.read_ranges([(f"{url}/folder/b", 2, 5), (f"{url}/a", 0, 2)]) == [b"234", b"fi"]
+    storage.move(f"{url}/folder", f"{url}/moved")
+    storage.delete([f"{url}/a", f"{url}/none"])
+    assert list(storage.listing(url)) == ["moved/b"]
+    assert storage.listing(f"{url}/none") == {}
+    with pytest.raises(UserError, match="it does not exist; check the bucket"):
+        storage.read(f"{url}/none")
+
+
+def test_a_busy_server_is_asked_again(server, url):
+    for failures in ([503, 429, 503], [500, 502]):
+        server.proxy.failures = list(failures)
+        storage.write(f"{url}/a", b"content")
+        server.proxy.failures = list(failures)
+        assert storage.read(f"{url}/a") == b"content"
+        assert server.proxy.failures == []
+
+
+# --- The lease ------------------------------------------------------------------------------------
+
+
+def other_machine(monkeypatch):
+    """Let the next lease be of a process on another machine."""
+    here = lease_lib._this_process()
+    monkeypatch.setattr(lease_lib, "_this_process", lambda: {**here, "host": "other", "pid": 1})
+
+
+def test_a_lease_has_one_owner(url, monkeypatch):
+    monkeypatch.setattr(lease_lib, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(lease_lib, "EXPIRY_SECONDS", 0.5)
+    with monkeypatch.context() as patched:
+        other_machine(patched)
+        owner = storage.Lease(url).__enter__()
+
+    def renewed(url, read=storage.objects.read):
+        owner.renew()
+        return read(url)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage.objects, "read", renewed)
+        with pytest.raises(UserError, match=r"in use by another process \(pid 1 on other\)"):
+            storage.Lease(url).__enter__()
+    assert owner.is_ours()
+    with storage.Lease(url) as second:  # the first is no longer renewed
+        assert second.is_ours()
+        assert not owner.is_ours()
+        owner.renew()
+        owner.__exit__()  # comes back too late: it changes nothing
+        assert second.is_ours()
+    assert storage.listing(url) == {}
+
+
+def test_the_lease_of_a_dead_process_of_this_machine_is_free(url):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    dead = {**lease_lib._this_process(), "pid": process.pid, "token": "its", "beats": 3}
+    storage.write(f"{url}/lease/000007", json.dumps(dead).encode())
+    began = time.monotonic()
+    with storage.Lease(url):
+        assert list(storage.listing(url)) == ["lease/000008"]
+    assert time.monotonic() - began < lease_lib.EXPIRY_SECONDS / 2
+
+
+# --- Files and folders ----------------------------------------------------------------------------
+
+
+def test_what_is_written_is_complete_or_absent(url, tmp_path):
+    def fail():
+        with storage.output(f"{url}/out") as folder:
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text("{}")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert storage.listing(url) == {}
+    with storage.output(f"{url}/out", new=True) as folder:
+        folder.mkdir(parents=True)
+        for name in ("config.json", "model", ".partial"):
+            (folder / name).write_text(name)
+    assert list(storage.listing(url)) == ["out/config.json", "out/model"]
+    with (
+        pytest.raises(UserError, match=f"{url}/out exists"),
+        storage.output(f"{url}/out", new=True),
+    ):
+        pass
+    with storage.output(f"{url}/file.txt") as path:
+        path.write_text("text")
+    assert storage.read(f"{url}/file.txt") == b"text"
+    copy = storage.local(f"{url}/out")
+    assert sorted(p.name for p in copy.iterdir()) == ["config.json", "model"]
+    assert storage.remote(copy / "model") == f"{url}/out/model"
+    assert str(UserError(f"cannot read {copy}/model")) == f"cannot read {url}/out/model"
+
+
+def test_the_description_comes_last(server, url):
+    server.proxy.requests.clear()
+    with storage.output(f"{url}/rows") as folder:
+        folder.mkdir(parents=True)
+        for name in ("manifest.json", "a", "b", "vocab.txt"):
+            (folder / name).write_text(name * 100)
+    uploads = [
+        path + str(body)  # gcsfs names small objects there
+        for method, path, body in server.proxy.requests
+        if method in ("POST", "PUT")
+    ]
+    names = [
+        n
+        for text in uploads
+        for n in ("manifest.json", "a", "b", "vocab.txt")
+        if f"rows/{n}" in text
+    ]
+    assert len(names) == 4
+    assert names[2:] == ["vocab.txt", "manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pretrain", "--workdir", "az://x/y"], "az://x/y: paths are local, gs://… or s3://…"),
+        (["vocab", "--out", "v", "books:hdfs://x/y"], "hdfs://x/y: paths are local"),
+        (["pretrain", "--workdir=file:///x"], "file:///x: paths are local"),
+        (["evaluate", "--workdir", "gs://"], "gs://: a bucket is missing"),
+    ],
+)
+def test_other_urls_make_no_folder(capsys, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_library_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    storage.objects.filesystem.cache_clear()
+    try:
+        error = refused(capsys, "evaluate", "--workdir", "gs://bucket/run")
+    finally:
+        storage.objects.filesystem.cache_clear()
+    assert "gs:// needs gcsfs: pip install 'bert-jax[gcs]'" in error
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+def wait_for_copies(opened):
+    cache = opened._cache
+    for _ in range(500):
+        if all(map(cache.is_local, range(len(opened._shards)))) or cache.altered:
+            return
+        time.sleep(0.02)
+    raise AssertionError("no copies")
+
+
+@pytest.mark.parametrize("gigabytes", ["0", "1"])
+def test_rows_are_those_of_the_disk(far_rows, rows, tmp_path, monkeypatch, gigabytes):
+    """By range if the cache has no room for them, else from the cache."""
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", gigabytes)
+    far, near = loader.Rows(far_rows, "train"), loader.Rows(rows(), "train")
+    order = np.random.default_rng(0).permutation(len(near))
+    if gigabytes == "1":
+        wait_for_copies(far)
+    for name, values in far.read(order).items():
+        np.testing.assert_array_equal(values, near.read(order)[name])
+    copies = list(tmp_path.rglob("*.arrayrecord"))
+    assert len(copies) == (len(near._shards) if gigabytes == "1" else 0)
+
+
+def test_altered_rows_are_noticed(server, url, rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    put(rows(), url)
+    manifest = read_manifest(rows())
+    name = manifest.train.shards[0].name
+    content = bytearray(storage.read(f"{url}/{name}"))
+    opened = loader.Rows(rows(), "train")
+    _, end = opened._file(0).span(3)
+    content[end - 1] ^= 1
+    storage.write(f"{url}/{name}", bytes(content))
+    far = loader.Rows(url, "train")
+    with pytest.raises(UserError, match=rf"record 3 of the shard {url}/{name} is damaged"):
+        far.read([2, 3])
+    wait_for_copies(far)
+    assert far._cache.altered == [name]
+    assert list(tmp_path.rglob("*.arrayrecord")) == []
+    storage.write(f"{url}/{name}", bytes(content[:-100]))
+    with pytest.raises(UserError, match="truncated or altered"):
+        loader.Rows(url, "train")
+    storage.delete([f"{url}/{name}"])
+    with pytest.raises(UserError, match=f"the shard {url}/{name} is missing"):
+        loader.Rows(url, "train")
+
+
+def test_the_cache_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
+    """Rows that were not used for longest make room for others."""
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    size = sum(shard.bytes for shard in read_manifest(rows()).train.shards)
+    old = tmp_path / "rows" / "old"
+    old.mkdir(parents=True)
+    (old / "shard").write_bytes(bytes(size))
+    os.utime(old, (1, 1))
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
+    wait_for_copies(loader.Rows(far_rows, "train"))
+    assert not old.exists()
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_ends_the_same(server, url, far_rows, whole):
+    rng = random.Random(0)
+    for number in (1, 4):
+        process = start(server, url, far_rows)
+        wait_for(
+            lambda count=number: len(storage.listing(f"{url}/checkpoints")) >= 8 * count, process
+        )
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    elsewhere = {"BERT_JAX_STORAGE_CACHE": server.environment["BERT_JAX_STORAGE_CACHE"] + "2"}
+    finish(server, url, far_rows, **elsewhere)
+    starts = storage.read(f"{url}/starts.jsonl").splitlines()
+    assert len(starts) >= 2
+    assert_same_run(url, whole)
+
+
+@pytest.mark.slow
+def test_preempted_and_restarted_elsewhere(server, url, far_rows, whole):
+    process = start(server, url, far_rows)
+    wait_for(lambda: saved(url), process)
+    process.terminate()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == cli.EXIT_INTERRUPTED, said
+    step = int(re.search(rf"saved step (\d+) of 40 in {url}", said)[1])
+    elsewhere = {"BERT_JAX_STORAGE_CACHE": server.environment["BERT_JAX_STORAGE_CACHE"] + "3"}
+    assert f"resuming at step {step} of 40" in finish(server, url, far_rows, **elsewhere)
+    assert_same_run(url, whole)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside(server, url, far_rows, whole):
+    """One with a truncated object, one without an object, and one that was never committed."""
+    finish(server, url, far_rows, "checkpoint.keep_last=9")
+    checkpoints = f"{url}/checkpoints"
+    stats = storage.listing(checkpoints)
+
+    def largest(step):
+        """The largest object of a step's parameters."""
+        names = [name for name in stats if name.startswith(f"{step}/params/")]
+        return f"{checkpoints}/{max(names, key=lambda name: stats[name].size)}"
+
+    storage.write(largest(40), storage.read(largest(40))[:-10])
+    storage.delete([largest(35), f"{checkpoints}/30/manifest.json"])
+    said = finish(server, url, far_rows, "checkpoint.keep_last=9")
+    assert re.search(r"checkpoint of step 40 is damaged \(params/\S+ has", said)
+    assert re.search(r"checkpoint of step 35 is damaged \(params/\S+ is missing", said)
+    assert "resuming at step 25 of 40" in said
+    assert any(name.startswith("40/") for name in storage.listing(f"{url}/damaged"))
+    assert_same_run(url, whole)
+
+
+@pytest.mark.slow
+def test_two_writers(server, url, far_rows):
+    first = start(server, url, far_rows, "steps=100000")
+    wait_for(lambda: saved(url), first)
+    second = start(server, url, far_rows, "steps=100000")
+    _, said = second.communicate(timeout=120)
+    assert second.returncode == cli.EXIT_USER_ERROR
+    assert re.search(rf"{url} is in use by another process \(pid {first.pid} on", said)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_a_busy_server_loses_nothing(server, url, far_rows, whole):
+    server.proxy.fail_every = 25
+    finish(server, url, far_rows)
+    server.proxy.fail_every = 0
+    assert_same_run(url, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["gs"], indirect=True)  # it takes two minutes
+def test_a_server_that_goes_away(server, url, far_rows, whole):
+    process = start(server, url, far_rows)
+    wait_for(lambda: saved(url), process)
+    server.proxy.is_down = True
+    _, said = process.communicate(timeout=300)
+    server.proxy.is_down = False
+    assert process.returncode == cli.EXIT_INTERRUPTED, said
+    assert "Traceback" not in said
+    assert "the storage does not answer" in said
+    finish(server, url, far_rows)
+    assert_same_run(url, whole)
+
+
+@pytest.mark.slow
+def test_two_processes(server, url, far_rows, whole):
+    """Of one run, each with its own cache: the run of one process."""
+
+    def argv(process):
+        return command(url, [far_rows], *STEPS)
+
+    codes, errors = wait_for_all(start_processes(argv, 2, **server.environment))
+    assert codes == [0, 0], errors
+    (_, _, params, step), (_, _, params_of_one, step_of_one) = (
+        checkpoint.load_model(folder, "latest") for folder in (url, whole)
+    )
+    assert step == step_of_one
+    for a, b in zip(*map(jax.tree.leaves, (params, params_of_one)), strict=True):
+        # Sums over processes are in another order, and Adam divides by what is near 0 at first.
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    assert json.loads(storage.read(f"{url}/starts.jsonl"))["processes"] == 2
