@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import Any
 
-from bert_jax.errors import UserError
+from bert_jax.errors import Unavailable, UserError
 from bert_jax.storage import objects
 
 HEARTBEAT_SECONDS, EXPIRY_SECONDS = 10.0, 45.0
@@ -83,6 +83,8 @@ class Lease:
                 owner = json.loads(objects.read(url))
             except ValueError:
                 owner = {}
+            except Unavailable:
+                raise
             except UserError:  # released just now
                 continue
             if _is_dead(owner):

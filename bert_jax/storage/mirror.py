@@ -28,6 +28,7 @@ class _Mirror:
         self.url, self.folder, self.lease = url, folder, lease
         self._pushed: dict[str, tuple[int, int]] = {}
         self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self.keep, daemon=True)
         self.error: UserError | None = None
 
     def pull(self) -> None:
@@ -57,14 +58,17 @@ class _Mirror:
             objects.upload([self.folder / n for n in changed], [f"{self.url}/{n}" for n in changed])
             self._pushed |= {name: versions[name] for name in changed}
 
+    def start(self) -> None:
+        """Start `keep` in a thread."""
+        self._thread.start()
+
     def keep(self) -> None:
-        """Renew the lease and upload what changed until `close`."""
+        """As the owner, renew the lease and upload what changed until `close`."""
         last_push = time.monotonic()
-        while not self._stop.wait(HEARTBEAT_SECONDS):
+        while self.lease and not self._stop.wait(HEARTBEAT_SECONDS):
             try:
                 self.check()
-                if self.lease:
-                    self.lease.renew()
+                self.lease.renew()
                 if time.monotonic() - last_push >= _PUSH_SECONDS:
                     self.push()
                     last_push = time.monotonic()
@@ -81,7 +85,9 @@ class _Mirror:
             raise UserError(f"{self.url} was taken over by another process: this one stops")
 
     def close(self) -> None:
+        """Stop `keep`; it must not renew a lease that is given up."""
         self._stop.set()
+        self._thread.join(timeout=HEARTBEAT_SECONDS)
 
 
 def _version(path: pathlib.Path) -> tuple[int, int]:
@@ -112,8 +118,7 @@ def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path
         mirror.pull()
         _mirrors[mirror.folder] = mirror
         stack.callback(_mirrors.pop, mirror.folder)
-        thread = threading.Thread(target=mirror.keep, daemon=True)
-        thread.start()
+        mirror.start()
         stack.callback(mirror.close)
         stack.callback(shutil.rmtree, mirror.folder.parent, ignore_errors=True)
         try:
