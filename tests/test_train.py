@@ -30,7 +30,6 @@ from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
 from tests.helpers import processes
 from tests.helpers.runs import (
-    CONFIG,
     ONE_DEVICE,
     arguments,
     assert_same_run,
@@ -398,22 +397,6 @@ def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, c
     said = refused(capsys, "pretrain", *chosen, "--rows", rows(), "--workdir", tmp_path / "w")
     assert expected in said
     assert not (tmp_path / "w").exists()
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("prepare", "--vocab", "v", "--out", "gs://b/x", "text"),
-        ("vocab", "--out", "v", "books:s3://b/x"),
-        ("pretrain", f"--config={CONFIG}", "--workdir=gs://b/x", "--rows", "r"),
-        ("pretrain", f"--config={CONFIG}", "--config.phases[0].rows=gs://b/x", "--workdir", "r"),
-        ("export", "--init", "hdfs://b/x", "--out", "x"),
-    ],
-)
-def test_remote_paths_are_no_local_folders(tmp_path, capsys, monkeypatch, argv):
-    monkeypatch.chdir(tmp_path)
-    assert "://b/x: only local paths are supported" in refused(capsys, *argv)
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_accelerator_is_one_line(tmp_path, rows):
