@@ -1,5 +1,6 @@
 """The device mesh and the sharding of parameters, optimizer state and rows."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,14 +61,50 @@ def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, int, int]:
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Arrange the devices (by default all) in the configured mesh.
 
+    Slices of TPUs, which the data center network connects, each have a contiguous part of the axis
+    "data", so that only gradients cross that network, once a step.
+
     Raises:
-        UserError: the product of the axis sizes is not the number of devices.
+        UserError: the product of the axis sizes is not the number of devices, or the axes "fsdp" and
+            "tensor" do not fit in a slice.
     """
     # Sort by process, so that each process holds a contiguous range of rows.
     devices = sorted(
-        jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id)
+        jax.devices() if devices is None else devices,
+        key=lambda d: (slice_of(d), d.process_index, d.id),
     )
-    return Mesh(np.array(devices).reshape(mesh_sizes(config, len(devices))), AXES)
+    sizes, slices = mesh_sizes(config, len(devices)), len({slice_of(d) for d in devices})
+    if sizes[0] % slices:
+        inside, size = sizes[1] * sizes[2], len(devices) // slices
+        raise UserError(
+            f"config.mesh (data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}) needs {inside} devices "
+            f"for fsdp and tensor, more than fit evenly in one of {slices} slices of {size}: choose "
+            f"fsdp x tensor from {[d for d in range(1, size + 1) if size % d == 0]}"
+        )
+    return Mesh(np.array(devices).reshape(sizes), AXES)
+
+
+def slice_of(device: Any) -> int:
+    """Return the index of a device's slice, 0 if there is one slice.
+
+    The TPU runtime knows it, or MEGASCALE_NUM_SLICES says how many slices the processes are in, which
+    have as many each.
+    """
+    index = getattr(device, "slice_index", None)
+    count = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+    if device.platform == "tpu" or count == 1:
+        return index or 0
+    return device.process_index * count // jax.process_count()
+
+
+def describe(mesh: Mesh) -> str:
+    """Return one line about the devices and how they are used."""
+    devices = list(mesh.devices.flat)
+    slices = len({slice_of(d) for d in devices})
+    parts = [f"{len(devices)} device{'s' * (len(devices) > 1)}"]
+    parts += [f"in {slices} slices"] if slices > 1 else []
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{' '.join(parts)} ({devices[0].device_kind}), mesh {axes}"
 
 
 def num_row_shards(mesh: Mesh | AbstractMesh) -> int:

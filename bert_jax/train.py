@@ -114,6 +114,7 @@ def train(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
         )
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
+        progress.say(sharding.describe(mesh))
         progress.say(attention.describe(config, *hardware))
         interrupted = stack.enter_context(catch_signals(progress))
         heartbeat = stack.enter_context(distributed.Heartbeat())

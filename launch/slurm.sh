@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Slurm job that requeues itself while its command exits with a status that asks for a restart.
 #
-#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh RESTARTS COMMAND…
+#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh [OPTION…] -- COMMAND…
+#
+#   --restarts=N      maximum number of restarts (default 100)
+#   --module=NAME     environment module to load; repeatable
+#   --srun=ARGUMENT   argument of srun, such as --srun=--container-image=IMAGE; repeatable
 #
 # One task per GPU, as JAX's Slurm support expects. Slurm itself requeues preempted jobs
 # (PreemptMode=REQUEUE). This script requeues after status 75 (state saved after SIGTERM, which Slurm
@@ -10,14 +14,24 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@180
 set -u
-restarts=$1
+restarts=100
+options=()
+while [ "$1" != -- ]; do
+  case $1 in
+    --restarts=*) restarts=${1#*=} ;;
+    --module=*) module load "${1#*=}" || exit 2 ;;
+    --srun=*) options+=("${1#*=}") ;;
+    *) echo "slurm.sh: unknown option $1" >&2 && exit 2 ;;
+  esac
+  shift
+done
 shift
 export BERT_JAX_DISTRIBUTED=auto
 
 # srun returns the highest status of its tasks. User errors (2) and tracebacks (1) are mapped above
 # the statuses of tasks that were stopped because of them. The trap lets the command finish saving.
 task='trap : INT TERM; "$@"; status=$?; exit $((status == 1 || status == 2 ? 256 - status : status))'
-srun --kill-on-bad-exit=1 bash -c "$task" task "$@"
+srun --kill-on-bad-exit=1 ${options[@]+"${options[@]}"} bash -c "$task" task "$@"
 status=$?
 if [ "$status" -ge 254 ]; then
   status=$((256 - status))

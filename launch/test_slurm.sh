@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Test `bert-jax launch --on slurm` on a real Slurm whose daemons run on the loopback interface. Jobs
 # of two tasks are stopped, preempted, killed and rejected; the test checks how they end. The jobs are
-# small counting programs and, with --train, real training.
+# small counting programs and, with --train, real training, in a folder and on object storage.
 #
 #   apt-get install slurm-wlm munge        (Debian, as root)
 #   launch/test_slurm.sh [--train] [--tasks N] [--python PYTHON] [--out experiments/launch]
@@ -34,6 +34,7 @@ work=$(mktemp -d)
 chmod 755 "$work"
 export SLURM_CONF=$work/slurm.conf PYTHONPATH=$checkout JAX_PLATFORMS=cpu
 export XLA_FLAGS=--xla_backend_optimization_level=0 BERT_JAX_CACHE=$work/cache
+export BERT_JAX_LAUNCH=$work/jobs BERT_JAX_STORAGE_CACHE=$work/storage
 pids=()
 finish() {
   cp "$work/log" "$out/slurm.log" 2>/dev/null || true
@@ -54,7 +55,7 @@ trap finish EXIT
 say() { echo "$*" | tee -a "$work/log"; }
 fail() {
   say "FAILED: $*"
-  tail -n 40 "$work"/slurm-*.out "$work"/slurmctld.log >&2 || true
+  tail -n 40 "$work"/*-*.out "$work"/slurmctld.log >&2 || true
   exit 1
 }
 
@@ -135,7 +136,7 @@ EOF
 # count NAME [AT-20]: submit a counting job and set `job`.
 count() {
   job=$(cd "$work" && sbatch --parsable --job-name="$1" --ntasks-per-node=2 --time=30 \
-    "$checkout/launch/slurm.sh" 3 "$python" "$work/count.py" "$work/$1" "${@:2}")
+    "$checkout/launch/slurm.sh" --restarts=3 -- "$python" "$work/count.py" "$work/$1" "${@:2}")
   say "$1: job $job"
 }
 
@@ -160,17 +161,17 @@ ended() {
   [ "$actual" = "$1 ${2:-0:0}" ] || fail "job $job: restarts and status are $actual"
 }
 
-# pretrain NAME: submit a run and set `job`.
+# pretrain NAME FOLDER [ARGUMENT…]: submit a run of FOLDER/NAME and set `job`.
 pretrain() {
-  local name=$1
-  shift
+  local name=$1 folder=$2
+  shift 2
   local printed
   printed=$(cd "$work" && "$python" -m bert_jax launch --on slurm --name "$name" --restarts 3 \
     --extra="--ntasks-per-node=$tasks" --extra=--time=30 -- \
     pretrain --config "$checkout/configs/pretrain.py:L2-H32-A2,32" --rows "$work/rows" \
     --config.batch_size=8 --config.steps=400 --config.optim.warmup_steps=5 \
     --config.log_every_steps=5 --config.evaluate_rows=16 --config.evaluate_every_steps=200 \
-    --config.checkpoint.every_steps=100 --workdir "$work/$name" "$@" 2>>"$work/launch.err") ||
+    --config.checkpoint.every_steps=100 --workdir "$folder/$name" "$@" 2>>"$work/launch.err") ||
     fail "launch: $(tail -n 1 "$work/launch.err")"
   job=${printed##* }
   say "$name: job $job"
@@ -183,6 +184,32 @@ until_lines() {
     sleep 0.1
     case $(field "$job" JobState) in FAILED | CANCELLED) fail "$1 ended early" ;; esac
   done
+}
+
+# objects: start a server of object storage.
+objects() {
+  "$python" - "$work" >"$work/server.env" <<'EOF' &
+import sys, time
+from tests.helpers.objects import serve
+with serve("gs", f"{sys.argv[1]}/objects") as server:
+    print(*(f"export {name}={value}" for name, value in server.environment.items()), sep="\n")
+    print(f"bucket={server.url}", flush=True)
+    time.sleep(3600)
+EOF
+  pids+=($!)
+  until grep -q bucket "$work/server.env"; do sleep 0.2; done
+  # shellcheck disable=SC1091
+  . "$work/server.env"
+}
+
+# until_saved FOLDER: wait until a run on object storage has a checkpoint.
+until_saved() {
+  "$python" - "$1" <<'EOF'
+import sys, time
+from bert_jax import storage
+while not any(name.endswith("manifest.json") for name in storage.listing(f"{sys.argv[1]}/checkpoints")):
+    time.sleep(0.2)
+EOF
 }
 
 # until_state JOB STATE: wait for the state and log it.
@@ -212,18 +239,19 @@ prepare.prepare([str(work / "text.txt")], str(work / "vocab"), str(work / "rows"
 EOF
 }
 
-# same NAME: check that the run equals the uninterrupted one, bit for bit.
+# same FOLDER: check that the run equals the uninterrupted one, bit for bit.
 same() {
-  cmp "$work/run-whole/metrics.jsonl" "$work/$1/metrics.jsonl" || fail "$1: metrics differ"
-  "$python" - "$work/run-whole" "$work/$1" <<'EOF' || fail "$1: parameters differ"
-import sys, jax, numpy as np
-from bert_jax import checkpoint
+  "$python" - "$work/run-whole" "$1" <<'EOF' || fail "$1: it differs from the uninterrupted run"
+import pathlib, sys, jax, numpy as np
+from bert_jax import checkpoint, storage
+metrics = [pathlib.Path(storage.local(f"{f}/metrics.jsonl")).read_bytes() for f in sys.argv[1:]]
+assert metrics[0] == metrics[1], "metrics differ"
 (a, step), (b, also) = [checkpoint.load_model(f, "latest")[2:4] for f in sys.argv[1:]]
 assert step == also == 400, (step, also)
 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 EOF
-  say "  $1: metrics.jsonl and parameters at step 400 equal those of the uninterrupted run, bit for bit"
+  say "  ${1/#$work\//}: metrics.jsonl and parameters at step 400 equal those of the uninterrupted run, bit for bit"
 }
 
 daemons
@@ -268,28 +296,39 @@ sleep 3
 if [ -n "$train" ]; then
   data >/dev/null
 
-  pretrain run-whole
+  pretrain run-whole "$work"
   until_state "$job" COMPLETED
 
-  pretrain run-stopped
+  pretrain run-stopped "$work"
   until_lines run-stopped 20
   scancel --signal=TERM "$job"
   say "  SIGTERM after $(wc -l <"$work/run-stopped/metrics.jsonl") lines of metrics"
   until_state "$job" COMPLETED
   ended 1
-  grep -h "launch: status 75" "$work/slurm-$job.out" | while read -r line; do say "  $line"; done
-  same run-stopped
+  grep -h "launch: status 75" "$work/run-stopped-$job.out" | while read -r line; do say "  $line"; done
+  same "$work/run-stopped"
 
-  pretrain run-preempted
+  pretrain run-preempted "$work"
   until_lines run-preempted 20
   urgent=$(sbatch --parsable --partition=high --output=/dev/null --wrap="sleep 1")
   say "  preempted by job $urgent after $(wc -l <"$work/run-preempted/metrics.jsonl") lines of metrics"
   until_state "$urgent" COMPLETED
   until_state "$job" COMPLETED
   ended 1
-  same run-preempted
+  same "$work/run-preempted"
 
-  pretrain run-mistaken --config.batch_size=7 # not divisible by two tasks
+  objects
+  pretrain run-moved "$bucket" # stopped, and started again on another machine, with no local copies
+  until_saved "$bucket/run-moved"
+  scancel --signal=TERM "$job"
+  say "  SIGTERM after its first checkpoint on object storage"
+  until [ "$(field "$job" JobState)" = PENDING ]; do sleep 0.2; done
+  rm -rf "$BERT_JAX_STORAGE_CACHE"
+  until_state "$job" COMPLETED
+  ended 1
+  same "$bucket/run-moved"
+
+  pretrain run-mistaken "$work" --config.batch_size=7 # not divisible by two tasks
   until_state "$job" FAILED
   ended 0 2:0
 fi

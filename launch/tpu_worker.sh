@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Runs on each worker of a Cloud TPU slice, in the home folder, next to code.bundle and job.sh.
 #
-#   tpu_worker.sh start [BUCKET]   mount, install, start job.sh as a service, unless it is running
-#   tpu_worker.sh follow           print its output and return its exit status
+#   tpu_worker.sh start LOGS   install, start job.sh as a service, unless it is running; its output is
+#                              copied to the folder LOGS on object storage, unless that is empty
+#   tpu_worker.sh follow       print its output and return its exit status
+#   tpu_worker.sh stop         stop it, and wait until it has saved
 #
 # A service survives the connection that started it, and receives SIGTERM on preemption. `follow`
 # exits with 0, 2, 75, 128 or more (killed), or 70 for any other failure; 1 and 255 mean that the
@@ -15,9 +17,6 @@ start() {
   if systemctl is-active --quiet bert-jax; then
     return
   fi
-  if [ -n "${1-}" ] && ! mountpoint -q /bucket; then
-    mount_bucket "$1"
-  fi
   local commit uv="$HOME/.local/bin/uv"
   commit=$(git bundle list-heads code.bundle | cut -d ' ' -f 1)
   if [ "$(git -C bert_jax rev-parse HEAD 2>/dev/null)" != "$commit" ]; then
@@ -27,36 +26,37 @@ start() {
   # The system's Python may be too old for JAX; uv installs one.
   python3 -m pip install --quiet --user uv
   [ -d venv ] || "$uv" venv --quiet --python 3.12 venv
-  "$uv" pip install --quiet --python venv/bin/python --editable 'bert_jax[tpu]'
+  "$uv" pip install --quiet --python venv/bin/python --editable 'bert_jax[tpu,gcs,s3]'
   rm -f job.status
   sudo systemctl reset-failed bert-jax 2>/dev/null || true
   sudo systemd-run --quiet --unit=bert-jax --uid="$(id -u)" --gid="$(id -g)" \
     --setenv=HOME="$HOME" --property=LimitMEMLOCK=infinity --property=TimeoutStopSec=180 \
     --property=StandardOutput="append:$HOME/job.log" \
     --property=StandardError="append:$HOME/job.log" \
-    /bin/bash "$HOME/tpu_worker.sh" run
-}
-
-mount_bucket() {
-  if ! command -v gcsfuse >/dev/null; then
-    local key=/usr/share/keyrings/cloud.google.asc
-    curl -fsSL https://packages.cloud.google.com/apt/doc/apt-key.gpg | sudo tee "$key" >/dev/null
-    echo "deb [signed-by=$key] https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main" |
-      sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
-    sudo apt-get update -qq
-    sudo apt-get install -qq gcsfuse
-  fi
-  sudo mkdir -p /bucket
-  sudo chown "$(id -u)" /bucket
-  # Checkpoints are committed by renaming their folder, which gcsfuse only allows with this limit.
-  gcsfuse --implicit-dirs --rename-dir-limit=100000 "$1" /bucket
+    /bin/bash "$HOME/tpu_worker.sh" run "$1"
 }
 
 run() {
   trap : TERM # the job receives it too: wait until it has saved
-  local status=0
+  local status=0 copier=""
+  if [ -n "$1" ]; then
+    while sleep "${COPY_SECONDS:-60}"; do copy_log "$1" || true; done &
+    copier=$!
+  fi
   bash job.sh || status=$?
+  if [ -n "$copier" ]; then
+    kill "$copier" || true
+    copy_log "$1" || echo "cannot copy job.log to $1" >&2
+  fi
   echo "$status" >job.status
+}
+
+copy_log() {
+  venv/bin/python - job.log "$1/$(hostname).log" <<'EOF'
+import pathlib, sys
+from bert_jax import storage
+storage.upload([pathlib.Path(sys.argv[1])], [sys.argv[2]])
+EOF
 }
 
 follow() {
@@ -73,6 +73,10 @@ follow() {
     0 | 2 | 75) exit "$status" ;;
     *) exit $((status < 128 ? 70 : status)) ;;
   esac
+}
+
+stop() {
+  sudo systemctl stop bert-jax
 }
 
 cd "$HOME"

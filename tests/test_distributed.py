@@ -50,9 +50,11 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
     assert "process 1 of 2 has been silent for" in said
     assert said.strip().endswith("run the same command to resume")
 
-    status, said = wait_for_all(start_processes(argv, 4))
+    # Four processes in two slices, of which the axis "data" has four parts.
+    status, said = wait_for_all(start_processes(argv, 4, MEGASCALE_NUM_SLICES="2"))
     assert status == [0] * 4, said
     assert "resuming at step 20 of 60" in said[0]
+    assert "4 devices in 2 slices" in said[0]
     assert "train:" not in "".join(said[1:])  # one speaks for all
     for a, b in zip(lines(whole), lines(parts), strict=True):
         assert a["step"] == b["step"]
@@ -188,7 +190,7 @@ def test_without_an_environment_there_is_one_process():
 def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
     def device(number, process):
         there = mock.create_autospec(jax.Device, instance=True)
-        there.id, there.process_index = number, process
+        there.id, there.process_index, there.platform = number, process, "cpu"
         return there
 
     # Numbered as a TPU slice may be: a process's devices are not next to each other.
@@ -207,6 +209,34 @@ def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
     mesh = sharding.make_mesh(MeshConfig(6, 1, 2), odd)
     with pytest.raises(UserError, match="cuts across the 4 processes"):
         sharding.process_row_shard(mesh)
+
+
+def test_slices_have_their_own_rows(monkeypatch):
+    """The axes fsdp and tensor stay inside a slice, however devices are numbered."""
+
+    def device(number, platform, **attributes):
+        there = mock.Mock(spec=["id", "process_index", "platform", *attributes])
+        there.id, there.process_index, there.platform = number, number // 2 % 4, platform
+        there.configure_mock(**attributes)
+        return there
+
+    tpus = [device(i, "tpu", slice_index=i % 2) for i in range(16)]
+    virtual = [device(i, "cpu") for i in range(16)]
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert [sharding.slice_of(d) for d in virtual[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    for devices in (tpus, virtual):
+        for axes in ((-1, 1, 1), (2, 8, 1), (4, 2, 2)):
+            mesh = sharding.make_mesh(MeshConfig(*axes), devices)
+            for part in mesh.devices:  # of the axis "data"
+                assert len({sharding.slice_of(d) for d in part.flat}) == 1
+            slices = [sharding.slice_of(d) for d in mesh.devices.flat]
+            assert slices == [0] * 8 + [1] * 8
+        with pytest.raises(UserError, match=r"in one of 2 slices of 8: .* from \[1, 2, 4, 8\]"):
+            sharding.make_mesh(MeshConfig(1, 16, 1), devices)
+    monkeypatch.delenv("MEGASCALE_NUM_SLICES")
+    assert {sharding.slice_of(d) for d in virtual} == {0}
+    assert {sharding.slice_of(d) for d in tpus} == {0, 1}
 
 
 def test_what_is_compared_between_processes():

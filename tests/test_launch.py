@@ -13,18 +13,20 @@ import threading
 import time
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli
+from bert_jax import cli, config_flags
 from bert_jax.errors import UserError
 from bert_jax.tools import launch
+from bert_jax.tools.launch import engines, request
 
 ROOT = pathlib.Path(__file__).parent.parent
 COMMAND = "pretrain --config configs/pretrain.py:mini,128 --rows /shared/rows --workdir".split()
 OPTIONS = {
     "tpu-vm": {"accelerator": "v5litepod-16", "zone": "us-west4-a"},
-    "gke": {"accelerator": "v5litepod-16", "zone": "us-west4-a", "cluster": "mine"},
+    "gke": {"accelerator": "v5e:4x4", "image": "registry/image"},
     "slurm": {"nodes": 2, "gpus": 4},
     "sky": {"accelerator": "H100:8"},
     "local": {},
@@ -32,14 +34,17 @@ OPTIONS = {
 ON = pytest.mark.parametrize("on", launch.ENGINES)
 
 
+PREPARE = "prepare --vocab gs://b/vocab gs://b/text/* --out".split()
+
+
 def flags(on):
     return [f"--{key}={value}" for key, value in OPTIONS[on].items()]
 
 
-def plan(on, *arguments, workdir="/shared/runs/one", name=None, **options):
-    command = [*COMMAND, workdir, *arguments]
-    options = {**OPTIONS[on], **options}
-    return launch.plan(on, command, "configs/pretrain.py", workdir, name, options)
+def plan(on, *arguments, workdir="/shared/runs/one", name=None, env=(), command=(), **options):
+    command = [*(command or COMMAND), workdir, *arguments]
+    asked = launch.Request(command, workdir, "configs/pretrain.py", (), env, name)
+    return launch.make_plan(on, asked, {**OPTIONS[on], **options})[1]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def checkout(tmp_path_factory):
     """A committed checkout of a few files."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "configs", folder / "configs")
-    (folder / ".gitignore").write_text("/.launch/\n__pycache__/\n")
+    (folder / ".gitignore").write_text("__pycache__/\n")
     git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "--quiet"], check=True)
     subprocess.run([*git, "add", "."], check=True)
@@ -56,11 +61,12 @@ def checkout(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def in_checkout(checkout, monkeypatch):
-    monkeypatch.setattr(launch, "CHECKOUT", checkout)
+def in_checkout(checkout, monkeypatch, tmp_path):
+    monkeypatch.setattr(engines, "CHECKOUT", checkout)
+    monkeypatch.setenv("BERT_JAX_LAUNCH", str(tmp_path / "jobs"))
     monkeypatch.chdir(checkout)
     # Temporary folders are where the tests stand, and are nobody's home here.
-    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(request.tempfile, "gettempdir", lambda: "/tmp")
 
 
 class Bench:
@@ -119,15 +125,16 @@ def bench(tmp_path, monkeypatch):
 
 @ON
 def test_dry_run_prints_the_commands_and_calls_nothing(on, bench, capsys):
-    for name in ("gcloud", "xpk", "sbatch", "sky"):
+    for name in ("gcloud", "kubectl", "sbatch", "sky"):
         bench.program(name)
     workdir = "/shared/runs/My run_1"
     command = [*COMMAND, workdir, "--config.steps=7"]
     assert cli.main(["launch", "--on", on, *flags(on), "--dry-run", "--", *command]) == 0
     assert bench.calls() == []
     printed = capsys.readouterr().out
-    assert shlex.quote(workdir) in printed.replace("'\"'\"'", "'")
-    engine = {"tpu-vm": "gcloud compute tpus", "gke": "xpk workload create", "slurm": "sbatch"}
+    quoted = workdir if on == "gke" else shlex.quote(workdir)
+    assert quoted in printed.replace("'\"'\"'", "'")
+    engine = {"tpu-vm": "gcloud compute tpus", "gke": "kubectl apply", "slurm": "sbatch"}
     assert {**engine, "sky": "sky jobs launch", "local": "BERT_JAX_PROCESS=1"}[on] in printed
     if on != "local":
         assert "my-run-1" in printed
@@ -135,18 +142,19 @@ def test_dry_run_prints_the_commands_and_calls_nothing(on, bench, capsys):
 
 @pytest.mark.parametrize("on", ["gke", "slurm", "sky"])
 def test_what_is_printed_is_what_is_called(on, bench, capsys):
-    for name in ("xpk", "sbatch", "sky"):
+    for name in ("kubectl", "sbatch", "sky"):
         bench.program(name)
     secret = "hf_" + "x" * 30
     bench.environment["HF_TOKEN"] = os.environ["HF_TOKEN"] = secret
-    arguments = ["launch", "--on", on, *flags(on), "--extra=--queue=a b", "--", *COMMAND, "/s/it's"]
+    extra = "--env=A=a b" if on == "gke" else "--extra=--queue=a b"
+    arguments = ["launch", "--on", on, *flags(on), extra, "--", *COMMAND, "/s/it's"]
     try:
         assert cli.main(arguments) == 0
     finally:
         del os.environ["HF_TOKEN"]
     real = bench.calls()
     assert len(real) == 1
-    assert "--queue=a b" in real[0]
+    assert on == "gke" or "--queue=a b" in real[0]
     told = capsys.readouterr()
     assert cli.main([*arguments[:3], "--dry-run", *arguments[3:]]) == 0
     printed = capsys.readouterr().out
@@ -154,34 +162,44 @@ def test_what_is_printed_is_what_is_called(on, bench, capsys):
     assert bench.calls() == real
     # Nobody's environment is in arguments, files or what is printed.
     sent = [str(real), printed, told.out, told.err]
-    sent += [path.read_text() for path in (launch.CHECKOUT / ".launch").rglob("*.yaml")]
+    files = list(pathlib.Path(os.environ["BERT_JAX_LAUNCH"]).rglob("*.yaml"))
+    assert bool(files) == (on != "slurm")
+    sent += [path.read_text() for path in files]
     assert not [text for text in sent if secret in text]
 
 
 def test_slurm_arguments(bench):
     bench.program("sbatch")
-    assert launch.run(plan("slurm", restarts=3, extra=["--time=60"])) == 0
+    assert launch.run(plan("slurm", restarts=3, extra=["--time=60"], env=["A=b c"])) == 0
     (call,) = bench.calls()
     script = call.index(str(ROOT / "launch" / "slurm.sh"))
-    assert call[1:script] == (
-        "--job-name=one --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --time=60".split()
+    assert (
+        call[1:script]
+        == (
+            "--job-name=one --output=one-%j.out --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --time=60"
+        ).split()
     )
-    expected = ["3", sys.executable, "-m", "bert_jax", *COMMAND, "/shared/runs/one"]
-    assert call[script + 1 :] == expected
+    python = ["env", "A=b c", sys.executable, "-m", "bert_jax"]
+    assert call[script + 1 :] == ["--restarts=3", "--", *python, *COMMAND, "/shared/runs/one"]
 
 
-def test_gke_restarts_75_and_waits_for_it_to_save(bench):
-    bench.program("xpk")
-    assert launch.run(plan("gke", spot=True, image="gcr.io/p/i", restarts=4)) == 0
-    (call,) = bench.calls()
-    assert {"--restart-on-exit-codes=75", "--max-restarts=4", "--spot"} < set(call)
-    assert "--env=BERT_JAX_DISTRIBUTED=auto" in call
-    assert "--docker-image=gcr.io/p/i" in call
-    assert not [part for part in call if part.startswith(("--base-docker-image", "--script-dir"))]
+def test_slurm_containers_and_modules(bench):
+    made = plan("slurm", image="i.sqsh", mounts=["/shared", "/a:/b"], modules=["cuda/13", "gcc"])
+    bench.program("srun", "exit 0")
+    bench.program("module")
+    (submit,) = made.before
+    at = submit.index(str(ROOT / "launch" / "slurm.sh"))
+    assert bench.bash(shlex.join(submit[at:])).returncode == 0
+    *loads, run = bench.calls()
+    assert loads == [["module", "load", "cuda/13"], ["module", "load", "gcc"]]
+    options = ["--container-image=i.sqsh", "--container-mounts=/shared,/a:/b"]
+    assert run[1:4] == ["--kill-on-bad-exit=1", *options]
+    assert run[run.index("task") + 1 :] == ["bert-jax", *COMMAND, "/shared/runs/one"]
 
 
 # What reaches the workers.
 
+VARIABLE = "A_VARIABLE"
 HOSTILE = st.text(st.sampled_from("'\"\\$`!*?[]{}()<>|&;#~=%@^ -aé日🙂"), max_size=12)
 PRINTABLE = st.one_of(HOSTILE, st.text(st.characters().filter(str.isprintable), max_size=12))
 KNOWN = [
@@ -194,10 +212,10 @@ KNOWN = [
 @pytest.fixture
 def worker(bench):
     """A function from an engine and its plan to the arguments that `bert-jax` starts with there."""
-    bench.program("bert-jax", "exit 0")
+    bench.program("bert-jax", f'printenv {VARIABLE} > "$BENCH/variable"')
     bench.program("venv/bin/bert-jax", "")
     shutil.copy(bench.bin / "bert-jax", bench.bin / "venv" / "bin" / "bert-jax")
-    for folder in (bench.home, launch.CHECKOUT):
+    for folder in (bench.home, engines.CHECKOUT):
         if not (folder / "venv").is_symlink():
             (folder / "venv").symlink_to(bench.bin / "venv")
     (bench.home / "bert_jax").mkdir()
@@ -207,7 +225,7 @@ def worker(bench):
     def arrives(on, plan):
         if on == "local":
             process = plan.processes[0]
-            assert launch.run_processes([process])[0] == 0
+            assert launch.plan.run_processes([process])[0] == 0
         elif on == "slurm":
             (submit,) = plan.before
             at = submit.index(str(ROOT / "launch" / "slurm.sh"))
@@ -216,32 +234,40 @@ def worker(bench):
             (script,) = plan.files.values()
             assert bench.bash(script).returncode == 0
         elif on == "gke":
-            line = next(p for p in plan.before[0] if p.startswith("--command="))
-            assert bench.bash(in_a_pod(line.removeprefix("--command="))).returncode == 0
-        elif on == "sky":
-            yaml = pytest.importorskip("yaml")
             (text,) = plan.files.values()
-            assert bench.bash(yaml.safe_load(text)["run"]).returncode == 0
+            command, variables = in_a_pod(yaml.safe_load(text))
+            names = [f"{name}={value}" for name, value in variables.items()]
+            assert bench.bash(shlex.join(["env", *names, *command])).returncode == 0
+        elif on == "sky":
+            (text,) = plan.files.values()
+            task = yaml.safe_load(text)
+            names = [f"{name}={value}" for name, value in task["envs"].items()]
+            assert (
+                bench.bash(shlex.join(["env", *names, "bash", "-c", task["run"]])).returncode == 0
+            )
         (call,) = bench.calls("bert-jax")
-        return call[1:]
+        variable = (bench.bin.parent / "variable").read_text()
+        return call[1:], variable.removesuffix("\n")
 
     yield arrives
-    (launch.CHECKOUT / "venv").unlink(missing_ok=True)
+    (engines.CHECKOUT / "venv").unlink(missing_ok=True)
 
 
-def in_a_pod(command):
-    """xpk's wrapper (core/docker_container.py) through YAML and Kubernetes' own expansion."""
-    yaml = pytest.importorskip("yaml")
-    text = f"command:\n- |\n  echo XPK Start: $(date);\n  ({command}) & PID=$!;\n  wait $PID\n"
-    (line,) = yaml.safe_load(text)["command"]
+def in_a_pod(manifest):
+    """The command and the environment of a JobSet's container, with Kubernetes' own expansion."""
+    (job,) = manifest["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     variables = {"HOME": "/expanded", "a": "expanded"}
 
-    def expand(match):  # third_party/forked/golang/expansion/expand.go
-        if match[0] == "$$":
-            return "$"
-        return variables.get(match[1], match[0])
+    def expand(text):  # third_party/forked/golang/expansion/expand.go
+        return re.sub(
+            r"\$\$|\$\(([^)]*)\)",
+            lambda match: "$" if match[0] == "$$" else variables.get(match[1], match[0]),
+            text,
+        )
 
-    return re.sub(r"\$\$|\$\(([^)]*)\)", expand, line)
+    environment = {each["name"]: expand(each["value"]) for each in container["env"]}
+    return [expand(part) for part in container["command"]], environment
 
 
 @ON
@@ -256,10 +282,11 @@ def in_a_pod(command):
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
 def test_any_value_arrives_as_it_is(on, worker, bench, values, monkeypatch):
     assume(not any("://" in value for value in values))
-    monkeypatch.setattr(launch, "python_command", lambda: [str(bench.bin / "bert-jax")])
+    monkeypatch.setattr(engines, "python_command", lambda: [str(bench.bin / "bert-jax")])
     arguments = [*values, *(f"--config.task.data={value}" for value in values)]
-    made = plan(on, *arguments, **({"processes": 1} if on == "local" else {}))
-    assert worker(on, made) == [*COMMAND, "/shared/runs/one", *arguments]
+    options = {"processes": 1} if on == "local" else {}
+    made = plan(on, *arguments, env=[f"{VARIABLE}={values[0]}"], **options)
+    assert worker(on, made) == ([*COMMAND, "/shared/runs/one", *arguments], values[0])
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -278,14 +305,14 @@ def test_what_may_not_arrive_is_refused(before, character, after):
 
 
 @pytest.mark.parametrize("value", ["a b'c", "$x", 'q"\\', "@name"])
-def test_options_arrive_too(value, bench):
-    yaml = pytest.importorskip("yaml")
+def test_options_arrive_too(value):
     (text,) = plan("sky", accelerator=value, name="x1").files.values()
     assert yaml.safe_load(text)["resources"]["accelerators"] == value
-    bench.program("xpk")
-    launch.run(plan("gke", cluster=value, project=value))
-    (call,) = bench.calls()
-    assert {f"--cluster={value}", f"--project={value}"} < set(call)
+    (text,) = plan("gke", image=value, queue=value).files.values()
+    manifest = yaml.safe_load(text)
+    assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": value}
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["template"]["spec"]["containers"][0]["image"] == value
 
 
 # Slurm's script: its engine is Slurm, which launch/test_slurm.sh starts for real.
@@ -310,7 +337,7 @@ def test_slurm_queues_again_after_75(tasks, restarted, ends, requeues, bench, mo
     monkeypatch.setenv("TASKS", " ".join(map(str, tasks)))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarted))
-    script = ["bash", ROOT / "launch" / "slurm.sh", "3", "bash", "-c"]
+    script = ["bash", ROOT / "launch" / "slurm.sh", "--restarts=3", "--", "bash", "-c"]
     check = 'test "$BERT_JAX_DISTRIBUTED" = auto && exit "$S"'
     done = subprocess.run([*script, check], capture_output=True, text=True, timeout=60)
     assert done.returncode == ends, done.stderr
@@ -344,9 +371,9 @@ case "$*" in
     [ "$(wc -l < "$state")" -le 1 ] || sed -i 1d "$state" ;;
   *"queued-resources create"*) [ ! -e "$BENCH/no-quota" ] || exit 1; cp "$BENCH/new" "$state" ;;
   *"queued-resources delete"*) : > "$state" ;;
-  *"tpu-vm scp"*)
+  *"queued-resources scp"*)
     for part in "$@"; do case $part in /*) cp "$part" "$WORKER_HOME" ;; esac; done ;;
-  *"tpu-vm ssh"*)
+  *"queued-resources ssh"*)
     for part in "$@"; do case $part in --command=*) does=${part#--command=} ;; esac; done
     # As the real one does: split at spaces, joined again by ssh, read by the login shell.
     IFS=' ' read -r -a words <<< "$does"
@@ -389,7 +416,7 @@ def cloud(bench, monkeypatch):
         calls = bench.calls()
         verbs = [c[4] for c in calls if c[0] == "gcloud" and c[3] == "queued-resources"]
         runs = sum(c[0] == "run" for c in calls)
-        return status, [verb for verb in verbs if verb != "describe"], runs, calls
+        return status, [verb for verb in verbs if verb in ("create", "delete")], runs, calls
 
     return go
 
@@ -401,7 +428,7 @@ def test_tpu_slice_is_made_used_and_deleted(cloud, checkout, capfd):
     assert (
         create[4:]
         == (
-            "create one --node-id=one --zone=us-west4-a --project=p --accelerator-type=v5litepod-16 "
+            "create one --zone=us-west4-a --project=p --node-id=one --accelerator-type=v5litepod-16 "
             "--runtime-version=v2-alpha-tpuv5-lite --spot --reserved"
         ).split()
     )
@@ -443,7 +470,7 @@ def test_tpu_slice_that_cannot_be_made(cloud, bench):
 def test_tpu_worker_leaves_a_running_job_alone(cloud, bench):
     cloud(0)
     bench.program("systemctl", "exit 0")
-    done = bench.bash("bash tpu_worker.sh start")
+    done = bench.bash("bash tpu_worker.sh start ''")
     assert done.returncode == 0, done.stderr
     assert [call[1] for call in bench.calls()] == ["is-active"]
 
@@ -453,9 +480,43 @@ def test_tpu_vm_sends_commits_only(checkout):
     try:
         with pytest.raises(UserError, match=r"uncommitted changes \(configs/pretrain.py"):
             plan("tpu-vm")
-        plan("gke")
+        plan("sky")
     finally:
         subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "."], check=True)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        ("v5e:4x4,slices=2", "--node-count=2 --node-prefix=one --accelerator-type=v5litepod-16"),
+        ("v4-8", "--node-id=one --accelerator-type=v4-8"),
+        ("v5p:2x2x1", "--node-id=one --accelerator-type=v5p-8"),
+        ("v5p:4x4x8", "--node-id=one --accelerator-type=v5p-256"),
+        ("v5p:2x4x8", "--node-id=one --type=v5p --topology=2x4x8"),
+        ("v6e:16x16", "--node-id=one --accelerator-type=v6e-256"),
+    ],
+)
+def test_tpu_slices(accelerator, expected):
+    made = plan("tpu-vm", accelerator=accelerator)
+    create = made.before[0]
+    assert set(expected.split()) <= set(create)
+    assert ("--node-id=one" in create) == ("slices" not in accelerator)
+    for command in [*made.before[2:], made.processes[0].command]:
+        assert {"queued-resources", "--worker=all", "--node=all"} <= set(command)
+
+
+def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
+    """As often as it may, and at the end."""
+    monkeypatch.setenv("COPY_SECONDS", "0.05")
+    python = bench.program(
+        "venv-python", 'cat "$2" >> "$BENCH/copied"; echo "$3" > "$BENCH/copied_to"'
+    )
+    shutil.move(python, bench.home / "venv" / "bin" / "python")
+    cloud(0, workdir="gs://mine/runs/one")
+    folder = bench.bin.parent
+    assert "commit" in (folder / "copied").read_text()
+    host = subprocess.check_output("hostname", text=True).strip()
+    assert (folder / "copied_to").read_text() == f"gs://mine/runs/one/logs/{host}.log\n"
 
 
 # SkyPilot's and Kubernetes' own opinion.
@@ -464,63 +525,163 @@ def test_tpu_vm_sends_commits_only(checkout):
 @pytest.mark.parametrize(
     "options",
     [
-        {"accelerator": "H100:8", "nodes": 2},
-        {
-            "accelerator": "tpu-v5litepod-16",
-            "spot": True,
-            "bucket": "gs://mine",
-            "workdir": "/bucket/a",
-        },
+        {"accelerator": "H100:8", "nodes": 2, "env": ["A=b"]},
+        {"accelerator": "tpu-v5litepod-16", "spot": True},
+        {"accelerator": "", "image": "registry/image", "command": PREPARE},
     ],
 )
 def test_skypilot_takes_the_job(options):
     schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
     import jsonschema
-    import yaml
+    import sky
 
     (text,) = plan("sky", "--rows", "a: 'b' #", **options).files.values()
     config = yaml.safe_load(text)
     jsonschema.validate(config, schemas.get_task_schema())
     jsonschema.validate(config["resources"], schemas.get_resources_schema())
+    task = sky.Task.from_yaml_config(yaml.safe_load(text))
+    assert task.num_nodes == options.get("nodes", 1)
+    (resources,) = task.resources
+    assert resources.use_spot == options.get("spot", False)
     assert config["resources"]["job_recovery"] == {"recover_on_exit_codes": [75]}
-    software = {"runtime_version": "v2-alpha-tpuv5-lite"} if "bucket" in options else {}
-    assert config["resources"]["accelerator_args"] == software
-    assert config["num_nodes"] == options.get("nodes", 1)
-    if "bucket" in options:
-        mount = config["file_mounts"]["/bucket"]
-        jsonschema.validate(mount, schemas.get_storage_schema())
-        assert mount["source"] == "gs://mine"
+    software = {"runtime_version": "v2-alpha-tpuv5-lite"} if "spot" in options else None
+    assert config["resources"].get("accelerator_args") == software
 
 
-def test_xpk_makes_a_job_that_kubernetes_takes(tmp_path):
-    xpk = shutil.which("xpk", path=os.path.dirname(sys.executable))
-    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    if not xpk:
-        pytest.skip("pip install xpk")
-    import yaml
+@pytest.mark.parametrize(
+    ("accelerator", "kind", "shape", "slices", "machines", "chips"),
+    [
+        ("v5e:4x4,slices=2", "tpu-v5-lite-podslice", "4x4", 2, 4, 4),
+        ("v5litepod-1", "tpu-v5-lite-podslice", "1x1", 1, 1, 1),
+        ("v4:2x2x4", "tpu-v4-podslice", "2x2x4", 1, 4, 4),
+        ("v5p-8", "tpu-v5p-slice", "2x2x1", 1, 1, 4),
+        ("v6e:2x4", "tpu-v6e-slice", "2x4", 1, 2, 4),
+        ("tpu7x:4x4x4", "tpu7x", "4x4x4", 1, 16, 4),
+        ("", "", "", 1, 1, 0),
+    ],
+)
+def test_kubernetes_takes_the_jobset(accelerator, kind, shape, slices, machines, chips):
+    """The schemas of Kubernetes and of JobSet, as their clients generate them."""
+    import kubernetes_validate
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
     value = 'it\'s "$HOME" `id` {a} $$ # :'
-    made = plan("gke", value, restarts=7, image="gcr.io/p/i", project="p")
-    manifest = tmp_path / "job.yaml"
-    command = [xpk, *made.before[0][1:], "--dry-run", f"--output-manifest-file={manifest}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert manifest.exists(), done.stdout + done.stderr
-    job = yaml.safe_load(manifest.read_text())
-    assert job["kind"] == "JobSet"
-    assert job["spec"]["failurePolicy"]["maxRestarts"] == 7
-    template = job["spec"]["replicatedJobs"][0]["template"]
-    inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **template}
-    validate.validate(inner, "1.31", strict=True)
-    (rule,) = template["spec"]["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["operator"] == "NotIn"
-    assert 75 in rule["onExitCodes"]["values"]
-    assert not {0, 1, 2} & set(rule["onExitCodes"]["values"])
-    (container,) = template["spec"]["template"]["spec"]["containers"]
-    quoted = shlex.quote(value).replace("$", "$$")
-    assert (
-        f"exec bert-jax {shlex.join(COMMAND)} /shared/runs/one {quoted}) &"
-        in container["command"][2]
+    options = {"queue": "mine", "service_account": "bert", "spot": True, "restarts": 7}
+    command = () if accelerator else PREPARE
+    made = plan(
+        "gke", value, accelerator=accelerator, env=["A=$(HOME)"], command=command, **options
     )
+    (text,) = made.files.values()
+    manifest = yaml.safe_load(text)
+    parsed = JobsetV1alpha2JobSet.from_dict(manifest).to_dict()
+    assert parsed["spec"]["replicatedJobs"] == manifest["spec"]["replicatedJobs"]
+    assert parsed["spec"]["failurePolicy"] == manifest["spec"]["failurePolicy"]
+    assert parsed["spec"]["failurePolicy"]["maxRestarts"] == 7
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+    kubernetes_validate.validate(job | replicated["template"], "1.31", strict=True)
+
+    spec = replicated["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (replicated["replicas"], spec["completions"], spec["parallelism"]) == (
+        *(slices, machines, machines),
+    )
+    names = {each["name"]: each["value"] for each in container["env"]}
+    assert names["A"] == "$$(HOME)"
+    assert names.get("BERT_JAX_DISTRIBUTED") == ("auto" if accelerator else None)
+    selector = {"cloud.google.com/gke-spot": "true"}
+    if accelerator:
+        selector["cloud.google.com/gke-tpu-accelerator"] = kind
+        selector["cloud.google.com/gke-tpu-topology"] = shape
+    assert pod["nodeSelector"] == selector
+    assert pod.get("hostNetwork", False) == (slices > 1)
+    assert container["resources"] == ({"limits": {"google.com/tpu": chips}} if chips else {})
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert rule == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}}
+
+
+def test_the_image_has_what_the_package_needs():
+    """Every file that the Dockerfile copies is in the repository, and so are the extras."""
+    import tomllib
+
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    for line in text.splitlines():
+        if line.startswith("COPY "):
+            assert all((ROOT / name).exists() for name in line.split()[1:-1])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {*re.findall(r"--extra (\w+)", text)} == {"gcs", "s3"}
+    assert {"gcs", "s3", "tpu", "cuda"} <= set(extras)
+
+
+# Jobs by name.
+
+
+def test_a_run_in_the_background(bench, capsys, monkeypatch):
+    """It survives the command that started it, is seen, followed and stopped, and says how it ended."""
+    program = bench.program("bert-jax", f"exec {sys.executable} -c {shlex.quote(SLEEPS)}")
+    code = (
+        f"from bert_jax.tools.launch import engines; engines.python_command = lambda: [{str(program)!r}]\n"
+        "import sys; from bert_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    monkeypatch.setattr(launch.jobs, "python_command", lambda: [sys.executable, "-c", code])
+    arguments = ["launch", "--on", "local", "--processes", "1", "--detach"]
+    assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 0
+    assert "one runs in the background" in capsys.readouterr().err
+    log = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one" / "log"
+    for _ in range(1000):
+        if "[0] up" in log.read_text():
+            break
+        time.sleep(0.02)
+    assert cli.main(["launch", "status", "one"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"one: on local since .*, launcher running \(pid \d+\)", said)
+    assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 2
+    assert "a launcher of one is running" in capsys.readouterr().err
+    assert cli.main(["launch", "stop", "one"]) == 0
+    capsys.readouterr()
+    assert cli.main(["launch", "status", "one"]) == 0
+    assert "launcher ended with status 75" in capsys.readouterr().out
+    assert "[0] saved" in log.read_text()
+
+
+def test_a_background_run_that_fails_at_once(capsys, monkeypatch):
+    failing = ["bash", "-c", "echo no room; exit 3"]
+    monkeypatch.setattr(launch.jobs, "python_command", lambda: failing)
+    assert cli.main(["launch", "--on", "local", "--detach", "--", *COMMAND, "/s/r"]) == 2
+    assert "the launcher failed: no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("on", "state", "output", "ends"),
+    [
+        ("slurm", ["squeue", "--name=one"], "tail", ["scancel", "--name=one"]),
+        ("sky", ["sky", "jobs", "queue"], "sky", ["sky", "jobs", "cancel"]),
+        ("gke", ["kubectl", "get"], "kubectl", ["kubectl", "delete", "jobset", "one"]),
+    ],
+)
+def test_queued_jobs_by_name(on, state, output, ends, bench, capsys):
+    for name in ("sbatch", "squeue", "scancel", "sky", "kubectl", "tail"):
+        bench.program(name)
+    command = ["launch", "--on", on, *flags(on), "--", *COMMAND, "/shared/runs/one"]
+    assert cli.main(command) == 0
+    assert "state: bert-jax launch status one" in capsys.readouterr().err
+    bench.calls()
+    for verb, expected in (("status", state), ("logs", [output]), ("stop", ends)):
+        assert cli.main(["launch", verb, "one"]) == 0
+        (call,) = bench.calls()
+        assert call[: len(expected)] == expected
+    assert cli.main([*command[:1], "--detach", *command[1:]]) == 2
+    assert "queues the job and returns" in capsys.readouterr().err
+
+
+def test_a_slice_is_stopped_before_it_is_deleted():
+    made = plan("tpu-vm")
+    assert made.stop[0][-1] == "--command=bash tpu_worker.sh stop"
+    assert made.stop[1] == made.after[0]
+    assert plan("tpu-vm", keep=True).stop == made.stop[:1]
 
 
 # Several processes here.
@@ -536,7 +697,7 @@ def test_local_processes_know_each_other_and_say_who_speaks(capsys, monkeypatch)
         "print(e['BERT_JAX_PROCESS'], e['BERT_JAX_PROCESSES'], e['BERT_JAX_COORDINATOR'], e['XLA_FLAGS']);"
         "sys.stderr.write('no newline')"
     )
-    monkeypatch.setattr(launch, "python_command", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(engines, "python_command", lambda: [sys.executable, "-c", code])
     monkeypatch.setenv("XLA_FLAGS", "--old")
     assert launch.run(plan("local", processes=3, devices=4)) == 0
     told = capsys.readouterr()
@@ -575,20 +736,20 @@ def test_the_status_that_counts(statuses, counts, tmp_path):
     (tmp_path / "go").touch()
     others = [python(SLEEPS)] if len(statuses) == 1 else []
     processes = [ends(status, tmp_path / "go") for status in statuses]
-    assert launch.run_processes([*processes, *others]) == (counts, False)
+    assert launch.plan.run_processes([*processes, *others]) == (counts, False)
 
 
 def test_2_wins_though_it_came_second(tmp_path):
     late = python("import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(2))\n"
                   f"open({str(tmp_path / 'go')!r}, 'w').close()\ntime.sleep(600)")  # fmt: skip
-    assert launch.run_processes([late, ends(75, tmp_path / "go")]) == (2, False)
+    assert launch.plan.run_processes([late, ends(75, tmp_path / "go")]) == (2, False)
 
 
 def test_who_does_not_stop_is_killed(tmp_path):
     deaf = python(
         DEAF.replace("print('up'", f"open({str(tmp_path / 'go')!r}, 'w').close(); print('up'")
     )
-    status, _ = launch.run_processes([deaf, ends(1, tmp_path / "go")], stop_seconds=0.2)
+    status, _ = launch.plan.run_processes([deaf, ends(1, tmp_path / "go")], stop_seconds=0.2)
     assert status == 1
 
 
@@ -629,7 +790,7 @@ def test_local_runs_again(statuses, restarts, last, runs, bench, monkeypatch):
     file.write_text("\n".join(statuses.split()) + "\n")
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
     program = bench.program("bert-jax", body)
-    monkeypatch.setattr(launch, "python_command", lambda: [str(program)])
+    monkeypatch.setattr(engines, "python_command", lambda: [str(program)])
     assert launch.run(plan("local", processes=1, restarts=restarts)) == last
     assert len(bench.calls()) == runs
 
@@ -650,7 +811,7 @@ def test_the_command_itself_in_two_processes(tmp_path):
     ("on", "program", "advice"),
     [
         ("tpu-vm", "gcloud", "Google Cloud CLI"),
-        ("gke", "xpk", "pip install xpk"),
+        ("gke", "kubectl", "get-credentials"),
         ("slurm", "sbatch", "login node"),
         ("sky", "sky", "skypilot"),
     ],
@@ -671,22 +832,37 @@ def test_a_missing_program(on, program, advice, tmp_path, monkeypatch, capsys):
     [
         (["--on", "local"], "after --"),
         (["--on", "local", "--"], "after --"),
-        (["--on", "local", "--", "report", "x"], "give pretrain or finetune"),
+        (["--on", "local", "--", "report", "x"], "give pretrain, finetune, prepare or sweep"),
+        (["--", *COMMAND, "/w"], "give --on ENGINE"),
+        (["status"], "give status, logs or stop and the NAME"),
+        (["pause", "one"], "give status, logs or stop and the NAME"),
+        (["status", "one", "--on", "local"], "takes no options"),
+        (["logs", "none"], "no job none was launched by this user"),
+        (["--on", "local", "--env", "A", "--", *COMMAND, "/w"], "--env A: it must be NAME=VALUE"),
+        (["--on", "local", "--env=A=hf_" + "a" * 34, "--", *COMMAND, "/w"], "--env A looks like a credential"),
         (["--on", "local", "--", *COMMAND, "/w", "--config.stepz=1"], "steps"),
         (["--on", "local", "--zone", "a", "--", *COMMAND, "/w"], "--zone is not an option of --on local"),
         (["--on", "sky", "--", *COMMAND, "/w"], "--on sky needs --accelerator"),
         (["--on", "slurm", "--nodes", "0", "--", *COMMAND, "/w"], "--nodes 0: it must be 1 or more"),
         (["--on", "slurm", "--name", "No", "--", *COMMAND, "/w"], "--name No"),
-        (["--on", "slurm", "--", *COMMAND, "gs://b/runs"], "gs://b/runs: only local paths are supported"),
-        (["--on", "local", "--", *COMMAND, "/w", "--rows=s3://b/rows"], "s3://b/rows: "),
+        (["--on", "slurm", "--", *COMMAND, "az://b/runs"], "az://b/runs: paths are local, gs://… or s3://…"),
+        (["--on", "local", "--", *COMMAND, "/w", "--rows=http://b/rows"], "http://b/rows: "),
         (["--on", "slurm", "--extra=a\nb", "--", *COMMAND, "/w"], "--extra 'a\\nb' contains a line break"),
         (["--on", "slurm", "--extra=--comment=hf_" + "a" * 34, "--", *COMMAND, "/w"], "--extra looks like a credential"),
-        (["--on", "tpu-vm", *flags("tpu-vm"), "--", *COMMAND, "runs/one"], "mount a bucket"),
-        (["--on", "gke", *flags("gke"), "--", *COMMAND, os.path.expanduser("~/runs")], "mount a bucket"),
-        (["--on", "sky", *flags("sky"), "--", *COMMAND, "/tmp/run"], "mount a bucket"),
-        (["--on", "sky", *flags("sky"), "--bucket=gs://bkt", "--", *COMMAND, "/data"], "mounted at /bucket"),
-        (["--on", "sky", *flags("sky"), "--bucket=s3://bkt", "--", *COMMAND, "/bucket"], "it must be gs://NAME"),
-        (["--on", "tpu-vm", "--zone=z", "--accelerator=v99-8", "--", *COMMAND, "/w"], "v5litepod-N"),
+        (["--on", "tpu-vm", *flags("tpu-vm"), "--", *COMMAND, "runs/one"], "give a folder on object storage"),
+        (["--on", "gke", *flags("gke"), "--", *COMMAND, os.path.expanduser("~/runs")], "give a folder on object storage"),
+        (["--on", "sky", *flags("sky"), "--", *COMMAND, "/tmp/run"], "give a folder on object storage"),
+        (["--on", "sky", *flags("sky"), "--", *COMMAND, "gs://b/run", "--rows=configs"], "configs is on this machine only"),
+        (["--on", "tpu-vm", "--zone=z", "--accelerator=v99-8", "--", *COMMAND, "/w"], "unknown accelerator type"),
+        (["--on", "tpu-vm", "--zone=z", "--accelerator=tpu7x:2x2x1", "--", *COMMAND, "/w"], "choose from v4, v5e, v5p, v6e"),
+        (["--on", "gke", "--image=i", "--accelerator=h100:8", "--", *COMMAND, "gs://b/r"], "choose from v4"),
+        (["--on", "tpu-vm", *flags("tpu-vm"), "--", *PREPARE, "gs://b/rows"], "prepare runs in one"),
+        (["--on", "gke", *flags("gke"), "--", *PREPARE, "gs://b/rows"], "prepare runs in one process, on CPUs"),
+        (["--on", "gke", "--image=i", "--", *COMMAND, "gs://b/r"], "--on gke needs --accelerator for pretrain"),
+        (["--on", "slurm", "--nodes=2", "--", *PREPARE, "/s/rows"], "prepare runs on one machine"),
+        (["--on", "local", "--processes=2", "--", *PREPARE, "/s/rows"], "prepare runs in one process"),
+        (["--on", "sky", "--", *PREPARE, "rows"], "give a folder on object storage"),
+        (["--on", "gke", *flags("gke"), "--", "sweep", "experiments/table8_masking", "--runs", "/s"], "sweep runs on one machine"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(arguments, message, capsys):
@@ -725,6 +901,32 @@ def test_names(on):
     assert launch.job_name("日") == "bert"
     text = launch.script(plan(on, name="fine-1"))
     assert on == "local" or "fine-1" in text
+
+
+@pytest.mark.parametrize("on", ["local", "slurm", "sky"])
+def test_verbs_of_one_process_run_in_one(on, capsys):
+    """Nothing tells them of other processes, which they would wait for."""
+    sweep = ["sweep", "experiments/table8_masking", "--runs", "/shared/runs"]
+    for run in ([*PREPARE, "gs://b/rows"], sweep):
+        assert cli.main(["launch", "--on", on, "--dry-run", "--", *run]) == 0
+        text = capsys.readouterr().out
+        assert "BERT_JAX" not in text
+        assert run[-1] in text
+        assert on != "slurm" or "--ntasks-per-node=1" in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_commands_of_pages(path):
+    """They are understood; those that launch are planned."""
+    text = "\n".join(re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL))
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("bert-jax ")]
+    assert commands or path.stem == "README"
+    for _, *arguments in commands:
+        if arguments[0] == "launch" and "--" in arguments:
+            assert cli.main(["launch", "--dry-run", *arguments[1:]]) == 0, arguments
+        else:
+            cli.parser().parse_args(config_flags.split(arguments)[1])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)

@@ -99,10 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error(f"{options.verb} does not take --config")
     options.config = config
     if options.verb == "launch":
-        options.command = command
+        options.arguments, options.command = arguments[1:], command
     try:
-        if options.verb != "launch":  # which checks its command itself, and takes --bucket
-            storage.check(arguments)
+        storage.check(arguments)
         return options.run(options) or 0
     except UserError as error:
         print(f"bert-jax {options.verb}: {error}", file=sys.stderr)

@@ -2,9 +2,20 @@
 
 import argparse
 import json
+from typing import Any
 
+from bert_jax import storage
 from bert_jax.cli.common import Verbs, add_config, take_rows
 from bert_jax.errors import EXIT_NEGATIVE, UserError
+
+# What of a launched verb's arguments are paths: the folder that it writes to, and what it reads.
+_PATHS = {
+    "pretrain": ("workdir", ("rows",)),
+    "finetune": ("workdir", ("init", "vocab", "data")),
+    "prepare": ("out", ("vocab", "sources")),
+    "sweep": ("runs", ("data", "init")),
+}
+_JOBS = ("status", "logs", "stop")
 
 
 def add_launch(verbs: Verbs) -> None:
@@ -12,39 +23,74 @@ def add_launch(verbs: Verbs) -> None:
     sub = verbs.add(
         "launch",
         _launch,
-        "run pretrain or finetune on a cluster, or in several local processes",
-        "  bert-jax launch --on tpu-vm --accelerator v5litepod-16 --zone us-west4-a --spot --bucket gs://mine \\\n"
-        "    -- pretrain --config configs/pretrain.py:base,128 --rows /bucket/rows128 --workdir /bucket/runs/base\n"
+        "run pretrain, finetune, prepare or sweep on a cluster, or in several local processes",
+        "  bert-jax launch --on tpu-vm --accelerator v5e:4x4 --zone us-west4-a --spot --detach -- pretrain \\\n"
+        "    --config configs/pretrain.py:base,128 --rows gs://mine/rows128 --workdir gs://mine/runs/base\n"
+        "  bert-jax launch logs base\n"
         "  bert-jax launch --on slurm --nodes 4 --gpus 8 --extra=--partition=long -- pretrain …\n"
-        "  bert-jax launch --on local --processes 2 --dry-run -- pretrain …\n\n"
+        "  bert-jax launch --on gke --accelerator v6e:16x16,slices=2 --image IMAGE --dry-run -- pretrain …\n\n"
         "Options of another engine are errors. Every engine restarts the command after exit status 75.",
     )
     sub.add_argument(
-        "--on", required=True, choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine"
+        "job", nargs="*", metavar="status|logs|stop NAME", help="show, follow or stop a job"
     )
+    sub.add_argument("--on", choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine")
     sub.add_argument("--dry-run", action="store_true", help="print the commands as a script")
+    sub.add_argument(
+        "--detach", action="store_true", help="follow the run in the background (tpu-vm, local)"
+    )
     sub.add_argument("--name", help="name of the job, slice or workload (default: the workdir's)")
+    sub.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment variable of the run; repeatable",
+    )
     # No defaults: each engine has its own, for options that are not given.
     engine = sub.add_argument_group("options of engines", argument_default=argparse.SUPPRESS)
-    engine.add_argument("--restarts", type=int, metavar="N", help="maximum number of restarts")
     engine.add_argument(
-        "--extra", action="append", metavar="ARG", help="passed to the engine's command; repeatable"
+        "--restarts", type=int, metavar="N", help="maximum number of restarts (not sky)"
     )
-    engine.add_argument("--accelerator", metavar="KIND", help="such as v5litepod-16 (sky: H100:8)")
-    engine.add_argument("--zone", help="such as us-west4-a (tpu-vm, gke)")
-    engine.add_argument("--project", help="default: gcloud's (tpu-vm, gke)")
+    engine.add_argument(
+        "--extra",
+        action="append",
+        metavar="ARG",
+        help="passed to gcloud, sbatch or sky; repeatable",
+    )
+    engine.add_argument(
+        "--accelerator",
+        metavar="KIND",
+        help="as for preflight: v5e:4x4, v5litepod-16 or v5e:4x4,slices=2 (sky: H100:8)",
+    )
+    engine.add_argument("--image", help="container image with bert-jax (gke, sky, slurm)")
     engine.add_argument("--spot", action="store_true", help="use preemptible machines")
-    engine.add_argument("--bucket", metavar="gs://NAME", help="mounted at /bucket (tpu-vm, sky)")
+    engine.add_argument("--zone", help="such as us-west4-a (tpu-vm)")
+    engine.add_argument("--project", help="default: gcloud's (tpu-vm)")
     engine.add_argument("--runtime", help="TPU VM software version (tpu-vm)")
     engine.add_argument("--keep", action="store_true", help="do not delete the slice (tpu-vm)")
-    engine.add_argument("--cluster", help="GKE cluster (gke)")
-    engine.add_argument("--slices", type=int, metavar="N", help="TPU slices (gke)")
+    engine.add_argument("--queue", help="local queue of Kueue (gke)")
+    engine.add_argument("--namespace", help="default: kubectl's (gke)")
     engine.add_argument(
-        "--image", help="container image with bert-jax (gke; default: this checkout)"
+        "--service-account", metavar="NAME", help="Kubernetes account that may use the bucket (gke)"
     )
     engine.add_argument("--nodes", type=int, metavar="N", help="machines (slurm, sky)")
     engine.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs per machine, one process each (slurm)"
+    )
+    engine.add_argument(
+        "--mount",
+        action="append",
+        dest="mounts",
+        metavar="PATH[:PATH]",
+        help="folder of the machine to mount in the container; repeatable (slurm)",
+    )
+    engine.add_argument(
+        "--module",
+        action="append",
+        dest="modules",
+        metavar="NAME",
+        help="environment module to load; repeatable (slurm)",
     )
     engine.add_argument(
         "--processes", type=int, metavar="N", help="number of processes, default 2 (local)"
@@ -53,38 +99,79 @@ def add_launch(verbs: Verbs) -> None:
 
 
 def _launch(options) -> int | None:
+    from bert_jax.tools import launch
+
+    if options.job:
+        return _job(options)
+    if not options.on:
+        raise UserError(
+            "give --on ENGINE and a command after --, or status, logs or stop and a NAME"
+        )
+    request = _request(options)
+    kept = ("on", "dry_run", "detach", "name", "env")
+    general = ("verb", "run", "takes_config", "config", "arguments", "command", "job", *kept)
+    engine_options = {key: value for key, value in vars(options).items() if key not in general}
+    name, plan = launch.make_plan(options.on, request, engine_options)
+    if options.dry_run:
+        print(launch.script(plan))
+        return None
+    if options.detach:
+        arguments = [argument for argument in options.arguments if argument != "--detach"]
+        return launch.detach(options.on, name, ["launch", *arguments, "--", *options.command])
+    return launch.start(options.on, name, plan)
+
+
+def _job(options) -> int:
+    from bert_jax.tools import launch
+
+    calls = {"status": launch.show_status, "logs": launch.show_logs, "stop": launch.stop}
+    what, *names = options.job
+    if what not in calls or len(names) != 1:
+        raise UserError(
+            f"{' '.join(options.job)}: give status, logs or stop and the NAME of a job, or a command "
+            "after --"
+        )
+    if options.on or options.command:
+        raise UserError(f"{what} {names[0]} takes no options and no command")
+    return calls[what](names[0])
+
+
+def _request(options) -> Any:
+    """Check the command after --, before any machine is requested."""
     from bert_jax import config as config_lib
     from bert_jax import config_flags
     from bert_jax.cli import parser
     from bert_jax.tools import launch
 
-    kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
-    if options.command[:1] not in ([verb] for verb in kinds):
+    if not options.command or options.command[0] not in _PATHS:
         raise UserError(
-            "give pretrain or finetune with its arguments after --, as in: bert-jax launch "
-            f"--on {options.on} -- pretrain --config configs/pretrain.py:base --rows … --workdir …"
+            "give pretrain, finetune, prepare or sweep with its arguments after --, as in: bert-jax "
+            f"launch --on {options.on} -- pretrain --config configs/pretrain.py:base --rows … "
+            "--workdir …"
         )
-    # Check the command before any machine is requested.
+    storage.check(options.command)
     config, rest = config_flags.split(options.command)
     launched = parser().parse_args(rest)
-    config_flags.load(config, kinds[launched.verb])
-
-    engine_options = vars(options).copy()
-    for name in ("verb", "run", "takes_config", "config", "command", "on", "dry_run", "name"):
-        del engine_options[name]
-    file = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
-    plan = launch.plan(
-        options.on,
+    kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
+    file = ""
+    if launched.verb in kinds:
+        config_flags.load(config, kinds[launched.verb])
+        file = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
+    elif config:
+        raise UserError(f"{launched.verb} does not take --config")
+    folder, inputs = _PATHS[launched.verb]
+    paths = []
+    for key in inputs:
+        value = getattr(launched, key)
+        paths += value if isinstance(value, list) else [str(value)] if value else []
+    return launch.Request(
         options.command,
+        getattr(launched, folder),
         file.partition(":")[0],
-        launched.workdir,
+        paths,
+        options.env,
         options.name,
-        engine_options,
     )
-    if options.dry_run:
-        print(launch.script(plan))
-        return None
-    return launch.run(plan)
 
 
 def add_preflight(verbs: Verbs) -> None:

@@ -1,0 +1,525 @@
+"""Engines: functions from a job and options (their keyword arguments) to a `Plan`.
+
+In every engine, a command that exits with status 75 (stopped by a signal, state saved) or is killed is
+run again; one that exits with 0, 1 or 2 is not.
+"""
+
+import os
+import pathlib
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+from bert_jax import storage
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, UserError
+from bert_jax.tools.launch.plan import KILLED, STOP_SECONDS, Plan, Process
+
+if TYPE_CHECKING:
+    from bert_jax.tools.preflight import Topology
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[3]
+SCRIPTS = CHECKOUT / "launch"
+# Verbs that run in one process, on one machine.
+ONE_PROCESS = ("prepare", "sweep")
+
+# Kind of TPU as preflight names it: gcloud's accelerator type, its runtime version.
+_TPU_VMS = {
+    "v4": ("v4", "tpu-ubuntu2204-base"),
+    "v5e": ("v5litepod", "v2-alpha-tpuv5-lite"),
+    "v5p": ("v5p", "v2-alpha-tpuv5"),
+    "v6e": ("v6e", "v2-alpha-tpuv6e"),
+}
+# The same: value of the label of GKE's nodes.
+_GKE_TPUS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
+_CHIPS_PER_VM = 4
+# Between slices, a host's own network is faster than that of Kubernetes.
+_HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+
+
+class Job(NamedTuple):
+    """A command to run.
+
+    Attributes:
+        command: arguments of `bert-jax`, starting with the verb.
+        name: name of the job, slice or workload.
+        folder: folder that the command writes to.
+        environment: environment variables of the command.
+    """
+
+    command: Sequence[str]
+    name: str
+    folder: str
+    environment: dict[str, str]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether all processes of all machines take part."""
+        return self.command[0] not in ONE_PROCESS
+
+
+def state_folder(name: str) -> pathlib.Path:
+    """Return the folder of this machine that describes a job."""
+    root = os.environ.get("BERT_JAX_LAUNCH")
+    return pathlib.Path(root or pathlib.Path.home() / ".local/state/bert_jax/launch") / name
+
+
+def python_command() -> list[str]:
+    """Return the command `bert-jax` with this Python."""
+    return [sys.executable, "-m", "bert_jax"]
+
+
+def local(
+    job: Job,
+    *,
+    processes: int = 0,
+    devices: int | None = None,
+    restarts: int = 0,
+    port: int | None = None,
+) -> Plan:
+    """Plan several processes on this machine.
+
+    Args:
+        job: the job.
+        processes: number of processes; 0 for 2, or 1 for verbs that run in one.
+        devices: CPU devices per process; None for JAX's default of one.
+        restarts: maximum number of restarts.
+        port: port of process 0 for the others; None for a free one.
+    """
+    processes = processes or (2 if job.is_distributed else 1)
+    if processes > 1 and not job.is_distributed:
+        raise UserError(f"--processes {processes}: {job.command[0]} runs in one process")
+    coordinator = f"127.0.0.1:{port or _free_port()}"
+
+    def environment(i: int) -> dict[str, str]:
+        variables = dict(job.environment)
+        if job.is_distributed:
+            variables |= {
+                "BERT_JAX_COORDINATOR": coordinator,
+                "BERT_JAX_PROCESSES": str(processes),
+                "BERT_JAX_PROCESS": str(i),
+            }
+        if devices:
+            flag = f"--xla_force_host_platform_device_count={devices}"
+            flags = variables.get("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+            variables["XLA_FLAGS"] = f"{flags} {flag}".strip()
+        return variables
+
+    return Plan(
+        processes=[
+            Process([*python_command(), *job.command], environment(i), f"[{i}] ")
+            for i in range(processes)
+        ],
+        again=frozenset({EXIT_INTERRUPTED, *KILLED}),
+        restarts=restarts,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def slurm(
+    job: Job,
+    *,
+    nodes: int = 1,
+    gpus: int = 0,
+    image: str = "",
+    mounts: Sequence[str] = (),
+    modules: Sequence[str] = (),
+    restarts: int = 100,
+    extra: Sequence[str] = (),
+) -> Plan:
+    """Plan a Slurm job with one process per GPU, run by this Python in this folder or by a container.
+
+    Args:
+        job: the job.
+        nodes: number of nodes.
+        gpus: GPUs per node; 0 starts one process per node.
+        image: container image with bert-jax, for the plugin Pyxis; "" runs this Python.
+        mounts: folders to mount in the container, PATH or PATH:PATH.
+        modules: environment modules to load.
+        restarts: maximum number of times that the job requeues itself.
+        extra: arguments of sbatch: --partition, --time, --account, …
+    """
+    if not job.is_distributed and nodes > 1:
+        raise UserError(f"--nodes {nodes}: {job.command[0]} runs on one machine")
+    tasks = (gpus or 1) if job.is_distributed else 1
+    sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
+    if gpus:
+        sizes.append(f"--gpus-per-node={gpus}")
+    output = f"{job.name}-%j.out"
+    submit = ["sbatch", f"--job-name={job.name}", f"--output={output}", *sizes, *extra]
+    options = [f"--restarts={restarts}"]
+    options += [f"--module={module}" for module in modules]
+    options += [f"--srun=--container-image={image}"] if image else []
+    options += [f"--srun=--container-mounts={','.join(mounts)}"] if mounts else []
+    command = ["bert-jax"] if image else python_command()
+    if job.environment:
+        command = ["env", *_assignments(job), *command]
+    logs = f"{shlex.quote(os.path.join(os.getcwd(), job.name))}-*.out"
+    return Plan(
+        before=[[*submit, str(SCRIPTS / "slurm.sh"), *options, "--", *command, *job.command]],
+        status=["squeue", f"--name={job.name}"],
+        logs=["bash", "-c", f"exec tail -n 100 -F {logs}"],
+        stop=[["scancel", f"--name={job.name}"]],
+    )
+
+
+def _assignments(job: Job) -> list[str]:
+    return [f"{name}={value}" for name, value in job.environment.items()]
+
+
+def tpu_vm(
+    job: Job,
+    *,
+    accelerator: str,
+    zone: str,
+    project: str = "",
+    runtime: str = "",
+    spot: bool = False,
+    keep: bool = False,
+    restarts: int = 100,
+    extra: Sequence[str] = (),
+) -> Plan:
+    """Plan slices of Cloud TPU VMs as a queued resource, deleted after the run.
+
+    The workers receive the commit of this checkout and run the command as a service, whose log is
+    copied to the folder that the command writes to. This process follows the log, and creates the
+    slices again after preemption.
+
+    Args:
+        job: the job; its name is that of the queued resource and of its nodes.
+        accelerator: such as v5litepod-16, v5e:4x4 or v5e:4x4,slices=2.
+        zone: zone, such as us-west4-a.
+        project: project; "" for gcloud's default.
+        runtime: runtime version; "" for the default of the accelerator.
+        spot: use preemptible capacity.
+        keep: do not delete the slices.
+        restarts: maximum number of restarts.
+        extra: arguments of `gcloud compute tpus queued-resources create`.
+
+    Raises:
+        UserError: unknown accelerator.
+    """
+    topology = _topology(accelerator, _TPU_VMS)
+    kind, default_runtime = _TPU_VMS[topology.kind]
+    queued = ["gcloud", "compute", "tpus", "queued-resources"]
+    location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
+    several = [f"--node-count={topology.slices}", f"--node-prefix={job.name}"]
+    create = [
+        *(*queued, "create", job.name, *location),
+        *(several if topology.slices > 1 else [f"--node-id={job.name}"]),
+        *(*_tpu_type(topology, kind), f"--runtime-version={runtime or default_runtime}"),
+        *(["--spot"] if spot else []),
+        *extra,
+    ]
+    delete = [*queued, "delete", job.name, *location, "--force", "--quiet"]
+    folder = state_folder(job.name)
+    script, bundle, worker = folder / "job.sh", folder / "code.bundle", SCRIPTS / "tpu_worker.sh"
+    everywhere = [*location, "--worker=all", "--node=all"]
+
+    def on_workers(line: str) -> list[str]:
+        return [*queued, "ssh", job.name, *everywhere, f"--command={line}"]
+
+    # Where a worker copies its log, as a URL.
+    logs = f"{job.folder.rstrip('/')}/logs" if storage.is_remote(job.folder) else ""
+    exports = [f"export {shlex.quote(variable)}\n" for variable in _assignments(job)]
+    lines = [
+        *("cd ~/bert_jax\n", "export BERT_JAX_DISTRIBUTED=auto\n", *exports),
+        f"exec ~/venv/bin/{shlex.join(['bert-jax', *job.command])}\n",
+    ]
+    return Plan(
+        files={str(script): "".join(lines)},
+        before=[
+            ["bash", str(SCRIPTS / "tpu_slice.sh"), job.name, *location, "--", *create],
+            ["git", "-C", str(CHECKOUT), "bundle", "create", "--quiet", str(bundle), "HEAD"],
+            [*queued, "scp", str(bundle), str(script), str(worker), f"{job.name}:", *everywhere],
+            on_workers(shlex.join(["bash", worker.name, "start", logs])),
+        ],
+        processes=[Process(on_workers(f"bash {worker.name} follow"))],
+        after=[] if keep else [delete],
+        # gcloud exits with 1 or 255 when it loses the connection, as after preemption.
+        again=frozenset({1, EXIT_INTERRUPTED, *KILLED}),
+        restarts=restarts,
+        status=[*queued, "describe", job.name, *location, "--format=value(state.state)"],
+        logs=on_workers(f"bash {worker.name} follow"),
+        stop=[on_workers(f"bash {worker.name} stop"), *([] if keep else [delete])],
+        remains="" if not keep else f"the slice remains until you delete it: {shlex.join(delete)}",
+    )
+
+
+def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
+    if job.is_distributed and not accelerator:
+        raise UserError(f"--on {on} needs --accelerator for {job.command[0]}")
+    if job.command[0] == "prepare" and accelerator:
+        raise UserError(
+            f"--accelerator {accelerator}: prepare runs in one process, on CPUs; remove it"
+        )
+
+
+def _topology(accelerator: str, kinds: dict[str, Any]) -> "Topology":
+    from bert_jax.tools.preflight import parse_topology  # which imports JAX
+
+    topology = parse_topology(accelerator)
+    if topology.kind not in kinds:
+        raise UserError(f"--accelerator {accelerator}: choose from {', '.join(kinds)}")
+    return topology
+
+
+def _tpu_type(topology: "Topology", kind: str) -> list[str]:
+    """Return gcloud's options for the type of a slice."""
+    from bert_jax.tools.preflight import slice_shape
+
+    chips = topology.chips // topology.slices
+    cores = chips * (2 if topology.kind in ("v4", "v5p") else 1)
+    if slice_shape(topology.kind, cores) == topology.shape:
+        return [f"--accelerator-type={kind}-{cores}"]
+    return [f"--type={kind}", f"--topology={'x'.join(map(str, topology.shape))}"]
+
+
+def gke(
+    job: Job,
+    *,
+    image: str,
+    accelerator: str = "",
+    queue: str = "",
+    namespace: str = "",
+    service_account: str = "",
+    spot: bool = False,
+    restarts: int = 100,
+) -> Plan:
+    """Plan a JobSet on the current cluster of kubectl, with one job per TPU slice.
+
+    JobSet (https://jobset.sigs.k8s.io) must be installed in the cluster, as xpk and Cluster Toolkit do.
+
+    Args:
+        job: the job.
+        image: container image with bert-jax, such as one built from launch/Dockerfile.
+        accelerator: such as v5litepod-16, v5e:4x4,slices=2 or tpu7x:2x2x1; "" for a machine
+            without one.
+        queue: Kueue's local queue; "" for none.
+        namespace: namespace; "" for kubectl's.
+        service_account: Kubernetes service account that may access the bucket; "" for the default.
+        spot: use preemptible nodes.
+        restarts: maximum number of restarts.
+    """
+    path = str(state_folder(job.name) / "jobset.yaml")
+    manifest = jobset(job, image, accelerator, queue, service_account, spot, restarts)
+    kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+    label = f"--selector=jobset.sigs.k8s.io/jobset-name={job.name}"
+    return Plan(
+        files={path: _yaml(manifest)},
+        before=[[*kubectl, "apply", f"--filename={path}"]],
+        status=[*kubectl, "get", "jobset,pods", label],
+        logs=[*kubectl, "logs", "--follow", label, "--prefix", "--tail=100",
+              "--max-log-requests=1000"],
+        stop=[[*kubectl, "delete", "jobset", job.name]],
+    )  # fmt: skip
+
+
+def jobset(
+    job: Job,
+    image: str,
+    accelerator: str = "",
+    queue: str = "",
+    service_account: str = "",
+    spot: bool = False,
+    restarts: int = 100,
+) -> dict[str, Any]:
+    """Return a JobSet manifest (see `gke` for the arguments)."""
+    variables, nodes, resources = dict(job.environment), {}, {}
+    slices = machines = 1
+    _check_accelerator("gke", job, accelerator)
+    if accelerator:
+        topology = _topology(accelerator, _GKE_TPUS)
+        chips, slices = topology.chips // topology.slices, topology.slices
+        on_a_machine = min(chips, _CHIPS_PER_VM)
+        machines = chips // on_a_machine
+        if machines * slices > 1 and not job.is_distributed:
+            raise UserError(
+                f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most "
+                f"{_CHIPS_PER_VM} chips"
+            )
+        variables["BERT_JAX_DISTRIBUTED"] = "auto"
+        nodes = {
+            "cloud.google.com/gke-tpu-accelerator": _GKE_TPUS[topology.kind],
+            "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape)),
+        }
+        resources = {"limits": {"google.com/tpu": on_a_machine}}
+    if spot:
+        nodes["cloud.google.com/gke-spot"] = "true"
+    container = {
+        "name": "bert-jax",
+        "image": image,
+        # Kubernetes expands $(NAME), and turns $$ into $.
+        "command": [part.replace("$", "$$") for part in ["bert-jax", *job.command]],
+        "env": [
+            {"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()
+        ],
+        "resources": resources,
+    }
+    pod = {
+        **({"serviceAccountName": service_account} if service_account else {}),
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(STOP_SECONDS),
+        "nodeSelector": nodes,
+        **(_HOST_NETWORK if slices > 1 else {}),
+        "containers": [container],
+    }
+    # A pod that fails fails its job, which restarts all jobs, but for statuses that are final.
+    final = [EXIT_NEGATIVE, EXIT_USER_ERROR]
+    rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": final}}
+    slice_job = {
+        "parallelism": machines,
+        "completions": machines,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [rule]},
+        "template": {"spec": pod},
+    }
+    stops = {
+        "name": "final",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    labels = {"labels": {"kueue.x-k8s.io/queue-name": queue}} if queue else {}
+    # Each job has a node pool, that is a slice, for itself.
+    annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": job.name,
+            **labels,
+            **({"annotations": annotations} if accelerator else {}),
+        },
+        "spec": {
+            "failurePolicy": {"maxRestarts": restarts, "rules": [stops]},
+            "replicatedJobs": [
+                {"name": "slice", "replicas": slices, "template": {"spec": slice_job}}
+            ],
+        },
+    }
+
+
+# SkyPilot's variables in the ones of `bert_jax.distributed`.
+_SKY_PROCESSES = """\
+export BERT_JAX_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):8476"
+export BERT_JAX_PROCESSES="$SKYPILOT_NUM_NODES"
+export BERT_JAX_PROCESS="$SKYPILOT_NODE_RANK"
+"""
+_SKY_SETUP = """\
+python3 -m pip install --quiet --user uv
+[ -d venv ] || ~/.local/bin/uv venv --quiet --python 3.12 venv
+~/.local/bin/uv pip install --quiet --python venv/bin/python --editable '.[{extras}]'
+"""
+
+
+def sky(
+    job: Job,
+    *,
+    accelerator: str = "",
+    nodes: int = 1,
+    image: str = "",
+    spot: bool = False,
+    extra: Sequence[str] = (),
+) -> Plan:
+    """Plan a managed SkyPilot job, which moves to other machines after preemption.
+
+    Args:
+        job: the job.
+        accelerator: such as H100:8 or tpu-v6e-8; "" for a machine without one.
+        nodes: number of such machines (a TPU slice counts as one).
+        image: container image with bert-jax; "" installs this checkout.
+        spot: use preemptible capacity.
+        extra: arguments of `sky jobs launch`: --infra, --cpus, --memory, …
+    """
+    if nodes > 1 and not job.is_distributed:
+        raise UserError(f"--nodes {nodes}: {job.command[0]} runs on one machine")
+    _check_accelerator("sky", job, accelerator)
+    path = str(state_folder(job.name) / "sky.yaml")
+    task = sky_task(job, accelerator, nodes, image, spot)
+    return Plan(
+        files={path: _yaml(task)},
+        before=[["sky", "jobs", "launch", "--yes", "--detach-run", *extra, path]],
+        status=["sky", "jobs", "queue"],
+        logs=["sky", "jobs", "logs", f"--name={job.name}"],
+        stop=[["sky", "jobs", "cancel", "--yes", f"--name={job.name}"]],
+    )
+
+
+def sky_task(
+    job: Job, accelerator: str = "", nodes: int = 1, image: str = "", spot: bool = False
+) -> dict[str, Any]:
+    """Return a task of SkyPilot (see `sky` for the arguments)."""
+    is_tpu = accelerator.startswith("tpu-")
+    resources: dict[str, Any] = {
+        "use_spot": spot,
+        # Preempted machines are always replaced. 75: stopped by a signal, state saved.
+        "job_recovery": {"recover_on_exit_codes": [EXIT_INTERRUPTED]},
+    }
+    if accelerator:
+        resources["accelerators"] = accelerator
+    if is_tpu:  # SkyPilot's default runtime is wrong for some slices
+        _, runtime = _TPU_VMS[_topology(accelerator, _TPU_VMS).kind]
+        resources["accelerator_args"] = {"runtime_version": runtime}
+    processes = ""
+    if job.is_distributed:
+        processes = "export BERT_JAX_DISTRIBUTED=auto\n" if is_tpu else _SKY_PROCESSES
+    task: dict[str, Any] = {"name": job.name, "num_nodes": nodes, "resources": resources}
+    if job.environment:
+        task["envs"] = job.environment
+    if image:
+        resources["image_id"] = f"docker:{image}"
+        program = "bert-jax"
+    else:
+        extras = ["gcs", "s3", *(["tpu"] if is_tpu else ["cuda"] if accelerator else [])]
+        task["workdir"] = str(CHECKOUT)
+        task["setup"] = _SKY_SETUP.format(extras=",".join(extras))
+        program = "venv/bin/bert-jax"
+    task["run"] = f"{processes}exec {shlex.join([program, *job.command])}\n"
+    return task
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes scripts as blocks of lines, and equal values in full, as people do."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if text.endswith("\n") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
+
+
+ENGINES: dict[str, Callable[..., Plan]] = {
+    "tpu-vm": tpu_vm,
+    "gke": gke,
+    "slurm": slurm,
+    "sky": sky,
+    "local": local,
+}
+# Engines whose machines do not share the files of this one.
+REMOTE = ("tpu-vm", "gke", "sky")
+# Engines that queue a job and return.
+SUBMITTED = ("gke", "slurm", "sky")

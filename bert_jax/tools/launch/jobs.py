@@ -1,0 +1,171 @@
+"""Jobs by name: their state, output and end, from any folder and after the launcher has been closed."""
+
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bert_jax import files
+from bert_jax.errors import EXIT_USER_ERROR, UserError
+from bert_jax.tools.launch.engines import SUBMITTED, python_command, state_folder
+from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
+
+_FILE, _LOG = "job.json", "log"
+
+
+def start(on: str, name: str, plan: Plan) -> int:
+    """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job.
+
+    Raises:
+        UserError: another process runs a job of this name, or the plan fails.
+    """
+    folder = state_folder(name)
+    with _owned(folder, name):
+        job: dict[str, Any] = {
+            "on": on,
+            "began": datetime.datetime.now().isoformat(" ", "seconds"),
+            "launcher": os.getpid(),
+            "status": plan.status,
+            "logs": plan.logs,
+            "stop": plan.stop,
+        }
+        files.write_json(folder / _FILE, job)
+        status = EXIT_USER_ERROR
+        try:
+            status = run(plan)
+        finally:
+            files.write_json(folder / _FILE, job | {"ended": status})
+    if on in SUBMITTED:
+        about = "bert-jax launch"
+        say(f"state: {about} status {name}; output: {about} logs {name}; stop: {about} stop {name}")
+    return status
+
+
+@contextlib.contextmanager
+def _owned(folder: pathlib.Path, name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with files.one_line_errors(f"cannot write {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            stack.enter_context(files.lock_folder(folder))
+        except UserError:
+            raise UserError(
+                f"a launcher of {name} is running: see `bert-jax launch status {name}`, or choose "
+                "another --name"
+            ) from None
+        yield
+
+
+def detach(on: str, name: str, arguments: Sequence[str]) -> int:
+    """Start a launcher in the background, and return when it has begun.
+
+    Args:
+        on: name of the engine.
+        name: name of the job.
+        arguments: of `bert-jax`, without `--detach`.
+
+    Raises:
+        UserError: the engine queues jobs and returns by itself, or the launcher fails at once.
+    """
+    if on in SUBMITTED:
+        raise UserError(f"--detach: --on {on} queues the job and returns; remove it")
+    folder = state_folder(name)
+    with _owned(folder, name):
+        (folder / _FILE).unlink(missing_ok=True)
+        log = open(folder / _LOG, "wb")  # noqa: SIM115 (the launcher's)
+    with log:
+        process = subprocess.Popen(
+            [*python_command(), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    while not (folder / _FILE).exists():
+        if process.poll() is not None:
+            lines = (folder / _LOG).read_text(errors="replace").splitlines()
+            raise UserError(f"the launcher failed: {lines[-1] if lines else 'without a message'}")
+        time.sleep(0.05)
+    say(f"{name} runs in the background; its output: bert-jax launch logs {name}")
+    return 0
+
+
+def _read(name: str) -> tuple[pathlib.Path, dict[str, Any]]:
+    folder = state_folder(name)
+    try:
+        return folder, json.loads((folder / _FILE).read_text())
+    except OSError:
+        known = sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}"))
+        raise UserError(
+            f"no job {name} was launched by this user on this machine; known are "
+            f"{', '.join(known) or 'none'}"
+        ) from None
+
+
+def _is_running(folder: pathlib.Path) -> bool:
+    """Whether the launcher of a job is running."""
+    try:
+        with files.lock_folder(folder):
+            return False
+    except UserError:
+        return True
+
+
+def show_status(name: str) -> int:
+    """Print what is known of a job, and return the exit status of the engine's command."""
+    folder, job = _read(name)
+    if _is_running(folder):
+        launcher = f"launcher running (pid {job['launcher']})"
+    elif "ended" not in job:
+        launcher = "launcher killed; the same command starts it again"
+    elif job["on"] in SUBMITTED:
+        launcher = "submitted" if job["ended"] == 0 else "not submitted"
+    else:
+        launcher = f"launcher ended with status {job['ended']}"
+    print(f"{name}: on {job['on']} since {job['began']}, {launcher}", flush=True)
+    return _call(job["status"]) if job["status"] else 0
+
+
+def show_logs(name: str) -> int:
+    """Print the output of a job and follow it to its end."""
+    folder, job = _read(name)
+    if job["logs"]:
+        return _call(job["logs"])
+    if not (folder / _LOG).exists():
+        raise UserError(f"the output of {name} is in the terminal that launched it")
+    follow = ["tail", "-n", "100"]
+    if _is_running(folder):
+        follow += ["-F", f"--pid={job['launcher']}"]
+    return _call([*follow, str(folder / _LOG)])
+
+
+def stop(name: str) -> int:
+    """Stop a job: its state is saved first, wherever the engine allows it."""
+    folder, job = _read(name)
+    if _is_running(folder):
+        os.kill(job["launcher"], signal.SIGTERM)
+        say(f"waiting for the launcher (pid {job['launcher']})")
+        deadline = time.monotonic() + STOP_SECONDS + 30
+        while _is_running(folder):
+            if time.monotonic() > deadline:
+                raise UserError(f"the launcher of {name} (pid {job['launcher']}) does not end")
+            time.sleep(0.2)
+    for command in job["stop"]:
+        if status := _call(command):
+            return status
+    return 0
+
+
+def _call(command: Sequence[str]) -> int:
+    try:
+        return exit_status(subprocess.run(command, check=False))
+    except FileNotFoundError:
+        raise UserError(f"{command[0]} is not on the PATH") from None
+    except KeyboardInterrupt:  # of following
+        return 0

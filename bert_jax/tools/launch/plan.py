@@ -1,0 +1,254 @@
+"""Plans: what an engine does to run a command, and its execution."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bert_jax import files
+from bert_jax.errors import EXIT_INTERRUPTED, UserError
+
+# Time that a run has to save its state between SIGTERM and SIGKILL.
+STOP_SECONDS = 180.0
+
+KILLED = range(129, 256)
+
+_INSTALL = {
+    "gcloud": "install the Google Cloud CLI and run `gcloud auth login`",
+    "kubectl": "install it and run `gcloud container clusters get-credentials CLUSTER`",
+    "sbatch": "run this on a login node of a Slurm cluster",
+    "sky": "pip install 'skypilot[gcp]' (or [aws], …) and run `sky check`",
+    "git": "install git",
+}
+
+
+class Process(NamedTuple):
+    """A process of a run.
+
+    Attributes:
+        command: program and arguments.
+        environment: variables added to those of this process.
+        prefix: prefix of each line of output; "" connects the process to the terminal.
+    """
+
+    command: Sequence[str]
+    environment: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    prefix: str = ""
+
+
+class Plan(NamedTuple):
+    """What to do, in this order.
+
+    Attributes:
+        files: content by absolute path, written first.
+        before: idempotent commands before every run.
+        processes: parallel processes of a run; empty if `before` submits a job.
+        after: commands after the last run.
+        again: exit statuses after which the run is repeated.
+        restarts: maximum number of repetitions.
+        status: command that shows the state of the job; () if only this process knows it.
+        logs: command that follows its output; () if it is that of this process.
+        stop: commands that stop the job after this process has ended.
+        remains: told at the end, if something remains that costs money.
+    """
+
+    files: dict[str, str] = {}  # noqa: RUF012
+    before: Sequence[Sequence[str]] = ()
+    processes: Sequence[Process] = ()
+    after: Sequence[Sequence[str]] = ()
+    again: frozenset[int] = frozenset()
+    restarts: int = 0
+    status: Sequence[str] = ()
+    logs: Sequence[str] = ()
+    stop: Sequence[Sequence[str]] = ()
+    remains: str = ""
+
+
+def script(plan: Plan) -> str:
+    """Return a plan as a shell script, as `--dry-run` prints it."""
+    lines = []
+    for path, content in plan.files.items():
+        lines.append(f"mkdir -p {shlex.quote(os.path.dirname(path))}")
+        lines.append(f"cat > {shlex.quote(path)} <<'END OF {os.path.basename(path)}'")
+        lines.append(f"{content}END OF {os.path.basename(path)}")
+    lines += map(shlex.join, plan.before)
+    several = len(plan.processes) > 1
+    for process in plan.processes:
+        settings = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
+        line = " ".join([*settings, shlex.join(process.command)])
+        lines.append(f"{line} &" if several else line)
+    if several:
+        lines.append("wait")
+    lines += map(shlex.join, plan.after)
+    return "\n".join(lines)
+
+
+def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
+    """Execute a plan and return the exit status of its last run; 0 for a submitted job.
+
+    Args:
+        plan: the plan.
+        stop_seconds: time between SIGTERM and SIGKILL.
+
+    Raises:
+        UserError: a program is missing, a command failed, or a file cannot be written.
+    """
+    for command in [*plan.before, *(process.command for process in plan.processes)]:
+        if not shutil.which(command[0]):
+            advice = _INSTALL.get(command[0], "install it")
+            raise UserError(f"{command[0]} is not on the PATH: {advice}")
+        if command[0] == "bash" and not shutil.which("gcloud"):
+            raise UserError(f"gcloud is not on the PATH: {_INSTALL['gcloud']}")
+    for path, content in plan.files.items():
+        with files.one_line_errors(f"cannot write {path}"):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            files.write(path, content)
+
+    status, interrupted = 0, False
+    for restart in range(plan.restarts + 1):
+        command, status = _first_failure(plan.before)
+        if status and status not in plan.again:
+            raise UserError(f"{shlex.join(command)} exited with status {status}")
+        if not status:
+            status, interrupted = run_processes(plan.processes, stop_seconds)
+        if interrupted or status not in plan.again:
+            break
+        if restart < plan.restarts:
+            say(f"exit status {status}: restarting ( {restart + 1} of {plan.restarts})")
+    if interrupted and plan.stop:  # the run is on other machines
+        say("the run continues; the same command follows it again")
+        return EXIT_INTERRUPTED
+    command, failure = _first_failure(plan.after)
+    if failure:
+        raise UserError(f"{shlex.join(command)} exited with status {failure}: run it again")
+    if plan.remains:
+        say(plan.remains)
+    return status
+
+
+def run_processes(
+    processes: Sequence[Process], stop_seconds: float = STOP_SECONDS
+) -> tuple[int, bool]:
+    """Run processes in parallel until all have exited.
+
+    SIGINT and SIGTERM are forwarded to all of them. If one fails, the others receive SIGTERM. Those
+    that still run `stop_seconds` after either are killed.
+
+    Args:
+        processes: the processes.
+        stop_seconds: time between SIGTERM and SIGKILL.
+
+    Returns:
+        The exit status (128 + N after signal N): 2 if any process exited with 2, else that of the
+        first to fail; and whether a signal was received.
+    """
+    running: list[subprocess.Popen] = []
+    pumps: list[threading.Thread] = []
+    failed: list[int] = []
+    with signals() as received:
+        forwarded, deadline = 0, float("inf")
+        try:
+            for process in processes:
+                running.append(_start(process))
+                pumps += _pump(running[-1], process.prefix)
+            while running:
+                exited = [child for child in running if child.poll() is not None]
+                running = [child for child in running if child not in exited]
+                bad = sorted(exit_status(child) for child in exited if child.returncode)
+                if bad and not failed and running:
+                    say(
+                        f"a process exited with status {bad[-1]}: stopping the other {len(running)}"
+                    )
+                    _send(running, signal.SIGTERM)
+                    deadline = min(deadline, time.monotonic() + stop_seconds)
+                # Of several that failed at once, a killed one explains the errors of the others.
+                failed += reversed(bad)
+                if len(received) > forwarded:
+                    _send(running, received[-1])
+                    forwarded = len(received)
+                    deadline = min(deadline, time.monotonic() + stop_seconds)
+                if time.monotonic() > deadline:
+                    _send(running, signal.SIGKILL)
+                time.sleep(0.05)
+        finally:
+            _send(running, signal.SIGKILL)
+        for pump in pumps:
+            pump.join(timeout=5)  # a grandchild may keep the pipe open
+    status = 2 if 2 in failed else (failed[0] if failed else 0)
+    return status, bool(received)
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """Catch SIGINT and SIGTERM in the block; yield the list of those received so far."""
+    received: list[int] = []
+    old = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _start(process: Process) -> subprocess.Popen:
+    pipe = subprocess.PIPE if process.prefix else None
+    with files.one_line_errors(f"cannot start {process.command[0]}"):
+        return subprocess.Popen(
+            process.command,
+            env={**os.environ, **process.environment},
+            stdout=pipe,
+            stderr=pipe,
+            # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
+            start_new_session=bool(process.prefix),
+        )
+
+
+def _pump(child: subprocess.Popen, prefix: str) -> list[threading.Thread]:
+    """Start threads that copy the output of a child line by line, with a prefix."""
+
+    def copy(source, target) -> None:
+        for line in source:
+            text = line.decode(errors="replace").rstrip("\n")
+            target.write(f"{prefix}{text}\n")  # one call, so that lines stay whole
+            target.flush()
+
+    streams = [(child.stdout, sys.stdout), (child.stderr, sys.stderr)]
+    pumps = [threading.Thread(target=copy, args=s, daemon=True) for s in streams if s[0]]
+    for pump in pumps:
+        pump.start()
+    return pumps
+
+
+def _send(children: Sequence[subprocess.Popen], number: int) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(number)
+
+
+def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
+    """Return the exit status as a shell reports it: 128 + N after signal N."""
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _first_failure(commands: Sequence[Sequence[str]]) -> tuple[Sequence[str], int]:
+    """Run commands until one fails; return it and its status, or () and 0."""
+    for command in commands:
+        say("$ " + shlex.join(command))
+        if status := exit_status(subprocess.run(command, check=False)):
+            return command, status
+    return (), 0
+
+
+def say(line: str) -> None:
+    """Print a line to standard error."""
+    print(f"launch: {line}", file=sys.stderr, flush=True)

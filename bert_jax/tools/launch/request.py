@@ -1,0 +1,174 @@
+"""From the command line of `bert-jax launch` to a plan: checks before any machine is requested."""
+
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bert_jax import storage
+from bert_jax.errors import UserError
+from bert_jax.tools.launch import engines
+from bert_jax.tools.launch.engines import ENGINES, REMOTE, Job
+from bert_jax.tools.launch.plan import Plan
+
+# Tokens of clouds and hubs. Arguments are logged, and visible to every user of a machine.
+_CREDENTIAL = re.compile(
+    r"\b(hf_|gh[pousr]_|github_pat_|glpat-|AIza|ya29\.|AKIA|ASIA|xox[abp]-)[\w-]{12,}|-----BEGIN"
+)
+
+
+class Request(NamedTuple):
+    """What is to be launched.
+
+    Attributes:
+        command: arguments of `bert-jax`, starting with the verb.
+        folder: folder that the command writes to.
+        config: config file of the command; "" for none.
+        inputs: other paths that the command reads.
+        environment: NAME=VALUE for the command.
+        name: name of the job, slice or workload; None derives it from `folder`.
+    """
+
+    command: Sequence[str]
+    folder: str
+    config: str = ""
+    inputs: Sequence[str] = ()
+    environment: Sequence[str] = ()
+    name: str | None = None
+
+
+def make_plan(on: str, request: Request, options: dict[str, Any]) -> tuple[str, Plan]:
+    """Check a request and return the name of its job, and the plan of an engine.
+
+    Args:
+        on: a key of `ENGINES`.
+        request: the request.
+        options: keyword arguments of the engine.
+
+    Raises:
+        UserError: an option is unknown or missing, a path is not accessible to the workers, or a value
+            contains unprintable characters or looks like a credential.
+    """
+    engine = ENGINES[on]
+    parameters = {
+        key: parameter
+        for key, parameter in inspect.signature(engine).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    known = ", ".join(f"--{key.replace('_', '-')}" for key in parameters)
+    for key in options:
+        if key not in parameters:
+            flag = key.replace("_", "-")
+            raise UserError(f"--{flag} is not an option of --on {on}, which takes {known}")
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise UserError(f"--on {on} needs --{key}; it takes {known}")
+    for key, value in options.items():
+        for part in value if isinstance(value, list) else [value]:
+            _check_value(f"--{key.replace('_', '-')}", str(part))
+        minimum = 0 if key in ("restarts", "gpus") else 1
+        if type(value) is int and value < minimum:
+            raise UserError(f"--{key} {value}: it must be {minimum} or more")
+        if type(value) is int and value > 100_000:
+            raise UserError(f"--{key} {value}: it must be at most 100,000")
+    for part in request.command:
+        _check_value("an argument after --", part)
+    environment = {}
+    for part in request.environment:
+        name, equals, value = part.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--env {part}: it must be NAME=VALUE")
+        _check_value(f"--env {name}", value)
+        environment[name] = value
+    if on in REMOTE:
+        _check_remote(on, request, options)
+    if on == "tpu-vm":
+        _check_tpu_vm(request)
+    name = request.name
+    if name is not None and not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        raise UserError(
+            f"--name {name}: use up to 40 lowercase letters, digits and hyphens, starting with a letter"
+        )
+    name = name or job_name(request.folder.rstrip("/").rpartition("/")[2])
+    return name, engine(Job(request.command, name, request.folder, environment), **options)
+
+
+def _check_value(name: str, value: str) -> None:
+    if not value.isprintable():  # shells, YAML and Slurm treat these differently
+        raise UserError(
+            f"{name} {value!r} contains a line break or another unprintable character: remove it"
+        )
+    if _CREDENTIAL.search(value):
+        raise UserError(
+            f"{name} looks like a credential, which every user of the machine could read: use the "
+            "machines' service account, or set it in their environment"
+        )
+
+
+def _check_remote(on: str, request: Request, options: dict[str, Any]) -> None:
+    """Check that the paths exist on other machines, which have the checkout or an image."""
+    if not (engines.SCRIPTS / "slurm.sh").exists() and not options.get("image"):
+        raise UserError(
+            f"{engines.SCRIPTS} does not exist: run from a checkout, installed by pip install -e"
+        )
+    config = request.config
+    if config and (os.path.isabs(config) or not (engines.CHECKOUT / config).exists()):
+        raise UserError(
+            f"--config {config}: workers run in a copy of {engines.CHECKOUT}; give a path relative "
+            "to it"
+        )
+    if _is_here(request.folder):
+        raise UserError(
+            f"{request.folder} would be lost with the disk of the worker: give a folder on object "
+            "storage, gs://BUCKET/… or s3://BUCKET/…, or on a disk that the machines share"
+        )
+    for path in request.inputs:
+        local = path.partition(":")[2] or path  # prefix of a kind of text
+        if not storage.is_remote(path) and os.path.exists(local) and _is_here(local):
+            raise UserError(
+                f"{local} is on this machine only: copy it, as in `gcloud storage cp -r {local} "
+                "gs://BUCKET/`, and give its new path"
+            )
+
+
+def _is_here(path: str) -> bool:
+    """Whether a path is on a disk that other machines certainly do not have."""
+    if storage.is_remote(path):
+        return False
+    place = pathlib.PurePosixPath(path)
+    folders = (pathlib.Path.home(), pathlib.Path(tempfile.gettempdir()), engines.CHECKOUT)
+    return not place.is_absolute() or any(place.is_relative_to(folder) for folder in folders)
+
+
+def _check_tpu_vm(request: Request) -> None:
+    """Check that the verb runs on all workers, and that they receive what is in the checkout."""
+    if request.command[0] in engines.ONE_PROCESS:
+        raise UserError(
+            f"--on tpu-vm starts a process on every machine, and {request.command[0]} runs in one: "
+            "use --on sky, gke or slurm"
+        )
+    git = ["git", "-C", str(engines.CHECKOUT), "status", "--porcelain", "--untracked-files=no"]
+    try:
+        result = subprocess.run(git, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError("git is not on the PATH: install git") from None
+    if result.returncode:
+        raise UserError(
+            f"{engines.CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit"
+        )
+    if result.stdout:
+        changed = result.stdout.split("\n")[0][3:]
+        raise UserError(
+            f"{engines.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
+            "commit: commit or stash them"
+        )
+
+
+def job_name(text: str, max_length: int = 40) -> str:
+    """Convert a text to a name that every engine allows."""
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"bert-{words}")[:max_length].strip("-")
