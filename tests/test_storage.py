@@ -45,6 +45,7 @@ def server(request, tmp_path_factory):
         for name, value in started.environment.items():
             m.setenv(name, value)
         yield started
+    assert not {"gs:", "s3:"} & {*os.listdir()}  # nothing was taken for a local folder
 
 
 @pytest.fixture
