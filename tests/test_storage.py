@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pathlib
 import random
 import re
 import signal
@@ -81,15 +82,16 @@ def environment(server, **more):
     return {**ONE_DEVICE, **server.environment, **more}
 
 
-def start(server, url, rows, *changes, **more):
+def start(server, url, rows, *changes, cache="", **more):
+    options = ["--cache", cache] if cache else []
     return processes.Process(
-        command(url, [rows], *STEPS, *changes), env=environment(server, **more)
+        [*command(url, [rows], *STEPS, *changes), *options], env=environment(server, **more)
     )
 
 
-def finish(server, url, rows, *changes, **more):
+def finish(server, url, rows, *changes, cache="", **more):
     """Run to the end, and return standard error."""
-    process = start(server, url, rows, *changes, **more)
+    process = start(server, url, rows, *changes, cache=cache, **more)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return said
@@ -354,8 +356,10 @@ def test_preempted_and_restarted_elsewhere(server, url, far_rows, whole):
     _, said = process.communicate(timeout=120)
     assert process.returncode == cli.EXIT_INTERRUPTED, said
     step = int(re.search(rf"saved step (\d+) of 40 in {url}", said)[1])
-    elsewhere = {"BERT_JAX_STORAGE_CACHE": server.environment["BERT_JAX_STORAGE_CACHE"] + "3"}
-    assert f"resuming at step {step} of 40" in finish(server, url, far_rows, **elsewhere)
+    elsewhere = server.environment["BERT_JAX_STORAGE_CACHE"] + "3"
+    said = finish(server, url, far_rows, cache=elsewhere)
+    assert f"resuming at step {step} of 40" in said
+    assert list(pathlib.Path(elsewhere).rglob("*.arrayrecord"))
     assert_same_run(url, whole)
 
 

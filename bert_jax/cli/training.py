@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 
 from bert_jax.cli.common import Verbs, add_config, add_which, take_rows
@@ -34,6 +35,11 @@ def add_pretrain(verbs: Verbs) -> None:
     sub.add_argument(
         "--rows", action="append", default=[], metavar="DIR", help="rows; once per phase, in order"
     )
+    sub.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="folder for copies of rows on object storage (default ~/.cache/bert_jax_storage)",
+    )
     _add_resume(sub)
 
 
@@ -42,6 +48,8 @@ def _pretrain(options) -> int | None:
 
     config = config_flags.load(options.config)
     take_rows(config, options.rows)
+    if options.cache:
+        os.environ["BERT_JAX_STORAGE_CACHE"] = options.cache
 
     from bert_jax import device, distributed
 

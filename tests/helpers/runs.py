@@ -29,7 +29,10 @@ WORDS = (*SPECIAL, *(f"w{i}" for i in range(35)))
 VOCABULARY = Vocabulary(WORDS, True)
 
 # The environment of a process with one device: eight are slow on two cores.
-ONE_DEVICE = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1")}
+ONE_DEVICE = {
+    **os.environ,
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace("count=8", "count=1"),
+}
 
 
 def arguments(*changes, size="L1-H32-A2", phases=",32"):
