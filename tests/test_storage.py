@@ -245,6 +245,12 @@ def test_the_description_comes_last(server, url):
         (["vocab", "--out", "v", "books:hdfs://x/y"], "hdfs://x/y: paths are local"),
         (["pretrain", "--workdir=file:///x"], "file:///x: paths are local"),
         (["evaluate", "--workdir", "gs://"], "gs://: a bucket is missing"),
+        (["sweep", "x", "--runs", "gs://b/x"], "--runs gs://b/x: a sweep needs a local folder"),
+        (["sweep", "x", "--data", "s3://b/x"], "--data s3://b/x: a sweep needs a local folder"),
+        (
+            ["prepare", "--runner=beam", "--vocab=v", "--out=gs://b/x", "t"],
+            "gs://b/x: --runner beam takes folders that all of its workers see",
+        ),
     ],
 )
 def test_other_urls_make_no_folder(capsys, tmp_path, monkeypatch, arguments, says):

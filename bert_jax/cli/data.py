@@ -112,6 +112,9 @@ def add_prepare(verbs: Verbs) -> None:
 def _prepare(options) -> None:
     from bert_jax.data import prepare
 
+    paths = (*options.sources, options.vocab, options.out)
+    if options.runner == "beam" and (urls := [path for path in paths if "://" in path]):
+        raise UserError(f"{urls[0]}: --runner beam takes folders that all of its workers see")
     settings = vars(options).copy()
     for name in ("verb", "run", "takes_config", "config", "sources", "vocab", "out"):
         del settings[name]

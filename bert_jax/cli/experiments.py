@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from bert_jax import storage
 from bert_jax.cli.common import Parser, Verbs
 from bert_jax.errors import UserError, shown
 
@@ -99,6 +100,11 @@ def _sweep(options) -> int | None:
         )
     if options.search and (options.dry_run or options.only):
         raise UserError("--search creates its own points: remove --dry-run and --only")
+    for name in ("runs", "data"):
+        if storage.is_remote(value := getattr(options, name)):
+            raise UserError(
+                f"--{name} {value}: a sweep needs a local folder, or one on a shared disk"
+            )
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
     # Without --data, a dry run shows the name of the environment variable.
