@@ -85,6 +85,8 @@ def _damaged(path: pathlib.Path, error: Exception) -> UserError:
 class _Counted(io.RawIOBase):
     """A file that reports the number of bytes read from it."""
 
+    mode = "rb"
+
     def __init__(self, file: io.RawIOBase, count: Callable[[int], None]):
         self._file, self._count = file, count
 
@@ -103,6 +105,8 @@ class _Counted(io.RawIOBase):
 
 class _ZstdFile(io.RawIOBase):
     """Zstandard decompressor that, unlike the library's reader, detects truncated files."""
+
+    mode = "rb"
 
     def __init__(self, file: io.BufferedReader):
         import zstandard

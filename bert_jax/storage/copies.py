@@ -174,6 +174,8 @@ def open_file(path: pathlib.Path, block_bytes: int = 16 << 20) -> io.RawIOBase |
 class _Stream(io.RawIOBase):
     """An object that is read from its beginning, or anywhere."""
 
+    mode = "rb"
+
     def __init__(self, url: str, block_bytes: int):
         self._url = url
         with objects.errors_of(f"cannot read {url}"):
