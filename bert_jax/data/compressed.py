@@ -21,7 +21,9 @@ _BLOCK_BYTES = 1 << 20
 SETTINGS_BYTES, DATA_BYTES = 1 << 26, 1 << 30
 
 
-def decompressed(path: pathlib.Path, count: Callable[[int], None] | None = None) -> IO[bytes]:
+def decompressed(
+    path: pathlib.Path, count: Callable[[int], None] | None = None
+) -> io.BufferedReader:
     """Open a file for reading, decompressing it as its first bytes (not its name) indicate.
 
     Args:
@@ -42,7 +44,9 @@ def decompressed(path: pathlib.Path, count: Callable[[int], None] | None = None)
     return file
 
 
-def whole(stream: IO[bytes], where: object, max_bytes: int = SETTINGS_BYTES) -> bytes:
+def whole(
+    stream: io.BufferedIOBase | IO[bytes], where: object, max_bytes: int = SETTINGS_BYTES
+) -> bytes:
     """Read a whole stream.
 
     Raises:
