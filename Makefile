@@ -54,7 +54,7 @@ $(BIN)/pip:
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
 
 $(VENV)/run.done: pyproject.toml | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[wiki]'
 	touch $@
 
 # pip finds versions of these that fit together in seconds if it looks for them alone, else in minutes.

@@ -466,9 +466,9 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
 
 
 # The benchmarks of each kind of task; "" for the user's own data.
-_GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
+GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
 _NAMES = {
-    "classification": ("", *_GLUE),
+    "classification": ("", *GLUE),
     "choice": ("", "swag"),
     "tagging": ("",),
     "squad": ("", "squad1", "squad2"),

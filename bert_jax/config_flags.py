@@ -1,20 +1,27 @@
-"""Configs from the command line: `--config FILE[:ARGUMENT]` and `--config.key=value`."""
+"""Configs from the command line: `--config NAME[:ARGUMENT]` and `--config.key=value`.
 
-import difflib
+NAME is a path, or a config of the package without `.py`: `pretrain:base,128`. `base,128` alone is a
+size to pretrain, and `rte` a GLUE task to fine-tune on.
+"""
+
 import os
+import pathlib
 from typing import Any
 
 from bert_jax.config import (
+    GLUE,
     RENAMED,
+    SIZES,
     Config,
     FinetuneConfig,
     TrainConfig,
     flatten,
     from_dict,
+    model_size,
     to_dict,
     validate,
 )
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, did_you_mean, nearest
 
 # Keys that fine-tuning derives from other settings, so setting them would have no effect.
 _DERIVED = {
@@ -25,6 +32,53 @@ _DERIVED = {
         for name in ("head", "labels", "masked_lm", "next_sentence", "pooler")
     },
 }
+
+
+_FOLDER = pathlib.Path(__file__).with_name("configs")
+NAMES = sorted(path.stem for path in _FOLDER.glob("[!_]*.py"))
+
+
+def find(value: str, kind: type) -> str:
+    """Return FILE:ARGUMENT for a value of --config, NAME[:ARGUMENT].
+
+    Args:
+        value: a path or name and its argument, or an argument alone.
+        kind: `Config` or `FinetuneConfig`, which decides whose argument it is.
+
+    Raises:
+        UserError: there is no such file or name; the message suggests one.
+    """
+    name, colon, argument = value.partition(":")
+    if is_path(value):
+        return value
+    default, arguments = ("glue", GLUE) if kind is FinetuneConfig else ("pretrain", SIZES)
+    if name in NAMES:
+        return f"{_FOLDER / name}.py{colon}{argument}"
+    if not colon and _is_argument(value, kind):
+        return f"{_FOLDER / default}.py:{value}"
+    if name.endswith(".py") or os.sep in name:
+        raise UserError(f"config file {name} does not exist (working directory: {os.getcwd()})")
+    known = [*NAMES, *arguments]
+    raise UserError(
+        f"--config {value}: no file or config of this name (configs: {', '.join(NAMES)}; "
+        f"for {default}: {', '.join(arguments)}){did_you_mean(name.partition(',')[0], known)}"
+    )
+
+
+def is_path(value: str) -> bool:
+    """Whether a value of --config is a path and its argument, not a name."""
+    return os.path.isfile(value.partition(":")[0])
+
+
+def _is_argument(value: str, kind: type) -> bool:
+    """Whether a value is a size to pretrain, with or without lengths, or a GLUE task."""
+    if kind is FinetuneConfig:
+        return value in GLUE
+    try:
+        model_size(value.partition(",")[0])
+    except UserError:
+        return False
+    return True
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -47,7 +101,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def load(arguments: list[str], kind: type = Config) -> Any:
-    """Load the config of `--config FILE[:ARGUMENT]` and `--config.key=value` and validate it.
+    """Load the config of `--config NAME[:ARGUMENT]` and `--config.key=value` and validate it.
 
     Args:
         arguments: command-line arguments.
@@ -64,12 +118,11 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     # Load the file alone first, so that keys can be checked before any is set.
     file = [a for a in arguments if a.startswith("--config=")]
     if not file:
-        raise UserError(
-            "no config: add --config FILE, for example --config configs/pretrain.py:mini"
-        )
-    path = file[0].removeprefix("--config=").partition(":")[0]
-    if not os.path.exists(path):
-        raise UserError(f"config file {path} does not exist (working directory: {os.getcwd()})")
+        example = "glue:rte" if kind is FinetuneConfig else "mini,128"
+        raise UserError(f"no config: add --config NAME, for example --config {example}")
+    found = "--config=" + find(file[0].removeprefix("--config="), kind)
+    arguments = [found if a == file[0] else a for a in arguments]
+    file = [found]
     argv = ["bert-jax", *arguments]
     try:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)
@@ -117,10 +170,19 @@ def _check_key(key: str, config: TrainConfig) -> None:
         raise UserError(
             f"config.{key} is a group of settings: set one of its fields, config.{key}.…"
         )
-    nearest = difflib.get_close_matches(key, flat, 1, 0.5)
-    # A correct name in the wrong group is a likelier mistake than a similar path.
-    field = RENAMED.get(key.rpartition(".")[2], key.rpartition(".")[2])
-    same_name = [name for name in flat if name.rpartition(".")[2] == field]
-    guess = (same_name or nearest or [""])[0]
+    guess = _nearest_key(key, list(flat))
     hint = f"; did you mean config.{guess}?" if guess else ""
     raise UserError(f"config.{key}: unknown key{hint}")
+
+
+def _nearest_key(key: str, keys: list[str]) -> str:
+    group, _, field = key.rpartition(".")
+    field = RENAMED.get(field, field)
+    in_group = [name for name in keys if name.rpartition(".")[0] == group]
+    # A correct name in the wrong group is a likelier mistake than a misspelled one.
+    same_name = [name for name in keys if name.rpartition(".")[2] == field]
+    for names in (same_name, in_group, keys):
+        paths = {name.rpartition(".")[2]: name for name in reversed(names)}
+        if guess := nearest(field, paths):
+            return paths[guess]
+    return nearest(key, keys)

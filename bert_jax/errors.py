@@ -1,6 +1,8 @@
 """The exception for errors that the user can fix, and exit statuses."""
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 EXIT_USER_ERROR = 2
@@ -39,8 +41,39 @@ class UserError(Exception):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return the choice that a word misspells or shortens, or "".
+
+    Initials and first words are short forms: `lr` of `learning_rate`, `warmup` of `warmup_steps`.
+    So are parts: `layers` of `num_hidden_layers`, as other libraries call it.
+    """
+    choices = list(choices)
+    plain = word.strip("-").lower()
+
+    def is_short_for(choice: str) -> bool:
+        words = re.split(r"[-_.]", choice.strip("-").lower())
+        initials = "".join(part[:1] for part in words)
+        if len(plain) > 1 and (plain == initials or words[0] == plain):
+            return True
+        return len(choice) > 3 and plain.endswith(("_" + choice, "-" + choice))
+
+    short = [choice for choice in choices if is_short_for(choice)]
+    return (short or difflib.get_close_matches(word, choices, 1) or [""])[0]
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean CHOICE?" for the end of a message, or "" if no choice is near."""
+    choice = nearest(word, choices)
+    return f"; did you mean {choice}?" if choice else ""
+
+
 class Unavailable(UserError):
     """Object storage that does not answer, after retries; the same command may succeed later."""
+
+
+def missing(purpose: str, extra: str) -> UserError:
+    """Return the error for a package that is not installed, given the extra that installs it."""
+    return UserError(f"{purpose}: pip install 'bert-jax[{extra}]'")
 
 
 class Attempts:

@@ -243,7 +243,7 @@ def test_options_that_do_not_go_together(tmp_path, text, options, line):
 @pytest.mark.parametrize(
     ("option", "line"),
     [
-        ("direct_num_worker=2", "did you mean 'direct_num_workers'"),
+        ("direct_num_worker=2", "did you mean direct_num_workers"),
         ("direct_num_workers=two", "invalid int value: 'two'"),
         ("runner=Sparkle", "Sparkle"),
     ],

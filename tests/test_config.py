@@ -288,7 +288,7 @@ def test_phase_ends():
     assert configs.phase_ends(Config(steps=10, phases=thirds)) == [3, 7, 10]
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_every_config_file_loads(path):
     kind = Config if path.stem == "pretrain" else configs.FinetuneConfig
     assert isinstance(config_flags.load([f"--config={path}"], kind), kind)
@@ -313,3 +313,43 @@ def test_a_mesh_that_does_not_fit_is_refused():
     mesh = sharding.make_mesh(MeshConfig(data=8))
     sharding.check_batch(mesh, 32, 2)
     assert "32 or 48" in refusal(sharding.check_batch, mesh, 40, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ("base,128", Config, "pretrain.py:base,128"),
+        ("pretrain:base,128", Config, "pretrain.py:base,128"),
+        ("L2-H16-A2,32", Config, "pretrain.py:L2-H16-A2,32"),
+        ("rte", FinetuneConfig, "glue.py:rte"),
+        ("squad", FinetuneConfig, "squad.py"),
+    ],
+)
+def test_configs_have_names(value, kind, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_flags.find(value, kind).endswith(f"configs/{expected}")
+    assert isinstance(config_flags.load([f"--config={value}"], kind), kind)
+
+
+@pytest.mark.parametrize(
+    ("value", "suggestion"), [("bsae", "base"), ("pretrian:base", "pretrain"), ("smal,64", "small")]
+)
+def test_a_misspelled_name_is_corrected(value, suggestion):
+    message = refusal(config_flags.load, [f"--config={value}"])
+    assert message.endswith(f"did you mean {suggestion}?")
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("optim.lr", "optim.learning_rate"),
+        ("bs", "batch_size"),
+        ("optim.warmup", "optim.warmup_steps"),
+        ("model.num_hidden_layers", "model.layers"),
+        ("hidden_size", "model.hidden"),
+        ("optimizer.learning_rate", "optim.learning_rate"),
+    ],
+)
+def test_keys_of_other_libraries_are_known(key, suggestion):
+    message = refusal(config_flags.load, ["--config=mini,128", f"--config.{key}=1"])
+    assert message == f"config.{key}: unknown key; did you mean config.{suggestion}?"

@@ -217,7 +217,7 @@ def test_folders_globs_and_order(tmp_path):
     ("spec", "message"),
     [
         ("/nowhere/*.txt", "no file matches '/nowhere/..txt'"),
-        ("bokks:novels/", "unknown kind 'bokks'; did you mean 'books'.*mediawiki"),
+        ("bokks:novels/", r"unknown kind 'bokks' \(known: .*mediawiki.*\); did you mean books"),
         (f"{__file__}@0", "the weight '0' is not a positive number"),
         (f"{__file__}@x2", "the weight 'x2'"),
         (f"{__file__}@nan", "the weight 'nan'"),

@@ -152,7 +152,7 @@ def test_another_program_is_another_point(tmp_path):
         ),
         (
             "def get_points(given): return [Point('a', ('vocab', 't', '--sise', 3))]",
-            "sweep.py: a: bert-jax: error: unrecognized arguments: --sise",
+            "sweep.py: a: bert-jax vocab: --sise: unknown option; did you mean --size?",
         ),
         (
             "def get_points(given): return [Point('a', ('python', 'no.py'))]",

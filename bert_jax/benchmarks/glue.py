@@ -23,7 +23,7 @@ from bert_jax.config import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, missing
 
 TFDS = "tfds"
 
@@ -405,7 +405,9 @@ def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
 def _tfds_source(name: str, split: str | None) -> Any:
     try:
         import tensorflow_datasets as tfds
-
+    except ImportError:
+        raise missing("--data tfds needs TensorFlow Datasets", "tfds") from None
+    try:
         # Unlike tfds.load, random access into ArrayRecord does not need TensorFlow.
         return tfds.data_source(
             f"glue/{name}", split=split, data_dir=os.environ.get("TFDS_DATA_DIR")

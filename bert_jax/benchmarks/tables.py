@@ -4,7 +4,6 @@ Sequences are BERT's (Devlin et al., section 4.1): `[CLS] a [SEP]` or `[CLS] a [
 """
 
 import collections
-import difflib
 import math
 import pathlib
 import warnings
@@ -21,7 +20,7 @@ from bert_jax.config import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, did_you_mean
 
 PREDICTIONS = "predictions.tsv"
 NEW = "new"
@@ -345,11 +344,9 @@ def _label_order(names: Iterable[str]) -> Any:
 
 def _unknown_label_message(where: str, name: str, labels: Sequence[str], predicting: bool) -> str:
     shown = ", ".join(labels[:_MAX_LABELS_SHOWN]) + ", …" * (len(labels) > _MAX_LABELS_SHOWN)
-    nearest = difflib.get_close_matches(name, labels, 1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
-        f"{where}: unknown label {name!r}, not one of the {len(labels)} labels ({shown}); {hint}"
-        f"correct it, or {'leave it empty' if predicting else 'set config.task.labels to list all'}"
+        f"{where}: unknown label {name!r}, not one of the {len(labels)} labels ({shown})"
+        f"{did_you_mean(name, labels)}; correct it, or {'leave it empty' if predicting else 'set config.task.labels to list all'}"
     )
 
 

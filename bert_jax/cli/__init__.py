@@ -1,13 +1,23 @@
 """The command line, `bert-jax VERB`. Verbs import what they need lazily, so --help is fast."""
 
+import argparse
 import os
 import sys
 import threading
 
+import shtab
+
 from bert_jax import files, storage
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
-from bert_jax.cli.common import Parser, Verbs
-from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, EXIT_USER_ERROR, Unavailable, UserError
+from bert_jax.cli.common import Parser, Verbs, complete_paths
+from bert_jax.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NEGATIVE,
+    EXIT_USER_ERROR,
+    Unavailable,
+    UserError,
+    did_you_mean,
+)
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 
@@ -94,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     for argument in rest:
         if argument.endswith("=--"):  # argparse would parse the value as a list
             parser().error(f"{argument}: the value cannot be --")
-    options = parser().parse_args(rest)
+    options = parse(rest)
     if config and not getattr(options, "takes_config", False):
         parser().error(f"{options.verb} does not take --config")
     options.config = config
@@ -123,6 +133,37 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse a command line without --config, or exit with an error of one line."""
+    main_parser = parser()
+    verb = arguments[0] if arguments else ""
+    if verb in main_parser.verbs:
+        main_parser.verbs[verb].check_options(arguments[1:])
+    elif verb and not verb.startswith("-"):
+        main_parser.error(f"{verb}: unknown verb{did_you_mean(verb, main_parser.verbs)}")
+    return main_parser.parse_args(arguments)
+
+
+class _Version(argparse.Action):
+    """Print the versions and the devices of JAX."""
+
+    def __call__(self, parser, *_) -> None:
+        import importlib.metadata
+
+        import jax
+
+        from bert_jax import __version__, device
+
+        try:
+            device.start("")
+            devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        except Exception as error:  # a driver can raise anything
+            devices = f"no device ({str(error).splitlines()[0]})"
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")]
+        print(f"bert_jax {__version__}, {', '.join(versions)}, {devices}")
+        parser.exit()
+
+
 def parser() -> Parser:
     """Return the parser of the command line without --config."""
     main_parser = Parser(
@@ -131,7 +172,19 @@ def parser() -> Parser:
         "checkpoints.",
         epilog="`bert-jax VERB --help` describes a verb and shows examples.",
     )
+    main_parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="print the versions of bert_jax, JAX and Flax, and the devices",
+    )
+    shtab.add_argument_to(main_parser, help="print a script that completes commands in a shell")
+    main_parser._actions[-1].default = argparse.SUPPRESS  # not an option of a verb
     verbs = Verbs(main_parser)
     for add in _VERBS:
         add(verbs)
+    main_parser.verbs = verbs.parsers
+    for sub in verbs.parsers.values():
+        complete_paths(sub)
     return main_parser

@@ -1,23 +1,43 @@
 """Parser and arguments that verbs share."""
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from bert_jax.errors import UserError
+import shtab
+
+from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors escape and shorten their text like `UserError`."""
+    """An argument parser whose errors are one line, escaped and shortened like `UserError`.
+
+    Attributes:
+        verbs: parsers of the subcommands by name.
+    """
+
+    verbs: Mapping[str, "Parser"] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
-        super().error(str(UserError(message)))
+        text = str(UserError(f"{self.prog}: {message} (see {self.prog} --help)"))
+        self.exit(EXIT_USER_ERROR, text + "\n")
+
+    def check_options(self, arguments: Iterable[str]) -> None:
+        """Exit with an error for an unknown option, which argparse would report as others missing."""
+        known = self._option_string_actions
+        for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
+            option = argument.partition("=")[0]
+            if option.startswith("--") and not any(name.startswith(option) for name in known):
+                self.error(f"{option}: unknown option{did_you_mean(option, known)}")
 
 
 class Verbs:
     """The subcommands of a parser."""
 
-    def __init__(self, parser: argparse.ArgumentParser):
+    def __init__(self, parser: Parser):
+        self.parsers: dict[str, Parser] = {}
         self._verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(
@@ -27,7 +47,7 @@ class Verbs:
         summary: str,
         example: str,
         takes_config: bool = False,
-    ) -> argparse.ArgumentParser:
+    ) -> Parser:
         """Add a verb and return its parser; `run` is called with the parsed arguments."""
         sub = self._verbs.add_parser(
             name,
@@ -37,13 +57,27 @@ class Verbs:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(run=run, takes_config=takes_config)
+        self.parsers[name] = sub
         return sub
+
+
+def complete_paths(parser: Parser) -> None:
+    """Let shells complete folders for arguments shown as DIR, and files for those shown as FILE."""
+    for action in parser._actions:
+        if action.metavar in ("FILE", "SOURCE", "SWEEP", "NAME[:ARG]"):
+            action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+        elif action.metavar == "DIR":
+            action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def add_config(sub: argparse.ArgumentParser) -> None:
     """Add --config to the help; it is removed from the command line before argparse sees it."""
     group = sub.add_argument_group("config")
-    group.add_argument("--config", metavar="FILE[:ARG]", help="a Python file with get_config")
+    group.add_argument(
+        "--config",
+        metavar="NAME[:ARG]",
+        help="a config by name, such as base,128 or glue:rte, or a Python file with get_config",
+    )
     group.add_argument(
         "--config.KEY",
         metavar="VALUE",

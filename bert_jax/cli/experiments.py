@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bert_jax import storage
-from bert_jax.cli.common import Parser, Verbs
+from bert_jax.cli.common import Verbs
 from bert_jax.errors import UserError, shown
 
 _DATA = "$BERT_JAX_DATA"
@@ -81,7 +81,6 @@ def add_sweep(verbs: Verbs) -> None:
 
 
 def _sweep(options) -> int | None:
-    from bert_jax import cli
     from bert_jax.tools import sweep
     from bert_jax.tools.sweep import cost, run, scheduler
 
@@ -112,7 +111,6 @@ def _sweep(options) -> int | None:
     scale = options.scale or ("paper" if options.init else "small")
     args = sweep.SweepArgs(scale, data, options.init, options.seeds)
     selected = sweep.select(sweep.load(options.file, args), options.only)
-    parser = cli.parser()
     for point in selected.points:
         shown = point.display_command(data)
         if not options.data and not options.dry_run and any(_DATA in part for part in shown):
@@ -121,7 +119,7 @@ def _sweep(options) -> int | None:
             part.name if isinstance(part, sweep.Point) else str(part) for part in point.command
         ]
         command += [sweep.FOLDER_OPTION[point.verb], "x"]
-        _check(f"{selected.path}: {point.name}", command, parser)
+        _check(f"{selected.path}: {point.name}", command)
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
@@ -130,7 +128,7 @@ def _sweep(options) -> int | None:
     return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
-def _check(where: str, command: Sequence[str], parser: Parser) -> None:
+def _check(where: str, command: Sequence[str]) -> None:
     """Check a point's command before any point runs.
 
     Raises:
@@ -138,6 +136,7 @@ def _check(where: str, command: Sequence[str], parser: Parser) -> None:
     """
     from bert_jax import config as config_lib
     from bert_jax import config_flags
+    from bert_jax.cli import parse
 
     verb, program, *_ = command
     kinds: dict[str, Any] = {
@@ -152,7 +151,7 @@ def _check(where: str, command: Sequence[str], parser: Parser) -> None:
                 raise UserError(f"no such program: {program} (in {os.getcwd()})")
             return
         with contextlib.redirect_stderr(stderr):
-            parser.parse_args(rest)
+            parse(rest)
         if verb in kinds:
             config_flags.load(settings, kinds[verb])
     except UserError as error:

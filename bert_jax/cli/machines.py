@@ -140,7 +140,7 @@ def _request(options) -> Any:
     """Check the command after --, before any machine is requested."""
     from bert_jax import config as config_lib
     from bert_jax import config_flags
-    from bert_jax.cli import parser
+    from bert_jax.cli import parse
     from bert_jax.tools import launch
 
     if not options.command or options.command[0] not in _PATHS:
@@ -151,12 +151,13 @@ def _request(options) -> Any:
         )
     storage.check(options.command)
     config, rest = config_flags.split(options.command)
-    launched = parser().parse_args(rest)
+    launched = parse(rest)
     kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
     file = ""
     if launched.verb in kinds:
         config_flags.load(config, kinds[launched.verb])
-        file = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
+        value = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
+        file = value if config_flags.is_path(value) else ""
     elif config:
         raise UserError(f"{launched.verb} does not take --config")
     folder, inputs = _PATHS[launched.verb]

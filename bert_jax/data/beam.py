@@ -7,7 +7,6 @@ A unit may be executed twice, even concurrently; its file is atomic and has the 
 """
 
 import contextlib
-import difflib
 import io
 import logging
 import pathlib
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from bert_jax import files
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, did_you_mean, missing
 
 
 def options(arguments: Sequence[str]) -> Any:
@@ -28,7 +27,7 @@ def options(arguments: Sequence[str]) -> Any:
     try:
         import apache_beam  # noqa: F401
     except ImportError:
-        raise UserError("the Beam runner needs Apache Beam: pip install 'bert-jax[beam]'") from None
+        raise missing("the Beam runner needs Apache Beam", "beam") from None
     from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 
     parsed = PipelineOptions([f"--{option}" for option in arguments])
@@ -45,9 +44,8 @@ def options(arguments: Sequence[str]) -> Any:
     # Other runners query a server for their options.
     if unknown and runner in StandardOptions.LOCAL_RUNNERS:
         name = min(unknown)
-        matches = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {matches[0]!r}?" if matches else ""
-        raise UserError(f"Apache Beam: {runner} has no option {name!r}{hint}")
+        hint = did_you_mean(name, known)
+        raise UserError(f"Apache Beam: {runner} has no option {name}{hint}")
     return parsed
 
 

@@ -8,7 +8,6 @@ sentences (removes markup, joins wrapped lines, splits sentences) and can run in
 
 import array
 import dataclasses
-import difflib
 import functools
 import glob
 import hashlib
@@ -38,7 +37,7 @@ from bert_jax.data.formats import (
     marked_kind,
 )
 from bert_jax.data.mediawiki import plain_text
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, did_you_mean, missing
 from bert_jax.files import one_line_errors
 
 # Longer than any book or article; a longer document would not fit a worker's memory once tokenized.
@@ -232,10 +231,9 @@ def parse_source(spec: str) -> Source:
         and not storage.is_remote(spec)
         and not os.path.lexists(spec)
     ):
-        matches = difflib.get_close_matches(prefix, KINDS, 1)
-        hint = f"did you mean {matches[0]!r}? " if matches else ""
         raise UserError(
-            f"source {spec!r}: unknown kind {prefix!r}; {hint}known kinds: {', '.join(KINDS)}"
+            f"source {spec!r}: unknown kind {prefix!r} (known: {', '.join(KINDS)})"
+            f"{did_you_mean(prefix, KINDS)}"
         )
     path, at, number = pattern.rpartition("@")
     if at and "/" not in number and not os.path.lexists(pattern):
@@ -776,7 +774,9 @@ class _Reader:
         name = self._source.pattern
         try:
             import tensorflow_datasets as tfds
-
+        except ImportError:
+            raise missing(f"source 'tfds:{name}' needs TensorFlow Datasets", "tfds") from None
+        try:
             # Unlike tfds.load, random access to ArrayRecord files does not need TensorFlow.
             data = tfds.data_source(name, split="train", data_dir=os.environ.get("TFDS_DATA_DIR"))
             features = list(data.dataset_info.features)

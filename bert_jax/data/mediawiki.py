@@ -4,6 +4,8 @@ import html
 import itertools
 import re
 
+from bert_jax.errors import missing
+
 # Elements without prose. Regular expressions remove them before parsing, as their content often is
 # not wiki markup.
 _NON_PROSE = (
@@ -40,7 +42,10 @@ def plain_text(markup: str) -> str:
     Lists, tables and headings are removed, as in the paper (section 3.1: "we extract only the
     text passages and ignore lists, tables, and headers").
     """
-    import mwparserfromhell
+    try:
+        import mwparserfromhell
+    except ImportError:
+        raise missing("MediaWiki dumps need mwparserfromhell", "wiki") from None
 
     markup = _LONG_WORD.sub(r"\1", markup)
     for pattern, replacement in _MARKUP:

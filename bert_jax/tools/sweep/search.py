@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, missing
 from bert_jax.tools.sweep.points import Point, Sweep, call, ordered
 from bert_jax.tools.sweep.results import lines_of
 from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
@@ -26,7 +26,7 @@ class Search:
             import optuna
             from optuna.storages import journal
         except ImportError:
-            raise UserError("--search needs optuna: pip install 'bert-jax[search]'") from None
+            raise missing("--search needs Optuna", "search") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._get, self._sweep, self._trials, self._jobs = get_trial, sweep, trials, jobs
         self._states = optuna.trial.TrialState

@@ -1,0 +1,1 @@
+"""Configs that `--config NAME[:ARGUMENT]` finds by name; installed as `bert_jax.configs`."""

@@ -1,0 +1,88 @@
+"""The wheel: built, and used in an empty folder as `pip install` leaves it."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_the_wheel_pretrains_in_an_empty_folder(tmp_path):
+    def python(*arguments: str, **environment: str) -> str:
+        env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    python(*pip, "wheel", "--no-deps", "--wheel-dir", "dist", str(ROOT))
+    (wheel,) = (tmp_path / "dist").glob("bert_jax-*.whl")
+    # Its dependencies are those of this environment; .ci/run has one with no others.
+    python(*pip, "install", "--no-deps", "--target", "site", str(wheel))
+
+    def bert_jax(*arguments: str) -> str:
+        return python("-m", "bert_jax", *arguments, PYTHONPATH=str(tmp_path / "site"))
+
+    where = python("-c", "import bert_jax; print(bert_jax)", PYTHONPATH=str(tmp_path / "site"))
+    assert str(tmp_path) in where
+    (tmp_path / "text.txt").write_text(
+        "\n".join(f"The {n} rivers run past the mill.\nIt turns the wheel.\n" for n in range(99))
+    )
+    bert_jax("vocab", "--out", "vocab", "--size", "150", "text.txt")
+    bert_jax("prepare", "--vocab", "vocab", "--out", "rows", "--tokens", "32", "text.txt")
+    train = ("--rows", "rows", "--config.steps=2", "--config.batch_size=8")
+    for index, config in enumerate(("tiny,32", "pretrain:tiny,32")):
+        bert_jax("pretrain", "--config", config, "--workdir", f"run{index}", *train)
+    assert "%" in bert_jax("fill-mask", "--init", "run1", "The [MASK] runs.")
+    bert_jax("report", "run0", "run1")
+    assert (tmp_path / "report.html").read_text().count("<svg") > 1
+
+
+def test_the_command_line_says_its_versions(capsys):
+    from bert_jax import __version__, cli
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert not stopped.value.code
+    assert re.fullmatch(
+        rf"bert_jax {re.escape(__version__)}, jax [\d.]+, flax [\d.]+, \d+ x .+\n",
+        capsys.readouterr().out,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pretain"], "bert-jax: pretain: unknown verb; did you mean pretrain?"),
+        (
+            ["pretrain", "--wordir", "x"],
+            "bert-jax pretrain: --wordir: unknown option; did you mean --workdir?",
+        ),
+        (["vocab", "--out", "x", "--size", "a", "y"], "argument --size: invalid int value: 'a'"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, arguments, message):
+    from bert_jax import cli
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_shells_complete_verbs_and_options(capsys):
+    from bert_jax import cli
+
+    with pytest.raises(SystemExit):
+        cli.main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert "fill-mask" in script
+    assert "--workdir" in script
