@@ -1,4 +1,23 @@
-"""Pretrain, fine-tune and analyse BERT in JAX."""
+"""Pretrain, fine-tune and analyse BERT in JAX.
+
+`bert_jax.load(SOURCE)` opens a model; `pretrain` and `finetune` train one (`bert_jax.api`).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bert_jax.api import Model, Output, Prediction, finetune, load, pretrain
+
+__all__ = ["Model", "Output", "Prediction", "finetune", "load", "pretrain"]
 
 # pyproject.toml reads it from here, so that a checkout that is not installed has a version too.
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # The command line starts without JAX. `finetune` is also a module of the package.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from bert_jax import api
+
+    return getattr(api, name)

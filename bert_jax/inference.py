@@ -10,7 +10,7 @@ import numpy as np
 import scipy.special
 from jaxtyping import Float, Int
 
-from bert_jax.convert.source import open_model
+from bert_jax.convert.source import OpenModel, open_model
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -28,37 +28,57 @@ class Candidate(NamedTuple):
     probability: float
 
 
-def _row(
-    vocabulary: Vocabulary, tokens: list[int], a_length: int, max_tokens: int, text: str
-) -> tuple[Int[jax.Array, "1 T"], rows.Layout]:
-    """Build a row of one sequence; T is a power of two, so that texts share few compilations.
+class Inputs(NamedTuple):
+    """N texts of at most T tokens, one per row: arguments of the model."""
+
+    tokens: Int[jax.Array, "N T"]
+    layout: rows.Layout
+
+
+def _open(source: str | pathlib.Path | OpenModel, which: str) -> OpenModel:
+    return source if isinstance(source, OpenModel) else open_model(str(source), which)
+
+
+def inputs_of(
+    vocabulary: Vocabulary, texts: Sequence[str | tuple[str, str]], max_tokens: int
+) -> Inputs:
+    """Tokenize texts or pairs, with "[MASK]" as the mask token, into a row each.
+
+    T is a power of two, so that texts share few compilations.
 
     Raises:
-        UserError: there are more than `max_tokens` tokens; quotes the text.
+        UserError: a text has more than `max_tokens` tokens; quotes it.
     """
-    if len(tokens) > max_tokens:
-        raise UserError(
-            f"{text[:40]!r}… has {len(tokens)} tokens, the model takes {max_tokens}: shorten it"
-        )
-    row_tokens = min(1 << (len(tokens) - 1).bit_length(), max_tokens)
-    padded = np.full((1, row_tokens), vocabulary.pad_id, np.int32)
-    padded[0, : len(tokens)] = tokens
-    layout = rows.layout(np.array([[len(tokens)]]), np.array([[a_length]]), row_tokens)
-    return jnp.asarray(padded), rows.Layout(*map(jnp.asarray, layout))
+    encoded, a_lengths = [], []
+    for text in texts:
+        a, b = (text, None) if isinstance(text, str) else text
+        encoded.append(vocabulary.encode(a, b, mask=True))
+        a_lengths.append(len(vocabulary.encode(a, mask=True)))
+        if len(encoded[-1]) > max_tokens:
+            raise UserError(
+                f"{a[:40]!r}… has {len(encoded[-1])} tokens, the model takes {max_tokens}: shorten it"
+            )
+    lengths = [len(tokens) for tokens in encoded]
+    row_tokens = min(1 << (max(lengths, default=1) - 1).bit_length(), max_tokens)
+    padded = np.full((len(encoded), row_tokens), vocabulary.pad_id, np.int32)
+    for row, tokens in zip(padded, encoded, strict=True):
+        row[: len(tokens)] = tokens
+    layout = rows.layout(np.array(lengths)[:, None], np.array(a_lengths)[:, None], row_tokens)
+    return Inputs(jnp.asarray(padded), rows.Layout(*map(jnp.asarray, layout)))
 
 
 class MaskFiller:
     """Mask filling in texts with a loaded model.
 
     Args:
-        source, which: as in `convert.source.open_model`.
+        source, which: as in `convert.source.open_model`, or a model that it returned.
 
     Raises:
         UserError: the model cannot be loaded, has no masked-LM head, or is causal.
     """
 
-    def __init__(self, source: str | pathlib.Path, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = open_model(str(source), which)
+    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
+        self.config, self.vocabulary, self._params, self.step = _open(source, which)
         if not self.config.model.masked_lm:
             raise UserError(f"{source} has no masked-LM head: it cannot fill in masks")
         if self.config.model.causal:
@@ -75,14 +95,14 @@ class MaskFiller:
         Raises:
             UserError: the text has no mask, or more tokens than the model has positions.
         """
-        vocabulary, max_tokens = self.vocabulary, self.config.model.positions
+        vocabulary = self.vocabulary
         if not 0 < top <= len(vocabulary):
             raise UserError(f"{top} candidates: ask for 1 to {len(vocabulary):,}")
         tokens = vocabulary.encode(text, mask=True)
         masks = [i for i, token in enumerate(tokens) if token == vocabulary.mask_id]
         if not masks:
             raise UserError(f"no [MASK] in {text!r}: put one where a word should be predicted")
-        padded, layout = _row(vocabulary, tokens, len(tokens), max_tokens, text)
+        padded, layout = inputs_of(vocabulary, [text], self.config.model.positions)
         slots = 1 << (len(masks) - 1).bit_length()
         positions = jnp.asarray([masks + [0] * (slots - len(masks))], jnp.int32)
         logits = self._apply(self._params, padded, layout, positions)
@@ -97,14 +117,14 @@ class SentenceScorer:
     """Log-probabilities of texts from a loaded model with a token head.
 
     Args:
-        source, which: as in `convert.source.open_model`.
+        source, which: as in `convert.source.open_model`, or a model that it returned.
 
     Raises:
         UserError: the model cannot be loaded, or has no head that predicts tokens.
     """
 
-    def __init__(self, source: str | pathlib.Path, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = open_model(str(source), which)
+    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
+        self.config, self.vocabulary, self._params, self.step = _open(source, which)
         if not self.config.model.masked_lm:
             raise UserError(f"{source} has no masked-LM head: it cannot score sentences")
         model = Bert(self.config.model)
@@ -198,14 +218,14 @@ class AttentionMapper:
     """Attention maps of texts from a loaded model of any kind.
 
     Args:
-        source, which: as in `convert.source.open_model`.
+        source, which: as in `convert.source.open_model`, or a model that it returned.
 
     Raises:
         UserError: the model cannot be loaded.
     """
 
-    def __init__(self, source: str | pathlib.Path, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = open_model(str(source), which)
+    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
+        self.config, self.vocabulary, self._params, self.step = _open(source, which)
         model = Bert(self.config.model)
         self._apply = jax.jit(
             lambda params, *inputs: model.apply(
@@ -227,9 +247,9 @@ class AttentionMapper:
         for part in texts:
             if len(vocabulary.encode(part, mask=True)) == 2:  # [CLS] and [SEP]
                 raise UserError(f"{part[:40]!r} has no word piece: give a text with words")
-        a_length = len(vocabulary.encode(text, mask=True))
         tokens = vocabulary.encode(text, text_b, mask=True)
-        padded, layout = _row(vocabulary, tokens, a_length, self.config.model.positions, text)
+        pair = text if text_b is None else (text, text_b)
+        padded, layout = inputs_of(vocabulary, [pair], self.config.model.positions)
         probabilities = np.asarray(self._apply(self._params, padded, layout))
         count = len(tokens)
         return AttentionMaps(

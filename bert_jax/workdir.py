@@ -329,7 +329,8 @@ def write_or_check_config(
         workdir: existing, locked folder.
         config: config of this start.
         data: description of each phase's rows, independent of their location: a digest and their
-            sources; for fine-tuning also `start`, a digest of the initial parameters.
+            sources; for fine-tuning also `start`, a digest of the initial parameters; `objective` if
+            it is the user's own.
         best: metric that ranks checkpoints, as returned by `read_best_by`.
         force: accept a changed config.
         vocabulary: vocabulary of the run.
@@ -352,6 +353,8 @@ def write_or_check_config(
         saved_data = read_data(workdir)
         if [rows["digest"] for rows in saved_data] != [rows["digest"] for rows in data]:
             differ.append("the rows are not those that the run began with")
+        if [rows.get("objective") for rows in saved_data] != [d.get("objective") for d in data]:
+            differ.append("it began with another objective")
         starts = zip(saved_data, data, strict=False)
         if any("start" in old and old["start"] != new.get("start") for old, new in starts):
             differ.append("it began from another checkpoint (--init)")

@@ -20,8 +20,8 @@ from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig
 from bert_jax.config_flags import load
 from bert_jax.convert import source
 from bert_jax.data import examples
+from bert_jax.downstream import load_dataset
 from bert_jax.errors import UserError
-from bert_jax.finetune import load_dataset
 from bert_jax.log import Log
 from tests.helpers import processes, tasks
 from tests.helpers.runs import ONE_DEVICE, VOCABULARY, assert_same_run, python

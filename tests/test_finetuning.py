@@ -22,9 +22,9 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
+from bert_jax.downstream import _over_seeds, _statistics, finetune
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
-from bert_jax.finetune import _over_seeds, _statistics, finetune
 from bert_jax.log import EarlyStopping
 from bert_jax.model import bert
 from bert_jax.model.bert import Bert, init_params, shapes

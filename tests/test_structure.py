@@ -25,9 +25,9 @@ LAYERS = (
     {"embed", "evaluate", "inference"},
     {"log", "step", "signals", "tracing"},
     {"train"},
-    {"finetune"},
+    {"downstream"},
     {"replay"},
-    {"tools"},
+    {"api", "tools"},
     {"cli"},
     {"__init__", "__main__"},
 )

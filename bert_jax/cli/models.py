@@ -29,9 +29,9 @@ def _predict(options) -> None:
 
     device.start("")
 
-    from bert_jax import finetune
+    from bert_jax import downstream
 
-    finetune.predict_file(options.workdir, options.source, options.out, options.checkpoint)
+    downstream.predict_file(options.workdir, options.source, options.out, options.checkpoint)
 
 
 def add_score(verbs: Verbs) -> None:

@@ -128,12 +128,12 @@ def _finetune(options) -> int | None:
     distributed.start()
     device.start(config.platform, deterministic=config.deterministic)
 
-    from bert_jax import finetune
+    from bert_jax import downstream
     from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
 
     try:
-        summary = finetune.finetune(
+        summary = downstream.finetune(
             config,
             options.init,
             options.workdir,
@@ -146,7 +146,7 @@ def _finetune(options) -> int | None:
     except Interrupted as interrupt:
         print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(finetune.describe(summary))
+    print(downstream.describe(summary))
     return None
 
 
@@ -177,7 +177,7 @@ def _evaluate(options) -> None:
     from bert_jax.config import FinetuneConfig
 
     if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
-        from bert_jax import finetune
+        from bert_jax import downstream
 
         if options.rows or options.all:
             raise UserError(
@@ -185,8 +185,8 @@ def _evaluate(options) -> None:
                 "run, which is evaluated on all data of its task"
             )
 
-        summary = finetune.evaluate_run(options.workdir, which=options.checkpoint)
-        print(json.dumps(summary) if options.json else finetune.describe(summary))
+        summary = downstream.evaluate_run(options.workdir, which=options.checkpoint)
+        print(json.dumps(summary) if options.json else downstream.describe(summary))
         return
 
     from bert_jax.evaluate import evaluate_workdir

@@ -16,6 +16,7 @@ from bert_jax.convert import huggingface
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import VOCAB
 from bert_jax.errors import UserError
+from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
 
 _PROBLEM_TYPES = {
@@ -27,7 +28,11 @@ _PROBLEM_TYPES = {
 
 @storage.writes("out", new=True)
 def export(
-    source: str, out: str | pathlib.Path, which: str = "best", heads: str = "all"
+    source: str,
+    out: str | pathlib.Path,
+    which: str = "best",
+    heads: str = "all",
+    params: Params | None = None,
 ) -> dict[str, Any]:
     """Write config.json, model.safetensors, the tokenizer's files and a model card.
 
@@ -38,6 +43,7 @@ def export(
         heads: "all", "masked_lm" (`BertForMaskedLM`, or `BertLMHeadModel` of a causal model) or
             "none" (`BertModel`). Dropping heads avoids transformers' warning about weights that the
             loaded class does not have.
+        params: parameters to write instead of the checkpoint's.
 
     Returns:
         Content of config.json.
@@ -45,7 +51,8 @@ def export(
     Raises:
         UserError: no such model, an option that transformers' BERT does not have, or `out` exists.
     """
-    config, vocabulary, params, step = open_model(source, which)
+    config, vocabulary, saved, step = open_model(source, which)
+    params = saved if params is None else params
     model = config.model
     if heads == "masked_lm" and not model.masked_lm:
         raise UserError(f"{source} has no masked-LM head to export")

@@ -7,6 +7,7 @@ model on the Hugging Face Hub, or a TensorFlow 1 release of Google's (a folder o
 import dataclasses
 import fnmatch
 import json
+import os
 import pathlib
 import re
 import zipfile
@@ -66,14 +67,26 @@ class Imported(NamedTuple):
             or None), vocabulary (likewise), sha256 (by file), left_out (names of tensors).
     """
 
-    config: Config
+    config: TrainConfig
     vocabulary: Vocabulary
     params: Params
     about: dict[str, Any]
 
 
+class OpenModel(NamedTuple):
+    """A loaded model: config, vocabulary, parameters, and step (0 unless from a run)."""
+
+    config: TrainConfig
+    vocabulary: Vocabulary
+    params: Params
+    step: int
+
+    def __str__(self) -> str:
+        return "the model"  # in messages
+
+
 @storage.reads("source")
-def open_model(source: str, which: str = "best") -> tuple[TrainConfig, Vocabulary, Params, int]:
+def open_model(source: str, which: str = "best") -> OpenModel:
     """Load a model from any source.
 
     Args:
@@ -87,11 +100,11 @@ def open_model(source: str, which: str = "best") -> tuple[TrainConfig, Vocabular
         UserError: as for `checkpoint.load_model` and `read`.
     """
     if workdir.holds_run(source):
-        return checkpoint.load_model(source, which)
+        return OpenModel(*checkpoint.load_model(source, which))
     if which not in ("best", "latest"):
         raise UserError(f"{source} is not a run: it has no checkpoint {which!r}")
     config, vocabulary, params, _ = read(source)
-    return config, vocabulary, jax.device_put(params, jax.devices()[0]), 0
+    return OpenModel(config, vocabulary, jax.device_put(params, jax.devices()[0]), 0)
 
 
 @storage.writes("out", new=True)
@@ -110,6 +123,18 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
     """
     files.check_new(out)
     imported = read(source, **options)
+    write(imported, out)
+    return imported
+
+
+@storage.writes("out", new=True)
+def write(imported: Imported, out: str | os.PathLike) -> None:
+    """Write a model's config, vocabulary and parameters (with Orbax) to a new folder, atomically.
+
+    Raises:
+        UserError: `out` exists or cannot be written.
+    """
+    files.check_new(out)
     with files.new_folder(out) as folder:
         saved = {
             "config": config_lib.to_dict(imported.config),
@@ -127,7 +152,6 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
         checkpoints.save(0, imported.params)
         checkpoints.wait()
         checkpoints.close()
-    return imported
 
 
 def read(

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
-from bert_jax.objectives.base import Phase
+from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.masked_lm import MaskedLM
 
@@ -23,8 +24,15 @@ from bert_jax.objectives.masked_lm import MaskedLM
 DEFAULT_VOCAB_SIZE = 30_522
 
 
-def make_phases(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Phase]]:
+def make_phases(
+    config: Config, objective: Callable[..., Objective] | None = None
+) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Phase]]:
     """Open the rows of every phase and check that they fit the model and each other.
+
+    Args:
+        config: validated config.
+        objective: class with the constructor of `MaskedLM`; None for that, or `CausalLM`. Its name
+            is recorded with the data, so a run does not resume with another one.
 
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
@@ -61,7 +69,10 @@ def make_phases(config: Config) -> tuple[Config, Vocabulary, list[dict[str, Any]
         config.model.vocab_size = manifest.vocab_size
         attention.resolve(config)
         data.append(_describe(manifest))
-        phase = _phase(config, i, manifest.format, vocabulary.mask_id, vocabulary.continuation())
+        if objective is not None:
+            data[-1]["objective"] = getattr(objective, "__qualname__", repr(objective))
+        mask_id, continuation = vocabulary.mask_id, vocabulary.continuation()
+        phase = _phase(config, i, manifest.format, mask_id, continuation, objective)
         phases.append(
             dataclasses.replace(
                 phase,
@@ -133,10 +144,11 @@ def _phase(
     row_format: rows.RowFormat,
     mask_id: int,
     continuation: np.ndarray,
+    objective: Callable[..., Objective] | None = None,
 ) -> Phase:
     """Return phase i, without batches."""
     phase_config = config.phases[i]
-    objective = CausalLM if config.model.causal else MaskedLM
+    objective = objective or (CausalLM if config.model.causal else MaskedLM)
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase_config.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))

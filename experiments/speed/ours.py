@@ -29,9 +29,9 @@ from bert_jax.data import rows, wordpiece
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
+from bert_jax.downstream import load_dataset
 from bert_jax.embed import Embedder
 from bert_jax.evaluate import shard_batch
-from bert_jax.finetune import load_dataset
 from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining

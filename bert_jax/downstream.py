@@ -269,6 +269,29 @@ def predict(
         return task.logits(split, batches_and_outputs)
 
 
+def predict_new(
+    config: FinetuneConfig,
+    vocabulary: Vocabulary,
+    params: Params,
+    source: str,
+    folder: str | pathlib.Path,
+) -> tuple[FinetuneDataset, Logits]:
+    """Return new data and the logits of a fine-tuned model for its only split, "new".
+
+    Args:
+        config, vocabulary, params: the model.
+        source: new data, as for `predict_file`.
+        folder: the workdir, whose metrics.json has the threshold of SQuAD 2.0.
+    """
+    problem = load_dataset(config.task, vocabulary, config.model.labels, new=source)
+    metrics_path = pathlib.Path(folder) / METRICS
+    if metrics_path.exists():
+        problem = _tuned(problem, json.loads(metrics_path.read_text()).get("dev", {}))
+    for line in problem.report:
+        print(line, flush=True)
+    return problem, predict(config, params, problem, "new", MeshConfig())
+
+
 @storage.reads("folder", "source")
 @storage.writes("out", new=True)
 def predict_file(
@@ -289,13 +312,7 @@ def predict_file(
     config, vocabulary, params, _ = checkpoint.load_model(folder, which)
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
-    problem = load_dataset(config.task, vocabulary, config.model.labels, new=source)
-    metrics_path = pathlib.Path(folder) / METRICS
-    if metrics_path.exists():
-        problem = _tuned(problem, json.loads(metrics_path.read_text()).get("dev", {}))
-    for line in problem.report:
-        print(line, flush=True)
-    logits = predict(config, params, problem, "new", MeshConfig())
+    problem, logits = predict_new(config, vocabulary, params, source, folder)
     with files.new_folder(out) as new_folder:
         problem.write("new", logits, new_folder)
 

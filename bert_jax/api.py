@@ -1,0 +1,449 @@
+"""The Python API: `bert_jax.load`, `bert_jax.pretrain` and `bert_jax.finetune`.
+
+>>> import bert_jax
+>>> model = bert_jax.load(example_run())
+>>> model.fill_mask("The [MASK] runs.")[0][0].token in model.vocabulary.tokens
+True
+
+A model's parameters and its pure function are JAX's own, so any training loop can use them:
+
+>>> import jax
+>>> inputs = model.encode(["The river runs.", "It turns."])
+>>> model.apply(model.params, inputs).hidden.shape
+(2, 8, 16)
+>>> grads = jax.grad(lambda params: model.apply(params, inputs).hidden.sum())(model.params)
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from bert_jax import config_flags, device, downstream, files
+from bert_jax.benchmarks import tables
+from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, validate
+from bert_jax.convert import source as source_lib
+from bert_jax.convert.export import export
+from bert_jax.data import wordpiece
+from bert_jax.data.prepare import prepare
+from bert_jax.embed import Embedder
+from bert_jax.errors import UserError
+from bert_jax.inference import (
+    AttentionMapper,
+    AttentionMaps,
+    Candidate,
+    Inputs,
+    MaskFiller,
+    inputs_of,
+)
+from bert_jax.model.bert import Bert, Params, last_tokens
+from bert_jax.objectives import pretraining
+from bert_jax.train import train
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Text = str | tuple[str, str]
+
+
+class Output(NamedTuple):
+    """Outputs of `Model.apply` for N texts of T tokens. Under `jax.jit`, unused ones cost nothing.
+
+    Attributes:
+        hidden: hidden states of the last layer.
+        pooled: the pooled [CLS]; None without a pooler.
+        masked_lm: logits over the vocabulary at every token; None without that head.
+        next_sentence: logits of "is next" and "is random"; None without that head.
+        head: logits of the fine-tuned head, [N, C] or for tokens [N, T, C]; None without one.
+    """
+
+    hidden: Float[Array, "N T D"]
+    pooled: Float[Array, "N D"] | None
+    masked_lm: Float[Array, "N T V"] | None
+    next_sentence: Float[Array, "N 2"] | None
+    head: Float[Array, "N ..."] | None
+
+
+class Prediction(NamedTuple):
+    """What a fine-tuned model predicts for one text.
+
+    Attributes:
+        label: the label; a tuple of labels of a multilabel task or for the words of a tagging task,
+            a number for regression, the answer for SQuAD.
+        probabilities: by label; empty for regression, tagging and SQuAD.
+    """
+
+    label: str | float | tuple[str, ...]
+    probabilities: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A loaded model. `dataclasses.replace(model, params=…)` has other parameters.
+
+    Attributes:
+        source: where it was loaded from.
+        checkpoint: which checkpoint of a run.
+        config: config of the run, or of the imported model.
+        vocabulary: its WordPiece vocabulary.
+        params: the parameters, a tree of arrays.
+        step: training step of the checkpoint; 0 unless the source is a run.
+    """
+
+    source: str
+    checkpoint: str
+    config: TrainConfig
+    vocabulary: wordpiece.Vocabulary
+    params: Params
+    step: int
+
+    def __repr__(self) -> str:
+        size = self.config.model
+        return f"Model({self.source!r}, L{size.layers}-H{size.hidden}-A{size.heads}, step {self.step:,})"
+
+    @property
+    def tokenizer(self) -> "tokenizers.Tokenizer":
+        """The tokenizer, an object of Hugging Face's `tokenizers`."""
+        return self.vocabulary.tokenizer()
+
+    @property
+    def _opened(self) -> source_lib.OpenModel:
+        return source_lib.OpenModel(self.config, self.vocabulary, self.params, self.step)
+
+    def encode(self, texts: Sequence[Text]) -> Inputs:
+        """Tokenize N texts, or pairs of texts, into inputs of `apply`, one text per row.
+
+        "[MASK]" is read as the mask token. T is a power of two, at most the number of positions.
+
+        Raises:
+            UserError: a text has more tokens than the model has positions.
+        """
+        return inputs_of(self.vocabulary, texts, self.config.model.positions)
+
+    def apply(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None = None) -> Output:
+        """Run the model: a pure function to use in `jax.jit`, `jax.grad` and `jax.vmap`.
+
+        Args:
+            params: parameters of the structure of `self.params`.
+            inputs: what `encode` returns.
+            key: key of dropout; None for none.
+        """
+        output: Any = Bert(self.config.model).apply(
+            {"params": params}, *inputs, key, method=_outputs
+        )
+        return output
+
+    @functools.cached_property
+    def _fill(self) -> MaskFiller:
+        return MaskFiller(self._opened)
+
+    @functools.cached_property
+    def _map(self) -> AttentionMapper:
+        return AttentionMapper(self._opened)
+
+    def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
+        """Return the `top` candidates, (token, probability), for each [MASK] of a text.
+
+        Raises:
+            UserError: the text has no [MASK] or is too long, or the model has no masked-LM head.
+        """
+        return self._fill(text, top)
+
+    def attention(self, text: str, text_b: str | None = None) -> AttentionMaps:
+        """Return the attention probabilities of all layers and heads in a text or a pair.
+
+        Raises:
+            UserError: a text is empty or too long.
+        """
+        return self._map(text, text_b)
+
+    def embed(self, texts: Iterable[str], **settings: Any) -> Any:
+        """Return vectors of texts.
+
+        Args:
+            texts: the texts.
+            settings: fields of `EmbedConfig` (pooling, layers, normalize, tokens), and long,
+                overlap_tokens and weights as for `Embedder`.
+
+        Returns:
+            [N, D]; with pooling="none" a list of [tokens, D].
+
+        Raises:
+            UserError: a setting is invalid.
+        """
+        fields = {field.name for field in dataclasses.fields(self.config.embed)}
+        embed = {name: settings.pop(name) for name in fields & settings.keys()}
+        config = dataclasses.replace(
+            self.config, embed=dataclasses.replace(self.config.embed, **embed)
+        )
+        vectors = list(Embedder(config, self.vocabulary, self.params, **settings)(texts))
+        return vectors if config.embed.pooling == "none" else np.stack(vectors)
+
+    def predict(self, texts: Sequence[Text]) -> list[Prediction]:
+        """Return the predictions of a fine-tuned model.
+
+        Args:
+            texts: texts or pairs of texts; for tagging, texts of words separated by spaces; for
+                SQuAD, pairs of a question and a context.
+
+        Raises:
+            UserError: the model is not fine-tuned, or on multiple choice.
+        """
+        config = self.config
+        if not isinstance(config, FinetuneConfig) or config.task.kind == "choice":
+            raise UserError(
+                f"{self.source} has no head that predicts from texts: load a run of "
+                "`bert-jax finetune` (for multiple choice, use `bert-jax predict`)"
+            )
+        if not texts:
+            return []
+        with tempfile.TemporaryDirectory() as folder:
+            task, path = _write_texts(config.task, texts, pathlib.Path(folder))
+            dataset, logits = downstream.predict_new(
+                dataclasses.replace(config, task=task),
+                self.vocabulary,
+                self.params,
+                str(path),
+                self.source,
+            )
+            if config.task.kind != "classification":
+                return _read_predictions(dataset, logits, pathlib.Path(folder) / "predictions")
+        assert isinstance(dataset, tables.Classification)
+        stacked = dataset.stacked(logits)
+        if config.task.objective == "number":
+            return [Prediction(float(value), {}) for value in stacked[:, 0]]
+        labels = dataset.predicted(stacked)
+        probabilities = tables.probabilities(stacked, config.task.objective).tolist()
+        several = config.task.objective == "classes"
+        return [
+            Prediction(
+                tuple(filter(None, label.split(tables.SEPARATOR))) if several else label,
+                dict(zip(dataset.labels, row, strict=True)),
+            )
+            for label, row in zip(labels, probabilities, strict=True)
+        ]
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write config, vocabulary and parameters to a new folder, which `load` accepts.
+
+        Raises:
+            UserError: the folder exists or cannot be written.
+        """
+        about = {"source": self.source, "format": "bert_jax", "official": None}
+        source_lib.write(
+            source_lib.Imported(self.config, self.vocabulary, jax.device_get(self.params), about),
+            folder,
+        )
+
+    def to_huggingface(self, folder: str | os.PathLike, heads: str = "all") -> None:
+        """Write a new folder that transformers' `from_pretrained` loads.
+
+        Args:
+            folder: path of the new folder.
+            heads: "all", "masked_lm" or "none": see `convert.export.export`.
+
+        Raises:
+            UserError: the folder exists, or transformers' BERT lacks one of the model's options.
+        """
+        export(self.source, pathlib.Path(folder), self.checkpoint, heads, params=self.params)
+
+
+def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
+    """Load a model.
+
+    Args:
+        source: a run, an imported checkpoint, a Hugging Face folder, a name on the hub such as
+            "bert-base-uncased", or a TensorFlow 1 release.
+        checkpoint: of a run: "best", "latest" or a step number.
+
+    Raises:
+        UserError: there is no such model, or it is not a BERT.
+    """
+    device.start("")
+    return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))
+
+
+def pretrain(
+    config: str | Config,
+    workdir: str | os.PathLike,
+    texts: Iterable[str] | None = None,
+    *,
+    rows: Sequence[str | os.PathLike] = (),
+    vocab: str | os.PathLike = "",
+    vocab_size: int = 8_192,
+    objective: Callable[..., Any] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> Model:
+    """Pretrain a model, or resume, and return the best checkpoint.
+
+    Args:
+        config: a config, or its name as for `--config`: "mini,128".
+        workdir: folder of the run.
+        texts: documents, each a text with one paragraph or sentence per line. They are written to
+            `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not.
+        rows: instead of texts, folders of rows, one per phase.
+        vocab: folder of a vocabulary for the texts; "" trains one.
+        vocab_size: size of the vocabulary to train.
+        objective: class of an `Objective` with the constructor of `objectives.masked_lm.MaskedLM`,
+            which it replaces. Its name is recorded; commands that compute losses of the run
+            (`evaluate`, `replay`) use the default one.
+        changes: settings by key: `{"optim.learning_rate": 5e-4}`.
+
+    Raises:
+        UserError: as for `train` and `prepare`.
+        Interrupted: stopped by a signal after saving.
+    """
+    settings = _config(config, changes, Config)
+    device.start(settings.platform, deterministic=settings.deterministic)
+    folders = [str(folder) for folder in rows]
+    data = pathlib.Path(workdir) / "data"
+    if not folders and (texts is not None or data.exists()):
+        folders = _make_rows(settings, data, texts, str(vocab), vocab_size)
+    for phase, folder in zip(settings.phases, folders, strict=bool(folders)):
+        phase.rows = folder
+    train(*pretraining.make_phases(settings, objective), pathlib.Path(workdir))
+    return load(workdir)
+
+
+def finetune(
+    config: str | FinetuneConfig,
+    init: str | os.PathLike,
+    workdir: str | os.PathLike,
+    examples: dict[str, Iterable[dict[str, Any]]] | None = None,
+    *,
+    seeds: int = 1,
+    changes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Fine-tune a model, or resume, and return its metrics by split.
+
+    Args:
+        config: a config, or its name as for `--config`: "table", "glue:rte".
+        init: a source of `load`.
+        workdir: folder of the run, which `load` opens.
+        examples: rows of a table by split ("train", "dev", "test"), as dictionaries with the columns
+            of `config.task`, by default "text" and "label". They are written to `workdir/data`.
+        seeds: number of seeds.
+        changes: settings by key: `{"epochs": 2}`.
+
+    Raises:
+        UserError: as for `downstream.finetune`.
+        Interrupted: stopped by a signal after saving.
+    """
+    settings = _config(config, changes, FinetuneConfig)
+    device.start(settings.platform, deterministic=settings.deterministic)
+    for split, records in (examples or {}).items():
+        path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
+        _write_lines(path, records)
+        setattr(settings.task, split, str(path))
+    return downstream.finetune(settings, str(init), pathlib.Path(workdir), seeds=seeds)
+
+
+def _outputs(module: Bert, tokens: Any, layout: Any, key: Any) -> Output:
+    config = module.config
+    hidden = module.encode(tokens, layout, key)
+    first = last_tokens(layout) if config.causal else layout.cls
+    pooled = module.pool(hidden, first)[:, 0] if config.has_pooler else None
+    masked_lm = None
+    if config.masked_lm:
+        masked_lm = module.masked_lm(hidden, module.embeddings.word.embedding)
+    head = module.classify(tokens, layout, key) if config.head else None
+    if head is not None and HEADS[config.head].pooled:
+        head = head[:, 0]  # one sequence per row
+    next_sentence = None
+    if config.next_sentence and pooled is not None:
+        next_sentence = module.next_sentence(pooled)
+    return Output(hidden, pooled, masked_lm, next_sentence, head)
+
+
+def _config(config: Any, changes: dict[str, Any] | None, kind: type) -> Any:
+    if isinstance(config, str):
+        settings = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
+        return config_flags.load([f"--config={config}", *settings], kind)
+    if changes:
+        raise UserError("changes apply to the name of a config: set the fields of this one")
+    validate(config)
+    return copy.deepcopy(config)
+
+
+def _make_rows(
+    config: Config, data: pathlib.Path, texts: Iterable[str] | None, vocab: str, vocab_size: int
+) -> list[str]:
+    """Write texts, a vocabulary and the rows of every phase to a folder, unless they are there."""
+    text = data / "text.jsonl"
+    if texts is not None:
+        _write_lines(text, ({"text": document} for document in texts))
+    if not vocab:
+        vocab = str(data / "vocab")
+        if not (data / "vocab" / wordpiece.VOCAB).exists():
+            wordpiece.train([str(text)], vocab, size=vocab_size)
+    folders = []
+    for phase in config.phases:
+        tokens = phase.tokens or 128
+        folders.append(str(data / f"rows{tokens}"))
+        pairs = "nsp" if config.model.next_sentence else "none"
+        sequences = max(tokens // 32, 1)
+        # One process: a script that calls this need not be importable.
+        prepare(
+            [str(text)], vocab, folders[-1],
+            tokens=tokens, sequences=sequences, pairs=pairs, workers=1,
+        )  # fmt: skip
+    return folders
+
+
+def _write_lines(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
+    with files.one_line_errors(f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def _write_texts(
+    task: Any, texts: Sequence[Text], folder: pathlib.Path
+) -> tuple[Any, pathlib.Path]:
+    """Write texts in the layout of a task's data; return the task that reads it, and the file."""
+    pairs = [(text, None) if isinstance(text, str) else text for text in texts]
+    if task.kind == "tagging":
+        path = folder / "new.conll"
+        path.write_text("\n".join("".join(f"{word}\n" for word in a.split()) for a, _ in pairs))
+        return task, path
+    if task.kind == "squad":
+        path = folder / "new.json"
+        paragraphs = [
+            {"context": context, "qas": [{"id": str(i), "question": question, "answers": []}]}
+            for i, (question, context) in enumerate(pairs)
+        ]
+        path.write_text(
+            json.dumps({"version": "", "data": [{"title": "", "paragraphs": paragraphs}]})
+        )
+        return task, path
+    path = folder / "new.jsonl"
+    has_pairs = any(b is not None for _, b in pairs)
+    _write_lines(path, ({"a": a, "b": b} if has_pairs else {"a": a} for a, b in pairs))
+    return (
+        dataclasses.replace(task, name="", text_a="a", text_b="b" if has_pairs else ""),
+        path,
+    )
+
+
+def _read_predictions(dataset: Any, logits: Any, folder: pathlib.Path) -> list[Prediction]:
+    folder.mkdir()
+    dataset.write("new", logits, folder)
+    return [Prediction(label, {}) for label in _labels(folder)]
+
+
+def _labels(folder: pathlib.Path) -> Iterator[Any]:
+    answers = folder / "predictions.json"
+    if answers.exists():
+        yield from json.loads(answers.read_text()).values()
+        return
+    for line in (folder / "probabilities.jsonl").read_text().splitlines():
+        yield tuple(json.loads(line)["predicted"])

@@ -1,0 +1,124 @@
+"""The Python API: against the command line's functions, and in JAX transformations."""
+
+import dataclasses
+import doctest
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import bert_jax
+from bert_jax import api, downstream, workdir
+from bert_jax.errors import UserError
+from bert_jax.objectives.masked_lm import MaskedLM
+
+DOCUMENTS = [
+    f"The {n} rivers run past the mill.\nIt turns the wheel.\nBread is baked by {n} men."
+    for n in range(60)
+]
+SIZE = "L2-H16-A2,32"
+CHANGES = {"steps": 2, "batch_size": 8, "evaluate_every_steps": 2}
+TABLE = {"task.tokens": 32, "epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("api") / "run"
+    return bert_jax.pretrain(SIZE, folder, iter(DOCUMENTS), vocab_size=150, changes=CHANGES)
+
+
+@pytest.fixture(scope="module")
+def tuned(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    rows = [{"text": f"bread {n}", "label": "ab"[n % 2]} for n in range(60)]
+    splits = {"train": rows[:40], "dev": rows[40:]}
+    return bert_jax.finetune("table", run.source, folder, splits, changes=TABLE), folder
+
+
+def test_doctests(run):
+    failures, tests = doctest.testmod(api, extraglobs={"example_run": lambda: run.source})
+    assert (failures, tests > 3) == (0, True)
+
+
+def test_apply_is_a_pure_function_of_what_the_other_methods_compute(run):
+    inputs = run.encode(["The [MASK] runs.", ("It turns.", "Bread is baked by ten men.")])
+    output = jax.jit(run.apply)(run.params, inputs)
+    logits = output.masked_lm[0, 2]  # [CLS] the [MASK]
+    (candidates,) = run.fill_mask("The [MASK] runs.", top=3)
+    expected = jax.lax.top_k(jax.nn.softmax(logits), 3)[0]
+    np.testing.assert_allclose([c.probability for c in candidates], expected, rtol=1e-5)
+    inputs = run.encode(["The river runs."])
+    count = int((inputs.layout.segment_ids == 0).sum())
+    mean = run.apply(run.params, inputs).hidden[0, :count].mean(0)
+    np.testing.assert_allclose(run.embed(["The river runs."])[0], mean, atol=1e-5)
+    maps = run.attention("It turns.", "Bread is baked.")
+    np.testing.assert_allclose(maps.probabilities.sum(-1), 1, rtol=1e-5)
+    grads = jax.grad(lambda p: run.apply(p, inputs).hidden.sum())(run.params)
+    assert jax.tree.structure(grads) == jax.tree.structure(run.params)
+    dropped = run.apply(run.params, inputs, jax.random.key(0)).hidden[0, :count].mean(0)
+    assert not np.allclose(dropped, mean, atol=1e-3)
+
+
+def test_changed_parameters_are_saved_and_exported(run, tmp_path):
+    changed = dataclasses.replace(run, params=jax.tree.map(lambda x: x + 1, run.params))
+    changed.save(tmp_path / "saved")
+    changed.to_huggingface(tmp_path / "exported")
+    for folder in ("saved", "exported"):
+        loaded = bert_jax.load(tmp_path / folder)
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, changed.params)
+        assert loaded.vocabulary.tokens == run.vocabulary.tokens
+
+
+def test_predictions_are_those_of_the_command(tuned, tmp_path):
+    metrics, folder = tuned
+    assert metrics == json.loads((folder / "metrics.json").read_text())
+    texts = ["bread 3", "the river runs"]
+    (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
+    downstream.predict_file(folder, str(tmp_path / "new.txt"), tmp_path / "out")
+    lines = (tmp_path / "out" / "predictions.tsv").read_text().splitlines()[1:]
+    predictions = bert_jax.load(folder).predict(texts)
+    for line, prediction in zip(lines, predictions, strict=True):
+        _, label, *probabilities = line.split("\t")
+        assert prediction.label == label
+        np.testing.assert_allclose(
+            list(prediction.probabilities.values()), np.float64(probabilities), atol=1e-6
+        )
+    model = bert_jax.load(folder)
+    logits = model.apply(model.params, model.encode(texts)).head
+    np.testing.assert_allclose(
+        jax.nn.softmax(logits), [list(p.probabilities.values()) for p in predictions], atol=1e-5
+    )
+
+
+def test_a_pretrained_model_does_not_predict(run):
+    with pytest.raises(UserError, match="has no head that predicts"):
+        run.predict(["a text"])
+
+
+class Scaled(MaskedLM):
+    """An objective of a user: half the loss of masked LM."""
+
+    def loss_terms(self, params, inputs, key):
+        terms = super().loss_terms(params, inputs, key)
+        name = "masked_lm_loss"
+        return {**terms, name: (terms[name][0] / 2, terms[name][1])}
+
+
+def test_ones_own_objective_trains_and_is_remembered(run, tmp_path):
+    rows = [workdir.read_data(run.source)[0]]
+    assert "objective" not in rows[0]
+    folders = [f"{run.source}/data/rows32"]
+    scaled = bert_jax.pretrain(
+        SIZE, tmp_path / "run", rows=folders, objective=Scaled, changes=CHANGES
+    )
+
+    def first_loss(folder):
+        lines = workdir.read_lines(folder / "metrics.jsonl")
+        return next(line["masked_lm_loss"] for line in lines if line["split"] == "train")
+
+    plain = first_loss(type(tmp_path)(run.source))
+    np.testing.assert_allclose(first_loss(tmp_path / "run"), plain / 2, rtol=0.01)
+    assert scaled.step == 2
+    with pytest.raises(UserError, match="objective"):
+        bert_jax.pretrain(SIZE, tmp_path / "run", rows=folders, changes=CHANGES)
