@@ -1,17 +1,18 @@
 """The Python API: `bert_jax.load`, `bert_jax.pretrain` and `bert_jax.finetune`.
 
->>> import bert_jax
->>> model = bert_jax.load(example_run())
->>> model.fill_mask("The [MASK] runs.")[0][0].token in model.vocabulary.tokens
-True
+Examples:
+    >>> import bert_jax
+    >>> model = bert_jax.load(example_run())
+    >>> model.fill_mask("The [MASK] runs.")[0][0].token in model.vocabulary.tokens
+    True
 
-A model's parameters and its pure function are JAX's own, so any training loop can use them:
+    A model's parameters and its pure function are JAX's own, so any training loop can use them:
 
->>> import jax
->>> inputs = model.encode(["The river runs.", "It turns."])
->>> model.apply(model.params, inputs).hidden.shape
-(2, 8, 16)
->>> grads = jax.grad(lambda params: model.apply(params, inputs).hidden.sum())(model.params)
+    >>> import jax
+    >>> inputs = model.encode(["The river runs.", "It turns."])
+    >>> model.apply(model.params, inputs).hidden.shape
+    (2, 8, 16)
+    >>> grads = jax.grad(lambda params: model.apply(params, inputs).hidden.sum())(model.params)
 """
 
 import copy

@@ -81,7 +81,15 @@ class Log:
         if self._phase.smaller_batch_sizes:  # mean row count, from the tokens including padding
             steps = (step - 1) % self._config.log_every_steps + 1
             rows = float(sums["real_fraction"][1]) / self._phase.tokens / steps
-        self._progress.note(note + self._log_speed(step, summary, rows))
+        speed = self._log_speed(step, summary, rows)
+        if self._progress.is_narrow:
+            note = note.partition(" nsp ")[0]
+        self._progress.note(f"{note} lr {summary['learning_rate']:.1g}{speed}")
+
+    def first(self, step: int, sums: dict[str, Any]) -> None:
+        """Show the metrics of the first step of this start, which must be finished."""
+        text = self._phase.objective.describe(self._phase.objective.summarize(means(sums)))
+        self._progress.say(f"step {step:,}: {text}")
 
     def heldout(self, step: int, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Evaluate, write the held-out metrics and return them as the task summarizes them.
@@ -90,7 +98,9 @@ class Log:
         finished.
         """
         start_time = time.monotonic()
+        note = self._progress.note("evaluating …")
         metrics = evaluate()
+        self._progress.note(note)
         self._clock = (self._clock[0], self._clock[1] + time.monotonic() - start_time)
         if not metrics:
             return {}
@@ -122,7 +132,7 @@ class Log:
             "real_tokens_per_second": tokens * summary["real_fraction"],
             "flops_per_second": rows * self._phase.objective.flops_per_row / seconds,
         }
-        note = f" {tokens * summary['real_fraction']:,.0f} real tok/s {summary['real_fraction']:.0%} real"
+        note = f" {_short(tokens * summary['real_fraction'])} tok/s"
         peak = device.peak_flops()
         if peak:
             mfu = speed["flops_per_second"] / (peak * self._devices)
@@ -140,6 +150,15 @@ class Log:
         self._metrics.append({"step": step, "split": split, **summary})
         for name, value in summary.items():
             self._board.add_scalar(f"{split}/{name}", value, step)
+
+
+def _short(number: float) -> str:
+    """Return a number in three or four characters: 950, 1.2k, 34k, 5.6M."""
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            number /= scale
+            return f"{number:.1f}{unit}" if number < 10 else f"{number:.0f}{unit}"
+    return f"{number:.0f}"
 
 
 class EarlyStopping:
@@ -160,6 +179,11 @@ class EarlyStopping:
         """Add the metrics of an evaluation."""
         if self._metric in metrics:
             self._values.append(self._sign * metrics[self._metric])
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; None before the first evaluation."""
+        return max(self._values) * self._sign if self._values else None
 
     @property
     def reason(self) -> str:

@@ -31,6 +31,7 @@ class Progress:
 
     Attributes:
         shown: set to False in processes that must not print, such as all but process 0.
+        is_narrow: whether there is room only for the most important of a step's numbers.
     """
 
     shown = True
@@ -40,6 +41,7 @@ class Progress:
         self._initial, self._done = done, done
         self._note = ""
         self._bar = None
+        self.is_narrow = False
         self._start = self._logged = time.monotonic()
 
     def __enter__(self) -> "Progress":
@@ -52,13 +54,17 @@ class Progress:
                 if self._unit == "B"
                 else (progress.MofNCompleteColumn(),)
             )
+            terminal = console.Console(stderr=True)
+            self.is_narrow = narrow = terminal.width < 100 and self._unit == "steps"
             self._bar = progress.Progress(
-                progress.TextColumn("[bold]{task.description}"),
-                progress.BarColumn(bar_width=24),
+                progress.SpinnerColumn(),
+                *([] if narrow else [progress.TextColumn("[bold]{task.description}")]),
+                progress.BarColumn(bar_width=4 if narrow else 20),
                 *sizes,
                 progress.TextColumn("{task.fields[note]}"),
+                progress.TimeElapsedColumn(),
                 progress.TimeRemainingColumn(compact=True),
-                console=console.Console(stderr=True),
+                console=terminal,
                 refresh_per_second=4,
                 speed_estimate_period=60,
             )
@@ -82,11 +88,18 @@ class Progress:
         elif time.monotonic() - self._logged > LOG_EVERY_SECONDS:
             self._log()
 
-    def note(self, text: str) -> None:
-        """Set the text at the end of the bar."""
-        self._note = text
+    def restart(self) -> None:
+        """Count speed and remaining time from now on, after a part that is not repeated."""
+        self._start, self._initial = time.monotonic(), self._done
+        if self._bar is not None:
+            self._bar.reset(self._task, total=self._total, completed=self._done, note="")
+
+    def note(self, text: str) -> str:
+        """Set the text at the end of the bar, and return the one before."""
+        before, self._note = self._note, text
         if self._bar is not None:
             self._bar.update(self._task, note=text)
+        return before
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -17,7 +17,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, device, distributed, files, guard, sharding, storage, workdir
+from bert_jax import (
+    checkpoint,
+    device,
+    distributed,
+    files,
+    guard,
+    sharding,
+    storage,
+    summary,
+    workdir,
+)
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import TrainConfig
 from bert_jax.data.loader import Batch
@@ -114,8 +124,11 @@ def train(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
         )
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
-        progress.say(sharding.describe(mesh))
-        progress.say(attention.describe(config, *hardware))
+        for line in summary.start_lines(config, mesh, phases, data, shapes.params, folder):
+            progress.say(line)
+        for line in summary.warnings(config, phases, data):
+            progress.say(line)
+        start_time, first_step = time.monotonic(), step
         interrupted = stack.enter_context(catch_signals(progress))
         heartbeat = stack.enter_context(distributed.Heartbeat())
         stop_flag = distributed.StopFlag(STEPS_AHEAD)
@@ -139,7 +152,9 @@ def train(
             # Compiling the step needs only shapes and takes longer than creating the state.
             compiling = pool.submit(programs_of, _index_at(phases, step))
             state = state_at(step)
+            progress.note("compiling …")
             compiling.result()
+            progress.restart()
 
         # ---- Loop --------------------------------------------------------------------------------
         # Dispatched steps, whose statistics have not been read: (steps done, metric sums, stats).
@@ -155,6 +170,8 @@ def train(
                 if bad_step:
                     step_guard.record(bad_step, _read_batch(phases, bad_step.step))
                     progress.say(str(bad_step))
+                if step == first_step + 1:
+                    log.first(step, sums)
                 if step % config.log_every_steps == 0 or step == config.steps:
                     log.training(step, sums)
             return None
@@ -241,6 +258,8 @@ def train(
                 _share(folder)
                 early_stopping = EarlyStopping(config, best, folder, step)
 
+        seconds = time.monotonic() - start_time
+        progress.say(summary.end_line(step, seconds, metric.name, early_stopping.best))
         if interrupted():  # a signal after the last step must still stop the runs that follow
             raise Interrupted(_saved(step, config, folder))
 

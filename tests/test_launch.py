@@ -921,7 +921,7 @@ def test_commands_of_pages(path):
     text = "\n".join(re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL))
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("bert-jax ")]
-    assert commands or path.stem == "README"
+    assert commands or path.parent.name != "launch" or path.stem == "README"
     for _, *arguments in commands:
         if arguments[0] == "launch" and "--" in arguments:
             assert cli.main(["launch", "--dry-run", *arguments[1:]]) == 0, arguments

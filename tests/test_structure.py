@@ -23,7 +23,7 @@ LAYERS = (
     {"benchmarks", "checkpoint", "optim"},
     {"convert", "guard", "objectives"},
     {"embed", "evaluate", "inference"},
-    {"log", "step", "signals", "tracing"},
+    {"log", "step", "signals", "summary", "tracing"},
     {"train"},
     {"downstream"},
     {"replay"},

@@ -57,6 +57,7 @@ def _pretrain(options) -> int | None:
     device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax.objectives import pretraining
+    from bert_jax.progress import Progress
     from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
     from bert_jax.train import train
@@ -75,6 +76,8 @@ def _pretrain(options) -> int | None:
     except Interrupted as interrupt:
         print(f"bert-jax pretrain: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
+    if Progress.shown and not config.model.causal:
+        print(f'next: bert-jax fill-mask --init {options.workdir} "The [MASK] of the day."')
     return None
 
 

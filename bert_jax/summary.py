@@ -1,0 +1,105 @@
+"""What a run says of itself: lines at its start, warnings about its settings, and its end."""
+
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from bert_jax import sharding
+from bert_jax.config import Config, TrainConfig
+from bert_jax.errors import shown
+from bert_jax.model import attention
+from bert_jax.model.bert import Params
+from bert_jax.model.flops import parameter_count
+from bert_jax.objectives.base import Phase
+
+# Held-out losses of fewer masked tokens have a standard error above 0.1 nats.
+_MIN_HELDOUT_TARGETS = 500
+_MIN_EPOCHS, _MAX_EPOCHS = 1, 100
+
+
+def start_lines(
+    config: TrainConfig,
+    mesh: jax.sharding.Mesh,
+    phases: Sequence[Phase],
+    data: Sequence[dict[str, Any]],
+    params: Params,
+    folder: pathlib.Path,
+) -> Iterator[str]:
+    """Yield five lines: devices, model, data, batch and attention, and where files go.
+
+    Args:
+        config, mesh, phases, data, folder: as in `train`.
+        params: the parameters or their shapes.
+    """
+    model = config.model
+    yield sharding.describe(mesh)
+    yield (
+        f"model: L{model.layers}-H{model.hidden}-A{model.heads}, "
+        f"{parameter_count(params, model):,} parameters, vocabulary of {model.vocab_size:,}"
+    )
+    if isinstance(config, Config):
+        tokens = sum(rows["train"]["real_tokens"] for rows in data)
+        heldout = sum(rows["heldout"]["rows"] for rows in data)
+        yield (
+            f"data: {sum(rows['train']['rows'] for rows in data):,} rows with {tokens:,} real tokens, "
+            f"{sum(_epochs(phases, data)):.2g} epochs; {heldout:,} rows held out"
+        )
+    sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
+    hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
+    yield (
+        f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
+        f"{attention.describe(config, *hardware)}"
+    )
+    yield shown(f"workdir: {folder}; {config.steps:,} steps")
+
+
+def warnings(
+    config: TrainConfig, phases: Sequence[Phase], data: Sequence[dict[str, Any]]
+) -> Iterator[str]:
+    """Yield a line for each setting that is likely a mistake, such as a warm-up that never ends."""
+    warmup = config.optim.warmup_steps
+    if warmup >= config.steps:
+        yield (
+            f"warning: config.optim.warmup_steps is {warmup:,} and config.steps {config.steps:,}: the "
+            "learning rate does not reach its peak; set --config.optim.warmup_steps="
+            f"{config.steps // 16 or 1}"
+        )
+    if not isinstance(config, Config):
+        return
+    epochs = sum(_epochs(phases, data))
+    if epochs < _MIN_EPOCHS:
+        yield f"warning: the run sees {epochs:.0%} of the rows: for all of them, raise config.steps"
+    if epochs > _MAX_EPOCHS:
+        yield (
+            f"warning: the run sees all rows {epochs:,.0f} times: it will overfit; lower config.steps "
+            "or prepare more text"
+        )
+    targets = min(rows["heldout"]["real_tokens"] for rows in data)
+    if not config.model.causal:
+        targets *= config.masking.rate
+    if targets < _MIN_HELDOUT_TARGETS:
+        yield (
+            f"warning: held-out losses are means over {targets:,.0f} tokens, too few to compare runs: "
+            "prepare more text, or with a larger --heldout-fraction"
+        )
+
+
+def end_line(step: int, seconds: float, metric: str, best: float | None) -> str:
+    """Return the line that ends a run: its last step, the duration, the best held-out metric."""
+    line = f"finished step {step:,} after {duration(seconds)}"
+    return line if best is None else f"{line}; best held-out {metric} {best:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as "45 s", "13.4 min" or "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _epochs(phases: Sequence[Phase], data: Sequence[dict[str, Any]]) -> Iterator[float]:
+    """Yield how often each phase sees its rows."""
+    for phase, rows in zip(phases, data, strict=True):
+        yield phase.batch_size * (phase.end_step - phase.first_step) / rows["train"]["rows"]

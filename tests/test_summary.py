@@ -1,0 +1,72 @@
+"""Lines at the start and end of a run, and warnings about settings that are likely mistakes."""
+
+import dataclasses
+
+import pytest
+
+from bert_jax import summary
+from bert_jax.config import Config, FinetuneConfig, OptimConfig, PhaseConfig, model_size
+from bert_jax.log import _short
+from bert_jax.objectives import pretraining
+from bert_jax.objectives.base import Phase
+
+
+def phases(config: Config) -> list[Phase]:
+    return pretraining.abstract_phases(config, 1)[1]
+
+
+def rows(train: int = 800, heldout_tokens: int = 100_000) -> dict:
+    return {"train": {"rows": train}, "heldout": {"real_tokens": heldout_tokens}}
+
+
+def config(steps: int = 1_000, warmup: int = 60, lengths: int = 1, **changes) -> Config:
+    return Config(
+        model=dataclasses.replace(model_size("L2-H16-A2"), **changes),
+        steps=steps,
+        batch_size=8,
+        optim=OptimConfig(warmup_steps=warmup),
+        phases=(PhaseConfig(tokens=32, fraction=1 / lengths),) * lengths,
+    )
+
+
+def test_sensible_settings_have_no_warning():
+    for settings in (config(), config(lengths=2)):
+        given = phases(settings)
+        assert not list(summary.warnings(settings, given, [rows()] * len(given)))
+    tuned = FinetuneConfig(steps=100, optim=OptimConfig(warmup_steps=10))
+    assert not list(summary.warnings(tuned, phases(config(100)), [{"digest": ""}]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "words"),
+    [
+        (config(400, 400), rows(), "set --config.optim.warmup_steps=25"),
+        (config(99), rows(), "sees 99% of the rows"),
+        (config(10_100), rows(), "sees all rows 101 times"),
+        (config(), rows(heldout_tokens=3_000), "means over 450 tokens"),
+    ],
+)
+def test_likely_mistakes_are_named(settings, data, words):
+    (line,) = summary.warnings(settings, phases(settings), [data])
+    assert line.startswith("warning: ")
+    assert words in line
+
+
+def test_heldout_tokens_of_a_causal_model_are_all_predicted():
+    causal = config(causal=True, next_sentence=False)
+    assert not list(summary.warnings(causal, phases(causal), [rows(heldout_tokens=3_000)]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(45.0, "45 s"), (804.0, "13.4 min"), (9_000.0, "2.5 h"), (99.6, "100 s")]
+)
+def test_durations(seconds, text):
+    assert summary.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(950.0, "950"), (1_240.0, "1.2k"), (34_400.0, "34k"), (5_600_000.0, "5.6M"), (2e9, "2.0G")],
+)
+def test_short_numbers(number, text):
+    assert _short(number) == text
