@@ -4,13 +4,14 @@
 #   make test-quick                 a subset that takes two minutes
 #   make test-all                   all tests that can run here, with line coverage
 #   make lint                       ruff and pyright
+#   make docs                       build the documentation into build/site
 #   make bench [ARGS=…]             benchmarks against PyTorch; needs BERT_JAX_DATA
 #   make soak                       kill a run a hundred times, watch a long one for leaks, fuzz
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-quick test-all lint bench soak clean
+.PHONY: quickstart test test-quick test-all lint docs bench soak clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -31,6 +32,10 @@ lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --project . --pythonpath $(BIN)/python
+
+# Warnings, such as a link to a page that does not exist, are errors.
+docs: $(VENV)/lint.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 # Takes hours on two cores; results are in experiments/speed/README.md.
 bench: $(VENV)/bench.done
