@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     command = []
-    if arguments[:1] == ["launch"] and "--" in arguments:  # a command to launch follows
+    if arguments[:1] in (["launch"], ["sweep"]) and "--" in arguments:  # a command follows
         index = arguments.index("--")
         arguments, command = arguments[:index], arguments[index + 1 :]
     from bert_jax.config_flags import split
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config and not getattr(options, "takes_config", False):
         parser().error(f"{options.verb} does not take --config")
     options.config = config
-    if options.verb == "launch":
+    if options.verb in ("launch", "sweep"):
         options.arguments, options.command = arguments[1:], command
     try:
         storage.check(arguments)

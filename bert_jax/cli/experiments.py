@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pathlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,24 @@ def add_sweep(verbs: Verbs) -> None:
         "run the points of an experiment, locally or on a cluster",
         "  bert-jax sweep experiments/table6_model_size --dry-run\n"
         "  bert-jax sweep experiments/table6_model_size --data ../data --jobs 2\n"
+        "  bert-jax sweep --grid optim.learning_rate=1e-4,3e-4 --grid model=L2-H128-A2,L4-H256-A4 \\\n"
+        "    -- pretrain --config mini,128 --rows rows128 --config.steps=2000\n"
         "  bert-jax sweep experiments/table1_glue --init google-bert/bert-base-uncased \\\n"
         "    --on slurm --launch=--gpus=8 --jobs 20 --runs /shared/runs\n\n"
         "Finished points are skipped, interrupted points resumed. Each point appends a line to the\n"
         "experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted",
     )
-    sub.add_argument("file", metavar="SWEEP", help="a sweep.py, or its folder")
+    sub.add_argument(
+        "file",
+        nargs="?",
+        metavar="SWEEP",
+        help="a sweep.py, or its folder; with --grid the folder to write (default: sweeps/KEYS)",
+    )
+    sub.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=V,V,…",
+        help="values of a config key, or of `model`, for the pretrain or finetune command after --: "
+        "write a sweep of all combinations to the folder and run it; repeatable",
+    )  # fmt: skip
     sub.add_argument(
         "--scale", choices=("small", "paper"), help="default small, or paper with --init"
     )  # fmt: skip
@@ -82,6 +95,7 @@ def add_sweep(verbs: Verbs) -> None:
 
 def _sweep(options) -> int | None:
     from bert_jax.tools import sweep
+    from bert_jax.tools.report import grid
     from bert_jax.tools.sweep import cost, run, scheduler
 
     for name in ("jobs", "seeds", "search"):
@@ -106,11 +120,22 @@ def _sweep(options) -> int | None:
             )
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
+    if options.grid:
+        choices = grid.parse(options.grid)
+        options.file = options.file or f"sweeps/{grid.name(choices)}"
+        folder = tempfile.mkdtemp() if options.dry_run else options.file
+        grid.write(pathlib.Path(folder), options.command, choices)
+    elif options.command:
+        raise UserError("a command after -- needs --grid KEY=VALUE,VALUE,…")
+    elif not options.file:
+        raise UserError("give a sweep.py or its folder, or --grid KEY=VALUE,VALUE,… -- pretrain …")
+    else:
+        folder = options.file
     # Without --data, a dry run shows the name of the environment variable.
     data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
     scale = options.scale or ("paper" if options.init else "small")
     args = sweep.SweepArgs(scale, data, options.init, options.seeds)
-    selected = sweep.select(sweep.load(options.file, args), options.only)
+    selected = sweep.select(sweep.load(folder, args), options.only)
     for point in selected.points:
         shown = point.display_command(data)
         if not options.data and not options.dry_run and any(_DATA in part for part in shown):

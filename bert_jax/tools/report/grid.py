@@ -1,0 +1,163 @@
+"""Sweeps over a grid of settings, without a Python file by the user: `bert-jax sweep --grid`.
+
+The sweep and its page are written to a folder as any other experiment, where they can be edited.
+"""
+
+import pathlib
+import pprint
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bert_jax import files
+from bert_jax.config import model_size
+from bert_jax.errors import UserError
+from bert_jax.tools.report.experiment import Column, Curves, Line, Runs, Table
+from bert_jax.tools.sweep import Point, grid
+
+_SWEEP = '''"""A grid of settings, written by `bert-jax sweep --grid`."""
+
+from bert_jax.tools.report import grid
+
+COMMAND = {command}
+GRID = {choices}
+
+
+def get_points(given):
+    """Return a point for every combination."""
+    return grid.points(COMMAND, GRID)
+
+
+def get_blocks(results):
+    """Return the table and the picture of the results."""
+    return grid.blocks(GRID, results)
+'''
+_README = """# {title}
+
+```sh
+bert-jax sweep {folder}
+bert-jax report {folder}
+```
+
+Every combination of {settings} in `bert-jax {command}`.
+
+<!-- table -->
+<!-- /table -->
+
+<!-- curve -->
+<!-- /curve -->
+
+<!-- runs -->
+<!-- /runs -->
+"""
+_MAX_METRICS = 6
+
+
+def parse(specs: Sequence[str]) -> dict[str, list[str]]:
+    """Parse KEY=VALUE,VALUE,… of each --grid.
+
+    Raises:
+        UserError: a spec has no key or no values, or a key occurs twice.
+    """
+    choices: dict[str, list[str]] = {}
+    for spec in specs:
+        key, equals, values = spec.partition("=")
+        key = key.removeprefix("config.")
+        if not (key and equals and all(values.split(","))):
+            raise UserError(f"--grid {spec}: write KEY=VALUE,VALUE,…")
+        if key in choices:
+            raise UserError(f"--grid {spec}: {key} is already given; list all its values in one")
+        choices[key] = values.split(",")
+    return choices
+
+
+def name(choices: Mapping[str, Sequence[str]]) -> str:
+    """Return a folder name for a grid: the last part of each key."""
+    return "_".join(key.rpartition(".")[2] for key in choices)
+
+
+def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, list[str]]) -> None:
+    """Write sweep.py and README.md of a grid, unless the same are there.
+
+    Args:
+        folder: the experiment's folder.
+        command: the command, `pretrain` or `finetune`, without --workdir.
+        choices: values by config key; `model` stands for the size in --config.
+
+    Raises:
+        UserError: the command cannot be swept, or the folder holds another sweep.
+    """
+    if command[:1] not in (["pretrain"], ["finetune"]):
+        raise UserError("--grid needs a pretrain or finetune command after --")
+    if any(part.partition("=")[0] == "--workdir" for part in command):
+        raise UserError("the command after -- has --workdir, which the sweep chooses: remove it")
+    points(list(command), choices)  # checks `model`
+    text = _SWEEP.format(command=pprint.pformat(list(command)), choices=pprint.pformat(dict(choices), sort_dicts=False))  # fmt: skip
+    path = folder / "sweep.py"
+    if path.exists():
+        if path.read_text() != text:
+            raise UserError(f"{folder} holds another sweep: choose another folder, or edit {path}")
+        return
+    settings = " and ".join(f"{key} ({', '.join(values)})" for key, values in choices.items())
+    with files.one_line_errors(f"cannot write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        readme = _README.format(
+            title=" and ".join(choices),
+            folder=folder,
+            settings=settings,
+            command=shlex.join(command),
+        )
+        files.write(folder / "README.md", readme)
+        files.write(path, text)
+
+
+def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Point]:
+    """Return a point for every combination, whose facts are its settings."""
+    return [
+        Point(_label(facts), (*_with(command, facts),), dict(facts)) for facts in grid(**choices)
+    ]
+
+
+def blocks(choices: Mapping[str, Sequence[str]], results: Sequence[Line]) -> dict[str, Any]:
+    """Return the table of the final metrics, the held-out curves and the costs."""
+    rows = {_label(facts): facts for facts in grid(**choices)}
+    metrics = {
+        name: Column(name, factor=1.0, digits=4)
+        for line in results[:1]
+        for name, value in list(line["metrics"].items())[:_MAX_METRICS]
+        if isinstance(value, int | float)
+    }
+    return {
+        "table": Table(rows, metrics, title=", ".join(choices)),
+        "curve": Curves("curve.svg", rows, "step", "loss", ("step", "held-out loss (nats)")),
+        "runs": Runs(),
+    }
+
+
+def _label(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in facts.items())
+
+
+def _with(command: Sequence[str], facts: Mapping[str, str]) -> list[str]:
+    """Return a command with settings, which come last and so replace earlier ones."""
+    settings = dict(facts)
+    size = settings.pop("model", "")
+    parts = list(command)
+    if size:
+        model_size(size)  # raises for an unknown one
+        parts = _with_size(parts, size)
+    return [*parts, *(f"--config.{key}={value}" for key, value in settings.items())]
+
+
+def _with_size(parts: list[str], size: str) -> list[str]:
+    """Replace the size in `--config SIZE,…`, `--config NAME:SIZE,…` or `--config=…`."""
+    for i, part in enumerate(parts):
+        option, equals, value = part.partition("=")
+        if option != "--config" or (not equals and i + 1 == len(parts)):
+            continue
+        old = value if equals else parts[i + 1]
+        name, colon, argument = old.partition(":") if ":" in old else ("", "", old)
+        new = f"{name}{colon}{','.join([size, *argument.split(',')[1:]])}"
+        replaced = [f"--config={new}"] if equals else ["--config", new]
+        return [*parts[:i], *replaced, *parts[i + len(replaced) :]]
+    raise UserError("--grid model=… needs --config SIZE in the command after --")

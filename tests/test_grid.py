@@ -1,0 +1,100 @@
+"""`bert-jax sweep --grid`: the points, the files it writes, and the page of the results."""
+
+import json
+
+import pytest
+
+from bert_jax import cli
+from bert_jax.errors import UserError
+from bert_jax.tools.report import experiment, grid
+
+COMMAND = ["pretrain", "--config", "tiny,32", "--rows", "rows", "--config.steps=4"]
+CHOICES = {"optim.learning_rate": ["1e-4", "1e-3"], "model": ["L1-H16-A2", "L2-H16-A2"]}
+GRID = ["--grid=optim.learning_rate=1e-4,1e-3", "--grid", "model=L1-H16-A2,L2-H16-A2"]
+
+
+def test_every_combination_is_a_point():
+    points = grid.points(COMMAND, CHOICES)
+    assert [point.facts for point in points] == [
+        {"optim.learning_rate": rate, "model": size}
+        for rate in ("1e-4", "1e-3")
+        for size in ("L1-H16-A2", "L2-H16-A2")
+    ]
+    assert points[3].command == (
+        "pretrain", "--config", "L2-H16-A2,32", "--rows", "rows", "--config.steps=4",
+        "--config.optim.learning_rate=1e-3",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--config=base"], ["--config=L1-H16-A2"]),
+        (["--config", "pretrain:base,128=0.9,512=0.1"], ["--config", "pretrain:L1-H16-A2,128=0.9,512=0.1"]),
+        (["--config", "configs/pretrain.py:base,128"], ["--config", "configs/pretrain.py:L1-H16-A2,128"]),
+    ],
+)  # fmt: skip
+def test_a_size_replaces_that_of_the_config(given, expected):
+    (point,) = grid.points(["pretrain", *given], {"model": ["L1-H16-A2"]})
+    assert list(point.command) == ["pretrain", *expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grid", "steps", "--", *COMMAND], "write KEY=VALUE"),
+        (["--grid", "steps=1,", "--", *COMMAND], "write KEY=VALUE"),
+        (["--grid", "steps=1", "--grid", "steps=2", "--", *COMMAND], "already given"),
+        (["--grid", "stpes=1,2", "--", *COMMAND], "did you mean config.steps?"),
+        (["--grid", "model=huge", "--", *COMMAND], "unknown model size 'huge'"),
+        (["--grid", "steps=1,2"], "needs a pretrain or finetune command after --"),
+        (["--grid", "steps=1,2", "--", "vocab", "text"], "needs a pretrain or finetune command"),
+        (["--grid", "steps=1,2", "--", *COMMAND, "--workdir=x"], "which the sweep chooses"),
+        (["here", "--", *COMMAND], "needs --grid"),
+        ([], "give a sweep.py or its folder"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", "--dry-run", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", "--dry-run", *GRID, "--", *COMMAND]) == 0
+    out = capsys.readouterr().out
+    assert "4 points" in out
+    assert "--config L2-H16-A2,32" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_of_a_grid(tmp_path):
+    folder = tmp_path / "learning_rate_model"
+    grid.write(folder, COMMAND, CHOICES)
+    grid.write(folder, COMMAND, CHOICES)  # again, to resume
+    with pytest.raises(UserError, match="holds another sweep"):
+        grid.write(folder, COMMAND, {"steps": ["1", "2"]})
+    lines = [
+        {
+            "point": point.name,
+            "facts": point.facts,
+            "metrics": {"masked_lm_loss": 5.0 + i},
+            "curve": {"step": [2, 4], "loss": [6.0, 5.0 + i]},
+            "digest": point.digest(""),
+            "scale": "small",
+            "command": "",
+            "wall_seconds": 1,
+        }
+        for i, point in enumerate(grid.points(COMMAND, CHOICES)[:3])
+    ]
+    text = "\n".join(map(json.dumps, lines)) + "\n"
+    (folder / "results.jsonl").write_text(text)
+    blocks = grid.blocks(CHOICES, lines)
+    table = blocks["table"].markdown(lines, folder)
+    assert "| learning_rate=1e-3, model=L1-H16-A2 | 7.0000 |" in table
+    assert "| learning_rate=1e-3, model=L2-H16-A2 | not run |" in table
+    blocks["curve"].markdown(lines, folder)
+    assert (folder / "curve.svg").stat().st_size > 1000
+    assert experiment.sweep.load(folder, experiment.sweep.SweepArgs()).points[3].facts["model"]
