@@ -287,8 +287,6 @@ def predict_new(
     metrics_path = pathlib.Path(folder) / METRICS
     if metrics_path.exists():
         problem = _tuned(problem, json.loads(metrics_path.read_text()).get("dev", {}))
-    for line in problem.report:
-        print(line, flush=True)
     return problem, predict(config, params, problem, "new", MeshConfig())
 
 
@@ -313,6 +311,8 @@ def predict_file(
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
     problem, logits = predict_new(config, vocabulary, params, source, folder)
+    for line in problem.report:
+        print(line, flush=True)
     with files.new_folder(out) as new_folder:
         problem.write("new", logits, new_folder)
 

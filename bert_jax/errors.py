@@ -57,8 +57,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
             return True
         return len(choice) > 3 and plain.endswith(("_" + choice, "-" + choice))
 
+    plural = [choice for choice in choices if choice == word + "s"]
     short = [choice for choice in choices if is_short_for(choice)]
-    return (short or difflib.get_close_matches(word, choices, 1) or [""])[0]
+    return (plural or short or difflib.get_close_matches(word, choices, 1) or [""])[0]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,0 +1,75 @@
+"""The notebooks in examples/ run from top to bottom, and are committed as they came out."""
+
+import pathlib
+
+import nbclient
+import nbformat
+import pytest
+
+from bert_jax import cli
+
+FOLDER = pathlib.Path(__file__).parent.parent / "examples"
+# What each notebook prints with the model of the tests, and its number of pictures.
+PRINTED = {
+    "tour": (("2 layers of 16, 2 heads, 150 word pieces", "did you mean config.model.layers?"), 2),
+    "fine_tune_a_table": (("{'train': 160, 'dev': 65, 'test': 75}", "of 75 wrong"), 0),
+    "probe_attention": (("2 layers of 2 heads", "[CLS] or [SEP]"), 2),
+}
+
+
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(notebook):
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    return "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
+
+
+@pytest.fixture(scope="module")
+def model(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples") / "model"
+    argv = (
+        "--config=L2-H16-A2,32 --config.steps=4 --config.batch_size=8 "
+        f"--config.evaluate_every_steps=4 --rows {rows(32, 3)} --workdir {folder}"
+    )
+    assert cli.main(["pretrain", *argv.split()]) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_it_runs(name, model, rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_EXAMPLE_MODEL", str(model))
+    monkeypatch.setenv("BERT_JAX_EXAMPLE_ROWS", str(rows(32, 3)))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = read(name)
+    resources = {"metadata": {"path": str(FOLDER)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    sentences, pictures = PRINTED[name]
+    assert not [sentence for sentence in sentences if sentence not in printed(notebook)]
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    assert sum("image/png" in output.get("data", ()) for output in outputs) == pictures
+
+
+def test_all_are_tested():
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_it_is_committed_as_it_came_out(name):
+    cells = code(read(name))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
+    assert "stderr" not in {output.get("name") for output in outputs}
+    text = (FOLDER / f"{name}.ipynb").read_text()
+    assert not any(place in text for place in ("/root", "/home", "/tmp", "/work"))
