@@ -1,5 +1,7 @@
 """Platform selection, XLA flags, and data sheets of accelerators."""
 
+import contextlib
+import hashlib
 import importlib.util
 import os
 import pathlib
@@ -14,6 +16,8 @@ from bert_jax.errors import UserError
 
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
+# A guess for programs that were never compiled on this machine: base takes 15 s on two CPU cores.
+_COMPILE_SECONDS = 20.0
 
 
 class Chip(NamedTuple):
@@ -145,8 +149,7 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
     Raises:
         UserError: the platform is not available.
     """
-    folder = os.environ.get("BERT_JAX_CACHE") or pathlib.Path.home() / ".cache" / "bert_jax"
-    jax.config.update("jax_compilation_cache_dir", str(folder) if cache else None)
+    jax.config.update("jax_compilation_cache_dir", str(_cache_folder()) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
@@ -166,6 +169,36 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
             f"config.platform is {platform!r}, but JAX finds no such device: {advice}"
             "set it to '' to use the best one available"
         ) from error
+
+
+def _cache_folder() -> pathlib.Path:
+    folder = os.environ.get("BERT_JAX_CACHE")
+    return pathlib.Path(folder) if folder else pathlib.Path.home() / ".cache" / "bert_jax"
+
+
+def _compile_record(program: str) -> pathlib.Path:
+    name = hashlib.sha256(program.encode()).hexdigest()[:16]
+    return _cache_folder() / "compile_seconds" / name
+
+
+def compile_seconds(program: str) -> float:
+    """Return how long compiling took last time on this machine, or a guess.
+
+    Args:
+        program: description of the program: everything that its compilation depends on.
+    """
+    try:
+        return float(_compile_record(program).read_text())
+    except (OSError, ValueError):
+        return _COMPILE_SECONDS
+
+
+def record_compile_seconds(program: str, seconds: float) -> None:
+    """Remember how long compiling took, for `compile_seconds`."""
+    path = _compile_record(program)
+    with contextlib.suppress(OSError):  # as for JAX's own cache, a full disk is no error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{seconds:.1f}\n")
 
 
 def _platforms() -> str:

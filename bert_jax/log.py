@@ -1,5 +1,6 @@
 """Write the metrics of a run to files, TensorBoard and the terminal."""
 
+import json
 import pathlib
 import sys
 import time
@@ -139,17 +140,29 @@ class Log:
             speed["model_flops_utilization"] = mfu
             note += f" {speed['model_flops_utilization']:.0%} MFU"
         self._speed.append(speed)
-        for name, value in speed.items():
-            if name != "step":
-                self._board.add_scalar(f"speed/{name}", value, step)
+        self._send(step, "speed", speed)
         return note
 
     def _write(self, step: int, split: str, summary: dict[str, float]) -> None:
         if not self._writes:
             return
         self._metrics.append({"step": step, "split": split, **summary})
-        for name, value in summary.items():
-            self._board.add_scalar(f"{split}/{name}", value, step)
+        self._send(step, split, summary)
+
+    def _send(self, step: int, split: str, values: dict[str, Any]) -> None:
+        """Send values to what follows the run: TensorBoard, and the reader of `--json`."""
+        for name, value in values.items():
+            if name != "step":
+                self._board.add_scalar(f"{split}/{name}", value, step)
+        self._print({**values, "step": step, "split": split})
+
+    def _print(self, line: dict[str, Any]) -> None:
+        if self._writes and self._progress.json_lines:
+            print(json.dumps(line), file=self._progress.json_lines, flush=True)
+
+    def end(self, values: dict[str, Any]) -> None:
+        """Tell the reader of `--json` how the run ended."""
+        self._print({"split": "end", **values})
 
 
 def _short(number: float) -> str:
@@ -171,6 +184,7 @@ class EarlyStopping:
         self._evaluations = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
         self._values: list[float] = []
+        self._steps: list[int] = []
         for line in workdir.read_steps(folder / "metrics.jsonl"):
             if line.get("split") == "heldout" and line["step"] <= step:
                 self.add(line)
@@ -179,11 +193,15 @@ class EarlyStopping:
         """Add the metrics of an evaluation."""
         if self._metric in metrics:
             self._values.append(self._sign * metrics[self._metric])
+            self._steps.append(metrics["step"])
 
     @property
-    def best(self) -> float | None:
-        """The best value so far; None before the first evaluation."""
-        return max(self._values) * self._sign if self._values else None
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best evaluation; None before the first."""
+        if not self._values:
+            return None
+        value = max(self._values)
+        return self._steps[self._values.index(value)], value * self._sign
 
     @property
     def reason(self) -> str:

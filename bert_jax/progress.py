@@ -1,14 +1,20 @@
 """Progress of long tasks: a live bar in a terminal, occasional plain lines in a log."""
 
 import contextlib
+import datetime
 import os
+import pathlib
 import sys
 import time
+from typing import TextIO
 
+from bert_jax import files
 from bert_jax.errors import shown
 
 LOG_EVERY_SECONDS = 15.0
 SILENT_SECONDS = 0.5  # tasks shorter than this write no line to a log
+_WIDE = 100  # columns of a terminal that has room for a title and a long bar
+_MANY = 100_000  # units whose count leaves no room for a bar in a narrow terminal
 
 
 def _write(text: str) -> None:
@@ -31,22 +37,27 @@ class Progress:
 
     Attributes:
         shown: set to False in processes that must not print, such as all but process 0.
+        is_quiet: whether to print only warnings, for `--quiet`.
+        json_lines: where runs write their metrics as JSON lines, for `--json`; None for nowhere.
         is_narrow: whether there is room only for the most important of a step's numbers.
     """
 
     shown = True
+    is_quiet = False
+    json_lines: TextIO | None = None
 
     def __init__(self, title: str, total: int | None, unit: str, done: int = 0):
         self._title, self._total, self._unit = title, total, unit
         self._initial, self._done = done, done
         self._note = ""
         self._bar = None
+        self._file: TextIO | None = None
         self.is_narrow = False
         self._start = self._logged = time.monotonic()
 
     def __enter__(self) -> "Progress":
         self._start = self._logged = time.monotonic()
-        if self.shown and sys.stderr.isatty():
+        if self.shown and not self.is_quiet and sys.stderr.isatty():
             from rich import console, progress  # importing rich takes 0.1 s
 
             sizes = (
@@ -55,11 +66,13 @@ class Progress:
                 else (progress.MofNCompleteColumn(),)
             )
             terminal = console.Console(stderr=True)
-            self.is_narrow = narrow = terminal.width < 100 and self._unit == "steps"
+            self.is_narrow = terminal.width < _WIDE and self._unit == "steps"
+            title = [progress.TextColumn("[bold]{task.description}"), progress.BarColumn(20)]
+            if self.is_narrow:
+                title = [progress.BarColumn(4)] if (self._total or 0) < _MANY else []
             self._bar = progress.Progress(
                 progress.SpinnerColumn(),
-                *([] if narrow else [progress.TextColumn("[bold]{task.description}")]),
-                progress.BarColumn(bar_width=4 if narrow else 20),
+                *title,
                 *sizes,
                 progress.TextColumn("{task.fields[note]}"),
                 progress.TimeElapsedColumn(),
@@ -77,20 +90,31 @@ class Progress:
     def __exit__(self, *error) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._done > self._initial and time.monotonic() - self._start > SILENT_SECONDS:
+        if self._done > self._initial and time.monotonic() - self._start > SILENT_SECONDS:
             self._log()
+        if self._file is not None:
+            self._file.close()
+
+    def keep(self, path: pathlib.Path) -> None:
+        """Append all further lines to a file too, with the time.
+
+        Raises:
+            UserError: the file cannot be opened.
+        """
+        with files.one_line_errors(f"cannot write {path}"):
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
 
     def advance(self, units: int = 1) -> None:
         """Advance by `units`, which may be negative."""
         self._done += units
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
-        elif time.monotonic() - self._logged > LOG_EVERY_SECONDS:
+        if time.monotonic() - self._logged > LOG_EVERY_SECONDS:
             self._log()
 
     def restart(self) -> None:
         """Count speed and remaining time from now on, after a part that is not repeated."""
-        self._start, self._initial = time.monotonic(), self._done
+        self._start, self._initial, self._note = time.monotonic(), self._done, ""
         if self._bar is not None:
             self._bar.reset(self._task, total=self._total, completed=self._done, note="")
 
@@ -101,12 +125,19 @@ class Progress:
             self._bar.update(self._task, note=text)
         return before
 
+    def status(self, text: str) -> None:
+        """Set the text at the end of the bar; without a terminal, print it as a line."""
+        self.note(text)
+        if self._bar is None:
+            self.say(text)
+
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         line = shown(line)
+        self._keep(line)
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
-        elif self.shown:
+        elif self.shown and (not self.is_quiet or line.startswith("warning: ")):
             print(line, file=sys.stderr, flush=True)
 
     def say_in_handler(self, line: str) -> None:
@@ -124,8 +155,6 @@ class Progress:
     def _log(self) -> None:
         now = time.monotonic()
         self._logged = now
-        if not self.shown:
-            return
         rate = (self._done - self._initial) / max(now - self._start, 1e-9)
         scale, unit = 1.0, self._unit
         if unit == "B":  # kB for small files, which would be 0 MB
@@ -137,4 +166,15 @@ class Progress:
         if self._total is not None and rate > 0:
             seconds = max(self._total - self._done, 0) / rate
             text += f", {seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f} left"
-        print(f"{text}{', ' + self._note if self._note else ''}", file=sys.stderr, flush=True)
+        text += f", {self._note}" if self._note else ""
+        self._keep(text)
+        if self._bar is None and self.shown and not self.is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def _keep(self, line: str) -> None:
+        if self._file is not None:
+            now = datetime.datetime.now().isoformat(" ", "seconds")
+            # A full disk is reported by what the run cannot do without.
+            with contextlib.suppress(OSError):
+                self._file.write(f"{now} {line}\n")
+                self._file.flush()

@@ -2,11 +2,11 @@
 
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from bert_jax import sharding
+from bert_jax import sharding, workdir
 from bert_jax.config import Config, TrainConfig
 from bert_jax.errors import shown
 from bert_jax.model import attention
@@ -44,7 +44,7 @@ def start_lines(
         heldout = sum(rows["heldout"]["rows"] for rows in data)
         yield (
             f"data: {sum(rows['train']['rows'] for rows in data):,} rows with {tokens:,} real tokens, "
-            f"{sum(_epochs(phases, data)):.2g} epochs; {heldout:,} rows held out"
+            f"{_count(sum(_epochs(phases, data)))} epochs; {heldout:,} rows held out"
         )
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
@@ -52,7 +52,7 @@ def start_lines(
         f"batch: {', then '.join(dict.fromkeys(sizes))}; {model.dtype}; "
         f"{attention.describe(config, *hardware)}"
     )
-    yield shown(f"workdir: {folder}; {config.steps:,} steps")
+    yield shown(f"workdir: {folder}; {config.steps:,} steps; log: {folder / workdir.LOG}")
 
 
 def warnings(
@@ -86,10 +86,31 @@ def warnings(
         )
 
 
-def end_line(step: int, seconds: float, metric: str, best: float | None) -> str:
-    """Return the line that ends a run: its last step, the duration, the best held-out metric."""
-    line = f"finished step {step:,} after {duration(seconds)}"
-    return line if best is None else f"{line}; best held-out {metric} {best:.4f}"
+class End(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        step: the last step.
+        seconds: duration of the last start, with compilation and evaluations.
+        metric: name of the held-out metric that selects the best checkpoint.
+        best_step, best: step and value of its best evaluation; None if there was none.
+        checkpoint: folder of the checkpoint of that step or, if it was not saved, the last.
+    """
+
+    step: int
+    seconds: float
+    metric: str
+    best_step: int | None
+    best: float | None
+    checkpoint: str
+
+    def lines(self) -> Iterator[str]:
+        """Yield what to print."""
+        yield f"finished step {self.step:,} after {duration(self.seconds)}"
+        result = ""
+        if self.best is not None:
+            result = f"best held-out {self.metric} {self.best:.4f} at step {self.best_step:,}; "
+        yield f"{result}checkpoint: {self.checkpoint}"
 
 
 def duration(seconds: float) -> str:
@@ -97,6 +118,10 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _epochs(phases: Sequence[Phase], data: Sequence[dict[str, Any]]) -> Iterator[float]:

@@ -124,6 +124,8 @@ def train(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
         )
         progress = stack.enter_context(Progress("train", config.steps, "steps", done=step))
+        if not jax.process_index():
+            progress.keep(folder / workdir.LOG)
         for line in summary.start_lines(config, mesh, phases, data, shapes.params, folder):
             progress.say(line)
         for line in summary.warnings(config, phases, data):
@@ -152,7 +154,6 @@ def train(
             # Compiling the step needs only shapes and takes longer than creating the state.
             compiling = pool.submit(programs_of, _index_at(phases, step))
             state = state_at(step)
-            progress.note("compiling …")
             compiling.result()
             progress.restart()
 
@@ -231,7 +232,7 @@ def train(
                         metrics = log.heldout(
                             step, functools.partial(programs.evaluate, state.params)
                         )
-                        early_stopping.add(metrics)
+                        early_stopping.add({"step": step, **metrics})
                     if should_save or early_stopping.is_over:
                         # Metrics must be on disk before the checkpoint that a restart resumes from.
                         checksum = log.sync()
@@ -259,7 +260,14 @@ def train(
                 early_stopping = EarlyStopping(config, best, folder, step)
 
         seconds = time.monotonic() - start_time
-        progress.say(summary.end_line(step, seconds, metric.name, early_stopping.best))
+        best_step, best_value = early_stopping.best or (None, None)
+        saved = checkpoints.steps()
+        kept = best_step if best_step in saved else max(saved)
+        newest = shown(str(folder / "checkpoints" / str(kept)))
+        end = summary.End(step, round(seconds, 1), metric.name, best_step, best_value, newest)
+        for line in end.lines():
+            progress.say(line)
+        log.end(end._asdict())
         if interrupted():  # a signal after the last step must still stop the runs that follow
             raise Interrupted(_saved(step, config, folder))
 
@@ -345,8 +353,11 @@ def _compile(
     config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
 ) -> Programs:
     """Compile a phase and report how long it took."""
+    program = repr((config.model, config.optim, phase.batch_shape, mesh.shape, mesh.devices.flat[0].device_kind))  # fmt: skip
+    progress.status(f"compiling (about {device.compile_seconds(program):.0f} s) …")
     start_time = time.monotonic()
     compiled = compile_phase(config, phase, mesh, shapes)
+    device.record_compile_seconds(program, time.monotonic() - start_time)
     row_counts = " and ".join(map(str, phase.smaller_batch_sizes))
     progress.say(
         f"compiled the step for {phase.batch_size} rows of T={phase.tokens} "

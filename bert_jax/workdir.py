@@ -10,6 +10,7 @@ checkpoints/      checkpoints by step
 damaged/          damaged checkpoints, moved here when a run resumed
 skipped.json      steps whose batches are skipped (`bert_jax.guard`)
 incidents/        batch and statistics of bad steps (`bert_jax.guard`)
+log.txt           what the run said, with the time
 tensorboard/      the same curves as TensorBoard events
 profile/          traces of steps and a breakdown of their time (`bert_jax.tools.profile`)
 lock              lock file, held while a process trains here
@@ -41,6 +42,8 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+LOG = "log.txt"
 
 # Config keys (prefixes) that may change between starts of the same run.
 _FREE = (

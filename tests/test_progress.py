@@ -1,4 +1,8 @@
-"""Progress as lines, where there is no terminal."""
+"""Progress: a bar in a terminal, lines where there is none, and the lines that a file keeps."""
+
+import io
+import re
+import sys
 
 import pytest
 
@@ -17,3 +21,37 @@ def test_small_files_are_counted_in_kilobytes(monkeypatch, capsys, total, shown)
     assert line.startswith("reading: ")
     assert shown in line
     assert f"{shown.split()[-1]}/s" in line
+
+
+@pytest.mark.parametrize("total", [9_999, 1_000_000])
+def test_the_bar_of_a_run_fits_eighty_columns(monkeypatch, total):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    note = "mlm 2.416 acc 35.9% lr 6e-05 890k tok/s 42% MFU"
+    with progress.Progress("train", total, "steps", done=total // 2) as bar:
+        assert bar.is_narrow
+        bar.advance(1)
+        bar.note(note)
+        bar._bar.refresh()
+    shown = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", terminal.getvalue())
+    last = [line for line in re.split(r"[\r\n]", shown) if note in line][-1]
+    assert f"{total // 2 + 1}/{total}" in last.replace(" ", "")
+    assert re.search(r"MFU \d:\d\d:\d\d", last)
+    assert len(last.rstrip()) <= 80
+
+
+def test_a_quiet_run_prints_warnings_and_keeps_all_lines(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress, "LOG_EVERY_SECONDS", 0)
+    monkeypatch.setattr(progress.Progress, "is_quiet", True)
+    with progress.Progress("train", 2, "steps") as bar:
+        bar.keep(tmp_path / "log.txt")
+        bar.say("a line")
+        bar.say("warning: another")
+        bar.advance()
+    assert capsys.readouterr().err == "warning: another\n"
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
+    assert [line[20:27] for line in lines] == ["a line", "warning", "train: "]

@@ -57,6 +57,15 @@ def test_heldout_tokens_of_a_causal_model_are_all_predicted():
     assert not list(summary.warnings(causal, phases(causal), [rows(heldout_tokens=3_000)]))
 
 
+def test_the_end_names_the_best_evaluation_and_its_checkpoint():
+    end = summary.End(60, 49.2, "masked_lm_loss", 40, 5.21964, "run/checkpoints/40")
+    assert list(end.lines()) == [
+        "finished step 60 after 49 s",
+        "best held-out masked_lm_loss 5.2196 at step 40; checkpoint: run/checkpoints/40",
+    ]
+    assert list(end._replace(best=None).lines())[1] == "checkpoint: run/checkpoints/40"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(45.0, "45 s"), (804.0, "13.4 min"), (9_000.0, "2.5 h"), (99.6, "100 s")]
 )

@@ -340,9 +340,16 @@ def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys
     folder, changes = tmp_path / "run", ("model.causal=true", "model.next_sentence=false")
     changes += ("steps=60", "evaluate_every_steps=30", "checkpoint.every_steps=30")
     argv = ["pretrain", *arguments(*changes, "optim.learning_rate=5e-3"), "--rows", str(rows())]
-    assert cli.main([*argv, "--workdir", str(folder)]) == 0
-    assert "held-out next token " in capsys.readouterr().err
+    assert cli.main([*argv, "--workdir", str(folder), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "held-out next token " in printed.err
+    assert "held-out next token " in (folder / "log.txt").read_text()
     lines = workdir.read_lines(folder / "metrics.jsonl")
+    *told, end = [json.loads(line) for line in printed.out.splitlines()]
+    assert [line for line in told if line["split"] != "speed"] == lines
+    assert end["split"] == "end"
+    assert (end["best_step"], end["best"]) == (60, lines[-1]["loss"])
+    assert end["checkpoint"] == str(folder / "checkpoints" / "60")
     assert not [name for line in lines for name in line if "masked" in name]
     first, *_, last = lines
     assert last["split"] == "heldout"

@@ -18,6 +18,7 @@ from bert_jax.errors import (
     UserError,
     did_you_mean,
 )
+from bert_jax.progress import Progress
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 
@@ -110,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.config = config
     if options.verb in ("launch", "sweep"):
         options.arguments, options.command = arguments[1:], command
+    Progress.is_quiet = options.quiet
     try:
         storage.check(arguments)
         return options.run(options) or 0
@@ -131,6 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        Progress.is_quiet = False
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

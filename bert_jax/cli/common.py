@@ -1,14 +1,19 @@
 """Parser and arguments that verbs share."""
 
 import argparse
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import shtab
 
 from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
+from bert_jax.progress import Progress
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,6 +62,9 @@ class Verbs:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(run=run, takes_config=takes_config)
+        sub.add_argument(
+            "--quiet", action="store_true", help="print only results, warnings and errors"
+        )
         self.parsers[name] = sub
         return sub
 
@@ -68,6 +76,37 @@ def complete_paths(parser: Parser) -> None:
             action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
         elif action.metavar == "DIR":
             action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def add_json(sub: argparse.ArgumentParser) -> None:
+    """Add --json to a verb that trains."""
+    sub.add_argument(
+        "--json",
+        action="store_true",
+        help="print metrics as JSON lines to standard output, and all else to standard error",
+    )
+
+
+@contextlib.contextmanager
+def machine_output(options: argparse.Namespace) -> Iterator[None]:
+    """Keep standard output free of text during a run with --json or --quiet."""
+    Progress.json_lines = sys.stdout if options.json else None
+    with contextlib.ExitStack() as stack:
+        if options.quiet:
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+        elif options.json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        try:
+            yield
+        finally:
+            Progress.json_lines = None
+
+
+def print_next(options: argparse.Namespace, command: Sequence[str]) -> None:
+    """Print the next command to type after a run, unless a machine reads the output."""
+    if Progress.shown and not options.json and not options.quiet:
+        print(f"next: bert-jax {shlex.join(command)}")
 
 
 def add_config(sub: argparse.ArgumentParser) -> None:

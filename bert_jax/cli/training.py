@@ -5,7 +5,15 @@ import json
 import os
 import sys
 
-from bert_jax.cli.common import Verbs, add_config, add_which, take_rows
+from bert_jax.cli.common import (
+    Verbs,
+    add_config,
+    add_json,
+    add_which,
+    machine_output,
+    print_next,
+    take_rows,
+)
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
 
 
@@ -41,6 +49,7 @@ def add_pretrain(verbs: Verbs) -> None:
         help="folder for copies of rows on object storage (default ~/.cache/bert_jax_storage)",
     )
     _add_resume(sub)
+    add_json(sub)
 
 
 def _pretrain(options) -> int | None:
@@ -57,27 +66,27 @@ def _pretrain(options) -> int | None:
     device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax.objectives import pretraining
-    from bert_jax.progress import Progress
     from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
     from bert_jax.train import train
 
     config, vocabulary, data, phases = pretraining.make_phases(config)
     try:
-        train(
-            config,
-            vocabulary,
-            data,
-            phases,
-            options.workdir,
-            force=options.resume == "force",
-            summarize_trace=profile.summarize,
-        )
+        with machine_output(options):
+            train(
+                config,
+                vocabulary,
+                data,
+                phases,
+                options.workdir,
+                force=options.resume == "force",
+                summarize_trace=profile.summarize,
+            )
     except Interrupted as interrupt:
         print(f"bert-jax pretrain: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if Progress.shown and not config.model.causal:
-        print(f'next: bert-jax fill-mask --init {options.workdir} "The [MASK] of the day."')
+    if not config.model.causal:
+        print_next(options, ["fill-mask", "--init", options.workdir, "The [MASK] of the day."])
     return None
 
 
@@ -114,6 +123,7 @@ def add_finetune(verbs: Verbs) -> None:
         help="train N seeds and report mean, standard deviation and best",
     )
     _add_resume(sub)
+    add_json(sub)
 
 
 def _finetune(options) -> int | None:
@@ -136,20 +146,23 @@ def _finetune(options) -> int | None:
     from bert_jax.tools import profile
 
     try:
-        summary = downstream.finetune(
-            config,
-            options.init,
-            options.workdir,
-            seeds=options.seeds,
-            vocab=options.vocab,
-            which=options.checkpoint,
-            force=options.resume == "force",
-            summarize_trace=profile.summarize,
-        )
+        with machine_output(options):
+            summary = downstream.finetune(
+                config,
+                options.init,
+                options.workdir,
+                seeds=options.seeds,
+                vocab=options.vocab,
+                which=options.checkpoint,
+                force=options.resume == "force",
+                summarize_trace=profile.summarize,
+            )
     except Interrupted as interrupt:
         print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(downstream.describe(summary))
+    print(json.dumps(summary) if options.json else downstream.describe(summary))
+    folder = options.workdir if options.seeds == 1 else f"{options.workdir}/seed_{config.seed}"
+    print_next(options, ["predict", "--workdir", folder, "--out", "predictions", "FILE"])
     return None
 
 
