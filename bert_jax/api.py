@@ -44,6 +44,8 @@ from bert_jax.inference import (
     Candidate,
     Inputs,
     MaskFiller,
+    SentenceScorer,
+    TokenScore,
     inputs_of,
 )
 from bert_jax.model.bert import Bert, Params, last_tokens
@@ -151,6 +153,10 @@ class Model:
     def _map(self) -> AttentionMapper:
         return AttentionMapper(self._opened)
 
+    @functools.cached_property
+    def _scorer(self) -> SentenceScorer:
+        return SentenceScorer(self._opened)
+
     def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
         """Return the `top` candidates, (token, probability), for each [MASK] of a text.
 
@@ -166,6 +172,26 @@ class Model:
             UserError: a text is empty or too long.
         """
         return self._map(text, text_b)
+
+    def score(self, texts: Sequence[str], pll: str = "original") -> Float[np.ndarray, " N"]:
+        """Return the scores of N texts in nats: their (pseudo-)log-likelihoods.
+
+        The score is the sum of the log-probabilities of a text's word pieces, each masked in turn;
+        of a left-to-right model, each given those before it (see `inference.SentenceScorer`).
+
+        Args:
+            texts: the texts.
+            pll: "original", or "word-l2r" to mask the rest of a word together with a piece.
+
+        Raises:
+            UserError: a text is too long, the model has no head that predicts tokens, or `pll` does
+                not apply to it.
+        """
+        return self._scorer(texts, pll=pll)
+
+    def score_tokens(self, texts: Sequence[str], pll: str = "original") -> list[list[TokenScore]]:
+        """Return (token, log_probability) for each word piece of each text; see `score`."""
+        return self._scorer.tokens(texts, pll)
 
     def embed(self, texts: Iterable[str], **settings: Any) -> Any:
         """Return vectors of texts.

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 
+import bert_jax
 from bert_jax import cli
 from bert_jax.config import ModelConfig
-from bert_jax.data import rows
+from bert_jax.data import rows, wordpiece
 from bert_jax.errors import UserError
-from bert_jax.inference import SentenceScorer
+from bert_jax.inference import PLL, SentenceScorer
 from bert_jax.model.bert import Bert
 from bert_jax.tools import minimal_pairs
 from tests.helpers.checkpoints import (
@@ -28,27 +30,88 @@ from tests.helpers.runs import refused
 TEXTS = ["the cat sat on a mat", "the", "a b c d e f g h i the cat sat", "unst é , the cat !"]
 
 
-def pseudo_log_likelihood(model, vocabulary, text):
-    """Of one sentence, a mask at a time, with transformers."""
-    tokens, total = vocabulary.encode(text), 0.0
+def token_log_probabilities(model, tokenizer, text, pll="original"):
+    """Of one sentence, a mask at a time, with transformers' model and its tokenizer's words."""
+    encoded = tokenizer(text, return_tensors="pt")
+    tokens, words, log_probabilities = encoded["input_ids"][0], encoded.word_ids(), []
     for i in range(1, len(tokens) - 1):
-        masked = torch.tensor([tokens])
-        masked[0, i] = vocabulary.mask_id
+        masked = tokens.clone()
+        for j in range(i, len(tokens)):
+            if j == i or (pll == "word-l2r" and words[j] == words[i]):
+                masked[j] = tokenizer.mask_token_id
         with torch.no_grad():
-            logits = model(masked).prediction_logits[0, i]
-        total += torch.log_softmax(logits.double(), -1)[tokens[i]].item()
-    return total
+            logits = model(masked[None])
+        logits = logits.logits if "logits" in logits else logits.prediction_logits
+        log_softmax = torch.log_softmax(logits[0, i].double(), -1)
+        log_probabilities.append(
+            (tokenizer.convert_ids_to_tokens(int(tokens[i])), log_softmax[tokens[i]].item())
+        )
+    return log_probabilities
+
+
+def total(scores):
+    return sum(log_probability for _, log_probability in scores)
 
 
 def test_scores_are_those_of_transformers(tmp_path):
     model = torch_model().eval()
     folder = save_pretrained(model, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     scorer = SentenceScorer(folder)
-    expected = [pseudo_log_likelihood(model, scorer.vocabulary, text) for text in TEXTS]
-    counts = []
-    np.testing.assert_allclose(scorer(TEXTS, counts.append), expected, rtol=1e-5)
-    assert sum(counts) == sum(len(scorer.vocabulary.encode(text)) - 2 for text in TEXTS)
-    np.testing.assert_allclose(scorer(TEXTS[::-1]), expected[::-1], rtol=1e-5)
+    for pll in PLL:
+        tokens = [token_log_probabilities(model, tokenizer, text, pll) for text in TEXTS]
+        expected = list(map(total, tokens))
+        counts = []
+        np.testing.assert_allclose(scorer(TEXTS, counts.append, pll), expected, rtol=1e-5)
+        assert sum(counts) == sum(map(len, tokens))
+        np.testing.assert_allclose(scorer(TEXTS[::-1], pll=pll), expected[::-1], rtol=1e-5)
+        for found, own in zip(scorer.tokens(TEXTS, pll), tokens, strict=True):
+            assert [name for name, _ in found] == [name for name, _ in own]
+            np.testing.assert_allclose([x for _, x in found], [x for _, x in own], rtol=2e-5)
+    assert scorer([""]) == 0
+    original, word_l2r = (scorer.tokens(["the unst cat"], pll)[0] for pll in PLL)
+    assert [token for token, _ in original] == ["the", "un", "##s", "##t", "cat"]
+    differs = [not np.isclose(a, b) for (_, a), (_, b) in zip(original, word_l2r, strict=True)]
+    assert differs == [False, True, True, False, False]
+    with pytest.raises(UserError, match="choose one of original, word-l2r"):
+        scorer(["the"], pll="words")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_real_pairs_are_those_of_one_sentence_at_a_time(shared_data, tmp_path, causal):
+    """On 100 pairs of BLiMP and Zorro; left to right, with transformers' is_decoder."""
+    words = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt")).tokens[:4_000]
+    kind = "BertLMHeadModel" if causal else "BertForMaskedLM"
+    model = torch_model(kind, vocab_size=len(words), max_position_embeddings=64, is_decoder=causal)
+    folder = save_pretrained(model, tmp_path / "hf", words)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    names = (
+        "blimp/principle_A_case_2.jsonl.gz",
+        "zorro/agreement_determiner_noun-across_1_adjective.txt.gz",
+    )
+    texts = [
+        text
+        for name in names
+        for pair in minimal_pairs.read(shared_data(name)).pairs[:50]
+        for text in pair
+    ]
+    scorer = SentenceScorer(folder)
+    for pll in PLL[:1] if causal else PLL:
+        expected = []
+        for text in texts:
+            if not causal:
+                expected.append(total(token_log_probabilities(model, tokenizer, text, pll)))
+                continue
+            tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                logits = torch.log_softmax(model(tokens).logits[0].double(), -1)
+            expected.append(
+                sum(logits[i, tokens[0, i + 1]].item() for i in range(tokens.shape[1] - 2))
+            )
+        found = scorer(texts, pll=pll)
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        good, bad = np.reshape(found, (-1, 2)).T
+        assert (good > bad).tolist() == (np.reshape(expected, (-1, 2)) @ [1, -1] > 0).tolist()
 
 
 def test_a_causal_model_scores_each_piece_given_those_before(tmp_path):
@@ -74,19 +137,71 @@ def test_files_of_both_kinds(tmp_path, capsys):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     score = dict(zip(TEXTS[:2], SentenceScorer(folder)(TEXTS[:2]), strict=True))
     good, bad = sorted(score, key=score.get, reverse=True)
-    pairs = [(good, bad), (bad, good), (good, good), (good, bad)]
-    blimp = [json.dumps({"sentence_good": g, "sentence_bad": b, "UID": "x"}) for g, b in pairs]
-    with gzip.open(tmp_path / "verbs.jsonl.gz", "wt") as file:
-        file.write("\n".join(blimp) + "\n")
-    (tmp_path / "nouns.txt").write_text(f"{bad}\n{good}\n")
-    files = [str(tmp_path / "verbs.jsonl.gz"), str(tmp_path / "nouns.txt")]
-    expected = {"verbs": 2.5 / 4, "nouns": 1.0, "mean": 6.5 / 8}
-    assert minimal_pairs.evaluate(str(folder), files) == expected
-    assert minimal_pairs.evaluate(str(folder), files[:1], 1) == {"verbs": 1.0, "mean": 1.0}
-    assert cli.main(["minimal-pairs", "--init", str(folder), "--json", *files]) == 0
+    pairs = [(good, bad), (bad, good), (good, good), (good, bad)]  # a tie is wrong
+    data = tmp_path / "copy" / "data"
+    data.mkdir(parents=True)
+
+    def write(name, pairs, **fields):
+        lines = [json.dumps({"sentence_good": g, "sentence_bad": b, **fields}) for g, b in pairs]
+        with gzip.open(data / f"{name}.jsonl.gz", "wt") as file:
+            file.write("\n".join(lines) + "\n")
+
+    write("verbs", pairs, field="syntax", linguistics_term="argument_structure")
+    write("case", pairs[:1], field="syntax", linguistics_term="binding")
+    write("domain", pairs[1:2], field="syntax/semantics", linguistics_term="binding")
+    (data / "nouns.txt").write_text(f"{bad}\n{good}\n")
+    expected = {
+        "mean": 0.625,
+        "by_phenomenon": {"case": 1.0, "domain": 0.0, "nouns": 1.0, "verbs": 0.5},
+        "by_linguistics_term": {"argument_structure": 0.5, "binding": 0.5},
+        "by_field": {"syntax": 0.75, "syntax_semantics": 0.0},
+    }
+    one_file = [str(data / "verbs.jsonl.gz")]
+    assert minimal_pairs.evaluate(str(folder), [str(tmp_path / "copy")])._asdict() == expected
+    assert minimal_pairs.evaluate(str(folder), one_file, 1).mean == 1
+    run = ["blimp", "--init", str(folder), "--data"]
+    assert cli.main([*run, str(tmp_path / "copy"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == expected
-    assert cli.main(["minimal-pairs", "--init", str(folder), *files]) == 0
-    assert capsys.readouterr().out == "verbs   62.5%\nnouns  100.0%\nmean    81.2%\n"
+    assert cli.main([*run, str(data / "nouns.txt"), *one_file, "--pll", "word-l2r"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line] == [
+        "nouns", "verbs", "argument_structure", "syntax", "mean",
+    ]  # fmt: skip
+
+
+def test_sentences_of_a_file_and_of_python(tmp_path, capsys):
+    folder = save_pretrained(torch_model(), tmp_path / "hf")
+    model = bert_jax.load(folder)
+    texts = ["the cat sat on a mat", "", "unst\tcat"]
+    lines = "".join(json.dumps({"sentence": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    run = [
+        "score-sentences",
+        "--init",
+        str(folder),
+        "--column",
+        "sentence",
+        str(tmp_path / "a.jsonl"),
+    ]
+    expected = model.score(texts)
+    assert cli.main(run) == 0
+    header, *rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert header == ["score", "tokens", "text"]
+    assert [row[1:] for row in rows] == [["6", texts[0]], ["0", ""], ["4", "unst cat"]]
+    np.testing.assert_allclose([float(row[0]) for row in rows], expected, atol=1e-6)
+    tokens = model.score_tokens(texts, "word-l2r")
+    assert cli.main([*run, "--tokens", "--pll", "word-l2r"]) == 0
+    header, *rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    expected_rows = [(str(i), *x) for i, own in enumerate(tokens, 1) for x in own]
+    assert [tuple(row[:2]) for row in rows] == [row[:2] for row in expected_rows]
+    np.testing.assert_allclose(
+        [float(row[2]) for row in rows], [row[2] for row in expected_rows], atol=1e-6
+    )
+    assert cli.main([*run, "--tokens", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in found] == texts
+    np.testing.assert_allclose([line["score"] for line in found], expected, atol=1e-6)
+    assert [len(line["tokens"]) for line in found] == [line["num_tokens"] for line in found]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +216,7 @@ def test_files_of_both_kinds(tmp_path, capsys):
 def test_what_is_no_pairs_is_refused(tmp_path, capsys, name, content, said):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     (tmp_path / name).write_text(content)
-    assert said in refused(capsys, "minimal-pairs", "--init", folder, tmp_path / name)
+    assert said in refused(capsys, "blimp", "--init", folder, "--data", tmp_path / name)
 
 
 def test_a_model_without_a_token_head_is_refused(tmp_path):
@@ -110,8 +225,23 @@ def test_a_model_without_a_token_head_is_refused(tmp_path):
         SentenceScorer(folder)
 
 
+def test_a_folder_without_pairs_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no .jsonl or .txt files; name the folder of BLiMP"):
+        minimal_pairs.find(tmp_path)
+
+
+def test_a_causal_model_has_one_score_only(tmp_path):
+    folder = save_pretrained(torch_model("BertLMHeadModel", is_decoder=True), tmp_path / "hf")
+    with pytest.raises(UserError, match="its scores are log-likelihoods, without masks"):
+        SentenceScorer(folder)(["the"], pll="word-l2r")
+
+
 def test_files_of_real_benchmarks(shared_data):
-    assert len(minimal_pairs.read(shared_data("blimp/causative.jsonl.gz"))) == 1000
+    files = minimal_pairs.find(shared_data("blimp"))
+    assert len(files) == 67
+    phenomenon = minimal_pairs.read(shared_data("blimp/causative.jsonl.gz"))
+    assert (len(phenomenon.pairs), *phenomenon[1:]) == (1000, "argument_structure", "syntax")
+    assert len(minimal_pairs.find(shared_data("zorro"))) == 23
     zorro = shared_data("zorro/agreement_determiner_noun-across_1_adjective.txt.gz")
-    good, bad = minimal_pairs.read(zorro)[0]
+    good, bad = minimal_pairs.read(zorro).pairs[0]
     assert (good, bad) == ("look at this purple thing .", "look at this purple things .")

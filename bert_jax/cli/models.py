@@ -1,9 +1,10 @@
-"""Verbs that use a trained model: predict, score, glue-zip, fill-mask, minimal-pairs, attention, embed."""
+"""Verbs that use a trained model: predict, score, fill-mask, score-sentences, attention, embed …"""
 
 import argparse
 import json
+import sys
 
-from bert_jax.cli.common import Verbs, add_model, add_which
+from bert_jax.cli.common import Parser, Verbs, add_model, add_which
 from bert_jax.errors import UserError
 
 
@@ -77,28 +78,99 @@ def _glue_zip(options) -> None:
         print(line)
 
 
-def add_minimal_pairs(verbs: Verbs) -> None:
-    """Add `bert-jax minimal-pairs`."""
+def _add_pll(sub: Parser) -> None:
+    sub.add_argument(
+        "--pll",
+        choices=("original", "word-l2r"),
+        default="original",
+        help="pseudo-log-likelihood: each word piece is masked alone (default), or together with the "
+        "rest of its word (PLL-word-l2r); does not apply to left-to-right models",
+    )
+
+
+def add_score_sentences(verbs: Verbs) -> None:
+    """Add `bert-jax score-sentences`."""
     sub = verbs.add(
-        "minimal-pairs",
-        _minimal_pairs,
-        "test a model's grammar on minimal pairs, such as BLiMP's and Zorro's",
-        "  bert-jax minimal-pairs --init runs/mini blimp/data/*.jsonl\n"
-        "  bert-jax minimal-pairs --init runs/mini --pairs 200 --json Zorro/sentences/*.txt",
+        "score-sentences",
+        _score_sentences,
+        "compute the (pseudo-)log-likelihood of sentences, in nats",
+        "  bert-jax score-sentences --init runs/mini sentences.txt > scores.tsv\n"
+        "  cat texts.txt | bert-jax score-sentences --init runs/mini --pll word-l2r --tokens --json -",
     )
     sub.add_argument(
-        "files",
+        "source", nargs="?", default="-", metavar="FILE",
+        help="one text per line, .jsonl or .parquet, optionally compressed; - (default) reads lines",
+    )  # fmt: skip
+    add_model(sub)
+    sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
+    _add_pll(sub)
+    sub.add_argument(
+        "--tokens", action="store_true", help="also print the log-probability of every word piece"
+    )
+    sub.add_argument(
+        "--json", action="store_true", help="print one JSON line per text (default: TSV)"
+    )
+
+
+def _score_sentences(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    import itertools
+
+    from bert_jax.data.texts import read
+    from bert_jax.inference import SentenceScorer
+
+    texts = (text for text, _ in read(options.source, options.column).texts)
+    scorer = SentenceScorer(options.init, options.checkpoint)
+    if not options.json:
+        print("text\ttoken\tlog_probability" if options.tokens else "score\ttokens\ttext")
+    number = 0
+    while batch := list(itertools.islice(texts, 1024)):
+        for text, tokens in zip(batch, scorer.tokens(batch, options.pll), strict=True):
+            number += 1
+            score = sum(token.log_probability for token in tokens)
+            if options.json:
+                line = {"text": text, "score": round(score, 6), "num_tokens": len(tokens)}
+                if options.tokens:
+                    line["tokens"] = [
+                        {"token": name, "log_probability": round(x, 6)} for name, x in tokens
+                    ]
+                print(json.dumps(line, ensure_ascii=False))
+            elif options.tokens:
+                for name, log_probability in tokens:
+                    print(f"{number}\t{name}\t{log_probability:.6f}")
+            else:  # a text is one field of one line
+                print(f"{score:.6f}\t{len(tokens)}\t{' '.join(text.split())}")
+        sys.stdout.flush()
+
+
+def add_blimp(verbs: Verbs) -> None:
+    """Add `bert-jax blimp`."""
+    sub = verbs.add(
+        "blimp",
+        _blimp,
+        "test a model's grammar on minimal pairs: BLiMP, Zorro or files of one's own",
+        "  bert-jax blimp --init runs/mini --data blimp\n"
+        "  bert-jax blimp --init runs/mini --data Zorro --pairs 200 --json",
+    )
+    sub.add_argument(
+        "--data",
         nargs="+",
-        metavar="FILE",
-        help="a phenomenon per file: .jsonl with sentence_good and sentence_bad (BLiMP), or .txt with "
-        "a grammatical line after each ungrammatical one (Zorro); may be compressed",
+        required=True,
+        metavar="DIR",
+        help="folders, or files, one per phenomenon: .jsonl with sentence_good and sentence_bad "
+        "(BLiMP), or .txt with a grammatical line after each ungrammatical one (Zorro); may be "
+        "compressed",
     )
     add_model(sub)
     sub.add_argument("--pairs", type=int, default=0, help="the first N of each file (default: all)")
+    _add_pll(sub)
     sub.add_argument("--json", action="store_true", help="print accuracies as JSON")
 
 
-def _minimal_pairs(options) -> None:
+def _blimp(options) -> None:
     from bert_jax import device
 
     device.start("")
@@ -106,14 +178,18 @@ def _minimal_pairs(options) -> None:
     from bert_jax.tools import minimal_pairs
 
     accuracies = minimal_pairs.evaluate(
-        options.init, options.files, options.pairs, options.checkpoint
+        options.init, options.data, options.pairs, options.checkpoint, options.pll
     )
     if options.json:
-        print(json.dumps(accuracies))
+        print(json.dumps(accuracies._asdict()))
         return
-    width = max(map(len, accuracies))
-    for name, accuracy in accuracies.items():
-        print(f"{name:{width}}  {accuracy:6.1%}")
+    by_phenomenon, by_term, by_field = accuracies[1:]
+    width = max(map(len, (*by_phenomenon, *by_term, *by_field)))
+    for group in (by_phenomenon, by_term, by_field, {"mean": accuracies.mean}):
+        for name, accuracy in group.items():
+            print(f"{name:{width}}  {accuracy:6.1%}")
+        if group and len(group) > 1:
+            print()
 
 
 def add_fill_mask(verbs: Verbs) -> None:

@@ -7,18 +7,48 @@ phenomenon. The score of a sentence is its pseudo-log-likelihood (`inference.Sen
 import json
 import pathlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bert_jax import storage
-from bert_jax.data.compressed import damage, decompressed
+from bert_jax.data.compressed import SUFFIXES, damage, decompressed
 from bert_jax.errors import UserError
-from bert_jax.inference import SentenceScorer
+from bert_jax.inference import PLL, SentenceScorer
 from bert_jax.progress import Progress
 
-MEAN = "mean"
+# Where BLiMP's and Zorro's repositories have their files; "" is the folder itself.
+_FOLDERS = ("data", "sentences/babyberta", "")
 
 
-def read(path: str | pathlib.Path) -> list[tuple[str, str]]:
-    """Return the pairs of a file, the grammatical sentence first.
+class Phenomenon(NamedTuple):
+    """The minimal pairs of a file.
+
+    Attributes:
+        pairs: the grammatical and the ungrammatical sentence.
+        linguistics_term, field: the file's, as in BLiMP ("binding", "syntax"); "" if it has none.
+    """
+
+    pairs: list[tuple[str, str]]
+    linguistics_term: str = ""
+    field: str = ""
+
+
+class Accuracies(NamedTuple):
+    """Shares of pairs whose grammatical sentence has the higher probability; a tie is wrong.
+
+    Attributes:
+        mean: over phenomena, as in both benchmarks.
+        by_phenomenon: by file.
+        by_linguistics_term, by_field: means over the phenomena that have one, as in BLiMP.
+    """
+
+    mean: float
+    by_phenomenon: dict[str, float]
+    by_linguistics_term: dict[str, float]
+    by_field: dict[str, float]
+
+
+def read(path: str | pathlib.Path) -> Phenomenon:
+    """Return the pairs of a file.
 
     Args:
         path: .jsonl with `sentence_good` and `sentence_bad`, or .txt with two lines for each pair, the
@@ -31,6 +61,7 @@ def read(path: str | pathlib.Path) -> list[tuple[str, str]]:
     with damage(path), decompressed(path) as stream:
         lines = stream.read().decode(errors="replace").splitlines()
     lines = [line for line in lines if line.strip()]
+    term = field = ""
     if lines and lines[0].startswith("{"):
         pairs = []
         for number, line in enumerate(lines, 1):
@@ -41,40 +72,71 @@ def read(path: str | pathlib.Path) -> list[tuple[str, str]]:
                 raise UserError(
                     f"{path}:{number}: not JSON with sentence_good and sentence_bad, as in BLiMP"
                 ) from None
+            term = str(values.get("linguistics_term", ""))
+            # One of BLiMP's files has "syntax/semantics", the others "syntax_semantics".
+            field = str(values.get("field", "")).replace("/", "_")
     elif len(lines) % 2:
         raise UserError(f"{path}: {len(lines)} lines; pairs need an even number, the bad one first")
     else:
         pairs = list(zip(lines[1::2], lines[::2], strict=True))
     if not pairs:
         raise UserError(f"{path}: no pairs")
-    return pairs
+    return Phenomenon(pairs, term, field)
+
+
+def find(path: str | pathlib.Path) -> list[pathlib.Path]:
+    """Return the files of pairs in a folder, in order of name, or the file itself.
+
+    The folder may be a copy of BLiMP's or Zorro's repository, or hold the files itself.
+
+    Raises:
+        UserError: there are none.
+    """
+    path = pathlib.Path(path)
+    if not path.is_dir():
+        return [path]
+    endings = tuple(kind + suffix for kind in (".jsonl", ".txt") for suffix in ("", *SUFFIXES))
+    for folder in _FOLDERS:
+        files = sorted(p for p in (path / folder).glob("*") if p.name.endswith(endings))
+        if files:
+            return files
+    raise UserError(f"{path}: no .jsonl or .txt files; name the folder of BLiMP or Zorro")
 
 
 @storage.reads("paths")
 def evaluate(
-    source: str, paths: Sequence[str], count: int = 0, which: str = "best"
-) -> dict[str, float]:
-    """Return the share of pairs whose grammatical sentence is more probable, by file, and the mean.
-
-    The mean is over files, as in both benchmarks. Ties count half.
+    source: str, paths: Sequence[str], count: int = 0, which: str = "best", pll: str = PLL[0]
+) -> Accuracies:
+    """Return the accuracy of a model on minimal pairs.
 
     Args:
-        source, which: as in `convert.source.open_model`.
-        paths: files, as for `read`.
+        source, which, pll: as for `SentenceScorer`.
+        paths: files, as for `read`, or folders, as for `find`.
         count: how many pairs of each file; 0 for all.
 
     Raises:
-        UserError: as for `read` and `SentenceScorer`; two files of one name.
+        UserError: as for `read`, `find` and `SentenceScorer`; two files of one name.
     """
-    pairs = {pathlib.Path(path).name.split(".")[0]: read(path)[: count or None] for path in paths}
-    if len(pairs) < len(paths):
+    files = [file for path in paths for file in find(path)]
+    phenomena = {file.name.split(".")[0]: read(file) for file in files}
+    if len(phenomena) < len(files):
         raise UserError("minimal pairs: two files have the same name")
     scorer = SentenceScorer(source, which)
     accuracies = {}
+    pairs = {name: phenomenon.pairs[: count or None] for name, phenomenon in phenomena.items()}
     with Progress("minimal pairs", sum(map(len, pairs.values())), "pairs") as progress:
         for name, own in pairs.items():
-            scores = scorer([sentence for pair in own for sentence in pair]).reshape(-1, 2)
-            gap = scores[:, 0] - scores[:, 1]
-            accuracies[name] = float(((gap > 0) + 0.5 * (gap == 0)).mean())
+            sentences = [sentence for pair in own for sentence in pair]
+            scores = scorer(sentences, pll=pll).reshape(-1, 2)
+            accuracies[name] = float((scores[:, 0] > scores[:, 1]).mean())
             progress.advance(len(own))
-    return {**accuracies, MEAN: sum(accuracies.values()) / len(accuracies)}
+
+    def means(kind: str) -> dict[str, float]:
+        groups: dict[str, list[float]] = {}
+        for name, phenomenon in phenomena.items():
+            if group := getattr(phenomenon, kind):
+                groups.setdefault(group, []).append(accuracies[name])
+        return {group: sum(values) / len(values) for group, values in sorted(groups.items())}
+
+    mean = sum(accuracies.values()) / len(accuracies)
+    return Accuracies(mean, accuracies, means("linguistics_term"), means("field"))

@@ -37,7 +37,7 @@ def torch_model(name="BertForPreTraining", seed=0, **changes):
         vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
         intermediate_size=20, max_position_embeddings=24,
     )  # fmt: skip
-    config = transformers.BertConfig(**{**values, **CLASSES[name], **changes})
+    config = transformers.BertConfig(**{**values, **CLASSES.get(name, {}), **changes})
     model = getattr(transformers, name)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
