@@ -70,6 +70,9 @@ def _constrained(default: Any, requirement: str, holds: Callable[[Any], bool]) -
 class ModelConfig:
     """The encoder and its heads. The defaults are BERT-base (Devlin et al., section 3)."""
 
+    # Architecture of transformers (its model_type) that an export is written for. An import sets
+    # it, together with the options that differ; it does not change the computation.
+    family: str = _one_of("bert")
     layers: int = _positive(12)
     hidden: int = _positive(768)
     heads: int = _positive(12)

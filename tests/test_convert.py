@@ -25,8 +25,9 @@ from safetensors.numpy import load_file, save_file
 
 from bert_jax import checkpoint, cli, files
 from bert_jax.config import Config, ModelConfig
-from bert_jax.convert import huggingface, source
+from bert_jax.convert import source
 from bert_jax.convert.export import _write_safetensors, export
+from bert_jax.convert.families import BERT
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -379,7 +380,7 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
     there |= {"pooler"} if config.has_pooler else set()
     there |= {"head"} if config.head else set()
     exact = [
-        n for n, (p, head) in huggingface._CLASSES.items() if {*p} == there and head == config.head
+        n for n, (p, head) in BERT.all_classes().items() if {*p} == there and head == config.head
     ]
     if "masked_lm" in there:  # two classes have it alone, for each way of reading one
         exact = [n for n in exact if config.causal == (n == "BertLMHeadModel")]

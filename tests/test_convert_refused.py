@@ -17,8 +17,9 @@ from safetensors.torch import save_file as torch_save
 
 from bert_jax import cli
 from bert_jax.config import ModelConfig
-from bert_jax.convert import huggingface, source
+from bert_jax.convert import source
 from bert_jax.convert.export import export
+from bert_jax.convert.families import BERT
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from tests.helpers.checkpoints import (
@@ -126,7 +127,7 @@ def test_an_export_follows_a_link_to_an_empty_folder(hf_folder, tmp_path):
 @pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])
 def test_a_part_may_be_missing_when_that_is_said(hf_folder, part):
     path = hf_folder / "model.safetensors"
-    starts = huggingface.PARTS[part]
+    starts = BERT.parts[part]
     kept = {k: v for k, v in load_file(path).items() if not k.startswith(starts)}
     if part == "pooler":
         kept = {k: v for k, v in kept.items() if "seq_relationship" not in k}

@@ -13,6 +13,7 @@ from bert_jax import config as config_lib
 from bert_jax import files, storage, workdir
 from bert_jax.config import EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert import huggingface
+from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import VOCAB
 from bert_jax.errors import UserError
@@ -40,9 +41,9 @@ def export(
         source: a run, an imported checkpoint, or any other source of `open_model`.
         out: path of the new folder.
         which: checkpoint of a run.
-        heads: "all", "masked_lm" (`BertForMaskedLM`, or `BertLMHeadModel` of a causal model) or
-            "none" (`BertModel`). Dropping heads avoids transformers' warning about weights that the
-            loaded class does not have.
+        heads: "all", "masked_lm" (such as `BertForMaskedLM`, or `BertLMHeadModel` of a causal model)
+            or "none" (`BertModel`). Dropping heads avoids transformers' warning about weights that
+            the loaded class does not have.
         params: parameters to write instead of the checkpoint's.
 
     Returns:
@@ -72,15 +73,15 @@ def export(
         parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
         params = {part: params[part] for part in params if part in parts}
     settings = huggingface.huggingface_config(model, vocabulary)
-    if (
-        isinstance(config, FinetuneConfig)
-        and "BertForSequenceClassification" in settings["architectures"]
-    ):
+    if isinstance(config, FinetuneConfig) and model.head == "sequence":
         settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
+    family = FAMILIES[model.family]
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
+    settings, tensors = family.to_theirs(settings, tensors)
     name = settings["architectures"][0]
-    if name == "BertModel":  # its tensors have no prefix "bert."
-        tensors = {name.removeprefix("bert."): value for name, value in tensors.items()}
+    if name == f"{family.class_prefix}Model":  # its tensors have no prefix such as "bert."
+        prefix = f"{family.encoder}."
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     card = _card(source, config, name, parameter_count(params, model), step)
     with files.new_folder(out) as folder:
         files.write_json(folder / "config.json", settings)
@@ -154,22 +155,21 @@ def _card(source: str, config: TrainConfig, architecture: str, parameters: int, 
     """Return the model card: architecture, usage, training and metrics."""
     model, provenance = config.model, workdir.read_provenance(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
-    pipelines = {
-        "BertForPreTraining": "fill-mask",
-        "BertForMaskedLM": "fill-mask",
-        "BertLMHeadModel": "text-generation",
-    }
-    pipeline = pipelines.get(architecture)
+    family = FAMILIES[model.family]
+    pipelines = {"ForPreTraining": "fill-mask", "ForMaskedLM": "fill-mask"}
+    if family.causal_class:
+        pipelines[family.causal_class] = "text-generation"
+    pipeline = pipelines.get(architecture.removeprefix(family.class_prefix))
     lines = [
         "---",
         "library_name: transformers",
         *([f"pipeline_tag: {pipeline}"] if pipeline else []),
         "tags:",
-        "- bert",
+        f"- {model.family}",
         "- jax",
         "---",
         "",
-        f"# BERT {size}",
+        f"# {family.title} {size}",
         "",
         f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
         f"pieces, up to {model.positions} tokens. Exported by bert_jax.",

@@ -1,7 +1,6 @@
 """Convert tensors, config.json and tokenizer files to and from Hugging Face's format.
 
-One table of names serves both directions, so an export imports again bit for bit. Canonical names
-are those of `BertForPreTraining` and related classes in transformers (modeling_bert.py).
+One table of names (`families`) serves both directions, so an export imports again bit for bit.
 """
 
 import json
@@ -12,77 +11,12 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import HEADS, ModelConfig
+from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import padded_vocab_size
 
-# Parameter path → canonical name; {i} is the layer. `to_huggingface` transposes dense kernels and
-# maps LayerNorm's scale to weight.
-_EMBEDDINGS = {
-    "embeddings/word/embedding": "bert.embeddings.word_embeddings.weight",
-    "embeddings/position/embedding": "bert.embeddings.position_embeddings.weight",
-    "embeddings/segment/embedding": "bert.embeddings.token_type_embeddings.weight",
-    "embeddings/norm": "bert.embeddings.LayerNorm",
-}
-_LAYER = {
-    "encoder/layer_{i}/attention/query": "bert.encoder.layer.{i}.attention.self.query",
-    "encoder/layer_{i}/attention/key": "bert.encoder.layer.{i}.attention.self.key",
-    "encoder/layer_{i}/attention/value": "bert.encoder.layer.{i}.attention.self.value",
-    "encoder/layer_{i}/attention/output": "bert.encoder.layer.{i}.attention.output.dense",
-    "encoder/layer_{i}/attention/norm": "bert.encoder.layer.{i}.attention.output.LayerNorm",
-    "encoder/layer_{i}/feed_forward/intermediate": "bert.encoder.layer.{i}.intermediate.dense",
-    "encoder/layer_{i}/feed_forward/output": "bert.encoder.layer.{i}.output.dense",
-    "encoder/layer_{i}/feed_forward/norm": "bert.encoder.layer.{i}.output.LayerNorm",
-}
-_POOLER = {"pooler": "bert.pooler.dense"}
-_MASKED_LM = {
-    "masked_lm/transform": "cls.predictions.transform.dense",
-    "masked_lm/norm": "cls.predictions.transform.LayerNorm",
-    "masked_lm/decoder": "cls.predictions.decoder.weight",
-    "masked_lm/bias": "cls.predictions.bias",
-}
-_NEXT_SENTENCE = {"next_sentence": "cls.seq_relationship"}
-_WORDS = "bert.embeddings.word_embeddings.weight"
-_DECODER, _DECODER_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"
-_BIAS = "cls.predictions.bias"
-
-# Optional parts of a checkpoint → prefixes of their tensors' names.
-PARTS = {
-    "pooler": ("bert.pooler.",),
-    "masked_lm": ("cls.predictions.",),
-    "next_sentence": ("cls.seq_relationship.",),
-    "head": tuple(dict.fromkeys(f"{head.huggingface_name}." for head in HEADS.values())),
-}
-# transformers class → its parts and the kind of its fine-tuned head.
-_CLASSES = {
-    "BertModel": (("pooler",), ""),
-    "BertForPreTraining": (("pooler", "masked_lm", "next_sentence"), ""),
-    "BertForMaskedLM": (("masked_lm",), ""),
-    "BertLMHeadModel": (("masked_lm",), ""),
-    "BertForNextSentencePrediction": (("pooler", "next_sentence"), ""),
-    **{
-        head.huggingface_class: (("pooler", "head") if head.pooled else ("head",), name)
-        for name, head in HEADS.items()
-        if name
-    },
-}
-# Config key → key in config.json.
-_SETTINGS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "feed_forward": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "positions": "max_position_embeddings",
-    "segments": "type_vocab_size",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "initializer_stddev": "initializer_range",
-    "tied_decoder": "tie_word_embeddings",
-    "causal": "is_decoder",
-}
 # hidden_act → activation. Export writes the first key of an activation.
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -94,19 +28,6 @@ _ACTIVATIONS = {
 
 
 # --- Tensors --------------------------------------------------------------------------------------
-
-
-def _names(config: ModelConfig) -> dict[str, str]:
-    layers = {
-        ours.format(i=i): theirs.format(i=i)
-        for i in range(config.layers)
-        for ours, theirs in _LAYER.items()
-    }
-    head = {"classifier": HEADS[config.head].huggingface_name}
-    names = {**_EMBEDDINGS, **layers, **_POOLER, **_MASKED_LM, **_NEXT_SENTENCE, **head}
-    if not config.tied_decoder:
-        names["masked_lm/bias"] = _DECODER_BIAS
-    return names
 
 
 def _their_name(path: str, names: Mapping[str, str]) -> str:
@@ -135,9 +56,10 @@ def _vocabulary_padding(path: str, config: ModelConfig) -> int:
     return padded_vocab_size(config) - config.vocab_size if is_table else 0
 
 
-def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
+def to_huggingface(params: Params, config: ModelConfig) -> Tensors:
     """Return parameters by canonical names and shapes, without the vocabulary's padding."""
-    names, tensors = _names(config), {}
+    family = FAMILIES[config.family]
+    names, tensors = family.names_of(config), {}
     for path, value in flatten(params).items():
         value, shape = np.asarray(value), _their_shape(path, value.shape)
         value = value.reshape(shape[::-1]).T if _is_transposed(path) else value.reshape(shape)
@@ -145,7 +67,7 @@ def to_huggingface(params: Params, config: ModelConfig) -> dict[str, np.ndarray]
         tensors[_their_name(path, names)] = np.ascontiguousarray(value)
     if config.masked_lm and not config.tied_decoder:
         # An untied decoder has its own bias; transformers keeps this parameter but does not use it.
-        tensors[_BIAS] = tensors[_DECODER_BIAS]
+        tensors[family.names["masked_lm/bias"]] = tensors[family.decoder_bias]
     return tensors
 
 
@@ -164,7 +86,7 @@ def from_huggingface(
     Raises:
         UserError: tensors are missing, have the wrong shape or contain NaN or infinity.
     """
-    names, params, shown = _names(config), {}, shown or {}
+    names, params, shown = FAMILIES[config.family].names_of(config), {}, shown or {}
     missing, misshapen, non_finite = [], [], []
     for path, leaf in flatten(shapes(config)).items():
         name, padding = _their_name(path, names), _vocabulary_padding(path, config)
@@ -195,12 +117,12 @@ def from_huggingface(
     return unflatten(params)
 
 
-def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
+def settle_decoder(tensors: Tensors, config: ModelConfig) -> list[str]:
     """Remove duplicate tensors of a masked-LM head, in place.
 
     Args:
         tensors: arrays by canonical name.
-        tied: whether the decoder is the embedding table.
+        config: config of the model.
 
     Returns:
         Names of the removed tensors.
@@ -208,10 +130,13 @@ def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
     Raises:
         UserError: the decoder should be tied but differs from the embedding table.
     """
-    own, other = (_BIAS, _DECODER_BIAS) if tied else (_DECODER_BIAS, _BIAS)
+    family, tied = FAMILIES[config.family], config.tied_decoder
+    own, other = family.names["masked_lm/bias"], family.decoder_bias
+    own, other = (own, other) if tied else (other, own)
     if other in tensors:
         tensors.setdefault(own, tensors[other])
-    twins = {_DECODER: _WORDS, other: own} if tied else {}
+    decoder = family.names["masked_lm/decoder"]
+    twins = {decoder: family.words, other: own} if tied else {}
     for name, twin in twins.items():
         if name in tensors and not np.array_equal(tensors[name], tensors[twin]):
             raise UserError(
@@ -220,14 +145,14 @@ def settle_decoder(tensors: dict[str, np.ndarray], tied: bool) -> list[str]:
             )
     return [
         name
-        for name in ({_DECODER, other} if tied else {other})
-        if tensors.pop(name, None) is not None
+        for name in ({decoder, other} if tied else {other})
+        if name != own and tensors.pop(name, None) is not None
     ]
 
 
 def unexpected(tensors: Collection[str], config: ModelConfig) -> list[str]:
     """Return the canonical names of tensors that the model does not have."""
-    names = _names(config)
+    names = FAMILIES[config.family].names_of(config)
     paths = flatten(shapes(config))
     return sorted(set(tensors) - {_their_name(path, names) for path in paths})
 
@@ -238,28 +163,31 @@ def shorten(names: Collection[str], limit: int = 8) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def canonical(tensors: Mapping[str, Any]) -> dict[str, str]:
+def canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, str]:
     """Map the canonical names of tensors to their names in `tensors`.
 
-    Handles `module.` and other prefixes, encoders saved without `bert.`, and LayerNorm's old names
+    Handles `module.` and other prefixes, encoders saved by themselves, and LayerNorm's old names
     `gamma` and `beta`. Skips buffers, which are not weights.
 
     Raises:
-        UserError: the tensors do not contain exactly one BERT encoder.
+        UserError: the tensors do not contain exactly one encoder.
     """
-    ending = "embeddings.word_embeddings.weight"
+    prefix = f"{family.encoder}."
+    ending = family.words.removeprefix(prefix)
+    inside = [n.removeprefix(prefix) for n in family.names.values() if n.startswith(prefix)]
+    modules = "|".join({name.split(".")[0] for name in inside})
     encoders = [n.removesuffix(ending) for n in tensors if re.search(rf"(^|\.){ending}$", n)]
     if len(encoders) != 1:
-        found = shorten([f"{prefix}{ending}" for prefix in encoders]) or f"no {ending}"
-        raise UserError(f"expected the weights of one BERT; found {found}")
+        found = shorten([f"{encoder}{ending}" for encoder in encoders]) or f"no {ending}"
+        raise UserError(f"expected the weights of one {family.title}; found {found}")
     encoder = encoders[0]
-    outside = encoder.removesuffix("bert.")
+    outside = encoder.removesuffix(prefix)
     names = {}
     for name in tensors:
         if name.endswith((".position_ids", ".token_type_ids")) or name == "position_ids":
             continue
-        if re.match(r"(embeddings|encoder|pooler)\.", name.removeprefix(encoder)):
-            new = "bert." + name.removeprefix(encoder)
+        if re.match(rf"({modules})\.", name.removeprefix(encoder)):
+            new = prefix + name.removeprefix(encoder)
         else:
             new = name.removeprefix(outside)
         new = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", new)
@@ -271,6 +199,23 @@ def canonical(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 # --- config.json ----------------------------------------------------------------------------------
+
+
+def family_of(settings: Mapping[str, Any]) -> str:
+    """Return the key in `FAMILIES` of a config.json (or Google's bert_config.json).
+
+    Raises:
+        UserError: another architecture.
+    """
+    kind, classes = settings.get("model_type", "bert"), settings.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise UserError(f"config.json: architectures is {classes!r}; expected a list of names")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(
+            f"model_type is {kind!r} ({', '.join(classes) or 'no architectures'}), which is not "
+            f"supported; supported: {', '.join(FAMILIES)}"
+        )
+    return kind
 
 
 def model_config(
@@ -288,15 +233,8 @@ def model_config(
     Raises:
         UserError: another architecture, an unsupported setting, or a missing part.
     """
-    kind = settings.get("model_type", "bert")
-    classes = settings.get("architectures") or []
-    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
-        raise UserError(f"config.json: architectures is {classes!r}; expected a list of names")
-    if kind != "bert":
-        raise UserError(
-            f"model_type is {kind!r} ({', '.join(classes) or 'no architectures'}): only BERT models "
-            "(model_type 'bert') can be imported"
-        )
+    kind = family_of(settings)
+    family = FAMILIES[kind]
     refused = {
         "position_embedding_type": ("absolute", None),
         "add_cross_attention": (False, None),
@@ -305,14 +243,16 @@ def model_config(
     for name, allowed in refused.items():
         if settings.get(name) not in allowed:
             raise UserError(f"config.json: {name} is {settings[name]!r}, which is not supported")
-    activation = settings.get("hidden_act", "gelu")
+    activation = settings.get(family.activation, "gelu")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
         raise UserError(
-            f"config.json: hidden_act is {activation!r}; supported: {', '.join(_ACTIVATIONS)}"
+            f"config.json: {family.activation} is {activation!r}; supported: {supported}"
         )
-    default = ModelConfig(vocab_size=30_522)
-    values: dict[str, Any] = {"activation": _ACTIVATIONS[activation]}
-    for ours, theirs in _SETTINGS.items():
+    default = ModelConfig(**family.defaults)
+    values: dict[str, Any] = {"family": kind, "activation": _ACTIVATIONS[activation]}
+    values |= family.fixed
+    for ours, theirs in family.settings.items():
         value = settings.get(theirs, getattr(default, ours))
         expected = type(getattr(default, ours))
         if expected is float and isinstance(value, int) and not isinstance(value, bool):
@@ -320,20 +260,22 @@ def model_config(
         if type(value) is not expected or (expected is int and not 0 < value < 1 << 31):
             raise UserError(f"config.json: {theirs} is {value!r}; expected {expected.__name__}")
         values[ours] = value
-    layers = {
-        m.group(1) for m in (re.match(r"bert\.encoder\.layer\.(\d+)\.", n) for n in tensors) if m
-    }
+    start, _, _ = next(n for n in family.names.values() if "{i}" in n).partition("{i}")
+    pattern = re.compile(re.escape(start) + r"(\d+)\.")
+    layers = {match.group(1) for match in map(pattern.match, tensors) if match}
+    keys = family.settings
     if len(layers) != values["layers"]:
         raise UserError(
-            f"config.json: num_hidden_layers is {values['layers']}, but the weights have {len(layers)} layers"
+            f"config.json: {keys['layers']} is {values['layers']}, but the weights have "
+            f"{len(layers)} layers"
         )
     if values["hidden"] % values["heads"]:
         raise UserError(
-            f"config.json: hidden_size {values['hidden']} is not a multiple of "
-            f"num_attention_heads {values['heads']}"
+            f"config.json: {keys['hidden']} {values['hidden']} is not a multiple of "
+            f"{keys['heads']} {values['heads']}"
         )
-    parts, head = _parts(settings, tensors, allow_missing)
-    if values["causal"]:
+    parts, head = _parts(family, settings, tensors, allow_missing)
+    if values.get("causal"):
         if "next_sentence" in parts or HEADS[head].pooled:
             raise UserError(
                 "config.json: is_decoder is True and a head reads [CLS], which attends to itself only; "
@@ -344,42 +286,44 @@ def model_config(
     values["masked_lm"] = "masked_lm" in parts
     values["next_sentence"] = "next_sentence" in parts
     if "head" in parts:
-        values |= {"head": head, "labels": _labels(settings, tensors, head)}
+        values |= {"head": head, "labels": _labels(family, settings, tensors, head)}
     config = ModelConfig(**values)
     config.pooler = "pooler" in parts and not config.has_pooler
     return config
 
 
-def _parts(settings, tensors, allow_missing) -> tuple[list[str], str]:
-    known = [c for c in settings.get("architectures") or [] if c in _CLASSES]
-    declared, head = _CLASSES[known[0]] if known else ((), "")
+def _parts(family: Family, settings, tensors, allow_missing) -> tuple[list[str], str]:
+    classes = family.all_classes()
+    known = [c for c in settings.get("architectures") or [] if c in classes]
+    declared, head = classes[known[0]] if known else ((), "")
     # Google's checkpoints do not name the class; the layer's name may identify the head.
-    heads = [name for name, h in HEADS.items() if f"{h.huggingface_name}.weight" in tensors]
+    layers = {name: family.names_of_head(name)["classifier"] for name in family.heads}
+    heads = [name for name, layer in layers.items() if f"{layer}.weight" in tensors]
     head = heads[0] if len(heads) == 1 else head
-    present = [part for part, starts in PARTS.items() if any(n.startswith(starts) for n in tensors)]
-    if "head" in present and not head:
-        present.remove("head")  # of unknown kind: its tensors are reported as unexpected
+    starts = family.parts_with(head)
+    present = [part for part, start in starts.items() if any(n.startswith(start) for n in tensors)]
     missing = [part for part in declared if part not in present]
     if settings.get("add_pooling_layer") is False:  # as transformers calls it
         missing = [part for part in missing if part != "pooler"]
     refused = [part for part in missing if part not in allow_missing]
     if refused:
-        names = [f"{start}*" for part in refused for start in PARTS[part][:1]]
+        names = [f"{starts[part][0]}*" for part in refused]
         options = " ".join(f"--allow-missing {part}" for part in refused)
         raise UserError(
             f"{known[0]} without {', '.join(names)}: {' and '.join(refused)} missing; "
             f"to import without, add {options}"
         )
     if "pooler" not in present and ("next_sentence" in present or HEADS[head].pooled):
-        raise UserError("missing: bert.pooler.dense.weight, which the heads need")
+        raise UserError(f"missing: {starts['pooler'][0]}weight, which the heads need")
     return present, head
 
 
-def _labels(settings, tensors, head: str) -> tuple[str, ...]:
+def _labels(family: Family, settings, tensors, head: str) -> tuple[str, ...]:
     fixed = HEADS[head].labels
     if fixed is not None:
         return fixed
-    count = len(tensors["classifier.weight"]) if "classifier.weight" in tensors else 1
+    layer = f"{family.names_of_head(head)['classifier']}.weight"
+    count = len(tensors[layer]) if layer in tensors else 1
     names = settings.get("id2label")
     names = names if isinstance(names, dict) else {}
     return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
@@ -389,34 +333,45 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     """Return the config.json of a model.
 
     Raises:
-        UserError: an option that transformers' BERT does not have.
+        UserError: an option that the architecture of transformers does not have.
     """
+    family = FAMILIES[config.family]
     if config.causal and config.has_pooler:
         raise UserError(
-            "config.model.causal is True: causal models pool the last token, transformers' BERT the "
-            "first"
+            f"config.model.causal is True: causal models pool the last token, transformers' "
+            f"{family.title} the first"
         )
+    names = family.names_of(config)
+    parts = {"pooler": config.has_pooler, "masked_lm/bias": config.masked_lm}
+    parts |= {"next_sentence": config.next_sentence, "classifier": bool(config.head)}
     impossible = {
         "lstm_layers": config.lstm_layers,
         "features": config.features,
         "final_norm": config.final_norm,
         "transform": config.masked_lm and not config.transform,
-        "segments": not config.segments,
+        "segments": "segments" in family.settings and not config.segments,
+        "causal": config.causal and not family.causal_class,
+        **{key: getattr(config, key) != value for key, value in family.fixed.items()},
+        **{
+            "head" if part == "classifier" else part.split("/")[0]: is_present and part not in names
+            for part, is_present in parts.items()
+        },
     }
     for key in (key for key, is_so in impossible.items() if is_so):
         raise UserError(
-            f"config.model.{key} is {getattr(config, key)!r}, which transformers' BERT does not support"
+            f"config.model.{key} is {getattr(config, key)!r}, which transformers' {family.title} "
+            "does not support"
         )
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "architectures": [architecture(config)],
-        "model_type": "bert",
-        "hidden_act": next(k for k, v in _ACTIVATIONS.items() if v == config.activation),
-        **{theirs: getattr(config, ours) for ours, theirs in _SETTINGS.items()},
+        "model_type": config.family,
+        family.activation: next(k for k, v in _ACTIVATIONS.items() if v == config.activation),
+        **{theirs: getattr(config, ours) for ours, theirs in family.settings.items()},
         "pad_token_id": vocabulary.pad_id,
         "position_embedding_type": "absolute",
         "dtype": "float32",
     }
-    if architecture(config) == "BertModel" and not config.has_pooler:
+    if architecture(config) == f"{family.class_prefix}Model" and not config.has_pooler:
         settings["add_pooling_layer"] = False
     if HEADS[config.head].labels is None:
         settings["id2label"] = {str(i): label for i, label in enumerate(config.labels)}
@@ -426,8 +381,9 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
 
 def architecture(config: ModelConfig) -> str:
     """Return the transformers class with most of the model's parts and, if possible, no others."""
-    if config.causal and config.masked_lm:
-        return "BertLMHeadModel"
+    family = FAMILIES[config.family]
+    if config.causal and config.masked_lm and not config.head:
+        return f"{family.class_prefix}{family.causal_class}"
     parts = {"pooler": config.has_pooler, "head": bool(config.head)}
     parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
     ours = {part for part, is_present in parts.items() if is_present}
@@ -436,7 +392,7 @@ def architecture(config: ModelConfig) -> str:
         parts, head = item[1]
         return head == config.head, -len({*parts} - ours), len(ours & {*parts})
 
-    return max(_CLASSES.items(), key=fits)[0]
+    return max(family.all_classes().items(), key=fits)[0]
 
 
 # --- Tokenizer ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from bert_jax import checkpoint, files, storage, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
+from bert_jax.convert.families import FAMILIES
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
@@ -171,7 +172,7 @@ def read(
         vocab: vocabulary file to use instead of the source's.
         lowercase: whether to lowercase texts; None to follow the source's tokenizer config, or else
             the vocabulary.
-        allow_missing: what the source may lack: parts of the model (`huggingface.PARTS`), "tokens"
+        allow_missing: what the source may lack: parts of the model (`families.Family.parts`), "tokens"
             (vocabulary entries of the last rows of the embeddings), and "added_tokens" (support for
             tokens that the source's tokenizer splits off before WordPiece).
         allow_unexpected: patterns of names of tensors, or of modules of sentence-transformers, to
@@ -190,11 +191,13 @@ def read(
             settings, tensors, used = _google(folder, prefix)
         else:
             settings, tensors, used = _hugging_face(folder)
-        names = huggingface.canonical(tensors)
+        family = FAMILIES[huggingface.family_of(settings)]
+        names = huggingface.canonical(tensors, family)
         canonical = {new: tensors[old] for new, old in names.items()}
+        settings, canonical = family.to_ours(settings, canonical)
         left_out = sorted(set(tensors) - set(names.values()))
         model = huggingface.model_config(settings, canonical, allow_missing)
-        twins = huggingface.settle_decoder(canonical, model.tied_decoder)
+        twins = huggingface.settle_decoder(canonical, model)
         left_out += [names[name] for name in twins]
         unexpected = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
         allowed = [n for n in unexpected if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
@@ -244,7 +247,7 @@ def describe(imported: Imported) -> str:
         key: f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
     }
     lines = [
-        f"BERT L{model.layers}-H{model.hidden}-A{model.heads}, "
+        f"{FAMILIES[model.family].title} L{model.layers}-H{model.hidden}-A{model.heads}, "
         f"{parameter_count(imported.params, model):,} parameters{known['official']}",
         f"  {case} vocabulary of {len(vocabulary):,}{known['vocabulary']}",
         f"  with {', '.join(present)}",

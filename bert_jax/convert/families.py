@@ -1,0 +1,171 @@
+"""The architectures of transformers that can be imported and exported: names, classes, settings.
+
+To add one, add a `Family` to `FAMILIES` and its name to the values of `config.model.family`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bert_jax.config import HEADS, ModelConfig
+
+Settings = dict[str, Any]
+Tensors = dict[str, np.ndarray]
+# Function of config.json and tensors by canonical name that returns both in another form.
+Rewrite = Callable[[Settings, Tensors], tuple[Settings, Tensors]]
+
+
+def _unchanged(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+    return settings, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An architecture of transformers. Canonical names are those of its classes with heads.
+
+    Attributes:
+        title: its name in messages.
+        class_prefix: what the names of its classes begin with.
+        encoder: attribute of the encoder in classes with heads.
+        names: parameter path, or path of a module with kernel and bias or scale, → canonical name;
+            {i} is the layer. `huggingface.to_huggingface` transposes dense kernels and maps
+            LayerNorm's scale to weight.
+        parts: optional part of a model → what the canonical names of its tensors begin with.
+        classes: rest of the name of a class without a fine-tuned head → its parts. The order
+            decides between classes with the same parts.
+        settings: config key → key in config.json.
+        activation: key of the activation in config.json.
+        defaults: values of keys that config.json lacks, where they differ from `ModelConfig`'s.
+        fixed: config key → the only value that the architecture has, without a key in config.json.
+        heads: kinds of fine-tuned heads that it has classes for, keys of `config.HEADS`.
+        head_names: kind of head → names of modules that differ from `names` and `config.HEADS`.
+        causal_class: rest of the name of the class of left-to-right models; "" for none.
+        to_ours: applied to imported files before `names`, to split or slice tensors.
+        to_theirs: its inverse, applied to exported ones after `names`.
+    """
+
+    title: str
+    class_prefix: str
+    encoder: str
+    names: Mapping[str, str]
+    parts: Mapping[str, tuple[str, ...]]
+    classes: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, str]
+    activation: str = "hidden_act"
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    heads: tuple[str, ...] = tuple(name for name in HEADS if name)
+    head_names: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    causal_class: str = ""
+    to_ours: Rewrite = _unchanged
+    to_theirs: Rewrite = _unchanged
+
+    @property
+    def words(self) -> str:
+        """Canonical name of the table of word embeddings."""
+        return self.names["embeddings/word/embedding"]
+
+    @property
+    def decoder_bias(self) -> str:
+        """Canonical name of the bias of a decoder that is not tied to the embeddings."""
+        return self.names["masked_lm/decoder"].removesuffix("weight") + "bias"
+
+    def names_of(self, config: ModelConfig) -> dict[str, str]:
+        """Return `names` of a model with its layers and head."""
+        names = {}
+        for ours, theirs in self.names.items():
+            for i in range(config.layers if "{i}" in ours else 1):
+                names[ours.format(i=i)] = theirs.format(i=i)
+        if not config.tied_decoder:
+            names["masked_lm/bias"] = self.decoder_bias
+        return {**names, **self.names_of_head(config.head)}
+
+    def names_of_head(self, head: str) -> dict[str, str]:
+        """Return the names of the modules of a fine-tuned head."""
+        if head not in self.heads:
+            return {}
+        return {"classifier": HEADS[head].huggingface_name, **self.head_names.get(head, {})}
+
+    def parts_with(self, head: str) -> dict[str, tuple[str, ...]]:
+        """Return `parts` of a model with a head, which is a part too."""
+        names = self.names_of_head(head)
+        parts = {**self.parts, **({"head": (f"{names['classifier']}.",)} if names else {})}
+        return {**parts, **({"pooler": (f"{names['pooler']}.",)} if "pooler" in names else {})}
+
+    def all_classes(self) -> dict[str, tuple[tuple[str, ...], str]]:
+        """Return the parts and the kind of fine-tuned head of every class."""
+        classes = {f"{self.class_prefix}{rest}": (p, "") for rest, p in self.classes.items()}
+        for name in self.heads:
+            parts = ("pooler", "head") if HEADS[name].pooled else ("head",)
+            classes[HEADS[name].huggingface_class.replace("Bert", self.class_prefix, 1)] = (
+                parts,
+                name,
+            )
+        return classes
+
+
+_BERT_ENCODER = {
+    "embeddings/word/embedding": "bert.embeddings.word_embeddings.weight",
+    "embeddings/position/embedding": "bert.embeddings.position_embeddings.weight",
+    "embeddings/segment/embedding": "bert.embeddings.token_type_embeddings.weight",
+    "embeddings/norm": "bert.embeddings.LayerNorm",
+    "encoder/layer_{i}/attention/query": "bert.encoder.layer.{i}.attention.self.query",
+    "encoder/layer_{i}/attention/key": "bert.encoder.layer.{i}.attention.self.key",
+    "encoder/layer_{i}/attention/value": "bert.encoder.layer.{i}.attention.self.value",
+    "encoder/layer_{i}/attention/output": "bert.encoder.layer.{i}.attention.output.dense",
+    "encoder/layer_{i}/attention/norm": "bert.encoder.layer.{i}.attention.output.LayerNorm",
+    "encoder/layer_{i}/feed_forward/intermediate": "bert.encoder.layer.{i}.intermediate.dense",
+    "encoder/layer_{i}/feed_forward/output": "bert.encoder.layer.{i}.output.dense",
+    "encoder/layer_{i}/feed_forward/norm": "bert.encoder.layer.{i}.output.LayerNorm",
+}
+_BERT_SETTINGS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "positions": "max_position_embeddings",
+    "segments": "type_vocab_size",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "initializer_stddev": "initializer_range",
+    "tied_decoder": "tie_word_embeddings",
+    "causal": "is_decoder",
+}
+
+# modeling_bert.py
+BERT = Family(
+    title="BERT",
+    class_prefix="Bert",
+    encoder="bert",
+    names={
+        **_BERT_ENCODER,
+        "pooler": "bert.pooler.dense",
+        "masked_lm/transform": "cls.predictions.transform.dense",
+        "masked_lm/norm": "cls.predictions.transform.LayerNorm",
+        "masked_lm/decoder": "cls.predictions.decoder.weight",
+        "masked_lm/bias": "cls.predictions.bias",
+        "next_sentence": "cls.seq_relationship",
+    },
+    parts={
+        "pooler": ("bert.pooler.",),
+        "masked_lm": ("cls.predictions.",),
+        "next_sentence": ("cls.seq_relationship.",),
+    },
+    classes={
+        "Model": ("pooler",),
+        "ForPreTraining": ("pooler", "masked_lm", "next_sentence"),
+        "ForMaskedLM": ("masked_lm",),
+        "LMHeadModel": ("masked_lm",),
+        "ForNextSentencePrediction": ("pooler", "next_sentence"),
+    },
+    settings=_BERT_SETTINGS,
+    defaults={"vocab_size": 30_522},
+    causal_class="LMHeadModel",
+)
+
+# By model_type in config.json, which is the value of config.model.family.
+FAMILIES = {"bert": BERT}
