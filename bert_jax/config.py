@@ -61,6 +61,10 @@ def _below_one(default: int | float) -> Any:
     return _constrained(default, "in [0, 1)", lambda value: 0 <= value < 1)
 
 
+def _fraction(default: float) -> Any:
+    return _constrained(default, "in (0, 1]", lambda value: 0 < value <= 1)
+
+
 def _constrained(default: Any, requirement: str, holds: Callable[[Any], bool]) -> Any:
     metadata = {"requirement": requirement, "holds": holds}
     return dataclasses.field(default=default, metadata=metadata)
@@ -113,6 +117,10 @@ class ModelConfig:
     masked_lm: bool = True
     transform: bool = True
     tied_decoder: bool = True
+    # Weight of the z-loss in pretraining: the mean square of the logarithm of the softmax's
+    # denominator over the vocabulary, which keeps logits small (Chowdhery et al., arXiv 2204.02311,
+    # use 1e-4).
+    z_loss: float = _not_negative(0.0)
     # The pooler and the next-sentence head, on the [CLS] of every sequence.
     next_sentence: bool = True
     # Keep the pooler even if no head needs it.
@@ -181,26 +189,40 @@ class MaskingConfig:
 class OptimConfig:
     """The optimizer and its schedule. The defaults are BERT's (section A.2)."""
 
-    # "adam" (BERT's: decoupled weight decay, no bias correction), "adamw" (with bias correction) or
-    # "lamb" (You et al., arXiv 1904.00962).
-    optimizer: str = _one_of("adam", "adamw", "lamb")
+    # "adam" (BERT's: decoupled weight decay, no bias correction), "adamw" (with bias correction),
+    # "lamb" (You et al., arXiv 1904.00962), "adafactor" (Shazeer and Stern, arXiv 1804.04235, with
+    # beta2 and factored second moments, and no first ones) or "muon": the encoder's matrices move
+    # along their orthogonalized momentum, scaled to AdamW's usual length (Liu et al., arXiv
+    # 2502.16982), all other parameters by AdamW.
+    optimizer: str = _one_of("adam", "adamw", "lamb", "adafactor", "muon")
     learning_rate: float = _positive(1e-4)
     warmup_steps: int = _not_negative(10_000)
     # Decay to end_fraction of the peak at the last step: "linear", "polynomial" (with `power`) and
     # "cosine" are counted from step 0, as in BERT, "linear_from_warmup" from the end of warm-up, as
-    # in transformers.
-    schedule: str = _one_of("linear", "polynomial", "cosine", "linear_from_warmup")
+    # in transformers. "wsd" (warm-up, stable, decay) stays at the peak and decays linearly in the
+    # last decay_fraction of the steps. "inverse_sqrt" is the peak times sqrt(warmup_steps / step),
+    # and "constant" the peak.
+    schedule: str = _one_of(
+        "linear", "polynomial", "cosine", "linear_from_warmup", "wsd", "inverse_sqrt", "constant"
+    )
     power: float = _positive(0.5)
     end_fraction: float = _not_negative(0.0)
+    decay_fraction: float = _fraction(0.1)
     beta1: float = _below_one(0.9)
     beta2: float = _below_one(0.999)
     epsilon: float = _positive(1e-6)
+    # Momentum of "muon".
+    muon_momentum: float = _below_one(0.95)
     # Not applied to biases and LayerNorm.
     weight_decay: float = _not_negative(0.01)
     # Clip gradients to this global norm; 0 disables clipping.
     clip_norm: float = _not_negative(1.0)
     # Learning rate of each layer relative to the layer above it; heads use the full rate.
     layer_decay: float = _positive(1.0)
+    # Exponential moving average of the parameters: average = decay * average + (1 - decay) *
+    # parameters, after every step. Held-out metrics and checkpoints are then those of the average.
+    # 0 disables it.
+    average_decay: float = _below_one(0.0)
 
 
 @dataclasses.dataclass
@@ -314,6 +336,8 @@ class Config(TrainConfig):
 
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
     phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
+    # Warm-up as a fraction of the steps; 0 takes optim.warmup_steps.
+    warmup_fraction: float = _below_one(0.0)
     # Rows that fail their checksum: "stop" with an error that names the first, or "skip": warn
     # about each and replace it with a row of padding of weight 0, so that all other rows keep their
     # positions.

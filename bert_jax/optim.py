@@ -1,12 +1,14 @@
-"""Optimizers (BERT's Adam, AdamW, LAMB), learning-rate schedules and weight-decay masks."""
+"""Optimizers, learning-rate schedules, weight-decay masks, and averages of the parameters."""
 
 import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
+from optax import contrib
 
 from bert_jax.config import OptimConfig, TrainConfig
 from bert_jax.model.bert import Params
@@ -16,23 +18,34 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """Return the learning-rate schedule: linear warm-up from 0, then decay counted from step 0.
 
     With 10k of 1M steps of warm-up, linear decay thus starts at 0.99 of the peak, as in Google's code
-    (google-research/bert, `optimization.create_optimizer`). Only "linear_from_warmup" decays from
-    the end of warm-up (transformers, `get_linear_schedule_with_warmup`).
+    (google-research/bert, `optimization.create_optimizer`). "linear_from_warmup" decays from the end
+    of warm-up (transformers, `get_linear_schedule_with_warmup`), and "wsd" from a fraction before the
+    last step (Hu et al., arXiv 2404.06395).
     """
-    peak, end = config.learning_rate, config.end_fraction * config.learning_rate
+    peak, warmup = config.learning_rate, config.warmup_steps
+    end = config.end_fraction * peak
     if config.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, steps, config.end_fraction)
     elif config.schedule == "linear_from_warmup":
-        warmup = config.warmup_steps
         decay = optax.linear_schedule(peak, end, max(steps - warmup, 1), transition_begin=warmup)
+    elif config.schedule == "wsd":
+        decay_steps = max(round(config.decay_fraction * steps), 1)
+        decay = optax.linear_schedule(peak, end, decay_steps, transition_begin=steps - decay_steps)
+    elif config.schedule == "inverse_sqrt":
+
+        def decay(step):
+            return peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(step, max(warmup, 1)))
+
+    elif config.schedule == "constant":
+        decay = optax.constant_schedule(peak)
     else:
         power = 1.0 if config.schedule == "linear" else config.power
         decay = optax.polynomial_schedule(peak, end, power, steps)
-    if config.warmup_steps == 0:
+    if warmup == 0:
         return decay
 
     def rate(step):
-        return jnp.where(step < config.warmup_steps, peak * step / config.warmup_steps, decay(step))
+        return jnp.where(step < warmup, peak * step / warmup, decay(step))
 
     return rate
 
@@ -77,6 +90,99 @@ def scale_by_adam_without_bias_correction(
     return optax.GradientTransformation(init, update)
 
 
+# Length of the updates of "muon" relative to those of AdamW, so that learning rates carry over (Liu
+# et al., arXiv 2502.16982).
+_MUON_RMS = 0.2
+
+
+def _muon_dimensions(params: Params) -> Params:
+    """Return how each of the encoder's kernels is a matrix, and None for all other parameters."""
+
+    def dimensions(path, x):
+        names = [str(key.key) for key in path]
+        if names[0] != "encoder" or names[-1] != "kernel":
+            return None
+        if x.ndim == 2:
+            return contrib.MuonDimensionNumbers(0, 1)
+        # Attention: the axes of heads are one axis of the matrix.
+        is_output = names[-2] == "output"
+        return contrib.MuonDimensionNumbers(*(((0, 1), 2) if is_output else (0, (1, 2))))
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def scale_by_muon_and_adam(config: OptimConfig) -> optax.GradientTransformation:
+    """Return Muon's directions for the encoder's matrices, and Adam's for all other parameters.
+
+    The momentum of a matrix is orthogonalized by five Newton-Schulz iterations (Jordan et al. 2024).
+    """
+
+    def labels(params):
+        return jax.tree.map(
+            lambda dimensions: "adam" if dimensions is None else "muon",
+            _muon_dimensions(params),
+            is_leaf=lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
+        )
+
+    def scale(updates, _):
+        """Scale orthogonal matrices, whose elements have a root mean square of 1/sqrt(longer side)."""
+
+        def scaled(dimensions, update):
+            fan_in = np.prod(np.take(update.shape, dimensions.reduction_axis))
+            return _MUON_RMS * float(max(fan_in, update.size / fan_in)) ** 0.5 * update
+
+        return jax.tree.map(
+            scaled,
+            _muon_dimensions(updates),
+            updates,
+            is_leaf=lambda x: isinstance(x, contrib.MuonDimensionNumbers),
+        )
+
+    muon = optax.chain(
+        contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=_muon_dimensions),
+        optax.stateless(scale),
+    )
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+class AverageState(NamedTuple):
+    """An exponential moving average of the parameters."""
+
+    average: Params
+
+
+def average_parameters(decay: float) -> optax.GradientTransformation:
+    """Return a transformation that keeps an average of the parameters, and changes no update.
+
+    It comes last in a chain, where the updates are those of the parameters.
+    """
+
+    def update(updates, state, params=None):
+        average = jax.tree.map(
+            lambda average, x, update: decay * average + (1 - decay) * (x + update),
+            state.average,
+            params,
+            updates,
+        )
+        return updates, AverageState(average)
+
+    def init(params):
+        return AverageState(jax.tree.map(jnp.copy, params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def average_of(state: Any) -> Params | None:
+    """Return the average in an optimizer's state, or None if it keeps none."""
+    return state[-1].average if isinstance(state[-1], AverageState) else None
+
+
+def with_average(state: Any, average: Params) -> Any:
+    """Return the state of an optimizer that keeps an average with another one."""
+    return (*state[:-1], AverageState(average))
+
+
 def _depth(path: tuple, layers: int) -> int:
     """Return a parameter's depth: 0 for embeddings, 1 to `layers`, and `layers` + 1 for heads."""
     name = "/".join(str(key.key) for key in path)
@@ -112,14 +218,27 @@ def stop_frozen_gradients(config: TrainConfig, params: Params) -> Params:
     )
 
 
+def _direction(config: OptimConfig) -> optax.GradientTransformation:
+    """Return the transformation of gradients to the direction of the update."""
+    if config.optimizer == "adam":
+        return scale_by_adam_without_bias_correction(config.beta1, config.beta2, config.epsilon)
+    if config.optimizer == "muon":
+        return scale_by_muon_and_adam(config)
+    if config.optimizer == "adafactor":
+        return optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_param_block_rms(),
+        )
+    return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+
+
 def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer: clipping, moments, weight decay, trust ratio, schedule, layer decay."""
     config = run.optim
-    corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-    uncorrected = scale_by_adam_without_bias_correction(config.beta1, config.beta2, config.epsilon)
     transforms = [
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        uncorrected if config.optimizer == "adam" else corrected,
+        _direction(config),
         optax.add_decayed_weights(config.weight_decay, decay_mask),
     ]
     if config.optimizer == "lamb":
@@ -133,6 +252,8 @@ def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
                 )
             )
         )
+    if config.average_decay:
+        transforms.append(average_parameters(config.average_decay))
     return optax.chain(*transforms)
 
 

@@ -22,6 +22,8 @@ HEADS = PartitionSpec(("data", "fsdp"), None, "tensor")
 # The first pattern that matches a parameter's path applies. Paths of optimizer state have the same
 # suffixes.
 PARTITION_RULES = (
+    # Adafactor's second moments of the rows and columns of a matrix.
+    (r"(^|/)v_(row|col)/", PartitionSpec()),
     (r"embeddings/word/embedding$", PartitionSpec("tensor", "fsdp")),
     (r"embeddings/(position|segment)/embedding$", PartitionSpec(None, "fsdp")),
     (r"attention/(query|key|value)/kernel$", PartitionSpec("fsdp", "tensor", None)),
@@ -157,7 +159,8 @@ def specs(tree: Any) -> Any:
     def spec(path, leaf):
         name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
         match = next(spec for pattern, spec in PARTITION_RULES if re.search(pattern, name))
-        return match if len(match) <= np.ndim(leaf) else PartitionSpec()
+        # Adafactor has arrays of one element in place of moments that it does not keep.
+        return match if len(match) <= np.ndim(leaf) and leaf.size > 1 else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 

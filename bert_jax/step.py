@@ -38,11 +38,38 @@ class State(NamedTuple):
     recent: guard.LossHistory
 
 
+def evaluated_params(state: State) -> Params:
+    """Return the parameters that are evaluated and loaded: their average if the optimizer keeps one."""
+    average = optim.average_of(state.optimizer)
+    return state.params if average is None else average
+
+
+def with_params(state: State, params: Params) -> State:
+    """Return a state with other parameters, where their average starts too."""
+    if optim.average_of(state.optimizer) is not None:
+        copies = jax.tree.map(jnp.copy, params)
+        state = state._replace(optimizer=optim.with_average(state.optimizer, copies))
+    return state._replace(params=params)
+
+
 def checkpoint_parts(state: State) -> tuple[Params, dict[str, Any]]:
-    """Split a state into what checkpoints store: the parameters, and the rest without the seed."""
+    """Split a state into what checkpoints store: the parameters, and the rest without the seed.
+
+    The average of the parameters, if there is one, is stored as the parameters, and they in its place.
+    """
+    state = _exchange_average(state)
     rest = state._asdict()
     del rest["params"], rest["seed"]
     return state.params, rest
+
+
+def _exchange_average(state: State) -> State:
+    """Exchange the parameters and their average, if the optimizer keeps one."""
+    average = optim.average_of(state.optimizer)
+    if average is None:
+        return state
+    optimizer = optim.with_average(state.optimizer, state.params)
+    return state._replace(params=average, optimizer=optimizer)
 
 
 def make_step(config: TrainConfig, phase: Phase):
@@ -182,7 +209,7 @@ def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, sta
 def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> State:
     """Restore the state of a checkpoint with the shapes and shardings of `shapes`."""
     params, rest = checkpoints.restore(step, *checkpoint_parts(shapes))
-    return State(params=params, seed=place_seed(seed, shapes), **rest)
+    return _exchange_average(State(params=params, seed=place_seed(seed, shapes), **rest))
 
 
 def place_seed(seed: int, shapes: State) -> UInt[Array, ""]:

@@ -45,9 +45,11 @@ from bert_jax.step import (
     State,
     checkpoint_parts,
     compile_phase,
+    evaluated_params,
     initial_state,
     place_seed,
     restore,
+    with_params,
 )
 from bert_jax.tracing import StepTracer, Summarize
 
@@ -141,7 +143,11 @@ def train(
             if step:
                 return restore(checkpoints, step, shapes, config.seed)
             state = init(place_seed(config.seed, shapes))
-            return state._replace(params=_start_from(state.params, start or {}, shapes.params))
+            return (
+                with_params(state, _start_from(state.params, start, shapes.params))
+                if start
+                else state
+            )
 
         def programs_of(index: int) -> Programs:
             if index not in compiled:
@@ -230,7 +236,7 @@ def train(
                     metrics = None
                     if should_evaluate:
                         metrics = log.heldout(
-                            step, functools.partial(programs.evaluate, state.params)
+                            step, functools.partial(programs.evaluate, evaluated_params(state))
                         )
                         early_stopping.add({"step": step, **metrics})
                     if should_save or early_stopping.is_over:

@@ -2,11 +2,15 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax.objectives.losses import accuracy, cross_entropy
+from bert_jax.config import Config, PhaseConfig, model_size
+from bert_jax.data.rows import RowFormat
+from bert_jax.objectives import pretraining
+from bert_jax.objectives.losses import accuracy, cross_entropy, z_loss
 
 
 def make(seed=0, shape=(4, 6), classes=11):
@@ -54,6 +58,43 @@ def test_accuracy_is_argmax():
     hits, _ = accuracy(logits, labels, weights)
     wanted = ((np.argmax(logits, -1) == labels) * weights).sum()
     assert float(hits) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_z_loss_by_hand():
+    logits = jnp.log(jnp.array([[1.0, 3.0], [0.5, 0.5], [5.0, 4.0]]))
+    total, weight = z_loss(logits, jnp.array([1.0, 2.0, 0.5]))
+    wanted = math.log(4) ** 2 + 0.5 * math.log(9) ** 2
+    assert float(total) == pytest.approx(wanted, rel=1e-6)
+    assert float(weight) == 3.5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_z_loss_is_part_of_pretraining(causal):
+    model = model_size("L1-H8-A2")
+    model.vocab_size, model.z_loss = 32, 0.5
+    model.causal, model.next_sentence = causal, not causal
+    config = Config(model=model, phases=(PhaseConfig(tokens=16),), batch_size=2)
+    _, (phase,) = pretraining.abstract_phases(config, 1)
+    row_format = RowFormat(16, 1, 32)
+    batch = row_format.decode(row_format.encode(row_format.seal(row_format.empty(2))))
+    batch = {**batch, "length": batch["length"] + 12, "a_length": batch["a_length"] + 12}
+    batch["tokens"] = np.arange(32).reshape(2, 16)
+    objective, key = phase.objective, jax.random.key(0)
+    params = objective.init(key)
+    inputs = objective.prepare({k: jnp.asarray(v) for k, v in batch.items()}, key)
+    masked = inputs.masked
+    outputs = objective.model.apply(
+        {"params": params}, masked.tokens, inputs.layout, masked.positions
+    )
+    square = jnp.log(jnp.exp(outputs[0]).sum(-1)) ** 2
+    total, weight = objective.loss_terms(params, inputs, None)["z_loss"]
+    assert float(total) == pytest.approx(0.5 * float((square * masked.weights).sum()), rel=1e-5)
+    assert float(weight) == float(objective.normalizers(inputs)["z_loss"]) > 0
+    summary = objective.summarize(
+        {objective.best_metric.name: 2.0, "z_loss": 0.25}
+        | dict.fromkeys([f"{objective.metric_prefix}_accuracy"], 0.0)
+    )
+    assert summary["loss"] == 2.25
 
 
 @pytest.mark.parametrize("metric", [cross_entropy, accuracy])

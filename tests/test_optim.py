@@ -247,3 +247,121 @@ def test_no_warm_up_starts_at_the_peak():
     assert float(optim.schedule(OptimConfig(warmup_steps=0), 10)(jnp.asarray(0))) == pytest.approx(
         1e-4
     )
+
+
+def orthogonalized(matrix, steps=5):
+    """Newton-Schulz iterations as in Jordan's `zeropower_via_newtonschulz5`, in float64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def test_muon():
+    """The encoder's matrices follow their orthogonalized momentum, all else AdamW."""
+    rng = np.random.default_rng(3)
+    sizes = {
+        ("encoder", "layer_0", "attention", "query", "kernel"): (6, 2, 3),
+        ("encoder", "layer_0", "attention", "output", "kernel"): (2, 3, 6),
+        ("encoder", "layer_0", "feed_forward", "intermediate", "kernel"): (6, 12),
+        ("encoder", "layer_0", "feed_forward", "intermediate", "bias"): (12,),
+        ("embeddings", "word", "embedding"): (9, 6),
+        ("pooler", "kernel"): (6, 6),
+    }
+
+    def draw():
+        leaves = {
+            path: rng.standard_normal(size).astype(np.float32) for path, size in sizes.items()
+        }
+        return traverse_util.unflatten_dict(leaves)
+
+    params, gradients = draw(), [draw() for _ in range(3)]
+    momenta = {}
+
+    def direction(path, w, m, v, step):
+        decay = 0.0 if path[-1] == "bias" else 0.1 * w
+        if path[0] != "encoder" or path[-1] == "bias":
+            return corrected(m, v, step) + decay
+        grad = np.asarray(traverse_util.flatten_dict(gradients[step])[path], np.float64)
+        # optax corrects the bias of the momentum and of Nesterov's step ahead.
+        momentum = momenta[path] = 0.95 * momenta.get(path, 0) + 0.05 * grad
+        ahead = 0.95 * momentum / (1 - 0.95 ** (step + 2)) + 0.05 * grad / (1 - 0.95 ** (step + 1))
+        rows = w.shape[0] * (w.shape[1] if path[3] == "output" else 1)
+        matrix = ahead.reshape(rows, -1)
+        scale = 0.2 * np.sqrt(max(matrix.shape))
+        return (scale * orthogonalized(matrix)).reshape(w.shape) + decay
+
+    wanted = by_formula(params, gradients, direction, clip=0)
+    assert_close(train(make_config(optimizer="muon", clip_norm=0.0), params, gradients), wanted)
+
+
+def test_adafactor_is_pytorchs():
+    import torch
+
+    rng = np.random.default_rng(4)
+    params = {"kernel": rng.standard_normal((128, 130)).astype(np.float32)}
+    gradients = [{"kernel": rng.standard_normal((128, 130)).astype(np.float32)} for _ in range(3)]
+    weights = torch.nn.Parameter(torch.tensor(params["kernel"]))
+    reference = torch.optim.Adafactor([weights], lr=RATE, weight_decay=0.0)
+    for step, grads in enumerate(gradients):
+        reference.param_groups[0]["lr"] = rate_at(step)
+        weights.grad = torch.tensor(grads["kernel"])
+        reference.step()
+    config = make_config(optimizer="adafactor", clip_norm=0.0, weight_decay=0.0)
+    result = train(config, params, gradients)["kernel"]
+    np.testing.assert_allclose(result, weights.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_average_of_the_parameters():
+    params, gradients = problem(5)
+    config = Config(optim=make_config(average_decay=0.75), steps=STEPS)
+    optimizer = optim.make_optimizer(config)
+    params = average = jax.tree.map(jnp.asarray, params)
+    state = optimizer.init(params)
+    for grads in gradients:
+        updates, state = optimizer.update(grads, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        average = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * x, average, params)
+    assert_close(optim.average_of(state), average)
+    assert_close(params, train(make_config(), *problem(5)))
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 40), (10, 100)])
+def test_warmup_stable_decay_is_transformers(warmup, steps):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    decay = steps // 5
+    theirs = transformers.get_wsd_schedule(
+        optimizer, warmup, decay, steps, min_lr_ratio=0.1, decay_type="linear"
+    )
+    config = OptimConfig(
+        learning_rate=2.0, warmup_steps=warmup, schedule="wsd", decay_fraction=0.2, end_fraction=0.1
+    )
+    ours = optim.schedule(config, steps)
+    for step in range(steps):
+        if step >= warmup:  # theirs warms up from the least rate
+            wanted = theirs.get_last_lr()[0]
+            assert float(ours(jnp.asarray(step))) == pytest.approx(wanted, abs=1e-6)
+        optimizer.step()
+        theirs.step()
+
+
+def test_inverse_square_root_is_transformers():
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs = transformers.get_inverse_sqrt_schedule(optimizer, 10)
+    ours = optim.schedule(
+        OptimConfig(learning_rate=2.0, warmup_steps=10, schedule="inverse_sqrt"), 100
+    )
+    for step in range(100):
+        assert float(ours(jnp.asarray(step))) == pytest.approx(theirs.get_last_lr()[0], rel=1e-5)
+        optimizer.step()
+        theirs.step()
+
+
+def test_constant_schedule():
+    rate = optim.schedule(OptimConfig(learning_rate=2.0, warmup_steps=4, schedule="constant"), 10)
+    assert [float(rate(jnp.asarray(step))) for step in (0, 2, 4, 10)] == [0, 1, 2, 2]

@@ -192,6 +192,31 @@ def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_other_optimizers_on_a_mesh_and_from_a_checkpoint(prepared, tmp_path, optimizer):
+    """The same parameters on a mesh; a checkpoint holds their average and resumes bit for bit."""
+    config, phase = prepared
+    changed = dataclasses.replace(config.optim, optimizer=optimizer, average_decay=0.5)
+    config = dataclasses.replace(config, optim=changed)
+    one, _ = run_steps(config, phase, jax.devices()[:1], 3)
+    config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    many, _ = run_steps(config, phase, jax.devices(), 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), many, one)
+
+    mesh = sharding.make_mesh(config.mesh)
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    state = init(jax.numpy.uint32(0))
+    state = state._replace(params=jax.tree.map(lambda x: x + 1, state.params))
+    checkpoints = checkpoint.Checkpoints(tmp_path / "checkpoints", config.checkpoint)
+    checkpoints.save(1, *step_lib.checkpoint_parts(state))
+    restored = step_lib.restore(checkpoints, 1, shapes, 0)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    loaded = checkpoints.restore(1, *step_lib.checkpoint_parts(shapes))[0]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a + 1, b), loaded, state.params)
+    checkpoints.close()
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
     config, phase = prepared
     shapes = []

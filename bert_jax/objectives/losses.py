@@ -30,6 +30,12 @@ def cross_entropy(
         return jnp.sum(loss * weights), jnp.sum(weights)
 
 
+def z_loss(logits: Float[Array, "... C"], weights: Float[Array, "..."]) -> WeightedSum:
+    """Return the weighted sum of the squared logarithm of the softmax's denominator."""
+    with jax.named_scope("loss"):
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2 * weights), jnp.sum(weights)
+
+
 def accuracy(
     logits: Float[Array, "... C"], labels: Int[Array, "..."], weights: Float[Array, "..."]
 ) -> WeightedSum:

@@ -77,6 +77,8 @@ class MaskedLM:
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch, before it is split into parts."""
         normalizers = {self.best_metric.name: jnp.sum(inputs.masked.weights)}
+        if self.model.config.z_loss:
+            normalizers["z_loss"] = normalizers[self.best_metric.name]
         if self.model.config.next_sentence:
             normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
         return normalizers
@@ -98,6 +100,9 @@ class MaskedLM:
                 token_logits, masked.labels, masked.weights
             ),
         }
+        if coefficient := self.model.config.z_loss:
+            total, weight = losses.z_loss(token_logits, masked.weights)
+            loss_terms["z_loss"] = (coefficient * total, weight)
         if nsp_logits is not None:
             nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
             loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
@@ -119,7 +124,9 @@ class MaskedLM:
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the sum of the losses, and the perplexity: exp of the token loss."""
         losses_present = [
-            means[name] for name in (self.best_metric.name, "next_sentence_loss") if name in means
+            means[name]
+            for name in (self.best_metric.name, "next_sentence_loss", "z_loss")
+            if name in means
         ]
         perplexity = float(np.exp(min(means[self.best_metric.name], 700.0)))
         return {

@@ -41,7 +41,7 @@ def make_phases(
     Raises:
         UserError: names the phase, its rows and the mismatch.
     """
-    config = copy.deepcopy(config)
+    config = _with_warmup(config)
     if not config.model.masked_lm or config.model.head:
         raise UserError("config.model: pretraining needs masked_lm=True and head=''")
     skip = _warn if config.damaged_rows == "skip" else None
@@ -89,6 +89,14 @@ def make_phases(
     return config, vocabulary, data, phases
 
 
+def _with_warmup(config: Config) -> Config:
+    """Return a copy of a config with the steps of `warmup_fraction` filled in."""
+    config = copy.deepcopy(config)
+    if config.warmup_fraction:
+        config.optim.warmup_steps = round(config.warmup_fraction * config.steps)
+    return config
+
+
 def _warn(line: str) -> None:
     """Warn in every process: each reads rows that no other process reads."""
     print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -110,7 +118,7 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
     Raises:
         UserError: a phase has neither rows nor tokens.
     """
-    config = copy.deepcopy(config)
+    config = _with_warmup(config)
     manifests = [rows.read_manifest(phase.rows) if phase.rows else None for phase in config.phases]
     vocab_sizes = [manifest.vocab_size for manifest in manifests if manifest]
     for i, manifest in enumerate(manifests):
