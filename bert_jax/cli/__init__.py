@@ -113,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verb in ("launch", "sweep"):
         options.arguments, options.command = arguments[1:], command
     Progress.is_quiet = options.quiet
+    del options.quiet  # verbs pass their options on
     try:
         storage.check(arguments)
         return options.run(options) or 0

@@ -92,7 +92,7 @@ def machine_output(options: argparse.Namespace) -> Iterator[None]:
     """Keep standard output free of text during a run with --json or --quiet."""
     Progress.json_lines = sys.stdout if options.json else None
     with contextlib.ExitStack() as stack:
-        if options.quiet:
+        if Progress.is_quiet:
             null = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(null))
         elif options.json:
@@ -105,7 +105,7 @@ def machine_output(options: argparse.Namespace) -> Iterator[None]:
 
 def print_next(options: argparse.Namespace, command: Sequence[str]) -> None:
     """Print the next command to type after a run, unless a machine reads the output."""
-    if Progress.shown and not options.json and not options.quiet:
+    if Progress.shown and not options.json and not Progress.is_quiet:
         print(f"next: bert-jax {shlex.join(command)}")
 
 
