@@ -123,6 +123,10 @@ class ModelConfig:
     z_loss: float = _not_negative(0.0)
     # The pooler and the next-sentence head, on the [CLS] of every sequence.
     next_sentence: bool = True
+    # The span-boundary head of SpanBERT (arXiv 1907.10529, section 3.2): predicts each token of a
+    # masked span from the two tokens beside it and its position in the span, up to the 20th. Its
+    # loss is added to that of masked LM; it is meant for config.masking.span=10.
+    span_boundary: bool = False
     # Keep the pooler even if no head needs it.
     pooler: bool = False
     # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
@@ -183,6 +187,12 @@ class MaskingConfig:
     random_fraction: float = 0.1
     # Select whole words (all of their word pieces) instead of single word pieces.
     whole_word: bool = False
+    # Select spans of at most this many word pieces (words if whole_word), as SpanBERT, which has 10
+    # words (Joshi et al., arXiv 1907.10529). Whether tokens become [MASK], are kept or become random
+    # is then decided for a span, and neighboring spans count as one. 0 selects no spans.
+    span: int = _not_negative(0)
+    # Lengths of spans are geometric with this parameter, given the maximum: 3.8 on average.
+    span_p: float = _constrained(0.2, "in (0, 1)", lambda value: 0 < value < 1)
 
 
 @dataclasses.dataclass
@@ -569,6 +579,8 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
     if model.causal:
         requirement = "false with config.model.causal=true, where [CLS] attends only to itself"
         require(not model.next_sentence, "model.next_sentence", requirement)
+        requirement = "false with config.model.causal=true, which masks nothing"
+        require(not model.span_boundary, "model.span_boundary", requirement)
         for name, value in dataclasses.asdict(MaskingConfig()).items():
             requirement = (
                 f"{value!r}, the default, with config.model.causal=true, which masks nothing"

@@ -29,7 +29,7 @@ _DERIVED = {
     "model.vocab_size": "the vocabulary",
     **{
         f"model.{name}": "config.task"
-        for name in ("head", "labels", "masked_lm", "next_sentence", "pooler")
+        for name in ("head", "labels", "masked_lm", "next_sentence", "span_boundary", "pooler")
     },
 }
 

@@ -33,9 +33,12 @@ PARTITION_RULES = (
     (r"feed_forward/intermediate/bias$", PartitionSpec("tensor")),
     (r"feed_forward/output/kernel$", PartitionSpec("tensor", "fsdp")),
     # The recurrent kernel of an LSTM is used for every token, so it is replicated (last pattern).
-    (r"(transform|pooler|lstm/.*/input)/kernel$", PartitionSpec("fsdp", None)),
+    (
+        r"(transform|pooler|lstm/.*/input|span_boundary/(first|second))/kernel$",
+        PartitionSpec("fsdp", None),
+    ),
     (r"masked_lm/decoder$", PartitionSpec("fsdp", "tensor")),
-    (r"masked_lm/bias$", PartitionSpec("tensor")),
+    (r"(masked_lm|span_boundary)/bias$", PartitionSpec("tensor")),
     (r"", PartitionSpec()),
 )
 

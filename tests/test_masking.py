@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from bert_jax import sharding
 from bert_jax.config import MaskingConfig, MeshConfig
 from bert_jax.data import rows
-from bert_jax.objectives.masking import Masker, NextTokenTargets, max_predictions_per_sequence
+from bert_jax.objectives.masking import (
+    Masker,
+    NextTokenTargets,
+    max_predictions_per_sequence,
+    span_lengths,
+    spans,
+)
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 
@@ -247,6 +253,107 @@ def test_a_word_is_masked_whole_or_not_at_all():
         assert float(got.weights.sum()) == 2
         seen.update(np.array(got.positions[0]).tolist())
     assert seen == {4, 5, 6}
+
+
+# --- Spans ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mask_spans():
+    """By whether spans are of whole words."""
+    common = {"pieces": 25, "rate": 0.3, "span": 4}
+    return {words: run(make_masker(whole_word=words, **common)) for words in (False, True)}
+
+
+def masked_spans(words, num_predictions, draw, lengths):
+    """The tokens that a walk over random starts of spans masks in a sequence.
+
+    Args:
+        words: runs of words between special tokens, each a list of places.
+        num_predictions: how many tokens to mask.
+        draw, lengths: by place, the order and the length of the span that begins there.
+    """
+    chosen = []
+    starts = [(run, i) for run in words for i in range(len(run))]
+    for run, i in sorted(
+        starts, key=lambda start: (draw[start[0][start[1]][0]], start[0][start[1]][0])
+    ):
+        if run[i][0] in chosen:
+            continue
+        for word in run[i : i + lengths[run[i][0]]]:
+            chosen += [place for place in word if place not in chosen]
+    return sorted(chosen[:num_predictions])
+
+
+@pytest.mark.parametrize("whole_word", [False, True])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_spans_are_those_of_a_walk_over_random_starts(mask_spans, whole_word, seed):
+    tokens, length, a_length = random_rows(np.random.default_rng(seed))
+    key = jax.random.key(seed)
+    got = mask_spans[whole_word](*map(jnp.asarray, (tokens, length, a_length)), key)
+    order_key, length_key = jax.random.split(jax.random.split(key, 3)[0])
+    draw = np.array(jax.random.uniform(order_key, tokens.shape))
+    lengths = np.array(span_lengths(length_key, tokens.shape, MaskingConfig(span=4)))
+    for row in range(len(tokens)):
+        chosen, start = [], 0
+        for n, a in zip(length[row].tolist(), a_length[row].tolist(), strict=True):
+            left = min(max(1, round(0.3 * n)), n - 2) if n else 0
+            runs = [[], []]
+            for word in words_of(tokens[row], n, a, start, 25):
+                pieces = [word] if whole_word else [[place] for place in word]
+                runs[word[0] - start >= a] += pieces
+            chosen += masked_spans(runs, left, draw[row], lengths[row])
+            start += n
+        weights, positions = np.array(got.weights[row]), np.array(got.positions[row])
+        assert positions[weights > 0].tolist() == chosen
+
+
+def test_lengths_of_spans_are_spanberts():
+    """Geometric, at most 10, 3.8 on average (section 3.1)."""
+    config = MaskingConfig(span=10)
+    lengths = np.array(span_lengths(jax.random.key(0), (200, 500), config))
+    expected = 0.2 * 0.8 ** np.arange(10)
+    expected *= lengths.size / expected.sum()
+    chi = ((np.bincount(lengths.ravel(), minlength=11)[1:] - expected) ** 2 / expected).sum()
+    assert chi < 40  # 9 degrees of freedom
+    assert lengths.max() == 10
+    assert abs(lengths.mean() - 3.797) < 0.03
+    # In rows: neighboring spans merge and the last one is cut.
+    tokens = one_sequence(200, 256)
+    masker = make_masker(tokens=256, sequences=1, rate=0.15, span=10)
+    got = run(masker)(*tokens, jax.random.key(3))
+    np.testing.assert_array_equal(got.weights, np.ones((200, 38)))  # the budget: 15% of 256
+    firsts = np.diff(np.array(got.positions), axis=1) != 1
+    assert 3.3 < 38 / (1 + firsts.sum(1)).mean() < 4.6
+
+
+def test_what_becomes_of_a_span_is_decided_once():
+    masker = make_masker(sequences=1, rate=0.3, span=10)
+    got = run(masker)(*one_sequence(400, T), jax.random.key(4))
+    at = spans(got)
+    after = np.take_along_axis(np.array(got.tokens), np.array(got.positions), 1)
+    labels, first = np.array(got.labels), np.array(got.positions - at.offset)
+    kinds = {"mask": 0, "same": 0, "random": 0}
+    for row in range(400):
+        for start in np.unique(first[row]):
+            inside = first[row] == start
+            masked, same = after[row, inside] == MASK, after[row, inside] == labels[row, inside]
+            if inside.sum() > 2:  # a random token may be [MASK] or the old one
+                kinds["mask" if masked.all() else "same" if same.all() else "random"] += 1
+                assert masked.all() or same.all() or masked.mean() < 0.7
+    share = {kind: count / sum(kinds.values()) for kind, count in kinds.items()}
+    assert all(abs(share[kind] - p) < 0.05 for kind, p in zip(kinds, (0.8, 0.1, 0.1), strict=True))
+
+
+def test_spans_do_not_depend_on_the_number_of_devices(mask_spans):
+    batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
+    wanted = mask_spans[True](*batch, jax.random.key(5))
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices())
+    spread = jax.device_put(batch, sharding.row_sharding(mesh))
+    key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
+    got = mask_spans[True](*spread, key)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 # --- Next tokens ----------------------------------------------------------------------------------

@@ -868,6 +868,7 @@ def test_flops_of_what_stands_on_an_encoder():
         {"final_norm": True, "tied_decoder": False, "transform": False, "next_sentence": False},
         {"segments": 0, "vocab_multiple": 64, "layer_loop": "scanned"},
         {"causal": True, "next_sentence": False, "pooler": True},
+        {"span_boundary": True, "vocab_multiple": 64},
         {"masked_lm": False, "next_sentence": False, "head": "sequence", "labels": ("a", "b")},
         {"masked_lm": False, "head": "token", "labels": ("a",), "lstm_layers": 2},
         {

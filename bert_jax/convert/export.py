@@ -54,7 +54,9 @@ def export(
     """
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params
-    model = config.model
+    # No class of transformers has SpanBERT's head, and its releases are without it.
+    model = dataclasses.replace(config.model, span_boundary=False)
+    params = {part: value for part, value in params.items() if part != "span_boundary"}
     if heads == "masked_lm" and not model.masked_lm:
         raise UserError(f"{source} has no masked-LM head to export")
     if heads != "all":

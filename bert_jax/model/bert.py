@@ -23,7 +23,7 @@ from bert_jax.config import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
-from bert_jax.model.heads import MaskedLM, ScalarMix
+from bert_jax.model.heads import MaskedLM, ScalarMix, SpanBoundary
 from bert_jax.model.layers import (
     ACTIVATIONS,
     DENSE,
@@ -228,6 +228,8 @@ class Bert(nn.Module):
             self.pooler = dense(c, c.hidden)
         if c.next_sentence:
             self.next_sentence = dense(c, 2)
+        if c.span_boundary:
+            self.span_boundary = SpanBoundary(c)
         if c.features.startswith("weighted-"):
             self.features = ScalarMix()
         if c.lstm_layers:
@@ -282,7 +284,31 @@ class Bert(nn.Module):
 
         A head that the model lacks returns None. The counterpart of `BertForPreTraining`.
         """
+        return self._heads(self.encode(tokens, layout, key), layout, positions)
+
+    def with_span_boundary(
+        self,
+        tokens: Int[Array, "B T"],
+        layout: Layout,
+        positions: Int[Array, "B P"],
+        left: Int[Array, "B P"],
+        right: Int[Array, "B P"],
+        offset: Int[Array, "B P"],
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "B P V"] | None, Float[Array, "B S 2"] | None, Float[Array, "B P V"]]:
+        """Return the pretraining logits and those of the span-boundary head.
+
+        Args:
+            tokens, layout, positions, key: as for a call.
+            left, right: positions of the tokens beside the span of each prediction.
+            offset: position in its span.
+        """
         hidden = self.encode(tokens, layout, key)
+        beside = (one_hot_gather(hidden, left), one_hot_gather(hidden, right))
+        span_logits = self.span_boundary(*beside, offset, self.embeddings.word.embedding)
+        return *self._heads(hidden, layout, positions), span_logits
+
+    def _heads(self, hidden, layout, positions):
         masked_lm_logits = next_sentence_logits = None
         if self.config.masked_lm:
             masked_lm_logits = self.masked_lm(
@@ -324,6 +350,8 @@ class Bert(nn.Module):
         hidden = states[-1]
         if c.masked_lm:
             self.masked_lm(one_hot_gather(hidden, positions), self.embeddings.word.embedding)
+        if c.span_boundary:
+            self.span_boundary(hidden, hidden, positions, self.embeddings.word.embedding)
         if c.has_pooler:
             pooled = self.pool(hidden, layout.cls)
             if c.next_sentence:

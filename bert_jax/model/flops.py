@@ -11,7 +11,8 @@ def parameter_count(params: Params, config: ModelConfig) -> int:
     """Return the number of scalars in `params`, without the padding of the vocabulary."""
     total = sum(x.size for x in jax.tree.leaves(params))
     num_tables = 1 if config.tied_decoder or not config.masked_lm else 2
-    per_entry = config.hidden * num_tables + config.masked_lm  # the decoder's bias
+    biases = config.masked_lm + config.span_boundary  # of the decoders
+    per_entry = config.hidden * num_tables + biases
     return total - (padded_vocab_size(config) - config.vocab_size) * per_entry
 
 
@@ -25,6 +26,8 @@ def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions:
     d, f = config.hidden, config.feed_forward
     layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)
     head = predictions * 2 * d * (config.vocab_size + d * config.transform)
+    if config.span_boundary:
+        head += predictions * 2 * d * (config.vocab_size + 4 * d)
     pooler = sequences * 2 * d * (d + 2) if config.next_sentence else 0
     encoder, width = 3.0 * config.layers * layer, d
     if config.features:

@@ -1,4 +1,4 @@
-"""Heads on top of the encoder: masked LM, and the mix of layers for feature extraction."""
+"""Heads on top of the encoder: masked LM, span boundaries, and the mix of layers for feature extraction."""
 
 import functools
 import operator
@@ -6,16 +6,21 @@ import operator
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from bert_jax.config import ModelConfig
 from bert_jax.model.layers import (
     ACTIVATIONS,
     dense,
+    initializer,
     norm_layer,
+    one_hot_gather,
     padded_vocab_size,
     vocab_initializer,
 )
+
+# Tokens of a span that the span-boundary head predicts (`max_pair_targets` in SpanBERT's code).
+SPAN_POSITIONS = 20
 
 
 @jax.custom_vjp
@@ -64,10 +69,48 @@ class MaskedLM(nn.Module):
         else:
             kernel = self.param("decoder", vocab_initializer(c, 1), (c.hidden, vocab), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
-        logits = _vocab_logits(x, kernel) + bias
-        if vocab == c.vocab_size:
-            return logits
-        return jnp.where(jnp.arange(vocab) < c.vocab_size, logits, jnp.finfo(jnp.float32).min)
+        return _without_padding(_vocab_logits(x, kernel) + bias, c)
+
+
+def _without_padding(logits: Float[Array, "B P V"], config: ModelConfig) -> Float[Array, "B P V"]:
+    """Return logits with the lowest value for the padding of the vocabulary."""
+    vocab = logits.shape[-1]
+    if vocab == config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(vocab) < config.vocab_size, logits, jnp.finfo(jnp.float32).min)
+
+
+class SpanBoundary(nn.Module):
+    """Head of SpanBERT's span-boundary objective (arXiv 1907.10529, section 3.2).
+
+    Two dense layers with GELU and LayerNorm on the concatenation of the hidden states beside a span
+    and an embedding of the position in it, which has D units here (200 in SpanBERT's code). The
+    decoder is the embedding table, with a bias of its own.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        left: Float[Array, "B P D"],
+        right: Float[Array, "B P D"],
+        offset: Int[Array, "B P"],
+        table: Float[Array, "V D"],
+    ) -> Float[Array, "B P V"]:
+        """Return logits of the tokens at `offset` in spans between `left` and `right`."""
+        c = self.config
+        position = nn.Embed(
+            SPAN_POSITIONS, c.hidden, embedding_init=initializer(c), name="position"
+        ).embedding
+        x = jnp.concatenate(
+            [left, right, one_hot_gather(jnp.asarray(position, c.dtype), offset)], axis=-1
+        )
+        for name in ("first", "second"):
+            x = ACTIVATIONS["gelu"](dense(c, c.hidden, name)(x))
+            x = norm_layer(c, f"{name}_norm")(x)
+        bias = self.param("bias", nn.initializers.zeros, (padded_vocab_size(c),), jnp.float32)
+        return _without_padding(_vocab_logits(x, table.T) + bias, c)
 
 
 class ScalarMix(nn.Module):

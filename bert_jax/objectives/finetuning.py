@@ -80,6 +80,7 @@ def model_config(
         model,
         masked_lm=False,
         next_sentence=False,
+        span_boundary=False,
         pooler=False,
         head=problem.head,
         labels=tuple(problem.labels),

@@ -11,10 +11,11 @@ from bert_jax.data import rows
 from bert_jax.data.loader import Batch
 from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
+from bert_jax.model.heads import SPAN_POSITIONS
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric
 from bert_jax.objectives.losses import WeightedSum
-from bert_jax.objectives.masking import MaskedBatch, Masker
+from bert_jax.objectives.masking import MaskedBatch, Masker, spans
 
 
 class Inputs(NamedTuple):
@@ -27,7 +28,9 @@ class Inputs(NamedTuple):
 
 
 class MaskedLM:
-    """Masked LM, and next-sentence prediction if the model has that head, on rows of one format."""
+    """Masked LM on rows of one format, with next-sentence prediction and SpanBERT's span-boundary
+    objective if the model has these heads.
+    """
 
     # Prefix of the names of the token loss and its metrics, and what the progress bar calls it.
     metric_prefix, display_name = "masked_lm", "mlm"
@@ -81,6 +84,8 @@ class MaskedLM:
             normalizers["z_loss"] = normalizers[self.best_metric.name]
         if self.model.config.next_sentence:
             normalizers["next_sentence_loss"] = jnp.sum(inputs.label_weights)
+        if self.model.config.span_boundary:
+            normalizers["span_boundary_loss"] = jnp.sum(_span_weights(inputs.masked))
         return normalizers
 
     def loss_terms(
@@ -88,10 +93,16 @@ class MaskedLM:
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked = inputs.masked
-        outputs: Any = self.model.apply(
-            {"params": params}, masked.tokens, inputs.layout, masked.positions, key
-        )
-        token_logits, nsp_logits = outputs
+        args = (masked.tokens, inputs.layout, masked.positions)
+        span_logits = None
+        if self.model.config.span_boundary:
+            outputs: Any = self.model.apply(
+                {"params": params}, *args, *spans(masked), key, method=Bert.with_span_boundary
+            )
+            token_logits, nsp_logits, span_logits = outputs
+        else:
+            outputs = self.model.apply({"params": params}, *args, key)
+            token_logits, nsp_logits = outputs
         loss_terms: dict[str, Any] = {
             self.best_metric.name: losses.cross_entropy(
                 token_logits, masked.labels, masked.weights
@@ -107,6 +118,10 @@ class MaskedLM:
             nsp_args = (nsp_logits, inputs.labels, inputs.label_weights)
             loss_terms["next_sentence_loss"] = losses.cross_entropy(*nsp_args)
             loss_terms["next_sentence_accuracy"] = losses.accuracy(*nsp_args)
+        if span_logits is not None:
+            span_args = (span_logits, masked.labels, _span_weights(masked))
+            loss_terms["span_boundary_loss"] = losses.cross_entropy(*span_args)
+            loss_terms["span_boundary_accuracy"] = losses.accuracy(*span_args)
         real = inputs.layout.segment_ids < self.masker.sequences
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
@@ -123,11 +138,8 @@ class MaskedLM:
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the sum of the losses, and the perplexity: exp of the token loss."""
-        losses_present = [
-            means[name]
-            for name in (self.best_metric.name, "next_sentence_loss", "z_loss")
-            if name in means
-        ]
+        names = (self.best_metric.name, "next_sentence_loss", "span_boundary_loss", "z_loss")
+        losses_present = [means[name] for name in names if name in means]
         perplexity = float(np.exp(min(means[self.best_metric.name], 700.0)))
         return {
             "loss": sum(losses_present),
@@ -142,3 +154,8 @@ class MaskedLM:
         if "next_sentence_accuracy" in summary:
             text += f" nsp {summary['next_sentence_accuracy']:.1%}"
         return text
+
+
+def _span_weights(masked: MaskedBatch) -> Float[Array, "B P"]:
+    """Return the weights of the predictions that the span-boundary head makes."""
+    return masked.weights * (spans(masked).offset < SPAN_POSITIONS)

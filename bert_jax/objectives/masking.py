@@ -2,7 +2,8 @@
 
 Masking runs on the device and is different in every step. Of a sequence's n tokens, round(rate * n)
 are selected, at least 1 and at most a maximum, never [CLS] or [SEP]. By default 80% of these become
-[MASK], 10% are kept and 10% become a random token.
+[MASK], 10% are kept and 10% become a random token. With `MaskingConfig.span`, the selected tokens form
+spans, of which this is decided (SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1).
 """
 
 import dataclasses
@@ -138,6 +139,8 @@ class Masker:
         labels = jnp.take_along_axis(tokens, positions, 1)
 
         kind = jax.random.uniform(kind_key, tokens.shape)
+        if self.config.span:  # one draw for every run of selected tokens
+            kind = jnp.take_along_axis(kind, _run_starts(selected), 1)
         replacement = jax.random.randint(random_key, tokens.shape, 0, self.vocab_size, tokens.dtype)
         config = self.config
         corrupted = jnp.where(
@@ -170,6 +173,8 @@ class Masker:
             after_candidate = jnp.pad(candidate, ((0, 0), (1, 0)))[:, :-1]
             start = jnp.where(continues & candidate & after_candidate, 0, start)
             start = jax.lax.cummax(start, axis=1)
+        if self.config.span:
+            return self._select_spans(candidate, start, num_predictions, same_sequence, key)
         draw = jnp.take_along_axis(jax.random.uniform(key, tokens.shape), start, 1)
 
         # before[b, t, u]: u is in t's sequence, and its unit comes no later than t's in the order
@@ -193,3 +198,109 @@ class Masker:
 
         initial = (jnp.zeros_like(candidate), candidate)
         return jax.lax.while_loop(lambda state: jnp.any(state[1]), take, initial)[0]
+
+    def _select_spans(
+        self,
+        candidate: Bool[Array, "B T"],
+        start: Int[Array, "B T"],
+        num_predictions: Int[Array, "B T"],
+        same_sequence: Bool[Array, "B T T"],
+        key: Key[Array, ""],
+    ) -> Bool[Array, "B T"]:
+        """Select the tokens of random spans.
+
+        SpanBERT's code draws a start among the tokens that are not masked yet, and a length, masks the
+        span up to the next special token, and goes on until the sequence has its number of predictions
+        (the last span may be cut). Here the starts of all units (words or word pieces) are put in
+        random order at once, and those that an earlier span covers are skipped.
+
+        Args:
+            candidate: tokens that can be selected.
+            start: start of each token's unit.
+            num_predictions: number of tokens to select in each token's sequence.
+            same_sequence: whether two tokens are in the same sequence.
+            key: random key.
+        """
+        order_key, length_key = jax.random.split(key)
+        position = jnp.arange(self.tokens)
+        is_start = candidate & (start == position)
+        draw = jax.random.uniform(order_key, candidate.shape)
+        is_earlier = (draw[:, None, :] < draw[:, :, None]) | (
+            (draw[:, None, :] == draw[:, :, None]) & (position[None, :] < position[:, None])
+        )
+        rank = jnp.sum(is_earlier, axis=2)  # unique in a row
+        length = span_lengths(length_key, candidate.shape, self.config)
+
+        # covers[b, t, u]: the span from u would include t. No special token is between them.
+        unit = jnp.cumsum(is_start, axis=1)
+        between = jnp.cumsum(~candidate, axis=1)
+        distance = unit[:, :, None] - unit[:, None, :]
+        covers = candidate[:, :, None] & is_start[:, None, :]
+        covers &= between[:, :, None] == between[:, None, :]
+        covers &= (distance >= 0) & (distance < length[:, None, :])
+        precedes = covers & is_earlier
+
+        # Each iteration accepts the starts that no earlier span can cover anymore.
+        def decide(state):
+            accepted, undecided = state
+            is_covered = jnp.any(precedes & accepted[:, None, :], axis=2)
+            may_be_covered = jnp.any(precedes & undecided[:, None, :], axis=2)
+            accepted |= undecided & ~is_covered & ~may_be_covered
+            return accepted, undecided & ~is_covered & may_be_covered
+
+        initial = (jnp.zeros_like(candidate), is_start)
+        accepted, _ = jax.lax.while_loop(lambda state: jnp.any(state[1]), decide, initial)
+
+        # Tokens in the order in which the spans cover them, those of a span from left to right.
+        span = jnp.min(
+            jnp.where(covers & accepted[:, None, :], rank[:, None, :], self.tokens), axis=2
+        )
+        before = (span[:, None, :] < span[:, :, None]) | (
+            (span[:, None, :] == span[:, :, None]) & (position[None, :] <= position[:, None])
+        )
+        before &= same_sequence & candidate[:, None, :]
+        return candidate & (jnp.sum(before, axis=2) <= num_predictions)
+
+
+def span_lengths(
+    key: Key[Array, ""], shape: tuple[int, ...], config: MaskingConfig
+) -> Int[Array, "..."]:
+    """Draw lengths of spans: geometric with p = `span_p`, given that they are at most `span`."""
+    cumulative = 1 - (1 - config.span_p) ** np.arange(1, config.span)
+    cumulative = cumulative / (1 - (1 - config.span_p) ** config.span)
+    draw = jax.random.uniform(key, (*shape, 1))
+    return 1 + jnp.sum(draw >= jnp.asarray(cumulative, jnp.float32), axis=-1)
+
+
+def _run_starts(selected: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return the position of the first token of each token's run of selected tokens."""
+    is_start = selected & ~jnp.pad(selected, ((0, 0), (1, 0)))[:, :-1]
+    return jax.lax.cummax(jnp.where(is_start, jnp.arange(selected.shape[1]), 0), axis=1)
+
+
+class Spans(NamedTuple):
+    """Where each prediction is in its span, a run of predicted tokens; for padding undefined.
+
+    Attributes:
+        left, right: positions of the tokens before and after the span.
+        offset: distance from the first token of the span.
+    """
+
+    left: Int[Array, "B P"]
+    right: Int[Array, "B P"]
+    offset: Int[Array, "B P"]
+
+
+def spans(masked: MaskedBatch) -> Spans:
+    """Return the spans of the predictions, which are sorted by position.
+
+    [CLS] and [SEP] are never selected, so no span crosses a sequence and both neighbors exist.
+    """
+    positions, is_real = masked.positions, masked.weights > 0
+    follows = (positions[:, 1:] == positions[:, :-1] + 1) & is_real[:, 1:]
+    is_first = jnp.pad(~follows, ((0, 0), (1, 0)), constant_values=True)
+    is_last = jnp.pad(~follows, ((0, 0), (0, 1)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(is_first & is_real, positions, 0), axis=1)
+    end = jnp.iinfo(positions.dtype).max
+    last = jax.lax.cummin(jnp.where(is_last & is_real, positions, end), axis=1, reverse=True)
+    return Spans(first - 1, last + 1, positions - first)

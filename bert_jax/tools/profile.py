@@ -59,6 +59,7 @@ _SCOPES = {
     "optimizer": "optimizer",
     "inputs": "masking",
     "masked_lm": "vocabulary head",
+    "span_boundary": "vocabulary head",
     "loss": "vocabulary head",
     "embeddings": "embeddings",
     **dict.fromkeys(

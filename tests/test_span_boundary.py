@@ -1,0 +1,124 @@
+"""SpanBERT's span-boundary objective against its definition in NumPy, and in runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+
+from bert_jax import cli
+from bert_jax.config import MaskingConfig, model_size
+from bert_jax.data import rows
+from bert_jax.model.bert import Bert
+from bert_jax.model.flops import flops_per_row, parameter_count
+from bert_jax.objectives.masked_lm import MaskedLM
+from tests.helpers.checkpoints import random_params
+from tests.helpers.runs import train_here
+
+VOCAB, T = 40, 32
+CONFIG = dataclasses.replace(
+    model_size("L1-H16-A2"), vocab_size=VOCAB, vocab_multiple=32, positions=T, span_boundary=True,
+    dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+
+
+def layer(x, params, name):
+    """Dense, GELU and LayerNorm (section 3.2, equations for h1 and h2)."""
+    x = x @ params[name]["kernel"] + params[name]["bias"]
+    x = 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2)))
+    x = (x - x.mean()) / np.sqrt(x.var() + 1e-12)
+    return x * params[f"{name}_norm"]["scale"] + params[f"{name}_norm"]["bias"]
+
+
+def test_the_loss_is_that_of_the_paper():
+    """On packed rows: a span's neighbors are in its own sequence."""
+    row_format = rows.RowFormat(T, 3, VOCAB)
+    masking = MaskingConfig(rate=0.4, span=6, span_p=0.1)
+    objective = MaskedLM(CONFIG, masking, row_format, 3, np.zeros(VOCAB, bool))
+    rng = np.random.default_rng(0)
+    length = np.array([[12, 9, 11], [32, 0, 0], [20, 5, 0], [30, 0, 0]], np.int32)
+    a_length = np.array([[5, 9, 6], [32, 0, 0], [11, 5, 0], [4, 0, 0]], np.int32)
+    tokens = rng.integers(5, VOCAB, (4, T)).astype(np.int32)
+    batch = {"tokens": tokens, "length": length, "a_length": a_length, "label": length * 0 - 1}
+    inputs = objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+    params = random_params(CONFIG)
+    hidden = np.array(
+        Bert(CONFIG).apply(
+            {"params": params}, inputs.masked.tokens, inputs.layout, method=Bert.encode
+        )
+    )
+    segment_ids = np.array(inputs.layout.segment_ids)
+    head, table = params["span_boundary"], params["embeddings"]["word"]["embedding"]
+    losses, longest = [], 0
+    for row in range(4):
+        weights = np.array(inputs.masked.weights[row]) > 0
+        chosen = {int(p): int(y) for p, y in zip(
+            inputs.masked.positions[row][weights], inputs.masked.labels[row][weights], strict=True
+        )}  # fmt: skip
+        for position, label in chosen.items():
+            left, right = position, position
+            while left in chosen:
+                left -= 1
+            while right in chosen:
+                right += 1
+            assert segment_ids[row, left] == segment_ids[row, right] == segment_ids[row, position]
+            longest = max(longest, right - left - 1)
+            offset = position - left - 1
+            x = [hidden[row, left], hidden[row, right], head["position"]["embedding"][offset]]
+            x = layer(layer(np.concatenate(x), head, "first"), head, "second")
+            logits = (table @ x + head["bias"])[:VOCAB]
+            losses.append(scipy.special.logsumexp(logits) - logits[label])
+    assert longest > 3
+    terms = objective.loss_terms(params, inputs, None)
+    assert float(terms["span_boundary_loss"][1]) == len(losses)
+    np.testing.assert_allclose(terms["span_boundary_loss"][0], sum(losses), rtol=1e-4)
+    normalizers = objective.normalizers(inputs)
+    assert float(normalizers["span_boundary_loss"]) == len(losses)
+    # Without the head, the other losses are the same.
+    plain = MaskedLM(
+        dataclasses.replace(CONFIG, span_boundary=False),
+        masking,
+        row_format,
+        3,
+        np.zeros(VOCAB, bool),
+    )
+    for name, (value, _) in plain.loss_terms(params, inputs, None).items():
+        np.testing.assert_allclose(terms[name][0], value, rtol=1e-6)
+
+
+def test_tokens_far_into_a_span_are_not_predicted():
+    row_format = rows.RowFormat(T, 1, VOCAB)
+    masking = MaskingConfig(rate=0.99, max_predictions_per_sequence=30)
+    objective = MaskedLM(CONFIG, masking, row_format, 3, np.zeros(VOCAB, bool))
+    ones = np.ones((1, 1), np.int32)
+    batch = {"tokens": np.full((1, T), 7), "length": ones * T, "a_length": ones * T, "label": -ones}
+    inputs = objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+    assert float(objective.normalizers(inputs)["masked_lm_loss"]) == 30
+    assert float(objective.normalizers(inputs)["span_boundary_loss"]) == 20
+
+
+def test_size_and_flops_of_the_head():
+    without = dataclasses.replace(CONFIG, span_boundary=False)
+    params = random_params(CONFIG)
+    d, added = 16, 3 * 16 * 16 + 16 * 16 + 6 * 16 + 20 * 16 + VOCAB
+    assert (
+        parameter_count(params, CONFIG) - parameter_count(random_params(without), without) == added
+    )
+    difference = flops_per_row(CONFIG, T, 1, 5) - flops_per_row(without, T, 1, 5)
+    assert difference == 3 * 5 * 2 * (3 * d * d + d * d + d * VOCAB)
+
+
+def test_a_run_with_spans_exports_without_the_head(rows, tmp_path):
+    changes = ("masking.span=10", "model.span_boundary=true", "steps=4")
+    train_here(tmp_path / "run", rows, *changes)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"span_boundary_loss"' in text
+    assert cli.main(["export", "--init", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == 0
+    import transformers
+
+    _, info = transformers.BertForPreTraining.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
