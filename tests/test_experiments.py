@@ -161,7 +161,7 @@ def test_pretraining_is_the_papers(name):
     for point in load(name, "paper").points:
         if point.verb == "prepare":
             options = split(point)[1]
-            assert (options.sequences, options.short_fraction, options.pairs) == (1, 0.1, "nsp")
+            assert (options.sequences, options.short_fraction, options.pairs) == (1, None, "nsp")
 
 
 def test_sizes_are_the_papers():

@@ -98,6 +98,17 @@ def test_what_is_chosen(mask, seed):
         np.testing.assert_array_equal(got.tokens[row, unchosen], tokens[row, unchosen])
 
 
+@pytest.mark.parametrize("span", [0, 5])
+def test_separators_within_a_sequence_are_not_masked(span):
+    tokens, length, a_length = (np.array(x) for x in one_sequence(50, T))
+    tokens[:, [20, 40]] = SEP
+    got = run(make_masker(sequences=1, rate=0.8, span=span))(
+        tokens, length, a_length, jax.random.key(0)
+    )
+    assert (np.array(got.labels) != SEP).all()
+    assert (np.array(got.tokens)[:, [20, 40]] == SEP).all()
+
+
 def test_the_cap_of_a_sequence():
     masker = make_masker(tokens=40, sequences=1, max_predictions_per_sequence=3)
     got = run(masker)(*one_sequence(5, 40), jax.random.key(0))

@@ -126,6 +126,63 @@ def test_nothing_is_lost_where_nothing_is_cut(documents, seed):
         assert seen == list(range(bounds[0], bounds[-1]))
 
 
+def plain_whole_sentences(documents, room, crossing):
+    """Lists of tokens, sentence by sentence; a document is a list of lists of tokens."""
+    found, current = [], []
+    for document in documents:
+        pieces = [s[i : i + room] for s in document for i in range(0, len(s), room)]
+        for index, piece in enumerate(pieces):
+            separator = [SEP] if index == 0 and current else []
+            if current and (
+                (separator and not crossing) or len([*current, *separator, *piece]) > room
+            ):
+                found.append(current)
+                current, separator = [], []
+            current = [*current, *separator, *piece]
+    return found + [current] * bool(current)
+
+
+@given(corpora, st.integers(8, 64), st.booleans())
+def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
+    memory = InMemory(documents)
+    kind = "full-sentences" if crossing else "doc-sentences"
+    instances = Instances(memory, Vocab, tokens, kind, 0.0)
+    examples = list(instances.of_all(0, len(memory), random.Random(0)))
+    texts = [
+        [[*range(a + 10, b + 10)] for a, b in itertools.pairwise(bounds)]
+        for bounds in memory.bounds
+    ]
+    expected = plain_whole_sentences(texts, tokens - 2, crossing)
+    assert [example.tokens.tolist() for example in examples] == [
+        [CLS, *sentences, SEP] for sentences in expected
+    ]
+    assert all(len(e.tokens) == e.a_length <= tokens and e.label == -1 for e in examples)
+
+
+def test_rows_of_whole_sentences(tmp_path, small_pieces):
+    """Of files: every token once, the same for any workers, and no [SEP] is masked."""
+    text, vocab = write_corpus(tmp_path)
+    common = {"tokens": 64, "heldout_fraction": 0.1}
+    for kind in ("full-sentences", "doc-sentences"):
+        out = tmp_path / kind
+        manifest = prepare([text], vocab, out, pairs=kind, workers=1, **common)
+        assert manifest.pairs == kind
+        found = [*sequences_of(out, "train"), *sequences_of(out, "heldout")]
+        inner = [[t for t in tokens if t > 4] for tokens, _, _ in found]
+        words = pathlib.Path(text).read_text().split()
+        index = {word: i for i, word in enumerate(wordpiece.load(vocab).tokens)}
+        assert sorted(itertools.chain(*inner)) == sorted(index[word] for word in words)
+        crossing = [tokens for tokens, _, _ in found if SEP in tokens[1:-1]]
+        assert bool(crossing) == (kind == "full-sentences")
+    assert (
+        manifest.train.sequences > 1.1 * read_manifest(tmp_path / "full-sentences").train.sequences
+    )
+    prepare([text], vocab, tmp_path / "two", pairs="full-sentences", workers=2, **common)
+    assert content(tmp_path / "two") == content(tmp_path / "full-sentences")
+    with pytest.raises(UserError, match="passes: must be 1 with pairs 'doc-sentences'"):
+        prepare([text], vocab, tmp_path / "x", pairs="doc-sentences", passes=2)
+
+
 @given(corpora, st.integers(8, 64), st.integers(0, 2**32))
 def test_single_segments_fill_the_row(documents, tokens, seed):
     memory = InMemory(documents)

@@ -64,9 +64,10 @@ def add_prepare(verbs: Verbs) -> None:
     )
     sub.add_argument(
         "--pairs",
-        choices=("nsp", "none"),
+        choices=("nsp", "none", "full-sentences", "doc-sentences"),
         default="nsp",
-        help="sentence pairs (default) or single segments",
+        help="sentence pairs (default), single segments (none), or whole sentences as in RoBERTa, "
+        "across documents (full-sentences) or not (doc-sentences)",
     )
     sub.add_argument(
         "--passes",
@@ -84,8 +85,7 @@ def add_prepare(verbs: Verbs) -> None:
     sub.add_argument(
         "--short-fraction",
         type=float,
-        default=0.1,
-        help="fraction of documents with shorter sequences (default 0.1)",
+        help="fraction of documents with shorter sequences (default 0.1; with whole sentences 0)",
     )
     add_case(sub)
     sub.add_argument(

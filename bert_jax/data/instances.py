@@ -1,10 +1,12 @@
 """BERT's instance algorithm: sequences from documents, half of the pairs with a random segment b.
 
 Follows `create_instances_from_document` in create_pretraining_data.py of Google's repository,
-except that masking is done during training.
+except that masking is done during training. Also RoBERTa's sequences of whole sentences (Liu et al. 2019,
+arXiv 1907.11692, section 4.2).
 """
 
 import bisect
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,8 @@ import numpy as np
 from bert_jax.data.rows import Example
 
 IS_NEXT, IS_RANDOM = 0, 1
+# Values of `pairs` whose sequences are whole sentences, without random choices.
+WHOLE_SENTENCES = ("full-sentences", "doc-sentences")
 _TRIES = 100  # maximum number of draws of a different document
 
 
@@ -24,7 +28,7 @@ class Instances:
         documents: tokenized documents, with the interface of `prepare_worker._Documents`.
         vocabulary: vocabulary with the special ids.
         tokens: T, maximum length of a sequence.
-        pairs: "nsp" or "none".
+        pairs: "nsp", "none" or one of `WHOLE_SENTENCES`.
         short_fraction: fraction of documents with shorter sequences.
     """
 
@@ -34,10 +38,55 @@ class Instances:
         self._documents = documents
         self._cls, self._sep = vocabulary.cls_id, vocabulary.sep_id
         self._pairs, self._short_fraction = pairs == "nsp", short_fraction
+        self._kind = pairs
         self._room = tokens - (3 if self._pairs else 2)
 
+    def of_all(self, first: int, end: int, rng: random.Random) -> Iterator[Example]:
+        """Yield the sequences of documents [first, end)."""
+        if self._kind in WHOLE_SENTENCES:
+            yield from self._whole_sentences(first, end)
+            return
+        for number in range(first, end):
+            yield from self.of(number, rng)
+
+    def _whole_sentences(self, first: int, end: int) -> Iterator[Example]:
+        """Yield sequences of as many consecutive sentences as fit.
+
+        With "full-sentences" they go on with the next document after a [SEP], with "doc-sentences"
+        they end with a document.
+        """
+        separator = np.array([self._sep])
+        parts: list[np.ndarray] = []
+        size = 0
+        for number in range(first, end):
+            is_first = True
+            for sentence in self._sentences(number):
+                needed = len(sentence) + is_first
+                if parts and (
+                    size + needed > self._room or (is_first and self._kind == "doc-sentences")
+                ):
+                    yield self._sequence(np.concatenate(parts))
+                    parts, size = [], 0
+                if parts and is_first:
+                    parts.append(separator.astype(sentence.dtype))
+                    size += 1
+                parts.append(sentence)
+                size += len(sentence)
+                is_first = False
+        if parts:
+            yield self._sequence(np.concatenate(parts))
+
+    def _sentences(self, number: int) -> Iterator[np.ndarray]:
+        """Yield the sentences of a document; one longer than a sequence in parts."""
+        entry = self._documents.entry(number)
+        bounds = self._documents.sentences(entry, 0, entry[3])
+        tokens = self._documents.tokens(entry, bounds[0], bounds[-1])
+        for start, end in itertools.pairwise(bound - bounds[0] for bound in bounds):
+            for part in range(start, end, self._room):
+                yield tokens[part : min(part + self._room, end)]
+
     def of(self, number: int, rng: random.Random) -> Iterator[Example]:
-        """Yield the sequences of one document."""
+        """Yield the sequences of one document, with "nsp" or "none"."""
         entry = self._documents.entry(number)
         bounds = self._documents.sentences(entry, 0, entry[3])
         begin = bounds[0]
@@ -53,7 +102,8 @@ class Instances:
             # Take sentences until they reach the target length.
             end = min(bisect.bisect_left(bounds, bounds[start] + target, start + 1), last)
             if not self._pairs:
-                yield self._single(tokens[bounds[start] : bounds[end]], rng)
+                a = tokens[bounds[start] : bounds[end]]
+                yield self._sequence(_trim(a, min(len(a), self._room), rng))
                 start = end
                 continue
             middle = start + 1 + _draw(rng, end - start - 1)
@@ -83,8 +133,7 @@ class Instances:
         end = min(bisect.bisect_left(bounds, bounds[0] + target, 1), len(bounds) - 1)
         return documents.tokens(entry, bounds[0], bounds[end])
 
-    def _single(self, a: np.ndarray, rng: random.Random) -> Example:
-        a = _trim(a, min(len(a), self._room), rng)
+    def _sequence(self, a: np.ndarray) -> Example:
         tokens = np.empty(len(a) + 2, a.dtype)
         tokens[0] = self._cls
         tokens[1:-1] = a

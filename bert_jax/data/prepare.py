@@ -34,6 +34,7 @@ import numpy as np
 
 from bert_jax import files, storage
 from bert_jax.data import corpus, prepare_worker, wordpiece
+from bert_jax.data.instances import WHOLE_SENTENCES
 from bert_jax.data.rows import (
     FORMAT_VERSION,
     MANIFEST,
@@ -47,7 +48,7 @@ from bert_jax.data.workers import Workers, call, cores
 from bert_jax.errors import UserError, shown
 from bert_jax.progress import Progress
 
-PAIRS = ("nsp", "none")
+PAIRS = ("nsp", "none", *WHOLE_SENTENCES)
 RUNNERS = ("local", "beam")
 UNKNOWN_FRACTION = 0.2  # with more [UNK] than this, the vocabulary does not fit the text
 
@@ -69,7 +70,7 @@ def prepare(
     passes: int = 1,
     seed: int = 0,
     heldout_fraction: float = 0.01,
-    short_fraction: float = 0.1,
+    short_fraction: float | None = None,
     lowercase: bool | None = None,
     language: str = "en",
     workers: int | None = None,
@@ -91,7 +92,10 @@ def prepare(
         tokens: T, tokens per row.
         sequences: S, maximum number of sequences packed into a row.
         pairs: "nsp" for `[CLS] a [SEP] b [SEP]`, half of them with a random b (label 0 = is next,
-            1 = random); "none" for `[CLS] a [SEP]`.
+            1 = random); "none" for `[CLS] a [SEP]` with sentences of a document until T tokens are
+            reached, of which the rest is cut; "doc-sentences" for as many whole sentences of a
+            document as fit; "full-sentences" for the same across documents, with a [SEP] between
+            them (both as in RoBERTa: Liu et al. 2019, arXiv 1907.11692, section 4.2).
         passes: number of passes over the training documents, each with different random choices
             (`dupe_factor`).
         seed: seed of all random choices.
@@ -99,7 +103,8 @@ def prepare(
             text. Where whole documents are far from it, as in a small corpus, the ends of at least
             two documents are held out.
         short_fraction: fraction of documents that are cut into sequences of a random, shorter
-            length.
+            length. None for 0.1, or 0 with "doc-sentences" and "full-sentences", which make no random
+            choices.
         lowercase: whether to lowercase text; None follows the vocabulary.
         language: two-letter language code for the sentence splitter.
         workers: number of processes; None for one per core, 1 to work in this process. Does not
@@ -116,6 +121,8 @@ def prepare(
         UserError: settings, sources or vocabulary are invalid, there is no text or fewer than two
             documents for "nsp", `out` holds other rows or is in use, or the disk is full.
     """
+    if short_fraction is None:
+        short_fraction = 0.0 if pairs in WHOLE_SENTENCES else 0.1
     _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, workers)
     _check_runner(runner, beam, workers)
     vocabulary = wordpiece.load(vocab, lowercase)
@@ -206,6 +213,11 @@ def _check(
         )
     if not 0 <= short_fraction <= 1:
         raise UserError(f"short_fraction: {short_fraction} is out of range; choose 0 to 1")
+    if pairs in WHOLE_SENTENCES and (passes > 1 or short_fraction):
+        name, value = ("passes", "1") if passes > 1 else ("short_fraction", "0")
+        raise UserError(
+            f"{name}: must be {value} with pairs {pairs!r}, which makes no random choices"
+        )
     if workers is not None and not 1 <= workers <= 1024:
         raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")
 

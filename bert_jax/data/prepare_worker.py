@@ -268,9 +268,7 @@ class Worker:
             job.pairs,
             job.short_fraction,
         )
-        examples = itertools.chain.from_iterable(
-            instances.of(number, rng) for number in range(unit.first, unit.end)
-        )
+        examples = instances.of_all(unit.first, unit.end, rng)
         rows = 0
         histogram = np.zeros(job.format.tokens + 1, np.int64)
         with files.atomic_write(job.folder / unit.name) as temporary:

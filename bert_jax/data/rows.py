@@ -263,7 +263,7 @@ class Manifest:
         version: version of the format.
         tokens, sequences, vocab_size: format of a row.
         vocab_sha256: SHA-256 of the vocabulary file (`vocab.txt` in the same folder).
-        pairs: "nsp" (sentence pairs with labels) or "none".
+        pairs: "nsp" (sentence pairs with labels), "none", "full-sentences" or "doc-sentences".
         seed: seed of the instance algorithm.
         settings: all settings that the rows depend on, as passed to `prepare`.
         sources: spec, kinds, bytes read and documents of each source.

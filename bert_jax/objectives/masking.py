@@ -161,6 +161,10 @@ class Masker:
             | (layout.position_ids == a - 1)
             | (layout.position_ids == n - 1)
         )
+        # Sequences across documents ("full-sentences") have a [SEP] in between. Every sequence ends in
+        # [SEP], so the first one's last token tells its id.
+        separator = jnp.take_along_axis(tokens, jnp.maximum(length[:, :1] - 1, 0), 1)
+        special |= tokens == separator
         candidate = (layout.segment_ids < self.sequences) & ~special
         num_predictions = per_token(jnp.asarray(self.counts)[length])
         same_sequence = layout.segment_ids[:, :, None] == layout.segment_ids[:, None, :]

@@ -207,7 +207,7 @@ def _check_rows(config: Config, i: int, manifest: rows.Manifest, vocab_sha256: s
         raise UserError(
             f"{where} was prepared with another vocabulary than {config.phases[0].rows}"
         )
-    if model.next_sentence and manifest.pairs == "none":
+    if model.next_sentence and manifest.pairs != "nsp":
         raise UserError(
             f"{where} has no sentence pairs: prepare rows with --pairs nsp, or train with "
             "--config.model.next_sentence=false"
