@@ -179,7 +179,12 @@ class MaskingConfig:
 
     # Fraction of each sequence's n tokens, special ones included: round(rate * n), at least 1.
     rate: float = 0.15
-    # Maximum per sequence. 0 takes BERT's: 20 at T=128, 76 at T=512, otherwise ceil(rate * T).
+    # Change the rate linearly over the run, from `rate` at step 0 to this at the end (Ankner et al.
+    # 2023, arXiv 2305.15096: 0.3 to 0.15). Held-out rows always have the final rate, and the larger
+    # one determines the shapes. 0 keeps `rate`.
+    final_rate: float = _below_one(0.0)
+    # Maximum per sequence. 0 takes BERT's: 20 at T=128, 76 at T=512 for a rate of 0.15, otherwise
+    # ceil(rate * T).
     max_predictions_per_sequence: int = _not_negative(0)
     # Replacement of a selected token: [MASK], itself, or a random token of the vocabulary.
     mask_fraction: float = 0.8
@@ -193,6 +198,12 @@ class MaskingConfig:
     span: int = _not_negative(0)
     # Lengths of spans are geometric with this parameter, given the maximum: 3.8 on average.
     span_p: float = _constrained(0.2, "in (0, 1)", lambda value: 0 < value < 1)
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """Return the rate at a step of a run of `steps` steps, whose end is step `steps`."""
+        if not self.final_rate:
+            return self.rate
+        return self.rate + (self.final_rate - self.rate) * step / steps
 
 
 @dataclasses.dataclass

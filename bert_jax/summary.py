@@ -78,7 +78,7 @@ def warnings(
         )
     targets = min(rows["heldout"]["real_tokens"] for rows in data)
     if not config.model.causal:
-        targets *= config.masking.rate
+        targets *= config.masking.final_rate or config.masking.rate
     if targets < _MIN_HELDOUT_TARGETS:
         yield (
             f"warning: held-out losses are means over {targets:,.0f} tokens, too few to compare runs: "

@@ -1,5 +1,6 @@
 """Masking: how many, which, what becomes of them, the same on any number of devices; next tokens."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax import sharding
-from bert_jax.config import MaskingConfig, MeshConfig
-from bert_jax.data import rows
+from bert_jax.config import Config, MaskingConfig, MeshConfig, PhaseConfig, model_size
+from bert_jax.data.rows import layout as row_layout
+from bert_jax.objectives import pretraining
 from bert_jax.objectives.masking import (
     Masker,
     NextTokenTargets,
@@ -56,7 +58,7 @@ def random_rows(rng, count=16):
 
 def run(masker):
     def mask(tokens, length, a_length, key):
-        layout = rows.layout(length, a_length, masker.tokens)
+        layout = row_layout(length, a_length, masker.tokens)
         return masker(tokens, length, a_length, layout, key)
 
     return jax.jit(mask)
@@ -82,7 +84,7 @@ def test_what_is_chosen(mask, seed):
     got = jax.tree.map(
         np.array, mask(*map(jnp.asarray, (tokens, length, a_length)), jax.random.key(seed))
     )
-    layout = rows.layout(length, a_length, T)
+    layout = row_layout(length, a_length, T)
     for row in range(len(tokens)):
         count = int(got.weights[row].sum())
         assert got.weights[row].tolist() == [1.0] * count + [0.0] * (len(got.weights[row]) - count)
@@ -365,6 +367,51 @@ def test_spans_do_not_depend_on_the_number_of_devices(mask_spans):
     key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
     got = mask_spans[True](*spread, key)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+# --- A rate that changes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.15), (0.15, 0.3)])
+def test_the_larger_rate_determines_the_shapes_and_the_final_one_evaluation(rates):
+    masker = make_masker(sequences=1, rate=rates[0], final_rate=rates[1])
+    fixed = [make_masker(sequences=1, rate=rate) for rate in rates]
+    assert masker.predictions == max(m.predictions for m in fixed) == 19
+    batch = one_sequence(5, T)
+    got = run(masker)(*batch, jax.random.key(0))
+    wanted = run(fixed[1])(*batch, jax.random.key(0))
+    np.testing.assert_array_equal(got.tokens, wanted.tokens)
+    layout = row_layout(batch[1], batch[1], T)
+    some = masker(batch[0], *batch[1:], layout, jax.random.key(0), jnp.arange(5)[:, None])
+    np.testing.assert_array_equal(some.weights.sum(1), np.arange(5))
+
+
+def test_training_batches_say_how_many_predictions_they_have(rows):
+    """As a function of the step alone, over both phases; held-out batches do not."""
+    folder = str(rows())
+    phases = tuple(PhaseConfig(rows=folder, fraction=0.5) for _ in range(2))
+    config = Config(
+        model=dataclasses.replace(model_size("L1-H16-A2"), positions=32),
+        masking=MaskingConfig(rate=0.4, final_rate=0.2), phases=phases, steps=8, batch_size=4,
+    )  # fmt: skip
+    _, _, _, phases = pretraining.make_phases(config)
+    step = 0
+    for phase in phases:
+        all_steps = list(phase.batches(0, 4, 0, 1))
+        for name, value in next(phase.batches(3, 4, 0, 1)).items():
+            np.testing.assert_array_equal(value, all_steps[3][name])
+        for batch in all_steps:
+            rate = 0.4 - 0.2 * step / 8
+            counts = [
+                [max(1, round(rate * int(n))) if n else 0 for n in row] for row in batch["length"]
+            ]
+            counts = np.minimum(counts, np.maximum(batch["length"].astype(int) - 2, 0))
+            np.testing.assert_array_equal(batch["num_predictions"], np.minimum(counts, 13))
+            assert batch.keys() == phase.batch_shape.keys()
+            step += 1
+        assert "num_predictions" not in next(phase.heldout(0, 1))
+        inputs = phase.objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(0))
+        assert float(inputs.masked.weights.sum()) == batch["num_predictions"].sum()
 
 
 # --- Next tokens ----------------------------------------------------------------------------------

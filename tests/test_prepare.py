@@ -142,6 +142,7 @@ def plain_whole_sentences(documents, room, crossing):
     return found + [current] * bool(current)
 
 
+@settings(deadline=None)
 @given(corpora, st.integers(8, 64), st.booleans())
 def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
     memory = InMemory(documents)

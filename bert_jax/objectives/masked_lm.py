@@ -73,7 +73,9 @@ class MaskedLM:
         batch = {name: value.astype(jnp.int32) for name, value in batch.items()}
         length, a_length = batch["length"], batch["a_length"]
         layout = rows.layout(length, a_length, self._tokens)
-        masked = self.masker(batch["tokens"], length, a_length, layout, key)
+        # Training batches have the number of predictions if config.masking.final_rate changes it.
+        changes = {name: batch[name] for name in batch if name == "num_predictions"}
+        masked = self.masker(batch["tokens"], length, a_length, layout, key, **changes)
         has_label = batch["label"] != rows.NO_LABEL
         return Inputs(masked, layout, jnp.maximum(batch["label"], 0), has_label.astype(jnp.float32))
 

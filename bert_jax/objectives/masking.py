@@ -35,9 +35,24 @@ def max_predictions_per_sequence(config: MaskingConfig, tokens: int) -> int:
     recipe = {128: 20, 512: 76}  # google-research/bert, README, "max_predictions_per_seq"
     if config.max_predictions_per_sequence:
         return config.max_predictions_per_sequence
-    if config.rate == 0.15 and tokens in recipe:
+    rate = max(config.rate, config.final_rate)
+    if rate == 0.15 and tokens in recipe:
         return recipe[tokens]
-    return math.ceil(config.rate * tokens)
+    return math.ceil(rate * tokens)
+
+
+def prediction_counts(
+    config: MaskingConfig, tokens: int, rate: float
+) -> Int[np.ndarray, " {tokens+1}"]:
+    """Return the number of predictions for a sequence of n of at most `tokens` tokens.
+
+    Computed on the host in float64: in float32, 0.15 * n rounds some halves the other way.
+    """
+    maximum = max_predictions_per_sequence(config, tokens)
+    targets = [round(rate * n) for n in range(tokens + 1)]
+    return np.array(
+        [min(max(1, k), maximum, max(n - 2, 0)) for n, k in enumerate(targets)], np.int32
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,25 +110,20 @@ class Masker:
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """[T + 1] number of predictions for a sequence of n tokens.
-
-        Computed on the host in float64: in float32, 0.15 * n rounds some halves the other way.
-        """
-        maximum = max_predictions_per_sequence(self.config, self.tokens)
-        targets = [round(self.config.rate * n) for n in range(self.tokens + 1)]
-        return np.array(
-            [min(max(1, k), maximum, max(n - 2, 0)) for n, k in enumerate(targets)], np.int32
+        """[T + 1] number of predictions for n tokens, at the final rate if the rate changes."""
+        return prediction_counts(
+            self.config, self.tokens, self.config.final_rate or self.config.rate
         )
 
     @functools.cached_property
     def predictions(self) -> int:
         """P, the maximum number of predictions of S sequences with T tokens in total."""
         # max_counts[n]: maximum for n tokens in total; each iteration adds one more sequence.
-        max_counts = self.counts
+        rate = max(self.config.rate, self.config.final_rate)
+        counts = prediction_counts(self.config, self.tokens, rate)
+        max_counts = counts
         for _ in range(self.sequences - 1):
-            updated = [
-                (max_counts[: n + 1] + self.counts[n::-1]).max() for n in range(self.tokens + 1)
-            ]
+            updated = [(max_counts[: n + 1] + counts[n::-1]).max() for n in range(self.tokens + 1)]
             if np.array_equal(updated, max_counts):
                 break
             max_counts = np.array(updated)
@@ -126,10 +136,19 @@ class Masker:
         a_length: Int[Array, "B S"],
         layout: Layout,
         key: Key[Array, ""],
+        num_predictions: Int[Array, "B S"] | None = None,
     ) -> MaskedBatch:
-        """Mask every row, as a function of `key` and the rows alone."""
+        """Mask every row, as a function of the arguments alone.
+
+        Args:
+            tokens, length, a_length, layout: the rows.
+            key: random key.
+            num_predictions: number of predictions of each sequence; None for `counts` of its length.
+        """
+        if num_predictions is None:
+            num_predictions = jnp.asarray(self.counts)[length]
         select_key, kind_key, random_key = jax.random.split(key, 3)
-        selected = self._select(tokens, length, a_length, layout, select_key)
+        selected = self._select(tokens, length, a_length, layout, num_predictions, select_key)
 
         # Earlier positions score higher: top_k returns selected positions in order, then padding.
         score, positions = jax.lax.top_k(
@@ -149,7 +168,9 @@ class Masker:
         corrupted = jnp.where(kind < config.mask_fraction, self.mask_id, corrupted)
         return MaskedBatch(jnp.where(selected, corrupted, tokens), positions, labels, weights)
 
-    def _select(self, tokens, length, a_length, layout: Layout, key) -> Bool[Array, "B T"]:
+    def _select(
+        self, tokens, length, a_length, layout: Layout, num_predictions, key
+    ) -> Bool[Array, "B T"]:
         membership = layout.segment_ids[:, :, None] == jnp.arange(self.sequences)  # [B, T, S]
 
         def per_token(per_sequence):  # [B, S] -> [B, T]
@@ -166,7 +187,7 @@ class Masker:
         separator = jnp.take_along_axis(tokens, jnp.maximum(length[:, :1] - 1, 0), 1)
         special |= tokens == separator
         candidate = (layout.segment_ids < self.sequences) & ~special
-        num_predictions = per_token(jnp.asarray(self.counts)[length])
+        num_predictions = per_token(num_predictions)
         same_sequence = layout.segment_ids[:, :, None] == layout.segment_ids[:, None, :]
 
         # A unit (word piece or whole word) is identified by its start; its pieces share one draw.

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
+from bert_jax.objectives import masking
 from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.masked_lm import MaskedLM
@@ -76,7 +77,12 @@ def make_phases(
         phases.append(
             dataclasses.replace(
                 phase,
-                batches=functools.partial(batches, train, phase.batch_size, config.seed),
+                batches=_scheduled(
+                    config,
+                    phase,
+                    manifest.tokens,
+                    functools.partial(batches, train, phase.batch_size, config.seed),
+                ),
                 # No more rows than one accumulation part, which is known to fit the device.
                 heldout=functools.partial(
                     heldout_batches,
@@ -160,6 +166,8 @@ def _phase(
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase_config.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))
+    if config.masking.final_rate:
+        empty["num_predictions"] = np.zeros((1, row_format.sequences), np.int32)
     return Phase(
         objective=objective(config.model, config.masking, row_format, mask_id, continuation),
         tokens=row_format.tokens,
@@ -174,6 +182,24 @@ def _phase(
         batches=lambda *_: iter(()),
         heldout=lambda *_: iter(()),
     )
+
+
+def _scheduled(
+    config: Config, phase: Phase, tokens: int, batches: Callable[..., Iterator[Batch]]
+) -> Callable[..., Iterator[Batch]]:
+    """Add "num_predictions" [B, S] to the batches if the masking rate depends on the step."""
+    if not config.masking.final_rate:
+        return batches
+
+    def scheduled(first: int, end: int, process: int, processes: int) -> Iterator[Batch]:
+        for step, batch in enumerate(
+            batches(first, end, process, processes), phase.first_step + first
+        ):
+            rate = config.masking.rate_at(step, config.steps)
+            counts = masking.prediction_counts(config.masking, tokens, rate)
+            yield {**batch, "num_predictions": counts[batch["length"]]}
+
+    return scheduled
 
 
 def _describe(manifest: rows.Manifest) -> dict[str, Any]:

@@ -88,7 +88,7 @@ MUTATIONS = [
     Mutation("data.loader", "self._first = process * self._local", "self._first = 0",
              f"test_train {_LOAD}"),
     Mutation("data.loader", "self._format.check(arrays)", "pass", f"test_fuzz_rows {_LOAD}"),
-    Mutation("objectives.masking", "round(self.config.rate * n)", "int(self.config.rate * n)", _MASK),
+    Mutation("objectives.masking", "round(rate * n)", "int(rate * n)", _MASK),
     Mutation("objectives.masking", "min(max(1, k), maximum, max(n - 2, 0))",
              "min(k, maximum, max(n - 2, 0))", _MASK),
     Mutation("objectives.masking", "| (layout.position_ids == a - 1)", "", _MASK),
