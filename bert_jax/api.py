@@ -226,7 +226,7 @@ class Model:
             UserError: the model is not fine-tuned, or on multiple choice.
         """
         config = self.config
-        if not isinstance(config, FinetuneConfig) or config.task.kind == "choice":
+        if not isinstance(config, FinetuneConfig) or config.task.kind in ("choice", "pairs"):
             raise UserError(
                 f"{self.source} has no head that predicts from texts: load a run of "
                 "`bert-jax finetune` (for multiple choice, use `bert-jax predict`)"

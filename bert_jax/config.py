@@ -306,7 +306,11 @@ class GuardConfig:
 
 @dataclasses.dataclass
 class EmbedConfig:
-    """How `bert-jax embed` computes vectors; imported sentence encoders set these themselves."""
+    """How `bert-jax embed` computes vectors; imported sentence encoders set these themselves.
+
+    Fine-tuning on pairs trains these vectors. There, settings at their defaults are those of the
+    checkpoint.
+    """
 
     # "mean" (over a text's tokens, [CLS] and [SEP] included), "cls" or "none" (one vector per
     # token).
@@ -372,8 +376,9 @@ class TaskConfig:
     """The task and its data."""
 
     # "classification" (texts or pairs of texts), "choice" (multiple choice), "tagging" (one label
-    # per word) or "squad" (extractive question answering).
-    kind: str = _one_of("classification", "choice", "tagging", "squad")
+    # per word), "squad" (extractive question answering) or "pairs" (vectors of texts, trained so that
+    # those of a pair are similar).
+    kind: str = _one_of("classification", "choice", "tagging", "squad", "pairs")
     # Benchmark: "cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "squad1",
     # "squad2", "swag"; "" for your own files.
     name: str = ""
@@ -388,12 +393,21 @@ class TaskConfig:
     text_b: str = ""
     label: str = "label"
     choices: tuple[str, ...] = ()
+    # Pairs: `text_a` is the anchor and `text_b` the text that it should be similar to; "" takes the
+    # same text with other dropout (SimCSE, Gao et al., arXiv 2104.08821). Columns of texts that the
+    # anchor should not be similar to, besides the other texts of the batch.
+    negatives: tuple[str, ...] = ()
+    # Pairs: columns of two texts and a number, their similarity. A dev or test file that has them is
+    # scored by correlation, others by retrieval, as are folders in BEIR's layout.
+    similarity: tuple[str, ...] = ("sentence1", "sentence2", "score")
+    # Pairs: factor of the cosines, which are the logits of the softmax: 1 / temperature.
+    scale: float = _positive(20.0)
     # "class" (one label), "classes" (multilabel) or "number" (regression).
     objective: str = _one_of("class", "classes", "number")
     # A file with one label per line, or comma-separated names; "" takes the training data's labels.
     labels: str = ""
-    # Maximum length. Longer sequences are truncated (classification, choice) or split (tagging,
-    # squad).
+    # Maximum length. Longer sequences are truncated (classification, choice, pairs) or split
+    # (tagging, squad).
     tokens: int = 128
     # SQuAD: stride between windows of a context, maximum tokens of a question and of an answer, and
     # number of start and end candidates that are combined into answers.
@@ -520,6 +534,7 @@ _NAMES = {
     "choice": ("", "swag"),
     "tagging": ("",),
     "squad": ("", "squad1", "squad2"),
+    "pairs": ("",),
 }
 
 
@@ -566,7 +581,10 @@ def validate(config: TrainConfig) -> None:
             for name in ("frozen_layers", "reset_layers"):
                 require(getattr(config, name) == 0, name, f"0, {reason}")
             require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, {reason}")
-        if model.head:  # else the model's size is not known until a checkpoint is read
+        if config.task.kind == "pairs":
+            _validate_pairs(config, require)
+        # Else the model's size is not known until a checkpoint is read.
+        if model.head or model.vocab_size:
             limit = model.positions
             require(config.task.tokens <= limit, "task.tokens", f"8 to {limit}")
             if model.features:
@@ -580,6 +598,22 @@ def validate(config: TrainConfig) -> None:
                     requirement += " that are not frozen: reinitialized layers must be trained"
                 require(getattr(config, name) <= limit, name, requirement)
     profiled_steps(config)
+
+
+def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
+    model, task, embed = config.model, config.task, config.embed
+    for name, default in (("lstm_layers", 0), ("features", "")):
+        requirement = f"{default!r} with config.task.kind='pairs', which has no head"
+        require(getattr(model, name) == default, f"model.{name}", requirement)
+    require(embed.layers == "last", "embed.layers", "'last' with config.task.kind='pairs'")
+    poolings = ("mean",) if model.causal else ("mean", "cls")
+    requirement = " or ".join(map(repr, poolings)) + " with config.task.kind='pairs'"
+    require(embed.pooling in poolings, "embed.pooling", requirement)
+    requirement = "three columns: two texts and their similarity"
+    require(len(task.similarity) == 3, "task.similarity", requirement)
+    if not task.text_b:
+        requirement = "above 0 without config.task.text_b, as dropout makes the pairs"
+        require(model.dropout > 0, "model.dropout", requirement)
 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:

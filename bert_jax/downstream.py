@@ -15,7 +15,7 @@ from bert_jax import checkpoint, files, sharding, storage
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
 from bert_jax.benchmarks.squad import Squad
-from bert_jax.config import FinetuneConfig, MeshConfig, TaskConfig
+from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, TaskConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data import tables, wordpiece
 from bert_jax.data.examples import Examples
@@ -50,6 +50,11 @@ def load_dataset(
     Raises:
         UserError: the data are malformed; names the row.
     """
+    if options.get("new") and task.kind == "pairs":
+        raise UserError(
+            "a model that was fine-tuned on pairs has vectors, no predictions: use `bert-jax embed`, or "
+            "`bert-jax evaluate-embeddings` for data with answers"
+        )
     if options.get("new") == tables.STANDARD_INPUT and task.kind in ("squad", "choice"):
         raise UserError(
             f"lines from standard input do not suffice for a task of kind {task.kind!r}: pass a file "
@@ -59,6 +64,8 @@ def load_dataset(
     task = dataclasses.replace(task, **places)
     if task.kind == "squad":
         kind = Squad
+    elif task.kind == "pairs":
+        from bert_jax.benchmarks.pairs import Pairs as kind
     elif task.kind == "tagging":
         from bert_jax.benchmarks.conll import TokenClassification as kind
     elif task.kind == "choice":
@@ -107,7 +114,7 @@ def finetune(
         )
     folder = pathlib.Path(folder)
     _require_same_kind(folder, seeds)
-    start, params = None, None
+    start, params, source_embed = None, None, EmbedConfig()
     if init == SCRATCH:
         if not vocab:
             raise UserError("--init none needs a vocabulary: add --vocab DIR")
@@ -123,12 +130,15 @@ def finetune(
             )
         source_config, vocabulary, params, _ = open_model(init, which)
         start, params = source_config.model, jax.device_get(params)
+        source_embed = source_config.embed
     if start is None:
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, vocab_size=len(vocabulary))
         )
     problem = load_dataset(config.task, vocabulary)
     config.model = finetuning.model_config(config, start, problem)
+    if config.task.kind == "pairs":
+        config.embed = finetuning.embed_config(config, source_embed)
     attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
@@ -184,13 +194,14 @@ def _print_run(
     problem: FinetuneDataset, config: FinetuneConfig, phase, init: str, new: Sequence[str]
 ) -> None:
     counts = ", ".join(f"{len(e):,} {name}" for name, e in problem.splits.items())
-    print(f"{counts} examples; {len(problem.labels)} outputs: {_abbreviate(problem.labels)}")
+    outputs = f"; {len(problem.labels)} outputs: {_abbreviate(problem.labels)}"
+    print(f"{counts} examples{outputs if problem.labels else ''}")
     for line in problem.report:
         print(f"  {line}")
     row_counts = " or ".join(map(str, [*phase.smaller_batch_sizes, phase.batch_size]))
     print(
         f"{config.steps:,} steps of {config.batch_size} examples in {row_counts} rows of "
-        f"T={phase.tokens}; from {init}, new: {', '.join(new)}",
+        f"T={phase.tokens}; from {init}, new: {', '.join(new) or 'nothing'}",
         flush=True,
     )
 
@@ -260,7 +271,7 @@ def predict(
     device_mesh = sharding.make_mesh(mesh)
     examples = problem.splits[split]
     plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
-    task = finetuning.make_objective(config.model, problem, split, plan)
+    task = finetuning.make_objective(config.model, problem, split, plan, config.embed)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
         batches_and_outputs = []
         for result in predictions(task, params, plan.batches(0, 0, plan.steps), device_mesh):

@@ -22,12 +22,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import files, sharding, storage
+from bert_jax.benchmarks import embeddings
 from bert_jax.config import MeshConfig, TrainConfig, layer_numbers
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Bert, Params
+from bert_jax.model.bert import Bert, Params, sum_tokens
 from bert_jax.progress import Progress
 
 LONG = ("truncate", "window")
@@ -411,7 +412,6 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
         counted: Bool[Array, "B T"],
     ) -> Float[Array, "B n D"]:
         """Sum over each sequence's counted tokens (n is S); without pooling, all tokens (n is T)."""
-        slots = length.shape[1]
         layout = rows.layout(length, length, tokens.shape[1])
         states: Any = model.apply({"params": params}, tokens, layout, method=Bert.hidden_states)
         selected = [states[i].astype(jnp.float32) for i in layers]
@@ -421,9 +421,7 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
             x = jnp.concatenate(selected, -1)
         if pooling == "none":
             return x
-        mask = layout.segment_ids[:, None, :] == jnp.arange(slots)[None, :, None]
-        mask = (mask & counted[:, None, :]).astype(jnp.float32)
-        return jnp.einsum("bst,btd->bsd", mask, x, precision=jax.lax.Precision.HIGHEST)
+        return sum_tokens(x, layout, counted)
 
     return forward
 
@@ -484,3 +482,32 @@ def embed_file(
                 progress.advance(read - previous)
                 previous = read
     return embedder.counts
+
+
+@storage.reads("path")
+def evaluate(
+    embedder: Embedder,
+    path: str | pathlib.Path,
+    similarity: Sequence[str],
+    pair: Sequence[str],
+    qrels: str = "test",
+) -> dict[str, float]:
+    """Return the metrics of a sentence encoder on held-out data, showing progress.
+
+    Args:
+        embedder: computes the vectors.
+        path, similarity, pair: as in `embeddings.read`.
+        qrels: name of the file in a folder's qrels/, without .tsv.
+
+    Raises:
+        UserError: the data cannot be read or are malformed.
+    """
+    if embedder.pooling == "none":
+        raise UserError("config.embed.pooling is 'none': texts need one vector; use mean or cls")
+    data = embeddings.read(path, similarity, pair, (qrels,))
+    vectors = np.empty((len(data.texts), embedder.dimension), np.float32)
+    with Progress("embed", len(vectors), "texts") as progress:
+        for i, vector in enumerate(embedder(data.texts)):
+            vectors[i] = vector
+            progress.advance()
+    return data.score(vectors)

@@ -4,6 +4,8 @@ Scores are not percentages. Undefined ones are 0, as in scikit-learn: a correlat
 or the F1 of a label that neither occurs nor is predicted.
 """
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -44,6 +46,34 @@ def regression(
         scores["spearman"] = stats.spearmanr(truth, predicted).statistic
     scores["mean_squared_error"] = float(np.mean((truth - predicted) ** 2))
     return {name: float(value) for name, value in scores.items()}
+
+
+def retrieval(
+    ranked: Sequence[Int[np.ndarray, " n"]], relevant: Sequence[Mapping[int, float]]
+) -> dict[str, float]:
+    """Return means over queries: nDCG and reciprocal rank at 10, recall at 1, 10 and 100.
+
+    The gain of a document is its grade, as in trec_eval and BEIR (not 2**grade - 1).
+
+    Args:
+        ranked: for each query the documents, best first; the first 100 suffice.
+        relevant: for each query the grades, above 0, of at least one document.
+    """
+    names = ["ndcg_at_10", "mrr_at_10", "recall_at_1", "recall_at_10", "recall_at_100"]
+    discounts = 1 / np.log2(np.arange(2, 12))
+    rows = []
+    for documents, grades in zip(ranked, relevant, strict=True):
+        gains = np.array([grades.get(int(i), 0.0) for i in documents[:100]], np.float64)
+        ideal = np.sort(np.array(list(grades.values()), np.float64))[::-1][:10]
+        first = np.flatnonzero(gains[:10])[:1]
+        rows.append(
+            [
+                gains[:10] @ discounts[: len(gains[:10])] / (ideal @ discounts[: len(ideal)]),
+                1 / (first[0] + 1) if len(first) else 0.0,
+                *(np.count_nonzero(gains[:k]) / len(grades) for k in (1, 10, 100)),
+            ]
+        )
+    return dict(zip(names, np.mean(rows, 0).tolist(), strict=True))
 
 
 def multilabel_metrics(

@@ -164,7 +164,10 @@ class Classification:
 
     def _target(self, row: Row, ids: dict[str, int]) -> Any:
         if self.objective == "number":
-            return math.nan if row.label is None else _number(row)
+            if row.label is None:
+                return math.nan
+            advice = "correct it, or set config.task.objective='class' for labels"
+            return read_number(row.where, row.label, advice)
         label_ids = []
         for name in self._row_labels(row):
             if name not in ids:
@@ -350,16 +353,18 @@ def _unknown_label_message(where: str, name: str, labels: Sequence[str], predict
     )
 
 
-def _number(row: Row) -> float:
+def read_number(where: str, value: Any, advice: str = "correct it") -> float:
+    """Return a finite number of a table, which may be text.
+
+    Raises:
+        UserError: it is no number; the message ends with `advice`.
+    """
     try:
-        if isinstance(row.label, str | int | float) and math.isfinite(float(row.label)):
-            return float(row.label)
+        if isinstance(value, str | int | float) and math.isfinite(float(value)):
+            return float(value)
     except (ValueError, OverflowError):  # JSON integers can exceed the range of float
         pass
-    raise UserError(
-        f"{row.where}: {row.label!r} is not a number: correct it, or set "
-        "config.task.objective='class' for labels"
-    )
+    raise UserError(f"{where}: {value!r} is not a number: {advice}")
 
 
 def encode(

@@ -41,6 +41,7 @@ _VERBS = (
     checkpoints.add_import,
     checkpoints.add_export,
     models.add_embed,
+    models.add_evaluate_embeddings,
     machines.add_launch,
     machines.add_preflight,
     experiments.add_sweep,

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from typing import Any
 
 from bert_jax.cli.common import Parser, Verbs, add_model, add_which
 from bert_jax.errors import UserError
@@ -290,25 +291,13 @@ def add_embed(verbs: Verbs) -> None:
     add_model(sub)
     sub.add_argument("--out", required=True, metavar="FILE", help=".npy, .jsonl or .parquet")
     sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
-    sub.add_argument(
-        "--pooling",
-        choices=("mean", "cls", "none"),
-        help="mean of a text's tokens, its [CLS], or none: one vector per token (default: the "
-        "setting of an imported sentence encoder, else mean)",
-    )
-    sub.add_argument(
-        "--layers",
-        metavar="WHICH",
-        help="last (default), second-to-last, last4, all, embeddings, or numbers: 0 is the "
-        "embeddings, --layers=-4,-1 concatenates two layers",
-    )
+    _add_vectors(sub, "mean", "cls", "none")
     sub.add_argument(
         "--weights", metavar="W,W,…", help="one weight per layer: sum layers, do not concatenate"
     )
     sub.add_argument(
         "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to unit length"
     )
-    sub.add_argument("--tokens", type=int, help="maximum tokens per text (default: all positions)")
     sub.add_argument(
         "--long",
         choices=("truncate", "window"),
@@ -320,18 +309,43 @@ def add_embed(verbs: Verbs) -> None:
     )
 
 
+def _add_vectors(sub, *poolings: str) -> None:
+    """Add the settings of `EmbedConfig` that change which vectors texts have."""
+    sub.add_argument(
+        "--pooling",
+        choices=poolings,
+        help="mean of a text's tokens, its [CLS]"
+        + (", or none: one vector per token" if "none" in poolings else "")
+        + " (default: the setting of a sentence encoder, else mean)",
+    )
+    sub.add_argument(
+        "--layers",
+        metavar="WHICH",
+        help="last (default), second-to-last, last4, all, embeddings, or numbers: 0 is the "
+        "embeddings, --layers=-4,-1 concatenates two layers",
+    )
+    sub.add_argument("--tokens", type=int, help="maximum tokens per text (default: all positions)")
+
+
+def _open_encoder(options) -> Any:
+    """Return `open_model` of the options, with their settings of vectors."""
+    from bert_jax.convert.source import open_model
+
+    opened = open_model(options.init, options.checkpoint)
+    for name in ("pooling", "layers", "normalize", "tokens"):
+        if (value := getattr(options, name, None)) is not None:
+            setattr(opened.config.embed, name, value)
+    return opened
+
+
 def _embed(options) -> None:
     from bert_jax import device
 
     device.start("")
 
-    from bert_jax.convert.source import open_model
     from bert_jax.embed import Embedder, embed_file
 
-    config, vocabulary, params, _ = open_model(options.init, options.checkpoint)
-    for name in ("pooling", "layers", "normalize", "tokens"):
-        if (value := getattr(options, name)) is not None:
-            setattr(config.embed, name, value)
+    config, vocabulary, params, _ = _open_encoder(options)
     if options.overlap is not None and options.long != "window":
         raise UserError("--overlap applies to windows only: add --long window")
     try:
@@ -350,3 +364,56 @@ def _embed(options) -> None:
     )
     counts = embed_file(embedder, options.source, options.out, options.column)
     print(f"{options.out}: {counts}")
+
+
+def add_evaluate_embeddings(verbs: Verbs) -> None:
+    """Add `bert-jax evaluate-embeddings`."""
+    sub = verbs.add(
+        "evaluate-embeddings",
+        _evaluate_embeddings,
+        "score vectors of texts on similarity (STS) and retrieval (BEIR)",
+        "  bert-jax evaluate-embeddings --init models/minilm sts-test.tsv beir/scifact\n"
+        "  bert-jax evaluate-embeddings --init runs/pairs --columns question,answer faq.csv",
+    )
+    sub.add_argument(
+        "data", nargs="+", metavar="FILE",
+        help="a table (.tsv, .csv, .jsonl, .parquet) with the columns sentence1, sentence2 and score, "
+        "or anchor and positive; or a folder in BEIR's layout",
+    )  # fmt: skip
+    add_model(sub)
+    sub.add_argument(
+        "--columns",
+        metavar="A,B[,SCORE]",
+        help="columns of the tables: two texts and their similarity, or a query and a relevant text",
+    )
+    sub.add_argument(
+        "--qrels", default="test", metavar="NAME", help="file in qrels/ of a folder (default test)"
+    )
+    _add_vectors(sub, "mean", "cls")
+    sub.add_argument("--json", action="store_true", help="print a JSON line for each of the data")
+
+
+def _evaluate_embeddings(options) -> None:
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.config import TaskConfig
+    from bert_jax.embed import Embedder, evaluate
+
+    similarity, pair = TaskConfig().similarity, ("anchor", "positive")
+    if options.columns is not None:
+        columns = tuple(options.columns.split(","))
+        if len(columns) not in (2, 3):
+            raise UserError(f"--columns {options.columns}: it must be two or three names")
+        similarity, pair = (columns, ()) if len(columns) == 3 else ((), columns)
+    config, vocabulary, params, _ = _open_encoder(options)
+    embedder = Embedder(config, vocabulary, params)
+    for path in options.data:
+        scores = evaluate(embedder, path, similarity, pair, options.qrels)
+        if options.json:
+            print(json.dumps({"data": path, **scores}), flush=True)
+            continue
+        print(path)
+        for name, value in scores.items():
+            print(f"  {name:24} {value:.4f}", flush=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import traverse_util
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
@@ -425,6 +425,32 @@ def flatten(params: Params) -> dict[str, Any]:
 def unflatten(leaves: Mapping[str, Any]) -> Params:
     """Return the tree with the given leaves by path; the inverse of `flatten`."""
     return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def sum_tokens(
+    hidden: Float[Array, "B T D"], layout: Layout, included: Bool[Array, "B T"] | None = None
+) -> Float[Array, "B S D"]:
+    """Return the sum of each sequence's tokens, or of those `included`, in float32."""
+    slots = jnp.arange(layout.cls.shape[1])
+    mask = layout.segment_ids[:, None, :] == slots[None, :, None]
+    if included is not None:
+        mask &= included[:, None, :]
+    # By default, accelerators round the float32 operands of a matrix product.
+    precision, hidden = jax.lax.Precision.HIGHEST, hidden.astype(jnp.float32)
+    return jnp.einsum("bst,btd->bsd", mask.astype(jnp.float32), hidden, precision=precision)
+
+
+def pool_tokens(
+    hidden: Float[Array, "B T D"], layout: Layout, pooling: str
+) -> Float[Array, "B S D"]:
+    """Return a vector of each sequence in float32: its [CLS] ("cls") or the mean of its tokens.
+
+    An unused slot gets any finite vector.
+    """
+    if pooling == "cls":
+        return one_hot_gather(hidden.astype(jnp.float32), layout.cls)
+    ones = jnp.ones((*hidden.shape[:2], 1), jnp.float32)
+    return sum_tokens(hidden, layout) / jnp.maximum(sum_tokens(ones, layout), 1)
 
 
 def last_tokens(layout: Layout) -> Int[Array, "B S"]:

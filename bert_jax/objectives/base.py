@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from bert_jax.data.loader import Batch
+from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
 from bert_jax.objectives.losses import WeightedSum
 
@@ -28,6 +29,9 @@ class Objective(Protocol):
     best_metric: Metric
     # FLOPs of a training step per row, for hardware utilization.
     flops_per_row: float
+    # Whether the loss of a batch is the sum of the losses of its rows. Otherwise a batch cannot be
+    # computed in parts, and gradient accumulation is refused.
+    additive: bool = True
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Return random parameters, independent of the shape of the rows."""
@@ -94,6 +98,19 @@ class Phase:
     batches: Callable[[int, int, int, int], Iterator[Batch]]
     heldout: Callable[[int, int], Iterator[Batch]]
     smaller_batch_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        """Check that the objective allows gradient accumulation.
+
+        Raises:
+            UserError: it does not.
+        """
+        if self.accumulation > 1 and not getattr(self.objective, "additive", True):
+            raise UserError(
+                f"config.accumulation is {self.accumulation}: it must be 1 with a loss that compares "
+                "all examples of a batch; to save memory, set config.model.remat=full or lower "
+                "config.batch_size"
+            )
 
     def with_rows(self, rows: int) -> "Phase":
         """Return this phase with `rows` rows in every batch, to compile its step for that shape."""

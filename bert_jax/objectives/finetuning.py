@@ -12,12 +12,13 @@ import numpy as np
 
 from bert_jax import config as config_lib
 from bert_jax.benchmarks.base import FinetuneDataset
-from bert_jax.config import FinetuneConfig, ModelConfig
+from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
+from bert_jax.objectives.contrastive import Contrastive
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
@@ -30,15 +31,40 @@ _EVALUATION_FACTOR = 2
 # Objectives by head.
 OBJECTIVES: dict[str, type[Supervised]] = {
     objective.head: objective
-    for objective in (SequenceClassification, MultipleChoice, TokenClassification, Span)
+    for objective in (
+        SequenceClassification,
+        MultipleChoice,
+        TokenClassification,
+        Span,
+        Contrastive,
+    )
 }
 
 
 def make_objective(
-    model: ModelConfig, dataset: FinetuneDataset, split: str, plan: Plan
+    model: ModelConfig,
+    dataset: FinetuneDataset,
+    split: str,
+    plan: Plan,
+    embed: EmbedConfig | None = None,
 ) -> Supervised:
     """Return the objective of a dataset for evaluation on `split`; `plan` is of the training set."""
-    return OBJECTIVES[dataset.head](model, dataset, split, plan)
+    return OBJECTIVES[dataset.head](model, dataset, split, plan, embed)
+
+
+def embed_config(config: FinetuneConfig, start: EmbedConfig) -> EmbedConfig:
+    """Return how a sentence encoder pools: settings at their defaults are the checkpoint's.
+
+    Longer texts are truncated as in training unless the checkpoint has a maximum of its own.
+    """
+    default = EmbedConfig()
+    inherited = {
+        field.name: getattr(start, field.name)
+        for field in dataclasses.fields(EmbedConfig)
+        if getattr(config.embed, field.name) == getattr(default, field.name)
+    }
+    embed = dataclasses.replace(config.embed, **inherited)
+    return dataclasses.replace(embed, tokens=embed.tokens or config.task.tokens)
 
 
 # Model fields that belong to the run rather than the checkpoint. They are always taken from the
@@ -102,7 +128,9 @@ def restored(
     """
     model = config.model
     kept = range(model.layers - config.reset_layers)
-    new = [f"encoder/layer_{i}" for i in range(model.layers) if i not in kept] + ["classifier"]
+    new = [f"encoder/layer_{i}" for i in range(model.layers) if i not in kept]
+    if model.head:
+        new.append("classifier")
     if model.has_pooler and not start.has_pooler:
         new.append("pooler")
     if model.features.startswith("weighted-"):
@@ -172,7 +200,7 @@ def make_phase(
             f"config.profile_steps is {config.profile_steps!r}: from step {FIRST_STEPS} on, batches "
             f"have {len(plan.shapes)} row counts, each with its own program; profile earlier steps"
         )
-    objective = make_objective(config.model, problem, split, plan)
+    objective = make_objective(config.model, problem, split, plan, config.embed)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
     phase = Phase(
         objective=objective,
@@ -187,7 +215,10 @@ def make_phase(
         smaller_batch_sizes=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
     counts = {name: len(examples) for name, examples in problem.splits.items()}
-    return config, [{"digest": digest(problem), "examples": counts}], plan, phase
+    data: dict[str, Any] = {"digest": digest(problem), "examples": counts}
+    if not config.model.head:  # elsewhere, settings of `embed` do not affect training
+        data["objective"] = f"contrastive, {config.embed.pooling} pooling"
+    return config, [data], plan, phase
 
 
 def _cost_tokens(model: ModelConfig) -> int:

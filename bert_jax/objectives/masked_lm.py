@@ -34,6 +34,7 @@ class MaskedLM:
 
     # Prefix of the names of the token loss and its metrics, and what the progress bar calls it.
     metric_prefix, display_name = "masked_lm", "mlm"
+    additive = True
 
     def __init__(
         self,

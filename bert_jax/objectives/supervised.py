@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
-from bert_jax.config import ModelConfig
+from bert_jax.config import EmbedConfig, ModelConfig
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.data.loader import Batch
@@ -26,13 +26,13 @@ class Inputs(NamedTuple):
 
     Attributes:
         example: [B, S], index of the example that a sequence belongs to, or `NO_EXAMPLE`.
-        label: targets, [B, S, …] per sequence or [B, T] per token.
+        label: targets, [B, S, …] per sequence or [B, T] per token; None without labels.
     """
 
     tokens: Int[Array, "B T"]
     layout: rows.Layout
     example: Int[Array, "B S"]
-    label: Array
+    label: Any
 
 
 class Supervised:
@@ -43,9 +43,20 @@ class Supervised:
     """
 
     head: ClassVar[str]
+    additive = True
 
-    def __init__(self, model: ModelConfig, dataset: FinetuneDataset, split: str, plan: Plan):
-        """Initialize for evaluation on `split`; `plan` is of the training examples."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        dataset: FinetuneDataset,
+        split: str,
+        plan: Plan,
+        embed: EmbedConfig | None = None,
+    ):
+        """Initialize for evaluation on `split`; `plan` is of the training examples.
+
+        `embed` says how an objective without a head pools the vectors of texts.
+        """
         self.model, self.dataset, self._split = Bert(model), dataset, split
         self.best_metric = Metric(dataset.best_by)
         self.group = plan.examples.group
@@ -79,7 +90,7 @@ class Supervised:
     def prepare(self, batch: dict[str, Array], key: Key[Array, ""]) -> Inputs:
         """Convert rows to inputs on the device."""
         layout = rows.layout(batch["length"], batch["a_length"], batch["tokens"].shape[1])
-        return Inputs(batch["tokens"], layout, batch["example"], batch["label"])
+        return Inputs(batch["tokens"], layout, batch["example"], batch.get("label"))
 
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of the loss for a whole batch, before it is split into parts."""
@@ -130,7 +141,8 @@ class Supervised:
     def describe(self, summary: dict[str, float]) -> str:
         """Return the loss and the selection metric, or accuracy while training."""
         shown = [name for name in (self.best_metric.name, "accuracy") if name in summary][:1]
-        return " ".join(f"{name} {summary[name]:.4g}" for name in ["loss", *shown])
+        shown = [name for name in ("loss", *shown) if name in summary]
+        return " ".join(f"{name} {summary[name]:.4g}" for name in shown)
 
 
 def label_losses(

@@ -1,0 +1,249 @@
+"""Held-out data for sentence embeddings: similarity of pairs of texts (STS), and retrieval (BEIR)."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from bert_jax.benchmarks import metrics
+from bert_jax.benchmarks.tables import PREDICTIONS, draw_scatter, read_number, write_table
+from bert_jax.data import tables
+from bert_jax.errors import UserError
+
+RUN = "predictions.trec"
+# Documents ranked per query; BEIR reports recall at 100.
+RANKED = 100
+_CHUNK_SCORES = 1 << 26  # of the matrix of queries and documents
+_FILES = ("corpus.jsonl", "queries.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Similarity:
+    """Pairs of texts whose similarity is known, as in STS-B.
+
+    `score` and `write` take the vectors of `texts` in their order.
+
+    Attributes:
+        texts: both texts of the first pair, of the second, and so on.
+        scores: similarity of each pair, on any scale.
+        best_by: the metric that selects the best checkpoint.
+    """
+
+    texts: list[str]
+    scores: Float[np.ndarray, " E"]
+    best_by: str = "spearman"
+
+    def score(self, vectors: Float[np.ndarray, "N D"]) -> dict[str, float]:
+        """Return Pearson and Spearman correlation of cosine and similarity."""
+        scores = metrics.regression(self.scores, self._cosines(vectors))
+        return {name: scores[name] for name in ("pearson", "spearman")}
+
+    def write(self, vectors: Float[np.ndarray, "N D"], folder: pathlib.Path) -> None:
+        """Write predictions.tsv with the cosine of each pair, and scatter.png."""
+        cosines = self._cosines(vectors)
+        lines = ([str(i), f"{cosine:.6f}"] for i, cosine in enumerate(cosines))
+        write_table(folder / PREDICTIONS, [["index", "cosine"], *lines])
+        draw_scatter(self.scores, cosines, folder / "scatter.png")
+
+    def _cosines(self, vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, " E"]:
+        unit = _unit(vectors)
+        return np.einsum("ed,ed->e", unit[::2], unit[1::2], dtype=np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retrieval:
+    """Queries and documents, ranked for each query by cosine similarity.
+
+    `score` and `write` take the vectors of `texts` in their order.
+
+    Attributes:
+        queries, documents: texts by identifier.
+        relevant: for each query, grades above 0 of its relevant documents, by their index. A document
+            with the identifier of the query is not ranked, as in BEIR.
+        best_by: the metric that selects the best checkpoint.
+    """
+
+    queries: dict[str, str]
+    documents: dict[str, str]
+    relevant: list[dict[int, float]]
+    best_by: str = "ndcg_at_10"
+
+    @property
+    def texts(self) -> list[str]:
+        return [*self.queries.values(), *self.documents.values()]
+
+    def score(self, vectors: Float[np.ndarray, "N D"]) -> dict[str, float]:
+        """Return nDCG and mean reciprocal rank at 10, and recall at 1, 10 and 100."""
+        ranked = [documents for documents, _ in self.rank(vectors)]
+        return metrics.retrieval(ranked, self.relevant)
+
+    def write(self, vectors: Float[np.ndarray, "N D"], folder: pathlib.Path) -> None:
+        """Write the ranking to predictions.trec, in the format of trec_eval."""
+        names, lines = list(self.documents), []
+        for query, (ranked, scores) in zip(self.queries, self.rank(vectors), strict=True):
+            lines += [
+                [query, "Q0", names[document], str(position), f"{score:.6f}", "bert_jax"]
+                for position, (document, score) in enumerate(zip(ranked, scores, strict=True), 1)
+            ]
+        write_table(folder / RUN, lines, " ")
+
+    def rank(
+        self, vectors: Float[np.ndarray, "N D"], count: int = RANKED
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each query the indices of its nearest documents, nearest first, and cosines."""
+        unit = _unit(vectors)
+        queries, documents = unit[: len(self.queries)], unit[len(self.queries) :]
+        count, ranking = min(count, len(documents)), []
+        indices = {name: i for i, name in enumerate(self.documents)}
+        same = [indices.get(name, -1) for name in self.queries]
+        size = max(_CHUNK_SCORES // len(documents), 1)
+        for start in range(0, len(queries), size):
+            scores = queries[start : start + size] @ documents.T
+            for row, excluded in zip(scores, same[start : start + size], strict=True):
+                if excluded >= 0:
+                    row[excluded] = -np.inf
+                nearest = np.sort(np.argpartition(-row, count - 1)[:count])
+                nearest = nearest[np.argsort(-row[nearest], kind="stable")]
+                nearest = nearest[np.isfinite(row[nearest])]
+                ranking.append((nearest, row[nearest]))
+        return ranking
+
+
+def read(
+    path: str | pathlib.Path,
+    similarity: Sequence[str],
+    pair: Sequence[str],
+    qrels: Sequence[str] = ("test",),
+) -> Similarity | Retrieval:
+    """Read held-out data, whose kind follows from the path and the columns.
+
+    Args:
+        path: a folder in BEIR's layout; or a table with the columns of `similarity`, or of pairs.
+        similarity: columns of two texts and their similarity.
+        pair: columns of texts: a query, a document that is relevant to it and, optionally, others
+            that are not. Each query is compared with the documents of all rows.
+        qrels: names of files in the BEIR folder's qrels/, without .tsv; the first that exists.
+
+    Raises:
+        UserError: the data cannot be read or are malformed.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return read_beir(path, qrels)
+    first = next(tables.read(path, [], optional=[*similarity, *pair]), None)
+    columns = first.fields.keys() if first else {}
+    if similarity and {*similarity} <= {*columns}:
+        return read_similarity(path, similarity)
+    if pair and {*pair} <= {*columns}:
+        return read_pairs(path, pair)
+    needed = " or ".join(", ".join(names) for names in (similarity, pair) if names)
+    raise UserError(
+        f"{path}: it needs the columns {needed} (it has: {', '.join(columns)[:200] or 'no rows'}); "
+        "rename them, or name the file's columns"
+    )
+
+
+def read_similarity(path: pathlib.Path, columns: Sequence[str]) -> Similarity:
+    """Read a table with two texts and a number in each row.
+
+    Raises:
+        UserError: a row has no number, or there are no rows.
+    """
+    a, b, score = columns
+    texts, scores = [], []
+    for where, fields in tables.read(path, [a, b], [score]):
+        texts += [fields[a], fields[b]]
+        scores.append(read_number(where, fields[score]))
+    return Similarity(_not_empty(texts, path), np.array(scores, np.float64))
+
+
+def read_pairs(path: pathlib.Path, columns: Sequence[str]) -> Retrieval:
+    """Read a table with a query, a relevant document and irrelevant ones in each row.
+
+    Raises:
+        UserError: there are no rows.
+    """
+    queries: dict[str, set[str]] = {}
+    documents: dict[str, int] = {}
+    for _, fields in tables.read(path, columns):
+        query, *texts = (fields[name] for name in columns)
+        queries.setdefault(query, set()).add(texts[0])
+        for text in texts:
+            documents.setdefault(text, len(documents))
+    relevant = [{documents[text]: 1.0 for text in texts} for texts in queries.values()]
+    names = [f"q{i}" for i in range(len(queries))]
+    return Retrieval(
+        dict(zip(names, _not_empty(queries, path), strict=True)),
+        {f"d{i}": text for text, i in documents.items()},
+        relevant,
+    )
+
+
+def read_beir(folder: pathlib.Path, qrels: Sequence[str] = ("test",)) -> Retrieval:
+    """Read a folder in BEIR's layout (Thakur et al., arXiv 2104.08663).
+
+    corpus.jsonl has `_id`, `text` and optionally `title`, which is prepended to the text;
+    queries.jsonl `_id` and `text`; qrels/NAME.tsv the columns query-id, corpus-id and score.
+
+    Args:
+        folder: the folder; its files may be compressed.
+        qrels: as in `read`.
+
+    Raises:
+        UserError: a file is missing or malformed, or names an unknown query or document.
+    """
+    corpus, queries = (_find(folder, [name]) for name in _FILES)
+    judged = _find(folder, [f"qrels/{name}.tsv" for name in qrels])
+    documents = _texts(corpus)
+    indices = {name: i for i, name in enumerate(documents)}
+    grades: dict[str, dict[int, float]] = {}
+    for where, fields in tables.read(judged, ["query-id", "corpus-id"], ["score"], kind=".tsv"):
+        query, document = fields["query-id"], fields["corpus-id"]
+        if document not in indices:
+            raise UserError(f"{where}: {corpus.name} has no document {document!r}")
+        grade = read_number(where, fields["score"])
+        if grade > 0:
+            grades.setdefault(query, {})[indices[document]] = grade
+    texts = _texts(queries)
+    for name in grades:
+        if name not in texts:
+            raise UserError(f"{judged}: {queries.name} has no query {name!r}")
+    names = _not_empty([name for name in texts if name in grades], judged)
+    return Retrieval({name: texts[name] for name in names}, documents, [grades[n] for n in names])
+
+
+def _find(folder: pathlib.Path, names: Iterable[str]) -> pathlib.Path:
+    for name in names:
+        for path in [folder / name, *sorted(folder.glob(f"{name}.*"))]:
+            if path.is_file():
+                return path
+    raise UserError(
+        f"{folder}: no {' or '.join(names)}; a folder in BEIR's layout has {', '.join(_FILES)} and "
+        "qrels/test.tsv"
+    )
+
+
+def _texts(path: pathlib.Path) -> dict[str, str]:
+    texts = {}
+    for where, fields in tables.read(path, ["_id", "text"], optional=["title"], empty=True):
+        name, title = fields["_id"], fields.get("title") or ""
+        if not name or name in texts or len(name.split()) > 1:
+            raise UserError(
+                f"{where}: {name!r} is not an identifier: each line needs its own, without spaces"
+            )
+        texts[name] = f"{title} {fields['text']}".strip()
+    return texts
+
+
+def _not_empty(items: Iterable[str], path: pathlib.Path) -> list[str]:
+    items = list(items)
+    if not items:
+        raise UserError(f"{path}: it has no rows to evaluate on; add at least one")
+    return items
+
+
+def _unit(vectors: np.ndarray) -> Any:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)

@@ -1,0 +1,87 @@
+"""Pairs of texts to train sentence embeddings on, with held-out data to evaluate the vectors."""
+
+import pathlib
+from collections.abc import Collection
+
+import numpy as np
+
+from bert_jax import files
+from bert_jax.benchmarks import embeddings
+from bert_jax.benchmarks.base import Logits
+from bert_jax.benchmarks.tables import encode
+from bert_jax.config import TaskConfig
+from bert_jax.data import tables
+from bert_jax.data.examples import Examples
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+
+
+class Pairs:
+    """A `FinetuneDataset` of anchors, positives and negatives, without a head: logits are vectors.
+
+    A training example is a row of a table: `text_a`, the anchor; `text_b`, the positive, or the
+    anchor again if `text_b` is ""; and the columns `negatives`. The other splits hold single texts,
+    of a table or a folder that `embeddings.read` reads.
+
+    Args:
+        config: the task.
+        vocabulary: the model's vocabulary.
+        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        labels: not used, as there are none.
+
+    Attributes:
+        texts_per_example: number of texts of a training example.
+
+    Raises:
+        UserError: a file or a row is malformed.
+    """
+
+    head = ""
+    objective = "contrastive"
+    labels = ()
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        vocabulary: Vocabulary,
+        splits: Collection[str] | None = None,
+        labels: tuple[str, ...] = (),
+    ):
+        self.config = config
+        columns = [config.text_a, config.text_b or config.text_a, *config.negatives]
+        self.texts_per_example = len(columns)
+        self.report: list[str] = []
+        self.splits: dict[str, Examples] = {}
+        self._data: dict[str, embeddings.Similarity | embeddings.Retrieval] = {}
+        self.best_by = ""
+        for name in ("train", "dev", "test"):
+            source = getattr(config, name)
+            if not source or (splits is not None and name not in splits):
+                continue
+            if name == "train":
+                records = tables.read(source, list(dict.fromkeys(columns)))
+                texts = [fields[column] for _, fields in records for column in columns]
+                if not texts:
+                    raise UserError(f"{source} (train) holds no rows: add at least one")
+            else:
+                pair = [config.text_a, config.text_b, *config.negatives] if config.text_b else []
+                qrels = ("dev", "test") if name == "dev" else ("test",)
+                data = embeddings.read(source, config.similarity, pair, qrels)
+                self._data[name], texts = data, data.texts
+                self.best_by = self.best_by or data.best_by
+            tokens, a_length, note = encode(vocabulary, texts, [None] * len(texts), config.tokens)
+            group = self.texts_per_example if name == "train" else 1
+            examples = Examples(tokens, a_length, group=group)
+            if name != "train":  # evaluated texts are known by their label
+                examples.targets["label"] = np.zeros(len(examples), np.float32)
+            self.splits[name] = examples
+            self.report.append(f"{name}: {len(texts):,} texts{note}")
+
+    def score(self, split: str, logits: Logits) -> dict[str, float]:
+        """Return correlations, or metrics of retrieval."""
+        return self._data[split].score(np.stack(logits))
+
+    def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
+        """Write cosines or rankings."""
+        with files.one_line_errors(f"cannot write predictions to {folder}"):
+            self._data[split].write(np.stack(logits), folder)

@@ -1,0 +1,87 @@
+"""Contrastive learning of sentence embeddings: texts of a pair become similar, other texts less so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from bert_jax.benchmarks.pairs import Pairs
+from bert_jax.config import EmbedConfig, ModelConfig
+from bert_jax.data.examples import NO_EXAMPLE, Plan
+from bert_jax.model.bert import Bert, Params, pool_tokens
+from bert_jax.objectives.losses import WeightedSum
+from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
+
+# Logit of an unused slot: finite, as slots without an anchor have no other.
+_MASKED = -1e9
+
+
+class Contrastive(Supervised):
+    """Multiple negatives ranking (Henderson et al., arXiv 1705.00652), also known as InfoNCE.
+
+    An example is an anchor, its positive and any number of hard negatives. Each anchor is classified
+    among the positives and negatives of all examples of the global batch, by cosine similarity
+    times a scale (sentence-transformers' `MultipleNegativesRankingLoss`). If anchor and positive are
+    the same text, which dropout makes different, this is unsupervised SimCSE (arXiv 2104.08821).
+    """
+
+    head = ""
+    additive = False
+    dataset: Pairs
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        dataset: Pairs,
+        split: str,
+        plan: Plan,
+        embed: EmbedConfig | None = None,
+    ):
+        """Initialize as `Supervised`."""
+        super().__init__(model, dataset, split, plan, embed)
+        self._pooling = (embed or EmbedConfig()).pooling
+        self.group = 1  # evaluated examples are single texts
+
+    def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
+        """Return 1 for each anchor, else 0; n is S divided by the number of texts per example."""
+        return (inputs.example[:, :: self.dataset.texts_per_example] != NO_EXAMPLE).astype(
+            jnp.float32
+        )
+
+    def losses(
+        self, logits: Float[Array, "B S D"], inputs: Inputs, weights: Float[Array, "B n"]
+    ) -> dict[str, WeightedSum]:
+        """Return the loss, and how often an anchor is most similar to its positive.
+
+        `logits` are the vectors. Evaluated texts have no loss, as it depends on the batch.
+        """
+        if inputs.label is not None:
+            return {}
+        size, dimension = self.dataset.texts_per_example, logits.shape[-1]
+        squared_norm = jnp.sum(logits**2, -1, keepdims=True)
+        # The gradient of a norm is NaN at 0, the vector of an unused slot.
+        unit = logits * jax.lax.rsqrt(jnp.maximum(squared_norm, 1e-24))
+        unit = unit.reshape(*weights.shape, size, dimension)
+        candidates = unit[:, :, 1:].reshape(-1, dimension)
+        # By default, accelerators round the float32 operands of a matrix product.
+        precision = jax.lax.Precision.HIGHEST
+        cosines = jnp.einsum("bnd,md->bnm", unit[:, :, 0], candidates, precision=precision)
+        is_candidate = jnp.repeat(weights.reshape(-1), size - 1) > 0
+        scores = jnp.where(is_candidate, self.dataset.config.scale * cosines, _MASKED)
+        # The first candidate of each example is its positive.
+        labels = jnp.arange(0, len(candidates), size - 1, dtype=jnp.int32)
+        return label_losses(scores, labels.reshape(weights.shape), weights)
+
+    def _logits(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> Float[Array, "B S D"]:
+        hidden = self.model.apply(
+            {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.encode
+        )
+        return pool_tokens(hidden, inputs.layout, self._pooling)  # pyright: ignore[reportArgumentType]
+
+    def unpack(
+        self, logits: Float[np.ndarray, "S D"], lengths: Int[np.ndarray, " S"], slot: int
+    ) -> Float[np.ndarray, " D"]:
+        """Return the vector of a sequence."""
+        return logits[slot]

@@ -1,0 +1,279 @@
+"""Contrastive fine-tuning: PyTorch's loss and gradients, packing and devices, SimCSE, and its runs."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bert_jax import cli, sharding
+from bert_jax.benchmarks.pairs import Pairs
+from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
+from bert_jax.config_flags import load
+from bert_jax.convert.export import export
+from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
+from bert_jax.errors import UserError
+from bert_jax.evaluate import shard_batch
+from bert_jax.objectives import finetuning
+from tests.helpers import tasks
+from tests.helpers.checkpoints import random_params
+from tests.helpers.runs import VOCABULARY, refused
+
+MODEL = ModelConfig(
+    layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
+    attention_dropout=0.0, masked_lm=False, next_sentence=False,
+)  # fmt: skip
+BATCH, SCALE = 9, 7.0
+
+
+class Made(Pairs):
+    """Random texts."""
+
+    best_by, report = "spearman", []
+
+    def __init__(self, texts_per_example, count=20, seed=0):
+        rng = np.random.default_rng(seed)
+        tokens = [
+            np.array([2, *rng.integers(5, 40, rng.integers(1, 18)), 3], np.int32)
+            for _ in range(count * texts_per_example)
+        ]
+        lengths = [len(x) for x in tokens]
+        self.texts_per_example = texts_per_example
+        self.config = TaskConfig(kind="pairs", scale=SCALE)
+        self.splits = {"train": Examples(tokens, lengths, group=texts_per_example)}
+
+
+def plan_of(dataset, **options):
+    return Plan(dataset.splits["train"], BATCH, 3, **options)
+
+
+def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL, key=None):
+    """Of the batch of step 1."""
+    embed = EmbedConfig(pooling=pooling)
+    task = finetuning.make_objective(model, dataset, "dev", plan, embed)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
+
+    @jax.jit
+    def run(params, batch):
+        def loss(params):
+            inputs = task.prepare(batch, jax.random.key(0))
+            terms = task.loss_terms(params, inputs, key)
+            return terms["loss"][0] / task.normalizers(inputs)["loss"], terms
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    params = jax.device_put(params, sharding.replicated(mesh))
+    (loss, terms), grads = run(params, shard_batch(plan.batch(1, 0), mesh))
+    return float(loss), jax.device_get(terms), jax.device_get(grads)
+
+
+@functools.cache
+def reference(texts_per_example, pooling):
+    """The loss of sentence-transformers' MultipleNegativesRankingLoss, accuracy, and gradients."""
+    dataset = Made(texts_per_example)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
+        intermediate_size=20, max_position_embeddings=64, attn_implementation="eager",
+    )  # fmt: skip
+    bert = transformers.BertModel(config, add_pooling_layer=False).eval()
+    state = {
+        name.removeprefix("bert."): torch.tensor(np.array(value))
+        for name, value in to_huggingface(random_params(MODEL), MODEL).items()
+    }
+    bert.load_state_dict(state)
+    columns = [[] for _ in range(texts_per_example)]
+    for example in plan_of(dataset).members(1, 0):
+        for i, column in enumerate(columns):
+            tokens = dataset.splits["train"].tokens[example * texts_per_example + i]
+            hidden = bert(torch.tensor(tokens[None]).long()).last_hidden_state[0]
+            column.append(hidden[0] if pooling == "cls" else hidden.mean(0))
+    anchors, *others = (torch.nn.functional.normalize(torch.stack(x), dim=-1) for x in columns)
+    scores = SCALE * anchors @ torch.cat(others).T
+    labels = torch.arange(BATCH)
+    loss = torch.nn.functional.cross_entropy(scores, labels)
+    loss.backward()
+    grads = {name: x.grad.numpy() for name, x in bert.named_parameters() if x.grad is not None}
+    return loss.item(), (scores.argmax(1) == labels).sum().item(), grads
+
+
+@pytest.mark.parametrize(
+    ("texts", "pooling", "devices", "one_a_row"),
+    [(2, "mean", 1, False), (2, "mean", 8, True), (3, "mean", 8, False), (3, "cls", 1, True)],
+)
+def test_loss_and_gradients_equal_sentence_transformers(texts, pooling, devices, one_a_row):
+    dataset, params = Made(texts), random_params(MODEL)
+    plan = plan_of(dataset, rows_multiple=devices, one_a_row=one_a_row)
+    batch = plan.batch(1, 0)
+    assert (batch["example"].max(1) == NO_EXAMPLE).any() == (devices > 1)  # rows of padding
+    loss, terms, grads = loss_and_grads(dataset, plan, params, pooling, devices)
+    expected, correct, expected_grads = reference(texts, pooling)
+    np.testing.assert_allclose(loss, expected, atol=1e-5, rtol=0)
+    assert terms["accuracy"] == (correct, BATCH)
+    for name, grad in to_huggingface(grads, MODEL).items():
+        theirs = expected_grads.get(name.removeprefix("bert."), 0)
+        np.testing.assert_allclose(grad, theirs, atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_dropout_makes_two_of_one_text():
+    """In SimCSE, with examples of the same text twice."""
+    dataset = Made(2)
+    examples = dataset.splits["train"]
+    examples.tokens[1::2] = examples.tokens[::2]
+    examples.a_length[1::2] = examples.a_length[::2]
+    model = ModelConfig(**{**vars(MODEL), "dropout": 0.3})
+    run = functools.partial(loss_and_grads, dataset, plan_of(dataset), random_params(MODEL))
+    same, terms, _ = run(model=model)
+    assert terms["accuracy"] == (BATCH, BATCH)
+    assert run(model=model, key=jax.random.key(1))[0] > same
+
+
+def test_a_batch_is_not_computed_in_parts():
+    dataset = Made(2)
+    dataset.splits["dev"] = Examples(dataset.splits["train"].tokens, [], {"label": np.zeros(40)})
+    config = FinetuneConfig(
+        model=MODEL, task=TaskConfig(kind="pairs", text_b="b", tokens=20), batch_size=BATCH,
+        accumulation=2,
+    )  # fmt: skip
+    with pytest.raises(
+        UserError, match=r"config\.accumulation is 2: it must be 1 with a loss that"
+    ):
+        finetuning.make_phase(config, dataset, [0], 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("embed.pooling=none", "config.embed.pooling is 'none': it must be 'mean' or 'cls'"),
+        ("embed.layers=last4", "config.embed.layers is 'last4': it must be 'last'"),
+        ("model.features=last", "config.model.features is 'last': it must be ''"),
+        ("model.dropout=0", "config.model.dropout is 0.0: it must be above 0 without"),
+        ("task.name=rte", "config.task.name is 'rte': it must be one of ''"),
+        ("task.similarity=('a',)", "config.task.similarity is ('a',): it must be three columns"),
+    ],
+)
+def test_settings_that_pairs_cannot_have(change, message):
+    file = tasks.CONFIGS / "pairs.py"
+    load([f"--config={file}:simcse"], FinetuneConfig)
+    with pytest.raises(UserError) as caught:
+        load([f"--config={file}:simcse", f"--config.{change}"], FinetuneConfig)
+    assert message in str(caught.value)
+
+
+def test_a_config_of_no_such_kind():
+    with pytest.raises(UserError, match=r"pairs\.py:nli: choose one of pairs, triplets, simcse"):
+        load([f"--config={tasks.CONFIGS / 'pairs.py'}:nli"], FinetuneConfig)
+
+
+def test_settings_of_vectors_are_the_checkpoints_unless_set():
+    start = EmbedConfig(pooling="cls", normalize=True, tokens=50)
+    config = FinetuneConfig(task=TaskConfig(tokens=40))
+    assert finetuning.embed_config(config, start) == start
+    assert finetuning.embed_config(config, EmbedConfig()) == EmbedConfig(tokens=40)
+    config.embed = EmbedConfig(tokens=30, layers="all")
+    expected = EmbedConfig(pooling="cls", normalize=True, tokens=30, layers="all")
+    assert finetuning.embed_config(config, start) == expected
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Triplets whose positive has the topic of the anchor, STS of the same topics, and a vocabulary."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
+
+    def text(topic):
+        words = [f"w{topic}", *(f"w{i}" for i in rng.integers(6, 30, rng.integers(1, 4)))]
+        return " ".join(rng.permutation(words))
+
+    lines = ["anchor\tpositive\tnegative"]
+    for _ in range(160):
+        topic, other = rng.permutation(6)[:2]
+        lines.append(f"{text(topic)}\t{text(topic)}\t{text(other)}")
+    (folder / "train.tsv").write_text("\n".join(lines) + "\n")
+    rows = [rng.integers(0, 6, 2) for _ in range(40)]
+    records = [
+        {"sentence1": text(a), "sentence2": text(b), "score": 5.0 * float(a == b)} for a, b in rows
+    ]
+    (folder / "dev.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in records))
+    VOCABULARY.save(folder / "vocab")
+    return folder
+
+
+def arguments(data, workdir, *changes, kind="triplets"):
+    changes = (
+        *("model.layers=1", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
+        *("model.positions=32", "model.initializer_stddev=0.2", "task.tokens=16"),
+        *("epochs=6", "batch_size=16", "optim.learning_rate=1e-2"),
+        *("evaluate_every_steps=30", "embed.normalize=true"),
+        *(f"task.train={data}/train.tsv", f"task.dev={data}/dev.jsonl", *changes),
+    )
+    return [
+        *("finetune", f"--config={tasks.CONFIGS / 'pairs.py'}:{kind}", "--init", "none"),
+        *("--vocab", str(data / "vocab"), "--workdir", str(workdir)),
+        *(f"--config.{change}" for change in changes),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert cli.main(arguments(data, folder)) == 0
+    return folder
+
+
+def test_a_run_learns_and_selects_by_correlation(run, data, capsys):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    heldout = [line for line in lines if line["split"] == "heldout"]
+    assert [line["step"] for line in heldout] == [30, 60]
+    assert "loss" not in heldout[0]
+    assert heldout[-1]["spearman"] > 0.7
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["best_by"] == "spearman"
+    assert metrics["dev"]["spearman"] == max(line["spearman"] for line in heldout)
+    folder = run / "predictions" / "dev"
+    assert (folder / "scatter.png").exists()
+    assert len((folder / "predictions.tsv").read_text().splitlines()) == 41
+    # The verb computes the same from the vectors of `bert-jax embed`.
+    capsys.readouterr()
+    command = ["evaluate-embeddings", "--init", str(run), "--json", str(data / "dev.jsonl")]
+    assert cli.main(command) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.pop("data") == str(data / "dev.jsonl")
+    assert found == pytest.approx(metrics["dev"], abs=1e-6)
+
+
+def test_an_export_has_the_vectors_of_transformers(run, tmp_path):
+    settings = export(str(run), tmp_path / "exported")
+    assert settings["architectures"] == ["BertModel"]
+    folder = tmp_path / "exported"
+    modules = [module["type"].split(".")[-1] for module in json.loads((folder / "modules.json").read_text())]  # fmt: skip
+    assert modules == ["Transformer", "Pooling", "Normalize"]
+    assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 16
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["w1 w2 w9", "w3", " ".join(["w4 w5 w6"] * 9)]
+    options = {"padding": True, "truncation": True, "return_tensors": "pt"}
+    inputs = tokenizer(texts, max_length=tokenizer.model_max_length, **options)
+    assert inputs["input_ids"].shape[1] == 16
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][..., None]
+    theirs = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+    source = tmp_path / "texts.txt"
+    source.write_text("\n".join(texts) + "\n")
+    out = tmp_path / "vectors.npy"
+    assert cli.main(["embed", "--init", str(run), "--out", str(out), str(source)]) == 0
+    np.testing.assert_allclose(np.load(out), theirs.numpy(), atol=1e-5, rtol=0)
+
+
+def test_a_run_goes_on_with_the_same_pooling_only(run, data, capsys):
+    message = refused(capsys, *arguments(data, run, "embed.pooling=cls"))
+    assert "it began with another objective" in message
+
+
+def test_a_run_has_no_predictions(run, data, tmp_path, capsys):
+    options = ["--workdir", run, "--out", tmp_path / "out"]
+    message = refused(capsys, "predict", *options, data / "train.tsv")
+    assert "has vectors, no predictions: use `bert-jax embed`" in message
