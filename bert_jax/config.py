@@ -104,6 +104,11 @@ class ModelConfig:
     attention: str = _one_of("auto", "xla", "cudnn", "pallas", "splash")
     layer_norm_epsilon: float = _positive(1e-12)
     initializer_stddev: float = _not_negative(0.02)
+    # Maximal update parametrization (Yang et al., arXiv 2203.03466): the hidden size for which
+    # initializer_stddev and optim.learning_rate were chosen. Initial values and learning rates of
+    # matrices are scaled to `hidden`. For models with attention heads of one size, and the
+    # optimizers "adam" and "adamw". 0 disables it.
+    base_hidden: int = _not_negative(0)
     # Add a LayerNorm after the last layer. BERT's layers already end in one.
     final_norm: bool = False
     # Left-to-right model ("LTR", section 5.1): each token attends to itself and earlier tokens of
@@ -565,6 +570,9 @@ def validate(config: TrainConfig) -> None:
     fixed = HEADS[model.head].labels
     num_labels = max(len(model.labels), 1) if fixed is None else len(fixed)
     require(len(model.labels) == num_labels, "model.labels", f"{num_labels} names for this head")
+    if model.base_hidden:
+        requirement = "'adam' or 'adamw' with config.model.base_hidden"
+        require(config.optim.optimizer in ("adam", "adamw"), "optim.optimizer", requirement)
     axes = dataclasses.astuple(config.mesh)
     if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
         raise UserError(

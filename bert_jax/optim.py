@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from optax import contrib
 
 from bert_jax.config import OptimConfig, TrainConfig
+from bert_jax.model import width
 from bert_jax.model.bert import Params
 
 
@@ -193,8 +194,8 @@ def _depth(path: tuple, layers: int) -> int:
 def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
-    Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555). With `config.model.features`
-    the whole encoder is frozen.
+    Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555), and the scale by width muP
+    (`model.width`). With `config.model.features` the whole encoder is frozen.
     """
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
 
@@ -204,7 +205,9 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
             return 0.0
         if config.model.features and path[0].key in ("embeddings", "encoder"):
             return 0.0
-        return config.optim.layer_decay ** (layers + 1 - depth)
+        name = "/".join(str(key.key) for key in path)
+        scale = width.scales(config.model, name)[1]
+        return scale * config.optim.layer_decay ** (layers + 1 - depth)
 
     return jax.tree_util.tree_map_with_path(factor, params)
 
@@ -244,7 +247,8 @@ def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
     if config.optimizer == "lamb":
         transforms.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
     transforms.append(optax.scale_by_learning_rate(schedule(config, run.steps)))
-    if config.layer_decay != 1 or getattr(run, "frozen_layers", 0) or run.model.features:
+    frozen = getattr(run, "frozen_layers", 0) or run.model.features
+    if config.layer_decay != 1 or frozen or run.model.base_hidden:
         transforms.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(

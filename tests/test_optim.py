@@ -9,7 +9,7 @@ from flax import traverse_util
 from bert_jax import optim
 from bert_jax.config import Config, OptimConfig, model_size
 from bert_jax.data import rows
-from bert_jax.model.bert import Bert, shapes
+from bert_jax.model.bert import Bert, flatten, init_params, shapes
 
 RATE, STEPS = 0.01, 8
 
@@ -365,3 +365,31 @@ def test_inverse_square_root_is_transformers():
 def test_constant_schedule():
     rate = optim.schedule(OptimConfig(learning_rate=2.0, warmup_steps=4, schedule="constant"), 10)
     assert [float(rate(jnp.asarray(step))) for step in (0, 2, 4, 10)] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_mup_scales_by_width(tied):
+    """Table 8 of arXiv 2203.03466: matrices by their number of inputs, vectors and inputs not."""
+    config = model_size("L1-H32-A2")
+    config.vocab_size, config.tied_decoder = 50, tied
+    config.head, config.labels = "sequence", ("a", "b")
+    plain = flatten(init_params(config, jax.random.key(0)))
+    config.base_hidden = 8
+    scaled = flatten(init_params(config, jax.random.key(0)))
+    rates = flatten(optim.learning_rate_multipliers(Config(model=config), shapes(config)))
+    hidden, output = (0.5, 0.25), (0.25, 0.25)  # of initial values and of learning rates
+    wanted = dict.fromkeys(plain, (1.0, 1.0))
+    for path in plain:
+        if path.endswith("/kernel"):
+            wanted[path] = output if path.startswith(("next_", "classifier")) else hidden
+    if tied:
+        wanted["masked_lm/norm/scale"] = wanted["masked_lm/norm/bias"] = output
+    else:
+        wanted["masked_lm/decoder"] = output
+    for path, (value, rate) in wanted.items():
+        np.testing.assert_allclose(scaled[path], value * plain[path], rtol=1e-6, err_msg=path)
+        assert rates[path] == rate, path
+    config.base_hidden = 32
+    jax.tree.map(
+        np.testing.assert_array_equal, flatten(init_params(config, jax.random.key(0))), plain
+    )

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
+from bert_jax.model import width
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
 from bert_jax.model.heads import MaskedLM, ScalarMix, SpanBoundary
@@ -369,6 +370,8 @@ class Bert(nn.Module):
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     """Return random parameters of the whole model, bit for bit those of `Bert(config).init`.
 
+    With `config.base_hidden` they are scaled by `width.scales`.
+
     Kernels of one shape are drawn together: XLA compiles a separate generator per parameter for
     longer than the training step.
     """
@@ -409,7 +412,10 @@ def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
         path_hashes = np.array([hashes[i] for i in indices], np.uint32)
         values.update(zip(indices, jax.vmap(draw)(path_hashes), strict=True))
     counter = iter(range(len(shapes_and_dtypes)))
-    return init(key, lambda *_: values[next(counter)])
+    params = init(key, lambda *_: values[next(counter)])
+    if not config.base_hidden:
+        return params
+    return unflatten({k: width.scales(config, k)[0] * x for k, x in flatten(params).items()})
 
 
 def shapes(config: ModelConfig) -> Params:
