@@ -25,10 +25,11 @@ from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import files, storage, workdir
-from bert_jax.config import CheckpointConfig, TrainConfig
+from bert_jax.config import CheckpointConfig, LoraConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.model.bert import Params, shapes
+from bert_jax.model.layers import merge_lora
 
 # The optimizer state is a separate item, so that fine-tuning and prediction read only parameters.
 PARAMS, TRAINING = "params", "training"
@@ -575,8 +576,8 @@ def load_model(
         which: "best" (by the held-out metric of its task), "latest", or a step number.
 
     Returns:
-        The config (with attention set to "xla", which runs anywhere), vocabulary, parameters and
-        step.
+        The config (with attention set to "xla", which runs anywhere), vocabulary, parameters (with
+        adapters merged) and step.
 
     Raises:
         UserError: there is no run, no such checkpoint, or it is damaged.
@@ -606,4 +607,7 @@ def load_model(
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params = checkpoints.restore_params(step, abstract(shapes(config.model), sharding))
     checkpoints.close()
+    if config.model.lora.rank:
+        params = merge_lora(params, config.model.lora)
+        config.model.lora = LoraConfig()
     return config, workdir.read_vocabulary(folder), params, step

@@ -71,6 +71,27 @@ def _constrained(default: Any, requirement: str, holds: Callable[[Any], bool]) -
 
 
 @dataclasses.dataclass
+class LoraConfig:
+    """Low-rank adapters of dense layers (LoRA, Hu et al., arXiv 2106.09685), for fine-tuning.
+
+    A layer with the kernel W computes x W + alpha / rank * x A B. A and B are trained, and so is what
+    is above the encoder (pooler, LSTM, head); embeddings and encoder are frozen.
+    """
+
+    # Columns of A and rows of B; 0 disables adapters.
+    rank: int = _not_negative(0)
+    alpha: float = _positive(16.0)
+    # Dropout on the input of A.
+    dropout: float = _below_one(0.0)
+    # Layers with adapters: "query", "key", "value", "intermediate" (the first of the feed-forward
+    # network) and "output" (of attention and feed-forward network).
+    targets: tuple[str, ...] = ("query", "value")
+
+
+LORA_TARGETS = ("query", "key", "value", "intermediate", "output")
+
+
+@dataclasses.dataclass
 class ModelConfig:
     """The encoder and its heads. The defaults are BERT-base (Devlin et al., section 3)."""
 
@@ -148,6 +169,8 @@ class ModelConfig:
     # "second-to-last", "last", "last4" (concatenated), "weighted-last4" and "weighted-all" (sums
     # with learned weights as in ELMo, over the last four or all layers).
     features: str = _one_of(*FEATURES)
+    # Adapters that the parameters contain, from config.lora. Loading a checkpoint merges them.
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     # Compute dtype of activations. Parameters and optimizer state stay float32.
     dtype: str = _one_of("float32", "bfloat16")
     # "unrolled" compiles every layer (faster steps), "scanned" compiles one (faster compilation).
@@ -438,6 +461,7 @@ class FinetuneConfig(TrainConfig):
     frozen_layers: int = _not_negative(0)
     # Reinitialize this many layers from the top instead of loading them from the checkpoint.
     reset_layers: int = _not_negative(0)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     # Do not pack: one sequence per row. Slower; for comparison.
     one_a_row: bool = False
     batch_size: int = _positive(32)
@@ -589,6 +613,8 @@ def validate(config: TrainConfig) -> None:
             for name in ("frozen_layers", "reset_layers"):
                 require(getattr(config, name) == 0, name, f"0, {reason}")
             require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, {reason}")
+        if config.lora.rank:
+            _validate_lora(config, require)
         if config.task.kind == "pairs":
             _validate_pairs(config, require)
         # Else the model's size is not known until a checkpoint is read.
@@ -606,6 +632,18 @@ def validate(config: TrainConfig) -> None:
                     requirement += " that are not frozen: reinitialized layers must be trained"
                 require(getattr(config, name) <= limit, name, requirement)
     profiled_steps(config)
+
+
+def _validate_lora(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
+    targets = config.lora.targets
+    known = bool(targets) and {*targets} <= {*LORA_TARGETS}
+    require(known, "lora.targets", f"one or more of {', '.join(map(repr, LORA_TARGETS))}")
+    for name, default in (("frozen_layers", 0), ("reset_layers", 0), ("model.features", "")):
+        value = config.model.features if name == "model.features" else getattr(config, name)
+        requirement = (
+            f"{default!r}, because config.lora.rank={config.lora.rank} freezes the encoder"
+        )
+        require(value == default, name, requirement)
 
 
 def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
@@ -626,6 +664,9 @@ def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
     model, masking = config.model, config.masking
+    for name, default in dataclasses.asdict(LoraConfig()).items():
+        requirement = f"{default!r} in pretraining: adapters are for fine-tuning"
+        require(getattr(model.lora, name) == default, f"model.lora.{name}", requirement)
     for name, default in (("lstm_layers", 0), ("features", "")):
         requirement = f"{default!r} in pretraining; it applies to fine-tuning heads only"
         require(getattr(model, name) == default, f"model.{name}", requirement)

@@ -4,6 +4,7 @@ NAME is a path, or a config of the package without `.py`: `pretrain:base,128`. `
 size to pretrain, and `rte` a GLUE task to fine-tune on.
 """
 
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -14,6 +15,7 @@ from bert_jax.config import (
     SIZES,
     Config,
     FinetuneConfig,
+    LoraConfig,
     TrainConfig,
     flatten,
     from_dict,
@@ -31,6 +33,7 @@ _DERIVED = {
         f"model.{name}": "config.task"
         for name in ("head", "labels", "masked_lm", "next_sentence", "span_boundary", "pooler")
     },
+    **{f"model.lora.{field.name}": "config.lora" for field in dataclasses.fields(LoraConfig)},
 }
 
 

@@ -122,6 +122,11 @@ def finetune(
             raise UserError(
                 "config.reset_layers must be 0 with --init none, which initializes all layers"
             )
+        if config.lora.rank:
+            raise UserError(
+                f"config.lora.rank is {config.lora.rank}: it must be 0 with --init none, as adapters "
+                "leave the random encoder frozen"
+            )
         vocabulary = wordpiece.load(vocab)
     else:
         if vocab:

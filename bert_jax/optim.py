@@ -12,7 +12,7 @@ from optax import contrib
 
 from bert_jax.config import OptimConfig, TrainConfig
 from bert_jax.model import width
-from bert_jax.model.bert import Params
+from bert_jax.model.bert import Params, flatten, unflatten
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -195,7 +195,8 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
     """Return the learning-rate multiplier of each parameter; 0 if it is frozen.
 
     Layer-wise decay follows ELECTRA (Clark et al., arXiv 2003.10555), and the scale by width muP
-    (`model.width`). With `config.model.features` the whole encoder is frozen.
+    (`model.width`). With `config.model.features` or adapters (`config.model.lora`) the whole encoder
+    is frozen, except for the adapters.
     """
     layers, frozen = config.model.layers, getattr(config, "frozen_layers", 0)
 
@@ -203,7 +204,9 @@ def learning_rate_multipliers(config: TrainConfig, params: Params) -> Params:
         depth = _depth(path, layers)
         if frozen and depth <= frozen:
             return 0.0
-        if config.model.features and path[0].key in ("embeddings", "encoder"):
+        is_adapter = path[-1].key in ("lora_a", "lora_b")
+        is_frozen = config.model.features or (config.model.lora.rank and not is_adapter)
+        if is_frozen and path[0].key in ("embeddings", "encoder"):
             return 0.0
         name = "/".join(str(key.key) for key in path)
         scale = width.scales(config.model, name)[1]
@@ -256,9 +259,30 @@ def make_optimizer(run: TrainConfig) -> optax.GradientTransformation:
                 )
             )
         )
+    if run.model.lora.rank:
+        transforms = [skip_frozen(run, optax.chain(*transforms))]
     if config.average_decay:
         transforms.append(average_parameters(config.average_decay))
     return optax.chain(*transforms)
+
+
+def skip_frozen(
+    config: TrainConfig, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Return an optimizer of the trained parameters only: frozen ones have no state."""
+
+    def trained(tree: Params) -> Params:
+        multipliers = flatten(learning_rate_multipliers(config, tree))
+        return unflatten({path: x for path, x in flatten(tree).items() if multipliers[path]})
+
+    def update(grads, state, params=None):
+        updates, state = optimizer.update(
+            trained(grads), state, None if params is None else trained(params)
+        )
+        frozen = jax.tree.map(jnp.zeros_like, grads)
+        return unflatten({**flatten(frozen), **flatten(updates)}), state
+
+    return optax.GradientTransformation(lambda params: optimizer.init(trained(params)), update)
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:

@@ -32,6 +32,12 @@ PARTITION_RULES = (
     (r"feed_forward/intermediate/kernel$", PartitionSpec("fsdp", "tensor")),
     (r"feed_forward/intermediate/bias$", PartitionSpec("tensor")),
     (r"feed_forward/output/kernel$", PartitionSpec("tensor", "fsdp")),
+    (r"attention/(query|key|value)/lora_b$", PartitionSpec(None, "tensor", None)),
+    (r"attention/output/lora_a$", PartitionSpec("tensor", None, None)),
+    (r"(query|key|value|intermediate)/lora_a$", PartitionSpec("fsdp", None)),
+    (r"feed_forward/output/lora_a$", PartitionSpec("tensor", None)),
+    (r"intermediate/lora_b$", PartitionSpec(None, "tensor")),
+    (r"output/lora_b$", PartitionSpec(None, "fsdp")),
     # The recurrent kernel of an LSTM is used for every token, so it is replicated (last pattern).
     (
         r"(transform|pooler|lstm/.*/input|span_boundary/(first|second))/kernel$",

@@ -87,8 +87,10 @@ class Attention(nn.Module):
     def setup(self):
         c = self.config
         heads = (c.heads, c.hidden // c.heads)
-        self.query, self.key, self.value = (dense(c, heads) for _ in range(3))
-        self.output = dense(c, c.hidden, axis=(-2, -1))
+        self.query, self.key, self.value = (
+            dense(c, heads, target=name) for name in ("query", "key", "value")
+        )
+        self.output = dense(c, c.hidden, axis=(-2, -1), target="output")
         self.norm = norm_layer(c)
 
     def __call__(
@@ -123,8 +125,10 @@ class FeedForward(nn.Module):
         self, x: Float[Array, "B T D"], key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
         c = self.config
-        y = ACTIVATIONS[c.activation](dense(c, c.feed_forward, "intermediate")(x))
-        y = dense(c, c.hidden, "output")(y)
+        y = ACTIVATIONS[c.activation](
+            dense(c, c.feed_forward, "intermediate", target="intermediate")(x)
+        )
+        y = dense(c, c.hidden, "output", target="output")(y)
         return norm_layer(c, "norm")(x + dropout(y, c.dropout, key))
 
 
@@ -177,7 +181,11 @@ class Encoder(nn.Module):
         layers = [self.variables["params"][f"layer_{i}"] for i in range(c.layers)]
 
         def layer(x, params, i) -> Any:
-            return Layer(c, parent=None).apply({"params": params}, x, segment_ids, fold_in(key, i))
+            layer_key = fold_in(key, i)
+            rngs = None if key is None or not c.lora.dropout else {"lora": fold_in(layer_key, 2)}
+            return Layer(c, parent=None).apply(
+                {"params": params}, x, segment_ids, layer_key, rngs=rngs
+            )
 
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])

@@ -21,15 +21,19 @@ def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions:
 
     A multiply-add counts as 2. Attention counts all T² pairs, as dense implementations compute
     them, for causal models too. Frozen layers that `config.features` uses are counted once, layers
-    above them not at all. LSTMs are included, fine-tuned heads are not.
+    above them not at all. The frozen kernels of a model with adapters have no gradients and are
+    counted twice. LSTMs are included, adapters and fine-tuned heads are not.
     """
     d, f = config.hidden, config.feed_forward
-    layer = tokens * (8 * d * d + 4 * d * f + 4 * tokens * d)
+    kernels = tokens * (8 * d * d + 4 * d * f)
+    layer = kernels + tokens * 4 * tokens * d
     head = predictions * 2 * d * (config.vocab_size + d * config.transform)
     if config.span_boundary:
         head += predictions * 2 * d * (config.vocab_size + 4 * d)
     pooler = sequences * 2 * d * (d + 2) if config.next_sentence else 0
     encoder, width = 3.0 * config.layers * layer, d
+    if config.lora.rank:
+        encoder -= config.layers * kernels
     if config.features:
         encoder = max(config.feature_layers) * layer
         width = 4 * d if config.features == "last4" else d

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax import cpu
-from bert_jax.config import ModelConfig
+from bert_jax.config import LoraConfig, ModelConfig
+from bert_jax.model.dropout import dropout
 
 # Checkpoint name of the dense layers' outputs, for `jax.checkpoint` policies.
 DENSE = "dense"
@@ -106,9 +107,73 @@ def vocab_initializer(config: ModelConfig, axis: int) -> Callable:
     return initialize
 
 
-def dense(config: ModelConfig, features: Any, name: str | None = None, axis: Any = -1) -> nn.Module:
-    """Return a dense layer whose output is saved by the "dots" rematerialization policy."""
-    return nn.DenseGeneral(
+class LoraDense(nn.Module):
+    """A dense layer with a low-rank adapter (`config.LoraConfig`), which adds 0 at initialization.
+
+    Its parameters are those of the layer, `lora_a` with the kernel's input axes and the rank, and
+    `lora_b` with the rank and the kernel's output axes. Dropout applies if `apply` gets a key called
+    "lora".
+    """
+
+    config: ModelConfig
+    layer: nn.Module
+
+    def setup(self):
+        nn.share_scope(self, self.layer)
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "..."]) -> Float[Array, "..."]:
+        c, lora, layer = self.config, self.config.lora, self.layer
+        assert isinstance(layer, nn.DenseGeneral)
+        out = layer(inputs)  # first, as keys of initializers depend on the order of parameters
+        axes = (layer.axis,) if isinstance(layer.axis, int) else tuple(layer.axis)
+        width = tuple(inputs.shape[axis] for axis in axes)
+        features = layer.features if isinstance(layer.features, tuple) else (layer.features,)
+
+        def draw(key, shape, dtype=jnp.float32):
+            flat = (math.prod(width), lora.rank)  # kernels are drawn with two axes too
+            return initializer(c)(key, flat, dtype).reshape(shape)
+
+        a = self.param("lora_a", draw, (*width, lora.rank))
+        b = self.param("lora_b", nn.initializers.zeros, (lora.rank, *features))
+        key = self.make_rng("lora") if self.has_rng("lora") else None
+        x = dropout(inputs, lora.dropout, key)
+        x, a, b = (jnp.asarray(value, c.dtype) for value in (x, a, b))
+        last = tuple(range(x.ndim - len(axes), x.ndim))
+        low: Any = cpu.dense_product(x, a, ((last, tuple(range(len(axes)))), ((), ())))
+        update: Any = cpu.dense_product(low, b, (((low.ndim - 1,), (0,)), ((), ())))
+        return out + update * (lora.alpha / lora.rank)
+
+
+def merge_lora(params: Mapping[str, Any], lora: LoraConfig) -> dict[str, Any]:
+    """Return parameters without adapters, which are added to the kernels: W + alpha / rank * A B."""
+    merged = {
+        name: merge_lora(value, lora) if isinstance(value, Mapping) else value
+        for name, value in params.items()
+        if name not in ("lora_a", "lora_b")
+    }
+    if "lora_a" in params:
+        precision = jax.lax.Precision.HIGHEST
+        product = jnp.tensordot(params["lora_a"], params["lora_b"], 1, precision=precision)
+        merged["kernel"] = params["kernel"] + product * (lora.alpha / lora.rank)
+    return merged
+
+
+def dense(
+    config: ModelConfig,
+    features: Any,
+    name: str | None = None,
+    axis: Any = -1,
+    target: str = "",
+) -> nn.Module:
+    """Return a dense layer whose output is saved by the "dots" rematerialization policy.
+
+    It has an adapter if `target` is one of `config.lora.targets`.
+    """
+    has_adapter = config.lora.rank > 0 and target in config.lora.targets
+    # The layer in a `LoraDense` gets its parent and name there.
+    naming: dict[str, Any] = {"parent": None} if has_adapter else {"name": name}
+    layer = nn.DenseGeneral(
         features,
         axis,
         dtype=config.dtype,
@@ -118,8 +183,9 @@ def dense(config: ModelConfig, features: Any, name: str | None = None, axis: Any
                 cpu.dense_product(x, kernel, dimensions), DENSE
             )
         ),
-        name=name,
+        **naming,
     )
+    return LoraDense(config, layer, name=name) if has_adapter else layer
 
 
 def norm_layer(config: ModelConfig, name: str | None = None) -> nn.Module:

@@ -95,6 +95,8 @@ def model_config(
     model = copy.deepcopy(requested if start is None else start)
     for field in dataclasses.fields(ModelConfig):
         value = getattr(requested, field.name)
+        if field.name == "lora":  # set below
+            continue
         if field.name in _RUN_FIELDS:
             setattr(model, field.name, value)
         elif value not in (getattr(default, field.name), getattr(model, field.name)):
@@ -110,6 +112,7 @@ def model_config(
         pooler=False,
         head=problem.head,
         labels=tuple(problem.labels),
+        lora=config.lora,
     )
 
 
@@ -137,6 +140,8 @@ def restored(
         new.append("features")
     if model.lstm_layers:
         new.append("lstm")
+    if model.lora.rank:
+        new.append("adapters")
     selected = {
         path: value
         for path, value in flatten(params).items()

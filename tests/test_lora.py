@@ -1,0 +1,256 @@
+"""Low-rank adapters: the base model at step 0, gradients by hand, what is trained and saved, merging."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bert_jax import checkpoint, cli, optim, sharding
+from bert_jax import step as step_lib
+from bert_jax.config import (
+    LORA_TARGETS,
+    Config,
+    FinetuneConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TaskConfig,
+    validate,
+)
+from bert_jax.convert.export import export
+from bert_jax.data import rows
+from bert_jax.errors import UserError
+from bert_jax.evaluate import shard_batch
+from bert_jax.model.bert import Bert, flatten, init_params, shapes, unflatten
+from bert_jax.model.flops import flops_per_row
+from bert_jax.model.layers import merge_lora
+from bert_jax.objectives import finetuning
+from tests.helpers import tasks
+from tests.helpers.checkpoints import random_params
+from tests.helpers.runs import refused
+from tests.test_finetuning import Made
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=LORA_TARGETS)
+BASE = ModelConfig(
+    layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
+    attention_dropout=0.0, masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"),
+)  # fmt: skip
+MODEL = dataclasses.replace(BASE, lora=LORA)
+QUERY = "encoder/layer_1/attention/query"
+
+
+def is_adapter(path):
+    return path.endswith(("/lora_a", "/lora_b"))
+
+
+@functools.cache
+def inputs():
+    lengths = np.array([[5, 7], [9, 0]])
+    tokens = np.random.default_rng(0).integers(5, 40, (2, 14)).astype(np.int32)
+    return jnp.asarray(tokens), rows.Layout(*map(jnp.asarray, rows.layout(lengths, lengths, 14)))
+
+
+def logits(model, params, **options):
+    return Bert(model).apply({"params": params}, *inputs(), method=Bert.classify, **options)
+
+
+def test_adapters_add_parameters_and_change_no_other():
+    key = jax.random.key(3)
+    base, ours = (flatten(init_params(model, key)) for model in (BASE, MODEL))
+    adapters = {path: value for path, value in ours.items() if is_adapter(path)}
+    assert ours.keys() - adapters.keys() == base.keys()
+    for path, value in base.items():
+        np.testing.assert_array_equal(ours[path], value)
+    assert len(adapters) == 2 * 2 * 6
+    assert adapters[f"{QUERY}/lora_a"].shape == (12, 3)
+    assert adapters[f"{QUERY}/lora_b"].shape == (3, 3, 4)
+    assert adapters["encoder/layer_0/attention/output/lora_a"].shape == (3, 4, 3)
+    for path, value in adapters.items():
+        assert np.any(value) == path.endswith("lora_a")
+
+
+@pytest.mark.parametrize("loop", ["unrolled", "scanned"])
+def test_merged_parameters_predict_the_same(loop):
+    model = dataclasses.replace(MODEL, layer_loop=loop)
+    params = random_params(model)
+    ours = logits(model, params)
+    merged = merge_lora(params, LORA)
+    assert flatten(merged).keys() == flatten(shapes(BASE)).keys()
+    np.testing.assert_allclose(ours, logits(BASE, merged), atol=1e-5, rtol=0)
+    flat = flatten(params)
+    w, a, b = (flat[f"{QUERY}/{name}"] for name in ("kernel", "lora_a", "lora_b"))
+    by_hand = w + 2.0 * np.einsum("dr,rnk->dnk", a, b)
+    np.testing.assert_allclose(flatten(merged)[f"{QUERY}/kernel"], by_hand, atol=1e-6)
+    untrained = {k: np.zeros_like(v) if k.endswith("lora_b") else v for k, v in flat.items()}
+    base = {k: v for k, v in flat.items() if not is_adapter(k)}
+    np.testing.assert_array_equal(
+        logits(model, unflatten(untrained)), logits(BASE, unflatten(base))
+    )
+
+
+def test_gradients_follow_from_those_of_the_merged_kernels():
+    params = random_params(MODEL)
+
+    def loss(params, model):
+        return jnp.sum(logits(model, params) ** 2)
+
+    ours = flatten(jax.jit(jax.grad(functools.partial(loss, model=MODEL)))(params))
+    merged = flatten(
+        jax.jit(jax.grad(functools.partial(loss, model=BASE)))(merge_lora(params, LORA))
+    )
+    flat = flatten(params)
+    for path, grad in merged.items():
+        module = path.removesuffix("/kernel")
+        if f"{module}/lora_a" not in flat:
+            continue
+        a, b = (np.asarray(flat[f"{module}/{name}"]) for name in ("lora_a", "lora_b"))
+        whole = np.asarray(grad).reshape(a[..., 0].size, b[0].size)  # dL/dW of y = x (W + s A B)
+        for name, expected in (
+            ("lora_a", 2.0 * whole @ b.reshape(3, -1).T),
+            ("lora_b", 2.0 * a.reshape(-1, 3).T @ whole),
+        ):
+            found = np.asarray(ours[f"{module}/{name}"]).reshape(expected.shape)
+            np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(whole).max(), rtol=1e-4)
+
+
+def test_dropout_of_adapters_is_a_function_of_the_key():
+    lora = dataclasses.replace(LORA, dropout=0.5)
+    params, model = random_params(MODEL), dataclasses.replace(MODEL, lora=lora)
+    clean = logits(MODEL, params)
+    one, again, other = (logits(model, params, key=jax.random.key(i)) for i in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-3
+    np.testing.assert_array_equal(logits(model, params), clean)
+    np.testing.assert_array_equal(logits(MODEL, params, key=jax.random.key(1)), clean)
+
+
+def config_of(**changes):
+    values = dict(model=MODEL, lora=LORA, task=TaskConfig(tokens=20), steps=10)
+    return FinetuneConfig(**{**values, **changes})
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_only_adapters_and_the_head_are_trained_and_have_moments(optimizer):
+    config = config_of(optim=OptimConfig(optimizer=optimizer, warmup_steps=0))
+    params = random_params(MODEL)
+    transform = optim.make_optimizer(config)
+    state = transform.init(params)
+    trained = {k for k in flatten(params) if is_adapter(k) or not k.startswith(("enc", "emb"))}
+    assert {"classifier/kernel", "pooler/bias", f"{QUERY}/lora_a"} < trained
+    size = sum(flatten(params)[path].size for path in trained)
+    moments = [x for x in jax.tree.leaves(state) if np.ndim(x)]
+    assert sum(x.size for x in moments) == 2 * size
+    ones = jax.tree.map(np.ones_like, params)
+    updates, _ = transform.update(ones, state, params)
+    assert {path for path, x in flatten(updates).items() if np.any(x)} == trained
+    specs = sharding.specs(params)["encoder"]["layer_1"]["attention"]["value"]
+    assert specs["lora_a"] == sharding.PartitionSpec("fsdp", None)
+    assert specs["lora_b"] == sharding.PartitionSpec(None, "tensor", None)
+
+
+def test_a_step_on_a_mesh_changes_adapters_as_on_one_device():
+    problem = Made("sequence", count=30)
+    model = dataclasses.replace(
+        MODEL, hidden=8, heads=2, feed_forward=16, labels=tuple(problem.labels)
+    )
+    problem.splits["dev"] = problem.splits["train"]
+    found = []
+    for mesh_config in (MeshConfig(1, 1, 1), MeshConfig(2, 2, 2)):
+        config = config_of(model=model, batch_size=8, mesh=mesh_config)
+        mesh = sharding.make_mesh(mesh_config, jax.devices()[: 8 if mesh_config.tensor > 1 else 1])
+        config, _, plan, phase = finetuning.make_phase(config, problem, [0], 4)
+        init, abstract = step_lib.initial_state(config, phase, mesh)
+        step = step_lib.compile_step(config, phase, mesh, abstract)
+        state = init(jnp.uint32(0))
+        start = jax.device_get(flatten(state.params))
+        for i in range(2):  # the learning rate is 0 in the first step
+            state, _, _ = step(state, shard_batch(plan.batch(i, 0), mesh))
+        found.append(jax.device_get(flatten(state.params)))
+    for path, value in found[0].items():
+        np.testing.assert_allclose(found[1][path], value, atol=1e-5, err_msg=path)
+        if path.startswith(("embeddings", "encoder")) and not is_adapter(path):
+            np.testing.assert_array_equal(value, start[path])
+    assert np.any(found[0]["encoder/layer_0/attention/value/lora_b"])
+
+
+def test_frozen_kernels_are_counted_twice():
+    one = dataclasses.replace(BASE, layers=1)
+    kernels = 8 * (8 * 12 * 12 + 4 * 12 * 20)
+    saved = flops_per_row(one, 8, 1, 0) - flops_per_row(
+        dataclasses.replace(one, lora=LORA), 8, 1, 0
+    )
+    assert saved == kernels
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": LoraConfig(rank=2, targets=("quary",))}, "config.lora.targets is ('quary',): it"),
+        ({"lora": LORA, "frozen_layers": 1}, "config.frozen_layers is 1: it must be 0, because"),
+        ({"lora": LORA, "reset_layers": 1}, "config.reset_layers is 1: it must be 0, because"),
+        (
+            {"lora": LORA, "model": dataclasses.replace(BASE, features="last")},
+            "config.model.features is 'last': it must be '', because config.lora.rank=3",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, message):
+    with pytest.raises(UserError) as caught:
+        validate(FinetuneConfig(**changes))
+    assert message in str(caught.value)
+
+
+def test_pretraining_has_no_adapters():
+    with pytest.raises(
+        UserError, match=r"config\.model\.lora\.rank is 3: it must be 0 in pretrain"
+    ):
+        validate(Config(model=ModelConfig(lora=LORA)))
+
+
+def test_a_random_encoder_is_not_frozen(tmp_path, capsys):
+    data = tasks.write_table(tmp_path)
+    message = refused(capsys, *tasks.arguments(data, tmp_path / "run", "lora.rank=2"))
+    assert "config.lora.rank is 2: it must be 0 with --init none" in message
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A fine-tuning of adapters from a random base, and the base."""
+    folder = tmp_path_factory.mktemp("lora")
+    data = tasks.write_table(folder)
+    base = ["epochs=0.1", "optim.learning_rate=1e-9"]
+    assert cli.main(tasks.arguments(data, folder / "base", *base)) == 0
+    changes = ["lora.rank=4", "lora.targets=('query','value','output')", "lora.dropout=0.1"]
+    ours = [
+        argument
+        for argument in tasks.arguments(data, folder / "run", *changes, init=folder / "base")
+        if not argument.startswith(("--config.model.", "--config.optim"))
+    ]
+    assert cli.main([*ours, "--config.optim.learning_rate=2e-2"]) == 0
+    return folder
+
+
+def test_a_run_learns_and_its_checkpoint_is_a_plain_model(run, tmp_path, capsys):
+    metrics = json.loads((run / "run" / "metrics.json").read_text())
+    assert metrics["dev"]["accuracy"] > 0.9
+    config, _, params, _ = checkpoint.load_model(run / "run")
+    assert (config.model.lora.rank, config.lora.rank) == (0, 4)
+    base = flatten(checkpoint.load_model(run / "base")[2])
+    flat = flatten(params)
+    assert flat.keys() == base.keys()
+    changed = {path for path, value in flat.items() if not np.array_equal(value, base[path])}
+    assert {path.split("/")[-2] for path in changed if path.startswith("encoder")} == {
+        "query", "value", "output",
+    }  # fmt: skip
+    assert not any(path.startswith("embeddings") for path in changed)
+    settings = export(str(run / "run"), tmp_path / "exported")
+    assert settings["architectures"] == ["BertForSequenceClassification"]
+    # It can be fine-tuned again, and the metrics were those of the adapters in training.
+    lines = [json.loads(x) for x in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    best = max(x["accuracy"] for x in lines if x["split"] == "heldout")
+    assert metrics["dev"]["accuracy"] == pytest.approx(best)
