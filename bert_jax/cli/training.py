@@ -162,7 +162,10 @@ def _finetune(options) -> int | None:
         return EXIT_INTERRUPTED
     print(json.dumps(summary) if options.json else downstream.describe(summary))
     folder = options.workdir if options.seeds == 1 else f"{options.workdir}/seed_{config.seed}"
-    print_next(options, ["predict", "--workdir", folder, "--out", "predictions", "FILE"])
+    if config.task.kind == "pairs":
+        print_next(options, ["embed", "--init", folder, "--out", "vectors.npy", "FILE"])
+    else:
+        print_next(options, ["predict", "--workdir", folder, "--out", "predictions", "FILE"])
     return None
 
 
