@@ -157,6 +157,12 @@ def load(arguments: list[str], kind: type = Config) -> Any:
         text = " ".join(str(error).split())
         raise UserError(f"cannot load {file[0][9:]}: {type(error).__name__}: {text}") from error
     config = from_dict(to_dict(values.config))  # a config file can assign values of any type
+    set_steps = any(a.startswith("--config.optim.warmup_steps=") for a in arguments)
+    if set_steps and isinstance(config, Config) and config.warmup_fraction:
+        raise UserError(
+            "config.optim.warmup_steps follows from config.warmup_fraction, "
+            f"{config.warmup_fraction:.3g}: set that instead, or also --config.warmup_fraction=0"
+        )
     validate(config)
     return config
 

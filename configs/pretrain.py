@@ -4,10 +4,20 @@
     --config configs/pretrain.py:base,128                  all steps at T=128
     --config configs/pretrain.py:base,64=0.2,128=0.7,512=0.1    phases with their shares of the steps
     --config configs/pretrain.py:L6-H768-A3                any layers, hidden size, attention heads
+    --config configs/pretrain.py:mini                      a small size, with its own recipe (below)
     --config configs/pretrain.py:teaching                  the 4.5M-parameter model of the quickstart
 
 Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate 1e-4, 10,000 steps
-of warm-up, linear decay.
+of warm-up, linear decay. This is the recipe of base, large and sizes given by their shape.
+
+The named small sizes have a recipe that leaves the loss of word frequencies within thousands of
+steps (experiments/plateau). It differs from the paper:
+- short rows first, because attention to neighboring tokens forms there;
+- small batches, with which more steps fit a budget;
+- 40% masking, for more targets per step (Wettig et al., arXiv 2202.08005);
+- no dropout, because no text is seen often, and no next-sentence prediction;
+- AdamW with beta2 0.98 and a high learning rate, because BERT's Adam takes its largest steps before
+  its averages have settled, and there is no time for a long warm-up.
 """
 
 from bert_jax.config import (
@@ -20,13 +30,23 @@ from bert_jax.config import (
     model_size,
 )
 
+# Lengths of rows with their shares of the steps, unless given: 8, 16, 32, 64, 128.
+_SHORT_FIRST = ["8=0.3", "16=0.2", "32=0.15", "64=0.15", "128=0.2"]
+_SMALL_RATES = {"tiny": 2e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}
+
 
 def get_config(argument: str = "base") -> Config:
     """Return the config of a size: SIZE, SIZE,T or SIZE,T=SHARE,T=SHARE,…."""
     size, *lengths = argument.split(",")
     model = model_size(size)
     if size == "teaching":
-        return _teaching(model, _phases(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"]))
+        phases = _phases(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"])
+        return _small(model, phases, rate=2e-3, steps=3_000, step_tokens=1_024, save_steps=250)
+    if size in _SMALL_RATES:
+        model.next_sentence = False
+        phases = _phases(lengths or _SHORT_FIRST)
+        rate = _SMALL_RATES[size]
+        return _small(model, phases, rate, steps=20_000, step_tokens=4_096, save_steps=500)
     return Config(model=model, phases=_phases(lengths or ["128", "512"]))
 
 
@@ -38,28 +58,27 @@ def _phases(lengths: list[str]) -> tuple[PhaseConfig, ...]:
     return tuple(PhaseConfig(tokens=int(t), fraction=float(share or 1)) for t, _, share in parsed)
 
 
-def _teaching(model: ModelConfig, phases: tuple[PhaseConfig, ...]) -> Config:
-    """Return a config for minutes on a CPU.
-
-    It differs from the paper:
-    - short rows first, without which small models stay at the loss of word frequencies for
-      thousands of steps (experiments/plateau);
-    - no dropout, because no text is seen often;
-    - 40% masking, for more targets per step (Wettig et al., arXiv 2202.08005);
-    - AdamW with beta2 0.98 and a high learning rate, because BERT's Adam takes its largest steps
-      before its averages have settled, and there is no time for a long warm-up.
-    """
+def _small(
+    model: ModelConfig,
+    phases: tuple[PhaseConfig, ...],
+    rate: float,
+    steps: int,
+    step_tokens: int,
+    save_steps: int,
+) -> Config:
+    """Return the recipe of small sizes; `step_tokens` is the number of tokens per step."""
     model.dropout = model.attention_dropout = 0.0
     for phase in phases[:-1]:  # the last phase takes config.batch_size
-        phase.batch_size = 16 * phases[-1].tokens // phase.tokens
+        phase.batch_size = step_tokens // phase.tokens
     return Config(
         model=model,
         masking=MaskingConfig(rate=0.4),
-        optim=OptimConfig(optimizer="adamw", learning_rate=2e-3, beta2=0.98, warmup_steps=200),
+        optim=OptimConfig(optimizer="adamw", learning_rate=rate, beta2=0.98),
+        warmup_fraction=1 / 15,
         phases=phases,
-        steps=3_000,
-        batch_size=16,
-        evaluate_every_steps=250,
-        evaluate_rows=256,
-        checkpoint=CheckpointConfig(every_steps=250),
+        steps=steps,
+        batch_size=step_tokens // phases[-1].tokens,
+        evaluate_every_steps=save_steps,
+        evaluate_rows=256 if step_tokens < 4_096 else 2_048,
+        checkpoint=CheckpointConfig(every_steps=save_steps),
     )

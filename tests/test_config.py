@@ -19,6 +19,7 @@ from bert_jax.config import (
     TaskConfig,
 )
 from bert_jax.errors import UserError
+from bert_jax.objectives import pretraining
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 PRETRAIN = f"--config={FOLDER / 'pretrain.py'}"
@@ -116,7 +117,7 @@ def test_the_defaults_are_valid_and_berts():
         ("--config.learning_rate=1", "did you mean config.optim.learning_rate?"),
         ("--config.model.warmup_steps=1", "did you mean config.optim.warmup_steps?"),
         ("--config.optim.steps=1", "did you mean config.steps?"),
-        ("--config.phases[2].rows=x", "did you mean config.phases["),
+        ("--config.phases[7].rows=x", "did you mean config.phases["),
         ("--config.zzzzqqq=1", "config.zzzzqqq: unknown key"),
         ("--optim.learning_rate=1", "did you mean config.optim.learning_rate?"),
         ("--confg.steps=1", "did you mean config.steps?"),
@@ -194,7 +195,7 @@ def test_limits_of_a_model_wait_until_it_is_known():
 def test_arguments_set_single_fields():
     config = config_flags.load(
         [
-            f"{PRETRAIN}:mini",
+            f"{PRETRAIN}:L4-H256-A4",
             "--config.optim.learning_rate=2e-4",
             "--config.phases[1].rows=long",
             "--config.masking.whole_word=true",
@@ -207,7 +208,7 @@ def test_arguments_set_single_fields():
     assert config.masking.whole_word is True
     assert config.steps == 77
     assert config.model.dropout == 0
-    plain = config_flags.load([f"{PRETRAIN}:mini"])
+    plain = config_flags.load([f"{PRETRAIN}:L4-H256-A4"])
     assert plain.optim.learning_rate == 1e-4
     assert plain.phases[1].rows == ""
 
@@ -353,3 +354,19 @@ def test_a_misspelled_name_is_corrected(value, suggestion):
 def test_keys_of_other_libraries_are_known(key, suggestion):
     message = refusal(config_flags.load, ["--config=mini,128", f"--config.{key}=1"])
     assert message == f"config.{key}: unknown key; did you mean config.{suggestion}?"
+
+
+@pytest.mark.parametrize("size", ["tiny", "mini", "small", "medium", "teaching"])
+def test_recipes_of_small_sizes(size):
+    """Every phase has as many tokens per step, and the warm-up follows the number of steps."""
+    config = config_flags.load([f"{PRETRAIN}:{size}", "--config.steps=600"])
+    tokens = {p.tokens * (p.batch_size or config.batch_size) for p in config.phases}
+    assert tokens == {1_024 if size == "teaching" else 4_096}
+    assert pretraining.abstract_phases(config, 1)[0].optim.warmup_steps == 40
+
+
+def test_warmup_steps_where_a_fraction_decides():
+    steps = "--config.optim.warmup_steps=7"
+    assert "set that instead" in refusal(config_flags.load, [f"{PRETRAIN}:mini,128", steps])
+    config = config_flags.load([f"{PRETRAIN}:mini,128", steps, "--config.warmup_fraction=0"])
+    assert pretraining.abstract_phases(config, 1)[0].optim.warmup_steps == 7

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bert_jax import config_flags
-from bert_jax.config import Config
+from bert_jax.config import SIZES, Config
 from bert_jax.data import corpus, prepare
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep
@@ -74,6 +74,8 @@ def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) 
         change: KEY=VALUE.
     """
     changes = [f"batch_size={batch}", f"model.positions={max(tokens, 512)}", *change]
+    # A size by its shape has the paper's recipe, in which mini is compared too.
+    size = "L{}-H{}-A{}".format(*SIZES[size]) if size in SIZES else size
     file = f"--config={ROOT}/configs/pretrain.py:{size},{tokens}"
     return config_flags.load([file, *(f"--config.{each}" for each in changes)])
 
