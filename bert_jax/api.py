@@ -49,7 +49,7 @@ from bert_jax.inference import (
     inputs_of,
 )
 from bert_jax.model.bert import Bert, Params, last_tokens
-from bert_jax.objectives import pretraining
+from bert_jax.objectives import initial, pretraining
 from bert_jax.train import train
 
 if TYPE_CHECKING:
@@ -308,6 +308,8 @@ def pretrain(
     vocab: str | os.PathLike = "",
     vocab_size: int = 8_192,
     objective: Callable[..., Any] | None = None,
+    init: str | os.PathLike = "",
+    checkpoint: str = "best",
     changes: dict[str, Any] | None = None,
 ) -> Model:
     """Pretrain a model, or resume, and return the best checkpoint.
@@ -318,11 +320,14 @@ def pretrain(
         texts: documents, each a text with one paragraph or sentence per line. They are written to
             `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not.
         rows: instead of texts, folders of rows, one per phase.
-        vocab: folder of a vocabulary for the texts; "" trains one.
+        vocab: folder of a vocabulary for the texts; "" takes that of `init`, or trains one.
         vocab_size: size of the vocabulary to train.
         objective: class of an `Objective` with the constructor of `objectives.masked_lm.MaskedLM`,
             which it replaces. Its name is recorded; commands that compute losses of the run
             (`evaluate`, `replay`) use the default one.
+        init: a source of `load` whose weights the model starts from; its architecture, vocabulary
+            and positions are those of the source. "" for random weights.
+        checkpoint: of `init`, if it is a run.
         changes: settings by key: `{"optim.learning_rate": 5e-4}`.
 
     Raises:
@@ -334,10 +339,19 @@ def pretrain(
     folders = [str(folder) for folder in rows]
     data = pathlib.Path(workdir) / "data"
     if not folders and (texts is not None or data.exists()):
-        folders = _make_rows(settings, data, texts, str(vocab), vocab_size)
+        vocabulary = str(vocab) or (source_lib.open_vocabulary(str(init)) if init else "")
+        folders = _make_rows(settings, data, texts, vocabulary, vocab_size)
     for phase, folder in zip(settings.phases, folders, strict=bool(folders)):
         phase.rows = folder
-    train(*pretraining.make_phases(settings, objective), pathlib.Path(workdir))
+    start = None
+    if init:
+        keys = set(changes or {}) if isinstance(config, str) else None
+        settings, start = initial.open_start(settings, str(init), str(checkpoint), keys)
+    train(
+        *pretraining.make_phases(settings, objective, start),
+        pathlib.Path(workdir),
+        start=start.params if start else None,
+    )
     return load(workdir)
 
 
@@ -402,7 +416,11 @@ def _config(config: Any, changes: dict[str, Any] | None, kind: type) -> Any:
 
 
 def _make_rows(
-    config: Config, data: pathlib.Path, texts: Iterable[str] | None, vocab: str, vocab_size: int
+    config: Config,
+    data: pathlib.Path,
+    texts: Iterable[str] | None,
+    vocab: str | wordpiece.Vocabulary,
+    vocab_size: int,
 ) -> list[str]:
     """Write texts, a vocabulary and the rows of every phase to a folder, unless they are there."""
     text = data / "text.jsonl"

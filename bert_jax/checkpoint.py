@@ -391,6 +391,8 @@ class Checkpoints:
                     keep_checkpoints_without_metrics=False,
                 )
             )
+        if config.keep_every_steps:
+            keep.append(managers.EveryNSteps(config.keep_every_steps))
         url = storage.remote(self.folder)
         if url:
             _prepare_orbax()

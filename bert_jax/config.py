@@ -310,6 +310,9 @@ class CheckpointConfig:
     # Number of best checkpoints kept besides the last ones: by held-out masked-LM (or next-token)
     # loss, or by the metric of the fine-tuning task.
     keep_best: int = _not_negative(1)
+    # Also save and keep for ever the checkpoints of every so many steps, step 0 included, for studies
+    # of training dynamics. 0 keeps none.
+    keep_every_steps: int = _not_negative(0)
 
 
 @dataclasses.dataclass
@@ -388,6 +391,10 @@ class Config(TrainConfig):
     """A pretraining run."""
 
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
+    # With --init and more model.positions than its source has: the new position embeddings repeat
+    # the source's ("copied": the first ones are unchanged; Beltagy et al., arXiv 2004.05150), or all
+    # are stretched linearly ("interpolated").
+    new_positions: str = _one_of("copied", "interpolated")
     phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
     # Warm-up as a fraction of the steps; 0 takes optim.warmup_steps.
     warmup_fraction: float = _below_one(0.0)

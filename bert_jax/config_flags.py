@@ -7,6 +7,7 @@ size to pretrain, and `rte` a GLUE task to fine-tune on.
 import dataclasses
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from bert_jax.config import (
@@ -140,9 +141,8 @@ def load(arguments: list[str], kind: type = Config) -> Any:
         for argument in arguments:
             if not argument.startswith("--"):
                 raise UserError(f"cannot parse {argument}: write settings as --config.KEY=VALUE")
-            key = argument.partition("=")[0].removeprefix("--config.")
-            if key != "--config":
-                _check_key(key, config)
+        for key in keys(arguments):
+            _check_key(key, config)
         values = flags.FlagValues()
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
         values(argv)
@@ -165,6 +165,12 @@ def load(arguments: list[str], kind: type = Config) -> Any:
         )
     validate(config)
     return config
+
+
+def keys(arguments: Iterable[str]) -> list[str]:
+    """Return the keys that arguments of `load` set one by one, as in `--config.KEY=VALUE`."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    return [name.removeprefix("--config.") for name in names if name != "--config"]
 
 
 def _check_key(key: str, config: TrainConfig) -> None:

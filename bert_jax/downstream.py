@@ -24,7 +24,7 @@ from bert_jax.errors import UserError
 from bert_jax.evaluate import predictions
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
-from bert_jax.objectives import finetuning
+from bert_jax.objectives import finetuning, initial
 from bert_jax.progress import Progress
 from bert_jax.tracing import Summarize
 from bert_jax.train import train
@@ -153,7 +153,7 @@ def finetune(
     init_params, new = {}, ["everything"]
     if start is not None and params is not None:
         init_params, new = finetuning.restored(config, start, params)
-    data[0]["start"] = finetuning.params_digest(init_params)
+    data[0]["start"] = initial.params_digest(init_params)
     _print_run(problem, config, phase, init, new)
     compiled: dict[int, Any] = {}
     results = []

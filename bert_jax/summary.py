@@ -12,6 +12,7 @@ from bert_jax.errors import shown
 from bert_jax.model import attention
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
+from bert_jax.objectives import initial
 from bert_jax.objectives.base import Phase
 
 # Held-out losses of fewer masked tokens have a standard error above 0.1 nats.
@@ -27,7 +28,7 @@ def start_lines(
     params: Params,
     folder: pathlib.Path,
 ) -> Iterator[str]:
-    """Yield five lines: devices, model, data, batch and attention, and where files go.
+    """Yield lines about devices, model, what it starts from, data, batch, and where files go.
 
     Args:
         config, mesh, phases, data, folder: as in `train`.
@@ -40,6 +41,8 @@ def start_lines(
         f"{parameter_count(params, model):,} parameters, vocabulary of {model.vocab_size:,}"
     )
     if isinstance(config, Config):
+        if "init" in data[0]:
+            yield from map(shown, initial.describe_start(data[0]["init"]))
         tokens = sum(rows["train"]["real_tokens"] for rows in data)
         heldout = sum(rows["heldout"]["rows"] for rows in data)
         yield (

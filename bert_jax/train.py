@@ -162,6 +162,9 @@ def train(
             state = state_at(step)
             compiling.result()
             progress.restart()
+        keep_every_steps = config.checkpoint.keep_every_steps
+        if keep_every_steps and 0 not in checkpoints.steps() and step == 0:
+            checkpoints.save(0, *checkpoint_parts(state), metrics_checksum=log.sync())
 
         # ---- Loop --------------------------------------------------------------------------------
         # Dispatched steps, whose statistics have not been read: (steps done, metric sums, stats).
@@ -221,7 +224,12 @@ def train(
                     is_last = step == config.steps
                     should_stop = stop_flag(interrupted())
                     should_evaluate = is_last or due(step, config.evaluate_every_steps)
-                    should_save = is_last or should_stop or due(step, config.checkpoint.every_steps)
+                    should_save = (
+                        is_last
+                        or should_stop
+                        or due(step, config.checkpoint.every_steps)
+                        or due(step, keep_every_steps)
+                    )
                     # Check all dispatched steps before their state is evaluated or saved.
                     must_finish = (
                         should_evaluate

@@ -359,7 +359,10 @@ def write_or_check_config(
         if [rows.get("objective") for rows in saved_data] != [d.get("objective") for d in data]:
             differ.append("it began with another objective")
         starts = zip(saved_data, data, strict=False)
-        if any("start" in old and old["start"] != new.get("start") for old, new in starts):
+        if any(
+            ("start" in old or "init" in new) and old.get("start") != new.get("start")
+            for old, new in starts
+        ):
             differ.append("it began from another checkpoint (--init)")
         if differ and not force:
             raise UserError(

@@ -40,17 +40,17 @@ def get_config(argument: str = "base") -> Config:
     size, *lengths = argument.split(",")
     model = model_size(size)
     if size == "teaching":
-        phases = _phases(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"])
+        phases = phases_of(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"])
         return _small(model, phases, rate=2e-3, steps=3_000, step_tokens=1_024, save_steps=250)
     if size in _SMALL_RATES:
         model.next_sentence = False
-        phases = _phases(lengths or _SHORT_FIRST)
+        phases = phases_of(lengths or _SHORT_FIRST)
         rate = _SMALL_RATES[size]
         return _small(model, phases, rate, steps=20_000, step_tokens=4_096, save_steps=500)
-    return Config(model=model, phases=_phases(lengths or ["128", "512"]))
+    return Config(model=model, phases=phases_of(lengths or ["128", "512"]))
 
 
-def _phases(lengths: list[str]) -> tuple[PhaseConfig, ...]:
+def phases_of(lengths: list[str]) -> tuple[PhaseConfig, ...]:
     """Parse T or T=SHARE of each phase. Two lengths without shares are the paper's 90% and 10%."""
     if len(lengths) == 2 and "=" not in "".join(lengths):
         lengths = [f"{lengths[0]}=0.9", f"{lengths[1]}=0.1"]

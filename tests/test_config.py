@@ -291,7 +291,7 @@ def test_phase_ends():
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_every_config_file_loads(path):
-    kind = Config if path.stem == "pretrain" else configs.FinetuneConfig
+    kind = Config if path.stem in ("continued", "pretrain") else configs.FinetuneConfig
     assert isinstance(config_flags.load([f"--config={path}"], kind), kind)
 
 

@@ -407,9 +407,12 @@ def test_two_writers(server, url, far_rows):
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_a_busy_server_loses_nothing(server, url, far_rows, whole):
     server.proxy.fail_every = 25
-    finish(server, url, far_rows)
+    finish(server, url, far_rows, "checkpoint.keep_every_steps=15")
     server.proxy.fail_every = 0
     assert_same_run(url, whole)
+    kept = {int(re.search(r"(\d+)/manifest.json$", name)[1]) for name in saved(url)}
+    assert kept == {0, 15, 30, 35, 40}
+    assert checkpoint.load_model(url, "15")[3] == 15
 
 
 @pytest.mark.slow

@@ -138,6 +138,32 @@ def add_model(sub: argparse.ArgumentParser) -> None:
     add_which(sub)
 
 
+def add_start(sub: argparse.ArgumentParser) -> None:
+    """Add --init and --checkpoint: weights that pretraining starts from (`open_start`)."""
+    sub.add_argument(
+        "--init",
+        metavar="DIR",
+        help="continue from these weights, with their architecture and vocabulary: a run, an imported "
+        "checkpoint, a Hugging Face folder or name, or a TensorFlow 1 release (default: random weights)",
+    )
+    add_which(sub)
+
+
+def open_start(config: Any, options: Any) -> tuple[Any, Any]:
+    """Return the config with the model of --init, and its parameters; without --init, None."""
+    if not options.init:
+        if options.checkpoint != "best":
+            raise UserError(
+                f"--checkpoint {options.checkpoint}: it is one of --init, which is missing"
+            )
+        return config, None
+    from bert_jax import config_flags
+    from bert_jax.objectives import initial
+
+    keys = config_flags.keys(options.config)
+    return initial.open_start(config, options.init, options.checkpoint, keys)
+
+
 def add_which(sub: argparse.ArgumentParser) -> None:
     """Add --checkpoint."""
     sub.add_argument(

@@ -56,7 +56,13 @@ def add_prepare(verbs: Verbs) -> None:
         "    --beam flink_master=flink:8081 '/nfs/wiki/*.gz'",
     )
     sub.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCES)
-    sub.add_argument("--vocab", required=True, help="a vocab.txt or its folder")
+    sub.add_argument(
+        "--vocab",
+        required=True,
+        metavar="DIR",
+        help="a vocab.txt or its folder, or a model: a run, an imported checkpoint, "
+        "or a Hugging Face folder or name",
+    )
     sub.add_argument("--out", required=True, metavar="DIR", help="output folder for the rows")
     sub.add_argument("--tokens", type=int, default=128, help="T, tokens per row (default 128)")
     sub.add_argument(
@@ -110,6 +116,7 @@ def add_prepare(verbs: Verbs) -> None:
 
 
 def _prepare(options) -> None:
+    from bert_jax.convert import source
     from bert_jax.data import prepare
 
     paths = (*options.sources, options.vocab, options.out)
@@ -118,7 +125,8 @@ def _prepare(options) -> None:
     settings = vars(options).copy()
     for name in ("verb", "run", "takes_config", "config", "sources", "vocab", "out"):
         del settings[name]
-    prepare.prepare(options.sources, options.vocab, options.out, **settings)
+    vocabulary = source.open_vocabulary(options.vocab, options.lowercase)
+    prepare.prepare(options.sources, vocabulary, options.out, **settings)
 
 
 def add_rows(verbs: Verbs) -> None:

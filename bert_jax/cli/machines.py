@@ -5,12 +5,12 @@ import json
 from typing import Any
 
 from bert_jax import storage
-from bert_jax.cli.common import Verbs, add_config, take_rows
+from bert_jax.cli.common import Verbs, add_config, add_start, open_start, take_rows
 from bert_jax.errors import EXIT_NEGATIVE, UserError
 
 # What of a launched verb's arguments are paths: the folder that it writes to, and what it reads.
 _PATHS = {
-    "pretrain": ("workdir", ("rows",)),
+    "pretrain": ("workdir", ("rows", "init")),
     "finetune": ("workdir", ("init", "vocab", "data")),
     "prepare": ("out", ("vocab", "sources")),
     "sweep": ("runs", ("data", "init")),
@@ -109,7 +109,17 @@ def _launch(options) -> int | None:
         )
     request = _request(options)
     kept = ("on", "dry_run", "detach", "name", "env")
-    general = ("verb", "run", "takes_config", "config", "arguments", "command", "job", *kept)
+    general = (
+        "verb",
+        "run",
+        "takes_config",
+        "quiet",
+        "config",
+        "arguments",
+        "command",
+        "job",
+        *kept,
+    )
     engine_options = {key: value for key, value in vars(options).items() if key not in general}
     name, plan = launch.make_plan(options.on, request, engine_options)
     if options.dry_run:
@@ -198,6 +208,7 @@ def add_preflight(verbs: Verbs) -> None:
     sub.add_argument(
         "--rows", action="append", default=[], metavar="DIR", help="rows, as for pretrain"
     )
+    add_start(sub)
     sub.add_argument(
         "--sequences",
         type=int,
@@ -225,6 +236,7 @@ def _preflight(options) -> int:
 
     topologies = [preflight.parse_topology(text) for text in options.topology]
     device.start("cpu", cache=False)
+    config, _ = open_start(config, options)
     fits = True
     for i, topology in enumerate(topologies):
         report = preflight.preflight(

@@ -9,8 +9,10 @@ from bert_jax.cli.common import (
     Verbs,
     add_config,
     add_json,
+    add_start,
     add_which,
     machine_output,
+    open_start,
     print_next,
     take_rows,
 )
@@ -33,7 +35,8 @@ def add_pretrain(verbs: Verbs) -> None:
         _pretrain,
         "pretrain a model on rows",
         "  bert-jax pretrain --config configs/pretrain.py:mini,128 --rows rows128 --workdir runs/mini \\\n"
-        "    --config.steps=20000 --config.optim.learning_rate=5e-4\n\n"
+        "    --config.steps=20000 --config.optim.learning_rate=5e-4\n"
+        "  bert-jax pretrain --config continued:128 --init bert-base-uncased --rows rows128 --workdir runs/mine\n\n"
         "Run the same command again to resume from the newest checkpoint.\n"
         "exit status: 0 done, 2 user error, 75 state saved after a signal",
         takes_config=True,
@@ -43,6 +46,7 @@ def add_pretrain(verbs: Verbs) -> None:
     sub.add_argument(
         "--rows", action="append", default=[], metavar="DIR", help="rows; once per phase, in order"
     )
+    add_start(sub)
     sub.add_argument(
         "--cache",
         metavar="DIR",
@@ -70,7 +74,8 @@ def _pretrain(options) -> int | None:
     from bert_jax.tools import profile
     from bert_jax.train import train
 
-    config, vocabulary, data, phases = pretraining.make_phases(config)
+    config, start = open_start(config, options)
+    config, vocabulary, data, phases = pretraining.make_phases(config, start=start)
     try:
         with machine_output(options):
             train(
@@ -80,6 +85,7 @@ def _pretrain(options) -> int | None:
                 phases,
                 options.workdir,
                 force=options.resume == "force",
+                start=start.params if start else None,
                 summarize_trace=profile.summarize,
             )
     except Interrupted as interrupt:

@@ -15,7 +15,7 @@ from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
-from bert_jax.model.layers import padded_vocab_size
+from bert_jax.model.layers import VOCABULARY_AXES, padded_vocab_size
 
 # hidden_act → activation. Export writes the first key of an activation.
 _ACTIVATIONS = {
@@ -52,8 +52,7 @@ def _is_transposed(path: str) -> bool:
 
 def _vocabulary_padding(path: str, config: ModelConfig) -> int:
     """Return the rows of vocabulary padding on the first axis of the canonical tensor."""
-    is_table = path in ("embeddings/word/embedding", "masked_lm/decoder", "masked_lm/bias")
-    return padded_vocab_size(config) - config.vocab_size if is_table else 0
+    return padded_vocab_size(config) - config.vocab_size if path in VOCABULARY_AXES else 0
 
 
 def to_huggingface(params: Params, config: ModelConfig) -> Tensors:

@@ -105,7 +105,34 @@ def open_model(source: str, which: str = "best") -> OpenModel:
     if which not in ("best", "latest"):
         raise UserError(f"{source} is not a run: it has no checkpoint {which!r}")
     config, vocabulary, params, _ = read(source)
-    return OpenModel(config, vocabulary, jax.device_put(params, jax.devices()[0]), 0)
+    return OpenModel(config, vocabulary, jax.device_put(params, jax.local_devices()[0]), 0)
+
+
+def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
+    """Load the vocabulary of a model, or from a vocab.txt or the folder of one.
+
+    Args:
+        source: see the module docstring, or a path for `wordpiece.load`.
+        lowercase: whether to lowercase text; None follows the source.
+
+    Raises:
+        UserError: there is no vocabulary, or it is damaged.
+    """
+    path = pathlib.Path(source).expanduser()
+    if storage.is_remote(source) and path.suffix != ".txt":
+        path = storage.local(source, (*_BESIDE_WEIGHTS, wordpiece.SETTINGS))
+    if workdir.holds_run(path):
+        vocabulary = workdir.read_vocabulary(path)
+        chosen = {} if lowercase is None else {"lowercase": lowercase}
+        return dataclasses.replace(vocabulary, **chosen)
+    is_model = _is_source(source) and path.suffix != ".txt"
+    if not ((path / "config.json").is_file() if path.is_dir() else is_model):
+        return wordpiece.load(source, lowercase)
+    folder = path if path.is_dir() else _find(source, None)[0]
+    try:
+        return _vocabulary(folder, None, lowercase, without_added=False)[0]
+    except UserError as error:
+        raise UserError(f"cannot read the vocabulary of {source}: {error}") from error
 
 
 @storage.writes("out", new=True)
@@ -292,12 +319,22 @@ def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
     except (OSError, RuntimeError) as error:
         reason = _why(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"cannot read {source}: {reason}") from None
-    if re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", source):
+    if _is_hub_name(source):
         return _download(source, revision), ""
     raise UserError(
         f"{source}: no such file or folder, and not a valid name on the Hugging Face Hub; give a "
         "folder, the zip of a Google release, or OWNER/NAME"
     )
+
+
+def _is_hub_name(source: str) -> bool:
+    return bool(re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", source))
+
+
+def _is_source(source: str) -> bool:
+    """Whether `_find` can look for a model there, if only on the hub."""
+    path = pathlib.Path(source).expanduser()
+    return path.exists() or path.with_name(f"{path.name}.index").exists() or _is_hub_name(source)
 
 
 def _why(error: OSError) -> str:

@@ -61,7 +61,7 @@ _SHARDS, _MIN_SHARD_TOKENS, _MAX_SHARD_TOKENS = 64, 1 << 18, 1 << 24
 @storage.writes("out", resumable=True)
 def prepare(
     sources: list[str],
-    vocab: str | os.PathLike,
+    vocab: str | os.PathLike | wordpiece.Vocabulary,
     out: str | os.PathLike,
     *,
     tokens: int = 128,
@@ -87,7 +87,7 @@ def prepare(
 
     Args:
         sources: text sources, as specified for `corpus.parse_source`.
-        vocab: path of a vocab.txt or of a folder with one.
+        vocab: a vocabulary, or the path of a vocab.txt or of a folder with one.
         out: output folder for shards, vocabulary and manifest.
         tokens: T, tokens per row.
         sequences: S, maximum number of sequences packed into a row.
@@ -105,7 +105,7 @@ def prepare(
         short_fraction: fraction of documents that are cut into sequences of a random, shorter
             length. None for 0.1, or 0 with "doc-sentences" and "full-sentences", which make no random
             choices.
-        lowercase: whether to lowercase text; None follows the vocabulary.
+        lowercase: whether to lowercase text; None follows the vocabulary. Of a path only.
         language: two-letter language code for the sentence splitter.
         workers: number of processes; None for one per core, 1 to work in this process. Does not
             affect the result.
@@ -125,7 +125,8 @@ def prepare(
         short_fraction = 0.0 if pairs in WHOLE_SENTENCES else 0.1
     _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, workers)
     _check_runner(runner, beam, workers)
-    vocabulary = wordpiece.load(vocab, lowercase)
+    is_path = isinstance(vocab, str | os.PathLike)
+    vocabulary = wordpiece.load(vocab, lowercase) if is_path else vocab
     parsed = [corpus.parse_source(source) for source in sources]
     if not parsed:
         raise UserError("sources: no source of text; name at least one file, folder or glob")

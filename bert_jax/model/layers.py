@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
@@ -73,6 +74,39 @@ def one_hot_gather(
 def padded_vocab_size(config: ModelConfig) -> int:
     """Return the vocabulary size rounded up to a multiple of `vocab_multiple`."""
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+# The axis of a parameter, by its path, that has an entry for each token of the vocabulary.
+VOCABULARY_AXES = {
+    "embeddings/word/embedding": 0,
+    "masked_lm/bias": 0,
+    "masked_lm/decoder": 1,
+    "span_boundary/bias": 0,
+}
+
+
+def change_vocabulary(
+    path: str,
+    value: Float[np.ndarray, "..."],
+    old: ModelConfig,
+    new: ModelConfig,
+    change: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Float[np.ndarray, "..."]:
+    """Return a parameter of a model with another vocabulary, or with another padding of it.
+
+    Args:
+        path: path of the parameter; those without an axis for the vocabulary are unchanged.
+        value: its value.
+        old, new: the models before and after.
+        change: function of the entries on the first axis, without padding; None for the identity.
+    """
+    axis = VOCABULARY_AXES.get(path)
+    if axis is None:
+        return value
+    entries = np.moveaxis(value, axis, 0)[: old.vocab_size]
+    entries = change(entries) if change else entries
+    padding = [(0, padded_vocab_size(new) - len(entries)), *[(0, 0)] * (entries.ndim - 1)]
+    return np.ascontiguousarray(np.moveaxis(np.pad(entries, padding), 0, axis))
 
 
 @dataclasses.dataclass

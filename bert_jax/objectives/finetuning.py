@@ -19,6 +19,7 @@ from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.contrastive import Contrastive
+from bert_jax.objectives.initial import inherit, is_changed
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
@@ -67,22 +68,6 @@ def embed_config(config: FinetuneConfig, start: EmbedConfig) -> EmbedConfig:
     return dataclasses.replace(embed, tokens=embed.tokens or config.task.tokens)
 
 
-# Model fields that belong to the run rather than the checkpoint. They are always taken from the
-# config: dropout must be possible on a model pretrained without it, and the modules between encoder
-# and head are reinitialized with the head.
-_RUN_FIELDS = (
-    "lstm_layers",
-    "features",
-    "dropout",
-    "attention_dropout",
-    "dropout_generator",
-    "attention",
-    "dtype",
-    "layer_loop",
-    "remat",
-)
-
-
 def model_config(
     config: FinetuneConfig, start: ModelConfig | None, problem: FinetuneDataset
 ) -> ModelConfig:
@@ -91,19 +76,12 @@ def model_config(
     Raises:
         UserError: the config asks for an encoder that differs from the checkpoint's.
     """
-    requested, default = config.model, ModelConfig()
-    model = copy.deepcopy(requested if start is None else start)
-    for field in dataclasses.fields(ModelConfig):
-        value = getattr(requested, field.name)
-        if field.name == "lora":  # set below
-            continue
-        if field.name in _RUN_FIELDS:
-            setattr(model, field.name, value)
-        elif value not in (getattr(default, field.name), getattr(model, field.name)):
-            raise UserError(
-                f"config.model.{field.name} is {value!r}, the checkpoint's is "
-                f"{getattr(start, field.name)!r}: remove the setting, or train with --init none"
-            )
+    model = inherit(
+        config.model,
+        start or config.model,
+        is_set=is_changed(config.model),
+        advice="train with --init none",
+    )
     return dataclasses.replace(
         model,
         masked_lm=False,
@@ -255,15 +233,6 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
         shuffle=False,
         one_a_row=config.one_a_row,
     )
-
-
-def params_digest(params: Params) -> str:
-    """Return a digest of a run's initial parameters; "" if all are random."""
-    sha256, flat = hashlib.sha256(), flatten(params)
-    for path in sorted(flat):
-        sha256.update(path.encode())
-        sha256.update(np.asarray(flat[path]).tobytes())
-    return sha256.hexdigest() if flat else ""
 
 
 def digest(problem: FinetuneDataset) -> str:

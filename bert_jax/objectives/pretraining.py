@@ -16,7 +16,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
-from bert_jax.objectives import masking
+from bert_jax.objectives import initial, masking
 from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.masked_lm import MaskedLM
@@ -26,7 +26,9 @@ DEFAULT_VOCAB_SIZE = 30_522
 
 
 def make_phases(
-    config: Config, objective: Callable[..., Objective] | None = None
+    config: Config,
+    objective: Callable[..., Objective] | None = None,
+    start: initial.Start | None = None,
 ) -> tuple[Config, Vocabulary, list[dict[str, Any]], list[Phase]]:
     """Open the rows of every phase and check that they fit the model and each other.
 
@@ -34,6 +36,7 @@ def make_phases(
         config: validated config.
         objective: class with the constructor of `MaskedLM`; None for that, or `CausalLM`. Its name
             is recorded with the data, so a run does not resume with another one.
+        start: parameters that the run starts from, which are recorded with the data likewise.
 
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
@@ -92,6 +95,8 @@ def make_phases(
                 ),
             )
         )
+    if start is not None:
+        data[0] |= start.describe()
     return config, vocabulary, data, phases
 
 

@@ -1,0 +1,299 @@
+"""Pretraining that continues from released weights: what starts from them, and what is refused."""
+
+import dataclasses
+import json
+import shlex
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import bert_jax
+from bert_jax import api, checkpoint, cli, workdir
+from bert_jax.config import Config, ModelConfig, PhaseConfig
+from bert_jax.convert import source
+from bert_jax.data import prepare, wordpiece
+from bert_jax.data.rows import read_manifest
+from bert_jax.errors import UserError
+from bert_jax.model.bert import flatten
+from bert_jax.objectives.initial import describe_start, extend_positions, open_start
+from tests.helpers import processes
+from tests.helpers.checkpoints import (
+    TF1,
+    random_params,
+    save_pretrained,
+    torch_model,
+    write_run,
+)
+from tests.helpers.runs import ONE_DEVICE, arguments, assert_same_run, command, pretrain, refused
+
+POSITIONS = "embeddings/position/embedding"
+RUN = ("steps=60", "checkpoint.every_steps=7", "checkpoint.keep_every_steps=20")
+
+
+def config(folder="", **model):
+    return Config(model=ModelConfig(**model), phases=(PhaseConfig(rows=str(folder), tokens=16),))
+
+
+def values(params):
+    return flatten(jax.device_get(params))
+
+
+@pytest.fixture(scope="module")
+def released(rows, tmp_path_factory):
+    """A model with the vocabulary of the rows, 32 positions, and random weights."""
+    words = wordpiece.load(rows(32, 3)).tokens
+    model = ModelConfig(
+        layers=1, hidden=32, heads=2, feed_forward=128, vocab_size=len(words), positions=32
+    )
+    folder = tmp_path_factory.mktemp("released") / "model"
+    return write_run(folder, model, random_params(model), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "left_out"),
+    [
+        ("BertForPreTraining", [], []),
+        ("BertForMaskedLM", ["next_sentence", "pooler"], []),
+        ("BertModel", ["masked_lm", "next_sentence"], []),
+        ("BertForSequenceClassification", ["masked_lm", "next_sentence"], ["classifier"]),
+    ],
+)
+def test_encoder_and_heads_are_the_sources(tmp_path, name, new, left_out):
+    folder = str(save_pretrained(torch_model(name, hidden_act="relu"), tmp_path / "theirs"))
+    theirs = source.read(folder)
+    changed, start = open_start(config(dropout=0.3, dtype="bfloat16", vocab_multiple=8), folder)
+    expected = dataclasses.replace(
+        theirs.config.model, masked_lm=True, next_sentence=True, pooler=False, head="", labels=(),
+        dropout=0.3, dtype="bfloat16", vocab_multiple=8,
+    )  # fmt: skip
+    assert changed.model == expected
+    assert expected.activation == "relu"
+    assert (start.about["new"], start.about["left_out"]) == (new, left_out)
+    params, originals = values(start.params), values(theirs.params)
+    assert {path.partition("/")[0] for path in params} == set(start.about["loaded"])
+    assert params.keys() == {p for p in originals if p.partition("/")[0] not in left_out}
+    for path, value in params.items():
+        original, count = originals[path], expected.vocab_size
+        if path in ("embeddings/word/embedding", "masked_lm/bias"):
+            assert len(value) == 32 > count
+            assert not value[count:].any()
+            value = value[:count]
+        np.testing.assert_array_equal(value, original, err_msg=path)
+
+
+def test_heads_that_are_not_trained_are_left_out(hf_folder):
+    changed, start = open_start(config(next_sentence=False), str(hf_folder))
+    assert not changed.model.next_sentence
+    assert start.about["left_out"] == ["next_sentence", "pooler"]
+    (line,) = describe_start(start.about)
+    assert line == (
+        f"init: embeddings, encoder, masked_lm from {hf_folder}; left out: next_sentence, pooler"
+    )
+
+
+def test_settings_that_contradict_the_source_are_refused(hf_folder):
+    init = str(hf_folder)
+    with pytest.raises(UserError) as error:
+        open_start(config(hidden=24), init)
+    assert str(error.value) == (
+        f"config.model.hidden is 24, {init}'s is 12: remove the setting, or train without --init"
+    )
+    # A size of the config's name is not a setting, and 768, the default, can be one.
+    changed, start = open_start(config(hidden=24), init, keys=["steps"])
+    assert changed.model.hidden == 12
+    assert start.about["notes"] == [
+        f"architecture: L2-H12-A3 of {init}, not the config's L12-H24-A12"
+    ]
+    with pytest.raises(UserError, match=r"config.model.hidden is 768, .*'s is 12"):
+        open_start(config(), init, keys=["model.hidden"])
+    with pytest.raises(
+        UserError, match=r"is 20, .*'s is 24: positions can be extended, not removed"
+    ):
+        open_start(config(positions=20), init)
+    small = save_pretrained(torch_model(max_position_embeddings=8), hf_folder.parent / "small")
+    with pytest.raises(UserError, match=r"phases\[0\].tokens is 16: it must be at most 8"):
+        open_start(config(), str(small))
+
+
+@pytest.mark.parametrize("how", ["copied", "interpolated"])
+@pytest.mark.parametrize("count", [24, 33, 60])
+def test_positions_are_extended(how, count):
+    table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+    if how == "copied":
+        expected = np.concatenate([table, table, table])[:count]
+    else:
+        columns = torch.tensor(table.T[None]).double()
+        expected = torch.nn.functional.interpolate(
+            columns, count, mode="linear", align_corners=True
+        )[0].T.numpy()
+    extended = extend_positions(table, count, how)
+    np.testing.assert_allclose(extended, expected, atol=0 if how == "copied" else 1e-6)
+
+
+def test_more_positions_than_the_source_has(hf_folder):
+    table = values(source.read(str(hf_folder)).params)[POSITIONS]
+    longer = dataclasses.replace(config(positions=60), new_positions="interpolated")
+    changed, start = open_start(longer, str(hf_folder), keys=["model.positions"])
+    assert changed.model.positions == 60
+    np.testing.assert_array_equal(
+        values(start.params)[POSITIONS], extend_positions(table, 60, "interpolated")
+    )
+    assert start.about["notes"] == ["positions: 24 extended to 60, interpolated"]
+
+
+def test_one_position_is_stretched_too():
+    table = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(extend_positions(table, 4, "interpolated"), np.ones((4, 3)))
+
+
+# --- Vocabularies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["run", "folder", "tokenizer", "google", "vocab.txt"])
+def test_rows_are_prepared_with_the_vocabulary_of_any_source(released, corpus, tmp_path, kind):
+    place, theirs = released, wordpiece.load(released)
+    if kind in ("folder", "tokenizer"):
+        place = save_pretrained(torch_model(), tmp_path / "theirs")
+        settings = json.loads((place / "tokenizer_config.json").read_text())
+        settings |= {"do_lower_case": False, "strip_accents": True}
+        (place / "tokenizer_config.json").write_text(json.dumps(settings))
+        if kind == "tokenizer":
+            (place / "vocab.txt").unlink(missing_ok=True)
+        theirs = source.open_model(str(place)).vocabulary
+        assert (theirs.lowercase, theirs.strip_accents) == (False, True)
+    elif kind == "google":
+        place = TF1
+        theirs = wordpiece.load(TF1)
+    elif kind == "vocab.txt":
+        place = released / "vocab.txt"
+    assert source.open_vocabulary(str(place)) == theirs
+    assert source.open_vocabulary(str(place), lowercase=True).lowercase
+    if kind == "tokenizer":
+        argv = ["prepare", "--vocab", place, "--out", tmp_path / "rows", "--workers=1", corpus]
+        assert cli.main([str(argument) for argument in argv]) == 0
+        assert wordpiece.load(tmp_path / "rows") == theirs
+
+
+def test_a_missing_vocabulary_is_one_line(tmp_path, capsys):
+    said = refused(capsys, "prepare", "--vocab", tmp_path / "v", "--out", tmp_path / "o", "text")
+    assert "train one with `bert-jax vocab`" in said
+
+
+def test_rows_of_another_vocabulary_are_refused_with_the_command_that_helps(
+    released, corpus, tmp_path, capsys
+):
+    wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
+    other = tmp_path / "rows of others"
+    prepare.prepare(
+        [str(corpus)], str(tmp_path / "v"), str(other), tokens=16, sequences=2, pairs="none",
+        passes=2, heldout_fraction=0.1, workers=1,
+    )  # fmt: skip
+    argv = ["pretrain", "--config=continued:16", "--init", released, "--workdir", tmp_path / "w"]
+    said = refused(capsys, *argv, "--config.model.next_sentence=false", "--rows", other)
+    assert f"phase 0: {other} was prepared with another vocabulary than that of {released}" in said
+    words = shlex.split(said[said.index("bert-jax prepare") :])
+    assert cli.main([*words[1:], "--workers=1"]) == 0
+    made = f"{other}-model"
+    _, start = open_start(config(made, next_sentence=False), str(released))
+    assert start.params
+    manifest = read_manifest(made)
+    assert manifest.vocab_sha256 == wordpiece.load(released).sha256
+    changing = {"source_bytes"}
+    assert {k: v for k, v in manifest.settings.items() if k not in changing} == {
+        k: v for k, v in read_manifest(other).settings.items() if k not in changing
+    }
+
+    cased = dataclasses.replace(wordpiece.load(released), lowercase=False)
+    prepare.prepare([str(corpus)], cased, str(tmp_path / "cased"), tokens=16, workers=1)
+    with pytest.raises(UserError, match="prepared with other settings of the vocabulary"):
+        open_start(config(tmp_path / "cased"), str(released))
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_a_run_continues_and_keeps_checkpoints(released, rows, tmp_path, capsys):
+    folder = tmp_path / "run"
+    argv = ["pretrain", *arguments("steps=4", *RUN[1:]), "--rows", str(rows(32, 3))]
+    argv += ["--config.checkpoint.keep_every_steps=3", "--workdir", str(folder)]
+    assert cli.main([*argv, "--init", str(released)]) == 0
+    said = capsys.readouterr().err
+    assert f"encoder, masked_lm, next_sentence, pooler from {released} (step 7)\n" in said
+    assert "positions: 32 extended to 64, copied\n" in said
+    (data,) = workdir.read_data(folder)
+    assert (data["init"]["source"], data["init"]["step"]) == (str(released), 7)
+
+    steps = sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
+    assert steps == [0, 3, 4]
+    first, originals = (
+        values(checkpoint.load_model(run, which)[2])
+        for run, which in ((folder, "0"), (released, "7"))
+    )
+    positions = first.pop(POSITIONS)
+    np.testing.assert_array_equal(positions[:32], originals.pop(POSITIONS))
+    np.testing.assert_array_equal(positions[32:], positions[:32])
+    for path, value in originals.items():
+        np.testing.assert_array_equal(first[path], value, err_msg=path)
+    last = values(checkpoint.load_model(folder, "3")[2])
+    assert not np.array_equal(last[POSITIONS], positions)
+
+    assert "another checkpoint (--init)" in refused(capsys, *argv)
+    other = write_run(tmp_path / "other", *source_of(released, seed=1))
+    assert "another checkpoint (--init)" in refused(capsys, *argv, "--init", other)
+    assert "--checkpoint 7: it is one of --init" in refused(capsys, *argv, "--checkpoint", "7")
+    assert "has no checkpoint '5'" in refused(
+        capsys, *argv, "--init", released, "--checkpoint", "5"
+    )
+
+
+def source_of(released, seed):
+    saved, vocabulary, _, _ = checkpoint.load_model(released)
+    return saved.model, random_params(saved.model, seed), vocabulary.tokens
+
+
+@pytest.mark.slow
+def test_killed_and_restarted_ends_the_same(released, rows, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    chosen = {"options": ("--init", str(released))}
+    done = pretrain(whole, [rows(32, 3)], *RUN, **chosen)
+    assert done.returncode == 0, done.stderr
+    process = processes.Process(command(broken, [rows(32, 3)], *RUN, **chosen), env=ONE_DEVICE)
+    path = broken / "metrics.jsonl"
+    while not path.exists() or len(path.read_bytes().splitlines()) < 4:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    last = pretrain(broken, [rows(32, 3)], *RUN, **chosen)
+    assert last.returncode == 0, last.stderr
+    assert "resuming at step" in last.stderr
+    assert_same_run(broken, whole)
+    for folder in (whole, broken):
+        assert {0, 20, 40, 60} <= {
+            int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal()
+        }
+
+
+def test_from_python_on_texts(released, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(api, "train", lambda *run, start: runs.append((run, start)))
+    loaded = api.load(released)
+    monkeypatch.setattr(api, "load", lambda folder: loaded)
+    texts = [f"The king sees river {n}.\nHe follows it.\nThe city is old." for n in range(40)]
+    changes = {"steps": 1, "model.next_sentence": False}
+    bert_jax.pretrain("continued:32", tmp_path / "run", texts, init=released, changes=changes)
+    (((settings, vocabulary, (data,), _, folder), start),) = runs
+    assert (settings.model.hidden, settings.model.next_sentence) == (32, False)
+    assert vocabulary == wordpiece.load(released)
+    assert data["init"]["left_out"] == ["next_sentence", "pooler"]
+    assert folder == tmp_path / "run"
+    originals = values(checkpoint.load_model(released)[2])
+    for path, value in values(start).items():
+        np.testing.assert_array_equal(value, originals[path], err_msg=path)
+    changes["model.layers"] = 3
+    with pytest.raises(UserError, match=r"config.model.layers is 3"):
+        bert_jax.pretrain("continued:32", tmp_path / "run", init=released, changes=changes)
