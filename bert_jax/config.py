@@ -153,6 +153,9 @@ class ModelConfig:
     # masked span from the two tokens beside it and its position in the span, up to the 20th. Its
     # loss is added to that of masked LM; it is meant for config.masking.span=10.
     span_boundary: bool = False
+    # Distillation: a dense layer from the hidden states to this hidden size, the teacher's, to
+    # compare them. Set by config.distill.hidden where the sizes differ.
+    teacher_hidden: int = _not_negative(0)
     # Keep the pooler even if no head needs it.
     pooler: bool = False
     # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
@@ -356,6 +359,33 @@ class EmbedConfig:
 
 
 @dataclasses.dataclass
+class DistillConfig:
+    """Distillation of a frozen teacher with the same vocabulary; each loss has a weight."""
+
+    # The teacher: a run, an imported checkpoint, or a Hugging Face folder or name (`--teacher`). In
+    # fine-tuning, a run on the same task. "" disables distillation.
+    teacher: str = ""
+    # Weight of the task's own loss: masked LM (next token if causal), or the loss of the labels.
+    labels: float = _not_negative(1.0)
+    # Weight of the Kullback-Leibler divergence from the teacher's predictions at this temperature,
+    # times its square (Hinton et al., arXiv 1503.02531). In regression, the squared difference.
+    logits: float = _not_negative(1.0)
+    temperature: float = _positive(1.0)
+    # Pretraining: weight of the squared error of the hidden states of the embeddings and of each
+    # layer, summed over layers (TinyBERT: Jiao et al., arXiv 1909.10351). The teacher must have a
+    # multiple of the student's layers. Different hidden sizes are compared after a learned dense
+    # layer.
+    hidden: float = _not_negative(0.0)
+    # Pretraining: weight of the divergence of relations between the queries, keys and values of
+    # the student's last layer and those of a layer of the teacher, 1 to L, 0 for the last (MiniLMv2:
+    # Wang et al., arXiv 2012.15828). Queries, keys and values are split into this many heads, 0 for
+    # the number of the student's heads.
+    relations: float = _not_negative(0.0)
+    relation_layer: int = _not_negative(0)
+    relation_heads: int = _not_negative(0)
+
+
+@dataclasses.dataclass
 class TrainConfig:
     """Settings common to pretraining and fine-tuning."""
 
@@ -365,6 +395,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     embed: EmbedConfig = dataclasses.field(default_factory=EmbedConfig)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     # Initial weights, data order, masking and dropout are functions of the seed and the step.
     seed: int = _not_negative(0)
     steps: int = _positive(1_000_000)
@@ -611,6 +642,7 @@ def validate(config: TrainConfig) -> None:
         )
     if isinstance(config, Config):
         _validate_pretraining(config, require)
+    _validate_distillation(config, require)
     if isinstance(config, FinetuneConfig):
         require(config.task.tokens >= 8, "task.tokens", "8 or more")
         names = _NAMES[config.task.kind]
@@ -667,6 +699,32 @@ def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], 
     if not task.text_b:
         requirement = "above 0 without config.task.text_b, as dropout makes the pairs"
         require(model.dropout > 0, "model.dropout", requirement)
+
+
+def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, str], None]) -> None:
+    model, distill, default = config.model, config.distill, DistillConfig()
+    if not distill.teacher:
+        requirement = "0: it is set in distillation of a teacher of another hidden size"
+        require(model.teacher_hidden == 0, "model.teacher_hidden", requirement)
+        for name, value in dataclasses.asdict(default).items():
+            requirement = f"{value!r}, the default, without a teacher (--teacher SOURCE)"
+            require(getattr(distill, name) == value, f"distill.{name}", requirement)
+        return
+    if isinstance(config, FinetuneConfig):
+        for name in ("hidden", "relations", "relation_layer", "relation_heads"):
+            requirement = f"{getattr(default, name)!r} in fine-tuning, which distills predictions"
+            require(
+                getattr(distill, name) == getattr(default, name), f"distill.{name}", requirement
+            )
+    require(not model.span_boundary, "model.span_boundary", "false with a teacher")
+    requirement = "0 with config.model.causal=true"
+    require(not (distill.relations and model.causal), "distill.relations", requirement)
+    for name in ("relation_layer", "relation_heads"):
+        is_used = bool(distill.relations) or getattr(distill, name) == 0
+        require(is_used, f"distill.{name}", "0 without config.distill.relations")
+    weights = (distill.labels, distill.logits, distill.hidden, distill.relations)
+    if not any(weights):
+        raise UserError("config.distill: every weight is 0: set at least one of logits, hidden, …")
 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:

@@ -154,6 +154,8 @@ def finetune(
     if start is not None and params is not None:
         init_params, new = finetuning.restored(config, start, params)
     data[0]["start"] = initial.params_digest(init_params)
+    if config.distill.teacher:
+        data[0]["teacher"] = finetuning.add_teacher(config, vocabulary, phase)
     _print_run(problem, config, phase, init, new)
     compiled: dict[int, Any] = {}
     results = []

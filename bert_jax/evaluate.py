@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from bert_jax import checkpoint, sharding
-from bert_jax.config import Config, MeshConfig
+from bert_jax.config import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.model.bert import Params
 from bert_jax.objectives import pretraining
@@ -103,7 +103,9 @@ def evaluate_workdir(
     if rows:
         phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)
     num_rows = 0 if every_row else config.evaluate_rows  # 0 means all
-    config = dataclasses.replace(config, phases=(phase_config,), evaluate_rows=num_rows)
+    config = dataclasses.replace(
+        config, phases=(phase_config,), evaluate_rows=num_rows, distill=DistillConfig()
+    )
     _, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     return step, phase.objective.summarize(make_evaluate(phase, mesh)(params))

@@ -12,7 +12,7 @@ from bert_jax.downstream import load_dataset
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
 from bert_jax.objectives import finetuning, pretraining
-from bert_jax.step import compile_phase, initial_state, restore
+from bert_jax.step import compile_phase, initial_state, place_teacher, restore
 
 
 class ReplayResult(NamedTuple):
@@ -57,9 +57,12 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         phase = finetuning.make_phase(
             config, problem, [config.seed], sharding.num_row_shards(mesh)
         )[-1]
+        if config.distill.teacher:
+            finetuning.add_teacher(config, vocabulary, phase)
     _, shapes = initial_state(config, phase, mesh)
     checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
     state = restore(checkpoints, incident.step, shapes, config.seed)
+    state = place_teacher(state, phase.objective, shapes)
     checkpoints.close()
     phase = phase.with_rows(len(incident.batch["tokens"]))
     compiled, batch = compile_phase(config, phase, mesh, shapes), shard_batch(incident.batch, mesh)

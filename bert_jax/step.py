@@ -21,7 +21,8 @@ from bert_jax.config import TrainConfig
 from bert_jax.evaluate import make_evaluate
 from bert_jax.model.bert import Params
 from bert_jax.model.dropout import generator_key
-from bert_jax.objectives.base import Phase
+from bert_jax.objectives.base import Objective, Phase
+from bert_jax.objectives.distillation import with_teacher
 
 
 class State(NamedTuple):
@@ -36,12 +37,17 @@ class State(NamedTuple):
     # config.seed, an argument of the step so that runs with different seeds share a compilation.
     seed: UInt[Array, ""]
     recent: guard.LossHistory
+    # Parameters of the teacher in distillation, which do not change; not part of checkpoints.
+    teacher: Params | None = None
 
 
 def evaluated_params(state: State) -> Params:
-    """Return the parameters that are evaluated and loaded: their average if the optimizer keeps one."""
+    """Return the parameters that are evaluated: their average if the optimizer keeps one.
+
+    They include the teacher, if there is one (`distillation.with_teacher`).
+    """
     average = optim.average_of(state.optimizer)
-    return state.params if average is None else average
+    return with_teacher(state.params if average is None else average, state.teacher)
 
 
 def with_params(state: State, params: Params) -> State:
@@ -53,13 +59,14 @@ def with_params(state: State, params: Params) -> State:
 
 
 def checkpoint_parts(state: State) -> tuple[Params, dict[str, Any]]:
-    """Split a state into what checkpoints store: the parameters, and the rest without the seed.
+    """Split a state into what checkpoints store: the parameters, and the rest without the seed and
+    the teacher.
 
     The average of the parameters, if there is one, is stored as the parameters, and they in its place.
     """
     state = _exchange_average(state)
     rest = state._asdict()
-    del rest["params"], rest["seed"]
+    del rest["params"], rest["seed"], rest["teacher"]
     return state.params, rest
 
 
@@ -81,10 +88,13 @@ def make_step(config: TrainConfig, phase: Phase):
     optimizer = optim.make_optimizer(config)
     task, accumulation = phase.objective, phase.accumulation
 
-    def loss_fn(params, inputs, key, normalizers):
-        loss_terms = task.loss_terms(optim.stop_frozen_gradients(config, params), inputs, key)
+    scales = getattr(task, "loss_scales", {})
+
+    def loss_fn(params, teacher, inputs, key, normalizers):
+        params = with_teacher(optim.stop_frozen_gradients(config, params), teacher)
+        loss_terms = task.loss_terms(params, inputs, key)
         loss = sum(
-            loss_terms[name][0] / jnp.maximum(normalizer, 1)
+            scales.get(name, 1) * loss_terms[name][0] / jnp.maximum(normalizer, 1)
             for name, normalizer in normalizers.items()
         )
         return loss, {**loss_terms, "_loss": (loss, jnp.float32(0))}
@@ -100,7 +110,9 @@ def make_step(config: TrainConfig, phase: Phase):
             normalizers = task.normalizers(inputs)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accumulation == 1:
-            grads, loss_terms = grad_fn(state.params, inputs, dropout_key, normalizers)
+            grads, loss_terms = grad_fn(
+                state.params, state.teacher, inputs, dropout_key, normalizers
+            )
         else:
             # Microbatch i takes every accumulation-th row, so each device splits its own rows.
             # Normalizing by the whole batch makes microbatches add up to the batch's gradient.
@@ -111,12 +123,13 @@ def make_step(config: TrainConfig, phase: Phase):
             def accumulate(total, item):
                 i, microbatch = item
                 key = jax.random.fold_in(dropout_key, i)
-                grads_and_terms = grad_fn(state.params, microbatch, key, normalizers)
+                grads_and_terms = grad_fn(state.params, state.teacher, microbatch, key, normalizers)
                 return jax.tree.map(jnp.add, total, grads_and_terms), None
 
             shapes = jax.eval_shape(
                 grad_fn,
                 state.params,
+                state.teacher,
                 jax.tree.map(lambda x: x[0], microbatches),
                 dropout_key,
                 normalizers,
@@ -139,8 +152,10 @@ def make_step(config: TrainConfig, phase: Phase):
             params = optax.apply_updates(state.params, updates)
             sums = jax.tree.map(jnp.add, _window_sums(config, state), loss_terms)
             new_state = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
+            teacher, state = state.teacher, state._replace(teacher=None)
             state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, new_state)
-        return state._replace(recent=state.recent._replace(halted=recent.halted)), sums, seen
+        recent = state.recent._replace(halted=recent.halted)
+        return state._replace(recent=recent, teacher=teacher), sums, seen
 
     return step
 
@@ -170,12 +185,16 @@ def make_skip_step(config: TrainConfig, phase: Phase):
 def initial_state(
     config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> tuple[Any, State]:
-    """Return a jitted function from the seed to the state at step 0, and the state's shapes."""
+    """Return a jitted function from the seed to the state at step 0, and the state's shapes.
+
+    The shapes include the teacher, the state of the function does not (`place_teacher`).
+    """
     task, optimizer = phase.objective, optim.make_optimizer(config)
     params = jax.eval_shape(task.init, jax.random.key(0))
+    teacher = jax.eval_shape(lambda: getattr(task, "teacher", None))
     loss_terms = jax.eval_shape(
         lambda params, batch, key: task.loss_terms(params, task.prepare(batch, key), None),
-        params,
+        with_teacher(params, teacher),
         phase.batch_shape,
         jax.random.key(0),
     )
@@ -188,7 +207,16 @@ def initial_state(
 
     shapes = jax.eval_shape(init, jnp.uint32(0))
     shardings = sharding.shardings(mesh, shapes)
-    return jax.jit(init, out_shardings=shardings), checkpoint.abstract(shapes, shardings)
+    abstract = checkpoint.abstract(shapes, shardings)
+    abstract_teacher = checkpoint.abstract(teacher, sharding.shardings(mesh, teacher))
+    return jax.jit(init, out_shardings=shardings), abstract._replace(teacher=abstract_teacher)
+
+
+def place_teacher(state: State, objective: Objective, shapes: State) -> State:
+    """Return a state with the parameters of the objective's teacher, if it has one."""
+    teacher = getattr(objective, "teacher", None)
+    placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), teacher, shapes.teacher)
+    return state._replace(teacher=placed)
 
 
 def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State) -> Any:

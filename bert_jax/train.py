@@ -48,6 +48,7 @@ from bert_jax.step import (
     evaluated_params,
     initial_state,
     place_seed,
+    place_teacher,
     restore,
     with_params,
 )
@@ -141,13 +142,12 @@ def train(
         # ---- State -------------------------------------------------------------------------------
         def state_at(step: int) -> State:
             if step:
-                return restore(checkpoints, step, shapes, config.seed)
-            state = init(place_seed(config.seed, shapes))
-            return (
-                with_params(state, _start_from(state.params, start, shapes.params))
-                if start
-                else state
-            )
+                state = restore(checkpoints, step, shapes, config.seed)
+            else:
+                state = init(place_seed(config.seed, shapes))
+                if start:
+                    state = with_params(state, _start_from(state.params, start, shapes.params))
+            return place_teacher(state, phases[0].objective, shapes)
 
         def programs_of(index: int) -> Programs:
             if index not in compiled:

@@ -28,6 +28,19 @@ def _add_resume(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_teacher(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--teacher",
+        metavar="DIR",
+        help="distill this model: set config.distill.teacher to a run, an imported checkpoint, or a "
+        "Hugging Face folder or name",
+    )
+
+
+def _teacher(options) -> list[str]:
+    return [f"--config.distill.teacher={options.teacher}"] if options.teacher else []
+
+
 def add_pretrain(verbs: Verbs) -> None:
     """Add `bert-jax pretrain`."""
     sub = verbs.add(
@@ -47,6 +60,7 @@ def add_pretrain(verbs: Verbs) -> None:
         "--rows", action="append", default=[], metavar="DIR", help="rows; once per phase, in order"
     )
     add_start(sub)
+    _add_teacher(sub)
     sub.add_argument(
         "--cache",
         metavar="DIR",
@@ -59,7 +73,7 @@ def add_pretrain(verbs: Verbs) -> None:
 def _pretrain(options) -> int | None:
     from bert_jax import config_flags
 
-    config = config_flags.load(options.config)
+    config = config_flags.load([*options.config, *_teacher(options)])
     take_rows(config, options.rows)
     if options.cache:
         os.environ["BERT_JAX_STORAGE_CACHE"] = options.cache
@@ -119,6 +133,7 @@ def add_finetune(verbs: Verbs) -> None:
     )
     add_which(sub)
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
+    _add_teacher(sub)
     sub.add_argument("--data", help="set config.task.data: folder of a benchmark, or tfds")
     sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
     sub.add_argument(
@@ -136,7 +151,7 @@ def _finetune(options) -> int | None:
     from bert_jax import config as config_lib
     from bert_jax import config_flags
 
-    config = config_flags.load(options.config, config_lib.FinetuneConfig)
+    config = config_flags.load([*options.config, *_teacher(options)], config_lib.FinetuneConfig)
     if options.data:
         config.task.data = options.data
     if options.seeds < 1:

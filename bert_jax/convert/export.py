@@ -54,9 +54,10 @@ def export(
     """
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params
-    # No class of transformers has SpanBERT's head, and its releases are without it.
-    model = dataclasses.replace(config.model, span_boundary=False)
-    params = {part: value for part, value in params.items() if part != "span_boundary"}
+    # Parts that serve pretraining only and that no class of transformers has.
+    model = dataclasses.replace(config.model, span_boundary=False, teacher_hidden=0)
+    unknown = ("span_boundary", "teacher_projection")
+    params = {part: value for part, value in params.items() if part not in unknown}
     if heads == "masked_lm" and not model.masked_lm:
         raise UserError(f"{source} has no masked-LM head to export")
     if heads != "all":

@@ -108,6 +108,10 @@ class Attention(nn.Module):
             y = attention(q, k, v, *settings, causal=c.causal)
         return self.norm(x + dropout(self.output(y), c.dropout, fold_in(key, 1)))
 
+    def query_key_value(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T N K"], ...]:
+        """Return the queries, keys and values."""
+        return self.query(x), self.key(x), self.value(x)
+
     def probabilities(
         self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B N T T"]:
@@ -205,6 +209,15 @@ class Encoder(nn.Module):
         x, states = jax.lax.scan(scanned, x, (stacked, jnp.arange(c.layers)))
         return [x] if states is None else list(states)
 
+    def query_key_value(
+        self, x: Float[Array, "B T D"], i: int
+    ) -> tuple[Float[Array, "B T N K"], ...]:
+        """Return the queries, keys and values of layer i (from 0), given its input."""
+        params = self.variables["params"][f"layer_{i}"]["attention"]
+        attention = Attention(self.config, parent=None)
+        found: Any = attention.apply({"params": params}, x, method="query_key_value")
+        return found
+
     def probabilities(
         self, states: list[Float[Array, "B T D"]], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "L B N T T"]:
@@ -239,6 +252,8 @@ class Bert(nn.Module):
             self.next_sentence = dense(c, 2)
         if c.span_boundary:
             self.span_boundary = SpanBoundary(c)
+        if c.teacher_hidden:
+            self.teacher_projection = dense(c, c.teacher_hidden)
         if c.features.startswith("weighted-"):
             self.features = ScalarMix()
         if c.lstm_layers:
@@ -317,6 +332,35 @@ class Bert(nn.Module):
         span_logits = self.span_boundary(*beside, offset, self.embeddings.word.embedding)
         return *self._heads(hidden, layout, positions), span_logits
 
+    def for_distillation(
+        self,
+        tokens: Int[Array, "B T"],
+        layout: Layout,
+        positions: Int[Array, "B P"],
+        key: Key[Array, ""] | None = None,
+        relation_layer: int = 0,
+    ) -> tuple[Any, list[Float[Array, "B T n"]], tuple[Float[Array, "B T N K"], ...]]:
+        """Return what a student and its teacher are compared by.
+
+        Args:
+            tokens, layout, positions, key: as for a call.
+            relation_layer: 1 to L, a layer whose queries, keys and values are returned; 0 for none.
+
+        Returns:
+            The pretraining logits, as of a call; L + 1 hidden states, after the projection to the
+            teacher's size if the model has it; the queries, keys and values of the layer.
+        """
+        x = self.embeddings(tokens, layout, fold_in(key, 0))
+        states = [x, *self.encoder(x, layout.segment_ids, fold_in(key, 1), all_layers=True)]
+        logits = self._heads(states[-1], layout, positions)
+        relations = ()
+        if relation_layer:
+            below = states[relation_layer - 1]
+            relations = self.encoder.query_key_value(below, relation_layer - 1)
+        if self.config.teacher_hidden:
+            states = [self.teacher_projection(x) for x in states]
+        return logits, states, relations
+
     def _heads(self, hidden, layout, positions):
         masked_lm_logits = next_sentence_logits = None
         if self.config.masked_lm:
@@ -359,6 +403,8 @@ class Bert(nn.Module):
         hidden = states[-1]
         if c.masked_lm:
             self.masked_lm(one_hot_gather(hidden, positions), self.embeddings.word.embedding)
+        if c.teacher_hidden:
+            self.teacher_projection(hidden)
         if c.span_boundary:
             self.span_boundary(hidden, hidden, positions, self.embeddings.word.embedding)
         if c.has_pooler:

@@ -23,7 +23,11 @@ class Metric(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """Inputs, losses and metrics for rows of one shape."""
+    """Inputs, losses and metrics for rows of one shape.
+
+    An objective may also have `loss_scales`, weights of losses by name (1 for others), and `teacher`,
+    frozen parameters that the training step passes to `loss_terms` as `params["teacher"]`.
+    """
 
     # Held-out metric that selects the best checkpoint.
     best_metric: Metric

@@ -14,12 +14,14 @@ from bert_jax import config as config_lib
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
+from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.contrastive import Contrastive
-from bert_jax.objectives.initial import inherit, is_changed
+from bert_jax.objectives.distillation import open_teacher
+from bert_jax.objectives.initial import inherit, is_changed, params_digest
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
@@ -87,6 +89,7 @@ def model_config(
         masked_lm=False,
         next_sentence=False,
         span_boundary=False,
+        teacher_hidden=0,
         pooler=False,
         head=problem.head,
         labels=tuple(problem.labels),
@@ -202,6 +205,19 @@ def make_phase(
     if not config.model.head:  # elsewhere, settings of `embed` do not affect training
         data["objective"] = f"contrastive, {config.embed.pooling} pooling"
     return config, [data], plan, phase
+
+
+def add_teacher(config: FinetuneConfig, vocabulary: Vocabulary, phase: Phase) -> str:
+    """Add the teacher of the config to the phase's objective; return a digest of its parameters.
+
+    Raises:
+        UserError: it cannot be opened, or does not fit the task or the vocabulary.
+    """
+    teacher = open_teacher(config, vocabulary)
+    objective = phase.objective
+    assert isinstance(objective, Supervised)
+    objective.distill(config.distill, teacher)
+    return params_digest(teacher.params)
 
 
 def _cost_tokens(model: ModelConfig) -> int:

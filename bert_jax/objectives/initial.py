@@ -44,6 +44,7 @@ _PRETRAINING_FIELDS = (
     "masked_lm",
     "next_sentence",
     "span_boundary",
+    "teacher_hidden",
     "z_loss",
     "pooler",
     "head",

@@ -97,15 +97,23 @@ class MaskedLM:
         """Return losses and metrics as (sum, weight); dropout is on if `key` is given."""
         masked = inputs.masked
         args = (masked.tokens, inputs.layout, masked.positions)
-        span_logits = None
-        if self.model.config.span_boundary:
-            outputs: Any = self.model.apply(
-                {"params": params}, *args, *spans(masked), key, method=Bert.with_span_boundary
-            )
-            token_logits, nsp_logits, span_logits = outputs
-        else:
-            outputs = self.model.apply({"params": params}, *args, key)
-            token_logits, nsp_logits = outputs
+        if not self.model.config.span_boundary:
+            logits: Any = self.model.apply({"params": params}, *args, key)
+            return self.logit_terms(inputs, *logits)
+        logits = self.model.apply(
+            {"params": params}, *args, *spans(masked), key, method=Bert.with_span_boundary
+        )
+        return self.logit_terms(inputs, *logits)
+
+    def logit_terms(
+        self,
+        inputs: Inputs,
+        token_logits: Float[Array, "B P V"],
+        nsp_logits: Float[Array, "B S 2"] | None,
+        span_logits: Float[Array, "B P V"] | None = None,
+    ) -> dict[str, WeightedSum]:
+        """Return losses and metrics of the heads' logits as (sum, weight)."""
+        masked = inputs.masked
         loss_terms: dict[str, Any] = {
             self.best_metric.name: losses.cross_entropy(
                 token_logits, masked.labels, masked.weights

@@ -16,7 +16,7 @@ from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
-from bert_jax.objectives import initial, masking
+from bert_jax.objectives import distillation, initial, masking
 from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
 from bert_jax.objectives.masked_lm import MaskedLM
@@ -51,6 +51,7 @@ def make_phases(
     skip = _warn if config.damaged_rows == "skip" else None
     phases: list[Phase] = []
     data: list[dict[str, Any]] = []
+    teacher = None
     vocabulary: Any = None
     for i, phase_config in enumerate(config.phases):
         if not phase_config.rows:
@@ -72,11 +73,15 @@ def make_phases(
                 )
         config.model.vocab_size = manifest.vocab_size
         attention.resolve(config)
+        if config.distill.teacher and teacher is None:
+            teacher = _open_teacher(config, vocabulary)
         data.append(_describe(manifest))
+        if teacher:
+            data[-1]["teacher"] = initial.params_digest(teacher.params)
         if objective is not None:
             data[-1]["objective"] = getattr(objective, "__qualname__", repr(objective))
         mask_id, continuation = vocabulary.mask_id, vocabulary.continuation()
-        phase = _phase(config, i, manifest.format, mask_id, continuation, objective)
+        phase = _phase(config, i, manifest.format, mask_id, continuation, objective, teacher)
         phases.append(
             dataclasses.replace(
                 phase,
@@ -140,12 +145,13 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
                 f"phase {i} has neither rows nor tokens: set --config.phases[{i}].tokens=128"
             )
     config.model.vocab_size = config.model.vocab_size or (vocab_sizes or [DEFAULT_VOCAB_SIZE])[0]
+    teacher = _open_teacher(config, None) if config.distill.teacher else None
     vocab_size, phases = config.model.vocab_size, []
     for i in range(len(config.phases)):
         default_format = rows.RowFormat(config.phases[i].tokens, sequences, vocab_size)
         manifest = manifests[i]
         row_format = manifest.format if manifest else default_format
-        phases.append(_phase(config, i, row_format, 0, np.zeros(vocab_size, bool)))
+        phases.append(_phase(config, i, row_format, 0, np.zeros(vocab_size, bool), None, teacher))
     return config, phases
 
 
@@ -154,7 +160,16 @@ def phase_at_step(config: Config, vocabulary: Vocabulary, batch: Batch, step: in
     tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
     row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
     i = next(i for i, end in enumerate(phase_ends(config)) if step < end)
-    return _phase(config, i, row_format, vocabulary.mask_id, vocabulary.continuation())
+    teacher = _open_teacher(config, vocabulary) if config.distill.teacher else None
+    ids = (vocabulary.mask_id, vocabulary.continuation())
+    return _phase(config, i, row_format, *ids, None, teacher)
+
+
+def _open_teacher(config: Config, vocabulary: Vocabulary | None) -> distillation.Teacher:
+    """Open the teacher, and set the size of the projection that it needs in the config."""
+    teacher = distillation.open_teacher(config, vocabulary)
+    config.model.teacher_hidden = distillation.teacher_hidden(config, teacher)
+    return teacher
 
 
 def _phase(
@@ -164,9 +179,12 @@ def _phase(
     mask_id: int,
     continuation: np.ndarray,
     objective: Callable[..., Objective] | None = None,
+    teacher: distillation.Teacher | None = None,
 ) -> Phase:
     """Return phase i, without batches."""
     phase_config = config.phases[i]
+    if objective is None and teacher:
+        objective = distillation.objective(config, teacher)
     objective = objective or (CausalLM if config.model.causal else MaskedLM)
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase_config.batch_size or config.batch_size

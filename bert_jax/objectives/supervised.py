@@ -10,14 +10,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
-from bert_jax.config import EmbedConfig, ModelConfig
+from bert_jax.config import DistillConfig, EmbedConfig, ModelConfig
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.data.loader import Batch
+from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric
+from bert_jax.objectives.distillation import LOGITS, Teacher, logit_loss
 from bert_jax.objectives.losses import WeightedSum
 
 
@@ -60,8 +62,42 @@ class Supervised:
         self.model, self.dataset, self._split = Bert(model), dataset, split
         self.best_metric = Metric(dataset.best_by)
         self.group = plan.examples.group
+        self.teacher: Params | None = None
+        self.loss_scales: dict[str, float] = {}
         shape = plan.shape
-        self.flops_per_row = flops_per_row(model, shape.tokens, shape.sequences, 0)
+        self._row_shape = (shape.tokens, shape.sequences)
+        self.flops_per_row = flops_per_row(model, *self._row_shape, 0)
+
+    def distill(self, config: DistillConfig, teacher: Teacher) -> None:
+        """Add a loss against the predictions of a teacher, fine-tuned on the same task.
+
+        The loss is the divergence of the distributions of each labeled example or token; the squared
+        difference in regression.
+
+        Raises:
+            UserError: the objective has no such loss, or the teacher is not of this task.
+        """
+        kind = getattr(self.dataset, "objective", "class")
+        if self.head not in ("sequence", "token") or kind == "classes":
+            raise UserError(
+                f"config.distill.teacher is {config.teacher!r}: this task cannot be distilled, only "
+                "classification, regression and tagging"
+            )
+        if teacher.model.head != self.head or teacher.model.labels != self.model.config.labels:
+            raise UserError(
+                f"the teacher {config.teacher} is not fine-tuned on this task: its labels are "
+                f"{', '.join(teacher.model.labels) or 'none'}"
+            )
+        if teacher.model.positions < self.model.config.positions:
+            raise UserError(
+                f"the teacher {config.teacher} has {teacher.model.positions} positions, fewer than the "
+                f"student's {self.model.config.positions}"
+            )
+        self._temperature = config.temperature
+        self._teacher_model, self.teacher = Bert(teacher.model), teacher.params
+        self.loss_scales = {"loss": config.labels, LOGITS: config.logits}
+        tokens, sequences = self._row_shape
+        self.flops_per_row += flops_per_row(teacher.model, tokens, sequences, 0) / 3
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
         """Return 1 for each labeled example (at its first sequence) or labeled token, else 0."""
@@ -94,14 +130,25 @@ class Supervised:
 
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of the loss for a whole batch, before it is split into parts."""
-        return {"loss": jnp.sum(self.loss_weights(inputs))}
+        total = jnp.sum(self.loss_weights(inputs))
+        return {"loss": total, **({LOGITS: total} if self.teacher else {})}
 
     def loss_terms(
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> dict[str, WeightedSum]:
         """Return the loss, metrics and the fraction of non-padding tokens as (sum, weight)."""
         logits = self._logits(params, inputs, key)
-        loss_terms = self.losses(logits, inputs, self.loss_weights(inputs))
+        weights = self.loss_weights(inputs)
+        loss_terms = self.losses(logits, inputs, weights)
+        if self.teacher:
+            teacher: Any = self._teacher_model.apply(
+                {"params": params["teacher"]}, inputs.tokens, inputs.layout, method=Bert.classify
+            )
+            if getattr(self.dataset, "objective", "class") == "number":
+                error = (logits[..., 0] - teacher[..., 0]) ** 2
+                loss_terms[LOGITS] = (jnp.sum(error * weights), jnp.sum(weights))
+            else:
+                loss_terms[LOGITS] = logit_loss(logits, teacher, weights, self._temperature)
         real = inputs.layout.segment_ids < inputs.example.shape[1]
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms

@@ -1,0 +1,277 @@
+"""Knowledge distillation: a student learns from the predictions and states of a frozen teacher.
+
+The teacher's parameters are part of the training state, sharded like the student's, but not of its
+parameters, its optimizer state or its checkpoints. The losses are:
+
+- the Kullback-Leibler divergence from the teacher's predictions (Hinton et al., arXiv 1503.02531);
+- the squared error of hidden states (TinyBERT: Jiao et al., arXiv 1909.10351, section 3.1);
+- the divergence of relations between queries, keys and values (MiniLM: Wang et al., arXiv 2002.10957;
+  MiniLMv2: arXiv 2012.15828, section 3).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from bert_jax.config import DistillConfig, ModelConfig, TrainConfig
+from bert_jax.convert.source import open_model
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model.bert import Bert, Params
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives.causal_lm import CausalLM
+from bert_jax.objectives.losses import WeightedSum
+from bert_jax.objectives.masked_lm import Inputs, MaskedLM
+
+LOGITS, HIDDEN, RELATIONS = (
+    f"distillation_{name}_loss" for name in ("logits", "hidden", "relations")
+)
+
+
+class Teacher(NamedTuple):
+    """A frozen model: its config and parameters on the host."""
+
+    model: ModelConfig
+    params: Params
+
+
+def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
+    """Open the teacher of a run.
+
+    Args:
+        config: validated, with `distill.teacher`.
+        vocabulary: the student's; None to check its size only.
+
+    Raises:
+        UserError: the teacher cannot be opened, or its vocabulary differs.
+    """
+    source = config.distill.teacher
+    teacher, theirs, params, _ = open_model(source, "best")
+    same = len(theirs) == config.model.vocab_size if vocabulary is None else theirs == vocabulary
+    if not same:
+        raise UserError(
+            f"the teacher {source} has another vocabulary than the student: prepare rows with its "
+            "vocab.txt, or choose another teacher"
+        )
+    model = dataclasses.replace(
+        teacher.model,
+        dtype=config.model.dtype,
+        layer_loop=config.model.layer_loop,
+        attention="xla",
+        remat="none",
+    )
+    return Teacher(model, jax.device_get(params))
+
+
+def with_teacher(params: Params, teacher: Params | None) -> Params:
+    """Return the parameters that `loss_terms` of a distillation objective takes."""
+    return params if teacher is None else {**params, "teacher": teacher}
+
+
+def logit_loss(
+    student: Float[Array, "... C"],
+    teacher: Float[Array, "... C"],
+    weights: Float[Array, "..."],
+    temperature: float,
+) -> WeightedSum:
+    """Return the divergence KL(teacher || student) of predictions, times the squared temperature."""
+    with jax.named_scope("loss"):
+        student = jax.nn.log_softmax(student / temperature)
+        teacher = jax.nn.log_softmax(teacher / temperature)
+        divergence = jnp.sum(jnp.exp(teacher) * (teacher - student), -1) * temperature**2
+        return jnp.sum(divergence * weights), jnp.sum(weights)
+
+
+def hidden_loss(
+    student: Float[Array, "B T D"], teacher: Float[Array, "B T D"], weights: Float[Array, "B T"]
+) -> WeightedSum:
+    """Return the mean squared error of hidden states over tokens and units."""
+    error = (student.astype(jnp.float32) - teacher.astype(jnp.float32)) ** 2
+    return jnp.sum(jnp.mean(error, -1) * weights), jnp.sum(weights)
+
+
+def relation_loss(
+    student: Float[Array, "B T N1 K1"],
+    teacher: Float[Array, "B T N2 K2"],
+    segment_ids: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    heads: int,
+) -> WeightedSum:
+    """Return the divergence of the relations softmax(x x' / sqrt(K)) of two sets of vectors.
+
+    Args:
+        student, teacher: queries, keys or values of a layer.
+        segment_ids: sequence of each token; relations are within sequences.
+        weights: 0 for padding.
+        heads: number of relation heads that the vectors of a token are split into.
+
+    Returns:
+        The sum over tokens of the mean over heads of KL(teacher || student), and the sum of weights.
+    """
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+
+    def log_relations(x: Array) -> Float[Array, "B heads T T"]:
+        x = x.reshape(*x.shape[:2], heads, -1)
+        scores = jnp.einsum("bqhk,bthk->bhqt", x, x, preferred_element_type=jnp.float32)
+        scores = scores / np.sqrt(x.shape[-1])
+        return jax.nn.log_softmax(jnp.where(same[:, None], scores, jnp.finfo(jnp.float32).min))
+
+    log_student, log_teacher = log_relations(student), log_relations(teacher)
+    divergence = jnp.sum(jnp.exp(log_teacher) * (log_teacher - log_student), -1).mean(1)
+    return jnp.sum(divergence * weights), jnp.sum(weights)
+
+
+class Distilled(MaskedLM):
+    """Masked LM, and next-sentence prediction, with losses against a teacher.
+
+    Attributes:
+        teacher: the teacher's parameters, which the training state holds; `loss_terms` finds them as
+            "teacher" in its parameters.
+        loss_scales: weights of the losses that do not have weight 1.
+    """
+
+    def __init__(self, distill: DistillConfig, teacher: Teacher, *args: Any):
+        """The last arguments are those of `MaskedLM`."""
+        super().__init__(*args)
+        student, self._distill, self.teacher = self.model.config, distill, teacher.params
+        self._teacher_model = Bert(teacher.model)
+        check(distill, student, teacher.model, self._tokens)
+        self._relation_heads = distill.relation_heads or student.heads
+        self._relation_layer = distill.relation_layer or teacher.model.layers
+        self.loss_scales = {
+            self.best_metric.name: distill.labels,
+            LOGITS: distill.logits,
+            HIDDEN: distill.hidden,
+            RELATIONS: distill.relations,
+        }
+        args_of_flops = (self._tokens, self.masker.sequences, self.masker.predictions)
+        self.flops_per_row += flops_per_row(teacher.model, *args_of_flops) / 3  # forward only
+        if distill.relations:  # of queries, keys and values
+            square = 2 * self._tokens**2
+            self.flops_per_row += 3 * square * (3 * student.hidden + teacher.model.hidden)
+        if student.teacher_hidden:
+            product = 2 * self._tokens * student.hidden * student.teacher_hidden
+            self.flops_per_row += 3 * product * (student.layers + 1)
+
+    def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
+        """Return the normalizer of each loss for a whole batch, before it is split into parts."""
+        normalizers, distill = super().normalizers(inputs), self._distill
+        if distill.logits:
+            normalizers[LOGITS] = jnp.sum(inputs.masked.weights)
+        for name, weight in ((HIDDEN, distill.hidden), (RELATIONS, distill.relations)):
+            if weight:
+                normalizers[name] = jnp.sum(self._is_real(inputs))
+        return normalizers
+
+    def _is_real(self, inputs: Inputs) -> Bool[Array, "B T"]:
+        return inputs.layout.segment_ids < self.masker.sequences
+
+    def loss_terms(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> dict[str, WeightedSum]:
+        """Return losses and metrics as (sum, weight); the student's dropout is on if `key` is given."""
+        masked, distill = inputs.masked, self._distill
+        args = (masked.tokens, inputs.layout, masked.positions)
+        relations = bool(distill.relations)
+        student: Any = self.model.apply(
+            {"params": params}, *args, key, self.model.config.layers * relations,
+            method=Bert.for_distillation,
+        )  # fmt: skip
+        teacher: Any = self._teacher_model.apply(
+            {"params": params["teacher"]}, *args, None, self._relation_layer * relations,
+            method=Bert.for_distillation,
+        )  # fmt: skip
+        loss_terms = self.logit_terms(inputs, *student[0])
+        if distill.logits:
+            vocab = self.model.config.vocab_size  # without the padding
+            own, theirs = (outputs[0][0][..., :vocab] for outputs in (student, teacher))
+            loss_terms[LOGITS] = logit_loss(own, theirs, masked.weights, distill.temperature)
+        weights = self._is_real(inputs).astype(jnp.float32)
+        if distill.hidden:
+            every = self._teacher_model.config.layers // self.model.config.layers
+            loss_terms[HIDDEN] = _sum(
+                hidden_loss(x, y, weights)
+                for x, y in zip(student[1], teacher[1][::every], strict=True)
+            )
+        if distill.relations:
+            segment_ids = inputs.layout.segment_ids
+            loss_terms[RELATIONS] = _sum(
+                relation_loss(x, y, segment_ids, weights, self._relation_heads)
+                for x, y in zip(student[2], teacher[2], strict=True)
+            )
+        return loss_terms
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Add the weighted sum of the losses, and the perplexity: exp of the token loss."""
+        names = (
+            self.best_metric.name, "next_sentence_loss", "z_loss", LOGITS, HIDDEN, RELATIONS,
+        )  # fmt: skip
+        present = {name: means[name] for name in names if name in means}
+        loss = sum(self.loss_scales.get(name, 1) * value for name, value in present.items())
+        return {**super().summarize(means), "loss": loss}
+
+
+class DistilledCausalLM(Distilled, CausalLM):
+    """Next-token prediction with losses against a teacher."""
+
+
+def objective(config: TrainConfig, teacher: Teacher) -> Callable[..., Distilled]:
+    """Return what makes the objective of a pretraining run with a teacher."""
+    kind = DistilledCausalLM if config.model.causal else Distilled
+    return functools.partial(kind, config.distill, teacher)
+
+
+def teacher_hidden(config: TrainConfig, teacher: Teacher) -> int:
+    """Return the size that the student's hidden states are projected to; 0 for no projection."""
+    differs = teacher.model.hidden != config.model.hidden
+    return teacher.model.hidden if config.distill.hidden and differs else 0
+
+
+def check(distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, tokens: int) -> None:
+    """Check that a teacher fits a student and rows of `tokens` tokens.
+
+    Raises:
+        UserError: names the setting.
+    """
+    source = distill.teacher
+    if teacher.causal != student.causal:
+        raise UserError(
+            f"the teacher {source} has causal={teacher.causal}, unlike config.model.causal"
+        )
+    if teacher.positions < tokens:
+        raise UserError(
+            f"the teacher {source} has {teacher.positions} positions, too few for rows of T={tokens}"
+        )
+    if distill.logits and not teacher.masked_lm:
+        raise UserError(
+            f"the teacher {source} has no masked-LM head: set --config.distill.logits=0, with weights "
+            "of distill.hidden or distill.relations"
+        )
+    if distill.hidden and teacher.layers % student.layers:
+        raise UserError(
+            f"config.distill.hidden is {distill.hidden}: the teacher's {teacher.layers} layers must be a "
+            f"multiple of the student's {student.layers}"
+        )
+    if distill.relation_layer > teacher.layers:
+        raise UserError(
+            f"config.distill.relation_layer is {distill.relation_layer}: the teacher has "
+            f"{teacher.layers} layers"
+        )
+    heads = distill.relation_heads or student.heads
+    if distill.relations and (student.hidden % heads or teacher.hidden % heads):
+        raise UserError(
+            f"config.distill.relation_heads: {heads} heads must divide the hidden sizes, "
+            f"{student.hidden} of the student and {teacher.hidden} of the teacher"
+        )
+
+
+def _sum(terms: Any) -> WeightedSum:
+    """Return the sum of losses with equal weights."""
+    sums, weights = zip(*terms, strict=True)
+    return jnp.sum(jnp.stack(sums)), weights[0]

@@ -1,0 +1,284 @@
+"""Distillation: each loss against PyTorch or NumPy, packed rows, the frozen teacher, and runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from bert_jax import config_flags, optim, sharding
+from bert_jax import step as step_lib
+from bert_jax.config import (
+    Config,
+    DistillConfig,
+    MaskingConfig,
+    MeshConfig,
+    PhaseConfig,
+    model_size,
+    validate,
+)
+from bert_jax.data import wordpiece
+from bert_jax.data.rows import Layout, RowFormat, layout
+from bert_jax.errors import UserError
+from bert_jax.model.bert import Bert, flatten
+from bert_jax.model.flops import flops_per_row
+from bert_jax.objectives import distillation, pretraining
+from bert_jax.objectives.distillation import Distilled, Teacher
+from bert_jax.objectives.finetuning import make_objective
+from tests.helpers.checkpoints import random_params, write_run
+from tests.helpers.runs import arguments
+from tests.test_finetuning import Made, model_config, plans
+
+VOCAB, T = 40, 32
+STUDENT = dataclasses.replace(
+    model_size("L1-H16-A2"), vocab_size=VOCAB, vocab_multiple=32, positions=T,
+    dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+TEACHER = dataclasses.replace(STUDENT, layers=2, hidden=24, heads=3, vocab_multiple=1)
+ALL = DistillConfig(
+    teacher="x", labels=0.5, logits=2.0, temperature=3.0, hidden=0.25, relations=0.75,
+    relation_layer=1, relation_heads=4,
+)  # fmt: skip
+
+
+def kl(teacher, student):
+    """KL(teacher || student) of log-probabilities, by PyTorch; [...]."""
+    options = {"reduction": "none", "log_target": True}
+    return torch.nn.functional.kl_div(student, teacher, **options).sum(-1)
+
+
+def test_the_loss_of_predictions_is_pytorchs():
+    rng = np.random.default_rng(0)
+    student, teacher = 3 * rng.standard_normal((2, 4, 5, 11)).astype(np.float32)
+    weights = rng.integers(0, 2, (4, 5)).astype(np.float32)
+    found = distillation.logit_loss(*map(jnp.asarray, (student, teacher, weights)), 2.5)
+    logs = [torch.log_softmax(torch.tensor(x) / 2.5, -1) for x in (teacher, student)]
+    expected = (kl(*logs) * torch.tensor(weights)).sum() * 2.5**2
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5)
+    assert found[1] == weights.sum()
+    assert distillation.logit_loss(*map(jnp.asarray, (student, student, weights)), 2.5)[0] == 0
+
+
+def batch_of(length, a_length, seed=0):
+    tokens = np.random.default_rng(seed).integers(5, VOCAB, (len(length), T)).astype(np.int32)
+    return {
+        "tokens": tokens,
+        "length": length,
+        "a_length": a_length,
+        "label": (length > 0) - 1 + (length > 10),
+    }
+
+
+LENGTH = np.array([[12, 9, 8], [32, 0, 0], [20, 5, 0]], np.int32)
+A_LENGTH = np.array([[5, 9, 6], [32, 0, 0], [11, 5, 0]], np.int32)
+
+
+def make(distill=ALL, student=STUDENT, teacher=TEACHER):
+    """The objective, the inputs of packed rows, and the parameters of both models."""
+    if distill.hidden and student.hidden != teacher.hidden:
+        student = dataclasses.replace(student, teacher_hidden=teacher.hidden)
+    params, teacher_params = (
+        jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((student, teacher))
+    )
+    args = (student, MaskingConfig(rate=0.3), RowFormat(T, 3, VOCAB), 3, np.zeros(VOCAB, bool))
+    objective = Distilled(distill, Teacher(teacher, teacher_params), *args)
+    batch = jax.tree.map(jnp.asarray, batch_of(LENGTH, A_LENGTH))
+    inputs = objective.prepare(batch, jax.random.key(1))
+    return objective, inputs, distillation.with_teacher(params, teacher_params)
+
+
+def test_losses_of_states_and_relations_are_those_of_the_papers():
+    """Of sequences computed alone, one at a time: packing does not matter."""
+    objective, inputs, params = make()
+    terms = objective.loss_terms(params, inputs, None)
+    normalizers = objective.normalizers(inputs)
+    hidden, relations, logits, count = 0.0, 0.0, 0.0, 0
+    projection = params["teacher_projection"]
+    for row in range(3):
+        start = 0
+        for n, a in zip(LENGTH[row].tolist(), A_LENGTH[row].tolist(), strict=True):
+            if not n:
+                continue
+            one = Layout(*map(jnp.asarray, layout(np.array([[n]]), np.array([[a]]), n)))
+            tokens = inputs.masked.tokens[row : row + 1, start : start + n]
+            states, vectors, predictions = [], [], []
+            models = ((objective.model.config, params), (TEACHER, params["teacher"]))
+            for config, own in models:
+                model = Bert(config)
+                own = {"params": {k: v for k, v in own.items() if k != "teacher"}}
+                x = model.apply(own, tokens, one, method=Bert.hidden_states)
+                states.append([torch.tensor(np.array(y[0])) for y in x])
+                attention = own["params"]["encoder"]["layer_0"]["attention"]
+                below = np.array(x[0][0])  # both relations are of the first layer
+                vectors.append([
+                    torch.tensor(
+                        np.einsum("td,dnk->tnk", below, attention[name]["kernel"])
+                        + np.array(attention[name]["bias"])
+                    ).reshape(n, 4, -1)
+                    for name in ("query", "key", "value")
+                ])  # fmt: skip
+                positions = jnp.arange(n)[None]
+                predictions.append(np.array(model.apply(own, tokens, one, positions)[0][0]))
+            for x, y in zip(states[0], [states[1][0], states[1][2]], strict=True):
+                x = x @ torch.tensor(np.array(projection["kernel"])) + torch.tensor(
+                    np.array(projection["bias"])
+                )
+                hidden += torch.nn.functional.mse_loss(x, y).item() * n
+            for x, y in zip(*vectors, strict=True):
+                logs = [
+                    torch.log_softmax(torch.einsum("qad,tad->aqt", z, z) / z.shape[-1] ** 0.5, -1)
+                    for z in (y, x)
+                ]
+                relations += kl(*logs).mean(0).sum().item()
+            weights, places = (np.array(x[row]) for x in inputs.masked[3:0:-2])
+            inside = (weights > 0) & (places >= start) & (places < start + n)
+            at = places[inside] - start
+            x, y = (torch.log_softmax(torch.tensor(p[at, :VOCAB]) / 3, -1) for p in predictions)
+            logits += kl(y, x).sum().item() * 9
+            start, count = start + n, count + n
+    for name, expected in (
+        (distillation.HIDDEN, hidden), (distillation.RELATIONS, relations),
+        (distillation.LOGITS, logits),
+    ):  # fmt: skip
+        np.testing.assert_allclose(terms[name][0], expected, rtol=2e-4, err_msg=name)
+        assert terms[name][1] == normalizers[name]
+    assert float(terms[distillation.HIDDEN][1]) == count == LENGTH.sum()
+    means = {name: float(x / y) for name, (x, y) in terms.items()}
+    weights = {"masked_lm_loss": 0.5, "next_sentence_loss": 1, distillation.LOGITS: 2}
+    weights |= {distillation.HIDDEN: 0.25, distillation.RELATIONS: 0.75}
+    loss = sum(weight * means[name] for name, weight in weights.items())
+    assert objective.summarize(means)["loss"] == pytest.approx(loss)
+    plain = flops_per_row(objective.model.config, T, 3, objective.masker.predictions)
+    teacher = flops_per_row(TEACHER, T, 3, objective.masker.predictions) / 3
+    more = 3 * 2 * T * T * (3 * 16 + 24) + 3 * 2 * T * 16 * 24 * 2
+    assert objective.flops_per_row == pytest.approx(plain + teacher + more)
+
+
+@pytest.mark.parametrize(
+    ("distill", "teacher", "message"),
+    [
+        ({}, {"causal": True, "next_sentence": False}, "has causal=True"),
+        ({}, {"positions": 16}, "has 16 positions, too few for rows of T=32"),
+        ({}, {"masked_lm": False}, "has no masked-LM head"),
+        ({"hidden": 1.0}, {"layers": 3}, "3 layers must be a multiple of the student's 2"),
+        ({"relations": 1.0, "relation_layer": 5}, {}, "the teacher has 2 layers"),
+        ({"relations": 1.0, "relation_heads": 3}, {}, "3 heads must divide the hidden sizes, 16"),
+    ],
+)
+def test_teachers_that_do_not_fit(distill, teacher, message):
+    student = dataclasses.replace(STUDENT, layers=2)
+    teacher = dataclasses.replace(TEACHER, **teacher)
+    with pytest.raises(UserError, match=message):
+        distillation.check(DistillConfig(teacher="x", **distill), student, teacher, T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"temperature": 2.0},
+            "config.distill.temperature is 2.0: it must be 1.0, the default, without",
+        ),
+        ({"teacher": "x", "relation_heads": 2}, "must be 0 without config.distill.relations"),
+        ({"teacher": "x", "labels": 0.0, "logits": 0.0}, "every weight is 0"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    with pytest.raises(UserError, match=message):
+        validate(Config(distill=DistillConfig(**changes)))
+
+
+# --- In training ----------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_in_the_step_and_not_in_checkpoints(rows, tmp_path):
+    """It is sharded like the parameters, and frozen."""
+    vocabulary = wordpiece.load(rows())
+    teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary), masked_lm=True)
+    folder = write_run(tmp_path / "teacher", teacher, random_params(teacher), vocabulary.tokens)
+    changes = (
+        f"distill.teacher={folder}", "distill.hidden=1.0", "distill.relations=1.0", "model.positions=32",
+        "distill.relation_heads=4", "model.hidden=16", "model.feed_forward=32", "optim.warmup_steps=0",
+    )  # fmt: skip
+    config = config_flags.load(arguments(*changes))
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    config, _, data, (phase,) = pretraining.make_phases(config)
+    assert config.model.teacher_hidden == 24
+    assert len(data[0]["teacher"]) == 64
+    _, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(MeshConfig(fsdp=2)))
+    for name in ("encoder/layer_0/feed_forward/output/kernel", "embeddings/word/embedding"):
+        own, theirs = (flatten(p)[name] for p in (shapes.params, shapes.teacher))
+        assert own.sharding.spec == theirs.sharding.spec
+        assert "fsdp" in theirs.sharding.spec
+
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    state = step_lib.place_teacher(init(jnp.uint32(0)), phase.objective, shapes)
+    params, rest = step_lib.checkpoint_parts(state)
+    assert "teacher" not in {*params, *rest}
+    assert jax.tree.structure(state.optimizer) == jax.tree.structure(
+        optim.make_optimizer(config).init(state.params)
+    )
+    batch = next(phase.batches(0, 1, 0, 1))
+    after, sums, stats = jax.jit(step_lib.make_step(config, phase))(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, after.teacher, phase.objective.teacher)
+    changed = flatten(jax.tree.map(lambda a, b: bool((a != b).any()), after.params, state.params))
+    assert changed["teacher_projection/kernel"]
+    assert changed["encoder/layer_0/attention/query/kernel"]
+    names = (distillation.LOGITS, distillation.HIDDEN, distillation.RELATIONS)
+    means = {name: float(sums[name][0] / sums[name][1]) for name in sums if name[0] != "_"}
+    assert all(means[name] > 0 for name in names)
+    assert float(stats.loss_and_grad_norm[0]) == pytest.approx(
+        phase.objective.summarize(means)["loss"], rel=1e-5
+    )
+    other = write_run(tmp_path / "other", dataclasses.replace(teacher, vocab_size=40), random_params(
+        dataclasses.replace(teacher, vocab_size=40)
+    ))  # fmt: skip
+    config.distill.teacher = str(other)
+    with pytest.raises(UserError, match="has another vocabulary than the student"):
+        pretraining.make_phases(config)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"), [("sequence", "class"), ("sequence", "number"), ("token", "class")]
+)
+def test_fine_tuning_distills_predictions(head, kind):
+    problem = Made(head, kind)
+    config, teacher = model_config(problem, layers=1), model_config(problem)
+    (packed, _), distill = plans(problem), DistillConfig(teacher="x", labels=0.5, temperature=2.0)
+    objective = make_objective(config, problem, "train", packed)
+    params, teacher_params = (
+        jax.tree.map(jnp.asarray, random_params(m)) for m in (config, teacher)
+    )
+    objective.distill(distill, Teacher(teacher, teacher_params))
+    batch = jax.tree.map(jnp.asarray, packed.batch(0, 0))
+    inputs = objective.prepare(batch, jax.random.key(0))
+    both = distillation.with_teacher(params, teacher_params)
+    terms = objective.loss_terms(both, inputs, None)
+    weights = np.array(objective.loss_weights(inputs))
+    student, taught = (
+        torch.tensor(np.array(Bert(m).apply(
+            {"params": p}, inputs.tokens, inputs.layout, method=Bert.classify
+        )))
+        for m, p in ((config, params), (teacher, teacher_params))
+    )  # fmt: skip
+    if kind == "number":
+        each = ((student - taught) ** 2)[..., 0]
+    else:
+        each = 4 * kl(*(torch.log_softmax(x / 2, -1) for x in (taught, student)))
+    np.testing.assert_allclose(
+        terms[distillation.LOGITS][0], (each.numpy() * weights).sum(), rtol=1e-4
+    )
+    assert terms[distillation.LOGITS][1] == objective.normalizers(inputs)["loss"] == weights.sum()
+    assert objective.loss_scales == {"loss": 0.5, distillation.LOGITS: 1.0}
+    with pytest.raises(UserError, match="is not fine-tuned on this task: its labels are none"):
+        objective.distill(distill, Teacher(TEACHER, {}))
+
+
+def test_tasks_that_cannot_be_distilled():
+    problem = Made("span")
+    objective = make_objective(model_config(problem), problem, "train", plans(problem)[0])
+    with pytest.raises(UserError, match="this task cannot be distilled, only classification"):
+        objective.distill(DistillConfig(teacher="x"), Teacher(TEACHER, {}))
