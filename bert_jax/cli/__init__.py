@@ -39,6 +39,7 @@ _VERBS = (
     models.add_blimp,
     models.add_attention,
     checkpoints.add_import,
+    checkpoints.add_extend_vocab,
     checkpoints.add_export,
     models.add_embed,
     models.add_evaluate_embeddings,

@@ -1,6 +1,7 @@
 """Verbs that import and export checkpoints."""
 
 from bert_jax.cli.common import Verbs, add_case, add_model
+from bert_jax.errors import UserError
 
 
 def add_import(verbs: Verbs) -> None:
@@ -56,6 +57,56 @@ def _import(options) -> None:
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
+    print(f"{options.out}: {source.describe(imported)}")
+
+
+def add_extend_vocab(verbs: Verbs) -> None:
+    """Add `bert-jax extend-vocab`."""
+    sub = verbs.add(
+        "extend-vocab",
+        _extend_vocab,
+        "add words or word pieces to the vocabulary of a model",
+        "  bert-jax extend-vocab --init bert-base-uncased --add words.txt --out models/mine\n"
+        "  bert-jax extend-vocab --init bert-base-uncased --count 1000 --out models/mine my_text/*.txt\n\n"
+        "Their embeddings begin as the mean of those of their old pieces. Continue pretraining with\n"
+        "`bert-jax prepare --vocab models/mine` and `bert-jax pretrain --init models/mine`.",
+    )
+    add_model(sub)
+    sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the model")
+    sub.add_argument("--add", metavar="FILE", help="a text file with a word or ##piece per line")
+    sub.add_argument(
+        "sources", nargs="*", metavar="SOURCE", help="text to choose pieces from, as for vocab"
+    )
+    sub.add_argument(
+        "--count", type=int, default=1000, help="pieces to choose from the text (default 1000)"
+    )
+    sub.add_argument(
+        "--min-frequency", type=int, default=2, help="minimum occurrences of a piece (default 2)"
+    )
+
+
+def _extend_vocab(options) -> None:
+    if bool(options.add) == bool(options.sources):
+        raise UserError("give either --add FILE with words, or text to choose word pieces from")
+    if options.count < 1:
+        raise UserError(f"--count {options.count}: it must be 1 or more")
+
+    from bert_jax import device
+
+    device.start("")
+
+    from bert_jax.convert import source
+    from bert_jax.convert.extend import extend_vocabulary
+    from bert_jax.data import new_pieces
+
+    def choose(vocabulary):
+        if options.add:
+            return new_pieces.of_file(vocabulary, options.add)
+        return new_pieces.of_corpus(
+            vocabulary, options.sources, options.count, options.min_frequency
+        )
+
+    imported = extend_vocabulary(options.init, options.out, choose, options.checkpoint)
     print(f"{options.out}: {source.describe(imported)}")
 
 

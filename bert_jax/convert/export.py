@@ -196,7 +196,7 @@ def _card(source: str, config: TrainConfig, architecture: str, parameters: int, 
             "",
             *(
                 f"- `{name}` sha256 {digest}"
-                for name, digest in provenance.imported["sha256"].items()
+                for name, digest in provenance.imported.get("sha256", {}).items()
             ),
             "",
         ]

@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -30,7 +30,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB = "vocab.txt"
 SETTINGS = "vocab.json"
 CONTINUATION = "##"
-_WORD_CHARACTERS = 100  # as in BERT: a longer word becomes [UNK]
+MAX_WORD_CHARACTERS = 100  # as in BERT: a longer word becomes [UNK]
 _BATCH_TEXTS = 1000
 
 
@@ -115,7 +115,7 @@ class Vocabulary:
 
         tokenizer = tokenizers.Tokenizer(
             models.WordPiece(
-                self.index, unk_token="[UNK]", max_input_chars_per_word=_WORD_CHARACTERS
+                self.index, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS
             )
         )
         tokenizer.normalizer = normalizers.BertNormalizer(
@@ -323,6 +323,8 @@ def train(
         UserError: reading fails as in `corpus.read`, the size leaves no room for pieces, or `out`
             contains other files.
     """
+    from tokenizers import normalizers
+
     if not force:
         _check_out(pathlib.Path(out))
     head = reserved(size, unused)
@@ -337,7 +339,8 @@ def train(
         raise UserError(f"min_frequency: {min_frequency:,} is out of range; choose 0 to 2**31 - 1")
     parsed = [corpus.parse_source(source) for source in sources]
     with Progress("counting words", corpus.total_bytes(parsed), "B") as progress:
-        words = _count_words(parsed, lowercase, sample_bytes, language, progress)
+        normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        words = count_words(parsed, normalizer, sample_bytes, language, progress)
         if not words:
             raise UserError(f"no words in {', '.join(map(repr, sources))}; check the sources")
         progress.note("merging pieces")
@@ -359,15 +362,15 @@ _MAX_SIZE = 5_000_000
 _MAX_WORDS = 10_000_000
 
 
-def _count_words(
+def count_words(
     sources: Sequence[corpus.Source],
-    lowercase: bool,
+    normalizer: Any,
     sample_bytes: int | None,
     language: str,
     progress: Progress,
 ) -> collections.Counter[str]:
     """Return the number of occurrences of each normalized word."""
-    from tokenizers import normalizers, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
     # Count strings between spaces first, in order to normalize each distinct one only once.
     chunks: collections.Counter[str] = collections.Counter()
@@ -388,7 +391,6 @@ def _count_words(
                     break
     for warning in report.warnings:
         progress.say(f"warning: {warning}")
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     words: collections.Counter[str] = collections.Counter()
     for chunk, count in chunks.items():
@@ -433,7 +435,7 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
     first: collections.Counter[str] = collections.Counter()
     inner: collections.Counter[str] = collections.Counter()
     for word, count in words.items():
-        if len(word) <= _WORD_CHARACTERS:
+        if len(word) <= MAX_WORD_CHARACTERS:
             first[word[0]] += count
             for character in word[1:]:
                 inner[character] += count
@@ -466,7 +468,7 @@ _BATCH_CHARACTERS = 1 << 20
 def _repeat(words: collections.Counter[str]) -> Iterator[str]:
     """Yield every word as often as it occurs, as the trainer does its own counting."""
     for word, count in sorted(words.items()):
-        if len(word) <= _WORD_CHARACTERS:
+        if len(word) <= MAX_WORD_CHARACTERS:
             max_repeats = max(1, _BATCH_CHARACTERS // len(word))
             while count > 0:
                 yield f"{word} " * min(count, max_repeats)

@@ -1,0 +1,145 @@
+"""More words for a model: how they are chosen, what their embeddings are, and what stays the same."""
+
+import collections
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import transformers
+
+from bert_jax import checkpoint, cli
+from bert_jax.config import ModelConfig
+from bert_jax.convert.export import export
+from bert_jax.data import new_pieces
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.model.bert import flatten
+from tests.helpers.checkpoints import WORDS, random_params, write_run
+from tests.helpers.runs import refused
+
+TEXTS = ["The cats sat on a mat!", "unsat bad feed", "É café", "a, b, c."]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def run(request, tmp_path_factory):
+    model = ModelConfig(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
+        vocab_multiple=8, tied_decoder=request.param,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("extend") / "run"
+    return write_run(folder, model, random_params(model, 3), WORDS)
+
+
+def test_new_words_begin_as_the_mean_of_their_pieces(run, tmp_path, capsys):
+    (tmp_path / "words").write_text("Cats\nthe\nunsat-cats\n##sts\ncatt\nz\n")
+    argv = ["extend-vocab", "--init", run, "--add", tmp_path / "words", "--out", tmp_path / "new"]
+    assert cli.main([str(argument) for argument in argv]) == 0
+    pieces = {
+        "cats": ["cat", "##s"],
+        "unsat": ["[UNK]"],  # there is no "##a"
+        "-": ["[UNK]"],  # a word to the tokenizer
+        "##sts": ["##s", "##t", "##s"],
+        "catt": ["cat", "##t"],
+        "z": ["[UNK]"],
+    }
+    new = ["cats", "unsat", "-", "##sts", "catt", "z"]
+    _, vocabulary, params, step = checkpoint.load_model(tmp_path / "new")
+    assert vocabulary.tokens == (*WORDS, *new)
+    assert step == 0
+    _, old_vocabulary, originals, _ = checkpoint.load_model(run)
+    old_tokenizer = transformers.BertTokenizerFast(vocab={w: i for i, w in enumerate(WORDS)})
+    for word in ("cats", "unsat", "-", "catt", "z"):
+        assert old_tokenizer.tokenize(word) == pieces[word]
+    before, after = flatten(jax.device_get(originals)), flatten(jax.device_get(params))
+    assert before.keys() == after.keys()
+    count, size = len(WORDS), len(vocabulary)
+    for path, value in before.items():
+        changed = after[path]
+        if path == "masked_lm/decoder":
+            value, changed = value.T, changed.T
+        if path in ("embeddings/word/embedding", "masked_lm/bias", "masked_lm/decoder"):
+            assert len(changed) == 8 * -(-size // 8)
+            assert not changed[size:].any()
+            for i, word in enumerate(new, count):
+                ids = [WORDS.index(piece) for piece in pieces[word]]
+                np.testing.assert_allclose(changed[i], value[ids].mean(0), rtol=1e-6)
+            value, changed = value[:count], changed[:count]
+        np.testing.assert_array_equal(changed, value, err_msg=path)
+
+    for text in TEXTS[1:]:
+        if "unsat" not in text:
+            assert vocabulary.encode(text) == old_vocabulary.encode(text)
+    assert vocabulary.encode("the cats")[2] == count
+    export(str(tmp_path / "new"), tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    for text in (*TEXTS, "catsts Catt unsat-z"):
+        assert theirs(text)["input_ids"] == vocabulary.encode(text)
+    model = transformers.BertForPreTraining.from_pretrained(tmp_path / "theirs")
+    np.testing.assert_array_equal(
+        model.bert.embeddings.word_embeddings.weight.detach(),
+        after["embeddings/word/embedding"][:size],
+    )
+
+    (tmp_path / "words").write_text("the\ncat\n")
+    argv[-1] = tmp_path / "again"
+    assert "has all of these words already" in refused(capsys, *argv)
+    assert "give either --add FILE" in refused(capsys, *argv, "text.txt")
+    (tmp_path / "words").write_text("the\n" + 101 * "x")
+    assert f"{tmp_path / 'words'}:2: a word of 101 characters" in refused(capsys, *argv)
+
+
+def tokens_of(vocabulary, words):
+    return sum(n * len(new_pieces.split(word, vocabulary)) for word, n in words.items())
+
+
+def merged_plainly(vocabulary, words, count):
+    """Merge the most frequent pair `count` times, counting everything anew each time."""
+    splits = {word: new_pieces.split(word, vocabulary) for word in words}
+    new = []
+    for _ in range(count):
+        pairs = collections.Counter()
+        for word, pieces in splits.items():
+            for pair in itertools.pairwise(pieces):
+                pairs[pair] += words[word]
+        pair = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        new.append(pair[0] + pair[1].removeprefix("##"))
+        for word, pieces in splits.items():
+            splits[word] = new_pieces._joined(pieces, pair, new[-1])
+    used = collections.Counter(
+        piece for word, pieces in splits.items() for piece in pieces for _ in range(words[word])
+    )
+    return [piece for piece in new if used[piece] >= 2]
+
+
+def test_the_most_useful_pieces_of_a_corpus(tmp_path, capsys):
+    letters = "abcdefghijklmnop"
+    vocabulary = Vocabulary(
+        (*WORDS[:5], *letters, *(f"##{letter}" for letter in letters), "."), lowercase=True
+    )
+    rng = np.random.default_rng(0)
+    words = collections.Counter()
+    for i in range(60):
+        word = "".join(rng.choice(list(letters), rng.integers(2, 8), p=np.arange(1, 17) / 136))
+        words[word] += 100 // (i + 1) + 1
+    for count in (1, 10, 40):
+        chosen = new_pieces.merge(vocabulary, words, count, 2)
+        assert len(chosen) == count
+        merges = next(
+            n for n in range(count, 200) if len(merged_plainly(vocabulary, words, n)) >= count
+        )
+        assert chosen == merged_plainly(vocabulary, words, merges)
+        larger = Vocabulary((*vocabulary.tokens, *chosen), lowercase=True)
+        assert tokens_of(larger, words) < tokens_of(vocabulary, words)
+    text = "\n".join(f"{word.upper()}." for word in words.elements())
+    (tmp_path / "text.txt").write_text(text)
+    assert new_pieces.of_corpus(vocabulary, [f"{tmp_path}/text.txt"], 10) == new_pieces.merge(
+        vocabulary, words, 10, 2
+    )
+    everything = new_pieces.merge(vocabulary, words, 10_000, 2)
+    assert set(everything) <= {
+        prefix + word[i:j]
+        for word in words
+        for i in range(len(word))
+        for j in range(i + 2, len(word) + 1)
+        for prefix in (["##"] if i else [""])
+    }
