@@ -97,7 +97,7 @@ class ModelConfig:
 
     # Architecture of transformers (its model_type) that an export is written for. An import sets
     # it, together with the options that differ; it does not change the computation.
-    family: str = _one_of("bert")
+    family: str = _one_of("bert", "modernbert")
     layers: int = _positive(12)
     hidden: int = _positive(768)
     heads: int = _positive(12)
@@ -110,8 +110,30 @@ class ModelConfig:
     positions: int = _positive(512)
     # Number of segment (token type) embeddings: 2 in BERT, 0 for none.
     segments: int = _not_negative(2)
-    # "gelu" (exact, erf), "gelu_tanh" (the approximation in Google's code) or "relu".
-    activation: str = _one_of("gelu", "gelu_tanh", "relu")
+    # "gelu" (exact, erf), "gelu_tanh" (the approximation in Google's code), "relu" or "silu".
+    activation: str = _one_of("gelu", "gelu_tanh", "relu", "silu")
+    # Multiply the activations of the feed-forward layers by a second projection (Shazeer, arXiv
+    # 2002.05202): with "gelu" this is GeGLU, with "silu" SwiGLU.
+    gated_feed_forward: bool = False
+    # Biases of the dense layers of the encoder, the pooler and the heads' hidden layers. Output
+    # layers of heads always have them, the decoder by decoder_bias.
+    bias: bool = True
+    # Where the model gets positions from: "learned" (an embedding per position), "rope" (rotary
+    # embeddings of queries and keys, Su et al., arXiv 2104.09864) or "alibi" (a penalty on scores
+    # that is linear in the distance, Press et al., arXiv 2108.12409, the same in both directions).
+    # `positions` is the maximum length for all of them.
+    position_kind: str = _one_of("learned", "rope", "alibi")
+    # Base of the wavelengths of "rope", in layers with global attention and in those with local
+    # attention; 0 takes rope_theta.
+    rope_theta: float = _positive(10_000.0)
+    local_rope_theta: float = _not_negative(0.0)
+    # Local attention: each token attends to the local_window // 2 tokens on either side of it in its
+    # sequence, except in the first layer and every global_every layers after it, where it attends
+    # to the whole sequence. 0: all layers do.
+    local_window: int = _constrained(0, "0, or 2 or more", lambda value: value == 0 or value >= 2)
+    global_every: int = _positive(3)
+    # Normalize queries and keys over the head size, before "rope".
+    qk_norm: bool = False
     dropout: float = _below_one(0.1)
     attention_dropout: float = _below_one(0.1)
     # Source of dropout's random bits, always a function of seed and step: "hash" (a counter-based
@@ -124,6 +146,15 @@ class ModelConfig:
     # ("cudnn" only with config.deterministic=false), else "xla". Inference always uses "xla".
     attention: str = _one_of("auto", "xla", "cudnn", "pallas", "splash")
     layer_norm_epsilon: float = _positive(1e-12)
+    # "layer_norm", "layer_norm_no_bias" or "rms_norm" (Zhang and Sennrich, arXiv 1910.07467), for
+    # every norm of the model.
+    norm: str = _one_of("layer_norm", "layer_norm_no_bias", "rms_norm")
+    # "post": after each residual connection, as in BERT. "pre": on the input of attention and of the
+    # feed-forward layer, inside the residual connections; use final_norm with it. The attention of
+    # the first layer has none if embedding_norm has normalized its input.
+    norm_position: str = _one_of("post", "pre")
+    # A norm on the sum of the embeddings.
+    embedding_norm: bool = True
     initializer_stddev: float = _not_negative(0.02)
     # Maximal update parametrization (Yang et al., arXiv 2203.03466): the hidden size for which
     # initializer_stddev and optim.learning_rate were chosen. Initial values and learning rates of
@@ -139,10 +170,12 @@ class ModelConfig:
     # questions.
     causal: bool = False
     # The masked-LM head (next-token head if causal). transform: dense + activation + LayerNorm
-    # before the decoder. tied_decoder: the decoder shares the embedding table.
+    # before the decoder. tied_decoder: the decoder shares the embedding table. decoder_bias: a bias
+    # for every entry of the vocabulary.
     masked_lm: bool = True
     transform: bool = True
     tied_decoder: bool = True
+    decoder_bias: bool = True
     # Weight of the z-loss in pretraining: the mean square of the logarithm of the softmax's
     # denominator over the vocabulary, which keeps logits small (Chowdhery et al., arXiv 2204.02311,
     # use 1e-4).
@@ -164,6 +197,13 @@ class ModelConfig:
     head: str = _one_of(*HEADS)
     # Names of the head's outputs, in order.
     labels: tuple[str, ...] = ()
+    # Fine-tuning: hidden layer below the head. "pooler": dense + tanh, for heads on a sequence only.
+    # "transform": dense + activation + norm, for all heads, as in ModernBERT; it starts from that
+    # of the masked-LM head.
+    head_layer: str = _one_of("pooler", "transform")
+    # Fine-tuning: what a head on a sequence reads: "cls" (of causal models, the last token) or
+    # "mean" (over the sequence's tokens, [CLS] and [SEP] included).
+    head_pooling: str = _one_of("cls", "mean")
     # Fine-tuning: layers of a randomly initialized bidirectional LSTM below the head, `hidden`
     # units in each direction (sections 5.1 and 5.3). Its state is reset at every sequence.
     lstm_layers: int = _not_negative(0)
@@ -190,8 +230,19 @@ class ModelConfig:
         The pooler reads the encoder's last layer; a head on an LSTM or on features uses their
         outputs unpooled.
         """
-        pooled_head = HEADS[self.head].pooled and not (self.lstm_layers or self.features)
-        return self.pooler or self.next_sentence or pooled_head
+        pooled_head = HEADS[self.head].pooled and self.head_layer == "pooler"
+        reads_encoder = not (self.lstm_layers or self.features)
+        return self.pooler or self.next_sentence or (pooled_head and reads_encoder)
+
+    @property
+    def has_head_transform(self) -> bool:
+        """Whether the fine-tuning head has the hidden layer `head_layer="transform"`."""
+        reads_encoder = not (self.lstm_layers or self.features)
+        return bool(self.head) and self.head_layer == "transform" and reads_encoder
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, attends within `local_window`."""
+        return bool(self.local_window) and layer % self.global_every != 0
 
     @property
     def feature_layers(self) -> list[int]:
@@ -524,35 +575,77 @@ SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)
     "base": (12, 768, 12),
     "large": (24, 1024, 16),
 }
+_PRE_NORM: dict[str, Any] = {
+    "norm_position": "pre",
+    "final_norm": True,
+    "position_kind": "rope",
+    "gated_feed_forward": True,
+    "bias": False,
+    "segments": 0,
+    "next_sentence": False,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+# ModernBERT (Warner et al., arXiv 2412.13663): GeGLU, and local attention in two of three layers.
+_MODERN: dict[str, Any] = _PRE_NORM | {
+    "family": "modernbert",
+    "norm": "layer_norm_no_bias",
+    "layer_norm_epsilon": 1e-5,
+    "rope_theta": 160_000.0,
+    "local_rope_theta": 10_000.0,
+    "local_window": 128,
+    "positions": 8192,
+    "vocab_multiple": 64,
+    "head_layer": "transform",
+}
+# Models that differ from BERT in more than size.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "teaching": {
+        "layers": 3,
+        "hidden": 192,
+        "heads": 4,
+        "feed_forward": 768,
+        "positions": 64,
+        "segments": 0,
+        "activation": "relu",
+        "final_norm": True,
+        "transform": False,
+        "tied_decoder": False,
+        "next_sentence": False,
+    },
+    "modern-base": {**_MODERN, "layers": 22, "feed_forward": 1152},
+    "modern-large": {**_MODERN, "layers": 28, "hidden": 1024, "heads": 16, "feed_forward": 2624},
+    # After NeoBERT (Le Breton et al., arXiv 2502.19587): SwiGLU and RMSNorm.
+    "neo-base": {
+        **_PRE_NORM,
+        "layers": 28,
+        "feed_forward": 2048,
+        "activation": "silu",
+        "norm": "rms_norm",
+        "layer_norm_epsilon": 1e-6,
+        "embedding_norm": False,
+        "positions": 4096,
+        "transform": False,
+        "tied_decoder": False,
+    },
+}
 
 
 def model_size(name: str) -> ModelConfig:
-    """Return the config of a named size: one of `SIZES`, `teaching`, or e.g. `L6-H768-A3`.
+    """Return the config of a name of `SIZES` or `ARCHITECTURES`, or of a shape like `L6-H768-A3`.
 
     Raises:
         UserError: unknown size; the message lists the known ones.
     """
-    if name == "teaching":
-        return ModelConfig(
-            layers=3,
-            hidden=192,
-            heads=4,
-            feed_forward=768,
-            positions=64,
-            segments=0,
-            activation="relu",
-            final_norm=True,
-            transform=False,
-            tied_decoder=False,
-            next_sentence=False,
-        )
+    if name in ARCHITECTURES:
+        return ModelConfig(**ARCHITECTURES[name])
     shape = re.fullmatch(r"L(\d+)[-_]H(\d+)[-_]A(\d+)", name)
     if shape:
         layers, hidden, heads = map(int, shape.groups())
     elif name in SIZES:
         layers, hidden, heads = SIZES[name]
     else:
-        known = ", ".join(["teaching", *SIZES])
+        known = ", ".join([*ARCHITECTURES, *SIZES])
         raise UserError(f"unknown model size {name!r}: choose {known}, or a shape like L6-H768-A3")
     return ModelConfig(layers=layers, hidden=hidden, heads=heads, feed_forward=4 * hidden)
 
@@ -629,6 +722,11 @@ def validate(config: TrainConfig) -> None:
 
     model = config.model
     require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
+    if model.position_kind == "rope":
+        is_even = model.hidden // model.heads % 2 == 0
+        require(
+            is_even, "model.heads", "such that hidden / heads is even with position_kind='rope'"
+        )
     fixed = HEADS[model.head].labels
     num_labels = max(len(model.labels), 1) if fixed is None else len(fixed)
     require(len(model.labels) == num_labels, "model.labels", f"{num_labels} names for this head")

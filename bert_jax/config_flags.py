@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bert_jax.config import (
+    ARCHITECTURES,
     GLUE,
     RENAMED,
     SIZES,
@@ -55,7 +56,8 @@ def find(value: str, kind: type) -> str:
     name, colon, argument = value.partition(":")
     if is_path(value):
         return value
-    default, arguments = ("glue", GLUE) if kind is FinetuneConfig else ("pretrain", SIZES)
+    sizes = (*SIZES, *ARCHITECTURES)
+    default, arguments = ("glue", GLUE) if kind is FinetuneConfig else ("pretrain", sizes)
     if name in NAMES:
         return f"{_FOLDER / name}.py{colon}{argument}"
     if not colon and _is_argument(value, kind):

@@ -6,6 +6,7 @@
     --config configs/pretrain.py:L6-H768-A3                any layers, hidden size, attention heads
     --config configs/pretrain.py:mini                      a small size, with its own recipe (below)
     --config configs/pretrain.py:teaching                  the 4.5M-parameter model of the quickstart
+    --config configs/pretrain.py:modern-base               also modern-large and neo-base, at T=1024
 
 Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate 1e-4, 10,000 steps
 of warm-up, linear decay. This is the recipe of base, large and sizes given by their shape.
@@ -18,6 +19,9 @@ steps (experiments/plateau). It differs from the paper:
 - no dropout, because no text is seen often, and no next-sentence prediction;
 - AdamW with beta2 0.98 and a high learning rate, because BERT's Adam takes its largest steps before
   its averages have settled, and there is no time for a long warm-up.
+
+The newer models (modern-base, modern-large, neo-base) have the paper's schedule, AdamW, no dropout, and
+mask 30% (ModernBERT) or 20% (NeoBERT) of the tokens.
 """
 
 from bert_jax.config import (
@@ -47,6 +51,13 @@ def get_config(argument: str = "base") -> Config:
         phases = phases_of(lengths or _SHORT_FIRST)
         rate = _SMALL_RATES[size]
         return _small(model, phases, rate, steps=20_000, step_tokens=4_096, save_steps=500)
+    if size.startswith(("modern-", "neo-")):
+        return Config(
+            model=model,
+            phases=phases_of(lengths or ["1024"]),
+            masking=MaskingConfig(rate=0.3 if size.startswith("modern-") else 0.2),
+            optim=OptimConfig(optimizer="adamw"),
+        )
     return Config(model=model, phases=phases_of(lengths or ["128", "512"]))
 
 

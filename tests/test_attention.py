@@ -37,10 +37,10 @@ def make_inputs(tokens, heads=2, size=16, rows=2, dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in arrays], jnp.asarray(sequence)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def value_and_gradients(arrays, sequence, implementation, interpret=True, causal=False):
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def value_and_gradients(arrays, sequence, implementation, interpret=True, causal=False, reach=0):
     *inputs, cotangent = arrays
-    settings = (sequence, 0.0, None, implementation, interpret, causal)
+    settings = (sequence, 0.0, None, implementation, interpret, causal, reach)
     value, gradients = jax.vjp(lambda q, k, v: attention(q, k, v, *settings), *inputs)
     return value, *gradients(cotangent)
 
@@ -56,7 +56,20 @@ def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation, causal):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch):
+@pytest.mark.parametrize("causal", [False, True])
+def test_splash_is_equal_to_xla_within_a_window(causal):
+    arrays, sequence = make_inputs(300, size=24)
+    found, wanted = (
+        value_and_gradients(arrays, sequence, name, True, causal, 20) for name in ("splash", "xla")
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    everywhere = value_and_gradients(arrays, sequence, "xla", True, causal)[0]
+    assert np.abs(everywhere - wanted[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("reach", [0, 20])
+def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch, reach):
     """What goes to cuDNN, computed by XLA."""
     theirs = jax.nn.dot_product_attention
 
@@ -67,7 +80,8 @@ def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     (*inputs, _), sequence = make_inputs(128)
     found, wanted = (
-        attention(*inputs, sequence, 0.0, None, name, causal=True) for name in ("cudnn", "xla")
+        attention(*inputs, sequence, 0.0, None, name, causal=True, reach=reach)
+        for name in ("cudnn", "xla")
     )
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
@@ -104,9 +118,9 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
     """With dropout where a kernel does not see it."""
     used = []
 
-    def watched(*args, causal):
+    def watched(*args, **options):
         used.append(args[-1])
-        return attention(*args, interpret=True, causal=causal)
+        return attention(*args, interpret=True, **options)
 
     monkeypatch.setattr(bert, "attention", watched)
     small = ModelConfig(
@@ -275,6 +289,19 @@ def test_what_a_kernel_cannot_do_is_refused(name):
     assert error == f"{prefix}model.hidden / heads is 260, but {name} supports head sizes {sizes}"
     if name != "splash":
         assert "heads is 12" in refusal(platform, attention=name, hidden=120, heads=10)
+    window = {"local_window": 128, "position_kind": "rope"}
+    if name == "pallas":
+        error = refusal(platform, attention=name, **window)
+        assert error == (
+            f"{prefix}model.local_window is 128, which pallas does not support: "
+            "set config.model.attention to 'xla'"
+        )
+    else:
+        check(run_config(attention=name, **window), platform, 4)
+    error = refusal(platform, attention=name, position_kind="alibi")
+    assert error.startswith(
+        f"{prefix}model.position_kind is 'alibi', which {name} does not support"
+    )
     error = refusal(platform, tensor=5, attention=name)
     assert error.startswith(f"{prefix}mesh.tensor is 5, but must divide config.model.heads=12")
     if name == "splash":
@@ -302,6 +329,8 @@ def test_cudnn_is_refused_where_runs_must_be_deterministic():
         ("tpu", {"attention_dropout": 0.1}, "xla", "config.model.attention_dropout is 0.1"),
         ("gpu", {"dtype": "float32"}, "xla", "config.model.dtype is 'float32'"),
         ("tpu", {"hidden": 520, "heads": 2}, "xla", "heads is 260"),
+        ("tpu", {"local_window": 128}, "splash", "fused kernel for TPU"),
+        ("gpu", {"position_kind": "alibi"}, "xla", "config.model.position_kind is 'alibi'"),
         ("tpu", {"attention": "xla"}, "xla", "as configured"),
         ("gpu", {"attention": "pallas"}, "pallas", "as configured"),
     ],
@@ -349,3 +378,5 @@ def test_dropout_with_a_kernel_is_an_error_and_nothing_else(name):
     (*inputs, _), sequence = make_inputs(128)
     with pytest.raises(ValueError, match="has no dropout"):
         attention(*inputs, sequence, 0.1, jax.random.key(0), name)
+    with pytest.raises(ValueError, match="has no ALiBi"):
+        attention(*inputs, sequence, 0.0, None, name, alibi=True)

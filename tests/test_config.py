@@ -269,6 +269,7 @@ def test_another_versions_config_is_refused():
         ("L6-H768-A3", (6, 768, 3, 3072)),
         ("L1_H8_A2", (1, 8, 2, 32)),
         ("teaching", (3, 192, 4, 768)),
+        ("neo-base", (28, 768, 12, 2048)),
     ],
 )
 def test_model_sizes(name, shape):

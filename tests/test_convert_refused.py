@@ -322,6 +322,9 @@ def test_nothing_half_written_and_nothing_overwritten(hf_folder, run_folder, tmp
     ("changes", "expected"),
     [
         ({"final_norm": True}, "config.model.final_norm is True"),
+        ({"position_kind": "rope"}, "config.model.position_kind is 'rope'"),
+        ({"norm_position": "pre"}, "config.model.norm_position is 'pre'"),
+        ({"decoder_bias": False}, "config.model.decoder_bias is False"),
         ({"transform": False}, "config.model.transform is False"),
         ({"segments": 0}, "config.model.segments is 0"),
     ],

@@ -531,6 +531,31 @@ def test_encoder_and_pooler_are_taken_heads_are_not():
     assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
 
 
+def test_a_transform_below_the_head_starts_from_that_of_the_masked_lm():
+    transform = {"head_layer": "transform", "head_pooling": "mean"}
+    start = model_config(Made("sequence"), masked_lm=True, head="", labels=())
+    params = random_params(start)
+    model = finetuning.model_config(
+        FinetuneConfig(model=ModelConfig(**transform)), start, Made("sequence")
+    )
+    assert (model.head_layer, model.head_pooling) == ("transform", "mean")
+    taken, new = finetuning.restored(FinetuneConfig(model=model), start, params)
+    assert new == ["classifier"]
+    assert taken["head"] == {name: params["masked_lm"][name] for name in ("transform", "norm")}
+    assert {*shapes(model)} - {*taken} == {"classifier"}
+    # A checkpoint's head layer stays, unless the config sets another.
+    kept = finetuning.model_config(FinetuneConfig(), model, Made("token"))
+    assert kept.head_layer == "transform"
+    bare = dataclasses.replace(start, masked_lm=False)
+    assert finetuning.restored(FinetuneConfig(model=model), bare, params)[1] == [
+        "classifier",
+        "head",
+    ]
+    taken, new = finetuning.restored(FinetuneConfig(model=kept), model, random_params(model))
+    assert "head" in taken
+    assert new == ["classifier"]
+
+
 def test_what_stands_above_the_encoder_starts_anew():
     start = model_config(Made("sequence"), lstm_layers=2, features="weighted-all")
     asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))

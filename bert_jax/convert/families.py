@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config import HEADS, ModelConfig
+from bert_jax.config import ARCHITECTURES, HEADS, ModelConfig
+from bert_jax.convert import modernbert
 
 Settings = dict[str, Any]
 Tensors = dict[str, np.ndarray]
@@ -41,6 +42,7 @@ class Family:
         fixed: config key → the only value that the architecture has, without a key in config.json.
         heads: kinds of fine-tuned heads that it has classes for, keys of `config.HEADS`.
         head_names: kind of head → names of modules that differ from `names` and `config.HEADS`.
+        token_ids: key in config.json → attribute of `Vocabulary`, besides pad_token_id.
         causal_class: rest of the name of the class of left-to-right models; "" for none.
         to_ours: applied to imported files before `names`, to split or slice tensors.
         to_theirs: its inverse, applied to exported ones after `names`.
@@ -58,9 +60,15 @@ class Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     heads: tuple[str, ...] = tuple(name for name in HEADS if name)
     head_names: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    token_ids: Mapping[str, str] = dataclasses.field(default_factory=dict)
     causal_class: str = ""
     to_ours: Rewrite = _unchanged
     to_theirs: Rewrite = _unchanged
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether heads on a sequence read a pooler."""
+        return self.fixed.get("head_layer", "pooler") == "pooler"
 
     @property
     def words(self) -> str:
@@ -98,7 +106,8 @@ class Family:
         """Return the parts and the kind of fine-tuned head of every class."""
         classes = {f"{self.class_prefix}{rest}": (p, "") for rest, p in self.classes.items()}
         for name in self.heads:
-            parts = ("pooler", "head") if HEADS[name].pooled else ("head",)
+            is_pooled = HEADS[name].pooled and self.has_pooler
+            parts = ("pooler", "head") if is_pooled else ("head",)
             classes[HEADS[name].huggingface_class.replace("Bert", self.class_prefix, 1)] = (
                 parts,
                 name,
@@ -167,5 +176,80 @@ BERT = Family(
     causal_class="LMHeadModel",
 )
 
+# modeling_modernbert.py, with fused tensors split by `modernbert.to_ours`
+MODERNBERT = Family(
+    title="ModernBERT",
+    class_prefix="ModernBert",
+    encoder="model",
+    names={
+        "embeddings/word/embedding": "model.embeddings.tok_embeddings.weight",
+        "embeddings/norm": "model.embeddings.norm",
+        "encoder/layer_{i}/attention/query": "model.layers.{i}.attn.query",
+        "encoder/layer_{i}/attention/key": "model.layers.{i}.attn.key",
+        "encoder/layer_{i}/attention/value": "model.layers.{i}.attn.value",
+        "encoder/layer_{i}/attention/output": "model.layers.{i}.attn.Wo",
+        "encoder/layer_{i}/attention/norm": "model.layers.{i}.attn_norm",
+        "encoder/layer_{i}/feed_forward/intermediate": "model.layers.{i}.mlp.intermediate",
+        "encoder/layer_{i}/feed_forward/gate": "model.layers.{i}.mlp.gate",
+        "encoder/layer_{i}/feed_forward/output": "model.layers.{i}.mlp.Wo",
+        "encoder/layer_{i}/feed_forward/norm": "model.layers.{i}.mlp_norm",
+        "encoder/norm": "model.final_norm",
+        "masked_lm/transform": "head.dense",
+        "masked_lm/norm": "head.norm",
+        "masked_lm/decoder": "decoder.weight",
+        "masked_lm/bias": "decoder.bias",
+        "head/transform": "head.dense",
+        "head/norm": "head.norm",
+    },
+    parts={"masked_lm": ("decoder.",)},
+    classes={"Model": (), "ForMaskedLM": ("masked_lm",)},
+    settings={
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "feed_forward": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "positions": "max_position_embeddings",
+        "dropout": "mlp_dropout",
+        "attention_dropout": "attention_dropout",
+        "layer_norm_epsilon": "norm_eps",
+        "norm": "norm",
+        "bias": "attention_bias",
+        "local_window": "local_attention",
+        "global_every": "global_attn_every_n_layers",
+        "rope_theta": "global_rope_theta",
+        "local_rope_theta": "local_rope_theta",
+        "initializer_stddev": "initializer_range",
+        "tied_decoder": "tie_word_embeddings",
+        "decoder_bias": "decoder_bias",
+        "head_pooling": "classifier_pooling",
+    },
+    activation="hidden_activation",
+    defaults={
+        **ARCHITECTURES["modern-base"],
+        "vocab_size": 50_368,
+    },
+    fixed={
+        "norm_position": "pre",
+        "embedding_norm": True,
+        "final_norm": True,
+        "position_kind": "rope",
+        "gated_feed_forward": True,
+        "qk_norm": False,
+        "segments": 0,
+        "transform": True,
+        "head_layer": "transform",
+    },
+    head_names={"span": {"classifier": "classifier"}},
+    token_ids={
+        "cls_token_id": "cls_id",
+        "bos_token_id": "cls_id",
+        "sep_token_id": "sep_id",
+        "eos_token_id": "sep_id",
+    },
+    to_ours=modernbert.to_ours,
+    to_theirs=modernbert.to_theirs,
+)
+
 # By model_type in config.json, which is the value of config.model.family.
-FAMILIES = {"bert": BERT}
+FAMILIES = {"bert": BERT, "modernbert": MODERNBERT}

@@ -24,7 +24,24 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
 }
+# Fields that must have their defaults in a family that names no other value and no setting.
+_OPTIONS = (
+    "position_kind",
+    "local_window",
+    "gated_feed_forward",
+    "bias",
+    "qk_norm",
+    "norm",
+    "norm_position",
+    "embedding_norm",
+    "final_norm",
+    "decoder_bias",
+    "head_layer",
+    "head_pooling",
+)
 
 
 # --- Tensors --------------------------------------------------------------------------------------
@@ -64,7 +81,7 @@ def to_huggingface(params: Params, config: ModelConfig) -> Tensors:
         value = value.reshape(shape[::-1]).T if _is_transposed(path) else value.reshape(shape)
         value = value[: len(value) - _vocabulary_padding(path, config)]
         tensors[_their_name(path, names)] = np.ascontiguousarray(value)
-    if config.masked_lm and not config.tied_decoder:
+    if config.masked_lm and config.decoder_bias and not config.tied_decoder:
         # An untied decoder has its own bias; transformers keeps this parameter but does not use it.
         tensors[family.names["masked_lm/bias"]] = tensors[family.decoder_bias]
     return tensors
@@ -312,7 +329,8 @@ def _parts(family: Family, settings, tensors, allow_missing) -> tuple[list[str],
             f"{known[0]} without {', '.join(names)}: {' and '.join(refused)} missing; "
             f"to import without, add {options}"
         )
-    if "pooler" not in present and ("next_sentence" in present or HEADS[head].pooled):
+    needs_pooler = "next_sentence" in present or (HEADS[head].pooled and family.has_pooler)
+    if needs_pooler and "pooler" not in present:
         raise UserError(f"missing: {starts['pooler'][0]}weight, which the heads need")
     return present, head
 
@@ -343,14 +361,20 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     names = family.names_of(config)
     parts = {"pooler": config.has_pooler, "masked_lm/bias": config.masked_lm}
     parts |= {"next_sentence": config.next_sentence, "classifier": bool(config.head)}
+    has_head = bool(config.head)
+    is_used: dict[str, bool] = {"head_layer": has_head, "head_pooling": has_head}
+    is_used["decoder_bias"] = config.masked_lm
     impossible = {
         "lstm_layers": config.lstm_layers,
         "features": config.features,
-        "final_norm": config.final_norm,
         "transform": config.masked_lm and not config.transform,
         "segments": "segments" in family.settings and not config.segments,
         "causal": config.causal and not family.causal_class,
-        **{key: getattr(config, key) != value for key, value in family.fixed.items()},
+        **{
+            key: getattr(config, key) != family.fixed.get(key, getattr(ModelConfig(), key))
+            for key in (*_OPTIONS, *family.fixed)
+            if key not in family.settings and is_used.get(key, True)
+        },
         **{
             "head" if part == "classifier" else part.split("/")[0]: is_present and part not in names
             for part, is_present in parts.items()
@@ -367,10 +391,12 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
         family.activation: next(k for k, v in _ACTIVATIONS.items() if v == config.activation),
         **{theirs: getattr(config, ours) for ours, theirs in family.settings.items()},
         "pad_token_id": vocabulary.pad_id,
+        **{theirs: getattr(vocabulary, ours) for theirs, ours in family.token_ids.items()},
         "position_embedding_type": "absolute",
         "dtype": "float32",
     }
-    if architecture(config) == f"{family.class_prefix}Model" and not config.has_pooler:
+    is_encoder = architecture(config) == f"{family.class_prefix}Model"
+    if is_encoder and "pooler" in family.parts and not config.has_pooler:
         settings["add_pooling_layer"] = False
     if HEADS[config.head].labels is None:
         settings["id2label"] = {str(i): label for i, label in enumerate(config.labels)}

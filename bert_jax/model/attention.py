@@ -7,6 +7,7 @@ Shapes: B rows, T tokens a row, N heads, K head size.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ def attention(
     implementation: str,
     interpret: bool = False,
     causal: bool = False,
+    reach: int = 0,
+    alibi: bool = False,
 ) -> Float[Array, "B T N K"]:
     """Compute scaled dot-product attention within each sequence of a row.
 
@@ -44,20 +47,24 @@ def attention(
         implementation: "xla" (or unresolved "auto"), or one of `KERNELS` that passed `check`.
         interpret: run Pallas kernels in the Pallas interpreter, on any platform.
         causal: a token attends only to itself and earlier tokens of its sequence.
+        reach: a token attends only to tokens at most this far away; 0 for no limit.
+        alibi: add `alibi_slopes` times the distance, negated, to the scores.
 
     Raises:
-        ValueError: dropout is enabled for a kernel that does not support it.
+        ValueError: dropout, `reach` or `alibi` is requested of a kernel that does not support it.
     """
     if implementation in ("auto", "xla"):
-        return _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal)
+        return _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal, reach, alibi)
     if dropout_rate and dropout_key is not None:
         raise ValueError(f"attention {implementation!r} has no dropout")
     kernel = KERNELS[implementation]
+    if alibi or (reach and not kernel.is_local):
+        raise ValueError(f"attention {implementation!r} has no {'ALiBi' if alibi else 'window'}")
     tokens = query.shape[1]
     padding = -tokens % kernel.block_tokens
 
     def run(query, key, value, segment_ids):
-        return kernel.run(query, key, value, segment_ids, interpret, causal)
+        return kernel.run(query, key, value, segment_ids, interpret, causal, reach)
 
     if padding:
         pad_width = [(0, 0), (0, padding), (0, 0), (0, 0)]
@@ -66,11 +73,29 @@ def attention(
     return sharding.shard_attention(run)(query, key, value, segment_ids)[:, :tokens]
 
 
-def _mask(segment_ids: Int[Array, "B T"], causal: bool) -> Bool[Array, "B 1 T T"]:
+def _mask(segment_ids: Int[Array, "B T"], causal: bool, reach: int) -> Bool[Array, "B 1 T T"]:
     """Return whether each token (axis 2) attends to each (axis 3)."""
-    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    # Sequences are contiguous in a row, so the causal order within them is the order in the row.
-    return jnp.tril(same) if causal else same
+    mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    # Sequences are contiguous in a row, so order and distance within them are those in the row.
+    mask = jnp.tril(mask) if causal else mask
+    return mask & (_distances(segment_ids.shape[1]) <= reach) if reach else mask
+
+
+def _distances(tokens: int) -> Int[Array, "T T"]:
+    """Return the distance of each token (axis 0) of a row from each (axis 1)."""
+    index = jnp.arange(tokens)
+    return jnp.abs(index[:, None] - index)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slope of each head's penalty on distance (Press et al., arXiv 2108.12409).
+
+    For N a power of two they are 2^(-8/N), 2^(-16/N), … 2^-8. Other numbers of heads take the slopes
+    of the power of two below, then every second slope of the one above, as in the paper's code.
+    """
+    power = 1 << math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
 
 
 def probabilities(
@@ -78,6 +103,8 @@ def probabilities(
     key: Float[Array, "B T N K"],
     segment_ids: Int[Array, "B T"],
     causal: bool = False,
+    reach: int = 0,
+    alibi: bool = False,
 ) -> Float[Array, "B N T T"]:
     """Return attention probabilities from each token (axis 2) to each (axis 3) in float32.
 
@@ -85,7 +112,7 @@ def probabilities(
     `attention` for the arguments.
     """
     query, key = (x.swapaxes(1, 2) for x in (query, key))
-    exponentials, total = _softmax_parts(query, key, segment_ids, causal)
+    exponentials, total = _softmax_parts(query, key, segment_ids, causal, reach, alibi)
     return exponentials / total
 
 
@@ -94,48 +121,58 @@ def _softmax_parts(
     key: Float[Array, "B N T K"],
     segment_ids: Int[Array, "B T"],
     causal: bool,
+    reach: int,
+    alibi: bool,
 ) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T 1"]]:
     """Return the numerator and denominator of the softmax in float32."""
     scores = jnp.einsum("bntk,bnuk->bntu", query * query.shape[-1] ** -0.5, key)
     # Compute the softmax in float32: a sum over hundreds of tokens is too inaccurate in bfloat16.
     masked_score = jnp.finfo(jnp.float32).min
-    scores = jnp.where(_mask(segment_ids, causal), scores.astype(jnp.float32), masked_score)
+    mask, scores = _mask(segment_ids, causal, reach), scores.astype(jnp.float32)
+    if alibi:
+        slopes = jnp.array(alibi_slopes(query.shape[1]), jnp.float32)
+        scores -= slopes[:, None, None] * _distances(query.shape[2])
+    scores = jnp.where(mask, scores, masked_score)
     max_score = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     exponentials = jnp.exp(scores - max_score)
     return exponentials, exponentials.sum(-1, keepdims=True)
 
 
-def _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal):
+def _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal, reach, alibi):
     # Put heads before tokens, scale the smaller operand, and divide by the softmax's denominator
     # after multiplying with the values: twice as fast on CPU as the textbook order.
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    exponentials, total = _softmax_parts(query, key, segment_ids, causal)
+    exponentials, total = _softmax_parts(query, key, segment_ids, causal, reach, alibi)
     weights = dropout(exponentials.astype(value.dtype), dropout_rate, dropout_key)
     weighted_sum = jnp.einsum("bntu,bnuk->bntk", weights, value)
     return (weighted_sum.astype(total.dtype) / total).astype(value.dtype).swapaxes(1, 2)
 
 
-def _cudnn(query, key, value, segment_ids, interpret, causal):
+def _cudnn(query, key, value, segment_ids, interpret, causal, reach):
     # The mask is shared by all heads. Before JAX 0.12, the backward pass also computes an unused
     # gradient of the mask.
-    mask = _mask(segment_ids, causal)
+    mask = _mask(segment_ids, causal, reach)
     return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn")
 
 
-def _pallas(query, key, value, segment_ids, interpret, causal):
+def _pallas(query, key, value, segment_ids, interpret, causal, reach):
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     return mha(query, key, value, segment_ids, query.shape[-1] ** -0.5, causal, interpret=interpret)
 
 
-def _splash(query, key, value, segment_ids, interpret, causal):
+def _splash(query, key, value, segment_ids, interpret, causal, reach):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     heads, tokens = query.shape[2], query.shape[1]
     block = next(size for size in (512, 256, 128) if tokens % size == 0)
-    mask = splash.CausalMask if causal else splash.FullMask
+    shape = (tokens, tokens)
+    if reach:  # blocks outside the window are not computed
+        mask = splash.LocalMask(shape, (reach, 0 if causal else reach), offset=0)
+    else:
+        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
     run = splash.make_splash_mha(
-        splash.MultiHeadMask([mask((tokens, tokens))] * heads),
+        splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,
@@ -159,11 +196,12 @@ class Kernel(NamedTuple):
     """A fused attention kernel for one platform.
 
     Attributes:
-        run: single-device function of (query, key, value, segment_ids, interpret, causal).
+        run: single-device function of (query, key, value, segment_ids, interpret, causal, reach).
         platform: "gpu" or "tpu".
         dtypes: supported dtypes of queries, keys and values.
         head_sizes: supported head sizes K.
         block_tokens: T is padded to a multiple of it.
+        is_local: whether it supports local attention (`reach`).
     """
 
     run: Callable[..., Any]
@@ -171,15 +209,16 @@ class Kernel(NamedTuple):
     dtypes: tuple[str, ...]
     head_sizes: range
     block_tokens: int
+    is_local: bool
 
 
 KERNELS = {
     # cuDNN's fused attention (`jax.nn.dot_product_attention`).
-    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64),
+    "cudnn": Kernel(_cudnn, "gpu", ("bfloat16",), range(8, 129, 8), 64, True),
     # jax.experimental.pallas.ops.gpu.attention, through Triton.
-    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128),
+    "pallas": Kernel(_pallas, "gpu", ("bfloat16",), range(16, 129, 8), 128, False),
     # jax.experimental.pallas.ops.tpu.splash_attention, through Mosaic.
-    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128),
+    "splash": Kernel(_splash, "tpu", ("float32", "bfloat16"), range(1, 257), 128, True),
 }
 
 
@@ -273,6 +312,15 @@ def _obstacle(name: str, config: TrainConfig, tensor: int) -> str:
             "config.deterministic is true, but cudnn does not compile with deterministic kernels: "
             "set config.model.attention to 'xla', or config.deterministic to false"
         )
+    for key, requested, supported in (
+        ("position_kind", model.position_kind == "alibi", False),
+        ("local_window", model.local_window, kernel.is_local),
+    ):
+        if requested and not supported:
+            return (
+                f"config.model.{key} is {getattr(model, key)!r}, which {name} does not support: "
+                "set config.model.attention to 'xla'"
+            )
     if model.dtype not in kernel.dtypes:
         return (
             f"config.model.dtype is {model.dtype!r}, but {name} supports only "

@@ -10,7 +10,7 @@ and checkpoint conversion match on them.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from bert_jax.data.rows import Layout, layout
 from bert_jax.model import width
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
-from bert_jax.model.heads import MaskedLM, ScalarMix, SpanBoundary
+from bert_jax.model.heads import HeadTransform, MaskedLM, ScalarMix, SpanBoundary
 from bert_jax.model.layers import (
     ACTIVATIONS,
     DENSE,
@@ -47,6 +47,70 @@ REMAT_POLICIES = {
 }
 
 
+class Tokens(NamedTuple):
+    """What attention needs to know of the tokens besides their hidden states.
+
+    Attributes:
+        segment_ids: index of each token's sequence in its row.
+        rotations: `rotation` for layers with global and with local attention; None without RoPE.
+    """
+
+    segment_ids: Int[Array, "B T"]
+    rotations: tuple["Rotation", "Rotation"] | None
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of the angles by which RoPE rotates the tokens' queries and keys."""
+
+    cos: Float[Array, "B T K/2"]
+    sin: Float[Array, "B T K/2"]
+
+
+def rotation(position_ids: Int[Array, "B T"], head_size: int, theta: float) -> Rotation:
+    """Return RoPE's rotation of each position, in float32 (Su et al., arXiv 2104.09864)."""
+    frequencies = 1 / theta ** (np.arange(0, head_size, 2, dtype=np.float32) / head_size)
+    angles = position_ids[..., None].astype(jnp.float32) * frequencies
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: Float[Array, "B T N K"], by: Rotation) -> Float[Array, "B T N K"]:
+    """Rotate the pairs (i, i + K/2) of every head's features, as in GPT-NeoX and transformers."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = by.cos[:, :, None], by.sin[:, :, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return rotated.astype(x.dtype)
+
+
+def token_inputs(config: ModelConfig, layout: Layout) -> Tokens:
+    """Return what the attention of all layers needs to know of packed rows."""
+    if config.position_kind != "rope":
+        return Tokens(layout.segment_ids, None)
+    head_size, theta = config.hidden // config.heads, config.rope_theta
+    everywhere, nearby = (
+        rotation(layout.position_ids, head_size, base)
+        for base in (theta, config.local_rope_theta or theta)
+    )
+    return Tokens(layout.segment_ids, (everywhere, nearby))
+
+
+class LayerKind(NamedTuple):
+    """How a layer differs from others of the model.
+
+    Attributes:
+        is_local: whether attention is local.
+        has_attention_norm: whether attention has a norm; see `config.norm_position`.
+    """
+
+    is_local: bool
+    has_attention_norm: bool
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """Return the kind of every layer."""
+    is_normed = config.norm_position == "pre" and config.embedding_norm
+    return [LayerKind(config.is_local(i), not (is_normed and i == 0)) for i in range(config.layers)]
+
+
 class Embeddings(nn.Module):
     """Sum of word, position and segment embeddings, then LayerNorm and dropout (section 3.2)."""
 
@@ -56,10 +120,12 @@ class Embeddings(nn.Module):
         c = self.config
         self.word = nn.Embed(padded_vocab_size(c), c.hidden, embedding_init=vocab_initializer(c, 0))
         table = functools.partial(nn.Embed, features=c.hidden, embedding_init=initializer(c))
-        self.position = table(c.positions)
+        if c.position_kind == "learned":
+            self.position = table(c.positions)
         if c.segments:
             self.segment = table(c.segments)
-        self.norm = norm_layer(c)
+        if c.embedding_norm:
+            self.norm = norm_layer(c)
 
     def __call__(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
@@ -68,21 +134,24 @@ class Embeddings(nn.Module):
         # Gather words in float32: the gradient is a scatter-add, and GPUs have no fast atomic
         # addition in bfloat16. The two small tables avoid scatters altogether.
         x = self.word(tokens)
-        positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
-        x += one_hot_gather(positions, layout.position_ids).astype(x.dtype)
+        if c.position_kind == "learned":
+            positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
+            x += one_hot_gather(positions, layout.position_ids).astype(x.dtype)
         if c.segments:
             segments = jnp.asarray(self.segment.embedding)
             if c.segments == 2:
                 x += jnp.where(layout.token_type_ids[..., None] == 0, *segments)
             else:
                 x += one_hot_gather(segments, layout.token_type_ids)
-        return dropout(self.norm(x.astype(c.dtype)), c.dropout, key)
+        x = x.astype(c.dtype)
+        return dropout(self.norm(x) if c.embedding_norm else x, c.dropout, key)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with output projection, residual connection and LayerNorm."""
+    """Multi-head self-attention with output projection, residual connection and norm."""
 
     config: ModelConfig
+    kind: LayerKind
 
     def setup(self):
         c = self.config
@@ -91,36 +160,63 @@ class Attention(nn.Module):
             dense(c, heads, target=name) for name in ("query", "key", "value")
         )
         self.output = dense(c, c.hidden, axis=(-2, -1), target="output")
-        self.norm = norm_layer(c)
+        if self.kind.has_attention_norm:
+            self.norm = norm_layer(c)
+        if c.qk_norm:
+            self.query_norm, self.key_norm = norm_layer(c), norm_layer(c)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"],
+        tokens: Tokens,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
         c = self.config
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        y = self._input(x)
+        q, k = self._queries_and_keys(y, tokens)
+        v = self.value(y)
         # Initialization traces one token, where only the shapes of parameters matter.
         implementation = "xla" if self.is_initializing() else c.attention
-        settings = (segment_ids, c.attention_dropout, fold_in(key, 0), implementation)
+        settings = (tokens.segment_ids, c.attention_dropout, fold_in(key, 0), implementation)
         with jax.named_scope("attend"):
-            y = attention(q, k, v, *settings, causal=c.causal)
-        return self.norm(x + dropout(self.output(y), c.dropout, fold_in(key, 1)))
+            y = attention(q, k, v, *settings, **self._pattern)
+        y = x + dropout(self.output(y), c.dropout, fold_in(key, 1))
+        return y if c.norm_position == "pre" else self.norm(y)
 
-    def query_key_value(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T N K"], ...]:
-        """Return the queries, keys and values."""
-        return self.query(x), self.key(x), self.value(x)
+    def query_key_value(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> tuple[Float[Array, "B T N K"], ...]:
+        """Return the queries, keys and values, as attention takes them."""
+        y = self._input(x)
+        return *self._queries_and_keys(y, tokens), self.value(y)
 
-    def probabilities(
-        self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]
-    ) -> Float[Array, "B N T T"]:
+    def probabilities(self, x: Float[Array, "B T D"], tokens: Tokens) -> Float[Array, "B N T T"]:
         """Return the attention probabilities, independently of `config.attention`."""
-        return probabilities(self.query(x), self.key(x), segment_ids, self.config.causal)
+        q, k = self._queries_and_keys(self._input(x), tokens)
+        return probabilities(q, k, tokens.segment_ids, **self._pattern)
+
+    def _input(self, x):
+        is_normed = self.config.norm_position == "pre" and self.kind.has_attention_norm
+        return self.norm(x) if is_normed else x
+
+    def _queries_and_keys(self, x, tokens):
+        q, k = self.query(x), self.key(x)
+        if self.config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if tokens.rotations is not None:
+            by = tokens.rotations[self.kind.is_local]
+            q, k = rotate(q, by), rotate(k, by)
+        return q, k
+
+    @property
+    def _pattern(self) -> dict[str, Any]:
+        c = self.config
+        reach = c.local_window // 2 if self.kind.is_local else 0
+        return {"causal": c.causal, "reach": reach, "alibi": c.position_kind == "alibi"}
 
 
 class FeedForward(nn.Module):
-    """Position-wise feed-forward network with residual connection and LayerNorm."""
+    """Position-wise feed-forward network with residual connection and norm."""
 
     config: ModelConfig
 
@@ -128,27 +224,32 @@ class FeedForward(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
-        c = self.config
-        y = ACTIVATIONS[c.activation](
-            dense(c, c.feed_forward, "intermediate", target="intermediate")(x)
+        c, norm = self.config, norm_layer(self.config, "norm")
+        pre = c.norm_position == "pre"
+        y = norm(x) if pre else x
+        wide = ACTIVATIONS[c.activation](
+            dense(c, c.feed_forward, "intermediate", target="intermediate")(y)
         )
-        y = dense(c, c.hidden, "output", target="output")(y)
-        return norm_layer(c, "norm")(x + dropout(y, c.dropout, key))
+        if c.gated_feed_forward:
+            wide *= dense(c, c.feed_forward, "gate")(y)
+        y = x + dropout(dense(c, c.hidden, "output", target="output")(wide), c.dropout, key)
+        return y if pre else norm(y)
 
 
 class Layer(nn.Module):
-    """Transformer layer with LayerNorm after each residual connection (post-norm)."""
+    """Transformer layer: attention, then the feed-forward network."""
 
     config: ModelConfig
+    kind: LayerKind
 
     @nn.compact
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"],
+        tokens: Tokens,
         key: Key[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        x = Attention(self.config, name="attention")(x, segment_ids, fold_in(key, 0))
+        x = Attention(self.config, self.kind, name="attention")(x, tokens, fold_in(key, 0))
         return FeedForward(self.config, name="feed_forward")(x, fold_in(key, 1))
 
 
@@ -161,76 +262,103 @@ class Encoder(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"],
+        layout: Layout,
         key: Key[Array, ""] | None,
         all_layers: bool = False,
     ) -> list[Float[Array, "B T D"]]:
         """Return the output of the last layer, or of all layers if `all_layers` is true."""
-        c = self.config
+        c, tokens = self.config, token_inputs(self.config, layout)
         if self.is_initializing():
             states = []
-            for i in range(c.layers):
-                x = Layer(c, name=f"layer_{i}")(x, segment_ids, None)
+            for i, kind in enumerate(layer_kinds(c)):
+                x = Layer(c, kind, name=f"layer_{i}")(x, tokens, None)
                 states.append(x)
         else:
-            states = self._run(x, segment_ids, key, all_layers)
+            states = self._run(x, tokens, key, all_layers)
         if c.final_norm:
             states[-1] = norm_layer(c, "norm")(states[-1])
         return states
 
-    def _run(self, x, segment_ids, key, all_layers):
+    def _run(self, x, tokens, key, all_layers):
         # Parameters are stored per layer and passed to a pure function, so checkpoints, LAMB's
         # norms and dropout bits do not depend on `layer_loop`.
-        c = self.config
+        c, kinds = self.config, layer_kinds(self.config)
         layers = [self.variables["params"][f"layer_{i}"] for i in range(c.layers)]
 
-        def layer(x, params, i) -> Any:
-            layer_key = fold_in(key, i)
-            rngs = None if key is None or not c.lora.dropout else {"lora": fold_in(layer_key, 2)}
-            return Layer(c, parent=None).apply(
-                {"params": params}, x, segment_ids, layer_key, rngs=rngs
-            )
+        def layer_function(kind) -> Any:
+            def layer(x, params, i):
+                layer_key = fold_in(key, i)
+                has_rng = key is not None and c.lora.dropout
+                rngs: Any = {"lora": fold_in(layer_key, 2)} if has_rng else None
+                module = Layer(c, kind, parent=None)
+                return module.apply({"params": params}, x, tokens, layer_key, rngs=rngs)
 
-        if c.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
-        if c.layer_loop == "unrolled":
-            layer = jax.jit(layer)  # JAX traces the layer once; XLA still sees every copy
-            states = []
-            for i, params in enumerate(layers):
-                x = layer(x, params, i)
+            if c.remat != "none":
+                layer = jax.checkpoint(layer, policy=REMAT_POLICIES[c.remat])
+            # JAX traces each kind of layer once; XLA still sees every copy.
+            return jax.jit(layer) if c.layer_loop == "unrolled" else layer
+
+        functions = {kind: layer_function(kind) for kind in dict.fromkeys(kinds)}
+        run = [functions[kind] for kind in kinds]
+        states = []
+
+        def unrolled(x, indices):
+            for i in indices:
+                x = run[i](x, layers[i], i)
                 states.append(x)
+            return x
+
+        # A scan repeats groups of `period` layers, whose kinds are static. The first layer is not in
+        # them if it lacks a norm, and the last ones are not if they do not fill a group.
+        period = c.global_every if c.local_window else 1
+        first = int(not kinds[0].has_attention_norm)
+        groups = (c.layers - first) // period if c.layer_loop == "scanned" else 0
+        if groups == 0:
+            x = unrolled(x, range(c.layers))
             return states if all_layers else [x]
+        end = first + groups * period
 
-        def scanned(x, item):
-            x = layer(x, *item)
-            return x, x if all_layers else None
+        def scanned(x, items):
+            outputs = []
+            for offset, item in enumerate(items):
+                x = run[first + offset](x, *item)
+                outputs.append(x)
+            return x, outputs if all_layers else None
 
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-        x, states = jax.lax.scan(scanned, x, (stacked, jnp.arange(c.layers)))
-        return [x] if states is None else list(states)
+        items = []
+        for start in range(first, first + period):
+            indices = range(start, end, period)
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[i] for i in indices))
+            items.append((stacked, jnp.arange(c.layers)[start:end:period]))
+        x = unrolled(x, range(first))
+        carry_and_outputs: Any = jax.lax.scan(scanned, x, items)
+        x, outputs = carry_and_outputs
+        if all_layers:
+            states += [state for group in zip(*map(list, outputs), strict=True) for state in group]
+        x = unrolled(x, range(end, c.layers))
+        return states if all_layers else [x]
 
     def query_key_value(
-        self, x: Float[Array, "B T D"], i: int
+        self, x: Float[Array, "B T D"], layout: Layout, i: int
     ) -> tuple[Float[Array, "B T N K"], ...]:
         """Return the queries, keys and values of layer i (from 0), given its input."""
         params = self.variables["params"][f"layer_{i}"]["attention"]
-        attention = Attention(self.config, parent=None)
-        found: Any = attention.apply({"params": params}, x, method="query_key_value")
+        attention = Attention(self.config, layer_kinds(self.config)[i], parent=None)
+        tokens = token_inputs(self.config, layout)
+        found: Any = attention.apply({"params": params}, x, tokens, method="query_key_value")
         return found
 
     def probabilities(
-        self, states: list[Float[Array, "B T D"]], segment_ids: Int[Array, "B T"]
+        self, states: list[Float[Array, "B T D"]], layout: Layout
     ) -> Float[Array, "L B N T T"]:
         """Return the attention probabilities of every layer, given each layer's input."""
-        attention, params = Attention(self.config, parent=None), self.variables["params"]
+        c, params = self.config, self.variables["params"]
+        tokens = token_inputs(c, layout)
         maps: list[Any] = [
-            attention.apply(
-                {"params": params[f"layer_{i}"]["attention"]},
-                x,
-                segment_ids,
-                method="probabilities",
+            Attention(c, kind, parent=None).apply(
+                {"params": params[f"layer_{i}"]["attention"]}, x, tokens, method="probabilities"
             )
-            for i, x in enumerate(states)
+            for i, (kind, x) in enumerate(zip(layer_kinds(c), states, strict=True))
         ]
         return jnp.stack(maps)
 
@@ -249,7 +377,7 @@ class Bert(nn.Module):
         if c.has_pooler:
             self.pooler = dense(c, c.hidden)
         if c.next_sentence:
-            self.next_sentence = dense(c, 2)
+            self.next_sentence = dense(c, 2, always_bias=True)
         if c.span_boundary:
             self.span_boundary = SpanBoundary(c)
         if c.teacher_hidden:
@@ -258,29 +386,31 @@ class Bert(nn.Module):
             self.features = ScalarMix()
         if c.lstm_layers:
             self.lstm = BiLSTM(c)
+        if c.has_head_transform:
+            self.head = HeadTransform(c)
         if c.head:
-            self.classifier = dense(c, len(c.labels))
+            self.classifier = dense(c, len(c.labels), always_bias=True)
 
     def encode(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
     ) -> Float[Array, "B T D"]:
         """Return the last layer's hidden states; dropout is applied if `key` is given."""
         x = self.embeddings(tokens, layout, fold_in(key, 0))
-        return self.encoder(x, layout.segment_ids, fold_in(key, 1))[-1]
+        return self.encoder(x, layout, fold_in(key, 1))[-1]
 
     def hidden_states(
         self, tokens: Int[Array, "B T"], layout: Layout
     ) -> list[Float[Array, "B T D"]]:
         """Return L + 1 hidden states, the embeddings and each layer's output, without dropout."""
         x = self.embeddings(tokens, layout, None)
-        return [x, *self.encoder(x, layout.segment_ids, None, all_layers=True)]
+        return [x, *self.encoder(x, layout, None, all_layers=True)]
 
     def attention_probabilities(
         self, tokens: Int[Array, "B T"], layout: Layout
     ) -> Float[Array, "L B N T T"]:
         """Return attention from each token (axis 4) to each (axis 5), float32, without dropout."""
         states = self.hidden_states(tokens, layout)
-        return self.encoder.probabilities(states[:-1], layout.segment_ids)
+        return self.encoder.probabilities(states[:-1], layout)
 
     def frozen_features(self, tokens: Int[Array, "B T"], layout: Layout) -> Float[Array, "B T n"]:
         """Return the features that `config.features` selects (section 5.3); n is D or 4 D.
@@ -295,7 +425,10 @@ class Bert(nn.Module):
 
     def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Apply dense + tanh to every sequence's [CLS], or to the tokens at indices `cls`."""
-        return jnp.tanh(self.pooler(one_hot_gather(hidden, cls)))
+        return self._pool(one_hot_gather(hidden, cls))
+
+    def _pool(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        return jnp.tanh(self.pooler(hidden))
 
     def __call__(
         self,
@@ -351,12 +484,12 @@ class Bert(nn.Module):
             teacher's size if the model has it; the queries, keys and values of the layer.
         """
         x = self.embeddings(tokens, layout, fold_in(key, 0))
-        states = [x, *self.encoder(x, layout.segment_ids, fold_in(key, 1), all_layers=True)]
+        states = [x, *self.encoder(x, layout, fold_in(key, 1), all_layers=True)]
         logits = self._heads(states[-1], layout, positions)
         relations = ()
         if relation_layer:
             below = states[relation_layer - 1]
-            relations = self.encoder.query_key_value(below, relation_layer - 1)
+            relations = self.encoder.query_key_value(below, layout, relation_layer - 1)
         if self.config.teacher_hidden:
             states = [self.teacher_projection(x) for x in states]
         return logits, states, relations
@@ -390,9 +523,14 @@ class Bert(nn.Module):
         if c.lstm_layers:
             hidden = self.lstm(hidden, layout.segment_ids)
         if HEADS[c.head].pooled:
-            indices = last_tokens(layout) if c.causal else layout.cls
-            use_pooler = not (c.features or c.lstm_layers)
-            hidden = self.pool(hidden, indices) if use_pooler else one_hot_gather(hidden, indices)
+            if c.head_pooling == "mean":
+                hidden = pool_tokens(hidden, layout, "mean").astype(hidden.dtype)
+            else:
+                hidden = one_hot_gather(hidden, last_tokens(layout) if c.causal else layout.cls)
+            if c.head_layer == "pooler" and not (c.features or c.lstm_layers):
+                hidden = self._pool(hidden)
+        if c.has_head_transform:
+            hidden = self.head(hidden)
         hidden = dropout(hidden, c.dropout, fold_in(key, 1))
         return self.classifier(hidden).astype(jnp.float32)
 
@@ -417,6 +555,8 @@ class Bert(nn.Module):
             hidden = self.features(states) if is_weighted else jnp.concatenate(states, -1)
         if c.lstm_layers:
             hidden = self.lstm(hidden, layout.segment_ids)
+        if c.has_head_transform:
+            self.head(hidden)
         if c.head:
             self.classifier(hidden)
 

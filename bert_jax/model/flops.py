@@ -11,7 +11,7 @@ def parameter_count(params: Params, config: ModelConfig) -> int:
     """Return the number of scalars in `params`, without the padding of the vocabulary."""
     total = sum(x.size for x in jax.tree.leaves(params))
     num_tables = 1 if config.tied_decoder or not config.masked_lm else 2
-    biases = config.masked_lm + config.span_boundary  # of the decoders
+    biases = (config.masked_lm and config.decoder_bias) + config.span_boundary  # of the decoders
     per_entry = config.hidden * num_tables + biases
     return total - (padded_vocab_size(config) - config.vocab_size) * per_entry
 
@@ -20,12 +20,12 @@ def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions:
     """Return the FLOPs of a training step per row: three times the forward matrix products.
 
     A multiply-add counts as 2. Attention counts all T² pairs, as dense implementations compute
-    them, for causal models too. Frozen layers that `config.features` uses are counted once, layers
-    above them not at all. The frozen kernels of a model with adapters have no gradients and are
-    counted twice. LSTMs are included, adapters and fine-tuned heads are not.
+    them, for causal models and local attention too. Frozen layers that `config.features` uses are
+    counted once, layers above them not at all. The frozen kernels of a model with adapters have no
+    gradients and are counted twice. LSTMs are included, adapters and fine-tuned heads are not.
     """
     d, f = config.hidden, config.feed_forward
-    kernels = tokens * (8 * d * d + 4 * d * f)
+    kernels = tokens * (8 * d * d + (6 if config.gated_feed_forward else 4) * d * f)
     layer = kernels + tokens * 4 * tokens * d
     head = predictions * 2 * d * (config.vocab_size + d * config.transform)
     if config.span_boundary:

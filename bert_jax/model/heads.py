@@ -1,4 +1,4 @@
-"""Heads on top of the encoder: masked LM, span boundaries, and the mix of layers for feature extraction."""
+"""Heads on the encoder: masked LM, span boundaries, hidden layers, and mixes of layers."""
 
 import functools
 import operator
@@ -51,6 +51,22 @@ def _vocab_logits_backward(residuals, cotangent):
 _vocab_logits.defvjp(_vocab_logits_forward, _vocab_logits_backward)
 
 
+def _transform(config: ModelConfig, x: Float[Array, "B n D"]) -> Float[Array, "B n D"]:
+    """Apply dense + activation + norm, as submodules of the module that calls it."""
+    x = ACTIVATIONS[config.activation](dense(config, config.hidden, "transform")(x))
+    return norm_layer(config, "norm")(x)
+
+
+class HeadTransform(nn.Module):
+    """Hidden layer below a fine-tuning head (`ModernBertPredictionHead` in transformers)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B n D"]) -> Float[Array, "B n D"]:
+        return _transform(self.config, x)
+
+
 class MaskedLM(nn.Module):
     """Masked-LM head: vocabulary logits for gathered hidden states (section 3.1, task 1)."""
 
@@ -62,14 +78,15 @@ class MaskedLM(nn.Module):
     ) -> Float[Array, "B P V"]:
         c, vocab = self.config, padded_vocab_size(self.config)
         if c.transform:
-            x = ACTIVATIONS[c.activation](dense(c, c.hidden, "transform")(x))
-            x = norm_layer(c, "norm")(x)
+            x = _transform(c, x)
         if c.tied_decoder:
             kernel = table.T
         else:
             kernel = self.param("decoder", vocab_initializer(c, 1), (c.hidden, vocab), jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
-        return _without_padding(_vocab_logits(x, kernel) + bias, c)
+        logits = _vocab_logits(x, kernel)
+        if c.decoder_bias:
+            logits += self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
+        return _without_padding(logits, c)
 
 
 def _without_padding(logits: Float[Array, "B P V"], config: ModelConfig) -> Float[Array, "B P V"]:

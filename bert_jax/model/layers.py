@@ -1,4 +1,4 @@
-"""Building blocks of the model: dense layers, LayerNorm, activations, initializers."""
+"""Building blocks of the model: dense layers, norms, activations, initializers."""
 
 import dataclasses
 import functools
@@ -53,6 +53,7 @@ ACTIVATIONS = {
     "gelu": _in_float32(_gelu),
     "gelu_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
     "relu": jax.nn.relu,
+    "silu": _in_float32(jax.nn.silu),
 }
 
 
@@ -199,10 +200,12 @@ def dense(
     name: str | None = None,
     axis: Any = -1,
     target: str = "",
+    always_bias: bool = False,
 ) -> nn.Module:
     """Return a dense layer whose output is saved by the "dots" rematerialization policy.
 
-    It has an adapter if `target` is one of `config.lora.targets`.
+    It has a bias if `config.bias` or `always_bias` is true, and an adapter if `target` is one of
+    `config.lora.targets`.
     """
     has_adapter = config.lora.rank > 0 and target in config.lora.targets
     # The layer in a `LoraDense` gets its parent and name there.
@@ -210,6 +213,7 @@ def dense(
     layer = nn.DenseGeneral(
         features,
         axis,
+        use_bias=config.bias or always_bias,
         dtype=config.dtype,
         kernel_init=initializer(config),
         dot_general_cls=lambda: (
@@ -223,11 +227,17 @@ def dense(
 
 
 def norm_layer(config: ModelConfig, name: str | None = None) -> nn.Module:
-    """Return a LayerNorm."""
+    """Return the norm that `config.norm` selects, over the last axis."""
+    if config.norm == "rms_norm":
+        return nn.RMSNorm(config.layer_norm_epsilon, dtype=config.dtype, name=name)
     # The fast variance E[x²] - E[x]² suffers from cancellation in float32 and would break parity
     # with the reference implementations.
     return nn.LayerNorm(
-        config.layer_norm_epsilon, dtype=config.dtype, use_fast_variance=False, name=name
+        config.layer_norm_epsilon,
+        dtype=config.dtype,
+        use_bias=config.norm == "layer_norm",
+        use_fast_variance=False,
+        name=name,
     )
 
 

@@ -78,10 +78,13 @@ def model_config(
     Raises:
         UserError: the config asks for an encoder that differs from the checkpoint's.
     """
+    is_set = is_changed(config.model)
     model = inherit(
         config.model,
         start or config.model,
-        is_set=is_changed(config.model),
+        is_set=is_set,
+        # What is new in fine-tuning: the config's if it sets them, else the checkpoint's.
+        free=[name for name in ("head_layer", "head_pooling") if is_set(name)],
         advice="train with --init none",
     )
     return dataclasses.replace(
@@ -117,18 +120,23 @@ def restored(
         new.append("classifier")
     if model.has_pooler and not start.has_pooler:
         new.append("pooler")
+    if model.has_head_transform and not start.has_head_transform:
+        if start.masked_lm and start.transform:  # as in transformers, where they have one name
+            params = params | {"head": {k: params["masked_lm"][k] for k in ("transform", "norm")}}
+        else:
+            new.append("head")
     if model.features.startswith("weighted-"):
         new.append("features")
     if model.lstm_layers:
         new.append("lstm")
     if model.lora.rank:
         new.append("adapters")
+    kept_parts = ["embeddings/", "encoder/"]
+    kept_parts += ["pooler/"] * model.has_pooler + ["head/"] * model.has_head_transform
     selected = {
         path: value
         for path, value in flatten(params).items()
-        if path.startswith(
-            ("embeddings/", "encoder/", "pooler/" if model.has_pooler else "encoder/")
-        )
+        if path.startswith(tuple(kept_parts))
         and not path.startswith(tuple(f"{name}/" for name in new))
     }
     return unflatten(selected), new
@@ -222,7 +230,8 @@ def add_teacher(config: FinetuneConfig, vocabulary: Vocabulary, phase: Phase) ->
 
 def _cost_tokens(model: ModelConfig) -> int:
     """Return T at which a layer's attention costs as much as its other matmuls."""
-    return (8 * model.hidden + 4 * model.feed_forward) // 4
+    wide = model.feed_forward * (1.5 if model.gated_feed_forward else 1)
+    return int(8 * model.hidden + 4 * wide) // 4
 
 
 def evaluated_split(problem: FinetuneDataset) -> str:

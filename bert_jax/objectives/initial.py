@@ -51,7 +51,7 @@ _PRETRAINING_FIELDS = (
     "labels",
 )
 # Fields of a masked-LM head, which come with it.
-_MASKED_LM_FIELDS = ("transform", "tied_decoder")
+_MASKED_LM_FIELDS = ("transform", "tied_decoder", "decoder_bias")
 _POSITIONS = "embeddings/position/embedding"
 
 

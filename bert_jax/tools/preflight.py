@@ -315,12 +315,14 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
 
     A layer needs 34 D + 5 N T bytes per token at 2 bytes per number (Korthikanti et al., arXiv
     2205.05198, section 4.1). With remat "dots" it needs the results of its dense layers, with "full"
-    its input; one layer at a time is recomputed in full.
+    its input; one layer at a time is recomputed in full. Of the 34 D, 16 D are the inputs and results
+    of an activation of size 4 D; gating needs twice as much.
     """
     model, tokens = config.model, phase.tokens
     size = 2 if model.dtype == "bfloat16" else 4
-    full = (17 * model.hidden + 2.5 * model.heads * tokens) * size
-    dots = (6 * model.hidden + model.feed_forward) * size
+    wide = model.feed_forward * (1 + model.gated_feed_forward)
+    full = (9 * model.hidden + 2 * wide + 2.5 * model.heads * tokens) * size
+    dots = (6 * model.hidden + wide) * size
     kept = {"none": full, "dots": dots, "full": model.hidden * size}[model.remat]
     layers = model.layers * kept + (full if model.remat != "none" else 0)
     assert isinstance(phase.objective, MaskedLM)

@@ -63,7 +63,7 @@ _SCOPES = {
     "loss": "vocabulary head",
     "embeddings": "embeddings",
     **dict.fromkeys(
-        "query key value output intermediate pooler next_sentence classifier".split(), "matmul"
+        "query key value output intermediate gate pooler next_sentence classifier".split(), "matmul"
     ),
     **dict.fromkeys("norm attention feed_forward".split(), "LayerNorm and GELU"),
     "select": "vocabulary head",  # predicted tokens; that of positions is within "embeddings"

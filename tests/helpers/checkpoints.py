@@ -64,7 +64,8 @@ def random_params(config, seed=0):
     extra = params["embeddings"]["word"]["embedding"][config.vocab_size :]
     extra[:] = 0  # the padding of the vocabulary
     if config.masked_lm:
-        params["masked_lm"]["bias"][config.vocab_size :] = 0
+        if config.decoder_bias:
+            params["masked_lm"]["bias"][config.vocab_size :] = 0
         if not config.tied_decoder:
             params["masked_lm"]["decoder"][:, config.vocab_size :] = 0
     return params

@@ -1,0 +1,117 @@
+"""ModernBERT in transformers (modeling_modernbert.py): fused tensors and config.json.
+
+`to_ours` splits tensors that transformers fuses, queries with keys and values and the two halves of
+the feed-forward layer, and reduces the versions of config.json to the first one's keys, with which
+all versions of transformers load an export.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bert_jax.errors import UserError
+
+Settings = dict[str, Any]
+Tensors = dict[str, np.ndarray]
+
+# Fused module → names of its parts, from the first output on.
+_FUSED = {"attn.Wqkv": ("query", "key", "value"), "mlp.Wi": ("intermediate", "gate")}
+# Keys of config.json that must be equal, with their default; export writes all of them.
+_SAME = {
+    ("attention_bias", "mlp_bias", "classifier_bias"): False,
+    ("hidden_activation", "classifier_activation"): "gelu",
+}
+_NORMS = {True: "layer_norm", False: "layer_norm_no_bias"}
+
+
+def to_ours(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+    """Split fused tensors, and return settings with one key for each field of `ModelConfig`.
+
+    Raises:
+        UserError: a setting that the model does not support.
+    """
+    settings = {**settings, "norm": _NORMS[bool(settings.get("norm_bias", False))]}
+    if settings.get("local_rope_theta", 0) is None:
+        settings["local_rope_theta"] = 0.0  # that of global layers
+    for keys, default in _SAME.items():
+        values = {key: settings.get(key, default) for key in keys}
+        if len({*map(str, values.values())}) > 1:
+            raise UserError(
+                "config.json: "
+                + ", ".join(f"{key} is {value!r}" for key, value in values.items())
+                + "; they must be equal"
+            )
+    kinds = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
+    rope = settings.get("rope_parameters") or {}
+    for kind, key in kinds.items():
+        values = rope.get(kind) or {}
+        if values.get("rope_type", "default") != "default":
+            raise UserError(
+                f"config.json: rope_type is {values['rope_type']!r}, which is not supported"
+            )
+        if "rope_theta" in values:
+            settings[key] = values["rope_theta"]
+    if settings.get("layer_types"):
+        settings["global_attn_every_n_layers"] = _period(
+            settings["layer_types"], settings.get("global_attn_every_n_layers", 3)
+        )
+    return settings, dict(itertools.chain.from_iterable(map(_split, tensors.items())))
+
+
+def _period(kinds: Sequence[str], likely: int) -> int:
+    """Return the n of which every n-th layer has global attention, beginning with the first."""
+    for period in (likely, *range(1, len(kinds) + 1)):
+        expected = [
+            "sliding_attention" if i % period else "full_attention" for i in range(len(kinds))
+        ]
+        if expected == list(kinds):
+            return period
+    raise UserError("config.json: layer_types must have full_attention in every n-th layer")
+
+
+def _split(item: tuple[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
+    name, value = item
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in name:
+            names = [name.replace(fused, _part(fused, part)) for part in parts]
+            if len(value) % len(parts):
+                raise UserError(f"{name} has {len(value)} rows, not a multiple of {len(parts)}")
+            return list(zip(names, np.split(value, len(parts)), strict=True))
+    return [item]
+
+
+def to_theirs(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+    """Invert `to_ours`."""
+    settings = dict(settings)
+    del settings["position_embedding_type"]
+    norm = settings.pop("norm")
+    if norm not in _NORMS.values():
+        raise UserError(
+            f"config.model.norm is {norm!r}, which transformers' ModernBERT does not support"
+        )
+    settings["norm_bias"] = norm == _NORMS[True]
+    for first, *others in _SAME:
+        settings |= dict.fromkeys(others, settings[first])
+    settings |= dict.fromkeys(("embedding_dropout", "classifier_dropout"), settings["mlp_dropout"])
+    settings["local_rope_theta"] = settings["local_rope_theta"] or settings["global_rope_theta"]
+    if not settings["local_attention"]:  # all layers are global
+        settings |= {"local_attention": 128, "global_attn_every_n_layers": 1}
+    return settings, dict(itertools.chain.from_iterable(_join(name, tensors) for name in tensors))
+
+
+def _join(name: str, tensors: Tensors) -> list[tuple[str, np.ndarray]]:
+    for fused, parts in _FUSED.items():
+        first, *others = (f".{_part(fused, part)}." for part in parts)
+        if any(other in name for other in others):
+            return []  # part of the fused tensor that replaces the first
+        if first in name:
+            values = [tensors[name.replace(first, part)] for part in (first, *others)]
+            return [(name.replace(first, f".{fused}."), np.concatenate(values))]
+    return [(name, tensors[name])]
+
+
+def _part(fused: str, part: str) -> str:
+    """Return the name that a part of a fused module is given: "attn.query" of "attn.Wqkv"."""
+    return f"{fused.split('.')[0]}.{part}"

@@ -1,0 +1,147 @@
+"""Small models, packed batches and losses for tests of the model."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from bert_jax.config import ModelConfig, model_size
+from bert_jax.data import rows
+from bert_jax.model.bert import Bert
+from bert_jax.objectives import losses
+
+# Compiling takes half as long with little optimization, and small models run no slower.
+fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class Batch(NamedTuple):
+    """Rows with what to predict in them; P predictions a row, some of weight 0."""
+
+    tokens: jax.Array
+    layout: rows.Layout
+    positions: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+    next_labels: jax.Array
+    next_weights: jax.Array
+
+
+def make_config(size="L2-H32-A4", **changes) -> ModelConfig:
+    quiet = {"vocab_size": 101, "positions": 64, "dropout": 0.0, "attention_dropout": 0.0}
+    return dataclasses.replace(model_size(size), **{**quiet, **changes})
+
+
+def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
+    """Random rows holding sequences of the given lengths (a list of lists), all of them pairs."""
+    slots = max(len(row) for row in lengths)
+    length = np.array([row + [0] * (slots - len(row)) for row in lengths], np.int32)
+    layout = rows.layout(length, np.where(length > 1, length // 2, length), tokens)
+    # Id 0 is padding alone: PyTorch's embedding gives it no gradient.
+    ids = rng.integers(1, vocab, layout.segment_ids.shape) * (layout.segment_ids < slots)
+    positions = np.zeros((len(lengths), predictions))
+    weights = np.zeros((len(lengths), predictions))
+    for i, used in enumerate(length.sum(1)):
+        count = min(predictions - i % 2, used)  # rows differ in how many predictions they have
+        positions[i, :count] = np.sort(rng.choice(used, count, replace=False))
+        weights[i, :count] = 1
+    return Batch(
+        jnp.asarray(ids, jnp.int32),
+        rows.Layout(*(jnp.asarray(x, jnp.int32) for x in layout)),
+        jnp.asarray(positions, jnp.int32),
+        jnp.asarray(rng.integers(0, vocab, positions.shape), jnp.int32),
+        jnp.asarray(weights, jnp.float32),
+        jnp.asarray(rng.integers(0, 2, length.shape), jnp.int32),
+        jnp.asarray(length > 0, jnp.float32),
+    )
+
+
+def shapes(config):
+    batch = make_batch(np.random.default_rng(0), [[8]], 8, 5)
+
+    def init():
+        return Bert(config).init(jax.random.key(0), batch.tokens, batch.layout, batch.positions)
+
+    return jax.eval_shape(init)["params"]
+
+
+def random_params(config, rng):
+    """Every parameter away from its initial value, so that no gradient is trivially zero."""
+
+    def draw(path, leaf):
+        name = path[-1].key
+        # Wide enough that attention is far from uniform, not so wide that it amplifies rounding.
+        attending = path[-2].key in ("query", "key") and name == "kernel"
+        wide = 1.5 / config.hidden**0.5 if attending else 0.1
+        value = (name == "scale") + wide * rng.standard_normal(leaf.shape, np.float32)
+        if name == "embedding" and path[-2].key == "word":
+            value[config.vocab_size :] = 0
+        if path[-2].key == "masked_lm":  # the decoder or its bias, the vocabulary last
+            value[..., config.vocab_size :] = 0
+        return jnp.asarray(value)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes(config))
+
+
+def loss_of(config):
+    """params, batch, key → mean masked-LM loss + mean next-sentence loss, and both heads' logits."""
+
+    def loss(params, batch, key=None):
+        words, following = Bert(config).apply(
+            {"params": params}, batch.tokens, batch.layout, batch.positions, key
+        )
+        total, weight = losses.cross_entropy(words, batch.labels, batch.weights)
+        value = total / weight
+        if following is not None:
+            pair = losses.cross_entropy(following, batch.next_labels, batch.next_weights)
+            value += pair[0] / pair[1]
+        return value, (words, following)
+
+    return loss
+
+
+def gradient(config):
+    return fast_jit(jax.value_and_grad(loss_of(config), has_aux=True))
+
+
+def flat(tree):
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+def assert_trees_close(got, wanted, tolerance):
+    got, wanted = flat(got), flat(wanted)
+    assert got.keys() == wanted.keys()
+    for path in wanted:
+        np.testing.assert_allclose(got[path], wanted[path], rtol=0, atol=tolerance, err_msg=path)
+
+
+def one_sequence_a_row(packed: Batch) -> tuple[Batch, list[tuple[int, int]]]:
+    """The sequences of packed rows one to a row, and the row and slot that each comes from."""
+    tokens = packed.tokens.shape[1]
+    parts, origin = [], []
+    for row in range(len(packed.tokens)):
+        for slot in np.flatnonzero(packed.next_weights[row]):
+            origin.append((row, slot))
+            inside = np.flatnonzero(packed.layout.segment_ids[row] == slot)
+            start, n = inside[0], len(inside)
+            mine = (packed.positions[row] >= start) & (packed.positions[row] < start + n)
+            a_length = n - int(packed.layout.token_type_ids[row, inside].sum())
+            layout = rows.layout(np.array([[n]]), np.array([[a_length]]), tokens)
+            parts.append(
+                Batch(
+                    jnp.zeros((1, tokens), jnp.int32)
+                    .at[0, :n]
+                    .set(packed.tokens[row, start : start + n]),
+                    rows.Layout(*(jnp.asarray(x, jnp.int32) for x in layout)),
+                    jnp.where(mine, packed.positions[row] - start, 0)[None],
+                    packed.labels[row][None],
+                    (mine * packed.weights[row])[None],
+                    packed.next_labels[row, slot][None, None],
+                    jnp.ones((1, 1)),
+                )
+            )
+    single = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    return single, origin

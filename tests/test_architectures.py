@@ -1,0 +1,538 @@
+"""Options of the encoder: parity with models that have them, packing, and ways of running them.
+
+Qwen3 is pre-norm with RMSNorm, SwiGLU, RoPE and norms of queries and keys; MPT has LayerNorm without
+biases and ALiBi. Both are causal; `test_modernbert.py` compares bidirectional and local attention.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from bert_jax import optim, sharding
+from bert_jax.config import Config, ModelConfig, OptimConfig, model_size, validate
+from bert_jax.data import rows
+from bert_jax.errors import UserError
+from bert_jax.model import bert
+from bert_jax.model.attention import alibi_slopes, attention, probabilities
+from bert_jax.model.bert import Bert, rotate, rotation
+from bert_jax.model.flops import flops_per_row, parameter_count
+from bert_jax.objectives import losses
+from bert_jax.objectives.masking import NextTokenTargets
+from tests.helpers.models import (
+    assert_trees_close,
+    fast_jit,
+    flat,
+    gradient,
+    loss_of,
+    make_batch,
+    make_config,
+    one_sequence_a_row,
+    random_params,
+    shapes,
+)
+
+PRE = {"norm_position": "pre", "final_norm": True, "next_sentence": False, "segments": 0}
+MODERN = PRE | {
+    "norm": "layer_norm_no_bias",
+    "position_kind": "rope",
+    "rope_theta": 500.0,
+    "local_rope_theta": 50.0,
+    "local_window": 8,
+    "gated_feed_forward": True,
+    "bias": False,
+    "layer_norm_epsilon": 1e-5,
+}
+LLAMA = PRE | {
+    "norm": "rms_norm",
+    "position_kind": "rope",
+    "gated_feed_forward": True,
+    "activation": "silu",
+    "bias": False,
+    "qk_norm": True,
+    "embedding_norm": False,
+    "transform": False,
+    "tied_decoder": False,
+    "decoder_bias": False,
+}
+
+
+# --- Parity ---------------------------------------------------------------------------------------
+
+
+def kernel(params, *paths):
+    """Kernels as the weight of one torch.nn.Linear, those of several paths side by side."""
+    kernels = []
+    for path in paths:
+        value = np.asarray(params[f"{path}/kernel"])
+        is_output = path.endswith("attention/output")
+        kernels.append(value.reshape((-1, value.shape[-1]) if is_output else (len(value), -1)))
+    return np.concatenate(kernels, 1).T
+
+
+def qwen3(config, params):
+    import transformers
+
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            head_dim=config.hidden // config.heads,
+            intermediate_size=config.feed_forward,
+            max_position_embeddings=config.positions,
+            rms_norm_eps=config.layer_norm_epsilon,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    )
+    tensors = {
+        "model.embed_tokens.weight": params["embeddings/word/embedding"],
+        "model.norm.weight": params["encoder/norm/scale"],
+        "lm_head.weight": params["masked_lm/decoder"].T,
+    }
+    for i in range(config.layers):
+        ours, theirs = f"encoder/layer_{i}", f"model.layers.{i}"
+        for name in ("query", "key", "value", "output"):
+            weight = kernel(params, f"{ours}/attention/{name}")
+            tensors[f"{theirs}.self_attn.{name[0]}_proj.weight"] = weight
+        for name in ("query", "key"):
+            scale = params[f"{ours}/attention/{name}_norm/scale"]
+            tensors[f"{theirs}.self_attn.{name[0]}_norm.weight"] = scale
+        for name, other in (("intermediate", "gate"), ("gate", "up"), ("output", "down")):
+            weight = kernel(params, f"{ours}/feed_forward/{name}")
+            tensors[f"{theirs}.mlp.{other}_proj.weight"] = weight
+        tensors[f"{theirs}.input_layernorm.weight"] = params[f"{ours}/attention/norm/scale"]
+        scale = params[f"{ours}/feed_forward/norm/scale"]
+        tensors[f"{theirs}.post_attention_layernorm.weight"] = scale
+    return model, tensors
+
+
+def mpt(config, params):
+    import transformers
+
+    model = transformers.MptForCausalLM(
+        transformers.MptConfig(
+            vocab_size=config.vocab_size,
+            d_model=config.hidden,
+            n_layers=config.layers,
+            n_heads=config.heads,
+            expansion_ratio=config.feed_forward // config.hidden,
+            max_seq_len=config.positions,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+        )
+    )
+    tensors = {
+        "transformer.wte.weight": params["embeddings/word/embedding"],
+        "transformer.norm_f.weight": params["encoder/norm/scale"],
+    }
+    for i in range(config.layers):
+        ours, theirs = f"encoder/layer_{i}", f"transformer.blocks.{i}"
+        fused = [f"{ours}/attention/{name}" for name in ("query", "key", "value")]
+        tensors[f"{theirs}.attn.Wqkv.weight"] = kernel(params, *fused)
+        for name, other in (
+            ("attention/output", "attn.out_proj"),
+            ("feed_forward/intermediate", "ffn.up_proj"),
+            ("feed_forward/output", "ffn.down_proj"),
+        ):
+            tensors[f"{theirs}.{other}.weight"] = kernel(params, f"{ours}/{name}")
+        for name, other in (("attention", "norm_1"), ("feed_forward", "norm_2")):
+            tensors[f"{theirs}.{other}.weight"] = params[f"{ours}/{name}/norm/scale"]
+    return model, tensors
+
+
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [
+        (qwen3, LLAMA | {"rope_theta": 100.0, "layer_norm_epsilon": 0.01}),
+        (
+            mpt,
+            PRE
+            | {"norm": "layer_norm_no_bias", "position_kind": "alibi", "bias": False}
+            | {"embedding_norm": False, "transform": False, "decoder_bias": False}
+            | {"layer_norm_epsilon": 0.01, "heads": 6, "hidden": 48, "feed_forward": 192},
+        ),
+    ],
+)
+def test_a_causal_model_with_these_options_is_theirs(build, changes):
+    """Hidden states of all layers, the loss of every next token and its gradients."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    config = make_config("L2-H32-A4", causal=True, **changes)
+    params, (b, t) = random_params(config, rng), (2, 24)
+    tokens = jnp.asarray(rng.integers(1, 101, (b, t)), jnp.int32)
+    length = jnp.full((b, 1), t)
+    layout = rows.layout(length, length, t)
+
+    def loss(params):
+        asked = NextTokenTargets(t, 1)(tokens, length, length, layout, jax.random.key(0))
+        model = functools.partial(Bert(config).apply, {"params": params})
+        words, _ = model(asked.tokens, layout, asked.positions)
+        total, weight = losses.cross_entropy(words, asked.labels, asked.weights)
+        return total / weight, model(tokens, layout, method=Bert.hidden_states)
+
+    (value, states), grads = fast_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    model, tensors = build(config, flat(params))
+    result = model.load_state_dict(
+        {n: torch.tensor(np.array(x)) for n, x in tensors.items()}, False
+    )
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    ids = torch.tensor(np.array(tokens, np.int64))
+    output = model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
+    output.loss.backward()
+    assert abs(float(value) - output.loss.item()) <= 1e-5
+    for ours, theirs in zip(states, output.hidden_states, strict=True):
+        np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=0, atol=1e-5)
+    _, grads = build(config, flat(grads))
+    parameters = dict(model.named_parameters())
+    assert grads.keys() == parameters.keys()
+    for name, ours in grads.items():
+        theirs = parameters[name].grad.numpy()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=name)
+        assert np.abs(theirs).max() > 1e-4, name
+
+
+def reference_attention(q, k, v, segment_ids, causal, reach, alibi):
+    """Probabilities and outputs of one row, token by token; arrays [T, N, K]."""
+    tokens, heads, size = q.shape
+    weights, output = np.zeros((heads, tokens, tokens)), np.zeros(q.shape)
+    for head in range(heads):
+        for i in range(tokens):
+            seen = [
+                j
+                for j in range(tokens)
+                if segment_ids[j] == segment_ids[i]
+                and not (causal and j > i)
+                and not (reach and abs(i - j) > reach)
+            ]
+            scores = np.array([q[i, head] @ k[j, head] / size**0.5 for j in seen])
+            if alibi:  # eight heads
+                scores -= 0.5 ** (head + 1) * np.array([abs(i - j) for j in seen])
+            share = np.exp(scores) / np.exp(scores).sum()
+            weights[head, i, seen] = share
+            output[i, head] = share @ v[seen, head]
+    return weights, output
+
+
+@pytest.mark.parametrize(
+    ("causal", "reach", "alibi"), [(False, 3, False), (True, 2, False), (False, 0, True), (True, 1, True)]
+)  # fmt: skip
+def test_attention_is_the_reference_token_by_token(causal, reach, alibi):
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 20, 8, 4))
+    segment_ids = np.repeat([0, 1, 2, 3], [9, 5, 2, 4])
+    weights, output = reference_attention(q, k, v, segment_ids, causal, reach, alibi)
+    q, k, v = (jnp.asarray(x, jnp.float32)[None] for x in (q, k, v))
+    options = {"causal": causal, "reach": reach, "alibi": alibi}
+    ids = jnp.asarray(segment_ids)[None]
+    np.testing.assert_allclose(probabilities(q, k, ids, **options)[0], weights, atol=1e-6)
+    found = attention(q, k, v, ids, 0.0, None, "xla", **options)
+    np.testing.assert_allclose(found[0], output, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 20])
+def test_slopes_are_those_of_alibi(heads):
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    theirs = build_mpt_alibi_tensor(heads, 2)[:, 0, 1] - build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
+    np.testing.assert_allclose(alibi_slopes(heads), theirs, rtol=1e-6)
+
+
+def test_rotated_products_depend_on_distance_alone():
+    rng = np.random.default_rng(2)
+    q, k = jnp.asarray(rng.standard_normal((2, 1, 6, 2, 8)), jnp.float32)
+    position_ids = jnp.array([[0, 1, 4, 9, 10, 30]])
+
+    def scores(shift):
+        by = rotation(position_ids + shift, 8, 100.0)
+        return jnp.einsum("btnk,bunk->bntu", rotate(q, by), rotate(k, by))
+
+    np.testing.assert_allclose(scores(0), scores(77), atol=1e-5)
+    assert np.abs(scores(0) - jnp.einsum("btnk,bunk->bntu", q, k)).max() > 0.1
+    # Pair (i, i + K/2) is a complex number that turns by position / theta^(2 i / K).
+    x = np.asarray(q[0, 5, 0, :4] + 1j * q[0, 5, 0, 4:])
+    turned = x * np.exp(1j * 30 / 100.0 ** (np.arange(4) / 4))
+    found = np.asarray(rotate(q, rotation(position_ids, 8, 100.0))[0, 5, 0])
+    np.testing.assert_allclose(found, [*turned.real, *turned.imag], atol=1e-5)
+
+
+# --- Packing, and ways of computing the same ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_kind": "alibi", "gated_feed_forward": True},
+        MODERN | {"layers": 4, "next_sentence": True, "segments": 2},
+        LLAMA | {"layers": 1},
+    ],
+    ids=["alibi", "modern", "llama"],
+)
+def test_packed_rows_equal_their_sequences_one_to_a_row(changes):
+    config, rng = make_config(**changes), np.random.default_rng(3)
+    packed = make_batch(rng, [[20, 17, 11], [30, 9], [25]], 48)
+    single, origin = one_sequence_a_row(packed)
+    params = random_params(config, rng)
+    run = gradient(config)
+    (loss, (_, following)), grads = run(params, packed)
+    (single_loss, (_, single_following)), single_grads = run(params, single)
+    assert abs(loss - single_loss) <= 1e-5
+    assert_trees_close(grads, single_grads, 1e-5)
+    if config.next_sentence:
+        for i, place in enumerate(origin):
+            np.testing.assert_allclose(following[place], single_following[i, 0], rtol=0, atol=1e-5)
+
+
+def test_a_token_reaches_the_window_of_its_layers():
+    """Three local layers after a global one: what changes when a token does."""
+    config = make_config(**MODERN | {"layers": 3, "global_every": 5, "local_window": 4})
+    params, batch = random_params(config, np.random.default_rng(4)), make_batch(
+        np.random.default_rng(4), [[40, 8]], 48
+    )  # fmt: skip
+
+    @jax.jit
+    def layers(x):
+        run = functools.partial(bert.Encoder(config).apply, {"params": params["encoder"]})
+        # The first layer is global: look at the others, from its output.
+        return run(x, batch.layout, None, all_layers=True)[1:]
+
+    hidden = jnp.asarray(np.random.default_rng(5).standard_normal((1, 48, 32)), jnp.float32)
+    local = dataclasses.replace(config, layers=1)
+    kind = bert.LayerKind(is_local=True, has_attention_norm=True)
+    tokens = bert.token_inputs(local, batch.layout)
+
+    def layer(x):
+        module = bert.Layer(config, kind, parent=None)
+        return module.apply({"params": params["encoder"]["layer_1"]}, x, tokens, None)
+
+    changed = hidden.at[0, 37].add(1)
+    moved = np.any(np.asarray(layer(hidden) != layer(changed))[0], axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(moved), [35, 36, 37, 38, 39])  # 40 is another's
+    moved = np.any(np.asarray(layers(hidden)[-1] != layers(changed)[-1])[0], axis=1)
+    np.testing.assert_array_equal(moved, np.arange(48) < 40)  # by the first layer
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_every_way_of_running_alternating_layers_gives_the_same(layers):
+    """The first layer has no norm; of six, three are a group of the scan and two remain."""
+    rng = np.random.default_rng(6)
+    quiet = make_config(**MODERN | {"layers": layers})
+    params, batch = random_params(quiet, rng), make_batch(rng, [[20, 17], [30]], 40)
+    key, results, states = jax.random.key(7), [], []
+    for layer_loop, remat in [("unrolled", "none"), ("scanned", "none"), ("scanned", "dots")]:
+        config = dataclasses.replace(
+            quiet, dropout=0.1, attention_dropout=0.1, layer_loop=layer_loop, remat=remat
+        )
+        results.append(gradient(config)(params, batch, key))
+        model = functools.partial(
+            Bert(config).apply, {"params": params}, batch.tokens, batch.layout
+        )
+        states.append(fast_jit(lambda: model(method=Bert.hidden_states))())  # noqa: B023
+    ((loss, _), grads), *others = results
+    assert abs(loss - loss_of(quiet)(params, batch)[0]) > 1e-3
+    for (other, _), other_grads in others:
+        assert abs(loss - other) <= 1e-6
+        assert_trees_close(other_grads, grads, 1e-6)
+    for other in states[1:]:
+        assert len(other) == layers + 1
+        for a, b in zip(states[0], other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_a_scan_compiles_a_group_once():
+    def products(layers):
+        config = make_config(**MODERN | {"layers": layers, "layer_loop": "scanned"})
+        batch = make_batch(np.random.default_rng(0), [[8]], 8)
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes(config))
+        return str(jax.make_jaxpr(loss_of(config))(params, batch)).count("dot_general")
+
+    assert products(13) == products(4) < products(6)
+
+
+def test_probabilities_are_those_that_the_layers_attend_with():
+    """Recomputed with the queries and keys of the pre-norm input, rotated, in the window."""
+    config, rng = make_config(**MODERN | {"layers": 3}), np.random.default_rng(8)
+    params, batch = random_params(config, rng), make_batch(rng, [[20, 17], [30]], 40)
+    model = functools.partial(Bert(config).apply, {"params": params}, batch.tokens, batch.layout)
+    maps = np.asarray(model(method=Bert.attention_probabilities))
+    states = model(method=Bert.hidden_states)
+    distance = np.abs(np.arange(40)[:, None] - np.arange(40))
+    same = np.asarray(batch.layout.segment_ids)[:, None] == np.asarray(batch.layout.segment_ids)[..., None]  # fmt: skip
+    for i, (x, found) in enumerate(zip(states, maps, strict=False)):
+        seen = same & (distance <= 4) if i % 3 else same
+        np.testing.assert_array_equal(found > 0, np.broadcast_to(seen[:, None], found.shape))
+        np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+        weights = flat(params["encoder"][f"layer_{i}"]["attention"])
+        if i:
+            x = x - x.mean(-1, keepdims=True)
+            x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weights["norm/scale"]
+        by = rotation(batch.layout.position_ids, 8, 50.0 if i % 3 else 500.0)
+        q, k = (
+            rotate(jnp.einsum("btd,dnk->btnk", x, weights[f"{name}/kernel"]), by)
+            for name in ("query", "key")
+        )
+        scores = jnp.exp(jnp.einsum("btnk,bunk->bntu", q, k) / 8**0.5) * seen[:, None]
+        np.testing.assert_allclose(found, scores / scores.sum(-1, keepdims=True), atol=1e-5)
+
+
+# --- Parameters -----------------------------------------------------------------------------------
+
+
+def test_only_parameters_that_an_option_uses_exist():
+    bert_paths, paths = (
+        flat(shapes(make_config())).keys(),
+        flat(shapes(make_config(**MODERN))).keys(),
+    )
+    assert {p for p in paths if p.endswith("bias")} == {"masked_lm/bias"}
+    assert "encoder/layer_0/attention/norm/scale" not in paths
+    new = {f"encoder/layer_{i}/feed_forward/gate/kernel" for i in range(2)} | {"encoder/norm/scale"}
+    assert paths - bert_paths == new
+    assert {"embeddings/position/embedding", "embeddings/segment/embedding"} <= bert_paths - paths
+    paths = flat(shapes(make_config(**LLAMA))).keys()
+    assert "embeddings/norm/scale" not in paths
+    assert "masked_lm/bias" not in paths
+    assert "encoder/layer_0/attention/query_norm/scale" in paths
+    head = make_config(head="token", labels=("a", "b"), head_layer="transform", next_sentence=False)
+    added = flat(bert.shapes(head)).keys() - bert_paths
+    assert {p for p in added if p.startswith(("head", "pooler"))} == {
+        "head/norm/bias", "head/norm/scale", "head/transform/bias", "head/transform/kernel",
+    }  # fmt: skip
+
+
+def test_norms_do_not_decay_and_gates_are_sharded_as_their_layer():
+    params = shapes(make_config(**LLAMA))
+    decays = flat(optim.decay_mask(params))
+    assert {path for path, decay in decays.items() if not decay} == {
+        path for path in decays if path.endswith("norm/scale")
+    }
+    specs = flat(sharding.specs(params))
+    layer = "encoder/layer_1/feed_forward"
+    assert specs[f"{layer}/gate/kernel"] == specs[f"{layer}/intermediate/kernel"]
+    config = Config(model=make_config(**LLAMA), optim=OptimConfig(layer_decay=0.5))
+    factors = flat(optim.learning_rate_multipliers(config, params))
+    assert factors[f"{layer}/gate/kernel"] == 0.5
+    assert factors["encoder/norm/scale"] == 1
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_transform_below_the_head_reads_the_pooled_sequence(pooling):
+    config = make_config(
+        head="sequence", labels=("a", "b"), head_layer="transform", head_pooling=pooling,
+        masked_lm=False, next_sentence=False,
+    )  # fmt: skip
+    rng = np.random.default_rng(9)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), bert.shapes(config)
+    )
+    batch = make_batch(rng, [[12, 9], [20]], 24)
+    model = functools.partial(Bert(config).apply, {"params": params}, batch.tokens, batch.layout)
+    found, hidden = model(method=Bert.classify), np.asarray(model(method=Bert.encode))
+    for row, slot, start, end in ((0, 0, 0, 12), (0, 1, 12, 21), (1, 0, 0, 20)):
+        x = hidden[row, start] if pooling == "cls" else hidden[row, start:end].mean(0)
+        x = jax.nn.gelu(x @ params["head"]["transform"]["kernel"] + params["head"]["transform"]["bias"], approximate=False)  # fmt: skip
+        x = (x - x.mean()) / jnp.sqrt(x.var() + 1e-12)
+        x = x * params["head"]["norm"]["scale"] + params["head"]["norm"]["bias"]
+        x = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+        np.testing.assert_allclose(found[row, slot], x, atol=1e-4)
+
+
+# --- Sizes ----------------------------------------------------------------------------------------
+
+
+def multiplications(jaxpr):
+    """FLOPs of the matrix products of a jaxpr, without those that select by a one-hot matrix."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            size = np.prod([equation.invars[0].aval.shape[i] for i in contracted])
+            is_selection = "select" in str(equation.source_info.name_stack)
+            total += 0 if is_selection else 2 * size * equation.outvars[0].aval.size
+        inner = equation.params
+        if equation.primitive.name == "cond":  # a choice by platform
+            inner = equation.params["branches"][0]
+        for value in jax.tree.leaves(
+            inner, is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+        ):
+            if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+                total += multiplications(getattr(value, "jaxpr", value))
+    return total
+
+
+@pytest.mark.parametrize("changes", [{}, MODERN, LLAMA, {"gated_feed_forward": True}])
+def test_flops_are_those_of_the_traced_products(changes):
+    config = make_config(**changes)
+    batch = make_batch(np.random.default_rng(0), [[20]], 32)
+    params = shapes(config)
+    program = jax.make_jaxpr(jax.grad(lambda p: loss_of(config)(p, batch)[0]))(params)
+    assert multiplications(program.jaxpr) == flops_per_row(config, 32, 1, 6)
+
+
+def test_parameter_count_without_a_decoder_bias():
+    config = make_config(vocab_multiple=64, **LLAMA)
+    params = shapes(config)
+    unpadded = shapes(dataclasses.replace(config, vocab_multiple=1))
+    assert parameter_count(params, config) == sum(x.size for x in jax.tree.leaves(unpadded))
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def test_impossible_values_are_refused():
+    def refusal(**changes):
+        with pytest.raises(UserError) as error:
+            validate(Config(model=ModelConfig(**changes)))
+        return str(error.value)
+
+    assert refusal(local_window=1) == "config.model.local_window is 1: it must be 0, or 2 or more"
+    error = refusal(position_kind="rope", hidden=36, heads=12)
+    assert error == (
+        "config.model.heads is 12: it must be such that hidden / heads is even with "
+        "position_kind='rope'"
+    )
+
+
+@pytest.mark.parametrize(("name", "layers"), [("modern-base", 22), ("modern-large", 28)])
+def test_modernbert_sizes_are_those_of_transformers(name, layers):
+    """The values of its config, which are base's defaults, and the number of parameters."""
+    import torch
+    import transformers
+
+    large = {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16}
+    theirs = transformers.ModernBertConfig(
+        **({**large, "intermediate_size": 2624} if name == "modern-large" else {})
+    )
+    config = model_size(name)
+    kinds = ["sliding_attention" if config.is_local(i) else "full_attention" for i in range(layers)]
+    assert kinds == theirs.layer_types
+    assert (config.local_window, config.positions) == (
+        theirs.local_attention, theirs.max_position_embeddings,
+    )  # fmt: skip
+    theta = {name: kind["rope_theta"] for name, kind in theirs.rope_parameters.items()}
+    assert theta == {
+        "full_attention": config.rope_theta, "sliding_attention": config.local_rope_theta,
+    }  # fmt: skip
+    assert config.layer_norm_epsilon == theirs.norm_eps
+    config = dataclasses.replace(config, vocab_size=theirs.vocab_size)
+    with torch.device("meta"):
+        model = transformers.ModernBertForMaskedLM(theirs)
+    wanted = sum(p.numel() for p in model.parameters())
+    assert parameter_count(bert.shapes(config), config) == wanted
+
+
+def test_neo_base_has_the_parameters_of_the_paper():
+    """About 250M, of which a layer has 4 D² + 3 D F and two norms."""
+    config = dataclasses.replace(model_size("neo-base"), vocab_size=30_522)
+    d, f = 768, 2048
+    layers = 28 * (4 * d * d + 3 * d * f + 2 * d)
+    assert parameter_count(bert.shapes(config), config) == layers + d + 30_522 * (2 * d + 1)
