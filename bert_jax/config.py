@@ -409,6 +409,9 @@ class EmbedConfig:
     tokens: int = _not_negative(0)
 
 
+TRACKERS = ("wandb", "mlflow")
+
+
 @dataclasses.dataclass
 class DistillConfig:
     """Distillation of a frozen teacher with the same vocabulary; each loss has a weight."""
@@ -461,6 +464,10 @@ class TrainConfig:
     # trace and a table of time by operation (`bert_jax.tools.profile`) to the workdir's profile/. Results
     # do not change. "" disables profiling.
     profile_steps: str = ""
+    # Where metrics are sent, besides the workdir: "wandb", "mlflow", or both with a comma between.
+    trackers: str = _constrained(
+        "", "wandb, mlflow or wandb,mlflow", lambda value: {*value.split(",")} <= {"", *TRACKERS}
+    )
     # Require this platform: "cpu", "gpu" or "tpu". "" takes the best one available.
     platform: str = _one_of("", "cpu", "gpu", "tpu")
     # Make runs on GPU bitwise reproducible: XLA avoids atomic additions and autotuning. CPUs and
@@ -486,6 +493,9 @@ class Config(TrainConfig):
     damaged_rows: str = _one_of("stop", "skip")
     # Number of held-out rows per evaluation; 0 takes all.
     evaluate_rows: int = _not_negative(2_048)
+    # Texts with [MASK], separated by |. Their masks are filled in at every evaluation, for
+    # `bert-jax report` to show; "" for none.
+    sample_texts: str = ""
 
 
 @dataclasses.dataclass

@@ -1,8 +1,9 @@
 """Model inspection: fill in masks, score sentences, compute and summarize attention maps."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ import numpy as np
 import scipy.special
 from jaxtyping import Float, Int
 
+from bert_jax import sharding
+from bert_jax.config import ModelConfig
 from bert_jax.convert.source import OpenModel, open_model
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Bert
+from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives.losses import label_logits
 
 # Pseudo-log-likelihoods: what is masked with a word piece, nothing or the rest of its word.
@@ -117,6 +120,76 @@ class MaskFiller:
         return [
             [Candidate(vocabulary.tokens[i], float(p)) for i, p in zip(row_ids, row, strict=True)]
             for row_ids, row in zip(np.asarray(ids), np.asarray(probabilities), strict=True)
+        ]
+
+
+class MaskSampler:
+    """Mask filling in fixed texts while a model trains.
+
+    Args:
+        model: config of the model.
+        vocabulary: its vocabulary.
+        texts: texts with [MASK].
+        mesh: the mesh of the parameters; all its processes call the sampler together.
+        top: number of candidates for each mask.
+
+    Raises:
+        UserError: a text has no mask or is too long, or the model is causal.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        vocabulary: Vocabulary,
+        texts: Sequence[str],
+        mesh: jax.sharding.Mesh,
+        top: int = 5,
+    ):
+        if model.causal:
+            raise UserError(
+                "config.sample_texts: a causal model does not fill in masks; set it to ''"
+            )
+        inputs = jax.device_get(inputs_of(vocabulary, texts, model.positions))
+        is_mask = inputs.tokens == vocabulary.mask_id
+        counts = is_mask.sum(1)
+        for text, count in zip(texts, counts, strict=True):
+            if not count:
+                raise UserError(f"config.sample_texts: no [MASK] in {text!r}")
+        # Positions of the masks first, in order.
+        positions = np.argsort(~is_mask, axis=1, kind="stable")[:, : counts.max()]
+        self._inputs = (*inputs, positions.astype(np.int32))
+        self._texts, self._counts, self._vocabulary, self._mesh = texts, counts, vocabulary, mesh
+        # Kernels for long rows do not take those of a few tokens.
+        bert = Bert(dataclasses.replace(model, attention="xla"))
+
+        def candidates(params: Params, tokens, layout, positions):
+            logits = bert.apply({"params": params}, tokens, layout, positions)[0]
+            return jax.lax.top_k(jax.nn.softmax(logits), min(top, len(vocabulary)))
+
+        replicated = sharding.replicated(mesh)
+        self._candidates = jax.jit(
+            candidates,
+            in_shardings=(None, *3 * (replicated,)),
+            out_shardings=replicated,
+        )
+
+    def __call__(self, params: Params) -> list[dict[str, Any]]:
+        """Return a line per text: `text`, and for each of its `masks` a list of candidates."""
+        with jax.set_mesh(self._mesh):
+            probabilities, ids = jax.device_get(self._candidates(params, *self._inputs))
+        names = self._vocabulary.tokens
+        return [
+            {
+                "text": text,
+                "masks": [
+                    [
+                        {"token": names[i], "probability": float(p)}
+                        for i, p in zip(ids[n, m], probabilities[n, m], strict=True)
+                    ]
+                    for m in range(self._counts[n])
+                ],
+            }
+            for n, text in enumerate(self._texts)
         ]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import device, files, optim, workdir
+from bert_jax import config as config_lib
+from bert_jax import device, files, optim, trackers, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.evaluate import means
 from bert_jax.objectives.base import Phase
@@ -46,6 +47,11 @@ class Log:
         self._rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
         self._clock = (step, time.monotonic())
         self._folder, self._writes = folder, jax.process_index() == 0
+        self._trackers: list[trackers.Tracker] = []
+        if self._writes and config.trackers:
+            devices = f"{mesh.size} {mesh.devices.flat[0].device_kind}"
+            run = workdir.read_identity(folder)["run"]
+            self._trackers = trackers.open_trackers(config, folder, run, devices)
         self._open(step)
 
     def _open(self, step: int) -> None:
@@ -53,18 +59,30 @@ class Log:
             self._metrics = workdir.JsonlFile(self._folder / "metrics.jsonl", step)
             self._speed = workdir.JsonlFile(self._folder / "speed.jsonl", step)
             self._board = _board(self._folder / "tensorboard", step)
+            if getattr(self._config, "sample_texts", ""):
+                self._samples = workdir.JsonlFile(self._folder / workdir.SAMPLES, step)
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *error) -> None:
+        self._close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _close(self) -> None:
         if self._writes:
             with files.one_line_errors("cannot write TensorBoard events"):
                 self._board.close()
 
+    def hyperparameters(self, metric: str) -> None:
+        """Write the settings for TensorBoard's HPARAMS tab, which compares runs by `metric`."""
+        if self._writes:
+            _write_hyperparameters(self._board, self._config, f"heldout/{metric}")
+
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`, whose steps will run again."""
-        self.__exit__()
+        self._close()
         self._open(step)
 
     def begin(self, phase: Phase, step: int) -> None:
@@ -110,6 +128,11 @@ class Log:
         self._progress.say(f"step {step:,}: held-out {self._phase.objective.describe(summary)}")
         return summary
 
+    def samples(self, step: int, lines: list[dict[str, Any]]) -> None:
+        """Write how the masks of the sample texts are filled."""
+        for line in lines if self._writes else ():
+            self._samples.append({"step": step, **line})
+
     def sync(self) -> str | None:
         """Sync all lines written so far to disk; return the checksum of metrics.jsonl, if it is ours."""
         if not self._writes:
@@ -150,10 +173,12 @@ class Log:
         self._send(step, split, summary)
 
     def _send(self, step: int, split: str, values: dict[str, Any]) -> None:
-        """Send values to what follows the run: TensorBoard, and the reader of `--json`."""
-        for name, value in values.items():
-            if name != "step":
-                self._board.add_scalar(f"{split}/{name}", value, step)
+        """Send values to what follows the run: TensorBoard, trackers, the reader of `--json`."""
+        named = {f"{split}/{name}": value for name, value in values.items() if name != "step"}
+        for name, value in named.items():
+            self._board.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.log(step, named)
         self._print({**values, "step": step, "split": split})
 
     def _print(self, line: dict[str, Any]) -> None:
@@ -215,6 +240,23 @@ class EarlyStopping:
             len(self._values) - 1 - self._values.index(max(self._values)) if self._values else 0
         )
         return 0 < self._evaluations <= since_best
+
+
+def _write_hyperparameters(board: Any, config: TrainConfig, metric: str) -> None:
+    from tensorboardX.summary import hparams
+
+    defaults = config_lib.flatten(type(config)())
+    model = config.model
+    values: dict[str, Any] = {
+        "model": f"L{model.layers}-H{model.hidden}-A{model.heads}",
+        "batch_size": config.batch_size,
+        "optim.learning_rate": config.optim.learning_rate,
+    }
+    for key, value in config_lib.flatten(config).items():
+        if value != defaults.get(key) and not key.endswith(".rows"):
+            values[key] = value if isinstance(value, bool | int | float) else str(value)
+    for summary in hparams(values, {metric: 0.0}):
+        board.file_writer.add_summary(summary)
 
 
 def _board(folder: pathlib.Path, step: int) -> Any:

@@ -34,6 +34,7 @@ from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
 from bert_jax.evaluate import shard_batch
+from bert_jax.inference import MaskSampler
 from bert_jax.log import EarlyStopping, Log
 from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
@@ -98,6 +99,8 @@ def train(
     process_part = sharding.process_row_shard(mesh)
     init, shapes = initial_state(config, phases[0], mesh)
     metric = phases[0].objective.best_metric
+    texts = [text for text in getattr(config, "sample_texts", "").split("|") if text.strip()]
+    sampler = MaskSampler(config.model, vocabulary, texts, mesh) if texts else None
     best = {"best_by": metric.name, "highest": metric.higher_is_better}
 
     with contextlib.ExitStack() as stack:
@@ -138,6 +141,7 @@ def train(
         heartbeat = stack.enter_context(distributed.Heartbeat())
         stop_flag = distributed.StopFlag(STEPS_AHEAD)
         log = stack.enter_context(Log(folder, step, config, mesh, progress))
+        log.hyperparameters(metric.name)
 
         # ---- State -------------------------------------------------------------------------------
         def state_at(step: int) -> State:
@@ -247,6 +251,8 @@ def train(
                             step, functools.partial(programs.evaluate, evaluated_params(state))
                         )
                         early_stopping.add({"step": step, **metrics})
+                        if sampler:
+                            log.samples(step, sampler(state.params))
                     if should_save or early_stopping.is_over:
                         # Metrics must be on disk before the checkpoint that a restart resumes from.
                         checksum = log.sync()

@@ -5,6 +5,7 @@ vocab.txt, …      vocabulary
 starts.jsonl      every start: command, commit, versions, devices, first step
 metrics.jsonl     training and held-out metrics by step; bit for bit the same if the run was killed
                   and restarted
+samples.jsonl     how masks of `config.sample_texts` are filled at every evaluation
 speed.jsonl       timing: seconds, tokens per second; differs from run to run
 checkpoints/      checkpoints by step
 damaged/          damaged checkpoints, moved here when a run resumed
@@ -43,12 +44,12 @@ from bert_jax.errors import UserError
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
-LOG = "log.txt"
+LOG, SAMPLES = "log.txt", "samples.jsonl"
 
 # Config keys (prefixes) that may change between starts of the same run.
 _FREE = (
     "platform", "deterministic", "mesh.", "model.attention", "checkpoint.", "embed.", "guard.",
-    "damaged_rows", "profile_steps",
+    "damaged_rows", "profile_steps", "sample_texts", "trackers",
 )  # fmt: skip
 
 

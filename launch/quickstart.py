@@ -243,7 +243,9 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
     stage(4, f"Pretraining a BERT of 4.5 million parameters, {steps:,} steps")
     config = ["--config", f"{CONFIGS}:teaching"]
     data = [word for out in rows for word in ("--rows", out)]
-    run("pretrain", *config, f"--config.steps={steps}", *data, "--workdir", model)
+    # The report shows how their masks are filled while the model learns.
+    texts = f"--config.sample_texts={'|'.join(MASKED)}"
+    run("pretrain", *config, f"--config.steps={steps}", texts, *data, "--workdir", model)
 
     stage(5, "Held-out loss, and five masked sentences")
     run("evaluate", "--workdir", model, "--all")

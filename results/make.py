@@ -67,6 +67,11 @@ class Row:
         cells = [self.claim, self.ours, self.reference, self.hardware, self.commit, link]
         return f"| {' | '.join(cells)}: `{command}` |"
 
+    def short(self) -> str:
+        """Return the row of the project's own page, without commit and command."""
+        link = f"[{self.page}](experiments/{self.page}/README.md)"
+        return f"| {' | '.join([self.claim, self.ours, self.reference, self.hardware, link])} |"
+
 
 def read(path: str) -> list[Line]:
     """Return the lines of a results file in experiments/."""
@@ -288,10 +293,11 @@ def page() -> str:
 def front(text: str) -> str:
     """Return the project's own page with the first claims between the `results` markers."""
     rows = [row for group in GROUPS for row in group()][:FRONT]
-    shown = "\n".join(["", table(rows, ""), ""])
+    head = ["| claim | bert_jax | reference | hardware | page |", "|---|---|---|---|---|"]
+    lines = ["", *head, *(row.short() for row in rows), ""]
     return re.sub(
         "(<!-- results -->).*(<!-- /results -->)",
-        lambda m: m[1] + shown + m[2],
+        lambda m: m[1] + "\n".join(lines) + m[2],
         text,
         flags=re.DOTALL,
     )

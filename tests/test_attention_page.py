@@ -342,6 +342,35 @@ def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
     assert chosen() == wanted(1, 1)
 
 
+def test_heads_have_colors_and_are_drawn_over_each_other(opened, maps):
+    swatches = opened.locator("#overlay i").evaluate_all("x => x.map(y => y.style.background)")
+    assert len(set(swatches)) == maps.probabilities.shape[1] == 4
+    for head in (0, 3):
+        drawn = pixels(opened, f"{cell(1, head)} canvas").reshape(-1, 4)
+        expected = opened.evaluate(f"rgb({head})")
+        np.testing.assert_allclose(drawn[drawn[:, 3].argmax(), :3], expected, atol=4)
+
+    alone = []
+    for head in (1, 2, 0):
+        opened.locator(cell(1, head)).click()
+        alone.append(pixels(opened, "#between"))
+    box = "input[name=overlay][value='{}']".format
+    opened.check(box(1))
+    np.testing.assert_array_equal(pixels(opened, "#between"), alone[0])
+    opened.check(box(2))
+    both = alphas(opened, "#between")
+    assert (both >= np.maximum(alone[0][..., 3], alone[1][..., 3]) - 1).all()
+    assert (both > alone[0][..., 3]).any()
+    opened.click("#overlay button >> nth=0")
+    assert all(opened.is_checked(box(head)) for head in range(4))
+    opened.click("#overlay button >> nth=1")
+    np.testing.assert_array_equal(pixels(opened, "#between"), alone[2])
+    marks = opened.locator("#opacity span").evaluate_all(
+        "x => x.map(y => [y.textContent, y.style.left])"
+    )
+    assert marks[-2:] == [["50%", "50%"], ["100%", "100%"]]
+
+
 def test_texts_come_through_as_texts(opened, maps):
     assert opened.title() == opened.inner_text("h1") == f"Attention: {TEXT} / {TEXT_B}"
     assert opened.locator("#to li").all_inner_texts() == maps.tokens
@@ -364,14 +393,14 @@ def test_colors_follow_the_mode(written, visit):
 
     def colors():
         found = pixels(opened, f"{cell(0, 5)} canvas").reshape(-1, 4)
-        return found[found[:, 3].argmax(), :3], opened.evaluate("color('--accent')")
+        return found[found[:, 3].argmax(), :3], opened.evaluate("color('--quiet')")
 
-    light, accent = colors()
-    np.testing.assert_allclose(light, accent, atol=4)
+    light, quiet = colors()
+    np.testing.assert_allclose(light, quiet, atol=4)
     opened.emulate_media(color_scheme="dark")
     opened.wait_for_function("getComputedStyle(document.body).colorScheme != ''")
-    dark, accent = colors()
-    np.testing.assert_allclose(dark, accent, atol=4)
+    dark, quiet = colors()
+    np.testing.assert_allclose(dark, quiet, atol=4)
     assert np.abs(np.subtract(light, dark)).max() > 50
 
 

@@ -1,6 +1,5 @@
 """Launching: what each engine is called with, what reaches the workers, and who is run again."""
 
-import itertools
 import os
 import pathlib
 import re
@@ -18,7 +17,7 @@ import yaml
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, config_flags
+from bert_jax import cli
 from bert_jax.errors import UserError
 from bert_jax.tools import launch
 from bert_jax.tools.launch import engines, request
@@ -914,21 +913,6 @@ def test_verbs_of_one_process_run_in_one(on, capsys):
         assert "BERT_JAX" not in text
         assert run[-1] in text
         assert on != "slurm" or "--ntasks-per-node=1" in text
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
-def test_commands_of_pages(path):
-    """They are understood; those that launch are planned."""
-    text = "\n".join(re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL))
-    lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("bert-jax ")]
-    assert commands or path.parent.name != "launch" or path.stem == "README"
-    for _, *arguments in commands:
-        if arguments[0] == "launch" and "--" in arguments:
-            assert cli.main(["launch", "--dry-run", *arguments[1:]]) == 0, arguments
-        else:
-            own = itertools.takewhile(lambda part: part != "--", arguments)
-            cli.parse(config_flags.split(list(own))[1])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import xml.etree.ElementTree as ET
 
 import jax
@@ -109,8 +110,11 @@ def test_every_number_is_there(report, folders):
     assert data["runs"] == ["one", "other", ODD]
     names = [plot["file"] for plot in data["plots"]]
     assert names[:3] == ["loss", "masked_lm_loss", "next_sentence_loss"]
-    assert set(names[3:6]) == {"accuracy", "masked_lm_accuracy", "next_sentence_accuracy"}
-    assert names[6:9] == ["learning_rate", "gradient_norm", "real_tokens_per_second"]
+    quality = ["accuracy", "f1", "masked_lm_accuracy", "next_sentence_accuracy"]
+    assert names[3:8] == [*quality, "masked_lm_perplexity"]
+    assert names[8:11] == ["learning_rate", "gradient_norm", "real_tokens_per_second"]
+    groups = re.findall("<h3>([^<]*)</h3><div class=.plots.>", report.read_text())
+    assert groups == list(curves.GROUPS)
     found, expected = {}, {}
     for plot in data["plots"]:
         for line in plot["lines"]:
@@ -201,7 +205,9 @@ def test_parameters_and_their_groups(report, folders, visit):
     count = sum(x.size for x in jax.tree.leaves(params))
     opened = visit(report)
     assert table_after(opened, "3 runs")[1][2] == f"{count:,}"
-    assert f"one, other: {count:,} parameters" in opened.inner_text("summary >> nth=0")
+    assert f"one, other: {count:,} parameters" in opened.inner_text(
+        "h2:text-is('Parameters') + details > summary"
+    )
     parts, each = table_after(opened, "By part"), table_after(opened, "Each")
     assert [row[0] for row in parts[1:]] == [
         *("embeddings", "encoder/layer_0", "pooler", "masked_lm", "next_sentence"),
@@ -317,13 +323,13 @@ def test_the_page_by_keyboard_and_mouse(report, folders, visit):
     assert opened.title() == "3 runs"
     assert ODD in opened.inner_text(".controls"), "as text"
     figure = opened.locator("figure").first
-    assert opened.locator("[data-axis=step]").first.is_visible()
+    chart = figure.locator(".chart")
+    assert chart.get_attribute("data-axis") == "step"
 
     opened.focus("input[value=step]")
     opened.keyboard.press("ArrowRight")
     assert opened.locator("input[value=tokens]").is_checked()
-    assert opened.locator("[data-axis=tokens]").first.is_visible()
-    assert not opened.locator("[data-axis=step]").first.is_visible()
+    assert chart.get_attribute("data-axis") == "tokens"
     assert opened.locator("[data-axis=length]").is_visible()
 
     lines = {(x["run"], x["split"]): x for x in plot_of(data_of(report), "loss")["lines"]}
@@ -337,38 +343,29 @@ def test_the_page_by_keyboard_and_mouse(report, folders, visit):
     opened.keyboard.press("Escape")
     assert reading.inner_text() == ""
 
+    drawn = figure.locator("[data-run]")
+    assert sorted(e.get_attribute("data-run") for e in drawn.all()) == [*"0011"]
     opened.focus("input[name=run][value='0']")
     opened.keyboard.press("Space")
-    drawn = figure.locator("[data-axis=tokens] [data-run]")
-    kept = sorted((e.get_attribute("data-run"), e.is_visible()) for e in drawn.all())
-    assert kept == [("0", False), ("0", False), ("1", True), ("1", True)]
+    assert sorted(e.get_attribute("data-run") for e in drawn.all()) == [*"11"]
 
     # The point of the other run at step 4, under the mouse.
     opened.focus("input[value=tokens]")
     opened.keyboard.press("ArrowLeft")
-    point = (4, lines[1, "train"]["y"][1])
-    plot = plot_of(data_of(report), "loss")
-    x0, x1, y0, y1 = plot["limits"]["step"]
-    left, top, width, height = plot["box"]
-    picture = figure.locator("[data-axis=step] svg")
-    box = picture.bounding_box()
-    scale = box["width"] / (plots.SIZE[0] * 72)
-    opened.mouse.move(
-        box["x"] + scale * (left + width * (point[0] - x0) / (x1 - x0)),
-        box["y"] + scale * (top + height * (y1 - point[1]) / (y1 - y0)),
-    )
+    y = lines[1, "train"]["y"]
+    path = figure.locator("[data-run='1'] path").first
+    places = [[float(n) for n in pair.split()] for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", path.get_attribute("d"))]  # fmt: skip
+    assert len(places) == len(y) == 3
+    ratio = (places[0][1] - places[1][1]) / (places[0][1] - places[2][1])
+    assert ratio == pytest.approx((y[0] - y[1]) / (y[0] - y[2]), rel=0.1)
+    box = figure.locator("svg").bounding_box()
+    opened.mouse.move(box["x"] + places[1][0], box["y"] + places[1][1])
     assert "step 4" in reading.inner_text()
-    assert f"other {point[1]:.5g}" in reading.inner_text()
+    assert f"other {y[1]:.5g}" in reading.inner_text()
     assert "one" not in reading.inner_text().split()
-    # The mark lies where matplotlib drew the line's second point.
-    mark, path = picture.evaluate(
-        """svg => [["cx", "cy"].map(k => Number(svg.querySelector("circle").getAttribute(k))),
-                   svg.querySelector("[data-run='1'] path").getAttribute("d")]"""
-    )
-    places = [
-        [float(n) for n in pair.split()] for pair in re.findall(r"[ML] ([\d.]+ [\d.]+)", path)
-    ]
-    assert mark == pytest.approx(places[1], abs=0.05)
+    mark = figure.locator(".marks circle").first
+    at = [float(mark.get_attribute(name)) for name in ("cx", "cy")]
+    assert at == pytest.approx(places[1], abs=0.05)
 
     with opened.expect_download() as download:
         figure.locator("button").click()
@@ -379,6 +376,80 @@ def test_the_page_by_keyboard_and_mouse(report, folders, visit):
     text = "".join(saved.itertext())
     assert f"— {ODD}" in text
     assert "— one" not in text
+
+
+def test_zoom_scales_and_smoothing(report, visit):
+    opened = visit(report, viewport={"width": 1280, "height": 900})
+    figure = opened.locator("figure").first
+    figure.scroll_into_view_if_needed()
+    svg, labels = figure.locator("svg"), figure.locator("svg > text")
+    box = svg.bounding_box()
+    before = labels.all_text_contents()
+    opened.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 50)
+    opened.mouse.down()
+    opened.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 60)
+    opened.mouse.up()
+    assert opened.is_visible("input[name=reset]")
+    for i in (0, 1):  # the zoom is of all plots
+        ticks = opened.locator("figure").nth(i).locator("svg > text[text-anchor=middle]")
+        steps = [float(text) for text in ticks.all_text_contents()[:-1]]
+        assert 3.5 < min(steps) < max(steps) < 5.5
+    opened.click("input[name=reset]")
+    assert labels.all_text_contents() == before
+    figure.focus()
+    opened.keyboard.press("+")
+    assert labels.all_text_contents() != before
+    opened.keyboard.press("0")
+    assert labels.all_text_contents() == before
+
+    def places():
+        path = figure.locator("[data-run='0'] path").first.get_attribute("d")
+        return np.array([pair.split() for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", path)], float)
+
+    straight = places()
+    np.testing.assert_allclose(np.diff(straight[:, 0], 2), 0, atol=0.05)  # steps 2, 4, 6
+    opened.check("input[name=logx]")
+    assert "step (log scale)" in labels.all_text_contents()
+    gaps = np.diff(places()[:, 0])
+    assert gaps[0] / gaps[1] == pytest.approx(np.log(2) / np.log(1.5), rel=0.01)
+    opened.uncheck("input[name=logx]")
+    assert len(figure.locator("[data-run='0'] path").all()) == 2
+    opened.fill("input[name=smooth]", "0.5")
+    assert len(figure.locator("[data-run='0'] path").all()) == 3
+    mean = figure.locator("[data-run='0'] path").nth(1).get_attribute("d")
+    mean = np.array([pair.split() for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", mean)], float)
+    y, raw = [], straight[:, 1]
+    for i in range(3):  # weights 1/2, 1/4, … of the newest first
+        weights = 0.5 ** np.arange(i, -1, -1)
+        y.append(weights @ raw[: i + 1] / weights.sum())
+    np.testing.assert_allclose(mean[:, 1], y, atol=0.05)
+
+
+def test_bad_steps_commands_and_samples(folders, tmp_path, visit):
+    folder = tmp_path / "one"
+    shutil.copytree(folders[0], folder)
+    (folder / "incidents" / "step_4").mkdir(parents=True)
+    (folder / "incidents" / "step_4" / "incident.json").write_text('{"kind": "spike"}')
+    mask = [{"token": "mill", "probability": 0.25}, {"token": "<b>", "probability": 0.125}]
+    write_lines(
+        folder / "samples.jsonl",
+        [{"step": step, "text": "The [MASK].", "masks": [mask]} for step in range(1, 31)],
+    )
+    path = tmp_path / "page.html"
+    runs.write([str(folder)], str(path))
+    opened = visit(path)
+    incident = opened.locator("figure").first.locator(".incident title")
+    assert incident.text_content() == "one: spike at step 4"
+    assert opened.locator("figure[aria-label='Sequences by length'] .incident").count() == 0
+    headline = opened.inner_text(".headline")
+    best = min(x["masked_lm_loss"] for x in workdir.read_lines(folder / "metrics.jsonl") if x["split"] == "heldout")  # fmt: skip
+    assert f"best held-out masked-LM loss\n{best:.5g}" in headline
+    assert "bad steps\n1" in headline
+    command = workdir.read_lines(folder / "starts.jsonl")[0]["command"]
+    assert command in opened.locator("pre").text_content()
+    rows = table_after(opened, "The [MASK].")
+    assert rows[1] == ["1", "mill 25%, <b> 12%"]
+    assert [rows[-1][0], len(rows)] == ["30", 13]
 
 
 def test_the_page_in_the_dark(report, visit):
@@ -392,7 +463,6 @@ def test_the_page_in_the_dark(report, visit):
 def test_ids_are_one_elements_each(report):
     ids = re.findall(r' id="([^"]+)"', report.read_text())
     assert len(ids) == len(set(ids))
-    assert re.findall(r"url\(#[^)]+\)", report.read_text()), "clips refer to some"
 
 
 @pytest.mark.slow

@@ -420,7 +420,7 @@ def test_the_page_is_what_the_results_say(speed, tmp_path):
     recorded = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
     text = (HERE / "README.md").read_text()
     assert speed["report"].page(text, recorded, tmp_path) == text
-    front = (HERE.parent.parent / "README.md").read_text()
+    front = (HERE.parent.parent / "docs" / "speed.md").read_text()
     assert speed["report"].front(front, recorded) == front
     assert speed["report"].front(front, []) != front
     if (tmp_path / "growth.svg").exists():

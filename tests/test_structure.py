@@ -23,7 +23,7 @@ LAYERS = (
     {"benchmarks", "checkpoint", "optim"},
     {"convert", "guard", "objectives"},
     {"embed", "evaluate", "inference"},
-    {"log", "step", "signals", "summary", "tracing"},
+    {"log", "step", "signals", "summary", "tracing", "trackers"},
     {"train"},
     {"downstream"},
     {"replay"},
@@ -48,6 +48,8 @@ DOORS = {
     "gcsfs": ("storage/",),
     "s3fs": ("storage/",),
     "etils": ("checkpoint.py",),
+    "wandb": ("trackers.py",),
+    "mlflow": ("trackers.py",),
 }
 FORBIDDEN = {"tensorflow", "torch", "clu", "transformers"}
 

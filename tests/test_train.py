@@ -270,10 +270,11 @@ def test_accumulation_is_the_whole_batch(rows):
 
 
 def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
-    folder = tmp_path / "run"
+    folder, text = tmp_path / "run", "The king [MASK] the [MASK]."
     done = pretrain(
         folder,
         [rows()],
+        f"sample_texts=A [MASK].|{text}",
         "steps=300",
         "evaluate_every_steps=100",
         "checkpoint.every_steps=100",
@@ -301,11 +302,15 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     assert kept == {best, 300}
     capsys.readouterr()
 
-    assert (
-        cli.main(["fill-mask", "--workdir", str(folder), "--json", "The king [MASK] the [MASK]."])
-        == 0
-    )
+    samples = workdir.read_lines(folder / "samples.jsonl")
+    assert [(line["step"], line["text"]) for line in samples[::2]] == [(step, "A [MASK].") for step in (100, 200, 300)]  # fmt: skip
+    fill = ["fill-mask", "--workdir", str(folder), "--checkpoint", "latest", "--json", text]
+    assert cli.main(fill) == 0
     answer = json.loads(capsys.readouterr().out)
+    for mask, sampled in zip(answer["masks"], samples[-1]["masks"], strict=True):
+        assert [c["token"] for c in mask] == [c["token"] for c in sampled]
+        told = [c["probability"] for c in sampled]
+        assert [c["probability"] for c in mask] == pytest.approx(told, rel=1e-4)
     assert [len(mask) for mask in answer["masks"]] == [5, 5]
     # The grammar has few words for either place.
     assert answer["masks"][0][0]["probability"] > 0.05

@@ -114,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.config = config
     if options.verb in ("launch", "sweep"):
         options.arguments, options.command = arguments[1:], command
-    Progress.is_quiet = options.quiet
-    del options.quiet  # verbs pass their options on
+    Progress.is_quiet = vars(options).pop("quiet")  # verbs pass their options on
     try:
         storage.check(arguments)
         return options.run(options) or 0

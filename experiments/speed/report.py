@@ -598,7 +598,7 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
 
 
 def front(text: str, lines: Sequence[Line]) -> str:
-    """Return the project's own page with its table between the `speed` markers."""
+    """Return docs/speed.md with its table between the `speed` markers."""
     table = "\n".join(["", *summary(lines), ""])
     return re.sub(
         "(<!-- speed -->).*(<!-- /speed -->)", lambda m: m[1] + table + m[2], text, flags=re.DOTALL
@@ -606,9 +606,9 @@ def front(text: str, lines: Sequence[Line]) -> str:
 
 
 def write() -> None:
-    """Write README.md, growth.svg, and the table of the project's own page."""
+    """Write README.md, growth.svg, and the table of docs/speed.md."""
     lines = _read("results.jsonl")
     path = HERE / "README.md"
     files.write(path, page(path.read_text(), lines, HERE))
-    path = HERE.parent.parent / "README.md"
+    path = HERE.parent.parent / "docs" / "speed.md"
     files.write(path, front(path.read_text(), lines))

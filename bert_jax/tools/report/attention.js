@@ -20,6 +20,7 @@ const modified = (event) => event.altKey || event.ctrlKey || event.metaKey;
 let maps; // bytes [layers, columns, T, T]
 let chosen = { layer: 0, column: 0 };
 let followed = null; // row of the selected map, or null for all rows
+const overlaid = new Set(); // heads whose lines are drawn over each other, instead of the selected map's
 const map = (layer = chosen.layer, column = chosen.column) => {
   const at = (layer * columns.length + column) * T * T;
   return maps.subarray(at, at + T * T);
@@ -39,14 +40,24 @@ function make(tag, attributes = {}, ...inside) {
   return element;
 }
 
-// A color of the style sheet, in light or dark mode, as [red, green, blue].
+// A color of CSS, or of the style sheet by its variable, as [red, green, blue].
 function color(name) {
-  const probe = make("span", { style: `color: var(${name})` });
+  const probe = make("span", { style: `color: ${name.startsWith("--") ? `var(${name})` : name}` });
   document.body.append(probe);
   const parts = getComputedStyle(probe).color.match(/[\d.]+/g).map(Number);
   probe.remove();
   return parts;
 }
+
+const isDark = matchMedia("(prefers-color-scheme: dark)");
+
+// The color of a column: heads have hues of their own, in order around the color wheel.
+function hue(column) {
+  if (column >= heads) return "var(--quiet)";
+  return `hsl(${Math.round((360 * column) / heads + 210) % 360} 70% ${isDark.matches ? 66 : 42}%)`;
+}
+
+const rgb = (column) => color(hue(column));
 
 // Transparent, to fit any background. A pixel that covers several pairs of tokens shows the largest
 // weight.
@@ -126,6 +137,7 @@ function choose(layer, column) {
     ? Object.entries(FIGURES).map(([name, f]) => `${name} ${data[name][layer][column].toFixed(f.digits)} ${f.unit}`)
     : [];
   find("chosen").textContent = [`Layer ${layer + 1}, ${columns[column]}`, ...figures].join(" · ");
+  document.documentElement.style.setProperty("--head", hue(column));
   follow(followed);
 }
 
@@ -159,27 +171,33 @@ function drawLines(weights, row) {
   const width = 176;
   const context = sized(find("between"), width, list.height);
   const middle = (i) => ((i + 0.5) * list.height) / T;
-  context.strokeStyle = `rgb(${color("--accent")})`;
   context.lineWidth = row ? 2 : 1.5;
   // Small weights are drawn for a single row only: all lines of a long text would take half a minute
   // and hide each other.
   const opacity = (q) => (row ? q / 255 : weight(q));
   const least = row ? 0 : T > 128 ? 4 / T : 1 / 255;
-  const paths = new Map(); // one path for all lines of the same style
-  for (let i = followed ?? 0; i <= (followed ?? T - 1); i++) {
-    for (let j = 0; j < T; j++) {
-      const q = weights[i * T + j];
-      if (q === 0 || opacity(q) < least) continue;
-      if (!paths.has(q)) paths.set(q, new Path2D());
-      const path = paths.get(q);
-      path.moveTo(0, middle(i));
-      path.bezierCurveTo(width / 3, middle(i), (2 * width) / 3, middle(j), width, middle(j));
+  const shown = overlaid.size ? [...overlaid] : [chosen.column];
+  for (const column of shown) {
+    const drawn = overlaid.size ? map(chosen.layer, column) : weights;
+    context.strokeStyle = `rgb(${rgb(column)})`;
+    const paths = new Map(); // one path for all lines of the same style
+    for (let i = followed ?? 0; i <= (followed ?? T - 1); i++) {
+      for (let j = 0; j < T; j++) {
+        const q = drawn[i * T + j];
+        if (q === 0 || opacity(q) < least) continue;
+        if (!paths.has(q)) paths.set(q, new Path2D());
+        const path = paths.get(q);
+        path.moveTo(0, middle(i));
+        path.bezierCurveTo(width / 3, middle(i), (2 * width) / 3, middle(j), width, middle(j));
+      }
+    }
+    for (const [q, path] of paths) {
+      context.globalAlpha = opacity(q);
+      context.stroke(path);
     }
   }
-  for (const [q, path] of paths) {
-    context.globalAlpha = opacity(q);
-    context.stroke(path);
-  }
+  for (const mark of document.querySelectorAll("#opacity span"))
+    mark.style.left = `${100 * (row ? Math.sqrt(mark.dataset.share) : mark.dataset.share)}%`;
 }
 
 const CELL = Math.min(26, Math.max(3, Math.floor(560 / T)));
@@ -211,7 +229,7 @@ function drawSquare(weights) {
     context.restore();
   }
   const small = document.createElement("canvas");
-  paint(small, weights, T, color("--accent"));
+  paint(small, weights, T, rgb(chosen.column));
   context.imageSmoothingEnabled = false;
   context.drawImage(small, margin, margin, T * CELL, T * CELL);
   context.strokeStyle = line;
@@ -224,17 +242,43 @@ function drawSquare(weights) {
 }
 
 function paintMaps() {
-  const accent = color("--accent");
   for (const td of find("maps").querySelectorAll("td")) {
     const weights = map(Number(td.dataset.layer), Number(td.dataset.column));
-    paint(td.firstChild, weights, Math.min(T, SIDE), accent);
+    paint(td.firstChild, weights, Math.min(T, SIDE), rgb(Number(td.dataset.column)));
   }
+  document.querySelectorAll("i[data-column]").forEach((i) => (i.style.background = hue(Number(i.dataset.column))));
+}
+
+// A box per head: those that are checked are drawn over each other.
+function buildLegend() {
+  const boxes = Array.from({ length: heads }, (_, head) => {
+    const box = make("input", { type: "checkbox", name: "overlay", value: head });
+    box.addEventListener("change", () => {
+      overlaid[box.checked ? "add" : "delete"](head);
+      follow(followed);
+    });
+    find("overlay").append(make("label", {}, box, make("i", { "data-column": head }), ` ${head + 1}`));
+    return box;
+  });
+  const all = make("button", { type: "button" }, "all heads");
+  const none = make("button", { type: "button" }, "only the selected one");
+  for (const [button, checked] of [[all, true], [none, false]])
+    button.addEventListener("click", () => {
+      boxes.forEach((box, head) => {
+        box.checked = checked;
+        overlaid[checked ? "add" : "delete"](head);
+      });
+      follow(followed);
+    });
+  find("overlay").append(all, " ", none);
+  for (const share of [0.1, 0.25, 0.5, 1])
+    find("opacity").append(make("span", { "data-share": share }, `${100 * share}%`));
 }
 
 function build() {
   for (const share of [0.01, 0.1, 0.25, 0.5, 1]) {
     const place = `left: ${100 * Math.sqrt(share)}%`;
-    document.querySelector(".scale").append(make("span", { style: place }, `${100 * share}%`));
+    find("scale").append(make("span", { style: place }, `${100 * share}%`));
   }
   find("maps").setAttribute("aria-label", "attention of every layer and head");
   grid(find("maps"), columns.length, columns, (layer, column) =>
@@ -248,6 +292,8 @@ function build() {
       return make("td", { style: `--share: ${(value - least) / range}` }, value.toFixed(digits));
     });
   }
+  [...find("maps").tHead.rows[0].cells].slice(1).forEach((th, column) => th.prepend(make("i", { "data-column": column })));
+  buildLegend();
   find("lines").style.setProperty("--row", T > 64 ? "16px" : "24px");
   tokens.forEach((token, i) => {
     const second = segments[i] ? "second" : "";
@@ -280,9 +326,9 @@ unpack(data.maps).then((bytes) => {
   build();
   paintMaps();
   choose(0, 0);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  isDark.addEventListener("change", () => {
     paintMaps();
-    follow(followed);
+    choose(chosen.layer, chosen.column);
   });
   document.body.dataset.ready = "";
 });

@@ -107,11 +107,15 @@ def document(maps: AttentionMaps, source: str, rolled: bool = False) -> str:
 <p>Each square is a head. A row shows how much one word piece attends to each other one, from left to
 right. <b>Mean</b> is the mean of the layer's heads.{rolling} Select a map with a click, or with
 <kbd>Tab</kbd> and the arrow keys.</p>
-<p class="scale" aria-hidden="true"></p>
+<p class="scale" id="scale" aria-hidden="true"></p>
 <div class="wide"><table class="choice maps" id="maps"></table></div>
 <h2 id="chosen" aria-live="polite"></h2>
 <p>Point at a word piece on the left, or select one with <kbd>Tab</kbd> and the arrow keys, to see
-what it attends to. <kbd>Esc</kbd> shows all lines again{longer}.</p>
+what it attends to. <kbd>Esc</kbd> shows all lines again{longer}. Check heads to draw their lines over each other, each in
+its color.</p>
+<fieldset id="overlay"><legend>heads of the layer</legend></fieldset>
+<p class="quiet">Opacity of a line by its weight:</p>
+<p class="scale" id="opacity" aria-hidden="true"></p>
 <section>
 <p id="weights" role="status"></p>
 <div class="one">

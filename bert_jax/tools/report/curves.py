@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax import workdir
+from bert_jax import guard, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
@@ -18,8 +18,25 @@ AXES = {"step": "step", "tokens": "real tokens", "hours": "hours of training"}
 # Longer curves are downsampled, to keep pages small.
 MAX_POINTS = 400
 SPEED = "real_tokens_per_second"
+_SPEEDS = (SPEED, "model_flops_utilization")
 
-_LAST = ("learning_rate", "gradient_norm", SPEED)
+# Groups of plots, in order, and the titles of metrics whose names do not say enough.
+GROUPS = ("Loss", "Quality", "Optimization", "Speed", "Data and other")
+_TITLES = {
+    "loss": "Loss",
+    "gradient_norm": "Gradient norm, before clipping",
+    "real_fraction": "Fraction of tokens that are not padding",
+    SPEED: "Real tokens per second",
+    "model_flops_utilization": "Model FLOPs utilization (fraction of the peak)",
+}
+_GROUPS = {
+    "learning_rate": 2,
+    "gradient_norm": 2,
+    SPEED: 3,
+    "model_flops_utilization": 3,
+    "real_fraction": 4,
+}
+_QUALITY = ("accuracy", "perplexity", "f1", "exact", "matthews", "pearson", "spearman")
 
 
 class Recorded(NamedTuple):
@@ -33,6 +50,8 @@ class Recorded(NamedTuple):
         speed: lines of speed.jsonl.
         starts: lines of starts.jsonl.
         data: description of the rows or examples of each phase, from config.json.
+        incidents: step and kind of each bad step.
+        samples: lines of samples.jsonl: the fillings of masked texts at evaluations.
         best: metric that selects the best checkpoint; see `workdir.read_best_by`.
     """
 
@@ -44,6 +63,8 @@ class Recorded(NamedTuple):
     starts: list[dict[str, Any]]
     data: list[dict[str, Any]]
     best: dict[str, Any]
+    incidents: list[tuple[int, str]]
+    samples: list[dict[str, Any]]
 
     @property
     def heldout(self) -> list[dict[str, Any]]:
@@ -128,7 +149,18 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
     starts, best = workdir.read_steps(folder / "starts.jsonl"), workdir.read_best_by(folder)
     # The name of a folder may contain bytes that are not UTF-8.
     name = name.encode("utf-8", "replace").decode()
-    return Recorded(name, folder, config, metrics, speed, starts, workdir.read_data(folder), best)
+    return Recorded(
+        name,
+        folder,
+        config,
+        metrics,
+        speed,
+        starts,
+        workdir.read_data(folder),
+        best,
+        [(step, kind) for kind in guard.KINDS[1:] for step in guard.incidents(folder, kind)],
+        workdir.read_steps(folder / workdir.SAMPLES),
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -154,6 +186,15 @@ def clock(run: Recorded) -> dict[str, Float[np.ndarray, " n"]]:
     return dict(zip(AXES, np.array(points, float).T, strict=True))
 
 
+def positions(run: Recorded, steps: Float[np.ndarray, " n"]) -> dict[str, Float[np.ndarray, " n"]]:
+    """Return steps on each of `AXES`; on "step" alone if there is no speed.jsonl."""
+    at = clock(run)
+    axes = AXES if len(at["step"]) > 1 else ("step",)
+    return {
+        axis: np.interp(steps, at["step"], at[axis]) if axis != "step" else steps for axis in axes
+    }
+
+
 def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
     """Return the curves of all metrics by name, the most important first.
 
@@ -161,9 +202,8 @@ def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
     """
     result: dict[str, list[Curve]] = {}
     for i, run in enumerate(runs):
-        at = clock(run)
         speeds = [("train", line) for line in run.speed]
-        lines = [("train", SPEED, speeds)] if speeds else []
+        lines = [("train", name, speeds) for name in _SPEEDS if speeds]
         for split in ("train", "heldout"):
             metrics = [(split, line) for line in run.metrics if line["split"] == split]
             names = dict.fromkeys(name for _, line in metrics for name in line)
@@ -172,21 +212,37 @@ def curves(runs: list[Recorded]) -> dict[str, list[Curve]]:
             points = [(x["step"], x[name]) for _, x in records if name in x]
             if points:
                 kept = downsample(np.array(points, float))
-                x = {"step": kept[:, 0]}
-                if len(at["step"]) > 1:
-                    for axis in ("tokens", "hours"):
-                        x[axis] = np.interp(kept[:, 0], at["step"], at[axis])
-                result.setdefault(name, []).append(Curve(i, split, x, kept[:, 1]))
+                curve = Curve(i, split, positions(run, kept[:, 0]), kept[:, 1])
+                result.setdefault(name, []).append(curve)
     return {name: result[name] for name in sorted(result, key=_order)}
 
 
-def _order(name: str) -> tuple[int, str | int]:
-    """Return the sort key: total loss, loss terms, accuracies, learning rate, speed, the rest."""
+def group(name: str) -> int:
+    """Return the index in `GROUPS` of a metric."""
+    if name in _GROUPS:
+        return _GROUPS[name]
     if name.endswith("loss"):
-        return 0, "" if name == "loss" else name
-    if name.endswith("accuracy"):
-        return 1, 0
-    return (2, _LAST.index(name)) if name in _LAST else (3, 0)
+        return 0
+    return 1 if name.endswith(_QUALITY) else 4
+
+
+def label(name: str) -> str:
+    """Return a metric's name in words: "masked_lm_loss" is "masked-LM loss"."""
+    text = name.replace("masked_lm", "masked-LM").replace("next_sentence", "next-sentence")
+    return text.replace("_", " ").replace(".", ", ")
+
+
+def title(name: str) -> str:
+    """Return the title of a metric's plot: "masked_lm_loss" is "Masked-LM loss (nats)"."""
+    text = _TITLES.get(name) or label(name)[:1].upper() + label(name)[1:]
+    return f"{text} (nats)" if name.endswith("loss") else text
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    """Return the sort key: groups; the total loss first, and perplexities last in theirs."""
+    known = list(_GROUPS)
+    rank = known.index(name) if name in known else 0 if name == "loss" else 1
+    return group(name), 2 if name.endswith("perplexity") else rank, "" if name in known else name
 
 
 def downsample(points: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "m 2"]:

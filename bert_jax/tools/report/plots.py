@@ -1,8 +1,6 @@
-"""Plot the metrics of runs, for interactive pages and for papers."""
+"""Plot the metrics of runs for papers."""
 
-import io
 import pathlib
-import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,16 +9,13 @@ import numpy as np
 from jaxtyping import Int
 
 from bert_jax import files
-from bert_jax.tools.report.curves import AXES, Curve
+from bert_jax.tools.report.curves import AXES, Curve, title
 
 PICTURES = (".png", ".svg", ".pdf")
 # Size of figures in inches, and the axes in them as fractions (left, bottom, width, height). The same
-# for all plots, to align them and to let a script map points to data.
-SIZE = (6.0, 3.3)
-BOX = (0.115, 0.15, 0.865, 0.77)
-_POINTS = 72
-# Replaced by the page's text color, which SVG can refer to and matplotlib cannot.
-_INK = "#010203"
+# for all plots, to align them.
+_SIZE = (6.0, 3.3)
+_BOX = (0.115, 0.15, 0.865, 0.77)
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -55,7 +50,7 @@ def draw(
     name: str,
     lines: list[Curve],
     axis: str,
-    names: list[str] | None = None,
+    names: list[str],
     levels: Mapping[str, float] | None = None,
 ) -> Any:
     """Return a figure of a metric by one of `AXES`.
@@ -64,11 +59,10 @@ def draw(
         name: name of the metric.
         lines: curves to draw.
         axis: key of `AXES`.
-        names: names of the runs for a legend; None for a plot in a page, whose script identifies
-            curves by their group ids `run-0`, ….
+        names: names of the runs for a legend.
         levels: horizontal lines to draw for reference, by label.
     """
-    figure, axes = _figure(_INK if names is None else "black")
+    figure, axes = _figure()
     drawn = {}
     for line in lines:
         if axis not in line.x:
@@ -89,7 +83,6 @@ def draw(
             line.y,
             color=color(line.run),
             ls=_LINES[line.run // 10 % len(_LINES)],
-            gid=f"run-{line.run}",
             **style,
         )
     draw_levels(axes, levels or {})
@@ -102,86 +95,44 @@ def draw(
     elif axes.get_ylim()[1] > 1e4:
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
-    _label(axes, AXES[axis], name.replace("_", " "))
-    if names:
-        legend(axes, {names[run]: line for run, line in drawn.items()})
+    _label(axes, AXES[axis], title(name))
+    legend(axes, {names[run]: line for run, line in drawn.items()})
     return figure
 
 
 def draw_levels(axes: Any, levels: Mapping[str, float]) -> None:
     """Draw labeled horizontal lines, behind the curves."""
-    ink = axes.spines["left"].get_edgecolor()
     for label, value in levels.items():
-        axes.axhline(value, color=ink, lw=0.8, ls=":", alpha=0.7, zorder=1)
+        axes.axhline(value, color="black", lw=0.8, ls=":", alpha=0.7, zorder=1)
         place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-        axes.text(0.995, value, f"{label} {value:.2f}", color=ink, fontsize=7, **place)
+        axes.text(0.995, value, f"{label} {value:.2f}", fontsize=7, **place)
 
 
-def draw_lengths(histogram: Int[np.ndarray, " L"], paper: bool = False) -> Any:
+def draw_lengths(histogram: Int[np.ndarray, " L"]) -> Any:
     """Return a figure of the number of sequences by length 0..L-1, in tokens."""
-    figure, axes = _figure("black" if paper else _INK)
+    figure, axes = _figure()
     axes.stairs(histogram, np.arange(len(histogram) + 1) - 0.5, fill=True, color=color(0))
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
     _label(axes, "tokens per sequence", "sequences")
     return figure
 
 
-def _figure(ink: str) -> tuple[Any, Any]:
+def _figure() -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, dpi=_POINTS)
-    axes = figure.add_axes(BOX)
+    figure = Figure(figsize=_SIZE, dpi=72)
+    axes = figure.add_axes(_BOX)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(ink)
-    axes.tick_params(which="both", colors=ink, labelsize=8)
-    axes.grid(alpha=0.15, color=ink)
+    axes.tick_params(which="both", labelsize=8)
+    axes.grid(alpha=0.15, color="black")
     axes.ticklabel_format(axis="y", scilimits=(-3, 5))
-    axes.yaxis.get_offset_text().set(color=ink, size=8)
+    axes.yaxis.get_offset_text().set(size=8)
     return figure, axes
 
 
 def _label(axes: Any, x: str, y: str) -> None:
-    ink = axes.spines["left"].get_edgecolor()
     for label, text in ((axes.xaxis.label, x), (axes.yaxis.label, y)):
-        label.set(text=text, color=ink, size=9, parse_math=False)
-
-
-def limits(figure: Any) -> list[float]:
-    """Return left, right, bottom and top of a figure's axes, in data units."""
-    (axes,) = figure.axes
-    return [float(x) for x in (*axes.get_xlim(), *axes.get_ylim())]
-
-
-def box() -> list[float]:
-    """Return left, top, width and height of the axes in units of an inline SVG."""
-    (width, height), (left, bottom, wide, high) = SIZE, BOX
-    inches = (width * left, height * (1 - bottom - high), width * wide, height * high)
-    return [round(_POINTS * x, 3) for x in inches]
-
-
-def inline(figure: Any, key: str) -> str:
-    """Return a figure as an inline SVG element.
-
-    It uses the color of the surrounding text; the curves of run i have `data-run="i"`.
-
-    Args:
-        figure: a figure of `draw` or `draw_lengths`.
-        key: seed of the ids in the SVG, unique in the page.
-    """
-    from matplotlib import rc_context
-
-    svg = io.StringIO()
-    # Keep text as text: paths would make the page several times larger.
-    with rc_context({"svg.hashsalt": key, "svg.fonttype": "none"}):
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    text = svg.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="run-(\d+)"', r' data-run="\1"', text)
-    # Ids such as line2d_1 occur in every figure, but must be unique in a page.
-    text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
-    # Fill the available width.
-    return re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
+        label.set(text=text, size=9, parse_math=False)
 
 
 def legend(axes: Any, lines: Mapping[str, Any]) -> None:

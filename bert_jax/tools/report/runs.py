@@ -78,6 +78,12 @@ def loss_curve(workdirs: list[str], out: str) -> pathlib.Path:
                 )
     is_token_loss = all(isinstance(run.config, Config) for run in runs)
     axes.set(xlabel="step", ylabel="loss (nats per token)" if is_token_loss else "loss")
+    axes.set_title(
+        f"Loss of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}", parse_math=False
+    )
+    # Most of the loss falls in the first tenth of the steps.
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: plots.short(value))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     for reference in _levels(runs).values():
@@ -98,7 +104,7 @@ def save_pictures(runs: list[Recorded], folder: pathlib.Path) -> list[pathlib.Pa
         written += [plots.save(figure, folder / f"{_file(name)}{suffix}") for suffix in PAPER]
     for i, rows in enumerate(_rows(runs)):
         if rows.histogram is not None:
-            figure = plots.draw_lengths(rows.histogram, paper=True)
+            figure = plots.draw_lengths(rows.histogram)
             written += [plots.save(figure, folder / f"lengths-{i}{suffix}") for suffix in PAPER]
     return written
 
@@ -108,8 +114,11 @@ def html_of(runs: list[Recorded]) -> str:
     drawn: list[dict[str, Any]] = []
     shapes = sections.parameters(runs)
     body = [
+        sections.headlines(runs),
         sections.overview(runs, shapes),
+        sections.commands(runs),
         _curves(runs, drawn),
+        sections.samples(runs),
         sections.final(runs),
         sections.differences(runs),
         sections.parameter_tables(runs, shapes),
@@ -119,11 +128,22 @@ def html_of(runs: list[Recorded]) -> str:
     data = {
         "runs": names,
         "colors": [plots.color(i) for i in range(len(runs))],
-        "axes": {**curves.AXES, "length": "length"},
+        "axes": {**curves.AXES, "length": "tokens per sequence"},
         "plots": drawn,
+        "incidents": [_incidents(run) for run in runs],
     }
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
     return page.page(title, "\n".join(body), "runs.js", data)
+
+
+def _incidents(run: Recorded) -> list[dict[str, Any]]:
+    """Return the position on each axis and the description of each bad step."""
+    steps = np.array([step for step, _ in run.incidents], float)
+    x = {axis: values.tolist() for axis, values in curves.positions(run, steps).items()}
+    return [
+        {"x": {axis: values[i] for axis, values in x.items()}, "text": f"{run.name}: {kind} at step {step:,}"}
+        for i, (step, kind) in enumerate(run.incidents)
+    ]  # fmt: skip
 
 
 def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
@@ -137,14 +157,9 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
         f'<i style="background: {plots.color(i)}"></i>{html.escape(run.name)}</label>'
         for i, run in enumerate(runs)
     )
-    figures, references = [], _levels(runs)
+    figures: dict[int, list[str]] = {}
+    references = _levels(runs)
     for name, lines in curves.curves(runs).items():
-        pictures, limits = [], {}
-        for axis, text in curves.AXES.items():
-            if any(axis in line.x for line in lines):
-                figure = plots.draw(name, lines, axis, levels=references.get(name))
-                limits[axis] = plots.limits(figure)
-                pictures.append((axis, f"{name} by {text}", plots.inline(figure, f"{name}/{axis}")))
         data = [
             {
                 "run": line.run,
@@ -154,26 +169,43 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
             }
             for line in lines
         ]
+        axes_of = [axis for axis in curves.AXES if any(axis in line.x for line in lines)]
         log = plots.is_logarithmic(name, lines)
-        figures.append(_figure(name, _file(name), pictures, limits, data, log, drawn))
+        figure = _figure(
+            curves.title(name), _file(name), axes_of, data, drawn, log, references.get(name)
+        )
+        figures.setdefault(curves.group(name), []).append(figure)
     without_speed = [run.name for run in runs if not run.speed]
     notes = [
-        "Thin lines are means over training steps, dots are held-out metrics. Curves of more than "
-        f"{curves.MAX_POINTS} points are downsampled to their ends and the extremes of each interval. "
-        "Tokens exclude padding; tokens and hours are interpolated between lines of speed.jsonl. "
-        "Dotted levels are the held-out losses of token frequencies and of a bigram count model.",
-        "Point at a plot to read values, or focus it with <kbd>Tab</kbd> and use <kbd>←</kbd> "
-        "<kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd>.",
+        "Thin lines are means over training steps, thick ones with dots are held-out metrics. "
+        f"Curves of more than {curves.MAX_POINTS} points are downsampled to their ends and the "
+        "extremes of each interval. Tokens exclude padding; tokens and hours are interpolated "
+        "between lines of speed.jsonl. Dotted levels are the held-out losses of token frequencies "
+        "and of a bigram count model; triangles are bad steps.",
+        "Point at a plot to read values, drag over one to zoom, and double-click to see all. With "
+        "the keyboard: <kbd>Tab</kbd>, <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd>, "
+        "<kbd>+</kbd> zooms, <kbd>0</kbd> resets.",
     ]
+    missing = ""
     if without_speed:
         names = html.escape(", ".join(without_speed))
-        notes.append(f"Plotted by step only, for lack of speed.jsonl: {names}.")
+        missing = f'<p class="quiet">Plotted by step only, for lack of speed.jsonl: {names}.</p>'
+    groups = "".join(
+        f'<h3>{curves.GROUPS[i]}</h3><div class="plots">{"".join(figures[i])}</div>'
+        for i in sorted(figures)
+    )
     return (
         "<h2>Curves</h2>"
-        + "".join(f'<p class="quiet">{note}</p>' for note in notes)
+        + "<noscript><p>The curves need JavaScript.</p></noscript>"
+        + f'<details><summary class="quiet">How to read and zoom</summary><p>{"</p><p>".join(notes)}</p></details>'
+        + missing
         + f'<div class="controls"><fieldset><legend>by</legend>{axes}</fieldset>'
+        + '<fieldset><legend>scale</legend><label><input type="checkbox" name="logx"> log x</label>'
+        + '<label><input type="checkbox" name="logy"> log y</label>'
+        + '<label>smooth <input type="range" name="smooth" min="0" max="0.98" step="0.02" value="0"></label>'
+        + '<input type="button" name="reset" value="Reset zoom" hidden></fieldset>'
         + f"<fieldset><legend>runs</legend>{checks}</fieldset></div>"
-        + f'<div class="plots">{"".join(figures)}</div>'
+        + groups
     )
 
 
@@ -192,36 +224,34 @@ def _levels(runs: list[Recorded]) -> dict[str, dict[str, float]]:
 
 
 def _figure(
-    name: str,
+    title: str,
     file: str,
-    pictures: Sequence[tuple[str, str, str]],
-    limits: dict[str, list[float]],
+    axes: Sequence[str],
     lines: list[dict[str, Any]],
-    log: bool,
     drawn: list[dict[str, Any]],
+    log: bool = False,
+    levels: dict[str, float] | None = None,
 ) -> str:
-    """Return a plot with its save button and a readout, and append its data to `drawn`.
+    """Return a plot, which the script draws, and append its data to `drawn`.
 
     Args:
-        name: title of the plot.
+        title: its title.
         file: file name for saving, without suffix.
-        pictures: for each x axis: its key, a description, and the SVG element.
-        limits: limits of the axes, by the same keys.
+        axes: keys of the x axes that it has.
         lines: data of the curves.
-        log: whether the y axis is logarithmic.
         drawn: data of all plots of the page.
+        log: whether the y axis is always logarithmic.
+        levels: horizontal lines by label.
     """
-    i = len(drawn)
-    drawn.append({"file": file, "log": log, "box": plots.box(), "limits": limits, "lines": lines})
-    parts = "".join(
-        f'<div data-axis="{axis}" role="img" aria-label="{html.escape(label)}"{" hidden" * (k > 0)}>{svg}</div>'
-        for k, (axis, label, svg) in enumerate(pictures)
-    )
-    label = html.escape(name)
+    i, label = len(drawn), html.escape(title)
+    drawn.append(
+        {"title": title, "file": file, "log": log, "axes": axes, "lines": lines, "levels": levels or {}}
+    )  # fmt: skip
     return (
         f'<figure data-plot="{i}" tabindex="0" role="group" aria-label="{label}"><figcaption>{label} '
         f'<button type="button" aria-label="save {label} as SVG">SVG</button></figcaption>'
-        f'{parts}<div class="reading" role="status"></div></figure>'
+        f'<div class="chart" role="img" aria-label="{label}"></div>'
+        '<div class="reading" role="status"></div></figure>'
     )
 
 
@@ -310,16 +340,13 @@ def _data(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
 
 
 def _histogram(counts: Int[np.ndarray, " L"], i: int, drawn: list[dict[str, Any]]) -> str:
-    figure, name = plots.draw_lengths(counts), f"lengths-{i}"
-    limits = {"length": plots.limits(figure)}
-    picture = ("length", "sequences by length", plots.inline(figure, name))
     lengths = list(range(len(counts)))
     line = {"run": None, "split": "sequences", "x": {"length": lengths}, "y": counts.tolist()}
     total = int(counts.sum())
     middle = int(np.searchsorted(counts.cumsum(), total / 2))
     mean = float((counts * np.arange(len(counts))).sum() / max(total, 1))
     note = f"{total:,} training sequences; {mean:.1f} tokens on average, median {middle}."
-    figure_html = _figure("sequences by length", name, [picture], limits, [line], False, drawn)
+    figure_html = _figure("Sequences by length", f"lengths-{i}", ["length"], [line], drawn)
     return f'<div><p class="quiet">{note}</p>{figure_html}</div>'
 
 

@@ -3,14 +3,105 @@
 import collections
 import html
 import re
+import statistics
 from typing import Any
 
 import jax
 
 from bert_jax import config as config_lib
+from bert_jax import summary
 from bert_jax.model import bert, flops
-from bert_jax.tools.report import curves, page
+from bert_jax.tools.report import curves, page, plots
 from bert_jax.tools.report.curves import Recorded
+
+
+def headlines(runs: list[Recorded]) -> str:
+    """Return the numbers to see first, a line of them per run."""
+    return "".join(_headline(run, len(runs) > 1) for run in runs)
+
+
+def _headline(run: Recorded, named: bool) -> str:
+    by, last = run.best["best_by"], run.metrics[-1]
+    items: list[tuple[str, str]] = []
+    sign = 1 if run.best["highest"] else -1
+    evaluated = [line for line in run.heldout if by in line]
+    if evaluated:
+        best = max(evaluated, key=lambda line: sign * line[by])
+        items.append((f"best held-out {curves.label(by)}", _number(best[by])))
+        items += [
+            (curves.label(name), f"{best[name]:.1%}")
+            for name in ("masked_lm_accuracy", "accuracy")
+            if name in best and name != by
+        ][:1]
+        items.append(("at step", f"{best['step']:,}"))
+    elif "loss" in last:
+        items.append(("training loss", _number(last["loss"])))
+    items.append(("steps", f"{max(line['step'] for line in run.metrics):,}"))
+    progress = curves.clock(run)
+    if len(progress["step"]) > 1:
+        tokens, hours = progress["tokens"][-1], progress["hours"][-1]
+        items += [
+            ("training", summary.duration(3600 * hours)),
+            ("real tokens", plots.short(_rounded(tokens))),
+            ("real tokens/s", plots.short(_rounded(tokens / max(3600 * hours, 1e-9)))),
+        ]
+    utilization = [line["model_flops_utilization"] for line in run.speed if "model_flops_utilization" in line]  # fmt: skip
+    if utilization:
+        items.append(("MFU, median", f"{statistics.median(utilization):.0%}"))
+    if run.incidents:
+        items.append(("bad steps", f"{len(run.incidents):,}"))
+    name = f'<p class="run">{html.escape(run.name)}</p>' if named else ""
+    parts = "".join(
+        f"<div><dt>{html.escape(text)}</dt><dd>{html.escape(value)}</dd></div>"
+        for text, value in items
+    )
+    return f'{name}<dl class="headline">{parts}</dl>'
+
+
+def commands(runs: list[Recorded]) -> str:
+    """Return the command line of every start."""
+    parts = []
+    for run in runs:
+        lines = dict.fromkeys(str(start["command"]) for start in run.starts if "command" in start)
+        parts += [f"# {run.name}", *lines] if lines else []
+    if not parts:
+        return ""
+    text = html.escape("\n".join(parts))
+    return f"<details><summary>Commands</summary><pre>{text}</pre></details>"
+
+
+def samples(runs: list[Recorded]) -> str:
+    """Return how each run filled the masks of its sample texts, by step."""
+    parts = []
+    for run in runs:
+        texts = dict.fromkeys(str(line.get("text")) for line in run.samples)
+        for text in texts:
+            lines = [
+                [f"{line['step']:,}", *(_candidates(mask) for mask in line["masks"])]
+                for line in _thinned([x for x in run.samples if x.get("text") == text])
+            ]
+            title = f"{run.name}: {text}" if len(runs) > 1 else text
+            columns = ["step", *("[MASK]" for _ in lines[0][1:])]
+            parts.append(f"<h3>{html.escape(title)}</h3>")
+            parts.append(page.table(columns, lines, numbers=False))
+    if not parts:
+        return (
+            '<h2>Predictions over time</h2><p class="quiet">None were recorded. '
+            '<code>--config.sample_texts="The [MASK] of the day."</code> fills in the masks at every '
+            "evaluation; <code>|</code> separates texts.</p>"
+        )
+    return "<h2>Predictions over time</h2>" + "".join(parts)
+
+
+def _candidates(mask: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{x['token']} {x['probability']:.0%}" for x in mask[:3])
+
+
+def _thinned(lines: list[Any], most: int = 12) -> list[Any]:
+    """Return at most `most` lines, evenly spaced, with the first and the last."""
+    if len(lines) <= most:
+        return lines
+    return [lines[round(i * (len(lines) - 1) / (most - 1))] for i in range(most)]
 
 
 def overview(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]) -> str:
@@ -154,6 +245,10 @@ def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
     return str(value)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,134 @@
+"""Send the metrics of a run to experiment trackers: Weights & Biases and MLflow.
+
+Both work offline: with WANDB_MODE=offline a run is written to its workdir, for `wandb sync`; MLflow
+writes to a folder or a server (MLFLOW_TRACKING_URI). A run that is resumed goes on as the same run.
+"""
+
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from bert_jax import storage
+from bert_jax.config import TrainConfig, flatten
+from bert_jax.errors import UserError
+
+PROJECT = "bert_jax"
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Where metrics of a run are sent."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the metrics of a step, by names such as train/loss."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, and mark the run as finished."""
+        ...
+
+
+def open_trackers(
+    config: TrainConfig, folder: pathlib.Path, run: str, devices: str
+) -> list[Tracker]:
+    """Open the trackers of `config.trackers`.
+
+    Args:
+        config: config of the run.
+        folder: the workdir.
+        run: identity of the run, which a resumed run keeps.
+        devices: description of the devices.
+
+    Raises:
+        UserError: a package is not installed, or the tracker cannot be reached.
+    """
+    makers: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _MLflow}
+    settings = {**flatten(config), "devices": devices}
+    trackers = []
+    for name in filter(None, config.trackers.split(",")):
+        with _one_line_errors(name):
+            trackers.append(makers[name](settings, folder, run))
+    return trackers
+
+
+@contextlib.contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"config.trackers: {name} is not installed: pip install 'bert-jax[{name}]'"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # packages of others raise what they like
+        offline = {"wandb": "WANDB_MODE=offline", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"config.trackers: {name} does not start ({text[:200]}); "
+            f"{offline[name]} needs no server"
+        ) from error
+
+
+class _Wandb:
+    def __init__(self, settings: dict[str, Any], folder: pathlib.Path, run: str):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run,
+            name=os.environ.get("WANDB_NAME", folder.name),
+            dir=folder,
+            resume="allow",
+            config=settings,
+            settings=wandb.Settings(silent=True),
+        )
+        # Not wandb's own count, which cannot go back as a run that is resumed does.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, settings: dict[str, Any], folder: pathlib.Path, run: str):
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not uri and storage.remote(folder):
+            raise UserError(
+                "config.trackers: mlflow: a workdir on object storage needs a server: set "
+                "MLFLOW_TRACKING_URI"
+            )
+        # Runs in folders beside each other are compared.
+        uri = uri or f"sqlite:///{folder.absolute().parent / 'mlflow.db'}"
+        self._entities = mlflow.entities
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        known = self._client.search_runs([number], f"tags.bert_jax_run = '{run}'")
+        if known:
+            self._id = known[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        tags = {"bert_jax_run": run}
+        self._id = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
+        parameters = [self._entities.Param(key.replace("[", ".").replace("]", ""), str(value)[:500]) for key, value in settings.items()]  # fmt: skip
+        for begin in range(0, len(parameters), 100):  # the most of a request
+            self._client.log_batch(self._id, params=parameters[begin : begin + 100])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._entities.Metric(name, float(x), now, step) for name, x in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)

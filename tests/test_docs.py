@@ -1,0 +1,127 @@
+"""Commands, settings, code and links of the documentation."""
+
+import ast
+import itertools
+import pathlib
+import re
+import shlex
+
+import pytest
+
+import bert_jax
+from bert_jax import cli, config_flags
+from bert_jax.config import Config, FinetuneConfig, flatten
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+KINDS = {"pretrain": Config, "preflight": Config, "finetune": FinetuneConfig}
+
+
+def blocks(path: pathlib.Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def commands(path: pathlib.Path) -> list[list[str]]:
+    """The arguments of every bert-jax command of a page."""
+    lines = re.sub(r"\\\n\s*", "", "\n".join(blocks(path, "sh"))).splitlines()
+    # Variables may be set in front, and the output may go to a file.
+    lines = [re.sub(r"^(\w+=\S+ )+(?=bert-jax )|\s[<>|]\s.*", "", line) for line in lines]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("bert-jax ")]
+
+
+def check(arguments: list[str]) -> None:
+    """Parse a command and load its config, as the command itself does before it reads any data."""
+    own = list(itertools.takewhile(lambda part: part != "--", arguments))
+    settings, rest = config_flags.split(own)
+    options = cli.parse(rest)
+    if getattr(options, "teacher", ""):
+        settings = [*settings, f"--config.distill.teacher={options.teacher}"]
+    if settings:
+        config_flags.load(settings, KINDS[options.verb])
+    if arguments[len(own) :] and options.verb in ("sweep", "launch"):
+        check(
+            [*arguments[len(own) + 1 :], "--workdir=x"]
+            if options.verb == "sweep"
+            else arguments[len(own) + 1 :]
+        )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_commands_of_pages(path, monkeypatch):
+    """They are understood, with their settings; those that launch are planned."""
+    monkeypatch.chdir(ROOT)
+    found = commands(path)
+    assert found or path.parent.name != "launch" or path.stem == "README"
+    for arguments in found:
+        if arguments[0] == "launch" and "--" in arguments:
+            assert cli.main(["launch", "--dry-run", *arguments[1:]]) == 0, arguments
+        check(arguments)
+
+
+def test_a_wrong_command_is_noticed(capsys):
+    for wrong in (
+        "pretrain --rows x",
+        "rows --tokns 3 x",
+        "pretrain --config base --workdir x --config.stpes=3",
+    ):
+        with pytest.raises((SystemExit, bert_jax.errors.UserError)):
+            check(wrong.split())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_settings_of_pages(path):
+    """Keys of configs named in the text are fields."""
+    known = set(flatten(Config())) | set(flatten(FinetuneConfig()))
+    groups = {key.rpartition(".")[0] for key in known}
+    named = re.findall(r"config\.((?:\w+(?:\[0\])?\.)*[a-z_0-9]+)", path.read_text())
+    unknown = {
+        key
+        for key in named
+        if key not in known and key not in groups and key not in ("py", "json", "key")
+    }
+    assert not unknown
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_python_of_pages(path):
+    """It is Python, and what it takes from bert_jax exists."""
+    for code in blocks(path, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "bert_jax":
+                assert hasattr(bert_jax, node.attr), node.attr
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "model":
+                fields = bert_jax.api.Model.__dataclass_fields__
+                assert node.attr in fields or hasattr(bert_jax.api.Model, node.attr), node.attr
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_of_pages(path):
+    """What they link to exists; configuration.md is generated."""
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    broken = [
+        link
+        for link in links
+        if "://" not in link
+        and not (path.parent / link).exists()
+        and not (path.parent == ROOT / "docs" and link == "configuration.md")
+    ]
+    assert not broken
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
+    missing = [
+        path.name
+        for path in PAGES
+        if path.is_relative_to(ROOT / "docs")
+        and path.relative_to(ROOT / "docs").as_posix() not in nav
+    ]
+    assert not missing
+
+
+def test_the_readme_is_two_screens():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 100

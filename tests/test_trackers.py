@@ -1,0 +1,143 @@
+"""Trackers: what is sent to them, through stand-ins of the few functions that are used."""
+
+import sys
+import types
+
+import pytest
+
+from bert_jax import log, trackers
+from bert_jax.config import Config, validate
+from bert_jax.errors import UserError
+
+VALUES = {"train/loss": 2.5, "train/accuracy": 0.5}
+
+
+class FakeWandb(types.ModuleType):
+    def __init__(self):
+        super().__init__("wandb")
+        self.calls = []
+        self.Settings = dict
+
+    def init(self, **settings):
+        self.calls.append(("init", settings))
+        return self
+
+    def __getattr__(self, name):
+        return lambda *args, **named: self.calls.append((name, args, named))
+
+
+class FakeMLflow(types.ModuleType):
+    """An MLflow with one store, which keeps its runs between clients."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.uri, self.runs, self.metrics, self.parameters = "", {}, [], []
+        self.entities = types.SimpleNamespace(
+            Param=lambda *values: values, Metric=lambda *values: values
+        )
+
+    def MlflowClient(self, tracking_uri):
+        self.uri = tracking_uri
+        return self
+
+    def get_experiment_by_name(self, name):
+        return None
+
+    def create_experiment(self, name):
+        return "7"
+
+    def search_runs(self, experiments, text):
+        assert experiments == ["7"]
+        found = [run for run in self.runs.values() if f"'{run.tag}'" in text]
+        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.name)) for run in found]
+
+    def create_run(self, experiment, run_name, tags):
+        run = types.SimpleNamespace(
+            name=f"id-{run_name}", tag=tags["bert_jax_run"], status="RUNNING"
+        )
+        self.runs[run.name] = run
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.name))
+
+    def update_run(self, name, status):
+        self.runs[name].status = status
+
+    def log_batch(self, name, metrics=(), params=()):
+        assert len(params) <= 100
+        self.metrics += [(name, *metric) for metric in metrics]
+        self.parameters += params
+
+    def set_terminated(self, name):
+        self.runs[name].status = "FINISHED"
+
+
+def opened(names, folder):
+    return trackers.open_trackers(Config(trackers=names), folder, "0123abcd", "8 TPU v4")
+
+
+def test_wandb_resumes_a_run_by_its_identity_and_counts_our_steps(monkeypatch, tmp_path):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    (tracker,) = opened("wandb", tmp_path / "run")
+    tracker.log(50, VALUES)
+    tracker.close()
+    name, settings = fake.calls[0]
+    assert name == "init"
+    assert (settings["id"], settings["resume"], settings["name"]) == ("0123abcd", "allow", "run")
+    assert settings["config"]["optim.learning_rate"] == 1e-4
+    assert settings["config"]["devices"] == "8 TPU v4"
+    assert ("define_metric", ("*",), {"step_metric": "step"}) in fake.calls
+    assert fake.calls[-2:] == [("log", ({"step": 50, **VALUES},), {}), ("finish", (), {})]
+
+
+def test_mlflow_goes_on_with_a_run_that_it_knows(monkeypatch, tmp_path):
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for step in (50, 100):
+        (tracker,) = opened("mlflow", tmp_path / "run")
+        assert fake.runs["id-run"].status == "RUNNING"
+        tracker.log(step, VALUES)
+        tracker.close()
+        assert fake.runs["id-run"].status == "FINISHED"
+    assert fake.uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    found = [(name, key, value, step) for name, key, value, _, step in fake.metrics]
+    assert found == [("id-run", key, x, step) for step in (50, 100) for key, x in VALUES.items()]
+    parameters = dict(fake.parameters)
+    assert len(parameters) == len(fake.parameters), "sent once"
+    assert parameters["phases.0.fraction"] == "1.0"
+
+
+def test_mistakes_are_a_line(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"wandb is not installed: pip install 'bert-jax\[wandb\]'"):
+        opened("wandb", tmp_path)
+    fake = FakeWandb()
+    monkeypatch.setattr(fake, "init", lambda **_: 1 / 0, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(UserError, match=r"wandb does not start \(division by zero\); WANDB_MODE="):
+        opened("wandb", tmp_path)
+    with pytest.raises(UserError, match=r"config.trackers is 'wandb,neptune'"):
+        validate(Config(trackers="wandb,neptune"))
+    validate(Config(trackers="wandb,mlflow"))
+
+
+def test_hyperparameters_are_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    config = Config(steps=9)
+    config.optim.learning_rate = 3e-4
+    board = log._board(tmp_path, 0)
+    log._write_hyperparameters(board, config, "heldout/masked_lm_loss")
+    board.add_scalar("heldout/masked_lm_loss", 5.0, 9)
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    contents = events.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(contents["_hparams_/session_start_info"])
+    assert start.hparams["optim.learning_rate"].number_value == 3e-4
+    assert start.hparams["steps"].number_value == 9
+    assert start.hparams["model"].string_value == "L12-H768-A12"
+    experiment = metadata.parse_experiment_plugin_data(contents["_hparams_/experiment"])
+    assert [x.name.tag for x in experiment.metric_infos] == ["heldout/masked_lm_loss"]
+    assert events.Scalars("heldout/masked_lm_loss")[0].value == 5.0
