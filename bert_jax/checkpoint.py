@@ -568,6 +568,12 @@ def abstract(tree: Any, sharding: Any) -> Any:
 
 
 @storage.reads("folder")
+def kept_steps(folder: str | pathlib.Path) -> list[int]:
+    """Return the steps of the checkpoints in a workdir, oldest first."""
+    return _steps(pathlib.Path(folder) / "checkpoints")
+
+
+@storage.reads("folder")
 def load_model(
     folder: str | pathlib.Path, which: str = "best"
 ) -> tuple[TrainConfig, Vocabulary, Params, int]:

@@ -19,13 +19,14 @@ import safetensors
 import torch
 import transformers
 from flax import traverse_util
+from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from bert_jax import checkpoint, cli, files
 from bert_jax.config import Config, ModelConfig
-from bert_jax.convert import source
+from bert_jax.convert import huggingface, source
 from bert_jax.convert.export import _write_safetensors, export
 from bert_jax.convert.families import BERT
 from bert_jax.data import rows
@@ -632,6 +633,33 @@ def test_the_card_says_how_it_was_trained(tmp_path, rows, capsys):
         assert part in card, part
     with no_warnings():
         transformers.BertForPreTraining.from_pretrained(tmp_path / "o")
+
+
+def test_every_checkpoint_is_exported(run_folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    config, _, params, _ = checkpoint.load_model(run)
+    later = jax.tree.map(lambda x: x + 1, params)
+    checkpoints = checkpoint.Checkpoints(run / "checkpoints", Config().checkpoint)
+    checkpoints.save(9, later)
+    checkpoints.close()
+    argv = f"export --init {run} --out {tmp_path / 'out'} --checkpoint all".split()
+    assert cli.main([*argv, "--license", "mit", "--language", "en", "--language", "de"]) == 0
+    assert "step_7, step_9" in capsys.readouterr().out
+    for step, expected in ((7, params), (9, later)):
+        folder = tmp_path / "out" / f"step_{step}"
+        tensors = load_file(folder / "model.safetensors")
+        wanted = huggingface.to_huggingface(jax.device_get(expected), config.model)
+        assert tensors.keys() == wanted.keys()
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(tensors[name], value, err_msg=name)
+        metadata = ModelCard.load(folder / "README.md").data
+        assert (metadata.license, metadata.language) == ("mit", ["en", "de"])
+    imported = tmp_path / "theirs"
+    shutil.copytree(tmp_path / "out" / "step_7", imported)
+    argv = f"export --init {imported} --out {tmp_path / 'o'} --checkpoint all".split()
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_the_cards_metrics_are_of_the_exported_step(run_folder, tmp_path):

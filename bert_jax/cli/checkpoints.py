@@ -117,7 +117,9 @@ def add_export(verbs: Verbs) -> None:
         _export,
         "export a model to Hugging Face transformers",
         "  bert-jax export --workdir runs/mini --out mini-hf\n"
-        "  bert-jax export --workdir runs/mini --out mini-fill-mask --heads masked_lm",
+        "  bert-jax export --workdir runs/mini --out mini-fill-mask --heads masked_lm\n"
+        "  bert-jax export --workdir runs/mini --out mini-steps --checkpoint all --license mit --language en\n\n"
+        "--checkpoint all writes every checkpoint of a run, to a folder step_N each.",
     )
     add_model(sub)
     sub.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
@@ -128,6 +130,14 @@ def add_export(verbs: Verbs) -> None:
         help="all (default), masked_lm for BertForMaskedLM, or none for BertModel: transformers "
         "warns about weights that the class it loads does not use",
     )
+    sub.add_argument("--license", help="license in the model card, such as apache-2.0")
+    sub.add_argument(
+        "--language",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="language in the model card, such as en; may be repeated",
+    )
 
 
 def _export(options) -> None:
@@ -135,9 +145,14 @@ def _export(options) -> None:
 
     device.start("")
 
-    from bert_jax.convert.export import export
+    from bert_jax.convert.export import export, export_all
 
-    settings = export(options.init, options.out, options.checkpoint, options.heads)
+    card = {name: value for name in ("license", "language") if (value := getattr(options, name))}
+    if options.checkpoint == "all":
+        steps = export_all(options.init, options.out, options.heads, card)
+        print(f"{options.out}: {', '.join(f'step_{step}' for step in steps)}")
+        return
+    settings = export(options.init, options.out, options.checkpoint, options.heads, card=card)
     name = settings["architectures"][0]
     print(
         f'{options.out}: {name}; load it with transformers.{name}.from_pretrained("{options.out}")'

@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import google_crc32c
 import jax
 import numpy as np
 
+from bert_jax import checkpoint, files, storage, workdir
 from bert_jax import config as config_lib
-from bert_jax import files, storage, workdir
 from bert_jax.config import EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
@@ -34,6 +36,7 @@ def export(
     which: str = "best",
     heads: str = "all",
     params: Params | None = None,
+    card: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write config.json, model.safetensors, the tokenizer's files and a model card.
 
@@ -45,6 +48,7 @@ def export(
             or "none" (`BertModel`). Dropping heads avoids transformers' warning about weights that
             the loaded class does not have.
         params: parameters to write instead of the checkpoint's.
+        card: metadata of the model card, such as its `license` and a list for `language`.
 
     Returns:
         Content of config.json.
@@ -85,19 +89,39 @@ def export(
     if name == f"{family.class_prefix}Model":  # its tensors have no prefix such as "bert."
         prefix = f"{family.encoder}."
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
-    card = _card(source, config, name, parameter_count(params, model), step)
+    text = _card(source, config, name, parameter_count(params, model), step, card)
     with files.new_folder(out) as folder:
         files.write_json(folder / "config.json", settings)
         _write_safetensors(folder / "model.safetensors", tensors)
         files.write(folder / VOCAB, vocabulary.to_bytes())
         tokens = config.embed.tokens or model.positions
-        for name, text in huggingface.tokenizer_files(vocabulary, tokens).items():
-            files.write(folder / name, text)
+        for name, content in huggingface.tokenizer_files(vocabulary, tokens).items():
+            files.write(folder / name, content)
         embed = config.embed
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
             _write_sentence_encoder(folder, config)
-        files.write(folder / "README.md", card)
+        files.write(folder / "README.md", text)
     return settings
+
+
+def export_all(
+    source: str,
+    out: str | pathlib.Path,
+    heads: str = "all",
+    card: Mapping[str, Any] = MappingProxyType({}),
+) -> list[int]:
+    """Export every checkpoint of a run to `out/step_N`, and return the steps; else as `export`.
+
+    Raises:
+        UserError: as for `export`, or the source is not a run.
+    """
+    if not workdir.holds_run(source):
+        raise UserError(f"{source} is not a run: it has no checkpoints to choose from")
+    files.check_new(out)
+    steps = checkpoint.kept_steps(source)
+    for step in steps:
+        export(source, f"{out}/step_{step}", str(step), heads, card=card)
+    return steps
 
 
 def _write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
@@ -154,7 +178,14 @@ def _write_sentence_encoder(folder: pathlib.Path, config: TrainConfig) -> None:
         (folder / "2_Normalize").mkdir()
 
 
-def _card(source: str, config: TrainConfig, architecture: str, parameters: int, step: int) -> str:
+def _card(
+    source: str,
+    config: TrainConfig,
+    architecture: str,
+    parameters: int,
+    step: int,
+    metadata: Mapping[str, Any],
+) -> str:
     """Return the model card: architecture, usage, training and metrics."""
     model, provenance = config.model, workdir.read_provenance(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
@@ -166,6 +197,7 @@ def _card(source: str, config: TrainConfig, architecture: str, parameters: int, 
     lines = [
         "---",
         "library_name: transformers",
+        *(f"{name}: {json.dumps(value)}" for name, value in metadata.items()),
         *([f"pipeline_tag: {pipeline}"] if pipeline else []),
         "tags:",
         f"- {model.family}",
