@@ -97,7 +97,9 @@ class ModelConfig:
 
     # Architecture of transformers (its model_type) that an export is written for. An import sets
     # it, together with the options that differ; it does not change the computation.
-    family: str = _one_of("bert", "modernbert")
+    family: str = _one_of(
+        "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert"
+    )
     layers: int = _positive(12)
     hidden: int = _positive(768)
     heads: int = _positive(12)
@@ -107,8 +109,12 @@ class ModelConfig:
     # Pad the embedding table with unused entries to a multiple of this, for alignment and sharding.
     # Results do not change.
     vocab_multiple: int = _positive(1)
+    # Size of the embeddings, projected to `hidden` before the first layer; 0 is `hidden` (ELECTRA,
+    # section 3.2).
+    embedding_size: int = _not_negative(0)
     positions: int = _positive(512)
-    # Number of segment (token type) embeddings: 2 in BERT, 0 for none.
+    # Number of segment (token type) embeddings: 2 in BERT, 1 in RoBERTa (the same for all tokens),
+    # 0 for none.
     segments: int = _not_negative(2)
     # "gelu" (exact, erf), "gelu_tanh" (the approximation in Google's code), "relu" or "silu".
     activation: str = _one_of("gelu", "gelu_tanh", "relu", "silu")
@@ -191,6 +197,10 @@ class ModelConfig:
     teacher_hidden: int = _not_negative(0)
     # Keep the pooler even if no head needs it.
     pooler: bool = False
+    # Activation of the pooler: "tanh" (BERT), "relu" (DistilBERT) or "gelu" (ELECTRA).
+    pooler_activation: str = _one_of("tanh", "relu", "gelu")
+    # ELECTRA's discriminator head: whether each token was replaced.
+    replaced_token: bool = False
     # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
     # "choice" (one score from the pooled [CLS]), "token" (on every token), "span" (start and end
     # scores for every token) or "" for none.
@@ -243,6 +253,11 @@ class ModelConfig:
     def is_local(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, attends within `local_window`."""
         return bool(self.local_window) and layer % self.global_every != 0
+
+    @property
+    def embedding_width(self) -> int:
+        """Size of the embeddings."""
+        return self.embedding_size or self.hidden
 
     @property
     def feature_layers(self) -> list[int]:

@@ -17,7 +17,8 @@ from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
 from bert_jax.benchmarks.squad import Squad
 from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, TaskConfig
 from bert_jax.convert.source import open_model
-from bert_jax.data import tables, wordpiece
+from bert_jax.data import tables
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.examples import Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -127,7 +128,7 @@ def finetune(
                 f"config.lora.rank is {config.lora.rank}: it must be 0 with --init none, as adapters "
                 "leave the random encoder frozen"
             )
-        vocabulary = wordpiece.load(vocab)
+        vocabulary = vocabularies.load(vocab)
     else:
         if vocab:
             raise UserError(

@@ -63,7 +63,8 @@ def inputs_of(
     for text in texts:
         a, b = (text, None) if isinstance(text, str) else text
         encoded.append(vocabulary.encode(a, b, mask=True))
-        a_lengths.append(len(vocabulary.encode(a, mask=True)))
+        separators = 0 if b is None else len(vocabulary.separator_ids) - 1
+        a_lengths.append(len(vocabulary.encode(a, mask=True)) + separators)
         if len(encoded[-1]) > max_tokens:
             raise UserError(
                 f"{a[:40]!r}… has {len(encoded[-1])} tokens, the model takes {max_tokens}: shorten it"
@@ -111,14 +112,19 @@ class MaskFiller:
         tokens = vocabulary.encode(text, mask=True)
         masks = [i for i, token in enumerate(tokens) if token == vocabulary.mask_id]
         if not masks:
-            raise UserError(f"no [MASK] in {text!r}: put one where a word should be predicted")
+            raise UserError(
+                f"no {vocabulary.special[4]} in {text!r}: put one where a word should be predicted"
+            )
         padded, layout = inputs_of(vocabulary, [text], self.config.model.positions)
         slots = 1 << (len(masks) - 1).bit_length()
         positions = jnp.asarray([masks + [0] * (slots - len(masks))], jnp.int32)
         logits = self._apply(self._params, padded, layout, positions)
         probabilities, ids = jax.lax.top_k(jax.nn.softmax(logits[0, : len(masks)]), top)
         return [
-            [Candidate(vocabulary.tokens[i], float(p)) for i, p in zip(row_ids, row, strict=True)]
+            [
+                Candidate(vocabulary.text_of(int(i)), float(p))
+                for i, p in zip(row_ids, row, strict=True)
+            ]
             for row_ids, row in zip(np.asarray(ids), np.asarray(probabilities), strict=True)
         ]
 

@@ -40,7 +40,7 @@ PARTITION_RULES = (
     (r"output/lora_b$", PartitionSpec(None, "fsdp")),
     # The recurrent kernel of an LSTM is used for every token, so it is replicated (last pattern).
     (
-        r"(transform|pooler|lstm/.*/input|span_boundary/(first|second)|teacher_projection)/kernel$",
+        r"(transform|pooler|project|lstm/.*/input|span_boundary/(first|second)|teacher_projection)/kernel$",
         PartitionSpec("fsdp", None),
     ),
     (r"masked_lm/decoder$", PartitionSpec("fsdp", "tensor")),

@@ -37,8 +37,9 @@ import bert_jax
 from bert_jax import config as config_lib
 from bert_jax import files, storage
 from bert_jax.config import TrainConfig
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.compressed import whole
+from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 
@@ -241,13 +242,15 @@ def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
         UserError: it cannot be read, or was changed. Runs of versions that did not record their
             vocabulary are not checked.
     """
-    vocabulary = wordpiece.load(folder)
+    vocabulary = vocabularies.load(folder)
     recorded = _read_config_json(folder).get("vocabulary")
     if recorded is not None and recorded != describe_vocabulary(vocabulary):
         raise UserError(
-            f"{folder}: {wordpiece.VOCAB} or {wordpiece.SETTINGS} is not the vocabulary that the model "
-            "was trained with: copy both from its rows, or from an export of the model"
+            f"{folder}: {vocabulary.file} or its settings is not the vocabulary that the model was "
+            "trained with: copy both from its rows, or from an export of the model"
         )
+    if isinstance(vocabulary, TokenizerVocabulary):
+        return vocabulary.resized(read_config(folder).model.vocab_size)
     return vocabulary
 
 

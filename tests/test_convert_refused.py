@@ -41,11 +41,11 @@ def edit(folder, **changes):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("roberta", "RobertaForMaskedLM"),
         ("albert", "AlbertModel"),
-        ("distilbert", "DistilBertModel"),
-        ("electra", "ElectraModel"),
-        ("xlm-roberta", "XLMRobertaModel"),
+        ("mpnet", "MPNetForMaskedLM"),
+        ("deberta-v2", "DebertaV2Model"),
+        ("xlm-roberta-xl", "XLMRobertaXLModel"),
+        ("bert-generation", "BertGenerationEncoder"),
     ],
 )
 def test_other_architectures_are_refused_by_name(hf_folder, kind, name):

@@ -373,7 +373,7 @@ def _pieces(
     """
     distinct = list(dict.fromkeys(word for sentence in words for word in sentence))
     pieces, cut, unknown = {}, set(), set()
-    for word, encoded in zip(distinct, vocabulary.encode_all(distinct), strict=True):
+    for word, encoded in zip(distinct, vocabulary.encode_words(distinct), strict=True):
         if len(encoded.ids) > max_pieces:
             cut.add(word)
         elif not len(encoded.ids):

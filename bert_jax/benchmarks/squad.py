@@ -147,7 +147,7 @@ class Squad:
         contexts = dict(zip(distinct, vocabulary.encode_all(distinct), strict=True))
         encoded_questions = vocabulary.encode_all([question.text for question in questions])
         golds = [question.answers[0].text if question.answers else "" for question in questions]
-        gold_ids = vocabulary.encode_all(golds)
+        gold_ids = vocabulary.encode_words(golds)
         # Without unanswerable questions, empty lists mean that the file has no answers.
         answers = [question.answers for question in questions]
         labeled = None not in answers and (any if self.unanswerable else all)(answers)
@@ -168,7 +168,7 @@ class Squad:
                         continue
             num_truncated += len(question_ids) > config.question_tokens
             question_ids = question_ids[: config.question_tokens]
-            head = np.array([vocabulary.cls_id, *question_ids, vocabulary.sep_id], np.int32)
+            head = np.array([vocabulary.cls_id, *question_ids, *vocabulary.separator_ids], np.int32)
             starts, ends, max_context = _slide(
                 len(ids), config.tokens - len(head) - 1, config.stride_tokens
             )

@@ -17,7 +17,6 @@ from bert_jax.config import EmbedConfig, FinetuneConfig, TrainConfig
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
-from bert_jax.data.wordpiece import VOCAB
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
@@ -71,6 +70,7 @@ def export(
             # A causal model pools the last token, transformers' BERT the first.
             pooler=model.has_pooler and heads == "none" and not model.causal,
             next_sentence=False,
+            replaced_token=False,
             head="",
             labels=(),
             lstm_layers=0,
@@ -93,9 +93,9 @@ def export(
     with files.new_folder(out) as folder:
         files.write_json(folder / "config.json", settings)
         _write_safetensors(folder / "model.safetensors", tensors)
-        files.write(folder / VOCAB, vocabulary.to_bytes())
         tokens = config.embed.tokens or model.positions
-        for name, content in huggingface.tokenizer_files(vocabulary, tokens).items():
+        tokenizer = huggingface.tokenizer_files(vocabulary, tokens, model.segments > 1)
+        for name, content in tokenizer.items():
             files.write(folder / name, content)
         embed = config.embed
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":

@@ -12,6 +12,7 @@ from bert_jax.config import Config
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.source import Imported
 from bert_jax.data import new_pieces
+from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten, unflatten
@@ -43,7 +44,7 @@ def extend_vocabulary(
     """
     files.check_new(out)
     config, vocabulary, params, step = source_lib.open_model(source, which)
-    if not isinstance(vocabulary, Vocabulary):
+    if isinstance(vocabulary, TokenizerVocabulary):
         raise UserError(f"{source}: its tokenizer is not WordPiece; no other can be extended")
     tokens = list(choose(vocabulary))
     if not tokens:

@@ -38,6 +38,7 @@ class Family:
             decides between classes with the same parts.
         settings: config key → key in config.json.
         activation: key of the activation in config.json.
+        activations: supported values of that key; () for all that the model has.
         defaults: values of keys that config.json lacks, where they differ from `ModelConfig`'s.
         fixed: config key → the only value that the architecture has, without a key in config.json.
         heads: kinds of fine-tuned heads that it has classes for, keys of `config.HEADS`.
@@ -56,6 +57,7 @@ class Family:
     classes: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, str]
     activation: str = "hidden_act"
+    activations: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     heads: tuple[str, ...] = tuple(name for name in HEADS if name)
@@ -173,6 +175,7 @@ BERT = Family(
     },
     settings=_BERT_SETTINGS,
     defaults={"vocab_size": 30_522},
+    fixed={"pooler_activation": "tanh"},
     causal_class="LMHeadModel",
 )
 
@@ -251,5 +254,150 @@ MODERNBERT = Family(
     to_theirs=modernbert.to_theirs,
 )
 
+
+def _drop_padding_positions(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+    """Drop the first rows of the position table: positions of RoBERTa begin after its padding id."""
+    key, name = "max_position_embeddings", ROBERTA.names["embeddings/position/embedding"]
+    unused = _padding_positions(settings)
+    if isinstance(settings.get(key), int):
+        settings = {**settings, key: settings[key] - unused}
+    if name in tensors:
+        tensors = {**tensors, name: tensors[name][unused:]}
+    return settings, tensors
+
+
+def _add_padding_positions(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
+    key, name = "max_position_embeddings", ROBERTA.names["embeddings/position/embedding"]
+    unused = _padding_positions(settings)
+    padded = np.pad(tensors[name], [(unused, 0), (0, 0)])
+    return {**settings, key: settings[key] + unused}, {**tensors, name: padded}
+
+
+def _padding_positions(settings: Settings) -> int:
+    padding = settings.get("pad_token_id", 1)
+    return padding + 1 if isinstance(padding, int) else 0
+
+
+# modeling_roberta.py; positions as in create_position_ids_from_input_ids
+ROBERTA = Family(
+    title="RoBERTa",
+    class_prefix="Roberta",
+    encoder="roberta",
+    names={
+        **{ours: theirs.replace("bert.", "roberta.", 1) for ours, theirs in _BERT_ENCODER.items()},
+        "pooler": "roberta.pooler.dense",
+        "masked_lm/transform": "lm_head.dense",
+        "masked_lm/norm": "lm_head.layer_norm",
+        "masked_lm/decoder": "lm_head.decoder.weight",
+        "masked_lm/bias": "lm_head.bias",
+    },
+    parts={"pooler": ("roberta.pooler.",), "masked_lm": ("lm_head.",)},
+    classes={"Model": ("pooler",), "ForMaskedLM": ("masked_lm",), "ForCausalLM": ("masked_lm",)},
+    settings=_BERT_SETTINGS,
+    activations=("gelu",),
+    defaults={"vocab_size": 50_265, "positions": 510},
+    fixed={"pooler_activation": "tanh"},
+    head_names={"sequence": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"}},
+    causal_class="ForCausalLM",
+    to_ours=_drop_padding_positions,
+    to_theirs=_add_padding_positions,
+)
+
+# modeling_distilbert.py
+DISTILBERT = Family(
+    title="DistilBERT",
+    class_prefix="DistilBert",
+    encoder="distilbert",
+    names={
+        "embeddings/word/embedding": "distilbert.embeddings.word_embeddings.weight",
+        "embeddings/position/embedding": "distilbert.embeddings.position_embeddings.weight",
+        "embeddings/norm": "distilbert.embeddings.LayerNorm",
+        "encoder/layer_{i}/attention/query": "distilbert.transformer.layer.{i}.attention.q_lin",
+        "encoder/layer_{i}/attention/key": "distilbert.transformer.layer.{i}.attention.k_lin",
+        "encoder/layer_{i}/attention/value": "distilbert.transformer.layer.{i}.attention.v_lin",
+        "encoder/layer_{i}/attention/output": "distilbert.transformer.layer.{i}.attention.out_lin",
+        "encoder/layer_{i}/attention/norm": "distilbert.transformer.layer.{i}.sa_layer_norm",
+        "encoder/layer_{i}/feed_forward/intermediate": "distilbert.transformer.layer.{i}.ffn.lin1",
+        "encoder/layer_{i}/feed_forward/output": "distilbert.transformer.layer.{i}.ffn.lin2",
+        "encoder/layer_{i}/feed_forward/norm": "distilbert.transformer.layer.{i}.output_layer_norm",
+        "masked_lm/transform": "vocab_transform",
+        "masked_lm/norm": "vocab_layer_norm",
+        "masked_lm/decoder": "vocab_projector.weight",
+        "masked_lm/bias": "vocab_projector.bias",
+    },
+    parts={"masked_lm": ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.")},
+    classes={"Model": (), "ForMaskedLM": ("masked_lm",)},
+    settings={
+        "layers": "n_layers",
+        "hidden": "dim",
+        "heads": "n_heads",
+        "feed_forward": "hidden_dim",
+        "vocab_size": "vocab_size",
+        "positions": "max_position_embeddings",
+        "dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+        "initializer_stddev": "initializer_range",
+        "tied_decoder": "tie_word_embeddings",
+    },
+    activation="activation",
+    defaults={"vocab_size": 30_522, "layers": 6},
+    fixed={"segments": 0, "layer_norm_epsilon": 1e-12, "pooler_activation": "relu"},
+    head_names={head: {"pooler": "pre_classifier"} for head in ("sequence", "choice")},
+)
+
+# modeling_electra.py
+ELECTRA = Family(
+    title="ELECTRA",
+    class_prefix="Electra",
+    encoder="electra",
+    names={
+        **{ours: theirs.replace("bert.", "electra.", 1) for ours, theirs in _BERT_ENCODER.items()},
+        "embeddings/project": "electra.embeddings_project",
+        "masked_lm/transform": "generator_predictions.dense",
+        "masked_lm/norm": "generator_predictions.LayerNorm",
+        "masked_lm/decoder": "generator_lm_head.weight",
+        "masked_lm/bias": "generator_lm_head.bias",
+        "replaced_token/transform": "discriminator_predictions.dense",
+        "replaced_token/output": "discriminator_predictions.dense_prediction",
+    },
+    parts={
+        "masked_lm": ("generator_predictions.", "generator_lm_head."),
+        "replaced_token": ("discriminator_predictions.",),
+    },
+    classes={"Model": (), "ForPreTraining": ("replaced_token",), "ForMaskedLM": ("masked_lm",)},
+    settings={
+        **{ours: theirs for ours, theirs in _BERT_SETTINGS.items() if ours != "causal"},
+        "embedding_size": "embedding_size",
+    },
+    activations=("gelu",),
+    defaults={
+        "vocab_size": 30_522, "embedding_size": 128, "hidden": 256, "heads": 4,
+        "feed_forward": 1024,
+    },
+    fixed={"pooler_activation": "gelu"},
+    head_names={
+        "sequence": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"},
+        "choice": {"pooler": "sequence_summary.summary"},
+    },
+)  # fmt: skip
+
 # By model_type in config.json, which is the value of config.model.family.
-FAMILIES = {"bert": BERT, "modernbert": MODERNBERT}
+FAMILIES = {
+    "bert": BERT,
+    "roberta": ROBERTA,
+    **{
+        name: dataclasses.replace(
+            ROBERTA,
+            title=title,
+            class_prefix=prefix,
+            defaults={"vocab_size": 30_522, "positions": 510},
+        )
+        for name, title, prefix in (
+            ("xlm-roberta", "XLM-R", "XLMRoberta"),
+            ("camembert", "CamemBERT", "Camembert"),
+        )
+    },
+    "distilbert": DISTILBERT,
+    "electra": ELECTRA,
+    "modernbert": MODERNBERT,
+}

@@ -12,7 +12,8 @@ import numpy as np
 
 from bert_jax.config import HEADS, ModelConfig
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
-from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Vocabulary
+from bert_jax.data.vocabulary import TokenizerVocabulary
+from bert_jax.data.wordpiece import SPECIAL, VOCAB, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
 from bert_jax.model.layers import VOCABULARY_AXES, padded_vocab_size
@@ -260,10 +261,14 @@ def model_config(
         if settings.get(name) not in allowed:
             raise UserError(f"config.json: {name} is {settings[name]!r}, which is not supported")
     activation = settings.get(family.activation, "gelu")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        supported = ", ".join(_ACTIVATIONS)
+    supported = family.activations or tuple(_ACTIVATIONS)
+    if not isinstance(activation, str) or activation not in supported:
         raise UserError(
-            f"config.json: {family.activation} is {activation!r}; supported: {supported}"
+            f"config.json: {family.activation} is {activation!r}; supported: {', '.join(supported)}"
+        )
+    if settings.get("is_decoder") and not family.causal_class:
+        raise UserError(
+            f"config.json: is_decoder is True, which is not supported for {family.title}"
         )
     default = ModelConfig(**family.defaults)
     values: dict[str, Any] = {"family": kind, "activation": _ACTIVATIONS[activation]}
@@ -301,6 +306,7 @@ def model_config(
         parts = [part for part in parts if part != "pooler"]
     values["masked_lm"] = "masked_lm" in parts
     values["next_sentence"] = "next_sentence" in parts
+    values["replaced_token"] = "replaced_token" in parts
     if "head" in parts:
         values |= {"head": head, "labels": _labels(family, settings, tensors, head)}
     config = ModelConfig(**values)
@@ -364,6 +370,9 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     has_head = bool(config.head)
     is_used: dict[str, bool] = {"head_layer": has_head, "head_pooling": has_head}
     is_used["decoder_bias"] = config.masked_lm
+    is_used["pooler_activation"] = config.has_pooler
+    parts["replaced_token/output"] = config.replaced_token
+    hidden_act = next(k for k, v in _ACTIVATIONS.items() if v == config.activation)
     impossible = {
         "lstm_layers": config.lstm_layers,
         "features": config.features,
@@ -375,6 +384,9 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
             for key in (*_OPTIONS, *family.fixed)
             if key not in family.settings and is_used.get(key, True)
         },
+        "activation": hidden_act not in (family.activations or (hidden_act,)),
+        "embedding_size": "embedding_size" not in family.settings
+        and config.embedding_width != config.hidden,
         **{
             "head" if part == "classifier" else part.split("/")[0]: is_present and part not in names
             for part, is_present in parts.items()
@@ -388,13 +400,15 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     settings: Settings = {
         "architectures": [architecture(config)],
         "model_type": config.family,
-        family.activation: next(k for k, v in _ACTIVATIONS.items() if v == config.activation),
+        family.activation: hidden_act,
         **{theirs: getattr(config, ours) for ours, theirs in family.settings.items()},
         "pad_token_id": vocabulary.pad_id,
         **{theirs: getattr(vocabulary, ours) for theirs, ours in family.token_ids.items()},
         "position_embedding_type": "absolute",
         "dtype": "float32",
     }
+    if "embedding_size" in family.settings:
+        settings[family.settings["embedding_size"]] = config.embedding_width
     is_encoder = architecture(config) == f"{family.class_prefix}Model"
     if is_encoder and "pooler" in family.parts and not config.has_pooler:
         settings["add_pooling_layer"] = False
@@ -411,6 +425,7 @@ def architecture(config: ModelConfig) -> str:
         return f"{family.class_prefix}{family.causal_class}"
     parts = {"pooler": config.has_pooler, "head": bool(config.head)}
     parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
+    parts["replaced_token"] = config.replaced_token
     ours = {part for part, is_present in parts.items() if is_present}
 
     def fits(item):
@@ -423,54 +438,20 @@ def architecture(config: ModelConfig) -> str:
 # --- Tokenizer ------------------------------------------------------------------------------------
 
 
-def read_tokenizer(text: str) -> tuple[Vocabulary, list[str]]:
-    """Return the vocabulary and settings of a tokenizer.json, and its added tokens.
-
-    Raises:
-        ValueError: it is not BERT's tokenizer.
-    """
-    file = json.loads(text)
-    model, normalizer = file["model"], file.get("normalizer") or {}
-    if model.get("type", "WordPiece") != "WordPiece":
-        raise ValueError(f"its model is {model['type']}, not WordPiece")
-    if normalizer.get("type") != "BertNormalizer":
-        raise ValueError(f"its normalizer is {normalizer.get('type')}, not BertNormalizer")
-    if (file.get("pre_tokenizer") or {}).get("type") != "BertPreTokenizer":
-        raise ValueError("its pre_tokenizer is not BertPreTokenizer")
-    for name, expected in {
-        "continuing_subword_prefix": CONTINUATION,
-        "max_input_chars_per_word": 100,
-        "unk_token": "[UNK]",
-    }.items():
-        if model.get(name, expected) != expected:
-            raise ValueError(f"its {name} is {model[name]!r}, not {expected!r}")
-    if not normalizer.get("clean_text", True):
-        raise ValueError("its clean_text is off")
-    ids = dict(model["vocab"])
-    added = [token["content"] for token in file.get("added_tokens") or []]
-    for token in file.get("added_tokens") or []:
-        ids.setdefault(token["content"], token["id"])
-    tokens = sorted(ids, key=ids.__getitem__)
-    if [ids[token] for token in tokens] != list(range(len(tokens))):
-        raise ValueError("its ids are not consecutive from 0")
-    vocabulary = Vocabulary(
-        tuple(tokens),
-        bool(normalizer.get("lowercase", True)),
-        normalizer.get("strip_accents"),
-        bool(normalizer.get("handle_chinese_chars", True)),
-    )
-    return vocabulary, [token for token in added if token not in SPECIAL]
-
-
-def tokenizer_files(vocabulary: Vocabulary, tokens: int) -> dict[str, str]:
-    """Return tokenizer.json, tokenizer_config.json and special_tokens_map.json by name.
+def tokenizer_files(
+    vocabulary: Vocabulary, tokens: int, segments: bool = True
+) -> dict[str, str | bytes]:
+    """Return the files of the tokenizer by name: vocab.txt, tokenizer.json and its settings.
 
     Args:
-        vocabulary: the vocabulary.
+        vocabulary: the vocabulary; the files of a `TokenizerVocabulary` stay as they are.
         tokens: maximum length of a sequence.
+        segments: whether the model tells the texts of a pair apart.
     """
     from tokenizers import processors
 
+    if isinstance(vocabulary, TokenizerVocabulary):
+        return dict(vocabulary.files)
     tokenizer = vocabulary.tokenizer()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -487,7 +468,10 @@ def tokenizer_files(vocabulary: Vocabulary, tokens: int) -> dict[str, str]:
         "model_max_length": tokens,
         **special,
     }
+    if not segments:
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
     return {
+        VOCAB: vocabulary.to_bytes(),
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "tokenizer_config.json": json.dumps(settings, indent=2),
         "special_tokens_map.json": json.dumps(special, indent=2),

@@ -24,8 +24,10 @@ from bert_jax import config as config_lib
 from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.convert.families import FAMILIES
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
+from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import Attempts, UserError
 from bert_jax.model.bert import Params
@@ -37,10 +39,15 @@ _OFFICIAL = {  # SHA-256 of Google's files of October 2018
     "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3": "Google's uncased English",
     "eeaa9875b23b04b4c54ef759d03db9d1ba1554838f8fb26c5d96fa551df93d02": "Google's cased English",
 }
-# None: old folders do not name the class. The last three read tokenizer.json as it is.
+_BERT_TOKENIZERS = (
+    *("BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "DistilBertTokenizerFast"),
+    *("ElectraTokenizer", "ElectraTokenizerFast"),
+)
+# Classes that may have BERT's vocabulary. None: old folders do not name the class. The last three
+# read tokenizer.json as it is.
 _TOKENIZERS = (
-    *("BertTokenizer", "BertTokenizerFast", None),
-    *("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"),
+    *_BERT_TOKENIZERS,
+    *(None, "PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"),
 )
 _WEIGHTS = (
     "model.safetensors",
@@ -49,7 +56,7 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 _BESIDE_WEIGHTS = (
-    *("config.json", "bert_config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
+    *("config.json", "bert_config.json", "vocab.txt", *vocabularies.FILES),
     *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
 )
 
@@ -112,7 +119,7 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     """Load the vocabulary of a model, or from a vocab.txt or the folder of one.
 
     Args:
-        source: see the module docstring, or a path for `wordpiece.load`.
+        source: see the module docstring, or a path for `vocabulary.load`.
         lowercase: whether to lowercase text; None follows the source.
 
     Raises:
@@ -127,7 +134,7 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
         return dataclasses.replace(vocabulary, **chosen)
     is_model = _is_source(source) and path.suffix != ".txt"
     if not ((path / "config.json").is_file() if path.is_dir() else is_model):
-        return wordpiece.load(source, lowercase)
+        return vocabularies.load(source, lowercase)
     folder = path if path.is_dir() else _find(source, None)[0]
     try:
         return _vocabulary(folder, None, lowercase, without_added=False)[0]
@@ -267,9 +274,12 @@ def describe(imported: Imported) -> str:
     """Return a summary of an import, in a few lines."""
     model, vocabulary, about = imported.config.model, imported.vocabulary, imported.about
     parts = {"pooler": model.has_pooler, "masked_lm": model.masked_lm}
-    parts |= {"next_sentence": model.next_sentence, f"head ({model.head})": bool(model.head)}
+    parts |= {"next_sentence": model.next_sentence, "replaced_token": model.replaced_token}
+    parts |= {f"head ({model.head})": bool(model.head)}
     present = [part for part, is_present in parts.items() if is_present] or ["the encoder only"]
     case = "uncased" if vocabulary.lowercase else "cased"
+    if isinstance(vocabulary, TokenizerVocabulary):
+        case = "tokenizer and"
     known = {
         key: f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
     }
@@ -590,19 +600,17 @@ def _vocabulary(
 ) -> tuple[Vocabulary, Traversable | None]:
     """Return the vocabulary with the tokenizer's settings, and the file it was read from."""
     if vocab is not None:
-        return wordpiece.load(vocab, lowercase), None
+        return vocabularies.load(vocab, lowercase), None
     listed, tokenizer = folder / "vocab.txt", folder / "tokenizer.json"
     saved, extra = folder / "tokenizer_config.json", folder / "added_tokens.json"
     settings = _json(saved) if saved.is_file() else {}
     kind = settings.get("tokenizer_class")
-    if kind not in _TOKENIZERS:
-        raise UserError(
-            f"its tokenizer is {kind}, not BERT's; give a WordPiece vocabulary with --vocab FILE"
-        )
+    if kind not in _TOKENIZERS or (kind not in _BERT_TOKENIZERS and _has_other(folder)):
+        return _other_vocabulary(folder, kind, lowercase)
     added: list[str] = []
     if tokenizer.is_file():
         try:
-            vocabulary, added = huggingface.read_tokenizer(_bytes(tokenizer).decode())
+            vocabulary, added = vocabularies.read_wordpiece(_bytes(tokenizer).decode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"tokenizer.json is not BERT's: {' '.join(str(error).split())}"
@@ -633,6 +641,34 @@ def _vocabulary(
     if lowercase is not None:
         vocabulary = dataclasses.replace(vocabulary, lowercase=lowercase)
     return vocabulary, file
+
+
+def _has_other(folder: Traversable) -> bool:
+    """Whether a folder has a tokenizer of another kind than WordPiece."""
+    tokenizer = folder / vocabularies.TOKENIZER
+    if not tokenizer.is_file():
+        return (folder / "merges.txt").is_file()
+    try:
+        return not vocabularies.is_wordpiece(_bytes(tokenizer))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False  # is reported as damaged
+
+
+def _other_vocabulary(
+    folder: Traversable, kind: Any, lowercase: bool | None
+) -> tuple[Vocabulary, Traversable]:
+    """Return the vocabulary of a tokenizer that is not WordPiece, and the file it was read from."""
+    present = [file for name in vocabularies.FILES if (file := folder / name).is_file()]
+    try:
+        vocabulary = vocabularies.from_files({file.name: _bytes(file) for file in present})
+        if lowercase is not None:
+            raise ValueError("its case is part of the tokenizer; remove --cased or --uncased")
+        return vocabulary, present[0]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"its tokenizer is {kind or 'of an unknown class'}, which cannot be used: {reason}"
+        ) from None
 
 
 def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:
@@ -668,6 +704,8 @@ def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
     """Check the vocabulary against the rows of the embeddings; pad it if that is allowed."""
     missing = size - len(vocabulary)
     if missing > 0 and may_lack:
+        if isinstance(vocabulary, TokenizerVocabulary):
+            return vocabulary.resized(size)
         rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
         return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest)
     if missing:

@@ -59,6 +59,9 @@ def pair(
 ) -> tuple[np.ndarray, int, int]:
     """Build `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]` of at most `max_tokens` tokens.
 
+    Models whose vocabulary separates texts by two tokens get `<s> a </s></s> b </s>`, where both
+    belong to segment a.
+
     Excess tokens are removed one by one from the end of the longer segment, or of b if both are
     equally long, as in _truncate_seq_pair of Google's run_classifier.py.
 
@@ -69,7 +72,8 @@ def pair(
     if b is None:
         kept = a[: max_tokens - 2]
         return np.array([*cls, *kept, *sep], np.int32), len(kept) + 2, len(a) - len(kept)
-    room = max_tokens - 3
+    between = vocabulary.separator_ids
+    room = max_tokens - 2 - len(between)
     n_a, n_b = len(a), len(b)
     excess = max(n_a + n_b - room, 0)
     # Equivalent to removing one token at a time: first the difference, then by turns.
@@ -77,8 +81,8 @@ def pair(
     rest = excess - from_longer
     cut_a = (from_longer if n_a > n_b else 0) + rest // 2
     cut_b = (from_longer if n_b >= n_a else 0) + rest - rest // 2
-    tokens = [*cls, *a[: n_a - cut_a], *sep, *b[: n_b - cut_b], *sep]
-    return np.array(tokens, np.int32), n_a - cut_a + 2, excess
+    tokens = [*cls, *a[: n_a - cut_a], *between, *b[: n_b - cut_b], *sep]
+    return np.array(tokens, np.int32), n_a - cut_a + 1 + len(between), excess
 
 
 class Shape(NamedTuple):

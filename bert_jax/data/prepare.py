@@ -34,6 +34,7 @@ import numpy as np
 
 from bert_jax import files, storage
 from bert_jax.data import corpus, prepare_worker, wordpiece
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import WHOLE_SENTENCES
 from bert_jax.data.rows import (
     FORMAT_VERSION,
@@ -87,7 +88,8 @@ def prepare(
 
     Args:
         sources: text sources, as specified for `corpus.parse_source`.
-        vocab: a vocabulary, or the path of a vocab.txt or of a folder with one.
+        vocab: a vocabulary, or the path of a vocab.txt, or of a folder with one or with a
+            tokenizer.json.
         out: output folder for shards, vocabulary and manifest.
         tokens: T, tokens per row.
         sequences: S, maximum number of sequences packed into a row.
@@ -126,7 +128,12 @@ def prepare(
     _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, workers)
     _check_runner(runner, beam, workers)
     is_path = isinstance(vocab, str | os.PathLike)
-    vocabulary = wordpiece.load(vocab, lowercase) if is_path else vocab
+    vocabulary = vocabularies.load(vocab, lowercase) if is_path else vocab
+    if pairs == "nsp" and len(vocabulary.separator_ids) > 1:
+        raise UserError(
+            f"pairs: this vocabulary separates the texts of a pair by two {vocabulary.special[3]}, as "
+            "RoBERTa, which is pretrained without pairs; add --pairs none"
+        )
     parsed = [corpus.parse_source(source) for source in sources]
     if not parsed:
         raise UserError("sources: no source of text; name at least one file, folder or glob")

@@ -26,6 +26,7 @@ from bert_jax import files
 from bert_jax.data import corpus, wordpiece
 from bert_jax.data.instances import Instances
 from bert_jax.data.rows import RowFormat
+from bert_jax.data.vocabulary import TokenizerVocabulary
 
 # A worker holds one chunk (1 MB of text) or one window of sequences in memory at a time.
 CHUNK_CHARACTERS = 1 << 20
@@ -190,16 +191,39 @@ class _WordCache(dict):
         return ids
 
 
+class _WordPieces:
+    """Encoder of sentences with BERT's vocabulary, word by word."""
+
+    def __init__(self, vocabulary: wordpiece.Vocabulary, token_type: np.dtype):
+        self._word_ids = _WordCache(vocabulary, token_type).__getitem__
+
+    def __call__(self, sentence: str, is_first: bool) -> bytes:
+        return b"".join(map(self._word_ids, sentence.split(" ")))
+
+
+class _TokenizerPieces:
+    """Encoder of sentences with any tokenizer, which caches words itself."""
+
+    def __init__(self, vocabulary: TokenizerVocabulary, token_type: np.dtype):
+        self._encode, self._type = vocabulary.encode_sentence, token_type
+
+    def __call__(self, sentence: str, is_first: bool) -> bytes:
+        return np.array(self._encode(sentence, is_first), self._type).tobytes()
+
+
 class Worker:
     """Executor of work units, in any process."""
 
     def __init__(self, job: Job):
         self._job = job
-        self._word_cache = _WordCache(job.vocabulary, job.token_type)
+        if isinstance(job.vocabulary, TokenizerVocabulary):
+            self._encode = _TokenizerPieces(job.vocabulary, job.token_type)
+        else:
+            self._encode = _WordPieces(job.vocabulary, job.token_type)
 
     def tokenize(self, number: int, documents: list[corpus.RawDocument]) -> None:
         """Write a chunk: tokens, sentence bounds (uint32), document table and statistics."""
-        job, word_ids = self._job, self._word_cache.__getitem__
+        job = self._job
         tokens = bytearray()
         bounds = array.array("I", [0])
         table = []
@@ -208,7 +232,7 @@ class Worker:
         for document in documents:
             start, first = len(tokens), len(bounds) - 1
             for sentence in corpus.sentences(document, job.language):
-                ids = b"".join(map(word_ids, sentence.split(" ")))
+                ids = self._encode(sentence, len(tokens) == start)
                 if ids:
                     tokens += ids
                     bounds.append(len(tokens) // size)

@@ -262,7 +262,8 @@ class Manifest:
     Attributes:
         version: version of the format.
         tokens, sequences, vocab_size: format of a row.
-        vocab_sha256: SHA-256 of the vocabulary file (`vocab.txt` in the same folder).
+        vocab_sha256: SHA-256 of the vocabulary file, `vocab.txt` or `tokenizer.json` in the same
+            folder.
         pairs: "nsp" (sentence pairs with labels), "none", "full-sentences" or "doc-sentences".
         seed: seed of the instance algorithm.
         settings: all settings that the rows depend on, as passed to `prepare`.

@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -57,6 +57,9 @@ class Vocabulary:
         split_chinese: whether every Chinese character is a word.
     """
 
+    # File that identifies the vocabulary, in its folder.
+    file: ClassVar[str] = VOCAB
+
     tokens: tuple[str, ...]
     lowercase: bool
     strip_accents: bool | None = None
@@ -66,7 +69,7 @@ class Vocabulary:
         return len(self.tokens)
 
     @property
-    def settings(self) -> dict[str, bool | None]:
+    def settings(self) -> dict[str, Any]:
         """All fields except the tokens."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "tokens"}
 
@@ -76,24 +79,34 @@ class Vocabulary:
         return {token: i for i, token in enumerate(self.tokens)}
 
     @property
+    def special(self) -> tuple[str, ...]:
+        """The tokens for padding, unknown words, start, separator and mask, in this order."""
+        return SPECIAL
+
+    @property
     def pad_id(self) -> int:
-        return self.index["[PAD]"]
+        return self.index[self.special[0]]
 
     @property
     def unk_id(self) -> int:
-        return self.index["[UNK]"]
+        return self.index[self.special[1]]
 
     @property
     def cls_id(self) -> int:
-        return self.index["[CLS]"]
+        return self.index[self.special[2]]
 
     @property
     def sep_id(self) -> int:
-        return self.index["[SEP]"]
+        return self.index[self.special[3]]
 
     @property
     def mask_id(self) -> int:
-        return self.index["[MASK]"]
+        return self.index[self.special[4]]
+
+    @property
+    def separator_ids(self) -> list[int]:
+        """Ids between the texts of a pair."""
+        return [self.sep_id]
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -160,6 +173,14 @@ class Vocabulary:
                     encoded.append(Encoded(np.array(encoding.ids, np.int32), spans))
                 progress.advance(len(part))
         return encoded
+
+    def encode_words(self, words: Sequence[str]) -> list[Encoded]:
+        """Return the result of `encode_all` for words of sentences."""
+        return self.encode_all(words)
+
+    def text_of(self, token_id: int) -> str:
+        """Return a token as text to show."""
+        return self.tokens[token_id]
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"]) -> str:
         """Return readable text for ids: word pieces joined to words, special tokens included."""

@@ -1,7 +1,8 @@
 """BERT in Flax Linen: embeddings, encoder, pooler and heads, without losses or data.
 
 Shapes, throughout the package: B rows, T tokens per row, S sequences per row, P predictions per
-row, N heads, K head size, D hidden, F feed-forward, L layers, V vocabulary (padded), C classes.
+row, N heads, K head size, D hidden, E embedding size (D in BERT), F feed-forward, L layers,
+V vocabulary (padded), C classes.
 
 Parameter paths (`encoder/layer_3/attention/query/kernel`) are public: weight-decay masks, sharding
 and checkpoint conversion match on them.
@@ -24,7 +25,13 @@ from bert_jax.data.rows import Layout, layout
 from bert_jax.model import width
 from bert_jax.model.attention import attention, probabilities
 from bert_jax.model.dropout import dropout
-from bert_jax.model.heads import HeadTransform, MaskedLM, ScalarMix, SpanBoundary
+from bert_jax.model.heads import (
+    HeadTransform,
+    MaskedLM,
+    ReplacedToken,
+    ScalarMix,
+    SpanBoundary,
+)
 from bert_jax.model.layers import (
     ACTIVATIONS,
     DENSE,
@@ -118,14 +125,17 @@ class Embeddings(nn.Module):
 
     def setup(self):
         c = self.config
-        self.word = nn.Embed(padded_vocab_size(c), c.hidden, embedding_init=vocab_initializer(c, 0))
-        table = functools.partial(nn.Embed, features=c.hidden, embedding_init=initializer(c))
+        size = c.embedding_width
+        self.word = nn.Embed(padded_vocab_size(c), size, embedding_init=vocab_initializer(c, 0))
+        table = functools.partial(nn.Embed, features=size, embedding_init=initializer(c))
         if c.position_kind == "learned":
             self.position = table(c.positions)
         if c.segments:
             self.segment = table(c.segments)
         if c.embedding_norm:
             self.norm = norm_layer(c)
+        if size != c.hidden:
+            self.project = dense(c, c.hidden)
 
     def __call__(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
@@ -139,12 +149,15 @@ class Embeddings(nn.Module):
             x += one_hot_gather(positions, layout.position_ids).astype(x.dtype)
         if c.segments:
             segments = jnp.asarray(self.segment.embedding)
-            if c.segments == 2:
+            if c.segments == 1:
+                x += segments[0]
+            elif c.segments == 2:
                 x += jnp.where(layout.token_type_ids[..., None] == 0, *segments)
             else:
                 x += one_hot_gather(segments, layout.token_type_ids)
         x = x.astype(c.dtype)
-        return dropout(self.norm(x) if c.embedding_norm else x, c.dropout, key)
+        x = dropout(self.norm(x) if c.embedding_norm else x, c.dropout, key)
+        return x if c.embedding_width == c.hidden else self.project(x)
 
 
 class Attention(nn.Module):
@@ -382,6 +395,8 @@ class Bert(nn.Module):
             self.span_boundary = SpanBoundary(c)
         if c.teacher_hidden:
             self.teacher_projection = dense(c, c.teacher_hidden)
+        if c.replaced_token:
+            self.replaced_token = ReplacedToken(c)
         if c.features.startswith("weighted-"):
             self.features = ScalarMix()
         if c.lstm_layers:
@@ -424,11 +439,19 @@ class Bert(nn.Module):
         return jnp.concatenate(states, -1)
 
     def pool(self, hidden: Float[Array, "B T D"], cls: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Apply dense + tanh to every sequence's [CLS], or to the tokens at indices `cls`."""
+        """Apply dense + activation to every sequence's [CLS], or to the tokens at indices `cls`."""
         return self._pool(one_hot_gather(hidden, cls))
 
     def _pool(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        return jnp.tanh(self.pooler(hidden))
+        activation = self.config.pooler_activation
+        function = jnp.tanh if activation == "tanh" else ACTIVATIONS[activation]
+        return function(self.pooler(hidden))
+
+    def replaced_token_logits(
+        self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "B T"]:
+        """Return the logit of each token that it was replaced (`ElectraForPreTraining`)."""
+        return self.replaced_token(self.encode(tokens, layout, key))
 
     def __call__(
         self,
@@ -549,6 +572,8 @@ class Bert(nn.Module):
             pooled = self.pool(hidden, layout.cls)
             if c.next_sentence:
                 self.next_sentence(pooled)
+        if c.replaced_token:
+            self.replaced_token(hidden)
         if c.features:
             states = [states[i] for i in c.feature_layers]
             is_weighted = c.features.startswith("weighted-")

@@ -12,7 +12,7 @@ def parameter_count(params: Params, config: ModelConfig) -> int:
     total = sum(x.size for x in jax.tree.leaves(params))
     num_tables = 1 if config.tied_decoder or not config.masked_lm else 2
     biases = (config.masked_lm and config.decoder_bias) + config.span_boundary  # of the decoders
-    per_entry = config.hidden * num_tables + biases
+    per_entry = config.embedding_width * num_tables + biases
     return total - (padded_vocab_size(config) - config.vocab_size) * per_entry
 
 
@@ -24,12 +24,14 @@ def flops_per_row(config: ModelConfig, tokens: int, sequences: int, predictions:
     counted once, layers above them not at all. The frozen kernels of a model with adapters have no
     gradients and are counted twice. LSTMs are included, adapters and fine-tuned heads are not.
     """
-    d, f = config.hidden, config.feed_forward
+    d, f, e = config.hidden, config.feed_forward, config.embedding_width
     kernels = tokens * (8 * d * d + (6 if config.gated_feed_forward else 4) * d * f)
     layer = kernels + tokens * 4 * tokens * d
-    head = predictions * 2 * d * (config.vocab_size + d * config.transform)
+    head = predictions * 2 * e * (config.vocab_size + d * config.transform)
     if config.span_boundary:
         head += predictions * 2 * d * (config.vocab_size + 4 * d)
+    head += tokens * 2 * d * (d + 1) * config.replaced_token
+    head += tokens * 2 * e * d * (e != d)  # projection of the embeddings
     pooler = sequences * 2 * d * (d + 2) if config.next_sentence else 0
     encoder, width = 3.0 * config.layers * layer, d
     if config.lora.rank:

@@ -51,9 +51,9 @@ def _vocab_logits_backward(residuals, cotangent):
 _vocab_logits.defvjp(_vocab_logits_forward, _vocab_logits_backward)
 
 
-def _transform(config: ModelConfig, x: Float[Array, "B n D"]) -> Float[Array, "B n D"]:
+def _transform(config: ModelConfig, x: Float[Array, "B n D"], size: int) -> Float[Array, "B n E"]:
     """Apply dense + activation + norm, as submodules of the module that calls it."""
-    x = ACTIVATIONS[config.activation](dense(config, config.hidden, "transform")(x))
+    x = ACTIVATIONS[config.activation](dense(config, size, "transform")(x))
     return norm_layer(config, "norm")(x)
 
 
@@ -64,7 +64,7 @@ class HeadTransform(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B n D"]) -> Float[Array, "B n D"]:
-        return _transform(self.config, x)
+        return _transform(self.config, x, self.config.hidden)
 
 
 class MaskedLM(nn.Module):
@@ -74,15 +74,17 @@ class MaskedLM(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B P D"], table: Float[Array, "V D"]
+        self, x: Float[Array, "B P D"], table: Float[Array, "V E"]
     ) -> Float[Array, "B P V"]:
         c, vocab = self.config, padded_vocab_size(self.config)
         if c.transform:
-            x = _transform(c, x)
+            x = _transform(c, x, c.embedding_width)
         if c.tied_decoder:
             kernel = table.T
         else:
-            kernel = self.param("decoder", vocab_initializer(c, 1), (c.hidden, vocab), jnp.float32)
+            kernel = self.param(
+                "decoder", vocab_initializer(c, 1), (c.embedding_width, vocab), jnp.float32
+            )
         logits = _vocab_logits(x, kernel)
         if c.decoder_bias:
             logits += self.param("bias", nn.initializers.zeros, (vocab,), jnp.float32)
@@ -128,6 +130,18 @@ class SpanBoundary(nn.Module):
             x = norm_layer(c, f"{name}_norm")(x)
         bias = self.param("bias", nn.initializers.zeros, (padded_vocab_size(c),), jnp.float32)
         return _without_padding(_vocab_logits(x, table.T) + bias, c)
+
+
+class ReplacedToken(nn.Module):
+    """ELECTRA's discriminator head: dense, activation, and a logit per token (section 3.1)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        c = self.config
+        x = ACTIVATIONS[c.activation](dense(c, c.hidden, "transform")(x))
+        return dense(c, 1, "output", always_bias=True)(x)[..., 0].astype(jnp.float32)
 
 
 class ScalarMix(nn.Module):

@@ -93,6 +93,7 @@ def model_config(
         next_sentence=False,
         span_boundary=False,
         teacher_hidden=0,
+        replaced_token=False,
         pooler=False,
         head=problem.head,
         labels=tuple(problem.labels),

@@ -45,6 +45,7 @@ _PRETRAINING_FIELDS = (
     "next_sentence",
     "span_boundary",
     "teacher_hidden",
+    "replaced_token",
     "z_loss",
     "pooler",
     "head",

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from bert_jax.config import Config, phase_ends
-from bert_jax.data import rows, wordpiece
+from bert_jax.data import rows
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -65,10 +66,10 @@ def make_phases(
         manifest = train.manifest
         _check_rows(config, i, manifest, vocabulary.sha256 if vocabulary else "")
         if vocabulary is None:
-            vocabulary = wordpiece.load(phase_config.rows)
+            vocabulary = vocabularies.load(phase_config.rows)
             if vocabulary.sha256 != manifest.vocab_sha256:
                 raise UserError(
-                    f"phase {i}: {phase_config.rows}: {wordpiece.VOCAB} is not the vocabulary that its "
+                    f"phase {i}: {phase_config.rows}: {vocabulary.file} is not the vocabulary that its "
                     "rows were prepared with: restore that file, or prepare the rows again"
                 )
         config.model.vocab_size = manifest.vocab_size

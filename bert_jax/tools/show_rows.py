@@ -9,7 +9,7 @@ import numpy as np
 
 from bert_jax.config import MaskingConfig
 from bert_jax.data import rows as rows_lib
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM
 from bert_jax.data.loader import Rows
 from bert_jax.data.wordpiece import Vocabulary
@@ -65,7 +65,7 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
     Raises:
         UserError: there are no such rows, or they cannot be read.
     """
-    opened, vocabulary = Rows(folder, split), wordpiece.load(folder)
+    opened, vocabulary = Rows(folder, split), vocabularies.load(folder)
     for index in indices:
         if not 0 <= index < len(opened):
             raise UserError(

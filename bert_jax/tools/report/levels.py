@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.loader import Rows
 from bert_jax.errors import UserError
 
@@ -46,7 +46,7 @@ def read(folder: str, digest: str, max_tokens: int = MAX_TOKENS) -> Levels | Non
             rows.read(range(min(len(rows), count)))["tokens"].astype(np.int64)
             for rows in (train, heldout)
         ]
-        vocabulary = wordpiece.load(folder)
+        vocabulary = vocabularies.load(folder)
     except UserError:
         return None
     special = [vocabulary.pad_id, vocabulary.cls_id, vocabulary.sep_id]

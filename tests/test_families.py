@@ -1,0 +1,348 @@
+"""RoBERTa, XLM-R, CamemBERT, DistilBERT and ELECTRA, in and out, against transformers."""
+
+import itertools
+import json
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from bert_jax.config import ModelConfig
+from bert_jax.convert import source
+from bert_jax.convert.export import export
+from bert_jax.convert.families import FAMILIES
+from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data import prepare, rows, vocabulary
+from bert_jax.data.loader import Rows, batches
+from bert_jax.data.vocabulary import TokenizerVocabulary
+from bert_jax.inference import MaskFiller
+from bert_jax.model.bert import Bert
+from bert_jax.objectives import losses
+from tests.helpers.checkpoints import WORDS, random_params, write_run
+
+TEXT = (
+    "The cats sat on a mat, and didn't move (much). Naïve café: 12 cats—zwölf Katzen! 中国 日本\n"
+    "A dog ran; the dog's mat was red. Cats and dogs run on the mat."
+)
+LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Folders of a byte-level BPE and of a SentencePiece tokenizer, saved by transformers."""
+    from tokenizers import ByteLevelBPETokenizer, SentencePieceUnigramTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    bpe.train_from_iterator([TEXT] * 3, 330, special_tokens=special, show_progress=False)
+    state = json.loads(bpe.to_str())["model"]
+    merges = [tuple(pair) for pair in state["merges"]]
+    theirs = transformers.RobertaTokenizer(vocab=state["vocab"], merges=merges)
+    theirs.save_pretrained(folder / "roberta")
+    unigram = SentencePieceUnigramTokenizer()
+    unigram.train_from_iterator(
+        [TEXT] * 3, vocab_size=120, special_tokens=[*special[:4]], unk_token="<unk>",
+        show_progress=False,
+    )  # fmt: skip
+    pieces = [tuple(piece) for piece in json.loads(unigram.to_str())["model"]["vocab"]]
+    theirs = transformers.XLMRobertaTokenizer(vocab=[*pieces, ("<mask>", 0.0)])
+    theirs.save_pretrained(folder / "xlm-roberta")
+    return folder
+
+
+def texts(count, seed=0):
+    """Random texts of words, punctuation, spaces, accents and special tokens."""
+    rng = random.Random(seed)
+    words = [*TEXT.split(), "<s>", "</s>", "<mask>", "é", "", "▁", "Ġ", "\t", "ß", "🙂", "don't"]
+    for _ in range(count):
+        chosen = rng.choices(words, k=rng.randint(0, 9))
+        yield rng.choice(["", " ", "  "]) + rng.choice([" ", " ", "", "  "]).join(chosen)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
+def test_ids_are_those_of_their_tokenizer(tokenizers, kind, tmp_path):
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizers / kind)
+    ours = vocabulary.load(tokenizers / kind)
+    assert isinstance(ours, TokenizerVocabulary)
+    assert len(ours) == len(theirs)
+    special = (theirs.pad_token, theirs.unk_token, theirs.cls_token, theirs.sep_token)
+    assert ours.special == (*special, theirs.mask_token)
+    sample = list(texts(150))
+    for a, b in itertools.pairwise(sample):
+        b = b or "."  # transformers takes an empty second text for none
+        assert ours.encode(a) == theirs(a, split_special_tokens=True)["input_ids"], a
+        assert ours.encode(a, b) == theirs(a, b, split_special_tokens=True)["input_ids"], (a, b)
+        assert ours.encode(a, b, mask=True) == theirs(a, b)["input_ids"], (a, b)
+    assert ours.encode("a [MASK] ran", mask=True) == theirs("a <mask> ran")["input_ids"]
+    # Characters of each piece, without spaces: those of transformers' fast tokenizers.
+    for (ids, spans), text in zip(ours.encode_all(sample), sample, strict=True):
+        assert ours.encode(text)[1:-1] == ids.tolist()
+        wanted = theirs(text, split_special_tokens=True, return_offsets_mapping=True)
+        for (start, end), (low, high) in zip(spans, wanted["offset_mapping"][1:-1], strict=True):
+            assert text[start:end].strip() == text[low:high].strip()
+    words = ["cats", "(much).", "didn't", "Katzen!"]
+    pieces = [encoded.ids.tolist() for encoded in ours.encode_words(words)]
+    split = transformers.AutoTokenizer.from_pretrained(tokenizers / kind, add_prefix_space=True)
+    assert [i for piece in pieces for i in piece] == split(words, is_split_into_words=True)[
+        "input_ids"
+    ][1:-1]
+    # Saved and read again it is the same, also from RoBERTa's first files.
+    ours.save(tmp_path / "saved")
+    assert vocabulary.load(tmp_path / "saved") == ours
+    assert ours.sha256 == vocabulary.load(tmp_path / "saved").sha256
+
+
+def test_a_roberta_tokenizer_of_two_files(tokenizers, tmp_path):
+    state = json.loads((tokenizers / "roberta" / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
+    lines = [" ".join(pair) for pair in state["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]))
+    one, other = vocabulary.load(tmp_path), vocabulary.load(tokenizers / "roberta")
+    assert one.tokens == other.tokens
+    for text in texts(50):
+        assert one.encode(text, "a") == other.encode(text, "a")
+    assert one.encode("a <mask>", mask=True) == other.encode("a<mask>", mask=True)  # lstrip
+
+
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
+def test_word_starts(tokenizers, kind):
+    ours = vocabulary.load(tokenizers / kind)
+    ids = ours.encode("The cats didn't move (much).")[1:-1]
+    continues, words = ours.continuation(), [""]
+    for i in ids:
+        words += [] if continues[i] or not words[0] else [""]
+        words[-1] += ours.text_of(i).lstrip("▁")
+    assert words[:3] == ["The", "cats", "didn"]
+    assert words[3].startswith("'")
+    assert "move" in words
+    assert not continues[[ours.cls_id, ours.sep_id, ours.mask_id]].any()
+
+
+# --- Parity with transformers ---------------------------------------------------------------------
+
+SIZES = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20)
+MODELS = {
+    "Roberta": ("roberta", dict(**SIZES, type_vocab_size=1, layer_norm_eps=1e-5)),
+    "XLMRoberta": ("xlm-roberta", dict(**SIZES, type_vocab_size=1)),
+    "Camembert": ("roberta", dict(**SIZES, type_vocab_size=1)),
+    "DistilBert": ("wordpiece", dict(dim=12, n_layers=2, n_heads=3, hidden_dim=20)),
+    "Electra": ("wordpiece", dict(**SIZES, embedding_size=8)),
+}
+HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
+CASES = [
+    *(("Roberta", head) for head in ("Model", "ForMaskedLM", *HEADS, "ForQuestionAnswering")),
+    ("XLMRoberta", "ForMaskedLM"), ("XLMRoberta", "ForSequenceClassification"),
+    ("Camembert", "ForMaskedLM"),
+    *(("DistilBert", head) for head in ("Model", "ForMaskedLM", *HEADS, "ForQuestionAnswering")),
+    *(("Electra", h) for h in ("Model", "ForPreTraining", "ForMaskedLM", *HEADS)),
+    ("Electra", "ForQuestionAnswering"),
+]  # fmt: skip
+
+
+def their_model(folder, prefix, rest, tokenizers, seed=0, **changes):
+    """Save a random model of transformers with its tokenizer; return the model and the tokenizer."""
+    kind, settings = MODELS[prefix]
+    if kind == "wordpiece":
+        ids = {word: i for i, word in enumerate(WORDS)}
+        name = "DistilBertTokenizer" if prefix == "DistilBert" else "BertTokenizer"
+        tokenizer = getattr(transformers, name)(vocab=ids)
+        tokenizer.save_pretrained(folder)
+    else:
+        shutil.copytree(tokenizers / kind, folder, dirs_exist_ok=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = getattr(transformers, f"{prefix}Config")(
+        **{**settings, **(LABELS if rest.endswith("Classification") else {}), **changes},
+        vocab_size=len(tokenizer), max_position_embeddings=34, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = getattr(transformers, prefix + rest)(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+            if prefix not in ("DistilBert", "Electra") and "position_embeddings" in name:
+                parameter[: tokenizer.pad_token_id + 1] = 0  # never used
+    model.save_pretrained(folder)
+    return model, tokenizer
+
+
+def run(config, params, *args, method=None):
+    bert = Bert(config.model)
+    return jax.jit(lambda p, *a: bert.apply({"params": p}, *a, method=method))(params, *args)
+
+
+def batch(vocab, tokenizer):
+    """Two pairs as (tokens, layout) and as transformers' inputs, and which tokens are real."""
+    pairs = [("the cats sat, on a mat", "a dog ran."), ("A mat", "the cat!")]
+    theirs = tokenizer([a for a, _ in pairs], [b for _, b in pairs], padding=True)
+    theirs = transformers.BatchEncoding(theirs, tensor_type="pt")
+    encoded = [vocab.encode(a, b) for a, b in pairs]
+    real = theirs["attention_mask"].numpy() == 1
+    assert [ids[r].tolist() for ids, r in zip(theirs["input_ids"], real, strict=True)] == encoded
+    length = real.sum(1, keepdims=True)
+    first = [[1 + len(vocab.encode(a)) - 2 + len(vocab.separator_ids)] for a, _ in pairs]
+    layout = rows.layout(length, np.array(first), real.shape[1])
+    tokens = jnp.asarray(theirs["input_ids"].numpy())
+    return tokens, rows.Layout(*map(jnp.asarray, layout)), theirs, real
+
+
+@pytest.mark.parametrize(("prefix", "rest"), CASES)
+def test_outputs_are_theirs_and_the_tensors_go_back(tmp_path, tokenizers, prefix, rest):
+    model, tokenizer = their_model(tmp_path / "in", prefix, rest, tokenizers)
+    config, vocab, params, about = source.read(str(tmp_path / "in"))
+    assert about["left_out"] == []
+    tokens, layout, theirs, real = batch(vocab, tokenizer)
+    if rest == "ForMultipleChoice":
+        theirs = {key: value[:, None] for key, value in theirs.items()}
+    with torch.no_grad():
+        wanted = model(**theirs, output_hidden_states=True)
+    states = run(config, params, tokens, layout, method=Bert.hidden_states)
+    for ours, state in zip(states[1:], wanted.hidden_states[1:], strict=True):
+        np.testing.assert_allclose(ours[real], state[real], rtol=0, atol=1e-5)
+    positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+    if rest == "Model":
+        got = {"last_hidden_state": states[-1]}
+        if config.model.has_pooler:
+            pooled = run(config, params, states[-1], layout.cls, method=Bert.pool)
+            got = {"pooler_output": pooled[:, 0]}
+    elif rest == "ForMaskedLM":
+        got = {"logits": run(config, params, tokens, layout, positions)[0]}
+    elif rest == "ForPreTraining":
+        got = {"logits": run(config, params, tokens, layout, method=Bert.replaced_token_logits)}
+    else:
+        logits = run(config, params, tokens, layout, method=Bert.classify)
+        got = {"logits": logits}
+        if rest == "ForQuestionAnswering":
+            got = {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
+    for key, value in got.items():
+        value, other = np.asarray(value).squeeze(), wanted[key].numpy().squeeze()
+        if value.shape[:2] == tokens.shape:
+            value, other = value[real], other[real]
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=key)
+
+    export(str(tmp_path / "in"), tmp_path / "out")
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, after[name], err_msg=name)
+    again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    with torch.no_grad():
+        repeated = again.eval()(**theirs)
+    for one, other in zip(repeated.to_tuple(), wanted.to_tuple(), strict=False):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("The cat!", "a dog") == tokenizer("The cat!", "a dog")
+    if isinstance(vocab, TokenizerVocabulary):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+
+
+@pytest.mark.parametrize("prefix", ["Roberta", "DistilBert", "Electra"])
+def test_masked_lm_loss_and_gradients_are_theirs(tmp_path, tokenizers, prefix):
+    model, tokenizer = their_model(tmp_path, prefix, "ForMaskedLM", tokenizers)
+    config, vocab, params, _ = source.read(str(tmp_path))
+    tokens, layout, theirs, real = batch(vocab, tokenizer)
+    targets = np.where(real & (np.arange(tokens.shape[1]) % 3 == 1), np.asarray(tokens), -100)
+    wanted = model(**theirs, labels=torch.tensor(targets, dtype=torch.long)).loss
+    wanted.backward()
+    positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+
+    def loss(params):
+        logits = Bert(config.model).apply({"params": params}, tokens, layout, positions)[0]
+        weights = jnp.asarray(targets != -100, jnp.float32)
+        total, weight = losses.cross_entropy(logits, jnp.maximum(targets, 0), weights)
+        return total / weight
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    np.testing.assert_allclose(value, wanted.item(), rtol=0, atol=1e-5)
+    expected = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    _, mine = FAMILIES[config.model.family].to_theirs(
+        {"max_position_embeddings": 34, "pad_token_id": vocab.pad_id},
+        to_huggingface(grads, config.model),
+    )
+    words = next(name for name in expected if "word_embeddings" in name)
+    for name, value in mine.items():
+        other = expected.get(name, expected.get(name.replace("decoder.bias", "bias")))
+        if name == words:  # padding_idx has no gradient in PyTorch
+            value, other = np.delete(value, vocab.pad_id, 0), np.delete(other, vocab.pad_id, 0)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_rows_and_masks_of_a_tokenizer(tokenizers, tmp_path):
+    """A row has the ids of a whole document; a mask is filled as by transformers' pipeline."""
+    folder = tmp_path / "model"
+    _, tokenizer = their_model(folder, "Roberta", "ForMaskedLM", tokenizers)
+    sentences = ["The cats sat on a mat.", "A dog ran; it didn't move.", "The mat was red."]
+    (tmp_path / "text.txt").write_text("\n".join(sentences))
+    prepare.prepare(
+        [str(tmp_path / "text.txt")], str(folder), str(tmp_path / "rows"), tokens=64, sequences=2,
+        pairs="none", heldout_fraction=0.0, short_fraction=0.0, workers=1,
+    )  # fmt: skip
+    opened = Rows(str(tmp_path / "rows"), "train")
+    (batch_,) = batches(opened, opened.manifest.train.rows, 0, 0, 1, 0, 1)
+    made = {
+        tuple(ids[end - n : end].tolist())
+        for ids, lengths in zip(batch_["tokens"], batch_["length"], strict=True)
+        for n, end in zip(lengths, np.cumsum(lengths), strict=True)
+        if n
+    }
+    assert made == {tuple(tokenizer(" ".join(sentences))["input_ids"])}
+    assert (tmp_path / "rows" / "tokenizer.json").read_bytes() == (
+        folder / "tokenizer.json"
+    ).read_bytes()
+    text = "a dog <mask> on the mat"
+    fill = transformers.pipeline("fill-mask", str(folder), top_k=4)
+    (candidates,) = MaskFiller(str(folder))(text, 4)
+    np.testing.assert_allclose(
+        [c["score"] for c in fill(text)], [c.probability for c in candidates], atol=1e-5
+    )
+    assert [c["token_str"].strip() for c in fill(text)] == [c.token for c in candidates]
+
+
+def test_one_segment_is_that_of_all_tokens():
+    """In rows, the second text of a pair has token type 1, which RoBERTa does not have."""
+    config = ModelConfig(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=9, positions=24, segments=1,
+        next_sentence=False,
+    )  # fmt: skip
+    params, bert = random_params(config), Bert(config)
+    tokens = jnp.asarray([[1, 2, 3, 4]])
+    layouts = [rows.layout(jnp.array([[4]]), jnp.array([[n]]), 4) for n in (2, 4)]
+    states = [
+        bert.apply({"params": params}, tokens, layout, method=Bert.encode) for layout in layouts
+    ]
+    np.testing.assert_array_equal(*states)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("roberta", {}, "config.model.next_sentence is True, which transformers' RoBERTa"),
+        ("distilbert", {"next_sentence": False}, "config.model.segments is 2"),
+        ("electra", {"next_sentence": False, "activation": "relu"}, "activation is 'relu'"),
+        (
+            "bert",
+            {"embedding_size": 4},
+            "config.model.embedding_size is 4, which transformers' BERT",
+        ),
+        ("bert", {"pooler_activation": "relu"}, "config.model.pooler_activation is 'relu'"),
+        ("bert", {"replaced_token": True}, "config.model.replaced_token is True"),
+    ],
+)
+def test_what_they_do_not_have_is_refused(tmp_path, family, changes, said):
+    config = ModelConfig(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=9, positions=24, family=family,
+        **changes,
+    )  # fmt: skip
+    folder = write_run(tmp_path / "run", config, random_params(config))
+    with pytest.raises(source.UserError) as caught:
+        export(str(folder), tmp_path / "out")
+    assert said in str(caught.value)
