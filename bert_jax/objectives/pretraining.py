@@ -52,6 +52,8 @@ def make_phases(
     skip = _warn if config.damaged_rows == "skip" else None
     phases: list[Phase] = []
     data: list[dict[str, Any]] = []
+    if objective is not None and config.distill.teacher:
+        raise UserError("config.distill.teacher: it does not apply to an objective of one's own")
     teacher = None
     vocabulary: Any = None
     for i, phase_config in enumerate(config.phases):
