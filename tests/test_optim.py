@@ -372,7 +372,7 @@ def test_mup_scales_by_width(tied):
     """Table 8 of arXiv 2203.03466: matrices by their number of inputs, vectors and inputs not."""
     config = model_size("L1-H32-A2")
     config.vocab_size, config.tied_decoder = 50, tied
-    config.head, config.labels = "sequence", ("a", "b")
+    config.head, config.labels, config.span_boundary = "sequence", ("a", "b"), True
     plain = flatten(init_params(config, jax.random.key(0)))
     config.base_hidden = 8
     scaled = flatten(init_params(config, jax.random.key(0)))
@@ -382,6 +382,8 @@ def test_mup_scales_by_width(tied):
     for path in plain:
         if path.endswith("/kernel"):
             wanted[path] = output if path.startswith(("next_", "classifier")) else hidden
+    for leaf in ("scale", "bias"):  # of a decoder that is always tied
+        wanted[f"span_boundary/second_norm/{leaf}"] = output
     if tied:
         wanted["masked_lm/norm/scale"] = wanted["masked_lm/norm/bias"] = output
     else:

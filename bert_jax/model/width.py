@@ -12,8 +12,13 @@ from bert_jax.config import ModelConfig
 
 # Powers of base_hidden / hidden for the initial values and the learning rate. The input of a tied
 # decoder, whose weights are the embeddings, is scaled instead: the output of the head's LayerNorm.
-_HIDDEN = (r"^(encoder/.*|pooler|masked_lm/transform|head/transform)/kernel$", 0.5, 1)
-_OUTPUT = (r"^((next_sentence|classifier)/kernel|masked_lm/decoder)$", 1, 1)
+_HIDDEN = (
+    r"^(encoder/.*|pooler|(masked_lm|head)/transform|span_boundary/(first|second))/kernel$", 0.5, 1,
+)  # fmt: skip
+_OUTPUT = (
+    r"^((next_sentence|classifier|teacher_projection)/kernel|masked_lm/decoder|"
+    r"span_boundary/second_norm/(scale|bias))$", 1, 1,
+)  # fmt: skip
 _TIED = (r"^masked_lm/norm/(scale|bias)$", 1, 1)
 
 
