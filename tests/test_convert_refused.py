@@ -60,7 +60,7 @@ def test_other_architectures_are_refused_by_name(hf_folder, kind, name):
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"is_decoder": True}, "is_decoder is True"),
-        ({"hidden_act": "swish"}, "hidden_act is 'swish'; supported: gelu"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: gelu"),
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3, but the weights have 2"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the weights have 2"),
         ({"num_attention_heads": 5}, "12 is not a multiple of num_attention_heads 5"),
