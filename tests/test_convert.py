@@ -577,6 +577,8 @@ def test_of_all_heads_nothing_is_missing_for_a_smaller_class(tmp_path, run_folde
     _, info = getattr(transformers, loader).from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
+    # The pipeline would report them.
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.pipeline_tag is None
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     assert all(name.startswith(("cls.", "bert.pooler.")) for name in info["unexpected_keys"])
@@ -587,6 +589,8 @@ def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, run_folder):
     with no_warnings():
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
         fill = transformers.pipeline("fill-mask", str(tmp_path / "out"), top_k=4)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.pipeline_tag == "fill-mask"
     assert tokenizer.is_fast
     assert tokenizer.model_max_length == 24
     vocabulary = checkpoint.load_model(run_folder)[1]

@@ -38,7 +38,7 @@ DOORS = {
     "optax": ("optim.py", "step.py"),
     "tensorflow_datasets": ("data/", "benchmarks/"),
     "apache_beam": ("data/beam.py",),
-    "huggingface_hub": ("convert/source.py",),
+    "huggingface_hub": ("convert/hub.py", "convert/source.py"),
     "safetensors": ("convert/",),
     "grain": ("data/",),
     "optuna": ("tools/sweep/",),

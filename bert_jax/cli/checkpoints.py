@@ -1,5 +1,8 @@
 """Verbs that import and export checkpoints."""
 
+import pathlib
+import tempfile
+
 from bert_jax.cli.common import Verbs, add_case, add_model
 from bert_jax.errors import UserError
 
@@ -118,11 +121,23 @@ def add_export(verbs: Verbs) -> None:
         "export a model to Hugging Face transformers",
         "  bert-jax export --workdir runs/mini --out mini-hf\n"
         "  bert-jax export --workdir runs/mini --out mini-fill-mask --heads masked_lm\n"
-        "  bert-jax export --workdir runs/mini --out mini-steps --checkpoint all --license mit --language en\n\n"
-        "--checkpoint all writes every checkpoint of a run, to a folder step_N each.",
+        "  bert-jax export --workdir runs/mini --out mini-steps --checkpoint all --license mit --language en\n"
+        "  bert-jax export --workdir runs/mini --push my-name/mini --private\n\n"
+        "--checkpoint all writes every checkpoint of a run, to a folder step_N each. With --push they become\n"
+        "branches step_N, and the best one main.",
     )
     add_model(sub)
-    sub.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
+    sub.add_argument(
+        "--out", metavar="FOLDER", help="new folder for the files (may be left out with --push)"
+    )
+    sub.add_argument(
+        "--push",
+        metavar="OWNER/MODEL",
+        help="also push the files to this model on the Hugging Face Hub, which is created if need be; log "
+        "in first with `hf auth login`",
+    )
+    sub.add_argument("--private", action="store_true", help="with --push: the model is private")
+    sub.add_argument("--revision", metavar="BRANCH", help="branch for --push (default main)")
     sub.add_argument(
         "--heads",
         default="all",
@@ -141,19 +156,58 @@ def add_export(verbs: Verbs) -> None:
 
 
 def _export(options) -> None:
-    from bert_jax import device
+    if not options.out and not options.push:
+        raise UserError("give --out FOLDER, --push OWNER/MODEL, or both")
+    for option in ("private", "revision"):
+        if getattr(options, option) and not options.push:
+            raise UserError(f"--{option} is for --push, which is missing")
+    if options.revision and options.checkpoint == "all":
+        raise UserError(
+            "--revision is for one checkpoint: those of --checkpoint all go to branches step_N"
+        )
 
+    from bert_jax import device, storage
+    from bert_jax.convert import hub
+
+    if options.push:
+        hub.check(options.push)
+        if storage.is_remote(options.out):
+            raise UserError(f"--out {options.out}: with --push it must be a local folder")
     device.start("")
+    with tempfile.TemporaryDirectory() as temporary:
+        out = options.out or f"{temporary}/model"
+        folders, result = _write_export(options, out)
+        if options.out:
+            print(f"{out}: {result}")
+        if options.push:
+            try:
+                url = hub.push(options.push, folders, options.private)
+            except UserError as error:
+                kept = f"; the files are in {out}" if options.out else ""
+                raise UserError(f"{error}{kept}") from None
+            print(f"{url}: {', '.join(folders) if len(folders) > 1 else result}")
 
+
+def _write_export(options, out: str) -> tuple[dict[str, pathlib.Path], str]:
+    """Write the folders, and return them by branch, and a line about them."""
     from bert_jax.convert.export import export, export_all
+    from bert_jax.convert.source import open_model
 
     card = {name: value for name in ("license", "language") if (value := getattr(options, name))}
     if options.checkpoint == "all":
-        steps = export_all(options.init, options.out, options.heads, card)
-        print(f"{options.out}: {', '.join(f'step_{step}' for step in steps)}")
-        return
-    settings = export(options.init, options.out, options.checkpoint, options.heads, card=card)
-    name = settings["architectures"][0]
-    print(
-        f'{options.out}: {name}; load it with transformers.{name}.from_pretrained("{options.out}")'
+        steps = export_all(options.init, out, options.heads, card, options.push or "")
+        folders = {f"step_{step}": pathlib.Path(out, f"step_{step}") for step in steps}
+        result = ", ".join(folders)
+        if options.push:
+            folders["main"] = folders[f"step_{open_model(options.init).step}"]
+        return folders, result
+    path, branch = options.push or "PATH", options.revision or "main"
+    revisions = [options.revision] if options.revision else []
+    settings = export(
+        options.init, out, options.checkpoint, options.heads, None, card, path, revisions
     )
+    name = settings["architectures"][0]
+    path = options.push or out
+    argument = f', revision="{branch}"' if options.revision else ""
+    result = f'{name}; load it with transformers.{name}.from_pretrained("{path}"{argument})'
+    return {branch: pathlib.Path(out)}, result

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,8 @@ def export(
     heads: str = "all",
     params: Params | None = None,
     card: Mapping[str, Any] = MappingProxyType({}),
+    name: str = "PATH",
+    revisions: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write config.json, model.safetensors, the tokenizer's files and a model card.
 
@@ -48,6 +50,8 @@ def export(
             the loaded class does not have.
         params: parameters to write instead of the checkpoint's.
         card: metadata of the model card, such as its `license` and a list for `language`.
+        name: what the card's example loads, such as the model's name on the Hugging Face Hub.
+        revisions: branches on the Hub that the card lists.
 
     Returns:
         Content of config.json.
@@ -85,18 +89,19 @@ def export(
     family = FAMILIES[model.family]
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
     settings, tensors = family.to_theirs(settings, tensors)
-    name = settings["architectures"][0]
-    if name == f"{family.class_prefix}Model":  # its tensors have no prefix such as "bert."
+    architecture = settings["architectures"][0]
+    if architecture == f"{family.class_prefix}Model":  # its tensors have no prefix such as "bert."
         prefix = f"{family.encoder}."
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
-    text = _card(source, config, name, parameter_count(params, model), step, card)
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    parameters = parameter_count(params, model)
+    text = _card(source, config, architecture, parameters, step, card, name, revisions)
     with files.new_folder(out) as folder:
         files.write_json(folder / "config.json", settings)
         _write_safetensors(folder / "model.safetensors", tensors)
         tokens = config.embed.tokens or model.positions
         tokenizer = huggingface.tokenizer_files(vocabulary, tokens, model.segments > 1)
-        for name, content in tokenizer.items():
-            files.write(folder / name, content)
+        for file, content in tokenizer.items():
+            files.write(folder / file, content)
         embed = config.embed
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
             _write_sentence_encoder(folder, config)
@@ -109,8 +114,11 @@ def export_all(
     out: str | pathlib.Path,
     heads: str = "all",
     card: Mapping[str, Any] = MappingProxyType({}),
+    name: str = "",
 ) -> list[int]:
     """Export every checkpoint of a run to `out/step_N`, and return the steps; else as `export`.
+
+    With a `name` on the Hugging Face Hub, the cards list all `step_N` as its branches.
 
     Raises:
         UserError: as for `export`, or the source is not a run.
@@ -119,8 +127,9 @@ def export_all(
         raise UserError(f"{source} is not a run: it has no checkpoints to choose from")
     files.check_new(out)
     steps = checkpoint.kept_steps(source)
+    on_hub = {"name": name, "revisions": [f"step_{step}" for step in steps]} if name else {}
     for step in steps:
-        export(source, f"{out}/step_{step}", str(step), heads, card=card)
+        export(source, f"{out}/step_{step}", str(step), heads, card=card, **on_hub)
     return steps
 
 
@@ -185,19 +194,22 @@ def _card(
     parameters: int,
     step: int,
     metadata: Mapping[str, Any],
+    name: str,
+    revisions: Sequence[str],
 ) -> str:
     """Return the model card: architecture, usage, training and metrics."""
     model, provenance = config.model, workdir.read_provenance(source, step)
     size = f"L{model.layers}-H{model.hidden}-A{model.heads}"
     family = FAMILIES[model.family]
-    pipelines = {"ForPreTraining": "fill-mask", "ForMaskedLM": "fill-mask"}
+    # Of ForPreTraining, transformers' pipeline would report unused weights.
+    pipelines = {"ForMaskedLM": "fill-mask"}
     if family.causal_class:
         pipelines[family.causal_class] = "text-generation"
     pipeline = pipelines.get(architecture.removeprefix(family.class_prefix))
     lines = [
         "---",
         "library_name: transformers",
-        *(f"{name}: {json.dumps(value)}" for name, value in metadata.items()),
+        *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()),
         *([f"pipeline_tag: {pipeline}"] if pipeline else []),
         "tags:",
         f"- {model.family}",
@@ -212,11 +224,17 @@ def _card(
         "```python",
         f"from transformers import AutoTokenizer, {architecture}",
         "",
-        'tokenizer = AutoTokenizer.from_pretrained("PATH")',
-        f'model = {architecture}.from_pretrained("PATH")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'model = {architecture}.from_pretrained("{name}")',
         "```",
         "",
     ]
+    if revisions:
+        lines += [
+            f'Revisions, such as `from_pretrained("{name}", revision="{revisions[0]}")`: '
+            + ", ".join(f"`{revision}`" for revision in revisions),
+            "",
+        ]
     if provenance.imported:
         known = provenance.imported["official"]
         lines += [

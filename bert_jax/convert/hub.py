@@ -1,0 +1,99 @@
+"""Push exported folders to the Hugging Face Hub."""
+
+import pathlib
+from collections.abc import Mapping
+
+from bert_jax.errors import UserError
+from bert_jax.progress import Progress
+
+
+def check(name: str) -> None:
+    """Check what `push` needs before there is anything to push.
+
+    Raises:
+        UserError: the name is not OWNER/MODEL, or there is no token.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import utils
+
+    try:
+        utils.validate_repo_id(name)
+    except utils.HFValidationError as error:
+        raise UserError(f"--push {name}: {error}") from None
+    if name.count("/") != 1:
+        raise UserError(f"--push {name}: give it as OWNER/MODEL, such as my-name/{name}")
+    if hub.get_token() is None:
+        raise UserError(
+            f"cannot push to {name}: there is no token of the Hugging Face Hub; run `hf auth login` "
+            "or set HF_TOKEN"
+        )
+
+
+def push(name: str, folders: Mapping[str, pathlib.Path], private: bool = False) -> str:
+    """Commit a folder to each branch of a model repository, and return the repository's address.
+
+    The repository and its branches are created if there are none. A branch gets one commit; files
+    that it has and the folder has not stay.
+
+    Args:
+        name: OWNER/MODEL.
+        folders: folder by name of the branch. They are pushed in this order.
+        private: whether the repository is private.
+
+    Raises:
+        UserError: the Hub cannot be reached or refuses, or `private` and the repository is public.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors, utils
+
+    utils.logging.set_verbosity_error()  # errors are reported below
+    if Progress.is_quiet:
+        utils.disable_progress_bars()
+    api = hub.HfApi()
+    branch = ""
+    try:
+        # None follows the default of the organization.
+        url = api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.model_info(name).private:
+            raise UserError(
+                f"{name} exists and is public: make it private in its settings on the Hub, or push "
+                "without --private"
+            )
+        for branch, folder in folders.items():
+            if branch != "main":
+                api.create_branch(name, branch=branch, exist_ok=True)
+            message = f"Export of {branch}" if branch != "main" else "Export of bert_jax"
+            api.upload_folder(
+                repo_id=name, folder_path=folder, revision=branch, commit_message=message
+            )
+        return str(url)
+    except errors.HfHubHTTPError as error:
+        problem = _refusal(error.response.status_code, name)
+        problem = f"{problem} ({error.server_message or str(error)})"
+    except Exception as error:
+        # Network exceptions of the client depend on its version's HTTP library.
+        library = type(error).__module__.split(".")[0]
+        if isinstance(error, ValueError):  # the Hub's check of the card's metadata, or of a name
+            problem = f"the Hub refuses it ({error}); see --license, --language and --revision"
+        elif isinstance(error, OSError) or library.startswith(("httpx", "requests")):
+            problem = (
+                f"it cannot be reached; check the network and HF_ENDPOINT, and try again ({error})"
+            )
+        else:
+            raise
+    where = f"{name}, branch {branch}," if branch else name
+    raise UserError(
+        f"cannot push to {where} on {constants.ENDPOINT}: {' '.join(problem.split())[:500]}"
+    )
+
+
+def _refusal(status: int, name: str) -> str:
+    owner = name.split("/")[0]
+    if status == 401:
+        return "the token is not valid: run `hf auth login` or set HF_TOKEN"
+    if status in (403, 404):
+        return (
+            f"there is no {owner}, or the token may not write to it: choose another owner or a token "
+            "with write access"
+        )
+    return f"the Hub answers with status {status}: try again later if it is not about the request"

@@ -1,0 +1,214 @@
+"""`bert-jax export --push` against a server on loopback that speaks the Hub's protocol."""
+
+import base64
+import hashlib
+import http.server
+import json
+import shutil
+import threading
+import types
+
+import jax
+import pytest
+from huggingface_hub import constants
+from safetensors.numpy import load_file
+
+from bert_jax import checkpoint, cli, storage
+from bert_jax.config import Config
+
+FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "vocab.txt"}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Requests of create_repo, model_info, create_branch and upload_folder."""
+
+    def do_GET(self):
+        repository = self.server.state.repositories.get(self.path.removeprefix("/api/models/"))
+        if repository is None:
+            return self.answer(404, {}, "RepoNotFound")
+        return self.answer(200, {"id": "a/b", "private": repository["private"], "siblings": []})
+
+    def do_PUT(self):
+        body = self.body()
+        self.server.state.objects[hashlib.sha256(body).hexdigest()] = body
+        self.answer(200, {})
+
+    def do_POST(self):
+        state, body = self.server.state, self.body()
+        if self.headers["Authorization"] != "Bearer hf_right":
+            return self.answer(401, {"error": "Invalid credentials in Authorization header"})
+        if self.path == "/api/repos/create":
+            settings = json.loads(body)
+            name = f"{settings['organization']}/{settings['name']}"
+            if settings["organization"] != "mine":
+                return self.answer(403, {"error": "You don't have the rights"})
+            known = name in state.repositories
+            new = {"private": settings.get("visibility") == "private", "branches": {"main": {}}}
+            state.repositories.setdefault(name, new)
+            return self.answer(409 if known else 200, {"url": f"{constants.ENDPOINT}/{name}"})
+        if self.path == "/api/validate-yaml":
+            wrong = "license: wrong" in json.loads(body)["content"].replace('"', "")
+            errors = [{"message": "license must be one of …"}] if wrong else []
+            return self.answer(400 if wrong else 200, {"errors": errors, "warnings": []})
+        if self.path.endswith(".git/info/lfs/objects/batch"):
+            objects = [
+                {**o, "actions": {"upload": {"href": f"{constants.ENDPOINT}/lfs/{o['oid']}"}}}
+                for o in json.loads(body)["objects"]
+            ]
+            return self.answer(200, {"transfer": "basic", "objects": objects})
+        *_, owner, model, action, branch = self.path.split("/")
+        branches = state.repositories[f"{owner}/{model}"]["branches"]
+        if action == "branch":
+            known = branch in branches
+            branches.setdefault(branch, dict(branches["main"]))
+            return self.answer(409 if known else 200, {})
+        if action == "preupload":
+            modes = [
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for f in json.loads(body)["files"]
+            ]
+            return self.answer(200, {"files": modes})
+        assert action == "commit", self.path
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                branches[branch][value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                branches[branch][value["path"]] = state.objects[value["oid"]]
+        return self.answer(
+            200,
+            {"commitUrl": f"{constants.ENDPOINT}/{owner}/{model}/commit/0", "commitOid": "0" * 40},
+        )
+
+    def body(self):
+        return self.rfile.read(int(self.headers["Content-Length"] or 0))
+
+    def answer(self, status, value, code=""):
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def repositories(monkeypatch):
+    """Repositories of the server: whether each is private, and its files by branch and path."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.state = types.SimpleNamespace(repositories={}, objects={})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    yield server.state.repositories
+    server.shutdown()
+    server.server_close()
+
+
+def push(*argv):
+    return cli.main(["export", *map(str, argv)])
+
+
+def test_a_model_is_pushed(run_folder, tmp_path, repositories, capsys):
+    argv = ["--init", run_folder, "--heads", "masked_lm", "--push", "mine/tiny"]
+    assert push(*argv, "--out", tmp_path / "out", "--private") == 0
+    assert 'from_pretrained("mine/tiny")' in capsys.readouterr().out
+    assert repositories["mine/tiny"]["private"]
+    files = repositories["mine/tiny"]["branches"]["main"]
+    assert files.keys() >= FILES
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert 'from_pretrained("mine/tiny")' in files["README.md"].decode()
+
+    assert push(*argv, "--revision", "second") == 0
+    branches = repositories["mine/tiny"]["branches"]
+    assert branches["main"] == files
+    assert branches["second"]["model.safetensors"] == files["model.safetensors"]
+    assert 'revision="second"' in branches["second"]["README.md"].decode()
+
+
+def test_checkpoints_become_branches_and_the_best_main(run_folder, tmp_path, repositories):
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    checkpoints = checkpoint.Checkpoints(run / "checkpoints", Config().checkpoint)
+    checkpoints.save(9, jax.tree.map(lambda x: x + 1, checkpoint.load_model(run)[2]))
+    checkpoints.close()
+    best = checkpoint.load_model(run)[3]
+    assert push("--init", run, "--push", "mine/tiny", "--checkpoint", "all") == 0
+    branches = repositories["mine/tiny"]["branches"]
+    assert branches.keys() == {"main", "step_7", "step_9"}
+    weights = {branch: files["model.safetensors"] for branch, files in branches.items()}
+    assert weights["main"] == weights[f"step_{best}"]
+    for step in (7, 9):
+        assert push("--init", run, "--out", tmp_path / f"{step}", "--checkpoint", step) == 0
+        expected = (tmp_path / f"{step}" / "model.safetensors").read_bytes()
+        assert weights[f"step_{step}"] == expected
+        assert "`step_7`, `step_9`" in branches[f"step_{step}"]["README.md"].decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "token", "expected"),
+    [
+        ("mine/tiny", "", None, "no token of the Hugging Face Hub; run `hf auth login`"),
+        ("tiny", "", "hf_right", "give it as OWNER/MODEL"),
+        ("mine/a b", "", "hf_right", "--push mine/a b: Repo id must use alphanumeric"),
+        ("mine/tiny", "", "hf_wrong", "the token is not valid: run `hf auth login`"),
+        ("theirs/tiny", "", "hf_right", "there is no theirs, or the token may not write to it"),
+        ("mine/tiny", "--license wrong", "hf_right", "license must be one of"),
+        ("mine/tiny", "--revision x --checkpoint all", "hf_right", "--revision is for one"),
+        ("mine/public", "--private", "hf_right", "mine/public exists and is public"),
+    ],
+)
+def test_a_refusal_is_one_line(
+    hf_folder, repositories, monkeypatch, tmp_path, capsys, name, options, token, expected
+):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    repositories["mine/public"] = {"private": False, "branches": {"main": {}}}
+    argv = ("--init", hf_folder, "--push", name, *options.split())
+    assert push(*argv) == cli.EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1, error
+    assert not any(
+        files for repository in repositories.values() for files in repository["branches"].values()
+    )
+
+
+def test_without_a_network_the_files_are_kept(
+    hf_folder, repositories, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    out = tmp_path / "out"
+    argv = ("--init", hf_folder, "--push", "mine/tiny", "--out", out)
+    assert push(*argv) == cli.EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert "cannot push to mine/tiny on http://127.0.0.1:9: it cannot be reached" in error
+    assert error.strip().endswith(f"the files are in {out}")
+    assert load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", "give --out FOLDER, --push OWNER/MODEL, or both"),
+        ("--out o --private", "--private is for --push, which is missing"),
+        ("--out o --revision x", "--revision is for --push, which is missing"),
+        ("--out gs://b/o --push mine/tiny", "with --push it must be a local folder"),
+    ],
+)
+def test_options_that_contradict_each_other(repositories, monkeypatch, capsys, options, expected):
+    monkeypatch.setattr(storage, "check", lambda arguments: None)  # it would look for credentials
+    assert push("--init", "x", *options.split()) == cli.EXIT_USER_ERROR
+    assert expected in capsys.readouterr().err
