@@ -508,16 +508,23 @@ def test_a_cost_is_that_of_the_formula(size):
     assert told.flops == pytest.approx(expected)
     assert told.seconds == pytest.approx(told.flops / 1e12)
 
-    def line(digest, flops, seconds, verb="pretrain", devices="1 cpu"):
-        told = {"command": f"bert-jax {verb} --config x", "digest": digest, "devices": devices}
-        return {**told, "flops": flops, "wall_seconds": seconds, "cores": 2}
+    def line(digest, flops, seconds, wall, verb="pretrain", devices="1 cpu"):
+        command = {"command": f"bert-jax {verb} --config x", "digest": digest, "devices": devices}
+        return {
+            **command,
+            "flops": flops,
+            "step_seconds": seconds,
+            "wall_seconds": wall,
+            "cores": 2,
+        }
 
-    # Of a point's two seeds the time is that of both, and of two cores; other verbs and chips say
-    # nothing.
-    before = [line("a", 1e9, 4.0), line("a", 3e9, 4.0), line("b", 9e9, 3.0)]
-    before += [line("c", 1e15, 1.0, "finetune"), line("d", 1e15, 1.0, devices="8 NVIDIA H100")]
-    told = cost(point, SweepArgs(), before, speed=0.0)
-    assert told.seconds == pytest.approx(told.flops / (1e9 * cores()))
+    # Two seeds of a point ran one after the other, on two cores. The rest of the wall time, 2.5 s per
+    # seed and 1.5 s, is added to the time of the steps. Other verbs and chips do not count.
+    before = [line("a", 1e9, 1.0, 9.0), line("a", 3e9, 3.0, 9.0), line("b", 9e9, 3.0, 4.5)]
+    before.append(line("c", 1e15, 1.0, 1.0, "finetune"))
+    before.append(line("d", 1e15, 1.0, 1.0, devices="8 NVIDIA H100"))
+    estimate = cost(point, SweepArgs(), before, speed=0.0)
+    assert estimate.seconds == pytest.approx(estimate.flops / (1e9 * cores()) + 2.0)
 
 
 def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):

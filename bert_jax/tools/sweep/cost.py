@@ -80,22 +80,29 @@ def cost(point: Point, given: SweepArgs, results: Sequence[dict[str, Any]], spee
         row_tokens = config.task.tokens
         flops = tokens / row_tokens * flops_per_row(model, row_tokens, 1, 0)
         flops *= int(options.get("--seeds", 1))
-    speed = speed or _speed(before) or _CORE_FLOPS * cores()
-    return Cost(flops, flops / speed if flops else None)
+    measured, startup = _speed_and_startup(before)
+    speed, seeds = speed or measured or _CORE_FLOPS * cores(), int(options.get("--seeds", 1))
+    return Cost(flops, flops / speed + startup * seeds if flops else None)
 
 
-def _speed(results: Sequence[dict[str, Any]]) -> float:
-    """Return the FLOP/s of this CPU, from the wall time of points run on CPUs; 0 if there are none.
+def _speed_and_startup(results: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Return the FLOP/s of this CPU, and the seconds of a run besides its steps.
 
-    Each seed of a point has a line.
+    The latter are for starting, compiling, evaluating and saving. Both are medians over points that
+    were run on CPUs, and 0 if there are none. Each seed of a point has a line.
     """
-    flops, core_seconds = collections.Counter[str](), {}
+    points = collections.defaultdict(list)
     for line in results:
-        if "cpu" in line.get("devices", "") and line["cores"]:
-            flops[line["digest"]] += line["flops"]
-            core_seconds[line["digest"]] = line["wall_seconds"] * line["cores"]
-    speeds = [flops[digest] / time for digest, time in core_seconds.items() if time]
-    return statistics.median(speeds) * cores() if speeds else 0.0
+        if "cpu" in line.get("devices", "") and line["cores"] and line["step_seconds"]:
+            points[line["digest"]].append(line)
+    if not points:
+        return 0.0, 0.0
+    speeds, startups = [], []
+    for lines in points.values():
+        seconds = sum(line["step_seconds"] for line in lines)
+        speeds.append(sum(line["flops"] for line in lines) / (seconds * lines[0]["cores"]))
+        startups.append(max(lines[0]["wall_seconds"] - seconds, 0.0) / len(lines))
+    return statistics.median(speeds) * cores(), statistics.median(startups)
 
 
 def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
