@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config import DistillConfig, ModelConfig, TrainConfig
-from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
@@ -51,6 +50,8 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
     Raises:
         UserError: the teacher cannot be opened, or its vocabulary differs.
     """
+    from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
+
     source = config.distill.teacher
     teacher, theirs, params, _ = open_model(source, "best")
     same = len(theirs) == config.model.vocab_size if vocabulary is None else theirs == vocabulary

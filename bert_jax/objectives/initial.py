@@ -17,7 +17,6 @@ from jaxtyping import Float
 
 from bert_jax import config as config_lib
 from bert_jax.config import Config, ModelConfig
-from bert_jax.convert.source import open_model
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
@@ -145,6 +144,8 @@ def open_start(
         UserError: there is no such model, a setting contradicts its architecture, or rows were
             prepared with another vocabulary (the message has the command to prepare them again).
     """
+    from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
+
     source_config, vocabulary, loaded, step = open_model(init, which)
     source, requested = source_config.model, config.model
     is_set = is_changed(requested) if keys is None else lambda name: f"model.{name}" in keys
