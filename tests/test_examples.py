@@ -12,6 +12,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "examples"
 # What each notebook prints with the model of the tests, and its number of pictures.
 PRINTED = {
     "tour": (("2 layers of 16, 2 heads, 150 word pieces", "did you mean config.model.layers?"), 2),
+    "continue_pretraining": (("before: held-out loss", "after: held-out loss"), 0),
     "fine_tune_a_table": (("{'train': 160, 'dev': 65, 'test': 75}", "of 75 wrong"), 0),
     "probe_attention": (("2 layers of 2 heads", "[CLS] or [SEP]"), 2),
 }
