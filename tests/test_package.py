@@ -42,7 +42,7 @@ def test_the_wheel_pretrains_in_an_empty_folder(tmp_path):
         bert_jax("pretrain", "--config", config, "--workdir", f"run{index}", *train)
     assert "%" in bert_jax("fill-mask", "--init", "run1", "The [MASK] runs.")
     bert_jax("report", "run0", "run1")
-    assert (tmp_path / "report.html").read_text().count("<svg") > 1
+    assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
 
 
 def test_the_command_line_says_its_versions(capsys):

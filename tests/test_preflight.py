@@ -254,7 +254,7 @@ def test_phases_without_rows_are_those_with(rows):
 
 
 def run(capsys, *arguments):
-    status = cli.main(["preflight", "--config", "configs/pretrain.py:tiny,128", *arguments])
+    status = cli.main(["preflight", "--config", "configs/pretrain.py:L2-H128-A2,128", *arguments])
     out, err = capsys.readouterr()
     return status, out, err
 
