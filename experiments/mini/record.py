@@ -1,20 +1,26 @@
 """Write this folder's results.json, curve.svg and README.md from a finished run.
 
-python experiments/mini/record.py --workdir runs/mini --rows rows
+python experiments/mini/record.py --workdir runs/mini
 """
 
 import argparse
 import json
+import os
 import pathlib
-import statistics
 import subprocess
 import sys
 
-from bert_jax import workdir
-from bert_jax.data.rows import read_manifest
-from bert_jax.tools.report import runs
-
 FOLDER = pathlib.Path(__file__).parent
+sys.path.insert(0, str(FOLDER.with_name("miniberta")))
+
+import measure  # noqa: E402
+import subset  # noqa: E402
+
+from bert_jax import workdir  # noqa: E402
+from bert_jax.data.rows import read_manifest  # noqa: E402
+from bert_jax.tools.report import runs  # noqa: E402
+
+TEXT = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""), "text")
 TEXTS = (
     "The capital of [MASK] is Paris.",
     "He was born in [MASK] and died in 1902.",
@@ -28,7 +34,7 @@ def fill_masks(folder: str) -> list[dict]:
     """Return the answers of `bert-jax fill-mask` for five texts."""
     command = ["-c", "from bert_jax.cli import main; main()", "fill-mask", "--json"]
     done = subprocess.run(
-        [sys.executable, *command, "--workdir", folder, *TEXTS],
+        [sys.executable, *command, "--init", folder, *TEXTS],
         capture_output=True,
         text=True,
         check=True,
@@ -36,45 +42,40 @@ def fill_masks(folder: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def evaluate_all(folder: str) -> dict:
-    """Return the metrics of `bert-jax evaluate --all`."""
-    command = ["-c", "from bert_jax.cli import main; main()", "evaluate", "--all", "--json"]
-    done = subprocess.run(
-        [sys.executable, *command, "--workdir", folder], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
+def losses(folder: str, rows: str) -> dict[str, float]:
+    """Return the held-out loss with 15% masked, per word piece, per word and per byte."""
+    loss, pieces = measure.heldout_loss(folder, pathlib.Path(rows))
+    words, size = subset.count(path for path in TEXT.rglob("*.gz"))
+    return {
+        "per_piece": loss,
+        "per_word": loss * pieces / words,
+        "per_byte": loss * pieces / size,
+        "pieces": pieces,
+        "words": words,
+    }
 
 
 def main() -> None:
     """Collect the numbers, and write the three files."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workdir", default="runs/mini")
-    parser.add_argument("--rows", default="rows")
     options = parser.parse_args()
     folder = pathlib.Path(options.workdir)
+    config = workdir.read_config(folder)
     lines = workdir.read_lines(folder / "metrics.jsonl")
     speed = workdir.read_lines(folder / "speed.jsonl")
-    starts = workdir.read_lines(folder / "starts.jsonl")
-    manifest = read_manifest(options.rows)
-    rates = sorted(line["real_tokens_per_second"] for line in speed)
+    rows = [phase.rows for phase in config.phases]
     results = {
-        "starts": starts,
-        "vocabulary": manifest.vocab_size,
-        "tokens": manifest.tokens,
-        "sequences": manifest.sequences,
-        "train_rows": manifest.train.rows,
-        "train_documents": manifest.train.documents,
-        "heldout_rows": manifest.heldout.rows,
-        "heldout_documents": manifest.heldout.documents,
-        "fill": manifest.train.fill_fraction,
+        "starts": workdir.read_lines(folder / "starts.jsonl"),
+        "steps": config.steps,
+        "phases": [
+            {"tokens": m.tokens, "train_rows": m.train.rows, "heldout_rows": m.heldout.rows}
+            for m in map(read_manifest, rows)
+        ],
         "training_minutes": sum(line["seconds"] for line in speed) / 60,
-        "real_tokens_per_second": {
-            "median": statistics.median(rates),
-            "least": rates[0],
-            "most": rates[-1],
-        },
+        "real_tokens": sum(line["real_tokens_per_second"] * line["seconds"] for line in speed),
         "heldout": [line for line in lines if line["split"] == "heldout"],
-        "heldout_all_rows": evaluate_all(options.workdir),
+        "losses": losses(options.workdir, rows[-1]),
         "fill_mask": fill_masks(options.workdir),
     }
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
@@ -85,8 +86,7 @@ def main() -> None:
 def page(r: dict) -> str:
     """Return the README for the results."""
     heldout = "\n".join(
-        f"| {h['step']:,} | {h['masked_lm_loss']:.3f} | {h['masked_lm_perplexity']:.1f} | "
-        f"{h['masked_lm_accuracy']:.1%} | {h['next_sentence_accuracy']:.1%} |"
+        f"| {h['step']:,} | {h['masked_lm_loss']:.3f} | {h['masked_lm_accuracy']:.1%} |"
         for h in r["heldout"]
     )
     masks = "\n".join(
@@ -96,37 +96,37 @@ def page(r: dict) -> str:
         for m in r["fill_mask"]
     )
     first, *later = r["starts"]
-    resumed = "; ".join(f"started again at step {s['step']:,}" for s in later) or "not interrupted"
-    rate, every = r["real_tokens_per_second"], r["heldout_all_rows"]
+    resumed = ", ".join(f"resumed at step {s['step']:,}" for s in later) or "not interrupted"
+    lengths = ", ".join(str(phase["tokens"]) for phase in r["phases"])
+    ours = r["losses"]
     return f"""# BERT-mini (L4 H256 A4) on Wikipedia and novels
 
-[`run.sh`](run.sh) trains a vocabulary of {r["vocabulary"]:,} word pieces, packs the text into rows and
+The config `mini` on all of the text. [`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and
 pretrains; [`record.py`](record.py) wrote this page from the run ([`results.json`](results.json)).
 
     {first["command"]}
 
+{r["steps"]:,} steps of 2,048 tokens on rows of T={lengths}, in this order: {r["real_tokens"] / 1e6:.1f} million tokens
+in {r["training_minutes"]:.0f} minutes on {first["devices"]} ({resumed}). The text has {ours["words"] / 1e6:.1f} million
+words.
+
+| held-out masked-LM loss, 15% masked | nats |
+|---|---|
+| per word piece | {ours["per_piece"]:.2f} |
+| per word | {ours["per_word"]:.2f} |
+| per byte | {ours["per_byte"]:.3f} |
+
 ![masked-LM loss by step](curve.svg)
-
-- **Rows**: {r["train_rows"]:,} of T={r["tokens"]} with up to {r["sequences"]} sequences from
-  {r["train_documents"]:,} documents, {r["fill"]:.1%} of their tokens real. Held out:
-  {r["heldout_rows"]:,} rows from {r["heldout_documents"]:,} other documents.
-- **Machine**: {first["devices"]}, JAX {first["versions"]["jax"]}, Python {first["python"]}.
-- **Interrupted**: killed with SIGKILL on the way; {resumed}.
-- **Speed**: median {rate["median"]:,.0f} real tokens/s over windows of 10 steps (least
-  {rate["least"]:,.0f}, most {rate["most"]:,.0f}; the machine was shared with other work),
-  {r["training_minutes"]:.0f} minutes of steps in all.
-
-| step | held-out masked-LM loss | perplexity | accuracy | next-sentence accuracy |
-|---|---|---|---|---|
-{heldout}
-
-On all held-out rows, checkpoint {every["step"]:,}: masked-LM loss {every["masked_lm_loss"]:.3f},
-perplexity {every["masked_lm_perplexity"]:.1f}, accuracy {every["masked_lm_accuracy"]:.1%};
-next-sentence accuracy {every["next_sentence_accuracy"]:.1%}.
 
 | text | candidates |
 |---|---|
 {masks}
+
+During training 40% of the tokens are masked. Each phase is evaluated on held-out rows of its own length:
+
+| step | held-out loss, 40% masked | accuracy |
+|---|---|---|
+{heldout}
 """
 
 

@@ -16,6 +16,29 @@ from bert_jax.config import MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.data.rows import read_manifest
 
 
+def heldout_loss(init: str, rows: pathlib.Path) -> tuple[float, int]:
+    """Return the loss of a run on the held-out rows in nats, and the word pieces of all rows."""
+    device.start("")
+    from bert_jax import checkpoint, sharding
+    from bert_jax.evaluate import make_evaluate
+    from bert_jax.objectives import pretraining
+
+    config, _, params, _ = checkpoint.load_model(init)
+    config = dataclasses.replace(
+        config,
+        phases=(PhaseConfig(rows=str(rows)),),
+        masking=MaskingConfig(),
+        evaluate_rows=0,
+        batch_size=8,
+    )
+    _, _, _, (phase,) = pretraining.make_phases(config)
+    mesh = sharding.make_mesh(MeshConfig())
+    manifest = read_manifest(rows)
+    # Without [CLS] and [SEP].
+    pieces = sum(s.real_tokens - 2 * s.sequences for s in (manifest.train, manifest.heldout))
+    return make_evaluate(phase, mesh)(params)["masked_lm_loss"], pieces
+
+
 def main() -> None:
     """Write the losses to metrics.json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -23,22 +46,7 @@ def main() -> None:
     parser.add_argument("--rows", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
-    device.start("")
-    from bert_jax import checkpoint, sharding
-    from bert_jax.evaluate import make_evaluate
-    from bert_jax.objectives import pretraining
-
-    config, _, params, _ = checkpoint.load_model(options.init)
-    phase = PhaseConfig(rows=str(options.rows))
-    config = dataclasses.replace(
-        config, phases=(phase,), masking=MaskingConfig(), evaluate_rows=0, batch_size=8
-    )
-    _, _, _, (phase,) = pretraining.make_phases(config)
-    mesh = sharding.make_mesh(MeshConfig())
-    loss = make_evaluate(phase, mesh)(params)["masked_lm_loss"]
-    manifest = read_manifest(options.rows)
-    # Without [CLS] and [SEP].
-    pieces = sum(s.real_tokens - 2 * s.sequences for s in (manifest.train, manifest.heldout))
+    loss, pieces = heldout_loss(options.init, options.rows)
     words, size = subset.totals()
     metrics = {
         "per_piece": loss,

@@ -10,6 +10,7 @@ they have this many words. Another collection of text makes another experiment.
 import argparse
 import pathlib
 import re
+from collections.abc import Iterable
 
 from bert_jax import files
 from bert_jax.data.compressed import decompressed
@@ -50,15 +51,23 @@ def check(data: pathlib.Path) -> None:
             )
 
 
+def count(paths: Iterable[pathlib.Path]) -> tuple[int, int]:
+    """Return the numbers of words and bytes of files, without WikiExtractor's tags."""
+    words = size = 0
+    for path in paths:
+        with decompressed(path) as stream:
+            text = re.sub(rb"<[^>]*>", b"", stream.read())
+        words, size = words + len(text.split()), size + len(text)
+    return words, size
+
+
 def select(data: pathlib.Path, words: int) -> None:
     """Write files.tsv for the first files by checksum that have up to `words` words together."""
     lines, total = [], 0
     for path in (data / "text").rglob("*"):
         if path.is_file():
-            with decompressed(path) as stream:
-                text = re.sub(rb"<[^>]*>", b"", stream.read())  # WikiExtractor's tags
             name = path.relative_to(data / "text").as_posix()
-            lines.append((files.sha256(str(path)), len(text.split()), len(text), name))
+            lines.append((files.sha256(str(path)), *count([path]), name))
     chosen = []
     for line in sorted(lines):
         if total + line[1] <= words:
