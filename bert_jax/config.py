@@ -308,8 +308,8 @@ class OptimConfig:
     """The optimizer and its schedule. The defaults are BERT's (section A.2)."""
 
     # "adam" (BERT's: decoupled weight decay, no bias correction), "adamw" (with bias correction),
-    # "lamb" (You et al., arXiv 1904.00962), "adafactor" (Shazeer and Stern, arXiv 1804.04235, with
-    # beta2 and factored second moments, and no first ones) or "muon": the encoder's matrices move
+    # "lamb" (You et al., arXiv 1904.00962), "adafactor" (Shazeer and Stern, arXiv 1804.04235: factored
+    # second moments with a decay of its own, no first ones) or "muon": the encoder's matrices move
     # along their orthogonalized momentum, scaled to AdamW's usual length (Liu et al., arXiv
     # 2502.16982), all other parameters by AdamW.
     optimizer: str = _one_of("adam", "adamw", "lamb", "adafactor", "muon")

@@ -17,8 +17,8 @@ steps (experiments/plateau). It differs from the paper:
 - small batches, with which more steps fit a budget;
 - 40% masking, for more targets per step (Wettig et al., arXiv 2202.08005);
 - no dropout, because no text is seen often, and no next-sentence prediction;
-- Muon, or AdamW in teaching, with beta2 0.98 and a high learning rate, because BERT's Adam takes its
-  largest steps before its averages have settled, and there is no time for a long warm-up.
+- AdamW with beta2 0.98 and a high learning rate, because BERT's Adam takes its largest steps before
+  its averages have settled, and there is no time for a long warm-up.
 
 The newer models (modern-base, modern-large, neo-base) have the paper's schedule, AdamW, no dropout, and
 mask 30% (ModernBERT) or 20% (NeoBERT) of the tokens.
@@ -36,7 +36,7 @@ from bert_jax.config import (
 
 # Lengths of rows with their shares of the steps, unless given: 8, 16, 32, 64, 128.
 _SHORT_FIRST = ["8=0.3", "16=0.2", "32=0.15", "64=0.15", "128=0.2"]
-_SMALL_RATES = {"tiny": 2e-3, "mini": 1.5e-3, "small": 1e-3, "medium": 1e-3}
+_SMALL_RATES = {"tiny": 2e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}
 
 
 def get_config(argument: str = "base") -> Config:
@@ -45,12 +45,11 @@ def get_config(argument: str = "base") -> Config:
     model = model_size(size)
     if size == "teaching":
         phases = phases_of(lengths or ["8=0.15", "16=0.15", "32=0.2", "64=0.5"])
-        return _small(model, phases, "adamw", rate=2e-3, steps=3_000, step_tokens=1_024)
+        return _small(model, phases, rate=2e-3, steps=3_000, step_tokens=1_024)
     if size in _SMALL_RATES:
         model.next_sentence = False
         phases = phases_of(lengths or _SHORT_FIRST)
-        rate = _SMALL_RATES[size]
-        return _small(model, phases, "muon", rate, steps=20_000, step_tokens=2_048)
+        return _small(model, phases, _SMALL_RATES[size], steps=20_000, step_tokens=2_048)
     if size.startswith(("modern-", "neo-")):
         return Config(
             model=model,
@@ -72,7 +71,6 @@ def phases_of(lengths: list[str]) -> tuple[PhaseConfig, ...]:
 def _small(
     model: ModelConfig,
     phases: tuple[PhaseConfig, ...],
-    optimizer: str,
     rate: float,
     steps: int,
     step_tokens: int,
@@ -84,7 +82,7 @@ def _small(
     return Config(
         model=model,
         masking=MaskingConfig(rate=0.4),
-        optim=OptimConfig(optimizer=optimizer, learning_rate=rate, beta2=0.98),
+        optim=OptimConfig(optimizer="adamw", learning_rate=rate, beta2=0.98),
         warmup_fraction=1 / 15,
         phases=phases,
         steps=steps,

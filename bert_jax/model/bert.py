@@ -358,8 +358,8 @@ class Encoder(nn.Module):
         params = self.variables["params"][f"layer_{i}"]["attention"]
         attention = Attention(self.config, layer_kinds(self.config)[i], parent=None)
         tokens = token_inputs(self.config, layout)
-        found: Any = attention.apply({"params": params}, x, tokens, method="query_key_value")
-        return found
+        projections: Any = attention.apply({"params": params}, x, tokens, method="query_key_value")
+        return projections
 
     def probabilities(
         self, states: list[Float[Array, "B T D"]], layout: Layout
