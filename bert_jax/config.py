@@ -201,6 +201,12 @@ class ModelConfig:
     pooler_activation: str = _one_of("tanh", "relu", "gelu")
     # ELECTRA's discriminator head: whether each token was replaced.
     replaced_token: bool = False
+    # ELECTRA's pretraining (section 3): hidden size of a generator, a masked LM whose predictions
+    # replace the masked tokens. It shares the embeddings and has as many layers, heads of the same
+    # size and feed-forward layers of the same ratio. replaced_token_weight: weight of the
+    # discriminator's loss, that of the generator being 1. 0: no generator.
+    generator_hidden: int = _not_negative(0)
+    replaced_token_weight: float = _positive(50.0)
     # Fine-tuning head, a dense layer after dropout (section 4): "sequence" (on the pooled [CLS]),
     # "choice" (one score from the pooled [CLS]), "token" (on every token), "span" (start and end
     # scores for every token) or "" for none.
@@ -258,6 +264,21 @@ class ModelConfig:
     def embedding_width(self) -> int:
         """Size of the embeddings."""
         return self.embedding_size or self.hidden
+
+    def generator(self) -> "ModelConfig":
+        """Return the config of the generator; `generator_hidden` must be above 0."""
+        size = self.generator_hidden
+        return dataclasses.replace(
+            self,
+            hidden=size,
+            heads=size * self.heads // self.hidden,
+            feed_forward=size * self.feed_forward // self.hidden,
+            embedding_size=self.embedding_width,
+            masked_lm=True,
+            pooler=False,
+            replaced_token=False,
+            generator_hidden=0,
+        )
 
     @property
     def feature_layers(self) -> list[int]:
@@ -623,6 +644,14 @@ _MODERN: dict[str, Any] = _PRE_NORM | {
     "vocab_multiple": 64,
     "head_layer": "transform",
 }
+# ELECTRA (Clark et al., arXiv 2003.10555, table 6). The embeddings of small are a quarter as wide as in
+# base, and its generator is a quarter as wide as itself.
+_ELECTRA: dict[str, Any] = {
+    "family": "electra",
+    "masked_lm": False,
+    "next_sentence": False,
+    "replaced_token": True,
+}
 # Models that differ from BERT in more than size.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "teaching": {
@@ -652,6 +681,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "positions": 4096,
         "transform": False,
         "tied_decoder": False,
+    },
+    "electra-small": {
+        **_ELECTRA,
+        "hidden": 256,
+        "heads": 4,
+        "feed_forward": 1024,
+        "embedding_size": 128,
+        "generator_hidden": 64,
+    },
+    "electra-base": {**_ELECTRA, "generator_hidden": 256},
+    "electra-large": {
+        **_ELECTRA,
+        "layers": 24,
+        "hidden": 1024,
+        "heads": 16,
+        "feed_forward": 4096,
+        "generator_hidden": 256,
     },
 }
 
@@ -840,6 +886,7 @@ def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, st
                 getattr(distill, name) == getattr(default, name), f"distill.{name}", requirement
             )
     require(not model.span_boundary, "model.span_boundary", "false with a teacher")
+    require(not model.generator_hidden, "model.generator_hidden", "0 with a teacher")
     requirement = "0 with config.model.causal=true"
     require(not (distill.relations and model.causal), "distill.relations", requirement)
     for name in ("relation_layer", "relation_heads"):
@@ -858,6 +905,16 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
     for name, default in (("lstm_layers", 0), ("features", "")):
         requirement = f"{default!r} in pretraining; it applies to fine-tuning heads only"
         require(getattr(model, name) == default, f"model.{name}", requirement)
+    if model.generator_hidden:
+        size = model.hidden // model.heads
+        requirement = f"a multiple of {size}, the size of an attention head"
+        require(model.generator_hidden % size == 0, "model.generator_hidden", requirement)
+        require(model.replaced_token, "model.replaced_token", "true with a generator")
+        for name in ("masked_lm", "next_sentence", "span_boundary", "causal"):
+            requirement = f"false with config.model.generator_hidden={model.generator_hidden}"
+            require(not getattr(model, name), f"model.{name}", requirement)
+        requirement = "0 with config.model.generator_hidden"
+        require(not model.base_hidden, "model.base_hidden", requirement)
     if model.causal:
         requirement = "false with config.model.causal=true, where [CLS] attends only to itself"
         require(not model.next_sentence, "model.next_sentence", requirement)

@@ -101,7 +101,7 @@ def _muon_dimensions(params: Params) -> Params:
 
     def dimensions(path, x):
         names = [str(key.key) for key in path]
-        if names[0] != "encoder" or names[-1] != "kernel":
+        if "encoder" not in names[:2] or names[-1] != "kernel":
             return None
         if x.ndim == 2:
             return contrib.MuonDimensionNumbers(0, 1)

@@ -7,6 +7,7 @@
     --config configs/pretrain.py:mini                      a small size, with its own recipe (below)
     --config configs/pretrain.py:teaching                  the 4.5M-parameter model of the quickstart
     --config configs/pretrain.py:modern-base               also modern-large and neo-base, at T=1024
+    --config configs/pretrain.py:electra-small             also electra-base and electra-large
 
 Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate 1e-4, 10,000 steps
 of warm-up, linear decay. This is the recipe of base, large and sizes given by their shape.
@@ -22,6 +23,9 @@ steps (experiments/plateau). It differs from the paper:
 
 The newer models (modern-base, modern-large, neo-base) have the paper's schedule, AdamW, no dropout, and
 mask 30% (ModernBERT) or 20% (NeoBERT) of the tokens.
+
+ELECTRA (Clark et al. 2020, table 6) is pretrained at one length, small at T=128 and the others at T=512. Of
+the masked tokens 85% become [MASK], the others are kept.
 """
 
 from bert_jax.config import (
@@ -57,7 +61,29 @@ def get_config(argument: str = "base") -> Config:
             masking=MaskingConfig(rate=0.3 if size.startswith("modern-") else 0.2),
             optim=OptimConfig(optimizer="adamw"),
         )
+    if size.startswith("electra-"):
+        return _electra(size, model, lengths)
     return Config(model=model, phases=phases_of(lengths or ["128", "512"]))
+
+
+def _electra(size: str, model: ModelConfig, lengths: list[str]) -> Config:
+    """Return the recipe of an ELECTRA model."""
+    rate, batch_size, steps = {
+        "electra-small": (5e-4, 128, 1_000_000),
+        "electra-base": (2e-4, 256, 766_000),
+        "electra-large": (2e-4, 2_048, 400_000),
+    }[size]
+    masking = MaskingConfig(mask_fraction=0.85, same_fraction=0.15, random_fraction=0.0)
+    if size == "electra-large":
+        masking.rate = 0.25
+    return Config(
+        model=model,
+        masking=masking,
+        optim=OptimConfig(learning_rate=rate),
+        phases=phases_of(lengths or ["128" if size == "electra-small" else "512"]),
+        batch_size=batch_size,
+        steps=steps,
+    )
 
 
 def phases_of(lengths: list[str]) -> tuple[PhaseConfig, ...]:

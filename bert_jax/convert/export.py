@@ -13,12 +13,12 @@ import numpy as np
 
 from bert_jax import checkpoint, files, storage, workdir
 from bert_jax import config as config_lib
-from bert_jax.config import EmbedConfig, FinetuneConfig, TrainConfig
+from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Params
+from bert_jax.model.bert import Params, split_generator
 from bert_jax.model.flops import parameter_count
 
 _PROBLEM_TYPES = {
@@ -41,6 +41,9 @@ def export(
 ) -> dict[str, Any]:
     """Write config.json, model.safetensors, the tokenizer's files and a model card.
 
+    Of an ELECTRA run this is the discriminator; its generator, a masked LM, is written to the folder
+    "generator" in it.
+
     Args:
         source: a run, an imported checkpoint, or any other source of `open_model`.
         out: path of the new folder.
@@ -62,8 +65,13 @@ def export(
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params
     # Parts that serve pretraining only and that no class of transformers has.
-    model = dataclasses.replace(config.model, span_boundary=False, teacher_hidden=0)
-    unknown = ("span_boundary", "teacher_projection")
+    model = dataclasses.replace(
+        config.model, span_boundary=False, teacher_hidden=0, generator_hidden=0
+    )
+    generator = None
+    if config.model.generator_hidden and heads == "all":
+        generator = split_generator(config.model, params)
+    unknown = ("span_boundary", "teacher_projection", "generator")
     params = {part: value for part, value in params.items() if part not in unknown}
     if heads == "masked_lm" and not model.masked_lm:
         raise UserError(f"{source} has no masked-LM head to export")
@@ -83,30 +91,52 @@ def export(
         parts = {"embeddings", "encoder"}
         parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
         params = {part: params[part] for part in params if part in parts}
-    settings = huggingface.huggingface_config(model, vocabulary)
+    settings, tensors = _converted(model, params, vocabulary)
     if isinstance(config, FinetuneConfig) and model.head == "sequence":
         settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
-    family = FAMILIES[model.family]
-    tensors = huggingface.to_huggingface(jax.device_get(params), model)
-    settings, tensors = family.to_theirs(settings, tensors)
-    architecture = settings["architectures"][0]
-    if architecture == f"{family.class_prefix}Model":  # its tensors have no prefix such as "bert."
-        prefix = f"{family.encoder}."
-        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
     parameters = parameter_count(params, model)
+    architecture = settings["architectures"][0]
     text = _card(source, config, architecture, parameters, step, card, name, revisions)
+    embed = config.embed
+    tokenizer = huggingface.tokenizer_files(
+        vocabulary, embed.tokens or model.positions, model.segments > 1
+    )
     with files.new_folder(out) as folder:
-        files.write_json(folder / "config.json", settings)
-        _write_safetensors(folder / "model.safetensors", tensors)
-        tokens = config.embed.tokens or model.positions
-        tokenizer = huggingface.tokenizer_files(vocabulary, tokens, model.segments > 1)
-        for file, content in tokenizer.items():
-            files.write(folder / file, content)
-        embed = config.embed
+        _write_model(folder, settings, tensors, tokenizer)
+        if generator:
+            (folder / "generator").mkdir()
+            converted = _converted(*generator, vocabulary)
+            _write_model(folder / "generator", *converted, tokenizer)
         if embed != EmbedConfig() and embed.layers == "last" and embed.pooling != "none":
             _write_sentence_encoder(folder, config)
         files.write(folder / "README.md", text)
     return settings
+
+
+def _converted(
+    model: ModelConfig, params: Params, vocabulary: Any
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return config.json and the tensors of a model, as transformers names them."""
+    family, settings = FAMILIES[model.family], huggingface.huggingface_config(model, vocabulary)
+    tensors = huggingface.to_huggingface(jax.device_get(params), model)
+    settings, tensors = family.to_theirs(settings, tensors)
+    if settings["architectures"] == [f"{family.class_prefix}Model"]:
+        prefix = f"{family.encoder}."  # which its tensors lack
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return settings, tensors
+
+
+def _write_model(
+    folder: pathlib.Path,
+    settings: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    tokenizer: Mapping[str, Any],
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files."""
+    files.write_json(folder / "config.json", settings)
+    _write_safetensors(folder / "model.safetensors", tensors)
+    for file, content in tokenizer.items():
+        files.write(folder / file, content)
 
 
 def export_all(

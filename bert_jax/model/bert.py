@@ -140,6 +140,13 @@ class Embeddings(nn.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
+        x = self.sum(tokens, layout, key)
+        return x if self.config.embedding_width == self.config.hidden else self.project(x)
+
+    def sum(
+        self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None
+    ) -> Float[Array, "B T E"]:
+        """Return the embeddings before they are projected to the hidden size."""
         c = self.config
         # Gather words in float32: the gradient is a scatter-add, and GPUs have no fast atomic
         # addition in bfloat16. The two small tables avoid scatters altogether.
@@ -156,8 +163,7 @@ class Embeddings(nn.Module):
             else:
                 x += one_hot_gather(segments, layout.token_type_ids)
         x = x.astype(c.dtype)
-        x = dropout(self.norm(x) if c.embedding_norm else x, c.dropout, key)
-        return x if c.embedding_width == c.hidden else self.project(x)
+        return dropout(self.norm(x) if c.embedding_norm else x, c.dropout, key)
 
 
 class Attention(nn.Module):
@@ -376,6 +382,27 @@ class Encoder(nn.Module):
         return jnp.stack(maps)
 
 
+class Generator(nn.Module):
+    """ELECTRA's generator, without its embeddings: projection, encoder and masked-LM head."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        layout: Layout,
+        positions: Int[Array, "B P"],
+        table: Float[Array, "V E"],
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B P V"]:
+        c = self.config
+        if c.embedding_width != c.hidden:
+            x = dense(c, c.hidden, "project")(x)
+        hidden = Encoder(c, name="encoder")(x, layout, key)[-1]
+        return MaskedLM(c, name="masked_lm")(one_hot_gather(hidden, positions), table)
+
+
 class Bert(nn.Module):
     """BERT encoder with pooler and the heads that the config selects."""
 
@@ -397,6 +424,8 @@ class Bert(nn.Module):
             self.teacher_projection = dense(c, c.teacher_hidden)
         if c.replaced_token:
             self.replaced_token = ReplacedToken(c)
+        if c.generator_hidden:
+            self.generator = Generator(c.generator())
         if c.features.startswith("weighted-"):
             self.features = ScalarMix()
         if c.lstm_layers:
@@ -452,6 +481,18 @@ class Bert(nn.Module):
     ) -> Float[Array, "B T"]:
         """Return the logit of each token that it was replaced (`ElectraForPreTraining`)."""
         return self.replaced_token(self.encode(tokens, layout, key))
+
+    def generator_logits(
+        self,
+        tokens: Int[Array, "B T"],
+        layout: Layout,
+        positions: Int[Array, "B P"],
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B P V"]:
+        """Return the masked-LM logits of the generator."""
+        x = self.embeddings.sum(tokens, layout, fold_in(key, 0))
+        table = self.embeddings.word.embedding
+        return self.generator(x, layout, positions, table, fold_in(key, 1))
 
     def __call__(
         self,
@@ -574,6 +615,8 @@ class Bert(nn.Module):
                 self.next_sentence(pooled)
         if c.replaced_token:
             self.replaced_token(hidden)
+        if c.generator_hidden:
+            self.generator_logits(tokens, layout, positions)
         if c.features:
             states = [states[i] for i in c.feature_layers]
             is_weighted = c.features.startswith("weighted-")
@@ -635,6 +678,15 @@ def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     if not config.base_hidden:
         return params
     return unflatten({k: width.scales(config, k)[0] * x for k, x in flatten(params).items()})
+
+
+def split_generator(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+    """Return ELECTRA's generator as a masked LM of its own, given the model that contains it."""
+    parts = dict(params["generator"])
+    embeddings = {name: x for name, x in params["embeddings"].items() if name != "project"}
+    if "project" in parts:
+        embeddings["project"] = parts.pop("project")
+    return config.generator(), {"embeddings": embeddings, **parts}
 
 
 def shapes(config: ModelConfig) -> Params:

@@ -82,6 +82,8 @@ VOCABULARY_AXES = {
     "embeddings/word/embedding": 0,
     "masked_lm/bias": 0,
     "masked_lm/decoder": 1,
+    "generator/masked_lm/bias": 0,
+    "generator/masked_lm/decoder": 1,
     "span_boundary/bias": 0,
 }
 

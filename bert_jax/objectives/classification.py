@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from bert_jax.data.examples import NO_EXAMPLE
-from bert_jax.objectives.losses import WeightedSum
+from bert_jax.objectives.losses import WeightedSum, binary_cross_entropy
 from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
 
 
@@ -34,8 +34,7 @@ class SequenceClassification(Supervised):
         if self.dataset.objective == "number":
             loss = (logits[..., 0] - label) ** 2
         else:
-            bce = jnp.maximum(logits, 0) - logits * label + jnp.log1p(jnp.exp(-jnp.abs(logits)))
-            loss = bce.mean(-1)
+            loss = binary_cross_entropy(logits, label).mean(-1)
         return {"loss": (jnp.sum(loss * weights), jnp.sum(weights))}
 
     def unpack(

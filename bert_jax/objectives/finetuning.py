@@ -94,6 +94,7 @@ def model_config(
         span_boundary=False,
         teacher_hidden=0,
         replaced_token=False,
+        generator_hidden=0,
         pooler=False,
         head=problem.head,
         labels=tuple(problem.labels),

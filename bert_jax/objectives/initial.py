@@ -45,6 +45,8 @@ _PRETRAINING_FIELDS = (
     "span_boundary",
     "teacher_hidden",
     "replaced_token",
+    "generator_hidden",
+    "replaced_token_weight",
     "z_loss",
     "pooler",
     "head",

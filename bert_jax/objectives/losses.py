@@ -30,6 +30,13 @@ def cross_entropy(
         return jnp.sum(loss * weights), jnp.sum(weights)
 
 
+def binary_cross_entropy(
+    logits: Float[Array, "..."], labels: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Return the cross-entropy of a logit and a label of 0 or 1, in nats."""
+    return jnp.maximum(logits, 0) - logits * labels + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+
+
 def z_loss(logits: Float[Array, "... C"], weights: Float[Array, "..."]) -> WeightedSum:
     """Return the weighted sum of the squared logarithm of the softmax's denominator."""
     with jax.named_scope("loss"):

@@ -137,7 +137,7 @@ class MaskedLM:
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
 
-    def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
+    def predict(self, params: Params, inputs: Any) -> dict[str, Array]:
         """Return nothing: all held-out metrics are means."""
         return {}
 

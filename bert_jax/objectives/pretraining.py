@@ -20,6 +20,7 @@ from bert_jax.model import attention
 from bert_jax.objectives import distillation, initial, masking
 from bert_jax.objectives.base import Objective, Phase
 from bert_jax.objectives.causal_lm import CausalLM
+from bert_jax.objectives.electra import ReplacedTokens
 from bert_jax.objectives.masked_lm import MaskedLM
 
 # Size of BERT's uncased vocabulary.
@@ -47,8 +48,12 @@ def make_phases(
         UserError: names the phase, its rows and the mismatch.
     """
     config = _with_warmup(config)
-    if not config.model.masked_lm or config.model.head:
-        raise UserError("config.model: pretraining needs masked_lm=True and head=''")
+    model = config.model
+    if not (model.masked_lm or model.generator_hidden) or model.head:
+        raise UserError(
+            "config.model: pretraining needs head='' and masked_lm=True, or generator_hidden above 0 "
+            "(ELECTRA)"
+        )
     skip = _warn if config.damaged_rows == "skip" else None
     phases: list[Phase] = []
     data: list[dict[str, Any]] = []
@@ -188,7 +193,10 @@ def _phase(
     phase_config = config.phases[i]
     if objective is None and teacher:
         objective = distillation.objective(config, teacher)
-    objective = objective or (CausalLM if config.model.causal else MaskedLM)
+    if objective is None:
+        objective = CausalLM if config.model.causal else MaskedLM
+        if config.model.generator_hidden:
+            objective = ReplacedTokens
     first, end = [0, *phase_ends(config)][i : i + 2]
     batch_size = phase_config.batch_size or config.batch_size
     empty = row_format.decode(row_format.encode(row_format.seal(row_format.empty(1))))

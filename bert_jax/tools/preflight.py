@@ -318,16 +318,21 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     its input; one layer at a time is recomputed in full. Of the 34 D, 16 D are the inputs and results
     of an activation of size 4 D; gating needs twice as much.
     """
-    model, tokens = config.model, phase.tokens
-    size = 2 if model.dtype == "bfloat16" else 4
-    wide = model.feed_forward * (1 + model.gated_feed_forward)
-    full = (9 * model.hidden + 2 * wide + 2.5 * model.heads * tokens) * size
-    dots = (6 * model.hidden + wide) * size
-    kept = {"none": full, "dots": dots, "full": model.hidden * size}[model.remat]
-    layers = model.layers * kept + (full if model.remat != "none" else 0)
+    tokens, layers = phase.tokens, 0.0
+    encoders = [
+        config.model,
+        *([config.model.generator()] if config.model.generator_hidden else []),
+    ]
+    for model in encoders:
+        size = 2 if model.dtype == "bfloat16" else 4
+        wide = model.feed_forward * (1 + model.gated_feed_forward)
+        full = (9 * model.hidden + 2 * wide + 2.5 * model.heads * tokens) * size
+        dots = (6 * model.hidden + wide) * size
+        kept = {"none": full, "dots": dots, "full": model.hidden * size}[model.remat]
+        layers += model.layers * kept + (full if model.remat != "none" else 0)
     assert isinstance(phase.objective, MaskedLM)
     predictions = phase.objective.masker.predictions
-    logits = 2 * 4 * predictions * model.vocab_size
+    logits = 2 * 4 * predictions * config.model.vocab_size
     return rows * (tokens * layers + logits)
 
 

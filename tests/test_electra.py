@@ -1,0 +1,277 @@
+"""Replaced-token detection: losses and gradients of transformers' two models, samples, and a run."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import transformers
+
+from bert_jax import cli
+from bert_jax.config import Config, MaskingConfig, ModelConfig, model_size, validate
+from bert_jax.convert.export import export
+from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.data import rows
+from bert_jax.data.wordpiece import SPECIAL
+from bert_jax.errors import UserError
+from bert_jax.model.bert import Bert, flatten, shapes, split_generator
+from bert_jax.model.flops import flops_per_row, parameter_count
+from bert_jax.objectives import electra
+from bert_jax.objectives.electra import LOSS, ReplacedTokens
+from tests.helpers.checkpoints import random_params, write_run
+
+VOCAB, T = 40, 16
+PAD = SPECIAL.index("[PAD]")
+MODEL = ModelConfig(
+    **{k: getattr(model_size("electra-small"), k) for k in ("family", "masked_lm", "next_sentence")},
+    replaced_token=True, layers=2, hidden=16, heads=4, feed_forward=24, embedding_size=12,
+    generator_hidden=8, vocab_size=VOCAB, positions=T, dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Rows with a sequence each, so that transformers can compute them, and an objective."""
+    objective = ReplacedTokens(
+        MODEL, MaskingConfig(rate=0.4), rows.RowFormat(T, 1, VOCAB), 3, np.zeros(VOCAB, bool)
+    )
+    length = np.array([[16], [11], [7], [16]], np.int32)
+    tokens = np.random.default_rng(0).integers(len(SPECIAL), VOCAB, (4, T)).astype(np.int32)
+    tokens[np.arange(T) >= length] = PAD
+    batch = {"tokens": tokens, "length": length, "a_length": length - 4, "label": length * 0 - 1}
+    batch = jax.tree.map(jnp.asarray, batch)
+    return objective, batch, objective.prepare(batch, jax.random.key(1))
+
+
+def weighted(objective, params, inputs, weights):
+    """Return the weighted sum of the means of the losses."""
+    terms = objective.loss_terms(params, inputs, None)
+    return sum(weight * terms[name][0] / terms[name][1] for name, weight in weights.items())
+
+
+def test_losses_and_gradients_are_those_of_transformers(tmp_path, batch):
+    """Its generator and discriminator share their embeddings and see the same samples."""
+    objective, plain, inputs = batch
+    params = random_params(MODEL)
+    params["generator"]["masked_lm"]["bias"][list({*np.asarray(plain["tokens"][0])})] += 4
+    params = jax.tree.map(jnp.asarray, params)
+    export(str(write_run(tmp_path / "run", MODEL, params)), tmp_path / "hf")
+    discriminator, info = transformers.ElectraForPreTraining.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    generator, other_info = transformers.ElectraForMaskedLM.from_pretrained(
+        tmp_path / "hf" / "generator", output_loading_info=True
+    )
+    for keys in (info, other_info):
+        assert not any(keys[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    assert (tmp_path / "hf" / "generator" / "vocab.txt").exists()
+    generator.eval()
+    discriminator.eval().electra.embeddings = generator.electra.embeddings
+
+    masked, layout = inputs.masked_lm.masked, inputs.masked_lm.layout
+    weights, is_real = np.asarray(masked.weights), np.asarray(layout.segment_ids) == 0
+    common = {
+        "attention_mask": torch.tensor(is_real.astype(int)),
+        "token_type_ids": torch.tensor(np.asarray(layout.token_type_ids) * is_real).long(),
+    }
+    logits = generator(torch.tensor(np.asarray(masked.tokens)).long(), **common).logits
+    at = np.asarray(masked.positions)
+    logits = torch.gather(logits, 1, torch.tensor(at).long()[..., None].expand(-1, -1, VOCAB))
+    labels = torch.tensor(np.where(weights > 0, np.asarray(masked.labels), -100)).long()
+    generator_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    # The inverse of the cumulative distribution, in float64.
+    distribution = scipy.stats.rv_discrete  # of one prediction
+    corrupted = np.asarray(plain["tokens"]).copy()
+    for row, column in zip(*np.nonzero(weights), strict=True):
+        p = torch.softmax(logits[row, column].double(), -1).detach().numpy()
+        choice = distribution(values=(np.arange(VOCAB), p / p.sum()))
+        corrupted[row, at[row, column]] = choice.ppf(float(inputs.draws[row, column]))
+    replaced = corrupted != np.asarray(plain["tokens"])
+    assert 0 < replaced.sum() < weights.sum()
+    loss = discriminator(
+        torch.tensor(corrupted).long(), **common, labels=torch.tensor(replaced).long()
+    ).loss
+    (generator_loss + 50 * loss).backward()
+
+    terms = objective.loss_terms(params, inputs, None)
+    for name, wanted in (("masked_lm_loss", generator_loss), (LOSS, loss)):
+        total, weight = terms[name]
+        np.testing.assert_allclose(total / weight, wanted.item(), rtol=1e-5)
+        np.testing.assert_allclose(objective.normalizers(inputs)[name], weight)
+    assert objective.loss_scales == {LOSS: 50}
+    both = {"masked_lm_loss": 1, LOSS: 50}
+    grads = jax.grad(lambda p: weighted(objective, p, inputs, both))(params)
+    own = {k: v for k, v in grads.items() if k != "generator"}
+    sides = (
+        (discriminator, dataclasses.replace(MODEL, generator_hidden=0), own),
+        (generator, *split_generator(MODEL, grads)),
+    )
+    for theirs, config, ours in sides:
+        wanted = {name: p.grad for name, p in theirs.named_parameters()}
+        for name, value in to_huggingface(ours, config).items():
+            if name == "generator_lm_head.bias":
+                name = "generator_lm_head.bias" if name in wanted else "generator_lm_head.weight"
+            if name not in wanted:  # tied
+                continue
+            other = wanted[name].numpy()
+            if "word_embeddings" in name:  # padding_idx has no gradient in PyTorch
+                value, other = (np.delete(x, PAD, 0) for x in (value, other))
+            np.testing.assert_allclose(value, other, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_the_discriminator_does_not_train_the_generator(batch):
+    """Only the embeddings, which they share, have gradients of both losses."""
+    objective, _, inputs = batch
+    params = jax.tree.map(jnp.asarray, random_params(MODEL))
+    for name, silent in ((LOSS, "generator/"), ("masked_lm_loss", "")):
+        grads = flatten(jax.grad(lambda p, n=name: weighted(objective, p, inputs, {n: 1}))(params))
+        for path, grad in grads.items():
+            is_shared = path.startswith("embeddings/") and "project" not in path
+            is_generator = path.startswith("generator/")
+            trained = is_shared or is_generator == (silent == "")
+            assert np.any(grad != 0) == trained or path.endswith("key/bias"), path
+
+
+@pytest.mark.parametrize("vocab", [40, 700])
+def test_samples_have_the_predicted_distribution(vocab):
+    """Draws that are equally spaced hit every token in proportion; padding is never sampled."""
+    p = np.random.default_rng(0).dirichlet(np.full(vocab, 0.3)).astype(np.float32)
+    logits = np.pad(np.log(p), (0, 8), constant_values=np.finfo(np.float32).min)
+    count = 20_000
+    draws = jnp.arange(count, dtype=jnp.float32)[None] / count
+    tokens = electra.sample(jnp.broadcast_to(logits, (1, count, vocab + 8)), draws, vocab)
+    frequency = np.bincount(np.asarray(tokens)[0], minlength=vocab + 8) / count
+    np.testing.assert_allclose(frequency[:vocab], p / p.sum(), rtol=0, atol=2 / count)
+    assert frequency[vocab:].sum() == 0
+
+
+def test_samples_at_the_ends_of_the_interval():
+    ends = jnp.array([[0.0, 1 - 2**-24] * 3])
+    certain = jnp.full((1, 6, 700), np.finfo(np.float32).min)
+    labels = [0, 0, 256, 256, 692, 692]  # first of a block, and last of the vocabulary
+    certain = certain.at[0, jnp.arange(6), jnp.array(labels)].set(0.0)
+    assert electra.sample(certain, ends, 693).tolist() == [labels]
+    # Sums of many float32 do not end at 1.
+    flat = jnp.full((1, 2, 30_528), 0.1).at[:, :, 30_522:].set(np.finfo(np.float32).min)
+    assert electra.sample(flat, ends[:, :2], 30_522).tolist() == [[0, 30_521]]
+
+
+def test_metrics_of_detection():
+    logits = jnp.array([[2.0, -1.0, 3.0, 1.0, 5.0]])
+    replaced = jnp.array([[True, True, False, False, False]])
+    real = jnp.array([[True, True, True, True, False]])
+    terms = electra.detection_terms(logits, replaced, real)
+    values = {name: float(total / weight) for name, (total, weight) in terms.items()}
+    assert values.pop(LOSS) == pytest.approx((0.126928 + 1.313262 + 3.048587 + 1.313262) / 4)
+    assert values == {
+        "replaced_token_accuracy": 0.25,
+        "replaced_token_precision": pytest.approx(1 / 3),
+        "replaced_token_recall": 0.5,
+        "replaced_fraction": 0.5,
+    }
+
+
+def test_sizes_are_those_of_the_paper():
+    """Of Google's table (google-research/electra, README): 14M, 110M and 335M, with the head."""
+    for size, millions, generator in (
+        ("electra-small", 13.55, {"heads": 1, "feed_forward": 256, "embedding_size": 128}),
+        ("electra-base", 109.48, {"heads": 4, "feed_forward": 1024, "embedding_size": 768}),
+        ("electra-large", 335.1, {"heads": 4, "feed_forward": 1024, "embedding_size": 1024}),
+    ):
+        model = dataclasses.replace(model_size(size), vocab_size=30_522)
+        assert {k: getattr(model.generator(), k) for k in generator} == generator
+        alone = dataclasses.replace(model, generator_hidden=0)
+        count = sum(int(np.prod(x.shape)) for x in flatten(shapes(alone)).values())
+        assert count / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_flops_and_parameters_count_the_generator():
+    alone = dataclasses.replace(MODEL, generator_hidden=0)
+    params = jax.tree.map(jnp.asarray, random_params(MODEL))
+    config, params = split_generator(MODEL, params)
+    both = flops_per_row(MODEL, T, 1, 4)
+    assert both == flops_per_row(alone, T, 1, 4) + flops_per_row(config, T, 1, 4)
+    assert flops_per_row(alone, T, 1, 4) == flops_per_row(alone, T, 1, 0)  # no vocabulary
+    padded = dataclasses.replace(MODEL, vocab_multiple=64)
+    assert parameter_count(random_params(padded), padded) == parameter_count(
+        random_params(MODEL), MODEL
+    )
+    assert Bert(config).apply(
+        {"params": params}, jnp.ones((1, 4), int), rows.layout(*jnp.full((2, 1, 1), 4), 4),
+        jnp.zeros((1, 2), int),
+    )[0].shape == (1, 2, VOCAB)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generator_hidden": 10}, "generator_hidden is 10: it must be a multiple of 4"),
+        ({"masked_lm": True}, "masked_lm is True: it must be false with .*generator_hidden=8"),
+        ({"replaced_token": False}, "replaced_token is False: it must be true with a generator"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        validate(Config(model=dataclasses.replace(MODEL, **changes)))
+
+
+def test_a_run_learns_and_is_used(tmp_path, capsys):
+    """Documents repeat a word, so that both models learn it from the others; then the run is used."""
+    text = tmp_path / "text.txt"
+    words = [chr(ord("a") + i) for i in range(12)]
+    rng = np.random.default_rng(0)
+    documents = [
+        " ".join(words[i % 12 if k < 10 else k] for k in rng.integers(0, 12, 13)) + "."
+        for i in range(600)
+    ]
+    text.write_text("\n\n".join(documents))
+    (tmp_path / "vocab").mkdir()
+    (tmp_path / "vocab" / "vocab.txt").write_text("\n".join([*SPECIAL, *words, "."]))
+    prepare = ["prepare", "--vocab", str(tmp_path / "vocab"), "--out", str(tmp_path / "rows")]
+    prepare += ["--tokens", "16", "--pairs", "none", "--heldout-fraction", "0.2", str(text)]
+    assert cli.main(prepare) == 0
+    model = {"layers": 2, "hidden": 32, "heads": 2, "feed_forward": 64, "embedding_size": 16}
+    model |= {"generator_hidden": 16, "positions": 16}
+    command = ["pretrain", "--config", "electra-small,16", "--rows", str(tmp_path / "rows")]
+    command += [f"--config.model.{key}={value}" for key, value in model.items()]
+    command += [
+        "--config.batch_size=32",
+        "--config.accumulation=2",
+        "--config.steps=150",
+        "--config.masking.rate=0.3",
+    ]
+    command += ["--config.optim.learning_rate=3e-3", "--config.optim.warmup_steps=20"]
+    command += ["--config.evaluate_every_steps=50", "--config.checkpoint.every_steps=100"]
+
+    def run(name, *options):
+        assert cli.main([*command, "--workdir", str(tmp_path / name), *options]) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [x for x in map(json.loads, lines) if x["split"] == "heldout"]
+
+    heldout = run("whole")
+    last = heldout[-1]
+    assert last["loss"] == pytest.approx(last["masked_lm_loss"] + 50 * last[LOSS], rel=1e-5)
+    assert last["masked_lm_loss"] < 1.6 < np.log(12)
+    for line in heldout:  # better than knowing how many tokens are replaced
+        assert line[LOSS] < scipy.stats.bernoulli(line["replaced_fraction"]).entropy() - 0.03
+
+    table = tmp_path / "table.tsv"
+    table.write_text("text\tlabel\n" + "\n".join(f"{d}\t{d[0] < 'g'}" for d in documents[:64]))
+    finetune = ["finetune", "--config", "table", "--init", str(tmp_path / "whole")]
+    finetune += ["--workdir", str(tmp_path / "tuned"), f"--config.task.train={table}"]
+    finetune += [f"--config.task.dev={table}", "--config.task.tokens=16", "--config.steps=2"]
+    capsys.readouterr()
+    assert cli.main(finetune) == 0
+    # Continued pretraining of a discriminator starts with a new generator.
+    assert (
+        cli.main(["export", "--workdir", str(tmp_path / "whole"), "--out", str(tmp_path / "hf")])
+        == 0
+    )
+    capsys.readouterr()
+    run("more", "--init", str(tmp_path / "hf"), "--config.steps=1")
+    output = capsys.readouterr()
+    assert "randomly initialized: generator" in output.out + output.err
