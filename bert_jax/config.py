@@ -461,12 +461,12 @@ class DistillConfig:
     # times its square (Hinton et al., arXiv 1503.02531). In regression, the squared difference.
     logits: float = _not_negative(1.0)
     temperature: float = _positive(1.0)
-    # Pretraining: weight of the squared error of the hidden states of the embeddings and of each
+    # Weight of the squared error of the hidden states of the embeddings and of each
     # layer, summed over layers (TinyBERT: Jiao et al., arXiv 1909.10351). The teacher must have a
     # multiple of the student's layers. Different hidden sizes are compared after a learned dense
     # layer.
     hidden: float = _not_negative(0.0)
-    # Pretraining: weight of the divergence of relations between the queries, keys and values of
+    # Weight of the divergence of relations between the queries, keys and values of
     # the student's last layer and those of a layer of the teacher, 1 to L, 0 for the last (MiniLMv2:
     # Wang et al., arXiv 2012.15828). Queries, keys and values are split into this many heads, 0 for
     # the number of the student's heads.
@@ -879,12 +879,9 @@ def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, st
             requirement = f"{value!r}, the default, without a teacher (--teacher SOURCE)"
             require(getattr(distill, name) == value, f"distill.{name}", requirement)
         return
-    if isinstance(config, FinetuneConfig):
-        for name in ("hidden", "relations", "relation_layer", "relation_heads"):
-            requirement = f"{getattr(default, name)!r} in fine-tuning, which distills predictions"
-            require(
-                getattr(distill, name) == getattr(default, name), f"distill.{name}", requirement
-            )
+    for name in ("hidden", "relations"):
+        requirement = f"0 with config.model.features={model.features!r}, which trains no encoder"
+        require(not (model.features and getattr(distill, name)), f"distill.{name}", requirement)
     require(not model.span_boundary, "model.span_boundary", "false with a teacher")
     require(not model.generator_hidden, "model.generator_hidden", "0 with a teacher")
     requirement = "0 with config.model.causal=true"

@@ -149,14 +149,12 @@ def finetune(
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
     config, data, plan, phase = finetuning.make_phase(
-        config, problem, all_seeds, sharding.num_row_shards(mesh)
+        config, problem, all_seeds, sharding.num_row_shards(mesh), vocabulary
     )
     init_params, new = {}, ["everything"]
     if start is not None and params is not None:
         init_params, new = finetuning.restored(config, start, params)
     data[0]["start"] = initial.params_digest(init_params)
-    if config.distill.teacher:
-        data[0]["teacher"] = finetuning.add_teacher(config, vocabulary, phase)
     _print_run(problem, config, phase, init, new)
     compiled: dict[int, Any] = {}
     results = []

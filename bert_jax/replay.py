@@ -55,10 +55,8 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         assert isinstance(config, FinetuneConfig)
         problem = load_dataset(config.task, vocabulary, config.model.labels)
         phase = finetuning.make_phase(
-            config, problem, [config.seed], sharding.num_row_shards(mesh)
+            config, problem, [config.seed], sharding.num_row_shards(mesh), vocabulary
         )[-1]
-        if config.distill.teacher:
-            finetuning.add_teacher(config, vocabulary, phase)
     _, shapes = initial_state(config, phase, mesh)
     checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
     state = restore(checkpoints, incident.step, shapes, config.seed)

@@ -161,7 +161,6 @@ def test_losses_of_states_and_relations_are_those_of_the_papers():
     [
         ({}, {"causal": True, "next_sentence": False}, "has causal=True"),
         ({}, {"positions": 16}, "has 16 positions, too few for rows of T=32"),
-        ({}, {"masked_lm": False}, "has no masked-LM head"),
         ({"hidden": 1.0}, {"layers": 3}, "3 layers must be a multiple of the student's 2"),
         ({"relations": 1.0, "relation_layer": 5}, {}, "the teacher has 2 layers"),
         ({"relations": 1.0, "relation_heads": 3}, {}, "3 heads must divide the hidden sizes, 16"),
@@ -272,9 +271,58 @@ def test_fine_tuning_distills_predictions(head, kind):
         terms[distillation.LOGITS][0], (each.numpy() * weights).sum(), rtol=1e-4
     )
     assert terms[distillation.LOGITS][1] == objective.normalizers(inputs)["loss"] == weights.sum()
-    assert objective.loss_scales == {"loss": 0.5, distillation.LOGITS: 1.0}
+    used = {name: scale for name, scale in objective.loss_scales.items() if scale}
+    assert used == {"loss": 0.5, distillation.LOGITS: 1.0}
     with pytest.raises(UserError, match="is not fine-tuned on this task: its labels are none"):
         objective.distill(distill, Teacher(TEACHER, {}))
+
+
+def test_fine_tuning_distills_states_and_relations():
+    """Over the tokens of packed examples; the rest of the loss stays as it is."""
+    problem = Made("sequence", "class")
+    teacher = dataclasses.replace(model_config(problem), layers=2, hidden=24, heads=3)
+    config = dataclasses.replace(model_config(problem, layers=1, dropout=0.1), teacher_hidden=24)
+    packed, _ = plans(problem)
+    distill = DistillConfig(
+        teacher="x", hidden=0.5, relations=2.0, relation_layer=1, relation_heads=4
+    )
+    params, teacher_params = (
+        jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((config, teacher))
+    )
+    objective, plain = (make_objective(config, problem, "train", packed) for _ in range(2))
+    for one, settings in ((objective, distill), (plain, DistillConfig(teacher="x"))):
+        one.distill(settings, Teacher(teacher, teacher_params))
+    inputs = objective.prepare(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
+    both = distillation.with_teacher(params, teacher_params)
+    for key in (None, jax.random.key(3)):  # with the same dropout
+        terms, others = (one.loss_terms(both, inputs, key) for one in (objective, plain))
+        for name in others:
+            np.testing.assert_allclose(terms[name], others[name], rtol=1e-5, err_msg=name)
+    assert {*terms} - {*others} == {distillation.HIDDEN, distillation.RELATIONS}
+    assert objective.loss_scales[distillation.HIDDEN] == 0.5
+    assert objective.loss_scales[distillation.RELATIONS] == 2.0
+    extra = objective.flops_per_row - plain.flops_per_row
+    tokens = inputs.tokens.shape[1]
+    assert extra == 3 * 2 * tokens**2 * (3 * 12 + 24)
+
+    terms = objective.loss_terms(both, inputs, None)
+    real = np.array(inputs.layout.segment_ids) < inputs.example.shape[1]
+    states = [
+        Bert(m).apply({"params": p}, inputs.tokens, inputs.layout, method=Bert.hidden_states)
+        for m, p in ((config, params), (teacher, teacher_params))
+    ]
+    projection, expected = params["teacher_projection"], 0.0
+    for x, y in zip(states[0], (states[1][0], states[1][2]), strict=True):
+        x = np.array(x)[real] @ np.array(projection["kernel"]) + np.array(projection["bias"])
+        expected += ((x - np.array(y)[real]) ** 2).mean(-1).sum()
+    np.testing.assert_allclose(terms[distillation.HIDDEN][0], expected, rtol=1e-4)
+    normalizers = objective.normalizers(inputs)
+    for name in (distillation.HIDDEN, distillation.RELATIONS):
+        assert terms[name][1] == normalizers[name] == real.sum()
+    assert terms[distillation.RELATIONS][0] > 0
+    deep = make_objective(dataclasses.replace(config, layers=3), problem, "train", packed)
+    with pytest.raises(UserError, match="2 layers must be a multiple of the student's 3"):
+        deep.distill(distill, Teacher(teacher, teacher_params))
 
 
 def test_tasks_that_cannot_be_distilled():

@@ -533,23 +533,28 @@ class Bert(nn.Module):
         self,
         tokens: Int[Array, "B T"],
         layout: Layout,
-        positions: Int[Array, "B P"],
+        positions: Int[Array, "B P"] | None,
         key: Key[Array, ""] | None = None,
         relation_layer: int = 0,
     ) -> tuple[Any, list[Float[Array, "B T n"]], tuple[Float[Array, "B T N K"], ...]]:
         """Return what a student and its teacher are compared by.
 
         Args:
-            tokens, layout, positions, key: as for a call.
+            tokens, layout, key: as for a call.
+            positions: of the masked-LM logits; None for a fine-tuned model.
             relation_layer: 1 to L, a layer whose queries, keys and values are returned; 0 for none.
 
         Returns:
-            The pretraining logits, as of a call; L + 1 hidden states, after the projection to the
+            The pretraining logits, as of a call, or those of `classify`; L + 1 hidden states, after the projection to the
             teacher's size if the model has it; the queries, keys and values of the layer.
         """
-        x = self.embeddings(tokens, layout, fold_in(key, 0))
-        states = [x, *self.encoder(x, layout, fold_in(key, 1), all_layers=True)]
-        logits = self._heads(states[-1], layout, positions)
+        encoder_key = fold_in(key, 0) if positions is None else key
+        x = self.embeddings(tokens, layout, fold_in(encoder_key, 0))
+        states = [x, *self.encoder(x, layout, fold_in(encoder_key, 1), all_layers=True)]
+        if positions is None:
+            logits = self._classify(states[-1], layout, key)
+        else:
+            logits = self._heads(states[-1], layout, positions)
         relations = ()
         if relation_layer:
             below = states[relation_layer - 1]
@@ -584,6 +589,10 @@ class Bert(nn.Module):
             hidden = self.frozen_features(tokens, layout)
         else:
             hidden = self.encode(tokens, layout, fold_in(key, 0))
+        return self._classify(hidden, layout, key)
+
+    def _classify(self, hidden, layout, key):
+        c = self.config
         if c.lstm_layers:
             hidden = self.lstm(hidden, layout.segment_ids)
         if HEADS[c.head].pooled:

@@ -128,6 +128,61 @@ def relation_loss(
     return jnp.sum(divergence * weights), jnp.sum(weights)
 
 
+class StateLosses:
+    """Losses of a student's hidden states and relations against those of its teacher.
+
+    Attributes:
+        layers: the layers, from 1, of student and teacher whose relations are compared; 0 for none.
+        flops_per_row: FLOPs of a training step for the losses, without the models'.
+    """
+
+    def __init__(
+        self, distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, tokens: int
+    ):
+        """Initialize for rows of `tokens` tokens.
+
+        Raises:
+            UserError: the teacher does not fit.
+        """
+        check(distill, student, teacher, tokens)
+        self._weights = {HIDDEN: distill.hidden, RELATIONS: distill.relations}
+        self._every = teacher.layers // student.layers
+        self._heads = distill.relation_heads or student.heads
+        self.layers, self.flops_per_row = (0, 0), 0.0
+        if distill.relations:  # of queries, keys and values
+            self.layers = (student.layers, distill.relation_layer or teacher.layers)
+            self.flops_per_row += 3 * 2 * tokens**2 * (3 * student.hidden + teacher.hidden)
+        if student.teacher_hidden:
+            product = 2 * tokens * student.hidden * student.teacher_hidden
+            self.flops_per_row += 3 * product * (student.layers + 1)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the losses."""
+        return [name for name, weight in self._weights.items() if weight]
+
+    def __call__(
+        self,
+        student: tuple[list[Array], tuple[Array, ...]],
+        teacher: tuple[list[Array], tuple[Array, ...]],
+        segment_ids: Int[Array, "B T"],
+        is_real: Bool[Array, "B T"],
+    ) -> dict[str, WeightedSum]:
+        """Return the losses, given hidden states and relations of `Bert.for_distillation`."""
+        weights, terms = is_real.astype(jnp.float32), {}
+        if self._weights[HIDDEN]:
+            terms[HIDDEN] = _sum(
+                hidden_loss(x, y, weights)
+                for x, y in zip(student[0], teacher[0][:: self._every], strict=True)
+            )
+        if self._weights[RELATIONS]:
+            terms[RELATIONS] = _sum(
+                relation_loss(x, y, segment_ids, weights, self._heads)
+                for x, y in zip(student[1], teacher[1], strict=True)
+            )
+        return terms
+
+
 class Distilled(MaskedLM):
     """Masked LM, and next-sentence prediction, with losses against a teacher.
 
@@ -142,33 +197,23 @@ class Distilled(MaskedLM):
         super().__init__(*args)
         student, self._distill, self.teacher = self.model.config, distill, teacher.params
         self._teacher_model = Bert(teacher.model)
-        check(distill, student, teacher.model, self._tokens)
-        self._relation_heads = distill.relation_heads or student.heads
-        self._relation_layer = distill.relation_layer or teacher.model.layers
-        self.loss_scales = {
-            self.best_metric.name: distill.labels,
-            LOGITS: distill.logits,
-            HIDDEN: distill.hidden,
-            RELATIONS: distill.relations,
-        }
+        if distill.logits and not teacher.model.masked_lm:
+            raise UserError(
+                f"the teacher {distill.teacher} has no masked-LM head: set --config.distill.logits=0, "
+                "with weights of distill.hidden or distill.relations"
+            )
+        self._states = StateLosses(distill, student, teacher.model, self._tokens)
+        self.loss_scales = loss_scales(distill, self.best_metric.name)
         args_of_flops = (self._tokens, self.masker.sequences, self.masker.predictions)
         self.flops_per_row += flops_per_row(teacher.model, *args_of_flops) / 3  # forward only
-        if distill.relations:  # of queries, keys and values
-            square = 2 * self._tokens**2
-            self.flops_per_row += 3 * square * (3 * student.hidden + teacher.model.hidden)
-        if student.teacher_hidden:
-            product = 2 * self._tokens * student.hidden * student.teacher_hidden
-            self.flops_per_row += 3 * product * (student.layers + 1)
+        self.flops_per_row += self._states.flops_per_row
 
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of each loss for a whole batch, before it is split into parts."""
-        normalizers, distill = super().normalizers(inputs), self._distill
-        if distill.logits:
+        normalizers = super().normalizers(inputs)
+        if self._distill.logits:
             normalizers[LOGITS] = jnp.sum(inputs.masked.weights)
-        for name, weight in ((HIDDEN, distill.hidden), (RELATIONS, distill.relations)):
-            if weight:
-                normalizers[name] = jnp.sum(self._is_real(inputs))
-        return normalizers
+        return normalizers | dict.fromkeys(self._states.names, jnp.sum(self._is_real(inputs)))
 
     def _is_real(self, inputs: Inputs) -> Bool[Array, "B T"]:
         return inputs.layout.segment_ids < self.masker.sequences
@@ -177,36 +222,23 @@ class Distilled(MaskedLM):
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> dict[str, WeightedSum]:
         """Return losses and metrics as (sum, weight); the student's dropout is on if `key` is given."""
-        masked, distill = inputs.masked, self._distill
-        args = (masked.tokens, inputs.layout, masked.positions)
-        relations = bool(distill.relations)
+        masked, layout = inputs.masked, inputs.layout
+        args = (masked.tokens, layout, masked.positions)
+        own, theirs = self._states.layers
         student: Any = self.model.apply(
-            {"params": params}, *args, key, self.model.config.layers * relations,
-            method=Bert.for_distillation,
-        )  # fmt: skip
+            {"params": params}, *args, key, own, method=Bert.for_distillation
+        )
         teacher: Any = self._teacher_model.apply(
-            {"params": params["teacher"]}, *args, None, self._relation_layer * relations,
-            method=Bert.for_distillation,
-        )  # fmt: skip
+            {"params": params["teacher"]}, *args, None, theirs, method=Bert.for_distillation
+        )
         loss_terms = self.logit_terms(inputs, *student[0])
-        if distill.logits:
+        if self._distill.logits:
             vocab = self.model.config.vocab_size  # without the padding
-            own, theirs = (outputs[0][0][..., :vocab] for outputs in (student, teacher))
-            loss_terms[LOGITS] = logit_loss(own, theirs, masked.weights, distill.temperature)
-        weights = self._is_real(inputs).astype(jnp.float32)
-        if distill.hidden:
-            every = self._teacher_model.config.layers // self.model.config.layers
-            loss_terms[HIDDEN] = _sum(
-                hidden_loss(x, y, weights)
-                for x, y in zip(student[1], teacher[1][::every], strict=True)
-            )
-        if distill.relations:
-            segment_ids = inputs.layout.segment_ids
-            loss_terms[RELATIONS] = _sum(
-                relation_loss(x, y, segment_ids, weights, self._relation_heads)
-                for x, y in zip(student[2], teacher[2], strict=True)
-            )
-        return loss_terms
+            ours, others = (outputs[0][0][..., :vocab] for outputs in (student, teacher))
+            temperature = self._distill.temperature
+            loss_terms[LOGITS] = logit_loss(ours, others, masked.weights, temperature)
+        is_real = self._is_real(inputs)
+        return loss_terms | self._states(student[1:], teacher[1:], layout.segment_ids, is_real)
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the weighted sum of the losses, and the perplexity: exp of the token loss."""
@@ -226,6 +258,16 @@ def objective(config: TrainConfig, teacher: Teacher) -> Callable[..., Distilled]
     """Return what makes the objective of a pretraining run with a teacher."""
     kind = DistilledCausalLM if config.model.causal else Distilled
     return functools.partial(kind, config.distill, teacher)
+
+
+def loss_scales(distill: DistillConfig, task_loss: str) -> dict[str, float]:
+    """Return the weights of the losses by name; `task_loss` is the name of the task's own."""
+    return {
+        task_loss: distill.labels,
+        LOGITS: distill.logits,
+        HIDDEN: distill.hidden,
+        RELATIONS: distill.relations,
+    }
 
 
 def teacher_hidden(config: TrainConfig, teacher: Teacher) -> int:
@@ -248,11 +290,6 @@ def check(distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, to
     if teacher.positions < tokens:
         raise UserError(
             f"the teacher {source} has {teacher.positions} positions, too few for rows of T={tokens}"
-        )
-    if distill.logits and not teacher.masked_lm:
-        raise UserError(
-            f"the teacher {source} has no masked-LM head: set --config.distill.logits=0, with weights "
-            "of distill.hidden or distill.relations"
         )
     if distill.hidden and teacher.layers % student.layers:
         raise UserError(

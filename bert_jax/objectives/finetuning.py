@@ -20,7 +20,7 @@ from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
 from bert_jax.objectives.contrastive import Contrastive
-from bert_jax.objectives.distillation import open_teacher
+from bert_jax.objectives.distillation import open_teacher, teacher_hidden
 from bert_jax.objectives.initial import inherit, is_changed, params_digest
 from bert_jax.objectives.multiple_choice import MultipleChoice
 from bert_jax.objectives.span import Span
@@ -133,6 +133,8 @@ def restored(
         new.append("lstm")
     if model.lora.rank:
         new.append("adapters")
+    if model.teacher_hidden:
+        new.append("teacher_projection")
     kept_parts = ["embeddings/", "encoder/"]
     kept_parts += ["pooler/"] * model.has_pooler + ["head/"] * model.has_head_transform
     selected = {
@@ -145,7 +147,11 @@ def restored(
 
 
 def make_phase(
-    config: FinetuneConfig, problem: FinetuneDataset, seeds: Sequence[int], rows_multiple: int
+    config: FinetuneConfig,
+    problem: FinetuneDataset,
+    seeds: Sequence[int],
+    rows_multiple: int,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[FinetuneConfig, list[dict[str, Any]], Plan, Phase]:
     """Return the single phase of a fine-tuning run.
 
@@ -155,16 +161,20 @@ def make_phase(
         seeds: all seeds that will be run, so that they share compiled programs; the phase is that
             of the first.
         rows_multiple: number of devices that share a batch.
+        vocabulary: the model's, which a teacher must have too; None compares their sizes only.
 
     Returns:
         The config, completed with what follows from the data; a description of the data for
         `workdir.write_or_check_config`; the plan of the training batches; the phase.
 
     Raises:
-        UserError: there are no or too few training or held-out examples, or the profiled steps run
-            several programs.
+        UserError: there are no or too few training or held-out examples, the profiled steps run
+            several programs, or the teacher cannot be opened or does not fit.
     """
     config = copy.deepcopy(config)
+    teacher = open_teacher(config, vocabulary) if config.distill.teacher else None
+    if teacher:
+        config.model.teacher_hidden = teacher_hidden(config, teacher)
     examples = problem.splits.get("train")
     if not examples:
         raise UserError("there are no training examples: set config.task.data or config.task.train")
@@ -197,6 +207,8 @@ def make_phase(
             f"have {len(plan.shapes)} row counts, each with its own program; profile earlier steps"
         )
     objective = make_objective(config.model, problem, split, plan, config.embed)
+    if teacher:
+        objective.distill(config.distill, teacher)
     held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
     phase = Phase(
         objective=objective,
@@ -214,20 +226,9 @@ def make_phase(
     data: dict[str, Any] = {"digest": digest(problem), "examples": counts}
     if not config.model.head:  # elsewhere, settings of `embed` do not affect training
         data["objective"] = f"contrastive, {config.embed.pooling} pooling"
+    if teacher:
+        data["teacher"] = params_digest(teacher.params)
     return config, [data], plan, phase
-
-
-def add_teacher(config: FinetuneConfig, vocabulary: Vocabulary, phase: Phase) -> str:
-    """Add the teacher of the config to the phase's objective; return a digest of its parameters.
-
-    Raises:
-        UserError: it cannot be opened, or does not fit the task or the vocabulary.
-    """
-    teacher = open_teacher(config, vocabulary)
-    objective = phase.objective
-    assert isinstance(objective, Supervised)
-    objective.distill(config.distill, teacher)
-    return params_digest(teacher.params)
 
 
 def _cost_tokens(model: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.config import DistillConfig, EmbedConfig, ModelConfig
@@ -19,7 +19,7 @@ from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric
-from bert_jax.objectives.distillation import LOGITS, Teacher, logit_loss
+from bert_jax.objectives.distillation import LOGITS, StateLosses, Teacher, logit_loss, loss_scales
 from bert_jax.objectives.losses import WeightedSum
 
 
@@ -69,13 +69,13 @@ class Supervised:
         self.flops_per_row = flops_per_row(model, *self._row_shape, 0)
 
     def distill(self, config: DistillConfig, teacher: Teacher) -> None:
-        """Add a loss against the predictions of a teacher, fine-tuned on the same task.
+        """Add losses against a teacher, fine-tuned on the same task.
 
-        The loss is the divergence of the distributions of each labeled example or token; the squared
-        difference in regression.
+        That of the predictions is the divergence of the distributions of each labeled example or token;
+        the squared difference in regression.
 
         Raises:
-            UserError: the objective has no such loss, or the teacher is not of this task.
+            UserError: the objective has no such loss, or the teacher does not fit.
         """
         kind = getattr(self.dataset, "objective", "class")
         if self.head not in ("sequence", "token") or kind == "classes":
@@ -88,16 +88,13 @@ class Supervised:
                 f"the teacher {config.teacher} is not fine-tuned on this task: its labels are "
                 f"{', '.join(teacher.model.labels) or 'none'}"
             )
-        if teacher.model.positions < self.model.config.positions:
-            raise UserError(
-                f"the teacher {config.teacher} has {teacher.model.positions} positions, fewer than the "
-                f"student's {self.model.config.positions}"
-            )
+        tokens, sequences = self._row_shape
+        self._states = StateLosses(config, self.model.config, teacher.model, tokens)
         self._temperature = config.temperature
         self._teacher_model, self.teacher = Bert(teacher.model), teacher.params
-        self.loss_scales = {"loss": config.labels, LOGITS: config.logits}
-        tokens, sequences = self._row_shape
+        self.loss_scales = loss_scales(config, "loss")
         self.flops_per_row += flops_per_row(teacher.model, tokens, sequences, 0) / 3
+        self.flops_per_row += self._states.flops_per_row
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
         """Return 1 for each labeled example (at its first sequence) or labeled token, else 0."""
@@ -131,27 +128,53 @@ class Supervised:
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:
         """Return the normalizer of the loss for a whole batch, before it is split into parts."""
         total = jnp.sum(self.loss_weights(inputs))
-        return {"loss": total, **({LOGITS: total} if self.teacher else {})}
+        if not self.teacher:
+            return {"loss": total}
+        states = dict.fromkeys(self._states.names, jnp.sum(_is_real(inputs)))
+        return {"loss": total, LOGITS: total, **states}
 
     def loss_terms(
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
     ) -> dict[str, WeightedSum]:
         """Return the loss, metrics and the fraction of non-padding tokens as (sum, weight)."""
-        logits = self._logits(params, inputs, key)
-        weights = self.loss_weights(inputs)
-        loss_terms = self.losses(logits, inputs, weights)
         if self.teacher:
-            teacher: Any = self._teacher_model.apply(
-                {"params": params["teacher"]}, inputs.tokens, inputs.layout, method=Bert.classify
-            )
-            if getattr(self.dataset, "objective", "class") == "number":
-                error = (logits[..., 0] - teacher[..., 0]) ** 2
-                loss_terms[LOGITS] = (jnp.sum(error * weights), jnp.sum(weights))
-            else:
-                loss_terms[LOGITS] = logit_loss(logits, teacher, weights, self._temperature)
-        real = inputs.layout.segment_ids < inputs.example.shape[1]
+            logits, loss_terms = self._compare(params, inputs, key)
+        else:
+            logits, loss_terms = self._logits(params, inputs, key), {}
+        loss_terms |= self.losses(logits, inputs, self.loss_weights(inputs))
+        real = _is_real(inputs)
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
+
+    def _compare(
+        self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
+    ) -> tuple[Any, dict[str, WeightedSum]]:
+        """Return the logits, and the losses against the teacher."""
+        args, weights, terms = (inputs.tokens, inputs.layout), self.loss_weights(inputs), {}
+        models = ((self.model, params, key), (self._teacher_model, params["teacher"], None))
+        outputs: Any
+        if self._states.names:
+            outputs = [
+                model.apply(
+                    {"params": own}, *args, None, own_key, layer, method=Bert.for_distillation
+                )
+                for (model, own, own_key), layer in zip(models, self._states.layers, strict=True)
+            ]
+            ours, theirs = (output[1:] for output in outputs)
+            terms |= self._states(ours, theirs, inputs.layout.segment_ids, _is_real(inputs))
+            outputs = [output[0] for output in outputs]
+        else:
+            outputs = [
+                model.apply({"params": own}, *args, own_key, method=Bert.classify)
+                for model, own, own_key in models
+            ]
+        logits, teacher = outputs
+        if getattr(self.dataset, "objective", "class") == "number":
+            error = (logits[..., 0] - teacher[..., 0]) ** 2
+            terms[LOGITS] = (jnp.sum(error * weights), jnp.sum(weights))
+        else:
+            terms[LOGITS] = logit_loss(logits, teacher, weights, self._temperature)
+        return logits, terms
 
     def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
         """Return the logits."""
@@ -190,6 +213,11 @@ class Supervised:
         shown = [name for name in (self.best_metric.name, "accuracy") if name in summary][:1]
         shown = [name for name in ("loss", *shown) if name in summary]
         return " ".join(f"{name} {summary[name]:.4g}" for name in shown)
+
+
+def _is_real(inputs: Inputs) -> Bool[Array, "B T"]:
+    """Return whether each token is not padding."""
+    return inputs.layout.segment_ids < inputs.example.shape[1]
 
 
 def label_losses(
