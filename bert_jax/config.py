@@ -903,9 +903,6 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
         requirement = f"{default!r} in pretraining; it applies to fine-tuning heads only"
         require(getattr(model, name) == default, f"model.{name}", requirement)
     if model.generator_hidden:
-        size = model.hidden // model.heads
-        requirement = f"a multiple of {size}, the size of an attention head"
-        require(model.generator_hidden % size == 0, "model.generator_hidden", requirement)
         require(model.replaced_token, "model.replaced_token", "true with a generator")
         for name in ("masked_lm", "next_sentence", "span_boundary", "causal"):
             requirement = f"false with config.model.generator_hidden={model.generator_hidden}"

@@ -209,7 +209,6 @@ def test_flops_and_parameters_count_the_generator():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"generator_hidden": 10}, "generator_hidden is 10: it must be a multiple of 4"),
         ({"masked_lm": True}, "masked_lm is True: it must be false with .*generator_hidden=8"),
         ({"replaced_token": False}, "replaced_token is False: it must be true with a generator"),
     ],
@@ -217,6 +216,14 @@ def test_flops_and_parameters_count_the_generator():
 def test_models_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         validate(Config(model=dataclasses.replace(MODEL, **changes)))
+
+
+def test_a_generator_has_whole_heads():
+    model = dataclasses.replace(MODEL, generator_hidden=10)
+    with pytest.raises(UserError, match="generator_hidden is 10: it must be a multiple of 4"):
+        ReplacedTokens(
+            model, MaskingConfig(), rows.RowFormat(T, 1, VOCAB), 3, np.zeros(VOCAB, bool)
+        )
 
 
 def test_a_run_learns_and_is_used(tmp_path, capsys):

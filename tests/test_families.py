@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+from bert_jax import cli
 from bert_jax.config import ModelConfig
 from bert_jax.convert import source
 from bert_jax.convert.export import export
@@ -305,6 +306,61 @@ def test_rows_and_masks_of_a_tokenizer(tokenizers, tmp_path):
         [c["score"] for c in fill(text)], [c.probability for c in candidates], atol=1e-5
     )
     assert [c["token_str"].strip() for c in fill(text)] == [c.token for c in candidates]
+
+
+@pytest.mark.slow
+def test_commands_on_a_model_with_a_bpe_tokenizer(tokenizers, tmp_path, capsys):
+    """Continued pretraining, masks, tagging of words, and answers that are spans of characters."""
+    their_model(tmp_path / "model", "Roberta", "ForMaskedLM", tokenizers)
+    documents = [f"The cats sat on a mat.\nIt was red{'!' * i}." for i in range(40)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    context = "The cats sat on a mat. A dog ran."
+    question = {"question": "The dog sat on?", "answers": [{"text": "a mat", "answer_start": 16}]}
+    words = "The O\ncats B-X\nsat O\n\nA O\ndog B-X\nran O\n\n" * 4
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.txt").write_text(words)
+        questions = [{"id": f"{split}{i}", **question} for i in range(8)]
+        paragraphs = [{"context": context, "qas": questions}]
+        squad = {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+        (tmp_path / f"{split}.json").write_text(json.dumps(squad))
+
+    def run(*arguments):
+        capsys.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        assert status == 0, output.err
+        return output.out
+
+    run("prepare", "--vocab", tmp_path / "model", "--out", tmp_path / "rows", "--tokens", 32,
+        "--pairs", "none", "--heldout-fraction", 0.2, tmp_path / "text.txt")  # fmt: skip
+    run("pretrain", "--config", "continued:32", "--init", tmp_path / "model", "--rows",
+        tmp_path / "rows", "--workdir", tmp_path / "run", "--config.steps=2",
+        "--config.batch_size=8", "--config.model.next_sentence=false")  # fmt: skip
+    assert "the [MASK] sat" in run("fill-mask", "--init", tmp_path / "run", "the [MASK] sat")
+    for kind, suffix in (("tagging", "txt"), ("squad", "json")):
+        run("finetune", "--config", kind, "--init", tmp_path / "run", "--workdir", tmp_path / kind,
+            f"--config.task.train={tmp_path}/train.{suffix}",
+            f"--config.task.dev={tmp_path}/dev.{suffix}", "--config.task.tokens=32",
+            *(["--config.task.question_tokens=12"] if kind == "squad" else []),
+            "--config.batch_size=4", "--config.steps=2",
+            "--config.model.attention_dropout=0")  # fmt: skip
+    run(
+        "predict",
+        "--workdir",
+        tmp_path / "squad",
+        "--out",
+        tmp_path / "answers",
+        tmp_path / "dev.json",
+    )
+    answers = json.loads((tmp_path / "answers" / "predictions.json").read_text())
+    assert set(answers) == {f"dev{i}" for i in range(8)}
+    assert all(answer in context for answer in answers.values())
+    run("export", "--workdir", tmp_path / "squad", "--out", tmp_path / "exported")
+    _, info = transformers.RobertaForQuestionAnswering.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
 
 
 def test_one_segment_is_that_of_all_tokens():

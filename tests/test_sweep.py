@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import statistics
+import subprocess
 import sys
 import time
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from bert_jax import cli, workdir
 from bert_jax.config import Config, PhaseConfig, model_size
+from bert_jax.data.rows import read_manifest
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.model.flops import flops_per_row
@@ -669,7 +671,18 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     assert (vocab["point"], rows["point"]) == ("vocab", "rows")
     assert rows["metrics"]["train_rows"] > 0
     assert str(tmp_path) not in json.dumps([vocab, rows, model, seeds])
-    assert "$BERT_JAX_DATA/text.txt" in rows["command"]
+    assert '"$BERT_JAX_DATA/text.txt"' in rows["command"]
+    assert f"--rows runs/sweeps/rows-{rows['digest']}/out " in model["command"]
+    # The commands can be run again, here in another folder.
+    environment = os.environ | {"BERT_JAX_DATA": str(data), "PYTHONPATH": str(pathlib.Path.cwd())}
+    environment["PATH"] = f"{pathlib.Path(sys.executable).parent}:{environment['PATH']}"
+    for line in (vocab, rows):
+        subprocess.run(line["command"], shell=True, check=True, cwd=tmp_path, env=environment)
+    first, again = (
+        read_manifest(tmp_path / runs / f"rows-{rows['digest']}" / "out").digest
+        for runs in ("runs", "runs/sweeps")
+    )
+    assert first == again
     out = next((tmp_path / "runs").glob("L1-H16-A2-*")) / "out"
     heldout = [m for m in workdir.read_lines(out / "metrics.jsonl") if m["split"] == "heldout"]
     assert model["curve"]["step"] == [3, 6]

@@ -11,6 +11,7 @@ from typing import Any
 from bert_jax import storage
 from bert_jax.cli.common import Verbs
 from bert_jax.errors import UserError, shown
+from bert_jax.tools.sweep.points import RUNS
 
 _DATA = "$BERT_JAX_DATA"
 
@@ -68,7 +69,7 @@ def add_sweep(verbs: Verbs) -> None:
         "--jobs", type=int, default=1, metavar="N", help="points to run at a time (default 1)"
     )
     sub.add_argument(
-        "--runs", default="runs/sweeps", metavar="DIR",
+        "--runs", default=RUNS, metavar="DIR",
         help="folder for workdirs, shared by sweeps (default %(default)s)",
     )  # fmt: skip
     sub.add_argument(

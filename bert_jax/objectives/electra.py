@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from bert_jax.config import ModelConfig
+from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.model.layers import fold_in
 from bert_jax.objectives import masked_lm
@@ -44,7 +46,18 @@ class ReplacedTokens(MaskedLM):
     display_name = "gen"
 
     def __init__(self, *args: Any):
-        """The arguments are those of `MaskedLM`."""
+        """The arguments are those of `MaskedLM`.
+
+        Raises:
+            UserError: the generator has no whole number of attention heads.
+        """
+        model: ModelConfig = args[0]
+        size = model.hidden // model.heads
+        if model.generator_hidden % size:
+            raise UserError(
+                f"config.model.generator_hidden is {model.generator_hidden}: it must be a multiple of "
+                f"{size}, the size of an attention head"
+            )
         super().__init__(*args)
         self.loss_scales = {LOSS: self.model.config.replaced_token_weight}
 

@@ -22,7 +22,7 @@ from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives.masking import max_predictions_per_sequence
 from bert_jax.objectives.pretraining import DEFAULT_VOCAB_SIZE
 from bert_jax.tools.sweep.points import Point, Sweep, SweepArgs
-from bert_jax.tools.sweep.results import RESULTS, Results, key
+from bert_jax.tools.sweep.results import RESULTS, Results, key, verb
 from bert_jax.tools.sweep.scheduler import LAUNCHED, Engine, PointRun
 
 # Assumed fraction of a chip's peak, and float32 FLOP/s of a CPU core, where nothing was measured.
@@ -54,7 +54,7 @@ def cost(point: Point, given: SweepArgs, results: Sequence[dict[str, Any]], spee
         results: earlier results of any sweep.
         speed: FLOP/s of the hardware; 0 takes that of the results, or a guess for this CPU.
     """
-    before = [r for r in results if r["command"].split()[1:2] == [point.verb]]
+    before = [r for r in results if verb(r) == point.verb]
     if point.verb not in LAUNCHED:
         seconds = [r["wall_seconds"] for r in before]
         return Cost(0.0, statistics.median(seconds) if seconds else None)

@@ -20,6 +20,8 @@ from bert_jax import files
 from bert_jax.errors import UserError
 
 SCALES = ("small", "paper")
+# Default folder of the points of all sweeps.
+RUNS = "runs/sweeps"
 # The option of each verb that names the folder it creates.
 FOLDER_OPTION = {
     **dict.fromkeys(("pretrain", "finetune"), "--workdir"),

@@ -18,7 +18,7 @@ from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
-from bert_jax.tools.sweep.points import SweepArgs
+from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
 from bert_jax.tools.sweep.scheduler import ASYNCHRONOUS, LAUNCHED, PointRun
 
 RESULTS = "results.jsonl"
@@ -35,7 +35,7 @@ def lines_of(place: PointRun, given: SweepArgs) -> list[dict[str, Any]]:
         "point": point.name,
         "scale": given.scale,
         "facts": point.facts,
-        "command": shlex.join(["bert-jax", *map(_published, point.display_command(given.data))]),
+        "command": _shell_command(place, given.data),
         "digest": place.digest,
     }
     versions = workdir.versions(_VERSIONS)
@@ -125,9 +125,27 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _published(part: str) -> str:
-    """Shorten an absolute path to its last two names."""
-    return "/".join(pathlib.Path(part).parts[-2:]) if os.path.isabs(part) else part
+def _shell_command(place: PointRun, data: pathlib.Path) -> str:
+    """Return a point's command for a shell in the folder that has the sweep's `runs`.
+
+    The data folder is $BERT_JAX_DATA, and other absolute paths are shortened to their last two names.
+    """
+    words = [] if place.point.verb == "python" else ["bert-jax"]
+    shown = zip(place.point.command, place.point.display_command(data), strict=True)
+    for part, text in shown:
+        if isinstance(part, Point):
+            words.append(shlex.quote(_out(place.of(part))))
+        elif "$BERT_JAX_DATA" in text:
+            words.append('"' + re.sub(r'(["`\\])', r"\\\1", text) + '"')
+        else:
+            is_path = os.path.isabs(text)
+            words.append(shlex.quote("/".join(pathlib.Path(text).parts[-2:]) if is_path else text))
+    return " ".join([*words, FOLDER_OPTION[place.point.verb], shlex.quote(_out(place))])
+
+
+def _out(place: PointRun) -> str:
+    """Return the path of a point's output with the default `--runs`."""
+    return f"{RUNS}/{place.folder.name}/{place.out.name}"
 
 
 def _curve(
@@ -153,6 +171,11 @@ def key(line: dict[str, Any]) -> tuple:
     return line["digest"], line.get("scale"), line.get("seed")
 
 
+def verb(line: dict[str, Any]) -> str:
+    """Return the verb of a result's command, "python" for a script."""
+    return line["command"].removeprefix("bert-jax ").partition(" ")[0]
+
+
 def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results without those of points that were run again with another command.
 
@@ -160,8 +183,7 @@ def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
 
     def point(line: dict[str, Any]) -> tuple:
-        verb = line["command"].split()[1]
-        return verb, line["scale"], json.dumps(line["facts"], sort_keys=True)
+        return verb(line), line["scale"], json.dumps(line["facts"], sort_keys=True)
 
     newest = {point(line): line["digest"] for line in lines}
     return [line for line in lines if not line["facts"] or newest[point(line)] == line["digest"]]

@@ -43,7 +43,12 @@ class PointRun:
 
     def __init__(self, point: Point, runs: pathlib.Path, data: pathlib.Path):
         self.point, self.digest, self._runs = point, point.digest(data), runs
+        self._data = data
         self._find()
+
+    def of(self, point: Point) -> "PointRun":
+        """Return the folder of another point."""
+        return PointRun(point, self._runs, self._data)
 
     def _find(self) -> None:
         existing = sorted(self._runs.glob(f"*-{self.digest}"))  # perhaps by another sweep's name
