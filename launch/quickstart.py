@@ -256,7 +256,7 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
 
     print("\nNext steps")
     longer, mini, rows128 = folder / "longer", folder / "mini", folder / "rows128"
-    larger = ["--config", f"{CONFIGS}:mini,128", "--config.batch_size=32", "--config.steps=20000"]
+    long = ["--tokens", "128", "--sequences", "8", "--pairs", "none"]
     for what, *commands in (
         ("a sentence of your own", ["fill-mask", "--workdir", model, "He went to the [MASK]."]),
         (
@@ -265,9 +265,9 @@ def quickstart(corpus: list[str], folder: pathlib.Path, steps: int) -> None:
             ["report", model, longer, "--out", folder / "both.html"],
         ),
         (
-            "a larger BERT with next-sentence prediction (hours on a CPU, minutes on a GPU)",
-            ["prepare", "--vocab", vocab, "--out", rows128, *sources],
-            ["pretrain", *larger, "--rows", rows128, "--workdir", mini],
+            "a larger BERT (hours on a CPU, minutes on a GPU)",
+            ["prepare", "--vocab", vocab, "--out", rows128, *long, *sources],
+            ["pretrain", "--config", "mini", *data, "--rows", rows128, "--workdir", mini],
         ),
     ):
         print(f"  {what}")

@@ -1,10 +1,11 @@
 """Time the README's first commands on a fresh clone, and run the tests under load to find flaky ones.
 
-    python experiments/test_suite/run.py first             # clone, make quickstart, make test
+    python experiments/test_suite/run.py first              # clone, make quickstart, make test
+    python experiments/test_suite/run.py first quickstart   # without make test
     python experiments/test_suite/run.py stress --times 10  # make test under load
 
-Each run appends a line to results.jsonl, from which the tables of README.md are written. Only committed
-files are used. Packages come from pip's cache or the network.
+Each run appends a line to results.jsonl, from which the tables of README.md are written. The quickstart's
+answers and loss curve go to the project's README. Only committed files are used. Packages come from pip's cache or the network.
 """
 
 import argparse
@@ -50,20 +51,31 @@ def counts(output: str) -> dict[str, int]:
     return {name.rstrip("s"): int(number) for number, name in SUMMARY.findall(last)}
 
 
-def first(_: argparse.Namespace) -> None:
+def first(options: argparse.Namespace) -> None:
     """Clone the repository, and time its first commands and their installation."""
     with tempfile.TemporaryDirectory() as name:
         clone, env = pathlib.Path(name, "bert_jax"), environment()
         # Empty caches of compiled programs; the tests' is in the folder for temporary files.
         env |= {"TMPDIR": name, "BERT_JAX_CACHE": str(pathlib.Path(name, "cache"))}
         timed(["git", "clone", "--quiet", str(ROOT), str(clone)], pathlib.Path(name), env)
-        for command in ("quickstart", "test"):
+        for command in [options.command] if options.command else ("quickstart", "test"):
             install = ".venv/run.done" if command == "quickstart" else ".venv/test.done"
             install_seconds, _ = timed(["make", install], clone, env)
             seconds, output = timed(["make", command], clone, env)
             line = {"command": f"make {command}", "install_seconds": install_seconds}
             line |= {"seconds": seconds, **(counts(output) if command == "test" else {})}
             record(line)
+            if command == "quickstart":
+                show(clone, output)
+
+
+def show(clone: pathlib.Path, output: str) -> None:
+    """Put the quickstart's results into the README of the project, and its loss curve beside this page."""
+    curve = HERE / "quickstart.svg"
+    timed([".venv/bin/bert-jax", "report", "quickstart/model", "--out", str(curve)], clone, {})
+    results = output.partition("5/6 ")[2].partition("\n6/6 ")[0]
+    lines = [line for line in results.splitlines()[1:] if line.strip()]
+    write_blocks(ROOT / "README.md", {"quickstart": ["```text", *lines, "```"]})
 
 
 def stress(options: argparse.Namespace) -> None:
@@ -124,9 +136,13 @@ def write_page() -> None:
             ),
         ],
     }
-    path = HERE / "README.md"
+    write_blocks(HERE / "README.md", tables)
+
+
+def write_blocks(path: pathlib.Path, blocks: dict[str, list[str]]) -> None:
+    """Replace the lines between the markers of each block in a page."""
     text = path.read_text()
-    for name, rows in tables.items():
+    for name, rows in blocks.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, _, after = text.partition(begin)
         text = "\n".join([before + begin, *rows, end + after.partition(end)[2]])
@@ -139,7 +155,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(required=True)
-    verbs.add_parser("first", help="time the first commands").set_defaults(run=first)
+    commands = verbs.add_parser("first", help="time the first commands")
+    commands.add_argument(
+        "command", nargs="?", choices=("quickstart", "test"), help="one of them (default both)"
+    )
+    commands.set_defaults(run=first)
     under_load = verbs.add_parser("stress", help="run the tests under load")
     under_load.add_argument("--times", type=int, default=10, help="number of runs (default 10)")
     under_load.set_defaults(run=stress)
