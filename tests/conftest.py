@@ -13,6 +13,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
+# There is a worker per core: PyTorch's threads, two per core then, would wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Tests, their processes and later runs of the tests share compiled programs, apart from the user's.
 os.environ["BERT_JAX_CACHE"] = os.path.join(tempfile.gettempdir(), "bert_jax_tests_cache")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["BERT_JAX_CACHE"]

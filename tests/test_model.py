@@ -56,7 +56,6 @@ def torch_model(config, params, activation):
     import torch
     import transformers
 
-    torch.set_num_threads(1)
     model = transformers.BertForPreTraining(
         transformers.BertConfig(
             vocab_size=config.vocab_size,

@@ -38,7 +38,6 @@ def make_theirs(name="ForMaskedLM", **changes):
     import torch
     import transformers
 
-    torch.set_num_threads(1)
     config = transformers.ModernBertConfig(**SMALL | changes)
     config.architectures = [f"ModernBert{name}"]
     config._attn_implementation = "eager"
