@@ -68,6 +68,7 @@ def main() -> None:
     results = {
         "starts": workdir.read_lines(folder / "starts.jsonl"),
         "steps": config.steps,
+        "cores": len(os.sched_getaffinity(0)),
         "phases": [
             {"tokens": m.tokens, "train_rows": m.train.rows, "heldout_rows": m.heldout.rows}
             for m in map(read_manifest, rows)
@@ -95,8 +96,12 @@ def page(r: dict) -> str:
         + " |"
         for m in r["fill_mask"]
     )
-    first, *later = r["starts"]
-    resumed = ", ".join(f"resumed at step {s['step']:,}" for s in later) or "not interrupted"
+    starts = r["starts"]
+    differ = len({start["command"] for start in starts}) > 1
+    schedules = (
+        " The learning rate follows the schedule of each start's own number of steps." * differ
+    )
+    commands = "\n".join(f"    {start['command']}    # step {start['step']:,}" for start in starts)
     lengths = ", ".join(str(phase["tokens"]) for phase in r["phases"])
     ours = r["losses"]
     return f"""# BERT-mini (L4 H256 A4) on Wikipedia and novels
@@ -104,11 +109,11 @@ def page(r: dict) -> str:
 The config `mini` on all of the text. [`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and
 pretrains; [`record.py`](record.py) wrote this page from the run ([`results.json`](results.json)).
 
-    {first["command"]}
+{commands}
 
 {r["steps"]:,} steps of 2,048 tokens on rows of T={lengths}, in this order: {r["real_tokens"] / 1e6:.1f} million tokens
-in {r["training_minutes"]:.0f} minutes on {first["devices"]} ({resumed}). The text has {ours["words"] / 1e6:.1f} million
-words.
+in {r["training_minutes"]:.0f} minutes on {r["cores"]} CPU cores, which other work shared at times.{schedules} The text has
+{ours["words"] / 1e6:.1f} million words.
 
 | held-out masked-LM loss, 15% masked | nats |
 |---|---|
