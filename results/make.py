@@ -32,7 +32,6 @@ COMMANDS = {
     "test_suite": "python experiments/test_suite/run.py first",
     "finetuning": "python experiments/finetuning/run.py",
     "speed": "make bench",
-    "mini": "experiments/mini/run.sh",
     "prepare": "python experiments/prepare/benchmark.py",
     "reliability": "make soak",
 }
@@ -112,15 +111,6 @@ def learning() -> Iterator[Row]:
             commits(own),
             "plateau",
         )
-    mini = json.loads((EXPERIMENTS / "mini/results.json").read_text())
-    yield Row(
-        f"masked-LM loss of BERT-mini after {mini['steps']:,} steps, 15% masked (nats)",
-        f"{mini['losses']['per_piece']:.2f} (1 seed)",
-        "word frequencies alone: about 6.6",
-        f"{mini['cores']} CPU cores",
-        mini["starts"][-1]["commit"],
-        "mini",
-    )
     commands = read("test_suite/results.jsonl")
     line = [line for line in commands if line["command"] == "make quickstart"][-1]
     yield Row(

@@ -3,7 +3,7 @@
 # Text: $BERT_JAX_DATA/text/{wikipedia,books}. Run from the root of the repository; run it again after
 # a kill to resume. experiments/mini/record.py writes the page.
 set -euo pipefail
-root=$PWD steps=${STEPS:-6500}
+root=$PWD steps=${STEPS:-8000}
 cd "$BERT_JAX_DATA/text"
 [ -e "$root/runs/vocab8k/vocab.txt" ] ||
   bert-jax vocab --out "$root/runs/vocab8k" --size 8192 'wikipedia/*.gz' 'books:books/*.gz'

@@ -74,7 +74,8 @@ def show(clone: pathlib.Path, output: str) -> None:
     curve = HERE / "quickstart.svg"
     timed([".venv/bin/bert-jax", "report", "quickstart/model", "--out", str(curve)], clone, {})
     results = output.partition("5/6 ")[2].partition("\n6/6 ")[0]
-    lines = [line for line in results.splitlines()[1:] if line.strip()]
+    lines = results.replace(f"{clone}/", "").splitlines()[1:]
+    lines = [line for line in lines if line.strip() and not line.startswith("  $ ")]
     write_blocks(ROOT / "README.md", {"quickstart": ["```text", *lines, "```"]})
 
 
