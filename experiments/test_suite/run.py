@@ -75,7 +75,8 @@ def show(clone: pathlib.Path, output: str) -> None:
     timed([".venv/bin/bert-jax", "report", "quickstart/model", "--out", str(curve)], clone, {})
     results = output.partition("5/6 ")[2].partition("\n6/6 ")[0]
     lines = results.replace(f"{clone}/", "").splitlines()[1:]
-    lines = [line for line in lines if line.strip() and not line.startswith("  $ ")]
+    left_out = ("  $ ", "  loss ", "  real_fraction ")
+    lines = [line for line in lines if line.strip() and not line.startswith(left_out)]
     write_blocks(ROOT / "README.md", {"quickstart": ["```text", *lines, "```"]})
 
 
