@@ -644,8 +644,7 @@ _MODERN: dict[str, Any] = _PRE_NORM | {
     "vocab_multiple": 64,
     "head_layer": "transform",
 }
-# ELECTRA (Clark et al., arXiv 2003.10555, table 6). The embeddings of small are a quarter as wide as in
-# base, and its generator is a quarter as wide as itself.
+# ELECTRA (Clark et al., arXiv 2003.10555, table 6).
 _ELECTRA: dict[str, Any] = {
     "family": "electra",
     "masked_lm": False,

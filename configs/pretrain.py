@@ -25,7 +25,7 @@ The newer models (modern-base, modern-large, neo-base) have the paper's schedule
 mask 30% (ModernBERT) or 20% (NeoBERT) of the tokens.
 
 ELECTRA (Clark et al. 2020, table 6) is pretrained at one length, small at T=128 and the others at T=512. Of
-the masked tokens 85% become [MASK], the others are kept.
+the masked tokens 85% become [MASK] and the others are kept, as in google-research/electra.
 """
 
 from bert_jax.config import (

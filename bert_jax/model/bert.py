@@ -545,8 +545,8 @@ class Bert(nn.Module):
             relation_layer: 1 to L, a layer whose queries, keys and values are returned; 0 for none.
 
         Returns:
-            The pretraining logits, as of a call, or those of `classify`; L + 1 hidden states, after the projection to the
-            teacher's size if the model has it; the queries, keys and values of the layer.
+            The pretraining logits, as of a call, or those of `classify`; L + 1 hidden states, after the
+            projection to the teacher's size if the model has it; the queries, keys and values of the layer.
         """
         encoder_key = fold_in(key, 0) if positions is None else key
         x = self.embeddings(tokens, layout, fold_in(encoder_key, 0))

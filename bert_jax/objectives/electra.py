@@ -111,9 +111,8 @@ def sample(
 ) -> Int[Array, "B P"]:
     """Sample tokens by the inverse of the cumulative distribution.
 
-    Sums over blocks of the vocabulary select a block, sums in it a token. Accelerators thus read the
-    logits a few times; cumulative sums over the whole vocabulary, or Gumbel noise for each entry, take
-    as long as the training step of a small model.
+    Sums over blocks of the vocabulary select a block, and sums in the block a token: cumulative sums
+    over the whole vocabulary would read and write the logits several times more.
 
     Args:
         logits: the lowest float32 for the padding of the vocabulary.

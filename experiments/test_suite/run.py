@@ -70,7 +70,7 @@ def first(options: argparse.Namespace) -> None:
 
 
 def show(clone: pathlib.Path, output: str) -> None:
-    """Put the quickstart's results into the README of the project, and its loss curve beside this page."""
+    """Write the quickstart's results to the project's README, and its loss curve to this folder."""
     curve = HERE / "quickstart.svg"
     timed([".venv/bin/bert-jax", "report", "quickstart/model", "--out", str(curve)], clone, {})
     results = output.partition("5/6 ")[2].partition("\n6/6 ")[0]
