@@ -18,6 +18,7 @@ _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 # A guess for programs that were never compiled on this machine: base takes 15 s on two CPU cores.
 _COMPILE_SECONDS = 20.0
+_DEVICES = pathlib.Path("/dev")
 
 
 class Chip(NamedTuple):
@@ -207,11 +208,19 @@ def _platforms() -> str:
 
 
 def _plugins() -> list[str]:
-    """Return the names of installed modules that add an accelerator to JAX."""
+    """Return the names of installed modules that add an accelerator to JAX.
+
+    libtpu is only one of them on a machine with TPUs: elsewhere it compiles for absent ones.
+    """
     spec = importlib.util.find_spec("jax_plugins")
     paths = spec.submodule_search_locations if spec else []
     names = [module.name for module in pkgutil.iter_modules(paths)]
-    return names + ["libtpu"] * bool(importlib.util.find_spec("libtpu"))
+    return names + ["libtpu"] * bool(importlib.util.find_spec("libtpu") and _has_tpu(_DEVICES))
+
+
+def _has_tpu(devices: pathlib.Path) -> bool:
+    """Whether a folder of device files has those of a TPU: accel0, or vfio/0 from v5e on."""
+    return any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
 
 
 def _only_cpu() -> bool:

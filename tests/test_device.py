@@ -1,5 +1,6 @@
 """What is set up before JAX's threads begin."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -146,6 +147,20 @@ def test_a_gpu_is_deterministic_where_that_is_asked(flags):
     assert flags("", ["libtpu"], deterministic=True) == []
     assert FLAG not in flags("cpu", ["xla_cuda13"], deterministic=True)
     assert FLAG not in flags("", [], deterministic=True)
+
+
+def test_libtpu_counts_only_on_a_machine_with_tpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu" or None)
+    monkeypatch.setattr(device, "_DEVICES", tmp_path)
+    monkeypatch.setattr(device, "_platforms", lambda: "")
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # the driver's own file, which every machine has
+    assert device._only_cpu()
+    (tmp_path / "vfio" / "0").touch()
+    assert not device._only_cpu()
+    (tmp_path / "vfio" / "0").unlink()
+    (tmp_path / "accel0").touch()
+    assert not device._only_cpu()
 
 
 def test_what_the_user_says_in_xla_flags_stays(flags):
