@@ -31,6 +31,7 @@ FRONT = 10
 COMMANDS = {
     "test_suite": "python experiments/test_suite/run.py first",
     "finetuning": "python experiments/finetuning/run.py",
+    "mini": "experiments/mini/run.sh",
     "speed": "make bench",
     "prepare": "python experiments/prepare/benchmark.py",
     "reliability": "make soak",
@@ -111,6 +112,15 @@ def learning() -> Iterator[Row]:
             commits(own),
             "plateau",
         )
+    mini = json.loads((EXPERIMENTS / "mini" / "results.json").read_text())
+    yield Row(
+        "masked-LM loss of L4-H256 (`mini`), 22 million words, 15% masked (nats)",
+        f"{mini['losses']['per_piece']:.2f} (1 seed)",
+        "word frequencies alone: about 6.6",
+        cores(mini),
+        commits(mini["starts"]),
+        "mini",
+    )
     commands = read("test_suite/results.jsonl")
     line = [line for line in commands if line["command"] == "make quickstart"][-1]
     yield Row(

@@ -97,10 +97,8 @@ def page(r: dict) -> str:
         for m in r["fill_mask"]
     )
     starts = r["starts"]
-    differ = len({start["command"] for start in starts}) > 1
-    schedules = (
-        " The learning rate follows the schedule of each start's own number of steps." * differ
-    )
+    differ = len({start["command"].removesuffix(" --resume force") for start in starts}) > 1
+    schedules = " Each start follows the learning-rate schedule of its own command." * differ
     commands = "\n".join(f"    {start['command']}    # step {start['step']:,}" for start in starts)
     lengths = ", ".join(str(phase["tokens"]) for phase in r["phases"])
     ours = r["losses"]
