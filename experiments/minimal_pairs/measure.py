@@ -20,8 +20,8 @@ def main() -> None:
 
     metrics = {}
     for name in ("blimp", "zorro"):
-        found = minimal_pairs.evaluate(options.init, [str(options.data / name)], options.pairs)
-        metrics |= {name: found.mean, f"{name}_files": found.by_phenomenon}
+        scores = minimal_pairs.evaluate(options.init, [str(options.data / name)], options.pairs)
+        metrics |= {name: scores.mean, f"{name}_files": scores.by_phenomenon}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "metrics.json").write_text(json.dumps(metrics))
 
