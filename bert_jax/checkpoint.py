@@ -51,14 +51,14 @@ _COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 def _stats(folder: pathlib.Path) -> dict[str, storage.Stat]:
     """Return the files of a step by name, except its manifest; checksums on object storage only."""
     if url := storage.remote(folder):
-        found = storage.listing(url)
+        stats = storage.listing(url)
     else:
-        found = {
+        stats = {
             path.relative_to(folder).as_posix(): storage.Stat(path.stat().st_size, "")
             for path in sorted(folder.rglob("*"))
             if not path.is_dir()
         }
-    return {name: stat for name, stat in found.items() if name != MANIFEST}
+    return {name: stat for name, stat in stats.items() if name != MANIFEST}
 
 
 def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
@@ -345,9 +345,9 @@ def _prepare_orbax() -> None:
         options: dict[str, Any] = {"endpoint": endpoint, "aws_region": region}
         if "AWS_ACCESS_KEY_ID" in os.environ:
             options["aws_credentials"] = {"type": "environment"}
-        given = {name: value for name, value in options.items() if value}
+        settings = {name: value for name, value in options.items() if value}
         s3 = {"driver": "s3", "bucket": bucket, "path": key, "s3_request_retries": retries}
-        return {**s3, **given}
+        return {**s3, **settings}
 
     if gcs_spec.__module__ != __name__:
         tensorstore_utils._use_gcs_driver = lambda path: path.startswith(("gs://", "s3:/"))

@@ -126,9 +126,9 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     if not file:
         example = "glue:rte" if kind is FinetuneConfig else "mini,128"
         raise UserError(f"no config: add --config NAME, for example --config {example}")
-    found = "--config=" + find(file[0].removeprefix("--config="), kind)
-    arguments = [found if a == file[0] else a for a in arguments]
-    file = [found]
+    config_argument = "--config=" + find(file[0].removeprefix("--config="), kind)
+    arguments = [config_argument if a == file[0] else a for a in arguments]
+    file = [config_argument]
     argv = ["bert-jax", *arguments]
     try:
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv[:1] + file)

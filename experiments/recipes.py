@@ -53,7 +53,7 @@ STEP_TOKENS, SMALL_MASKED = 1_024, 0.4  # of the small scale, at every length of
 # Lengths of rows with their shares of the steps.
 SMALL_LENGTHS = {8: 0.3, 16: 0.2, 32: 0.15, 64: 0.15, 128: 0.2}
 _PAPER_LENGTHS = {128: 0.9, 512: 0.1}
-# Into how many parts checkpoints divide a run that is fine-tuned from along its way.
+# Number of evenly spaced checkpoints of a run whose checkpoints are fine-tuned.
 _PARTS = {"small": 5, "paper": 10}
 _SMALL = {
     "model.dropout": 0.0,
@@ -64,7 +64,7 @@ _SMALL = {
     "optim.beta2": 0.98,
     "evaluate_rows": 512,
 }
-# The defaults are the paper's; these change no result but for bfloat16's rounding.
+# The defaults are the paper's; these change results only by bfloat16's rounding.
 _PAPER = {
     "model.dtype": "bfloat16",
     "model.layer_loop": "scanned",
@@ -145,7 +145,7 @@ def pretrained(
         changes: config overrides.
         lengths: length of each phase's rows with its share of the steps; None for the scale's.
         on: rows of each phase; () for the default ones.
-        seed: seed of the run; others than 0 are part of the point's name.
+        seed: seed of the run; part of the point's name unless it is 0.
         facts: more facts.
 
     Raises:
@@ -155,16 +155,19 @@ def pretrained(
         raise UserError(f"--init {given.init}: this experiment pretrains its models itself")
     paper = given.scale == "paper"
     lengths = lengths or (_PAPER_LENGTHS if paper else SMALL_LENGTHS)
-    usual: dict[str, Any] = dict(_PAPER if paper else _SMALL)
+    defaults: dict[str, Any] = dict(_PAPER if paper else _SMALL)
     if not paper:
-        count = (changes or {}).get("steps", _SMALL_STEPS)
-        usual |= {"steps": count, "optim.warmup_steps": count // 20}
-        usual |= {"evaluate_every_steps": count // 20, "checkpoint.every_steps": count // 10}
+        num_steps = (changes or {}).get("steps", _SMALL_STEPS)
+        defaults |= {"steps": num_steps, "optim.warmup_steps": num_steps // 20}
+        defaults |= {
+            "evaluate_every_steps": num_steps // 20,
+            "checkpoint.every_steps": num_steps // 10,
+        }
         *before, last = (STEP_TOKENS // tokens for tokens in lengths)
-        usual |= {f"phases[{i}].batch_size": size for i, size in enumerate(before)}
-        usual["batch_size"] = last
+        defaults |= {f"phases[{i}].batch_size": size for i, size in enumerate(before)}
+        defaults["batch_size"] = last
     if seed:
-        usual["seed"] = seed
+        defaults["seed"] = seed
     shares = [
         f"{tokens}={share}" if share < 1 else f"{tokens}" for tokens, share in lengths.items()
     ]
@@ -172,7 +175,9 @@ def pretrained(
     on = on or [rows(given, tokens) for tokens in lengths]
     folders = [part for point in on for part in ("--rows", point)]
     command = ("pretrain", "--config", f"configs/pretrain.py:{config}", *folders)
-    return _point(name, (*command, *settings(usual | (changes or {}))), seed, model=name, **facts)
+    return _point(
+        name, (*command, *settings(defaults | (changes or {}))), seed, model=name, **facts
+    )
 
 
 def _point(name: str, command: Sequence[Any], seed: int | None, **facts: Any) -> Point:
@@ -187,7 +192,7 @@ def pretraining_seeds(given: SweepArgs) -> range:
     return range(1 if given.scale == "paper" else 3)
 
 
-def _kept(given: SweepArgs) -> dict[str, int]:
+def _checkpoint_settings(given: SweepArgs) -> dict[str, int]:
     """Return overrides that keep the checkpoints at the steps of `checkpoints`."""
     if given.scale == "paper":
         return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
@@ -197,12 +202,12 @@ def _kept(given: SweepArgs) -> dict[str, int]:
 
 def base(given: SweepArgs, name: str = "base", seed: int = 0) -> Point:
     """Return the pretraining shared by most experiments."""
-    return pretrained(given, name, changes=_kept(given), seed=seed)
+    return pretrained(given, name, changes=_checkpoint_settings(given), seed=seed)
 
 
 def left_to_right(given: SweepArgs, name: str = "left-to-right, no NSP", seed: int = 0) -> Point:
     """Return the same pretraining with a causal LM and without next-sentence prediction."""
-    return pretrained(given, name, changes=_kept(given) | CAUSAL, seed=seed)
+    return pretrained(given, name, changes=_checkpoint_settings(given) | CAUSAL, seed=seed)
 
 
 def large(given: SweepArgs, name: str = "large") -> Point:
@@ -290,7 +295,7 @@ TASKS: dict[str, dict[str, Task]] = {
         "SWAG": Task("dev.accuracy", "configs/swag.py", ("--data", "{data}/swag")),
     },
 }
-# What fine-tuning on features gets, whose LSTM has everything to learn.
+# Overrides for fine-tuning on features, with a high rate since the LSTM is trained from scratch.
 LSTM = {"model.lstm_layers": 2, "optim.learning_rate": 1e-3}
 PRETRAINED, RANDOM = "pretrained", "random weights"
 
@@ -351,20 +356,20 @@ def finetuned(
     """
     spec = TASKS[given.scale][task]
     if given.scale == "paper":
-        usual: dict[str, Any] = {"model.dtype": "bfloat16"}
+        defaults: dict[str, Any] = {"model.dtype": "bfloat16"}
     else:  # small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4)
         rate = 5e-5 if given.init else 3e-4
-        usual = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
+        defaults = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
     options = [option.format(data=given.data) for option in spec.options]
     if spec.made:
         options += ["--data", made(given, spec.made)]
     seeds = given.seeds or (5 if given.scale == "paper" else 3)
-    changed = usual | dict(spec.settings) | (changes or {})
+    overrides = defaults | dict(spec.settings) | (changes or {})
     if seed is not None and len(pretraining_seeds(given)) > 1:
-        seeds, changed["seed"] = 1, seed
+        seeds, overrides["seed"] = 1, seed
     command = ("finetune", "--config", spec.config, *options, *start, "--seeds", seeds)
     name = "/".join(filter(None, (label, task, more)))
-    return _point(name, (*command, *settings(changed)), seed, model=label, task=task, **facts)
+    return _point(name, (*command, *settings(overrides)), seed, model=label, task=task, **facts)
 
 
 def made(given: SweepArgs, name: str) -> Point:
@@ -405,11 +410,11 @@ def picked(results: Sequence[Line]) -> list[Line]:
         facts = line["facts"]
         if "setting" in facts:
             value = line["metrics"][TASKS[line["scale"]][facts["task"]].metric]
-            tried = grids.setdefault((facts["model"], facts["task"]), {})
-            tried.setdefault(facts["setting"], []).append(value)
+            scores = grids.setdefault((facts["model"], facts["task"]), {})
+            scores.setdefault(facts["setting"], []).append(value)
     best = {
-        model_and_task: max(tried, key=lambda setting: statistics.fmean(tried[setting]))
-        for model_and_task, tried in grids.items()
+        model_and_task: max(scores, key=lambda setting: statistics.fmean(scores[setting]))
+        for model_and_task, scores in grids.items()
     }
     return [
         line
@@ -443,10 +448,10 @@ def curves(series: Mapping[str, Mapping[str, Any]]) -> dict[str, Block]:
     }
 
 
-def models(results: Sequence[Line], scale: str, *usual: str) -> list[str]:
+def models(results: Sequence[Line], scale: str, *defaults: str) -> list[str]:
     """Return the labels of a table's models: the default ones, and others that have results."""
     facts = [line["facts"] for line in results if line["scale"] == scale]
-    return list(dict.fromkeys([*usual, *(each["model"] for each in facts if "task" in each)]))
+    return list(dict.fromkeys([*defaults, *(each["model"] for each in facts if "task" in each)]))
 
 
 def sizes(labels: Sequence[str]) -> dict[str, str]:
@@ -508,21 +513,21 @@ def _squad(data: pathlib.Path, out: pathlib.Path, version: str) -> dict[str, int
     counts = {}
     for split, name in _SQUAD_FILES.items():
         with gzip.open(data / "squad" / f"{name}.json.gz") as file:
-            told = json.load(file)
-        places, number, counts[split] = itertools.count(), itertools.count(), 0
-        for article in told["data"]:
-            stride, every = _SQUAD_STRIDE[split], article["paragraphs"]
-            here = [i for i in range(len(every)) if next(places) % stride == 0]
+            squad = json.load(file)
+        positions, number, counts[split] = itertools.count(), itertools.count(), 0
+        for article in squad["data"]:
+            stride, paragraphs = _SQUAD_STRIDE[split], article["paragraphs"]
+            selected = [i for i in range(len(paragraphs)) if next(positions) % stride == 0]
             article["paragraphs"] = [
                 paragraph
-                for i in here
+                for i in selected
                 for paragraph in (
-                    [every[i]] if version == "1.1" else _unanswerable(every, i, number)
+                    [paragraphs[i]] if version == "1.1" else _unanswerable(paragraphs, i, number)
                 )
             ]
             counts[split] += sum(len(p["qas"]) for p in article["paragraphs"])
-        told["version"] = version
-        (out / f"{split}-v{version}.json").write_text(json.dumps(told))
+        squad["version"] = version
+        (out / f"{split}-v{version}.json").write_text(json.dumps(squad))
     return counts
 
 
@@ -550,7 +555,7 @@ def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
 
     Train and val use different articles. Returns the number of questions by split.
     """
-    draw, questions = random.Random(0), []
+    rng, questions = random.Random(0), []
     for path in sorted((data / "text" / "wikipedia").glob("*.gz")):
         with gzip.open(path, "rt") as file:
             text = file.read()
@@ -566,9 +571,9 @@ def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
             ]
             if len(every) < 4 * _CHOICES or len(pairs) < 4:
                 continue
-            for first, second in draw.sample(pairs, 4):
+            for first, second in rng.sample(pairs, 4):
                 others = [sentence for sentence in every if sentence not in (first, second)]
-                questions.append((first, second, draw.sample(others, _CHOICES - 1)))
+                questions.append((first, second, rng.sample(others, _CHOICES - 1)))
     counts, start = {}, 0
     for split, size in _ENDINGS.items():
         selected = questions[start : start + size]
@@ -578,7 +583,7 @@ def endings(data: pathlib.Path, out: pathlib.Path) -> dict[str, int]:
             writer = csv.writer(file)
             writer.writerow(["sent1", "sent2", *(f"ending{i}" for i in range(_CHOICES)), "label"])
             for first, second, others in selected:
-                label = draw.randrange(_CHOICES)
+                label = rng.randrange(_CHOICES)
                 writer.writerow([first, "", *others[:label], second, *others[label:], label])
     return counts
 

@@ -382,15 +382,15 @@ def _find(
     if first == end_token:
         return None
     n = len(answer_ids)
-    found = [
+    matches = [
         i
         for i in range(first, end_token - n + 1 if n else first)
         if np.array_equal(ids[i : i + n], answer_ids)
     ]
-    if not found:
+    if not matches:
         return first, end_token - 1
     # Tokens may be equal where characters are not, such as two [UNK].
-    i = next((i for i in found if spans[i, 0] == answer_start), found[0])
+    i = next((i for i in matches if spans[i, 0] == answer_start), matches[0])
     return i, i + n - 1
 
 

@@ -148,12 +148,12 @@ def settle_decoder(tensors: Tensors, config: ModelConfig) -> list[str]:
         UserError: the decoder should be tied but differs from the embedding table.
     """
     family, tied = FAMILIES[config.family], config.tied_decoder
-    own, other = family.names["masked_lm/bias"], family.decoder_bias
-    own, other = (own, other) if tied else (other, own)
-    if other in tensors:
-        tensors.setdefault(own, tensors[other])
+    bias, other_bias = family.names["masked_lm/bias"], family.decoder_bias
+    bias, other_bias = (bias, other_bias) if tied else (other_bias, bias)
+    if other_bias in tensors:
+        tensors.setdefault(bias, tensors[other_bias])
     decoder = family.names["masked_lm/decoder"]
-    twins = {decoder: family.words, other: own} if tied else {}
+    twins = {decoder: family.words, other_bias: bias} if tied else {}
     for name, twin in twins.items():
         if name in tensors and not np.array_equal(tensors[name], tensors[twin]):
             raise UserError(
@@ -162,8 +162,8 @@ def settle_decoder(tensors: Tensors, config: ModelConfig) -> list[str]:
             )
     return [
         name
-        for name in ({decoder, other} if tied else {other})
-        if name != own and tensors.pop(name, None) is not None
+        for name in ({decoder, other_bias} if tied else {other_bias})
+        if name != bias and tensors.pop(name, None) is not None
     ]
 
 
@@ -195,8 +195,8 @@ def canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, str]:
     modules = "|".join({name.split(".")[0] for name in inside})
     encoders = [n.removesuffix(ending) for n in tensors if re.search(rf"(^|\.){ending}$", n)]
     if len(encoders) != 1:
-        found = shorten([f"{encoder}{ending}" for encoder in encoders]) or f"no {ending}"
-        raise UserError(f"expected the weights of one {family.title}; found {found}")
+        candidates = shorten([f"{encoder}{ending}" for encoder in encoders]) or f"no {ending}"
+        raise UserError(f"expected the weights of one {family.title}; found {candidates}")
     encoder = encoders[0]
     outside = encoder.removesuffix(prefix)
     names = {}

@@ -227,7 +227,7 @@ def _state_dict(value: Any) -> dict[str, _Tensor]:
     if state_dict := tensors(value):
         return state_dict
     entries = value.items() if isinstance(value, dict) else ()
-    candidates = {key: found for key, entry in entries if (found := tensors(entry))}
+    candidates = {key: named for key, entry in entries if (named := tensors(entry))}
     if not candidates:
         raise ValueError("it contains no state dict (tensors by name)")
     if len(candidates) > 1:
@@ -267,12 +267,12 @@ _FIXED = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def _unpickle(stream: Any, found: dict[str, _Storage] | None = None) -> Any:
+def _unpickle(stream: Any, storages: dict[str, _Storage] | None = None) -> Any:
     """Return the value of the next pickle, built from plain values and the three classes above.
 
     Args:
         stream: a `BytesIO` or `_Bounded`; left at the end of the pickle.
-        found: collects the storages of the pickle by key.
+        storages: receives the storages of the pickle by key.
 
     Raises:
         ValueError, IndexError: the pickle is damaged or uses anything else.
@@ -329,8 +329,8 @@ def _unpickle(stream: Any, found: dict[str, _Storage] | None = None) -> Any:
                 stack.append(_global(*since(len(stack) - 2)))
             case "BINPERSID":
                 storage = _storage(stack.pop())
-                if found is not None:
-                    found[storage.key] = storage
+                if storages is not None:
+                    storages[storage.key] = storage
                 stack.append(storage)
             case "REDUCE":
                 function, arguments = since(len(stack) - 2)

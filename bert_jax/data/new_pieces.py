@@ -15,9 +15,9 @@ from bert_jax.progress import Progress
 
 
 def split(token: str, vocabulary: Vocabulary) -> list[str]:
-    """Return the pieces of a word, or of the part of a word after "##", as WordPiece finds them.
+    """Split a word, or the part of a word after "##", into word pieces by longest match.
 
-    Each is the longest that the vocabulary has; ["[UNK]"] where there is none.
+    Returns ["[UNK]"] if a part of the word matches no piece.
     """
     prefix = CONTINUATION if token.startswith(CONTINUATION) else ""
     text, pieces = token.removeprefix(prefix), []
@@ -46,7 +46,7 @@ def of_file(vocabulary: Vocabulary, path: str | os.PathLike) -> list[str]:
             lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 at byte {error.start:,}") from None
-    tokenizer, found = vocabulary.tokenizer(), {}
+    tokenizer, words = vocabulary.tokenizer(), {}
     for number, line in enumerate(lines, 1):
         prefix = CONTINUATION if line.startswith(CONTINUATION) else ""
         text = tokenizer.normalizer.normalize_str(line.removeprefix(prefix))
@@ -56,8 +56,8 @@ def of_file(vocabulary: Vocabulary, path: str | os.PathLike) -> list[str]:
                     f"{path}:{number}: a word of {len(word):,} characters; the tokenizer reads more than "
                     f"{MAX_WORD_CHARACTERS} as [UNK]: remove it"
                 )
-            found[prefix + word] = None
-    return [word for word in found if word not in vocabulary.index]
+            words[prefix + word] = None
+    return [word for word in words if word not in vocabulary.index]
 
 
 def of_corpus(
@@ -90,7 +90,7 @@ def of_corpus(
 def merge(
     vocabulary: Vocabulary, words: collections.Counter[str], count: int, min_frequency: int
 ) -> list[str]:
-    """Continue the training of a vocabulary: merge the most frequent pair of pieces, and again.
+    """Continue the training of a vocabulary: repeatedly merge the most frequent pair of pieces.
 
     Each merge adds a piece and shortens the text by the pair's frequency. Pieces that later merges
     absorb, so that fewer than `min_frequency` are left, do not count.
@@ -107,7 +107,7 @@ def merge(
     holders: dict[tuple[str, str], set[int]] = collections.defaultdict(set)
 
     def add(i: int, sign: int) -> set[tuple[str, str]]:
-        """Count, or no longer count, the pieces and pairs of word i."""
+        """Add or remove the pieces and pairs of word i, by `sign`, and return the pairs."""
         for piece in splits[i]:
             used[piece] += sign * numbers[i]
         changed = set(itertools.pairwise(splits[i]))
@@ -124,7 +124,7 @@ def merge(
     new: dict[str, None] = {}
     while heap and sum(used[piece] >= min_frequency for piece in new) < count:
         number, pair = heapq.heappop(heap)
-        if -number != pairs[pair]:  # counted again since, with an entry of its own
+        if -number != pairs[pair]:  # outdated; the current count has another entry
             continue
         if -number < min_frequency:
             break

@@ -1,4 +1,4 @@
-"""Local copies of what is read from object storage, and of what is written to it."""
+"""Local copies of files on object storage, for reading and writing."""
 
 import atexit
 import contextlib
@@ -20,7 +20,7 @@ from bert_jax.errors import UserError
 from bert_jax.storage import objects
 from bert_jax.storage.lease import Lease
 
-# Of a run's folder, what local copies leave out.
+# Entries of a run's folder that local copies leave out.
 NOT_COPIED = ("checkpoints", "damaged", "lease", "profile")
 # Local paths that stand for remote ones.
 _urls: dict[pathlib.Path, str] = {}
@@ -73,7 +73,7 @@ def _process_folder() -> pathlib.Path:
 
 
 def copy_of(url: str, kind: str) -> pathlib.Path:
-    """Return where a remote path has its local copy; errors then name the remote path."""
+    """Return the path of the local copy of a URL; errors about it then name the URL."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = cache_folder() / kind / digest / url.rstrip("/").rpartition("/")[2]
     _urls[path] = url.rstrip("/")
@@ -138,8 +138,8 @@ def find(pattern: str) -> list[pathlib.Path]:
     with objects.errors_of(f"cannot list {pattern}"):
         filesystem = objects.filesystem(scheme)
         names = filesystem.glob(key) if re.search(r"[*?\[]", key) else [key.rstrip("/")]
-        found = itertools.chain.from_iterable(filesystem.find(name) for name in names)
-        urls = sorted({f"{scheme}://{name}" for name in found if not _is_hidden(name, key)})
+        keys = itertools.chain.from_iterable(filesystem.find(name) for name in names)
+        urls = sorted({f"{scheme}://{name}" for name in keys if not _is_hidden(name, key)})
     return [copy_of(url, "sources") for url in urls]
 
 
@@ -157,10 +157,10 @@ def _info(url: str) -> tuple[int, str]:
 
 
 def stat(path: pathlib.Path) -> tuple[int, Any]:
-    """Return the size of a local file or of one of `find`, and what changes with its content."""
+    """Return the size of a local file or of one of `find`, and a value that changes with its content."""
     if path.exists() or not (url := remote(path)):
-        found = path.stat()
-        return found.st_size, found.st_mtime_ns
+        local_stat = path.stat()
+        return local_stat.st_size, local_stat.st_mtime_ns
     return _info(url)
 
 
@@ -172,7 +172,7 @@ def open_file(path: pathlib.Path, block_bytes: int = 16 << 20) -> io.RawIOBase |
 
 
 class _Stream(io.RawIOBase):
-    """An object that is read from its beginning, or anywhere."""
+    """A seekable stream of an object."""
 
     mode = "rb"
 

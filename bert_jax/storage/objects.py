@@ -1,4 +1,4 @@
-"""Requests to object storage, with retries and errors of one line."""
+"""Requests to object storage, with retries and one-line errors."""
 
 import base64
 import concurrent.futures
@@ -17,10 +17,10 @@ from bert_jax.errors import Unavailable, UserError
 
 # Scheme: (extra of this package, library).
 _SCHEMES = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}
-# Files that say that their folder is complete; written last, and moved last.
+# Files that mark their folder as complete; written and moved last.
 DESCRIPTIONS = ("manifest.json", "config.json", "vocab.txt")
 _THREADS = 16
-# Whose exceptions are answers of the storage, or of the network.
+# Libraries whose exceptions report failures of the storage or the network.
 _LIBRARIES = (
     "aiobotocore",
     "aiohttp",
@@ -75,8 +75,8 @@ def check(arguments: Iterable[str]) -> None:
 def filesystem(scheme: str) -> Any:
     """Return fsspec's file system, which Orbax uses too."""
     extra, library = _SCHEMES[scheme]
-    # Without these, gcsfs asks for the type of every bucket, which needs more permissions, and the
-    # listings that it remembers lack what other processes and TensorStore write.
+    # By default, gcsfs queries the type of every bucket, which needs more permissions, and caches
+    # listings, which then miss what other processes and TensorStore write.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import fsspec
@@ -85,7 +85,7 @@ def filesystem(scheme: str) -> Any:
         importlib.import_module(library)
         for protocol in ("gs", "gcs", "s3"):
             fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it raises is reported
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its exceptions are reported
         if scheme == "s3":
             _retry_s3()
         return fsspec.filesystem("gcs" if scheme == "gs" else scheme)
@@ -96,7 +96,7 @@ def filesystem(scheme: str) -> Any:
 
 
 def _retry_s3() -> None:
-    """Let s3fs retry what a busy or restarting server answers, as gcsfs does by itself."""
+    """Make s3fs retry temporary errors of a server, as gcsfs does by default."""
     import botocore.exceptions
     import s3fs.core
 
@@ -179,17 +179,17 @@ def delete(urls: Sequence[str]) -> None:
 def listing(url: str) -> dict[str, Stat]:
     """Return all objects below a folder by their path within it, sorted; {} if there are none."""
     with errors_of(f"cannot list {url}"):
-        found = filesystem_of(url).find(key_of(url), detail=True)
+        entries = filesystem_of(url).find(key_of(url), detail=True)
     prefix = key_of(url) + "/"
     return {
         name.removeprefix(prefix): stat_of(entry)
-        for name, entry in sorted(found.items())
+        for name, entry in sorted(entries.items())
         if name.startswith(prefix) and not name.endswith("/")
     }
 
 
 def stat_of(entry: dict[str, Any]) -> Stat:
-    """Return size and checksum from what a library says of an object."""
+    """Return size and checksum from a library's entry of an object."""
     if crc := entry.get("crc32c"):
         return Stat(entry["size"], f"crc32c:{base64.b64decode(crc).hex()}")
     etag = str(entry.get("ETag") or entry.get("etag") or "").strip('"')

@@ -2,16 +2,16 @@
 
     python experiments/context/senses.py --init MODEL --out FOLDER
 
-The word's vector in each sentence of sentences.tsv is taken from every layer, 0 being the
-embeddings, which know the word and its place alone. Of each word and layer metrics.json has
+Takes the word's vector in each sentence of sentences.tsv from every layer. Layer 0 is the embeddings,
+which depend only on the word and its position. metrics.json has for each word and layer
 
-neighbor      of the sentences those whose nearest (by cosine, leaving the sentence itself out) has
-              the word in the same sense
-silhouette    of the senses, by cosine distance: 1 apart, 0 not at all
-places        of each sentence in the plane of the two main components
+neighbor      share of sentences whose nearest other sentence, by cosine similarity of the word's
+              vectors, has the word in the same sense
+silhouette    silhouette score of the senses by cosine distance: 1 separated, 0 not at all
+places        coordinates of each sentence on the first two principal components
 
-and of each word "chance", the mean share of such neighbors with the senses dealt out at random, and
-"chance_high", what one in twenty of these deals exceeds (of a thousand, in the last layer).
+and for each word "chance", the mean of `neighbor` in the last layer over a thousand random permutations
+of the senses, and "chance_high", their 95th percentile.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 
 SENTENCES = pathlib.Path(__file__).parent / "sentences.tsv"
-_DEALS = 1_000
+_PERMUTATIONS = 1_000
 
 
 def read() -> dict[str, list[tuple[str, str]]]:
     """Return the senses and sentences of each word."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    sentences: dict[str, list[tuple[str, str]]] = {}
     with open(SENTENCES, newline="") as file:
         for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            found.setdefault(row["word"], []).append((row["sense"], row["sentence"]))
-    return found
+            sentences.setdefault(row["word"], []).append((row["sense"], row["sentence"]))
+    return sentences
 
 
 def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
@@ -41,44 +41,51 @@ def measure(vectors: np.ndarray, senses: Sequence[str]) -> dict[str, Any]:
 
     Args:
         vectors: [sentences, layers, D].
-        senses: of the sentences.
+        senses: sense of the word in each sentence.
     """
     from sklearn.metrics import silhouette_score
 
     labels = np.unique(senses, return_inverse=True)[1]
-    told: dict[str, Any] = {"senses": list(senses), "neighbor": [], "silhouette": [], "places": []}
+    metrics: dict[str, Any] = {
+        "senses": list(senses),
+        "neighbor": [],
+        "silhouette": [],
+        "places": [],
+    }
     for x in vectors.swapaxes(0, 1).astype(np.float64):
         unit = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
-        likeness = unit @ unit.T
-        np.fill_diagonal(likeness, -np.inf)
-        nearest = likeness.argmax(1)
-        told["neighbor"].append(float((labels[nearest] == labels).mean()))
-        # Where vectors differ in nothing, rounding makes distances a little negative.
+        similarity = unit @ unit.T
+        np.fill_diagonal(similarity, -np.inf)
+        nearest = similarity.argmax(1)
+        metrics["neighbor"].append(float((labels[nearest] == labels).mean()))
+        # Rounding makes the distances of equal vectors slightly negative.
         distance = np.maximum(1 - unit @ unit.T, 0)
         np.fill_diagonal(distance, 0)
-        told["silhouette"].append(float(silhouette_score(distance, labels, metric="precomputed")))
+        metrics["silhouette"].append(
+            float(silhouette_score(distance, labels, metric="precomputed"))
+        )
         centered = unit - unit.mean(0)
         u, s, _ = np.linalg.svd(centered, full_matrices=False)
         places = u[:, :2] * s[:2]
-        # The signs of components are anybody's.
+        # The signs of components are arbitrary.
         places = places * np.where(places[0] < 0, -1, 1)
-        told["places"].append(places.round(4).tolist())
-    draw = np.random.default_rng(0)
-    deals = [draw.permutation(labels) for _ in range(_DEALS)]
-    shares = [(deal[nearest] == deal).mean() for deal in deals]
-    told["chance"] = float(np.mean(shares))
-    told["chance_high"] = float(np.quantile(shares, 0.95))
-    return told
+        metrics["places"].append(places.round(4).tolist())
+    rng = np.random.default_rng(0)
+    permutations = [rng.permutation(labels) for _ in range(_PERMUTATIONS)]
+    shares = [(permuted[nearest] == permuted).mean() for permuted in permutations]
+    metrics["chance"] = float(np.mean(shares))
+    metrics["chance_high"] = float(np.quantile(shares, 0.95))
+    return metrics
 
 
 def vectors(source: str) -> dict[str, np.ndarray]:
     """Return the vectors of each word in its sentences, [sentences, layers, D], embeddings first.
 
     Args:
-        source: as `convert.source.open_model` takes it.
+        source: model, as specified for `convert.source.open_model`.
 
     Raises:
-        UserError: what `open_model` raises; a sentence in which the word is not there once.
+        UserError: as for `open_model`, or a sentence does not contain its word exactly once.
     """
     from bert_jax.convert.source import open_model
     from bert_jax.embed import Embedder
@@ -89,24 +96,24 @@ def vectors(source: str) -> dict[str, np.ndarray]:
     config.embed.pooling, config.embed.normalize = "none", False
     config.embed.layers = ",".join(map(str, range(layers)))
     embedder = Embedder(config, vocabulary, params)
-    found = {}
+    states_of = {}
     for word, sentences in read().items():
-        (own,) = vocabulary.encode_all([word])
-        own = list(own.ids)
-        found[word] = []
+        (word_ids,) = vocabulary.encode_all([word])
+        word_ids = list(word_ids.ids)
+        states_of[word] = []
         texts = [text for _, text in sentences]
         for text, (tokens, states) in zip(texts, embedder.with_tokens(texts), strict=True):
             ids = tokens.tolist()
-            at = [i for i in range(len(ids)) if ids[i : i + len(own)] == own]
-            if len(at) != 1:
-                raise UserError(f"{word!r} is {len(at)} times in {text!r}: it must be there once")
-            states = states[at[0] : at[0] + len(own)].mean(0)
-            found[word].append(states.reshape(layers, -1))
-    return {word: np.stack(states) for word, states in found.items()}
+            starts = [i for i in range(len(ids)) if ids[i : i + len(word_ids)] == word_ids]
+            if len(starts) != 1:
+                raise UserError(f"{text!r} contains {word!r} {len(starts)} times, must be once")
+            states = states[starts[0] : starts[0] + len(word_ids)].mean(0)
+            states_of[word].append(states.reshape(layers, -1))
+    return {word: np.stack(states) for word, states in states_of.items()}
 
 
 def main() -> None:
-    """Embed the sentences, and measure."""
+    """Embed the sentences, and measure the separation of senses."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--init", required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -116,12 +123,12 @@ def main() -> None:
 
     device.start("")
     sentences = read()
-    found = {
+    metrics = {
         word: measure(states, [sense for sense, _ in sentences[word]])
         for word, states in vectors(options.init).items()
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "metrics.json").write_text(json.dumps(found))
+    (options.out / "metrics.json").write_text(json.dumps(metrics))
 
 
 if __name__ == "__main__":

@@ -26,22 +26,24 @@ class Layers:
 
     def markdown(self, results, folder):
         """Return a row per layer."""
-        found = {line["facts"]["of"]: line["metrics"] for line in results if "of" in line["facts"]}
-        return "\n\n".join(_table(of, told) for of, told in found.items()) or "not run"
+        metrics = {
+            line["facts"]["of"]: line["metrics"] for line in results if "of" in line["facts"]
+        }
+        return "\n\n".join(_table(*item) for item in metrics.items()) or "not run"
 
 
-def _table(of, told):
-    """Return the table of one model."""
-    lines = [f"| layer of {of} | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
-    for layer in range(len(told[WORDS[0]]["neighbor"])):
+def _table(model, metrics):
+    """Return the table of a model."""
+    lines = [f"| layer of {model} | {' | '.join(WORDS)} |", f"|---|{'---|' * len(WORDS)}"]
+    for layer in range(len(metrics[WORDS[0]]["neighbor"])):
         cells = [
-            f"{100 * told[word]['neighbor'][layer]:.0f}% ({told[word]['silhouette'][layer]:.2f})"
+            f"{100 * metrics[word]['neighbor'][layer]:.0f}% ({metrics[word]['silhouette'][layer]:.2f})"
             for word in WORDS
         ]
         name = "0, the embeddings" if layer == 0 else layer
         lines.append(f"| {name} | {' | '.join(cells)} |")
     for name, key in (("chance", "chance"), ("chance, 95 in 100 below", "chance_high")):
-        cells = [f"{100 * told[word][key]:.0f}%" for word in WORDS]
+        cells = [f"{100 * metrics[word][key]:.0f}%" for word in WORDS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -57,25 +59,27 @@ class Picture:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
-        found = [line["metrics"] for line in results if "of" in line["facts"]]
-        if not found:
+        measured = [line["metrics"] for line in results if "of" in line["facts"]]
+        if not measured:
             return "not run"
-        told = found[-1]
-        last = len(told[WORDS[0]]["neighbor"]) - 1
+        metrics = measured[-1]
+        last = len(metrics[WORDS[0]]["neighbor"]) - 1
         layers = sorted({0, (last + 1) // 2, last})
         with rc_context({"svg.hashsalt": "bert_jax"}):
             figure = Figure(figsize=(3 * len(layers), 3 * len(WORDS)), layout="constrained")
             axes = figure.subplots(len(WORDS), len(layers), squeeze=False)
             for row, word in zip(axes, WORDS, strict=True):
-                senses = told[word]["senses"]
+                senses = metrics[word]["senses"]
                 for plot, layer in zip(row, layers, strict=True):
                     for sense in dict.fromkeys(senses):
-                        own = [
-                            place
-                            for place, each in zip(told[word]["places"][layer], senses, strict=True)
-                            if each == sense
+                        points = [
+                            point
+                            for point, label in zip(
+                                metrics[word]["places"][layer], senses, strict=True
+                            )
+                            if label == sense
                         ]
-                        plot.scatter(*zip(*own, strict=True), s=12, label=sense)
+                        plot.scatter(*zip(*points, strict=True), s=12, label=sense)
                     plot.set(title=f"{word}, layer {layer}", xticks=[], yticks=[])
                 row[0].legend(frameon=False, fontsize="small")
             with files.atomic_write(folder / self.file) as beside:

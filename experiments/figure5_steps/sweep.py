@@ -28,19 +28,19 @@ def get_blocks(results):
     """Return a table with a column per checkpoint, and the plot."""
     series = {label: {"model": label} for label in (MASKED, CAUSAL)}
 
-    def told(scale):
-        at = recipes.checkpoints(recipes.SweepArgs(scale))
-        columns = {f"{step:,}": Column("dev.accuracy", {"steps": step}) for step in at}
+    def table_and_claims(scale):
+        checkpoints = recipes.checkpoints(recipes.SweepArgs(scale))
+        columns = {f"{step:,}": Column("dev.accuracy", {"steps": step}) for step in checkpoints}
         return Table(series, columns, {}, TASK[scale]), [Claim(c, MASKED, CAUSAL) for c in columns]
 
     def curves(scale, x, label, name):
         labels = (label, f"{TASK[scale]}, accuracy on dev")
-        own = {label: {**facts, "task": TASK[scale]} for label, facts in series.items()}
-        return recipes.At(scale, Curves(f"{name}.svg", own, x, "dev.accuracy", labels))
+        task_series = {label: {**facts, "task": TASK[scale]} for label, facts in series.items()}
+        return recipes.At(scale, Curves(f"{name}.svg", task_series, x, "dev.accuracy", labels))
 
     blocks = {
         f"{scale}_curves": curves(scale, "steps", "steps of pretraining", scale) for scale in TASK
     }
     predicted = "million tokens predicted in pretraining"
     blocks["small_targets"] = curves("small", "targets", predicted, "small_targets")
-    return recipes.page(small=told("small"), paper=told("paper")) | blocks
+    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | blocks

@@ -1,12 +1,12 @@
 """Coordinate check of muP: does the change of activations in a step depend on the width?
 
     python experiments/mup/run.py            # about four minutes on two CPU cores
-    python experiments/mup/run.py --page     # README.md again, from results.jsonl
+    python experiments/mup/run.py --page     # only write README.md from results.jsonl
 
 Models of two layers and hidden sizes from 64 to 512 take a few AdamW steps on one batch of random
 tokens. After every step, the root mean square of the change since initialization is measured: of
 the word vectors, of the hidden states of each layer, and of the logits. With muP it does not grow with
-the width, so that a learning rate found on a narrow model serves a wide one.
+the width, so that a learning rate tuned on a narrow model transfers to a wide one.
 """
 
 import argparse
@@ -102,8 +102,8 @@ def draw(lines: list[dict], path: pathlib.Path) -> None:
 
 
 def _mean(lines: list[dict], kind: str, width: int, step: int, part: int) -> float:
-    own = [line for line in lines if (line["kind"], line["hidden"]) == (kind, width)]
-    return float(np.mean([line["changes"][step][part] for line in own]))
+    selected = [line for line in lines if (line["kind"], line["hidden"]) == (kind, width)]
+    return float(np.mean([line["changes"][step][part] for line in selected]))
 
 
 def table(lines: list[dict]) -> str:
@@ -120,7 +120,7 @@ def table(lines: list[dict]) -> str:
 
 
 def main() -> None:
-    """Measure, unless --page is given, and write the picture and the page."""
+    """Measure, unless --page is given, and write the plot and the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--page", action="store_true", help="only write the page")
     path = HERE / "results.jsonl"

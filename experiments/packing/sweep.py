@@ -26,7 +26,7 @@ def get_points(given):
         yield recipes.pretrained(given, PACKED, changes=batches, on=rows)
         return
     for label, sequences in ((SINGLE, 1), (PACKED, 8)):
-        # Every document gets sequences of a random length: else nine in ten fill a row anyway.
+        # Random sequence lengths, since nine in ten sequences fill a row by default.
         rows = recipes.rows(
             given,
             sequences=sequences,
@@ -34,7 +34,7 @@ def get_points(given):
             more=("--short-fraction", 1),
         )
         changes = {"steps": STEPS, "batch_size": SMALL_BATCH[label]}
-        # All held-out rows, for these are the same sequences; and so less often.
+        # Evaluate on all held-out rows, whose sequences are the same for both, and less often.
         changes |= {"evaluate_rows": 0, "evaluate_every_steps": STEPS // 10}
         yield recipes.pretrained(given, label, changes=changes, lengths={128: 1}, on=[rows])
 

@@ -5,12 +5,13 @@
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt --fill
     python experiments/prepare/benchmark.py --vocab vocab.txt --text wiki.txt --beam   # extra beam
 
-Each run appends its numbers to results.jsonl beside this file and writes README.md's tables anew
-from all of them. Give it the machine to itself.
+Each run appends its numbers to results.jsonl beside this file and rewrites README.md from all of
+them. Run it on an idle machine.
 
-Speed is the text's bytes by the wall clock, in rounds that take turns (`tokenizer`: encode_batch
-and encode_batch_fast on all cores, of paragraphs and of sentences; `prepare`: all of it, from the
-file to the manifest, process start included; `plain`: one core, on a part of the text).
+Speed is bytes of text per second of wall-clock time, in rounds in which the candidates take turns
+(`tokenizer`: encode_batch and encode_batch_fast on all cores, of paragraphs and of sentences;
+`prepare`: from the file to the manifest, including the start of the process; `plain`: one core, on a
+part of the text).
 """
 
 import argparse
@@ -37,8 +38,8 @@ HERE = pathlib.Path(__file__).parent
 PLAIN_BYTES = 500_000
 
 
-# The comparison: a straightforward implementation, a sentence at a time, with the passes that
-# tokenization.py and create_pretraining_data.py make over it. No masking, as `prepare` does none.
+# The baseline: a straightforward implementation that makes the same passes over each sentence as
+# tokenization.py and create_pretraining_data.py. Without masking, which `prepare` does not do either.
 
 
 def is_whitespace(character):
@@ -118,18 +119,18 @@ def plain_pieces(word, index):
         return ["[UNK]"]
     pieces, start = [], 0
     while start < len(characters):
-        end, found = len(characters), None
+        end, match = len(characters), None
         while start < end:
             piece = "".join(characters[start:end])
             if start > 0:
                 piece = "##" + piece
             if piece in index:
-                found = piece
+                match = piece
                 break
             end -= 1
-        if found is None:
+        if match is None:
             return ["[UNK]"]
-        pieces.append(found)
+        pieces.append(match)
         start = end
     return pieces
 
@@ -273,17 +274,17 @@ def measure_speed(text, vocab, rounds):
 def peak_memory(command):
     """Return the peak resident memory in MB of a command and of its largest child."""
     process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    own = worker = 0
+    parent = worker = 0
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            own = max(own, process.memory_info().rss)
+            parent = max(parent, process.memory_info().rss)
             for child in process.children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     worker = max(worker, child.memory_info().rss)
         time.sleep(0.02)
     if process.returncode:
         raise RuntimeError(f"{command} failed")
-    return round(own / 1e6, 1), round(worker / 1e6, 1)
+    return round(parent / 1e6, 1), round(worker / 1e6, 1)
 
 
 def measure_memory(text, vocab):
@@ -296,9 +297,9 @@ def measure_memory(text, vocab):
         for name, path in (("1x", tenth), ("10x", text)):
             command = [sys.executable, __file__, "--once", f"{folder}/{name}"]
             command += ["--vocab", str(vocab), "--text", str(path)]
-            own, worker = peak_memory(command)
+            parent, worker = peak_memory(command)
             megabytes = round(path.stat().st_size / 1e6, 2)
-            results[name] = {"megabytes": megabytes, "parent_mb": own, "worker_mb": worker}
+            results[name] = {"megabytes": megabytes, "parent_mb": parent, "worker_mb": worker}
     return {"what": "memory", **results}
 
 
@@ -328,7 +329,7 @@ def measure_beam(text, vocab, parts=8):
 
     Each file is a source, because small files of one source are read together.
     """
-    found = {}
+    same_bytes = {}
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         documents = text.read_text().split("\n\n")
@@ -347,8 +348,8 @@ def measure_beam(text, vocab, parts=8):
             content = {path.name: path.read_bytes() for path in out.iterdir()}
             contents[name] = content
             shards = sum(file.endswith(".arrayrecord") for file in content)
-            found[name] = content == contents["local"]
-    return {"what": "beam", "batches": len(sources), "shards": shards, "same_bytes": found}
+            same_bytes[name] = content == contents["local"]
+    return {"what": "beam", "batches": len(sources), "shards": shards, "same_bytes": same_bytes}
 
 
 def spread(values):
@@ -359,7 +360,7 @@ def readme(results):
     lines = [
         "# prepare: text to rows",
         "",
-        "Written by `benchmark.py` from results.jsonl; how to run it is at its top.",
+        "Written by `benchmark.py` from results.jsonl; its docstring describes how to run it.",
     ]
     for result in results:
         title = f"{result['what'].capitalize()}, {result['text']}, {result['machine']}"
@@ -389,7 +390,7 @@ def readme(results):
                 f"the fastest tokenizer call by the clock "
                 f"({by_effort[fastest] / by_effort['prepare']:.0%} for the same processor time) "
                 f"and {by_clock['prepare'] / by_clock['plain Python']:.0f} times plain Python, "
-                f"which knows one core only "
+                f"which uses one core "
                 f"({by_effort['plain Python'] / by_effort['prepare']:.1f} times for the same "
                 "processor time).",
             ]
@@ -401,9 +402,9 @@ def readme(results):
             ]
         elif result["what"] == "beam":
             lines += [
-                f"{result['batches']} files tokenized apart and {result['shards']} shards.",
+                f"{result['batches']} files, tokenized separately, and {result['shards']} shards.",
                 "",
-                "| | the local runner's bytes |",
+                "| | same bytes as the local runner |",
                 "|---|---|",
             ]
             lines += [
@@ -424,7 +425,7 @@ def main():
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--fill", action="store_true")
     parser.add_argument("--beam", action="store_true")
-    parser.add_argument("--once", metavar="OUT", help="only prepare, for the others to measure")
+    parser.add_argument("--once", metavar="OUT", help="only run prepare (used internally)")
     arguments = parser.parse_args()
     if arguments.once:
         prepare([str(arguments.text)], arguments.vocab, arguments.once)

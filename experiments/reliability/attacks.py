@@ -1,9 +1,9 @@
-"""Situations that a run or a command must survive, each tried for real.
+"""Put real runs and commands into situations that they must survive.
 
     python experiments/reliability/attacks.py [--only NAME]
 
-Like kills.py, on which it builds, it makes its own data. A line per situation goes to attacks.jsonl,
-in place of an older one, and `report.py` writes README.md from it. About twenty minutes.
+Creates its data as kills.py does. The result of each situation replaces its line in attacks.jsonl,
+from which `report.py` writes README.md. Takes about twenty minutes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RESULTS = HERE / "attacks.jsonl"
 
 
 def started(command: list, **environment: str) -> subprocess.Popen:
-    """Start a command with changes of its environment."""
+    """Start a command with additional environment variables."""
     return subprocess.Popen(
         [sys.executable, "-m", "bert_jax", *map(str, command)],
         stdout=subprocess.PIPE,
@@ -43,10 +43,10 @@ def devices(count: int) -> dict[str, str]:
 
 
 def wait_for(path: pathlib.Path, process: subprocess.Popen) -> None:
-    """Wait until a file exists, while a process runs."""
+    """Wait until a file exists; fail if the process ends first."""
     while not path.exists():
         if process.poll() is not None:
-            raise SystemExit(f"{path.name} never came:\n{process.communicate()[0]}")
+            raise SystemExit(f"{path.name} was not written:\n{process.communicate()[0]}")
         time.sleep(0.01)
 
 
@@ -59,7 +59,7 @@ def metrics_of(folder: pathlib.Path) -> dict:
 
 
 def two_devices_then_one(data: pathlib.Path, make: dict) -> dict:
-    """A run on two devices is killed, and goes on on one, three times."""
+    """A run on two devices is killed and resumed on one, three times."""
     worst = 0.0
     for i in range(3):
         out = data / f"devices_{i}"
@@ -78,7 +78,7 @@ def two_devices_then_one(data: pathlib.Path, make: dict) -> dict:
 
 
 def another_number_of_workers(data: pathlib.Path, make: dict) -> dict:
-    """`prepare` is killed with four workers and goes on with one, five times."""
+    """`prepare` is killed with four workers and resumed with one, five times."""
     command, rng = make["prepare"], random.Random(0)
     for i in range(5):
         out = data / f"workers_{i}"
@@ -99,10 +99,16 @@ def a_process_that_stands_still(data: pathlib.Path, make: dict) -> dict:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     out = data / "stopped"
-    own = {"BERT_JAX_COORDINATOR": f"127.0.0.1:{port}", "BERT_JAX_PROCESSES": "2", **devices(1)}
+    variables = {
+        "BERT_JAX_COORDINATOR": f"127.0.0.1:{port}",
+        "BERT_JAX_PROCESSES": "2",
+        **devices(1),
+    }
 
     def pair() -> list[subprocess.Popen]:
-        return [started(make["pretrain"](out), **own, BERT_JAX_PROCESS=str(i)) for i in range(2)]
+        return [
+            started(make["pretrain"](out), **variables, BERT_JAX_PROCESS=str(i)) for i in range(2)
+        ]
 
     first, second = pair()
     wait_for(out / "checkpoints" / "9", first)
@@ -143,10 +149,10 @@ def a_sweep_whose_run_is_killed(data: pathlib.Path, make: dict) -> dict:
     arguments = ["sweep", folder, "--runs", runs, "--data", data]
     for _ in range(2):
         process = started(arguments)
-        while not (found := list(runs.glob("*/out/checkpoints/[1-9]*"))):
+        while not (checkpoints := list(runs.glob("*/out/checkpoints/[1-9]*"))):
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.05)
-        step = len(found)
+        count = len(checkpoints)
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 if b"--workdir" in (line := file.read()) and str(runs).encode() in line:
@@ -157,8 +163,8 @@ def a_sweep_whose_run_is_killed(data: pathlib.Path, make: dict) -> dict:
     kills.call(*arguments)
     return {
         "times": 2,
-        "found": f"said {text.strip().splitlines()[-1]!r}, status {process.returncode}; started "
-        f"again, the run resumed ({step} checkpoints) and ended",
+        "found": f"the sweep printed {text.strip().splitlines()[-1]!r} and ended with status "
+        f"{process.returncode}; started again, the run resumed ({count} checkpoints) and ended",
     }
 
 
@@ -167,18 +173,18 @@ def evaluation_beside_fine_tuning(data: pathlib.Path, make: dict) -> dict:
     out, times, early = data / "beside", 0, 0
     process = started(make["finetune"](out))
     while process.poll() is None:
-        looking = started(["evaluate", "--workdir", out, "--json"])
-        text = looking.communicate()[0]
+        evaluation = started(["evaluate", "--workdir", out, "--json"])
+        text = evaluation.communicate()[0]
         times += 1
-        if looking.returncode:
-            assert looking.returncode == 2, text
+        if evaluation.returncode:
+            assert evaluation.returncode == 2, text
             assert "Traceback" not in text, text
             early += 1
     assert process.returncode == 0, process.communicate()[0]
     assert not kills.differences("finetune", out, data / "finetune")
     return {
         "times": times,
-        "found": f"{times - early} evaluated, {early} said in one line that there was no (such) "
+        "found": f"{times - early} evaluated, {early} reported in one line that there was no such "
         "checkpoint; the run ended with the same bits",
     }
 
@@ -207,7 +213,7 @@ def predictions_on_a_full_disk(data: pathlib.Path, make: dict) -> dict:
     failed = statuses.count("status 2")
     return {
         "times": 5,
-        "found": f"{failed} said in one line that the disk is full, the others wrote",
+        "found": f"{failed} reported in one line that the disk is full, the others wrote their output",
     }
 
 
@@ -232,7 +238,7 @@ def sentences(rng: random.Random, count: int) -> str:
 
 def large_inputs(data: pathlib.Path, make: dict) -> dict:
     """Rows of 200,000 one-line documents, a 50 MB document, a 1 GB line of JSON."""
-    rng, found = random.Random(0), []
+    rng, results = random.Random(0), []
     line = sentences(rng, 30)
     (data / "short.txt").write_text("\n\n".join(f"{line[:40]} {i}." for i in range(200_000)))
     (data / "long.txt").write_text("\n".join([line] * (50_000_000 // len(line))))
@@ -249,9 +255,9 @@ def large_inputs(data: pathlib.Path, make: dict) -> dict:
         assert (out / "manifest.json").exists(), name
         # Lines of JSON above 268 million characters are left out with a warning.
         fate = " (left out with a warning)" if name == "line.jsonl" else ""
-        found.append(f"{name} ({size:,.0f} MB){fate}: {peak:,} MB in {minutes:.1f} min")
+        results.append(f"{name} ({size:,.0f} MB){fate}: {peak:,} MB in {minutes:.1f} min")
         (data / name).unlink()
-    return {"times": 3, "found": "; ".join(found)}
+    return {"times": 3, "found": "; ".join(results)}
 
 
 def a_vocabulary_of_much_text(data: pathlib.Path, make: dict, gigabytes: int = 5) -> dict:
@@ -281,7 +287,7 @@ ATTACKS = (
 
 
 def main() -> None:
-    """Run the situations and record what was found."""
+    """Run the situations and record the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[attack.__name__ for attack in ATTACKS])
     options = parser.parse_args()
@@ -297,8 +303,8 @@ def main() -> None:
             result = attack(data, make)
             line = {"attack": attack.__name__, "what": attack.__doc__, **result}
             before = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-            kept = [each for each in before if json.loads(each)["attack"] != attack.__name__]
-            RESULTS.write_text("\n".join([*kept, json.dumps(line)]) + "\n")
+            others = [each for each in before if json.loads(each)["attack"] != attack.__name__]
+            RESULTS.write_text("\n".join([*others, json.dumps(line)]) + "\n")
             print(f"{attack.__name__}: {result['found']}", flush=True)
 
 

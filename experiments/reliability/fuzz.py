@@ -1,9 +1,9 @@
-"""Count the damaged inputs that the fuzzing tests try, and check that they end as documented.
+"""Run the fuzzing tests on more inputs, and count the inputs and failures.
 
     python experiments/reliability/fuzz.py [--times 20]
 
-Runs tests/test_fuzz.py and tests/test_fuzz_rows.py with so many times the usual inputs, drawn anew,
-and counts from pytest's own report. A line a test goes to fuzz.jsonl, and `report.py` shows them.
+Runs tests/test_fuzz.py and tests/test_fuzz_rows.py with `--times` as many random inputs as the test
+suite, and counts them from pytest's report. Writes one line per test to fuzz.jsonl for `report.py`.
 """
 
 import argparse
@@ -22,23 +22,23 @@ import xml.etree.ElementTree
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 TESTS = ("tests/test_fuzz.py", "tests/test_fuzz_rows.py")
-# As hypothesis describes a test; what is invalid was never tried.
-TRIED = re.compile(r"(\d+) passing, (\d+) failing")
+# Inputs in hypothesis's statistics of a test, without invalid ones.
+INPUTS = re.compile(r"(\d+) passing, (\d+) failing")
 
 
 def count(report: pathlib.Path) -> dict[str, list[int]]:
-    """Return the inputs tried and the failures by test, from a JUnit report."""
+    """Return the number of inputs and of failures by test, from a JUnit report."""
     root = xml.etree.ElementTree.parse(report).getroot()
-    tried: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for case in root.iter("testcase"):
         name = case.get("name", "").split("[")[0]
-        tried[name][1] += case.find("failure") is not None or case.find("error") is not None
+        counts[name][1] += case.find("failure") is not None or case.find("error") is not None
     for prop in root.iter("property"):
         node = prop.get("name", "").removeprefix("hypothesis-statistics-")
-        told = base64.b64decode(prop.get("value", "")).decode()
+        statistics = base64.b64decode(prop.get("value", "")).decode()
         name = node.split("::")[1].split("[")[0]
-        tried[name][0] += sum(int(n) for found in TRIED.findall(told) for n in found)
-    return tried
+        counts[name][0] += sum(int(n) for numbers in INPUTS.findall(statistics) for n in numbers)
+    return counts
 
 
 def main() -> None:
@@ -47,14 +47,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bert_jax_fuzz_") as temporary:
         report = pathlib.Path(temporary) / "report.xml"
-        # In one process: of several, the report has no statistics.
+        # In one process: with several, the report has no statistics.
         status = subprocess.run(
             [sys.executable, "-m", "pytest", "-n0", "-q", f"--junitxml={report}", *TESTS],
             cwd=ROOT,
             env={**os.environ, "BERT_JAX_SOAK": str(options.times)},
             check=False,
         ).returncode
-        found = count(report)
+        counts = count(report)
     lines = [
         {
             "test": name,
@@ -63,7 +63,7 @@ def main() -> None:
             "times": options.times,
             "hypothesis": importlib.metadata.version("hypothesis"),
         }
-        for name, (inputs, failed) in found.items()
+        for name, (inputs, failed) in counts.items()
         if inputs or failed  # the others draw nothing
     ]
     (HERE / "fuzz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

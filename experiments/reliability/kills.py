@@ -2,11 +2,11 @@
 
     python experiments/reliability/kills.py --kills 100 [--seed 0] [--only pretrain finetune]
 
-Everything is made here: a text from a grammar, a vocabulary, rows, a table to fine-tune on. Each
-command first runs undisturbed. Then it is started, killed by SIGKILL at a moment drawn from
-`MOMENTS`, started again, …, and at last left alone; what it leaves must be what the undisturbed run
-left, bit for bit: arrays of every checkpoint that is kept, metrics.jsonl, shards, exported files.
-A line a kill goes to kills.jsonl, and `report.py` writes README.md from it.
+Generates its data: a text from a grammar, a vocabulary, rows, a table to fine-tune on. Each command first
+runs undisturbed. Then it is started, killed by SIGKILL at a moment drawn from `MOMENTS` and restarted,
+several times, and finally runs to its end. Its output must equal that of the undisturbed run bit for bit:
+arrays of all remaining checkpoints, metrics.jsonl, shards and exported files. Each kill is a line of
+kills.jsonl, from which `report.py` writes README.md.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from collections.abc import Callable
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 TRAINED = ("pretrain", "finetune")
-# A run of some hundred steps is killed so many times before it may end.
+# Maximum number of kills of one run.
 KILLS_A_RUN = 4
 POLL_SECONDS = 0.001
 NOUNS = "king river mountain book child city teacher horse garden winter letter ship".split()
 VERBS = "sees follows remembers leaves finds builds crosses describes".split()
 
 
-# --- What is run ----------------------------------------------------------------------------------
+# --- Commands -------------------------------------------------------------------------------------
 
 
 def corpus(folder: pathlib.Path) -> None:
@@ -107,7 +107,7 @@ def commands(data: pathlib.Path) -> dict[str, Callable[[pathlib.Path], list]]:
 
 
 def environment() -> dict[str, str]:
-    # Most of a start is compiling: little optimization, and a cache of this harness's own.
+    # Compiling takes most of the time of a start: optimize little, and use a separate cache.
     flags = "--xla_backend_optimization_level=0"
     cache = os.path.join(tempfile.gettempdir(), "bert_jax_kills_cache")
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "BERT_JAX_CACHE": cache}
@@ -125,12 +125,12 @@ def start(command: list) -> subprocess.Popen:
 
 def call(*command) -> None:
     process = start(list(command))
-    said, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=600)
     if process.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))}: status {process.returncode}\n{said}")
+        raise SystemExit(f"{' '.join(map(str, command))}: status {process.returncode}\n{output}")
 
 
-# --- When it is killed ----------------------------------------------------------------------------
+# --- Moments --------------------------------------------------------------------------------------
 
 
 def names(folder: pathlib.Path) -> set[str]:
@@ -171,7 +171,7 @@ def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
     return now
 
 
-def line_of(out: pathlib.Path, wanted: Callable[[dict], bool]) -> Callable[[], bool]:
+def line_of(out: pathlib.Path, condition: Callable[[dict], bool]) -> Callable[[], bool]:
     """Wait until a new line of metrics.jsonl satisfies a condition."""
     path = out / "metrics.jsonl"
     begun = path.stat().st_size if path.exists() else 0
@@ -180,7 +180,7 @@ def line_of(out: pathlib.Path, wanted: Callable[[dict], bool]) -> Callable[[], b
         if not path.exists() or path.stat().st_size <= begun:
             return False
         try:
-            return wanted(json.loads(path.read_text().splitlines()[-1]))
+            return condition(json.loads(path.read_text().splitlines()[-1]))
         except (ValueError, IndexError):
             return False
 
@@ -247,24 +247,26 @@ def kill_once(command: list, out: pathlib.Path, moment, rng: random.Random) -> b
             process.communicate()
             return process.returncode == -signal.SIGKILL
         time.sleep(POLL_SECONDS)
-    said = process.communicate()[0]
+    output = process.communicate()[0]
     if process.returncode:
-        raise SystemExit(f"{command[0]}: status {process.returncode} after a kill\n{said}")
+        raise SystemExit(f"{command[0]}: status {process.returncode} after a kill\n{output}")
     return False
 
 
-# --- What it must leave ---------------------------------------------------------------------------
+# --- Results --------------------------------------------------------------------------------------
 
 
 def differences(scenario: str, out: pathlib.Path, reference: pathlib.Path) -> list[str]:
     """Return the differences from the folder of the undisturbed run."""
     if scenario in (*TRAINED, "import"):
         return trained_differences(out, reference)
-    found = sorted(str(p.relative_to(reference)) for p in reference.rglob("*") if p.is_file())
-    here = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
-    if here != found:
+    expected = sorted(str(p.relative_to(reference)) for p in reference.rglob("*") if p.is_file())
+    actual = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    if actual != expected:
         return ["the list of files"]
-    return [name for name in found if not filecmp.cmp(out / name, reference / name, shallow=False)]
+    return [
+        name for name in expected if not filecmp.cmp(out / name, reference / name, shallow=False)
+    ]
 
 
 def trained_differences(out: pathlib.Path, reference: pathlib.Path) -> list[str]:
@@ -311,10 +313,10 @@ def main() -> None:
         folder = pathlib.Path(temporary)
         corpus(folder)
         make = commands(folder)
-        for scenario in make:  # in this order, for one stands on another
+        for scenario in make:  # in this order, since some use the output of others
             if scenario in options.only or scenario in ("pretrain", "export"):
                 call(*make[scenario](folder / scenario))
-        # Training is where there is most to lose: three times as often as the others.
+        # Kill training, which has the most state, three times as often as the others.
         weights = [3 if scenario in TRAINED else 1 for scenario in options.only]
         number = 0
         while done < options.kills:
@@ -327,7 +329,7 @@ def main() -> None:
                 if not kill_once(make[scenario](out), out, moment, rng):
                     break
                 lines.append({"command": scenario, "moment": moment.__name__})
-            # What makes a whole folder at once is done when there is one; the others go on.
+            # Commands that create a folder atomically are done if it exists; the others resume.
             if scenario in (*TRAINED, "prepare") or not out.exists():
                 call(*make[scenario](out))
             differ = differences(scenario, out, folder / scenario)

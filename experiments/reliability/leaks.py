@@ -2,8 +2,8 @@
 
     python experiments/reliability/leaks.py [--steps 20000]
 
-The smallest model on rows made here, evaluated and saved every 500 steps. What the process holds is
-read from /proc twice a second; leaks.jsonl has a line each, and `report.py` draws them.
+Trains the smallest model on generated rows, and evaluates and saves every 500 steps. Resources of the
+process are sampled from /proc twice a second and written to leaks.jsonl, which `report.py` plots.
 """
 
 import argparse
@@ -26,16 +26,16 @@ CHANGES = (
 def disk_bytes(folder: pathlib.Path) -> int:
     """Return the total size of all files in a folder, skipping those deleted meanwhile."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                total += os.stat(os.path.join(place, name)).st_size
+                total += os.stat(os.path.join(parent, name)).st_size
             except OSError:
                 continue
     return total
 
 
-def look(process: int, out: pathlib.Path) -> dict[str, int]:
+def sample(process: int, out: pathlib.Path) -> dict[str, int]:
     """Return the resources that the process uses."""
     fields = dict(
         line.split(":", 1)
@@ -44,11 +44,11 @@ def look(process: int, out: pathlib.Path) -> dict[str, int]:
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return {
         "step": json.loads(lines[-1])["step"],
-        # Its own, wherever the system keeps it by now; what is mapped from files comes and goes.
+        # Anonymous memory, resident or swapped; pages of mapped files come and go.
         "memory_bytes": sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap")) * 1024,
         "threads": int(fields["Threads"]),
         "open_files": len(os.listdir(f"/proc/{process}/fd")),
-        # Curves and metrics grow by design; what must not is what is kept beside them.
+        # Only checkpoints, since metrics.jsonl grows by design.
         "disk_bytes": disk_bytes(out / "checkpoints"),
     }
 
@@ -66,19 +66,19 @@ def main() -> None:
             *("pretrain", f"--config={ROOT}/configs/pretrain.py:L1-H32-A1,32", *changes),
             *(f"--config.steps={options.steps}", "--rows", data / "rows32", "--workdir", out),
         ])  # fmt: skip
-        found, begun = [], time.monotonic()
+        samples, begun = [], time.monotonic()
         while process.poll() is None:
             time.sleep(0.5)
             try:
-                found.append(
-                    {"seconds": round(time.monotonic() - begun, 1), **look(process.pid, out)}
+                samples.append(
+                    {"seconds": round(time.monotonic() - begun, 1), **sample(process.pid, out)}
                 )
-            except (OSError, ValueError, IndexError, KeyError):  # not begun, or gone
+            except (OSError, ValueError, IndexError, KeyError):  # not started yet, or ended
                 continue
-        said = process.communicate()[0]
+        output = process.communicate()[0]
         if process.returncode:
-            raise SystemExit(f"status {process.returncode}\n{said}")
-    (HERE / "leaks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+            raise SystemExit(f"status {process.returncode}\n{output}")
+    (HERE / "leaks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
 
 
 if __name__ == "__main__":

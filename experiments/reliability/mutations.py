@@ -2,9 +2,9 @@
 
     python experiments/reliability/mutations.py [--only NAME] [--jobs N]
 
-Every mutation runs in a copy of the repository, on the tests of the changed module. A mutation that
-survives is a fault that could be made without a test turning red. Results are appended to
-mutations.jsonl; those already there are not run again.
+Every mutation runs the tests of the changed module in a copy of the repository. A mutation that survives
+is a fault that no test detects. Results are appended to mutations.jsonl; mutations that already have a
+result are not run again.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SECONDS = 900  # a mutation that runs longer is killed, and counts as noticed
 
 
 class Mutation(NamedTuple):
-    """A change of one place in a module, and the tests that should notice it."""
+    """A change of one expression in a module, and the tests that should notice it."""
 
     module: str
     old: str

@@ -10,13 +10,13 @@ import pathlib
 from bert_jax import files
 
 HERE = pathlib.Path(__file__).parent
-HELD = {
+RESOURCES = {
     "memory_bytes": ("memory, MB", 1e6),
     "disk_bytes": ("checkpoints on disk, MB", 1e6),
     "open_files": ("open files", 1),
     "threads": ("threads", 1),
 }
-# Compiling, the first evaluation and the first save are behind a run by then.
+# Share of a run that is warm-up: compilation, the first evaluation and the first save.
 WARM = 0.2
 
 
@@ -37,8 +37,10 @@ def kills(lines):
         f"|---|{'---|' * (len(moments) + 1)}",
     ]
     for command in commands:
-        own = [counts[command, moment] for moment in moments]
-        table.append(f"| {command} | {' | '.join(str(n or '') for n in own)} | {sum(own)} |")
+        command_counts = [counts[command, moment] for moment in moments]
+        table.append(
+            f"| {command} | {' | '.join(str(n or '') for n in command_counts)} | {sum(command_counts)} |"
+        )
     runs = len({(line["seed"], line["command"], line["run"]) for line in lines})
     seeds = ", ".join(str(seed) for seed in sorted({line["seed"] for line in lines}))
     return [
@@ -58,7 +60,7 @@ def leaks(lines):
     tenth = max(len(warm) // 10, 1)
     table = [f"| | steps {warm[0]['step']:,} to {warm[tenth - 1]['step']:,} | the same number at the end | maximum |",
              "|---|---|---|---|"]  # fmt: skip
-    for key, (name, unit) in HELD.items():
+    for key, (name, unit) in RESOURCES.items():
         values = [line[key] / unit for line in warm]
         first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
         table.append(f"| {name} | {first:,.1f} | {last:,.1f} | {max(values):,.1f} |")
@@ -94,7 +96,7 @@ def fuzz(lines):
 def attacks(lines):
     """Return a table with a row per situation."""
     rows = [f"| {line['what'].rstrip('.')} | {line['times']} | {line['found']} |" for line in lines]
-    return ["| situation | times | found |", "|---|---|---|", *rows] if rows else ["not run"]
+    return ["| situation | times | result |", "|---|---|---|", *rows] if rows else ["not run"]
 
 
 def mutations(lines):
@@ -103,8 +105,8 @@ def mutations(lines):
         return ["not run"]
     survived = [line for line in lines if not line["noticed"]]
     modules = collections.Counter(line["module"] for line in lines)
-    own = collections.Counter(line["module"] for line in survived)
-    table = [f"| {name} | {count} | {count - own[name]} |" for name, count in modules.items()]
+    survivors = collections.Counter(line["module"] for line in survived)
+    table = [f"| {name} | {count} | {count - survivors[name]} |" for name, count in modules.items()]
     return [
         f"{len(lines)} mutations, {len(lines) - len(survived)} noticed.",
         "",
@@ -122,7 +124,9 @@ def draw(lines):
 
     with rc_context({"svg.hashsalt": "bert_jax"}):
         figure = Figure(figsize=(8, 5), layout="constrained")
-        for axis, (key, (name, unit)) in zip(figure.subplots(2, 2).flat, HELD.items(), strict=True):
+        for axis, (key, (name, unit)) in zip(
+            figure.subplots(2, 2).flat, RESOURCES.items(), strict=True
+        ):
             axis.plot([line["step"] for line in lines], [line[key] / unit for line in lines])
             axis.set(title=name, xlabel="step", ylim=(0, None))
         with files.atomic_write(HERE / "leaks.svg") as beside:

@@ -76,15 +76,15 @@ def expected(size, config, topology):
 def predict(results, run, make, apply, size, tokens, name):
     """Return a table cell: compiled, or extrapolated from the nearest compiled program.
 
-    What the formulae say is scaled by what they miss on that program.
+    Values of the formulas are scaled by their errors on that program.
     """
     known = known_fits(results, run, size, tokens)
     if name in known:
-        found = known[name]
-        (phase,) = found["report"]["phases"]
+        record = known[name]
+        (phase,) = record["report"]["phases"]
         return {
             "how": "c",
-            "change": found["change"],
+            "change": record["change"],
             "total": phase["memory"]["total"],
             "times": phase["roofline"],
         }
@@ -94,8 +94,8 @@ def predict(results, run, make, apply, size, tokens, name):
         return None
 
     def distance(other):
-        place = preflight.parse_topology(other)
-        return (place.kind != topology.kind, abs(math.log(place.chips / topology.chips)))
+        candidate = preflight.parse_topology(other)
+        return (candidate.kind != topology.kind, abs(math.log(candidate.chips / topology.chips)))
 
     nearest = min(candidates, key=distance)
     origin = candidates[nearest]
@@ -115,12 +115,12 @@ def predict(results, run, make, apply, size, tokens, name):
     temporaries = here["temporaries"] * scales["temporaries"]
     total = here["state"] + temporaries
     if total > topology.chip.memory_bytes:
-        found = preflight.would_fit(
+        suggestion = preflight.would_fit(
             here["config"], 0, here["phase"], topology, here["state_shapes"], temporaries
         )
-        if found is None:
+        if suggestion is None:
             return {"how": f"e {nearest}", "change": None, "total": total, "times": None}
-        change, total = found["arguments"], found["total"]
+        change, total = suggestion["arguments"], suggestion["total"]
         apply(config, change)
         here = expected(size, config, topology)
     times = preflight.roofline(
@@ -161,24 +161,24 @@ def misses(results, make, apply):
     """Return the error of the extrapolation: each compiled program predicted from the nearest other."""
     memories, steps = [], []
     for size, tokens in ((size, tokens) for size in ("base", "large") for tokens in (128, 512)):
-        for name, found in known_fits(results, "recipe", size, tokens).items():
-            others = [r for r in results if r is not found]
+        for name, record in known_fits(results, "recipe", size, tokens).items():
+            others = [r for r in results if r is not record]
             cell = predict(others, "recipe", make, apply, size, tokens, name)
-            # What was compiled with another change is another program.
-            if cell and cell["times"] and cell["change"] == found["change"] and cell["how"] != "c":
-                (phase,) = found["report"]["phases"]
+            # A program compiled with another change is not comparable.
+            if cell and cell["times"] and cell["change"] == record["change"] and cell["how"] != "c":
+                (phase,) = record["report"]["phases"]
                 memories.append(cell["total"] / phase["memory"]["total"])
                 steps.append(cell["times"]["step_seconds"] / phase["roofline"]["step_seconds"])
     if not steps:
         return []
-    memory_told, step_told = (
-        f"{min(x):.2f} to {max(x):.2f} times, median {statistics.median(x):.2f}"
+    memory_ratios, step_ratios = (
+        f"{min(x):.2f} to {max(x):.2f} (median {statistics.median(x):.2f})"
         for x in (memories, steps)
     )
     return [
-        f"How far such a number may be off: {len(steps)} compiled programs, each told from the nearest",
-        f"other of its model and T: memory {memory_told}; a step {step_told}",
-        "of what compiling gave.",
+        f"Error of the extrapolation: {len(steps)} compiled programs, each predicted from the nearest other",
+        "one of its model and T. The ratio of prediction to compiled program is",
+        f"{memory_ratios} for memory and {step_ratios} for the time of a step.",
         "",
     ]
 
@@ -216,11 +216,11 @@ def recipe_table(results, size, slices, predict_one, steps):
                 f"| {name} | {topology.chips:,} | {memory(both[0])} | {memory(both[1])} | "
                 f"{milliseconds(both[0])} | {milliseconds(both[1])} | {hours} | {spent} | {how(both)} |"
             )
-        told = ", ".join(
+        crossovers = ", ".join(
             f"T={tokens} from {chips:,} chips" if chips else f"T={tokens} not up to 1,024"
             for tokens, chips in first.items()
         )
-        dominated.append(f"- {kind}: {told}")
+        dominated.append(f"- {kind}: {crossovers}")
     return [*lines, "", "Where the network bounds a step:", "", *dominated]
 
 
@@ -238,18 +238,19 @@ def write(results, path: pathlib.Path):
     program = ("run", "size", "tokens", "topology", "change")  # may be compiled more than once
     compiled = [*{tuple(x[k] for k in program): x for x in programs}.values()]
     lines = [
-        "# scale: BERT-base and -large on TPU slices that are not here",
+        "# Scale: BERT-base and BERT-large on TPU slices, without the hardware",
         "",
-        "Written by `run.py report` from results.jsonl; what is compiled and how to go on is at the top",
-        "of run.py. The training step in bfloat16, layers scanned, S=1, batch 256, data parallel (past 256",
-        "chips a row is shared by chips/256: tensor). Memory is a chip's. Times are rooflines, the longest of computing,",
-        "memory and network at data-sheet rates: what no step can beat, not what one takes. The run is the",
-        "paper's million steps, 900,000 at T=128 and 100,000 at T=512.",
+        "Written by `run.py report` from results.jsonl; the docstring of run.py describes what is compiled and",
+        "how to continue. The program is the training step in bfloat16 with scanned layers, S=1, batch size 256 and",
+        "data parallelism (above 256 chips, chips/256 of them share a row by tensor parallelism). Memory is per",
+        "chip. Times are rooflines, the maximum of compute, memory and network time at data-sheet rates: lower bounds",
+        "of the time of a step, not estimates. The run is the paper's million steps, 900,000 at T=128 and 100,000 at",
+        "T=512.",
         "",
         f"{len(compiled)} programs compiled so far"
         + (f" (JAX {compiled[-1]['jax']}, libtpu {compiled[-1]['libtpu']})" if compiled else "")
-        + ". The last column says which numbers come from a program compiled for that very slice; `from X`",
-        "is extrapolated: formulae, scaled by what they miss on the program compiled for X.",
+        + ". The last column shows which numbers come from a program compiled for that slice. `from X` is",
+        "extrapolated from the program compiled for X: formulas, scaled by their errors on that program.",
         "",
         *misses(results, make, r.apply),
     ]
@@ -306,14 +307,14 @@ def lamb_table(predict_one, r):
         "",
         f"The published run took {r.LAMB_MINUTES} minutes on 1,024 TPU v3 chips. Our formula counts "
         f"{flops:.3g} FLOPs, {least:.1f} minutes at the 123 TFLOP/s of a v3 chip: that run used "
-        f"{least / r.LAMB_MINUTES:.0%} of the peak. It tells how far a real run may be from a roofline.",
+        f"{least / r.LAMB_MINUTES:.0%} of the peak. This shows how far a real run may be from a roofline.",
         "",
     ]
     return lines
 
 
 def refused(compiled):
-    """Return what did not fit, and whether preflight's suggestion fits."""
+    """Return a table of programs that did not fit, and whether preflight's suggestion fits."""
     lines = []
     for r in compiled:
         if r["report"]["fits"]:
@@ -324,23 +325,23 @@ def refused(compiled):
             if x["change"] and not r["change"]
             and all(x[k] == r[k] for k in ("run", "size", "tokens", "topology"))
         ]  # fmt: skip
-        named = phase["would_fit"]
-        then = "-"
+        suggestion = phase["would_fit"]
+        outcome = "-"
         if same:
             total = same[0]["report"]["phases"][0]["memory"]["total"] / GIB
-            then = f"{'fits' if same[0]['report']['fits'] else 'does not fit'}, {total:.2f}"
+            outcome = f"{'fits' if same[0]['report']['fits'] else 'does not fit'}, {total:.2f}"
         lines.append(
             f"| {r['run']} {r['size']} T={r['tokens']} {r['topology']} {short(r['change'])} | "
             f"{phase['memory']['total'] / GIB:.2f} | "
-            f"{short(named['arguments']) if named else 'nothing'} | "
-            f"{named['total'] / GIB if named else 0:.2f} | {then} |"
+            f"{short(suggestion['arguments']) if suggestion else 'nothing'} | "
+            f"{suggestion['total'] / GIB if suggestion else 0:.2f} | {outcome} |"
         )
     if not lines:
         return []
     return [
-        "## What did not fit, and the change that preflight named",
+        "## Programs that did not fit, and the change that preflight suggested",
         "",
-        "| run | GiB the compiler wanted | change | GiB estimated | compiled |",
+        "| run | GiB required by the compiler | change | GiB estimated | compiled |",
         "|---|---|---|---|---|",
         *lines,
         "",
@@ -349,19 +350,20 @@ def refused(compiled):
 
 def loops_table(results):
     """Return the comparison of scanned and unrolled layers."""
-    found = [r for r in results if r["run"] == "loops"]
-    if not found:
+    records = [r for r in results if r["run"] == "loops"]
+    if not records:
         return []
     lines = [
-        "## Scanned and unrolled",
+        "## Scanned and unrolled layers",
         "",
-        "`small` (4 layers), T=128, batch 256 on v5e:2x2: what compiling the layers as a loop changes. FLOPs",
-        "are of matrix products, loops counted as often as they run; XLA's cost analysis counts them once.",
+        "Effect of compiling the layers as a loop: `small` (4 layers), T=128, batch size 256 on v5e:2x2. FLOPs",
+        "are those of matrix products, with loop bodies counted once per iteration; XLA's cost analysis counts",
+        "them once.",
         "",
         "| layers | remat | FLOPs formula | compiled | XLA's cost analysis | temporaries MiB | memory traffic GB | sent GB | compile s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in found:
+    for r in records:
         (phase,) = r["report"]["phases"]
         sent = sum(kind["bytes"] for kind in phase["collectives"].values())
         flops = phase["flops"]
@@ -400,21 +402,21 @@ def step_table(results):
 
 def memory_table(results):
     """Return predictions and measurements on a CPU."""
-    found = [r for r in results if r["run"] == "memory"]
-    if not found:
+    records = [r for r in results if r["run"] == "memory"]
+    if not records:
         return []
     lines = [
         "## Memory, predicted and measured",
         "",
-        "On a CPU, where it can be measured: what the compiler says a step needs (arguments and",
-        "temporaries) and how far the process grew at most while three steps ran (float32, scanned, T=128).",
-        "What a step frees is kept for the next where it is little of the machine's memory, up to three times",
-        "the temporaries (device.py).",
+        "Measured on a CPU: the memory of a step according to the compiler (arguments and temporaries), and the",
+        "peak growth of the process during three steps (float32, scanned, T=128). If it is a small share of the",
+        "machine's memory, memory freed by a step is retained for the next, up to three times the temporaries",
+        "(device.py).",
         "",
         "| model | settings | arguments MiB | temporaries MiB | predicted MiB | measured MiB | measured / predicted |",
         "|---|---|---|---|---|---|---|",
     ]
-    for r in found:
+    for r in records:
         lines.append(
             f"| {r['size']} | {short(r['changes']) or 'batch_size=' + str(r['batch_size'])} | "
             f"{r['state'] / MIB:,.0f} | {r['temporaries'] / MIB:,.0f} | {r['predicted'] / MIB:,.0f} | "

@@ -1,15 +1,15 @@
 """Compile BERT-base and -large for TPU slices of 4 to 1,024 chips, without a TPU.
 
-    python experiments/scale/run.py compile [--minutes 30] [--size base]   # what results.jsonl lacks
+    python experiments/scale/run.py compile [--minutes 30] [--size base]   # what is missing in results.jsonl
     python experiments/scale/run.py memory                   # predicted and measured, on this CPU
     python experiments/scale/run.py loops                    # a scanned program beside an unrolled one
-    python experiments/scale/run.py step                     # one program, to compare commits by
+    python experiments/scale/run.py step                     # one program, to compare commits
     python experiments/scale/run.py report                   # README.md from results.jsonl
 
 Needs `pip install -e '.[tpu]'`. `compile` has libtpu compile the training step (bfloat16, layers
-scanned, S=1, vocabulary padded to 30,592) for every slice of `PLAN`, the most telling first; what does
-not fit is compiled again with the change that preflight names. `report` compiles nothing: slices that
-were not compiled are extrapolated from the nearest that was, and marked.
+scanned, S=1, vocabulary padded to 30,592) for every slice of `plan`, the most informative first; a program
+that does not fit is compiled again with the change that preflight suggests. `report` compiles nothing: it
+extrapolates slices that were not compiled from the nearest compiled one, and marks them.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def recipe(size: str, tokens: int, chips: int) -> Config:
     config = Config(model=model_size(size), phases=(PhaseConfig(tokens=tokens),))
     config.steps = RECIPE_STEPS[tokens]
     config.mesh.tensor = max(chips // config.batch_size, 1)
-    return usual(config)
+    return with_defaults(config)
 
 
 def lamb(tokens: int) -> Config:
@@ -63,10 +63,10 @@ def lamb(tokens: int) -> Config:
     config = Config(model=model_size("large"), phases=(PhaseConfig(tokens=tokens),))
     config.optim = OptimConfig(optimizer="lamb")
     config.batch_size, config.steps = batch_size, steps
-    return usual(config)
+    return with_defaults(config)
 
 
-def usual(config: Config) -> Config:
+def with_defaults(config: Config) -> Config:
     """Apply the settings common to all runs."""
     config.model.vocab_size = pretraining.DEFAULT_VOCAB_SIZE
     config.model.vocab_multiple = 128
@@ -78,17 +78,17 @@ def usual(config: Config) -> Config:
 
 def plan() -> list[tuple[str, str, int, str]]:
     """Return (run, size, T, topology), the most important first."""
-    found = []
+    programs = []
     for index in (2, 0, 4, 3, 1):
         for kind, shapes in SLICES.items():
             for size in ("base", "large"):
                 for tokens in (128, 512):
-                    found.append(("recipe", size, tokens, f"{kind}:{shapes[index]}"))
+                    programs.append(("recipe", size, tokens, f"{kind}:{shapes[index]}"))
         if index == 2:
             for kind in SLICES:
                 for tokens in (128, 512):
-                    found.append(("lamb", "large", tokens, f"{kind}:{SLICES[kind][4]}"))
-    return found
+                    programs.append(("lamb", "large", tokens, f"{kind}:{SLICES[kind][4]}"))
+    return programs
 
 
 def results() -> list[dict]:
@@ -120,8 +120,8 @@ def apply(config: Config, arguments: str) -> None:
 
 def change_of(report: dict) -> str:
     """Return the arguments with which a one-phase run fits."""
-    named = report["phases"][0]["would_fit"]
-    return named["arguments"] if named else ""
+    suggestion = report["phases"][0]["would_fit"]
+    return suggestion["arguments"] if suggestion else ""
 
 
 def compile_all(minutes: float, sizes: list[str]) -> None:
@@ -138,7 +138,7 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
         if size not in sizes or (run, size, tokens, name) in known:
             continue
         if time.monotonic() > until:
-            print("time is up; run again to go on")
+            print("time limit reached; run again to continue")
             return
         topology = preflight.parse_topology(name)
         config = lamb(tokens) if run == "lamb" else recipe(size, tokens, topology.chips)
@@ -147,8 +147,8 @@ def compile_all(minutes: float, sizes: list[str]) -> None:
             try:
                 report = preflight.preflight(config, topology)
             except preflight.NotCompiled as error:
-                place = {"run": run, "size": size, "tokens": tokens, "topology": name}
-                record(**place, change=change, refused=str(error))
+                program = {"run": run, "size": size, "tokens": tokens, "topology": name}
+                record(**program, change=change, refused=str(error))
                 print(run, size, tokens, name, change, error, flush=True)
                 break
             record(run=run, size=size, tokens=tokens, topology=name, change=change, report=report)
@@ -178,7 +178,7 @@ def memory_of(name: str, changes: str) -> dict:
     init, shapes = step_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_step(config, phase, mesh, shapes)
     init = init.lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
-    told = step.memory_analysis()
+    analysis = step.memory_analysis()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def memory(field: str) -> int:
@@ -190,7 +190,7 @@ def memory_of(name: str, changes: str) -> dict:
     batch["tokens"] = rng.integers(1000, 30000, batch["tokens"].shape).astype(batch["tokens"].dtype)
     batch["length"][:], batch["a_length"][:] = 128, 64
     before = memory("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     state = init(jnp.uint32(0))
     for _ in range(3):
         state, sums, _ = step(
@@ -198,12 +198,12 @@ def memory_of(name: str, changes: str) -> dict:
         )
         jax.block_until_ready(sums)
     predicted = (
-        told.argument_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
-        + told.temp_size_in_bytes
+        analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
     )  # fmt: skip
     return {
         "run": "memory", "size": name, "tokens": 128, "batch_size": 32, "changes": changes,
-        "state": told.argument_size_in_bytes, "temporaries": told.temp_size_in_bytes,
+        "state": analysis.argument_size_in_bytes, "temporaries": analysis.temp_size_in_bytes,
         "predicted": predicted, "measured": memory("VmHWM") - before,
     }  # fmt: skip
 
@@ -226,9 +226,9 @@ def memory_all() -> None:
         if (name, changes) not in known:
             command = [sys.executable, __file__, "one", "--", name, changes]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            record(**found)
-            print(found)
+            result = json.loads(done.stdout.splitlines()[-1])
+            record(**result)
+            print(result)
 
 
 def loops() -> None:
@@ -247,7 +247,7 @@ def loops() -> None:
             print(layer_loop, remat, report["phases"][0]["compile_seconds"])
 
 
-# The program that commits are compared by: two layers of base, one sequence in each of four slots.
+# The program that compares commits: two layers of base, one sequence in each of four slots.
 STEP = {
     "size": "L2-H768-A12",
     "tokens": 128,

@@ -1,9 +1,9 @@
 """Benchmark this project against its peers, and its components against targets.
 
-Contenders of a case are processes that stay alive and take turns, one after the other in every round,
-so that no two share the processor or a pool of threads. Making a contender and its first turn do not
-count. Before a turn comes a fixed piece of work that tells how fast the machine is at that moment.
-Each case's rounds take the place of its lines in results.jsonl, and README.md is written from those.
+The contenders of a case are long-lived processes that take turns in every round, so that no two
+compete for the processor or a thread pool. Starting a contender and its first turn are not timed. A
+fixed calibration workload before each turn measures the speed of the machine at that moment. The new
+rounds of a case replace its lines in results.jsonl, from which README.md is written.
 
     BERT_JAX_DATA=DIR python experiments/speed/bench.py pretrain-mini-128 help
     BERT_JAX_DATA=DIR python experiments/speed/bench.py --quick
@@ -34,7 +34,7 @@ LOGS = HERE.parent.parent / "runs" / "speed" / "log"
 PACKAGES = (
     "bert-jax", "jax", "flax", "numpy", "tokenizers", "torch", "transformers", "accelerate", "datasets",
 )  # fmt: skip
-# For the threads of the turn before, and of the calibration, to lie down.
+# Lets the threads of the previous turn and of the calibration go idle.
 _SETTLE_SECONDS = 0.2
 _MATRIX = np.ones((768, 768), np.float32)
 
@@ -51,35 +51,35 @@ def calibrate() -> float:
 
 
 def work(name: str, contender: str, least: bool) -> None:
-    """Take a turn for each line of input, and answer with its results as JSON."""
+    """Run a turn for each line of input, and print its results as JSON."""
     import resource
 
-    # What libraries print to stdout is no answer.
-    with os.fdopen(os.dup(1), "w") as answers:
+    # Redirect stdout to stderr for what libraries print.
+    with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
         spec = CASES[name].contenders[contender]
         module, function = spec.maker.split(":")
         settings = quick(spec.settings) if least else spec.settings
         turn = getattr(importlib.import_module(module), function)(**settings)
-        print("ready", file=answers, flush=True)
+        print("ready", file=output, flush=True)
         for _ in sys.stdin:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             effort, begun = sum(os.times()[:4]), time.perf_counter()
-            found = turn()
-            told = {
+            counts = turn()
+            result = {
                 "seconds": time.perf_counter() - begun,
                 "processor_seconds": sum(os.times()[:4]) - effort,
                 "page_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
-                **found,
+                **counts,
             }
-            print(json.dumps(told), file=answers, flush=True)
+            print(json.dumps(result), file=output, flush=True)
 
 
 class Worker:
     """The process of a contender, in the same process group so that Ctrl-C ends it too."""
 
     def __init__(self, name: str, contender: str, least: bool):
-        self._who = f"{name}, {contender}"
+        self._name = f"{name}, {contender}"
         LOGS.mkdir(parents=True, exist_ok=True)
         self._log = LOGS / f"{name}-{contender.replace(' ', '-')}.log"
         command = [sys.executable, __file__, "--worker", name, contender]
@@ -93,20 +93,20 @@ class Worker:
                 stderr=log,
                 text=True,
             )
-        self._answer()
+        self._read_line()
 
-    def _answer(self) -> str:
+    def _read_line(self) -> str:
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()  # until it has said why
-            said = self._log.read_text().splitlines() or ["nothing"]
-            raise SystemExit(f"{self._who} failed ({said[-1]}): {self._log} has it all")
+            self._process.wait()  # until its log is complete
+            log = self._log.read_text().splitlines() or ["no output"]
+            raise SystemExit(f"{self._name} failed ({log[-1]}); see {self._log}")
         return line
 
     def turn(self) -> dict[str, Any]:
-        """Take a turn, and return its results and seconds."""
+        """Run a turn, and return its results and seconds."""
         print("turn", file=self._process.stdin, flush=True)
-        return json.loads(self._answer())
+        return json.loads(self._read_line())
 
     def close(self) -> None:
         """End the process."""
@@ -114,7 +114,7 @@ class Worker:
         self._process.wait()
 
 
-# What makes them take turns
+# The process that runs the contenders in turns
 
 
 @functools.cache
@@ -137,28 +137,28 @@ def machine() -> dict[str, Any]:
 
 def measure(name: str, pairs: int, least: bool) -> Iterator[list[dict[str, Any]]]:
     """Yield the results of each round, one line per contender."""
-    found: dict[str, dict[str, list]] = {contender: {} for contender in CASES[name].contenders}
+    results: dict[str, dict[str, list]] = {contender: {} for contender in CASES[name].contenders}
     with contextlib.ExitStack() as stack:
         workers = {}
-        for contender in found:
-            print(f"{name}: {contender} begins", flush=True)
+        for contender in results:
+            print(f"{name}: starting {contender}", flush=True)
             worker = workers[contender] = Worker(name, contender, least)
             stack.callback(worker.close)
             worker.turn()  # compiles, fills caches
         calibrate()  # the first one of a process takes longer
-        for number in range(pairs):
+        for i in range(pairs):
             for contender, worker in workers.items():
                 time.sleep(_SETTLE_SECONDS)
-                told = {"load": os.getloadavg()[0], "calibration": calibrate()}
+                turn = {"load": os.getloadavg()[0], "calibration": calibrate()}
                 time.sleep(_SETTLE_SECONDS)
-                told |= worker.turn()
-                for key, value in told.items():
+                turn |= worker.turn()
+                for key, value in turn.items():
                     value = round(value, 6) if isinstance(value, float) else value
-                    found[contender].setdefault(key, []).append(value)
-                print(f"{name}: {number}: {contender}: {told['seconds']:.3g} s", flush=True)
+                    results[contender].setdefault(key, []).append(value)
+                print(f"{name}: {i}: {contender}: {turn['seconds']:.3g} s", flush=True)
             yield [
-                {"case": name, "contender": contender, **told, **machine()}
-                for contender, told in found.items()
+                {"case": name, "contender": contender, **turns, **machine()}
+                for contender, turns in results.items()
             ]
 
 
@@ -171,7 +171,7 @@ def read() -> list[dict[str, Any]]:
 def keep(new: list[dict[str, Any]], finished: bool) -> None:
     """Replace the lines of a case, and write the page.
 
-    One that is not finished, for it may be broken off, takes no place of one with more rounds.
+    An unfinished case does not replace lines with more rounds, since it may be interrupted.
     """
     import report
 
@@ -180,17 +180,17 @@ def keep(new: list[dict[str, Any]], finished: bool) -> None:
     old = [len(line["seconds"]) for line in before if line["case"] == case]
     if not finished and len(new[0]["seconds"]) < max(old, default=0):
         return
-    kept = [line for line in before if line["case"] != case] + new
-    kept.sort(key=lambda line: list(CASES).index(line["case"]))
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    lines = [line for line in before if line["case"] != case] + new
+    lines.sort(key=lambda line: list(CASES).index(line["case"]))
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report.write()
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """Return the cases that match any of the patterns, in their own order; all without patterns.
+    """Return the cases that match any of the patterns, in the order of `CASES`; all without patterns.
 
     Raises:
-        SystemExit: one that fits nothing.
+        SystemExit: a pattern matches no case.
     """
     for pattern in patterns:
         if not fnmatch.filter(CASES, pattern):
@@ -205,18 +205,18 @@ def main() -> None:
         epilog="cases: " + ", ".join(CASES),
     )  # fmt: skip
     parser.add_argument(
-        "cases", nargs="*", help="names or patterns such as 'pretrain-*'; none: all"
+        "cases", nargs="*", help="names or patterns such as 'pretrain-*' (default: all)"
     )
-    parser.add_argument("--pairs", type=int, default=10, help="rounds a case (default 10)")
+    parser.add_argument("--pairs", type=int, default=10, help="rounds per case (default 10)")
     parser.add_argument(
-        "--quick", action="store_true", help="one round of small turns, told and not recorded"
+        "--quick", action="store_true", help="run one round of small turns, and record nothing"
     )
-    parser.add_argument("--page", action="store_true", help="only write the page again")
+    parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument(
         "--worker",
         nargs=2,
         metavar=("CASE", "CONTENDER"),
-        help="be a contender (used by this program)",
+        help="run a contender (used internally)",
     )
     options = parser.parse_args()
     if options.worker:
@@ -231,7 +231,7 @@ def main() -> None:
         rounds = 1 if options.quick else options.pairs
         for number, lines in enumerate(measure(name, rounds, options.quick), 1):
             if not options.quick:
-                keep(lines, number == rounds)  # at once: a case takes up to an hour
+                keep(lines, number == rounds)  # after every round: a case takes up to an hour
         print("\n".join(["", *report.table(lines, [name]), ""]), flush=True)
 
 

@@ -7,10 +7,10 @@ class Contender(NamedTuple):
     """A contender of a case.
 
     Attributes:
-        maker: MODULE:FUNCTION of this folder. The function takes the settings and returns the turn: a
-            function of nothing to what was done in it, counts by name, timed by the worker unless
-            they have "seconds" themselves.
-        settings: by name. --quick lessens those that `quick` knows.
+        maker: MODULE:FUNCTION in this folder. The function takes the settings and returns the turn, a
+            function without arguments that does the work and returns counts by name. The worker times
+            it unless the counts include "seconds".
+        settings: keyword arguments of the maker; `quick` reduces some of them for --quick.
     """
 
     maker: str
@@ -21,8 +21,8 @@ class Case(NamedTuple):
     """A comparison of contenders on the same work; the first is the reference.
 
     Attributes:
-        measure: the count that is wanted in little time; "seconds" where a turn is one thing.
-        contenders: by name.
+        measure: name of the count whose rate is compared; "seconds" if a turn is a single operation.
+        contenders: contenders by name.
     """
 
     measure: str
@@ -31,18 +31,18 @@ class Case(NamedTuple):
 
 def quick(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a minimal turn, for a smoke test."""
-    least = {"steps": 2, "batch": 2, "texts": 30, "files": 4}
-    less = {k: min(v, least[k]) if k in least else v for k, v in settings.items()}
-    if "devices" in less:  # which divide a batch
-        less["batch"] = max(less["batch"], less["devices"])
-    if less.get("size") in ("mini", "base"):
-        less["size"] = "tiny"
-    return less
+    limits = {"steps": 2, "batch": 2, "texts": 30, "files": 4}
+    reduced = {k: min(v, limits[k]) if k in limits else v for k, v in settings.items()}
+    if "devices" in reduced:  # a batch is divided among them
+        reduced["batch"] = max(reduced["batch"], reduced["devices"])
+    if reduced.get("size") in ("mini", "base"):
+        reduced["size"] = "tiny"
+    return reduced
 
 
-# Sequences a packed row, as README.md's preparation has them.
+# Maximum number of sequences per packed row, by T.
 SEQUENCES = {64: 2, 128: 4, 256: 8, 512: 16}
-# Tokens a step and steps a turn: a turn is a few seconds of two cores.
+# Tokens per step, and steps per turn, such that a turn takes a few seconds on two cores.
 PRETRAIN = {"teaching": (4096, 4), "mini": (4096, 2), "base": (2048, 1)}
 FINETUNE = {"sst2": 10, "clinc150": 10, "qnli": 4, "squad1": 2}
 
@@ -52,7 +52,7 @@ def _pretrain(size: str, tokens: int) -> Case:
     common = {"size": size, "tokens": tokens, "batch": batch_tokens // tokens, "steps": steps}
     padded, packed = {**common, "sequences": 1}, {**common, "sequences": SEQUENCES[tokens]}
     peer = {"gathered": False, "compiled": False}
-    everyone = {
+    contenders = {
         "bert_jax": Contender("ours:pretrain", packed),
         "bert_jax, padded": Contender("ours:pretrain", padded),
         "transformers": Contender("peers:pretrain", {**padded, **peer}),
@@ -63,27 +63,28 @@ def _pretrain(size: str, tokens: int) -> Case:
             "peers:pretrain", {**packed, "gathered": True, "compiled": True}
         ),
     }
-    # Each of base's keeps some four gigabytes.
-    fewer = ("bert_jax", "transformers", "torch.compile", "gathered, packed")
+    # Each contender of base uses about four gigabytes of memory.
+    names = ("bert_jax", "transformers", "torch.compile", "gathered, packed")
     return Case(
-        "real_tokens", {name: everyone[name] for name in (fewer if size == "base" else everyone)}
+        "real_tokens",
+        {name: contenders[name] for name in (names if size == "base" else contenders)},
     )
 
 
 def _finetune(name: str) -> Case:
-    given = {"name": name, "steps": FINETUNE[name]}
+    settings = {"name": name, "steps": FINETUNE[name]}
     return Case(
         "examples",
         {
-            "packed": Contender("ours:finetune", {**given, "one_a_row": False}),
-            "padded": Contender("ours:finetune", {**given, "one_a_row": True}),
-            "trainer": Contender("peers:finetune", {**given, "grouped": False}),
-            "grouped": Contender("peers:finetune", {**given, "grouped": True}),
+            "packed": Contender("ours:finetune", {**settings, "one_a_row": False}),
+            "padded": Contender("ours:finetune", {**settings, "one_a_row": True}),
+            "trainer": Contender("peers:finetune", {**settings, "grouped": False}),
+            "grouped": Contender("peers:finetune", {**settings, "grouped": True}),
         },
     )
 
 
-# The step whose parts are looked at, and that grows.
+# The step of the cases that vary one part or one size.
 MINI = {"size": "mini", "tokens": 128, "sequences": 4, "batch": 16, "steps": 4}
 
 
@@ -102,9 +103,9 @@ def _wide(hidden: int) -> Contender:
 BASE = {"size": "base", "tokens": 128, "sequences": 4, "batch": 16}
 
 
-def _start(**how: bool) -> Contender:
-    alone = {key: value for key, value in BASE.items() if key != "sequences"}
-    return Contender("peers:start", {**alone, **how})
+def _start(**options: bool) -> Contender:
+    settings = {key: value for key, value in BASE.items() if key != "sequences"}
+    return Contender("peers:start", {**settings, **options})
 
 
 CASES = {
@@ -222,7 +223,7 @@ CASES = {
             "base": Contender("ours:profile", {**BASE, "steps": 2}),
         },
     ),
-    # Of what grows, contenders are called by how much there is of it.
+    # Contenders of these cases are named by the size that is varied.
     "grow-batch": Case("steps", {str(128 * n): _mini(batch=n) for n in (4, 8, 16, 32, 64)}),
     "grow-layers": Case("steps", {str(n): _settings(layers=n) for n in (1, 2, 4, 8, 12)}),
     "grow-hidden": Case("steps", {str(n): _wide(n) for n in (64, 128, 256, 512, 768)}),

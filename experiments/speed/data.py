@@ -34,11 +34,11 @@ def scratch() -> pathlib.Path:
     return pathlib.Path(folder.name)
 
 
-def given() -> pathlib.Path:
+def data_folder() -> pathlib.Path:
     """Return the folder with text/, glue/, squad/, intent/ and vocab/.
 
     Raises:
-        UserError: it is not named.
+        UserError: `BERT_JAX_DATA` is not set.
     """
     folder = os.environ.get("BERT_JAX_DATA")
     if not folder:
@@ -48,40 +48,41 @@ def given() -> pathlib.Path:
 
 def vocabulary() -> pathlib.Path:
     """Return Google's uncased vocabulary."""
-    return given() / "vocab" / "bert-base-uncased-vocab.txt"
+    return data_folder() / "vocab" / "bert-base-uncased-vocab.txt"
 
 
 def sources(files: int) -> list[str]:
-    """Return a number of files of Wikipedia, and half as many novels."""
-    text = given() / "text"
+    """Return the sources of `files` files of Wikipedia, and of half as many novels."""
+    text = data_folder() / "text"
     articles, novels = (sorted((text / name).iterdir()) for name in ("wikipedia", "books"))
     return [*map(str, articles[:files]), *(f"books:{path}" for path in novels[: files // 2])]
 
 
 def rows(tokens: int, sequences: int, files: int = 8) -> pathlib.Path:
-    """Return a folder of rows, prepared if it does not exist."""
+    """Return a folder of rows, which is prepared if it does not exist."""
     folder = WORK / f"rows-{tokens}-{sequences}-{files}"
     prepare.prepare(sources(files), vocabulary(), folder, tokens=tokens, sequences=sequences)
     return folder
 
 
 def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) -> Config:
-    """Return the config of a size, for a number of rows of T tokens per step.
+    """Return the pretraining config of a model size.
 
     Args:
-        size: such as "base".
-        tokens, batch: T, B.
-        change: KEY=VALUE.
+        size: name of the size, such as "base".
+        tokens: T, tokens per row.
+        batch: B, rows per step.
+        change: config overrides, KEY=VALUE.
     """
     changes = [f"batch_size={batch}", f"model.positions={max(tokens, 512)}", *change]
-    # A size by its shape has the paper's recipe, in which mini is compared too.
+    # A size named by its shape gets the paper's recipe, also for mini.
     size = "L{}-H{}-A{}".format(*SIZES[size]) if size in SIZES else size
     file = f"--config={ROOT}/configs/pretrain.py:{size},{tokens}"
     return config_flags.load([file, *(f"--config.{each}" for each in changes)])
 
 
 def articles(files: int = 8) -> pathlib.Path:
-    """Return the text of a number of files of Wikipedia as JSON Lines."""
+    """Return a file with the text of `files` files of Wikipedia as JSON Lines."""
     path = WORK / f"articles-{files}.jsonl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def articles(files: int = 8) -> pathlib.Path:
 
 
 def finetuning() -> Any:
-    """Return the module experiments/finetuning/run.py, which knows the data sets and the model."""
+    """Return the module experiments/finetuning/run.py, which defines the data sets and the model."""
     return sweep.module_of(ROOT / "experiments" / "finetuning" / "run.py")
 
 
@@ -103,18 +104,18 @@ def texts(count: int) -> list[str]:
     """Return a shuffled mix of CLINC150's questions, SST-2's sentences and Wikipedia's paragraphs."""
 
     def lines(path):
-        with gzip.open(given() / path, "rt") as file:
+        with gzip.open(data_folder() / path, "rt") as file:
             return file.read().split("\n")
 
     questions = json.loads("".join(lines("intent/clinc150.json.gz")))["test"]
     reviews = lines("glue/SST-2/dev.tsv.gz")[1:-1]
-    articles = lines(min((given() / "text/wikipedia").iterdir()))
+    articles = lines(min((data_folder() / "text/wikipedia").iterdir()))
     kinds = (
         [text for text, _ in questions],
         [line.split("\t")[0] for line in reviews],
         [line for line in articles if len(line) >= 100 and not line.startswith("<doc")],
     )
-    draw = random.Random(0)
-    found = [text for kind in kinds for text in draw.sample(kind, count // 3)]
-    draw.shuffle(found)
-    return found
+    rng = random.Random(0)
+    sample = [text for kind in kinds for text in rng.sample(kind, count // 3)]
+    rng.shuffle(sample)
+    return sample

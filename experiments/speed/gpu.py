@@ -123,7 +123,7 @@ def plan(smoke: bool = False) -> list[Job]:
 
 
 def describe_plan() -> str:
-    """Return the plan as text, with the seconds that each row takes and that have passed after it."""
+    """Return the plan as text, with the seconds of each row and their running total."""
     lines, total = [], 0
     for job in plan():
         total += START
@@ -140,7 +140,7 @@ def key_of(row: dict) -> tuple:
 
 
 def name_of(row: dict) -> str:
-    """Return a row's name for people."""
+    """Return a readable name of a row."""
     words = [row["kind"]]
     if "size" in row:
         words.append(f"{row['size']} T={row['tokens']}, {row['rows']:,} rows, {row['attention']}")
@@ -158,14 +158,14 @@ def read(path: pathlib.Path) -> list[dict]:
 
 
 def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict]:
-    """Measure the rows of the plan that `earlier` has no result of, and write all to out/gpu.jsonl.
+    """Measure the rows of the plan that have no result in `earlier`, and write all to out/gpu.jsonl.
 
     Args:
-        out: the folder, which is created.
-        minutes: no row is started that is not expected to be done by then.
+        out: folder for the results; created if it does not exist.
+        minutes: time limit; rows that are not expected to finish within it are not started.
         smoke: measure tiny models.
         earlier: lines of an earlier call; those that were not run are measured now.
-        commit: of the checkout; git is asked for None.
+        commit: commit of the checkout; None to get it from git.
 
     Returns:
         The lines of gpu.jsonl.
@@ -186,8 +186,8 @@ def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict
             file.write(json.dumps(results[-1]) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        said = line.get("why") or line.get("real_tokens_per_second") or "done"
-        print(f"{deadline - time.time():4.0f} s left. {name_of(line)}: {said}", flush=True)
+        outcome = line.get("why") or line.get("real_tokens_per_second") or "done"
+        print(f"{deadline - time.time():4.0f} s left. {name_of(line)}: {outcome}", flush=True)
 
     with tempfile.TemporaryDirectory() as cache:
         for job in plan(smoke):
@@ -580,11 +580,16 @@ def main() -> None:
     )
     parser.add_argument("--plan", action="store_true", help="print the plan and its seconds")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results (default $OUT)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no row that ends later")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="time limit; rows that would end later are not started",
+    )
     parser.add_argument(
         "--after", type=pathlib.Path, metavar="FILE", help="gpu.jsonl of an earlier call"
     )
-    parser.add_argument("--commit", help="of this checkout, where there is no git")
+    parser.add_argument("--commit", help="commit of this checkout, if git is not available")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any device")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()

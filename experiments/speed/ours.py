@@ -50,7 +50,7 @@ def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = Tr
 
 
 def _phase(size: str, tokens: int, sequences: int, batch: int) -> tuple[Config, Phase]:
-    """Return the config of a size, without rows."""
+    """Return the config and the phase of a size, without rows."""
     config, phases = pretraining.abstract_phases(data.pretraining(size, tokens, batch), sequences)
     return config, phases[0]
 
@@ -65,8 +65,8 @@ def _padded(batch: Batch) -> int:
     return batch["tokens"].size
 
 
-def _judges_nothing(config, recent, step, loss, grads):
-    """A replacement of `guard.check_step` that does nothing."""
+def _skip_check(config, recent, step, loss, grads):
+    """Accept every step, in place of `guard.check_step`."""
     nothing = jnp.zeros(2)
     seen = guard.StepStats(jnp.int32(guard.FINE), nothing, nothing, nothing, {})
     return recent._replace(halted=jnp.array(False)), seen
@@ -87,25 +87,25 @@ def pretrain(
     saves: bool = False,
     erfc: bool = False,
 ) -> Turn:
-    """Training steps of `bert-jax pretrain`, from shards to the state.
+    """Run training steps of `bert-jax pretrain`, from shards to the state.
 
     Args:
-        size: of configs/pretrain.py.
+        size: model size in configs/pretrain.py.
         tokens, sequences: T, S.
-        batch: rows a step.
-        steps: a turn.
-        change: of the config, KEY=VALUE.
-        files: of text that the rows are made of.
-        devices: virtual ones, on the same cores.
-        guarded: judge every step.
-        keeps_memory: let glibc keep what is freed.
-        fast_products: have Eigen compute matrix products, not YNNPACK as JAX by itself does.
-        saves: begin with saving the state, and end when that is done.
-        erfc: GELU as jax.nn has it, by the complementary error function.
+        batch: rows per step.
+        steps: steps per turn.
+        change: config overrides, KEY=VALUE.
+        files: number of text files that the rows are prepared from.
+        devices: number of virtual devices on the same cores.
+        guarded: whether the guard checks every step.
+        keeps_memory: whether glibc retains freed memory.
+        fast_products: compute matrix products with Eigen instead of YNNPACK, JAX's default.
+        saves: save the state at the start of a turn, and wait for the save at its end.
+        erfc: compute GELU by the complementary error function, as jax.nn does.
     """
     _start(devices, keeps_memory, fast_products)
     if not guarded:
-        guard.check_step = _judges_nothing
+        guard.check_step = _skip_check
     if erfc:
         layers.ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
     config = data.pretraining(size, tokens, batch, change)
@@ -114,7 +114,7 @@ def pretrain(
     mesh = sharding.make_mesh(config.mesh)
     init, shapes = step_lib.initial_state(config, phase, mesh)
     step, state = step_lib.compile_step(config, phase, mesh, shapes), init(jnp.uint32(0))
-    coming, done = (
+    stream, numbers = (
         phase.batches(0, config.steps, *sharding.process_row_shard(mesh)),
         itertools.count(),
     )
@@ -124,10 +124,10 @@ def pretrain(
         nonlocal state
         real = padded = 0
         if checkpoints:
-            checkpoints.save(next(done), *step_lib.checkpoint_parts(state))
-        for found in itertools.islice(coming, steps):
-            real, padded = real + int(found["length"].sum()), padded + _padded(found)
-            state, *_ = step(state, shard_batch(found, mesh))
+            checkpoints.save(next(numbers), *step_lib.checkpoint_parts(state))
+        for arrays in itertools.islice(stream, steps):
+            real, padded = real + int(arrays["length"].sum()), padded + _padded(arrays)
+            state, *_ = step(state, shard_batch(arrays, mesh))
         jax.block_until_ready(state)
         if checkpoints:
             checkpoints.wait()
@@ -143,41 +143,41 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
     config = config_flags.load(arguments, FinetuneConfig)
     source, vocabulary, _, _ = open_model(str(module.minilm()))
-    problem = load_dataset(config.task, vocabulary)
-    config.model = finetuning.model_config(config, source.model, problem)
-    return config, problem
+    dataset = load_dataset(config.task, vocabulary)
+    config.model = finetuning.model_config(config, source.model, dataset)
+    return config, dataset
 
 
 def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
-    """Training steps of `bert-jax finetune` for a model of all-MiniLM-L6-v2's size.
+    """Run training steps of `bert-jax finetune` for a model of all-MiniLM-L6-v2's size.
 
-    They are those of a long run, after the first ones, which all have the largest batch's rows.
+    They are steps of a long run after its `FIRST_STEPS`, which all have as many rows as the largest batch.
 
     Args:
-        name: of a set.
-        steps: a turn.
-        one_a_row: an example a row, padded to the longest of the set.
+        name: name of a data set of experiments/finetuning.
+        steps: steps per turn.
+        one_a_row: put one example in a row, padded to the longest of the data set.
     """
     _start()
-    config, problem = load_finetuning(name)
+    config, dataset = load_finetuning(name)
     config.one_a_row, config.steps = one_a_row, LONG_RUN_STEPS
     mesh = sharding.make_mesh(config.mesh)
     config, _, plan, phase = finetuning.make_phase(
-        config, problem, [0], sharding.num_row_shards(mesh)
+        config, dataset, [0], sharding.num_row_shards(mesh)
     )
     init, shapes = step_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_phase(config, phase, mesh, shapes).step
     state = init(jnp.uint32(0))
-    for shape in plan.shapes:  # waits for what compiles in the background
+    for shape in plan.shapes:  # wait for compilation in the background
         state, *_ = step(state, shard_batch(plan.empty(shape), mesh))
-    coming = endless(lambda: plan.batches(0, FIRST_STEPS, config.steps))
+    stream = endless(lambda: plan.batches(0, FIRST_STEPS, config.steps))
 
     def turn():
         nonlocal state
         real = padded = 0
-        for found in itertools.islice(coming, steps):
-            real, padded = real + int(found["length"].sum()), padded + _padded(found)
-            state, *_ = step(state, shard_batch(found, mesh))
+        for arrays in itertools.islice(stream, steps):
+            real, padded = real + int(arrays["length"].sum()), padded + _padded(arrays)
+            state, *_ = step(state, shard_batch(arrays, mesh))
         jax.block_until_ready(state)
         return {
             "steps": steps,
@@ -189,14 +189,17 @@ def finetune(name: str, steps: int, one_a_row: bool) -> Turn:
     return turn
 
 
-# Of texts that are embedded: the longest, in tokens, and tokens a batch.
+# Of the embedding case: maximum tokens of a text, and tokens per batch.
 EMBED_TOKENS, EMBED_BATCH_TOKENS = 256, 1024
 
 
 def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
-    """Sentence vectors of all-MiniLM-L6-v2, by an `Embedder` or with one text per row of 256 tokens.
+    """Return a function that embeds texts with all-MiniLM-L6-v2.
 
-    What is returned gives vectors, real tokens, and tokens with padding.
+    It returns the vectors, the number of real tokens, and the number of tokens with padding.
+
+    Args:
+        one_a_row: put one text in a row of 256 tokens, instead of using an `Embedder`.
     """
     config, vocabulary, params, _ = open_model(str(data.finetuning().minilm()))
     config.embed.tokens = EMBED_TOKENS
@@ -205,8 +208,8 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
 
         def packed(texts):
             before = dataclasses.replace(embedder.counts)
-            found, counts = np.stack(list(embedder(texts))), embedder.counts
-            return found, counts.tokens - before.tokens, counts.row_tokens - before.row_tokens
+            vectors, counts = np.stack(list(embedder(texts))), embedder.counts
+            return vectors, counts.tokens - before.tokens, counts.row_tokens - before.row_tokens
 
         return packed
     model, params = Bert(config.model), jax.device_put(params)
@@ -214,36 +217,36 @@ def embedding(one_a_row: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
 
     @jax.jit
     def forward(params, tokens, length):
-        place = rows.layout(length, length, EMBED_TOKENS)
-        hidden = model.apply({"params": params}, tokens, place, method=Bert.encode)
-        mean = jnp.einsum("bt,btd->bd", (place.segment_ids == 0) / length, hidden)
+        layout = rows.layout(length, length, EMBED_TOKENS)
+        hidden = model.apply({"params": params}, tokens, layout, method=Bert.encode)
+        mean = jnp.einsum("bt,btd->bd", (layout.segment_ids == 0) / length, hidden)
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
     def embed(texts):
-        found, real, padded = [], 0, 0
+        vectors, real, padded = [], 0, 0
         ids = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         for start in range(0, len(ids), size):
             tokens = np.zeros((size, EMBED_TOKENS), np.int32)
             length = np.ones((size, 1), np.int32)
-            for i, own in enumerate(ids[start : start + size]):
-                own = [vocabulary.cls_id, *own[: EMBED_TOKENS - 2], vocabulary.sep_id]
-                tokens[i, : len(own)], length[i] = own, len(own)
-            found.append(forward(params, tokens, length))  # returns before it is done
+            for i, text_ids in enumerate(ids[start : start + size]):
+                text_ids = [vocabulary.cls_id, *text_ids[: EMBED_TOKENS - 2], vocabulary.sep_id]
+                tokens[i, : len(text_ids)], length[i] = text_ids, len(text_ids)
+            vectors.append(forward(params, tokens, length))  # dispatched asynchronously
             real += int(length[: len(ids[start : start + size])].sum())
             padded += tokens.size
-        return np.concatenate(found)[: len(texts)], real, padded
+        return np.concatenate(vectors)[: len(texts)], real, padded
 
     return embed
 
 
 def embed(texts: int, one_a_row: bool) -> Turn:
-    """Return the vectors of the texts."""
+    """Embed texts."""
     _start()
-    run, given = embedding(one_a_row), data.texts(texts)
+    run, sample = embedding(one_a_row), data.texts(texts)
 
     def turn():
-        _, real, padded = run(given)
-        return {"texts": len(given), "real_tokens": real, "padded_tokens": padded}
+        _, real, padded = run(sample)
+        return {"texts": len(sample), "real_tokens": real, "padded_tokens": padded}
 
     return turn
 
@@ -254,8 +257,8 @@ def prepare(pairs: str) -> Turn:
 
     def turn():
         with data.temporary() as out:
-            made = prepare_rows([str(source)], vocabulary, out, sequences=4, pairs=pairs)
-        real = made.train.real_tokens + made.heldout.real_tokens
+            manifest = prepare_rows([str(source)], vocabulary, out, sequences=4, pairs=pairs)
+        real = manifest.train.real_tokens + manifest.heldout.real_tokens
         return {"text_bytes": source.stat().st_size, "real_tokens": real}
 
     return turn
@@ -264,27 +267,26 @@ def prepare(pairs: str) -> Turn:
 def loader(tokens: int, sequences: int, batch: int, steps: int) -> Turn:
     """Read shuffled batches from shards, as in training; masking runs on the device."""
     train_rows = Rows(data.rows(tokens, sequences), "train")
-    coming = batches(train_rows, batch, 0, 0, 10**9)
+    stream = batches(train_rows, batch, 0, 0, 10**9)
 
     def turn():
-        found = [int(each["length"].sum()) for each in itertools.islice(coming, steps)]
-        return {"rows": steps * batch, "real_tokens": sum(found)}
+        lengths = [int(arrays["length"].sum()) for arrays in itertools.islice(stream, steps)]
+        return {"rows": steps * batch, "real_tokens": sum(lengths)}
 
     return turn
 
 
 def _saved(size: str) -> tuple[Checkpoints, Any, Any, int]:
-    """Return a folder for checkpoints; the state, its shapes and its bytes."""
+    """Return checkpoints in a temporary folder, a state, its shapes and its size in bytes."""
     _start()
     config, phase = _phase(size, 128, 4, 8)
     init, shapes = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
-    # Moments are zeros at first, and zeros are compressed to nothing.
+    # The initial moments are zeros, which compress to almost nothing.
     noise = jax.jit(lambda x: x + jax.random.normal(jax.random.key(1), x.shape, x.dtype))
     filled = jax.tree.map(lambda x: noise(x) if x.ndim else x, state.optimizer)
     state = jax.block_until_ready(state._replace(optimizer=filled))
-    keep = CheckpointConfig(keep_last=1, keep_best=0)
-    checkpoints = Checkpoints(data.scratch(), keep)
+    checkpoints = Checkpoints(data.scratch(), CheckpointConfig(keep_last=1, keep_best=0))
     return checkpoints, state, shapes, sum(x.nbytes for x in jax.tree.leaves(state))
 
 
@@ -309,8 +311,8 @@ def restore(size: str) -> Turn:
     del state
 
     def turn():
-        if found := checkpoint.damage(checkpoints.folder / "1"):
-            raise RuntimeError(found)
+        if damage := checkpoint.damage(checkpoints.folder / "1"):
+            raise RuntimeError(damage)
         jax.block_until_ready(step_lib.restore(checkpoints, 1, shapes, 0))
         return {"bytes": size_bytes}
 
@@ -321,8 +323,8 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
     """Run `bert-jax pretrain` until the metrics of its first step.
 
     Args:
-        size, tokens, sequences, batch: what is trained.
-        cached: the compiled programs of a run before are there.
+        size, tokens, sequences, batch: as in `pretrain`.
+        cached: reuse the compiled programs of an earlier run.
     """
     folder = data.rows(tokens, sequences)
 
@@ -334,10 +336,13 @@ def start(size: str, tokens: int, sequences: int, batch: int, cached: bool) -> T
                 *(f"--config={data.ROOT}/configs/pretrain.py:{size},{tokens}", "--config.platform=cpu"),
                 *(f"--config.batch_size={batch}", "--config.log_every_steps=1"),
             ]  # fmt: skip
-            own = {} if cached else {"BERT_JAX_CACHE": f"{temporary}/cache"}
+            cache = {} if cached else {"BERT_JAX_CACHE": f"{temporary}/cache"}
             metrics, begun = out / "metrics.jsonl", time.perf_counter()
             process = subprocess.Popen(
-                list(map(str, command)), env={**os.environ, **own}, cwd=data.ROOT, stdout=sys.stderr
+                list(map(str, command)),
+                env={**os.environ, **cache},
+                cwd=data.ROOT,
+                stdout=sys.stderr,
             )
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None:
@@ -355,8 +360,8 @@ def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> T
     """Profile steps of `bert-jax pretrain` after warm-up, with `bert_jax.tools.profile`.
 
     Args:
-        size, tokens, sequences, batch: what is trained.
-        steps: a turn.
+        size, tokens, sequences, batch: as in `pretrain`.
+        steps: steps per turn.
     """
     folder, first = data.rows(tokens, sequences), 4
 
@@ -367,7 +372,7 @@ def profile(size: str, tokens: int, sequences: int, batch: int, steps: int) -> T
                 *(sys.executable, "-m", "bert_jax", "pretrain", "--rows", folder, "--workdir", out),
                 *(f"--config={data.ROOT}/configs/pretrain.py:{size},{tokens}", "--config.platform=cpu"),
                 *(f"--config.batch_size={batch}", f"--config.evaluate_rows={batch}"),
-                # One more than are traced: after its last step a run evaluates and saves.
+                # One step more than is traced, since a run evaluates and saves after its last step.
                 *(f"--config.steps={first + steps + 1}", "--config.optim.warmup_steps=1"),
                 f"--config.profile_steps={first}:{first + steps}",
             ]  # fmt: skip
@@ -383,8 +388,8 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
     """Compile the training step.
 
     Args:
-        size, tokens, sequences, batch: of what is trained.
-        cached: by the cache on disk, or without it.
+        size, tokens, sequences, batch: as in `pretrain`.
+        cached: whether to use the cache on disk.
     """
     _start()
     jax.config.update("jax_enable_compilation_cache", cached)
@@ -393,7 +398,7 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
     _, shapes = step_lib.initial_state(config, phase, mesh)
 
     def turn():
-        jax.clear_caches()  # to drop the program of the turn before is no part of making this one
+        jax.clear_caches()  # not timed
         begun = time.perf_counter()
         step_lib.compile_step(config, phase, mesh, shapes)
         return {"seconds": time.perf_counter() - begun}
@@ -402,7 +407,7 @@ def compilation(size: str, tokens: int, sequences: int, batch: int, cached: bool
 
 
 def command(arguments: list[str]) -> Turn:
-    """Start and end a Python process."""
+    """Run a Python process to its end."""
 
     def turn():
         subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=data.ROOT)
@@ -411,7 +416,7 @@ def command(arguments: list[str]) -> Turn:
     return turn
 
 
-class _Nothing:
+class _EmptyObjective:
     """An objective with almost no work, to measure the overhead of the loop."""
 
     best_metric, flops_per_row = Metric("loss", higher_is_better=False), 0.0
@@ -432,7 +437,7 @@ class _Nothing:
     def predict(self, params, inputs):
         return {}
 
-    def score(self, found):
+    def score(self, batches_and_outputs):
         return {}
 
     def summarize(self, means):
@@ -449,7 +454,7 @@ def host(steps: int) -> Turn:
     vocabulary = wordpiece.load(data.vocabulary())
     batch = {"tokens": np.zeros((8, 128), np.uint16)}
     phase = Phase(
-        objective=_Nothing(),
+        objective=_EmptyObjective(),
         tokens=128,
         batch_size=8,
         accumulation=1,
@@ -459,11 +464,11 @@ def host(steps: int) -> Turn:
         batches=lambda first, end, *_: itertools.repeat(batch, end - first),
         heldout=lambda *_: iter(()),
     )
-    told, compiled = [{"digest": ""}], {}
+    sources, compiled = [{"digest": ""}], {}
 
     def turn():
         with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(sys.stderr):
-            train.train(config, vocabulary, told, [phase], temporary, compiled=compiled)
+            train.train(config, vocabulary, sources, [phase], temporary, compiled=compiled)
             lines = (pathlib.Path(temporary) / "speed.jsonl").read_text().splitlines()
         return {"steps": steps, "seconds": sum(json.loads(line)["seconds"] for line in lines)}
 

@@ -20,7 +20,7 @@ from bert_jax.data.wordpiece import SPECIAL, Vocabulary, load
 
 Turn = Callable[[], dict[str, Any]]
 _LEARNING_RATE, _BATCH_TEXTS, _MOST_TOKENS = 1e-4, 32, 256
-# A label that losses leave out, PyTorch's own.
+# PyTorch's label of positions that losses ignore.
 _IGNORED = -100
 
 
@@ -56,8 +56,8 @@ def _collator(vocabulary: Vocabulary, rate: float) -> Any:
 def build(model: Any, positions: int) -> Any:
     """Return transformers' model of a `ModelConfig`: `BertForPreTraining` or `BertForMaskedLM`.
 
-    What BERT does not have, `teaching`'s last LayerNorm and its head without a transform, is put in
-    the transform's place; an embedding of the one segment stays.
+    If the head has no transform, the final LayerNorm of `teaching` or the identity replaces it. A model
+    without segments keeps the embedding of a single segment.
     """
     import torch
     import transformers
@@ -77,49 +77,49 @@ def build(model: Any, positions: int) -> Any:
         attn_implementation="sdpa",
     )
     kind = "BertForPreTraining" if model.next_sentence else "BertForMaskedLM"
-    found = getattr(transformers, kind)(config)
+    network = getattr(transformers, kind)(config)
     if not model.transform:
         norm = torch.nn.LayerNorm(model.hidden, eps=model.layer_norm_epsilon)
-        found.cls.predictions.transform = norm if model.final_norm else torch.nn.Identity()
-    return found
+        network.cls.predictions.transform = norm if model.final_norm else torch.nn.Identity()
+    return network
 
 
 def inputs(batch: Batch, segments: int, collator: Any, fixed: bool = False) -> dict[str, Any]:
     """Convert rows, packed or not, to transformers' inputs, masked by its collator.
 
     Args:
-        batch: of `Rows`. B rows of T tokens, holding N sequences; P tokens are masked.
-        segments: 0 for a model without.
+        batch: a batch of `Rows`: B rows of T tokens with N sequences; P tokens are masked.
+        segments: number of segments of the model.
         collator: `DataCollatorForLanguageModeling`.
-        fixed: fill P and N up, so that compiled programs see one shape: N to what rows can hold, P to
-            four deviations above its mean, beyond which masked tokens are left out.
+        fixed: pad P and N so that compiled programs see one shape: N to the capacity of the rows, P to
+            four standard deviations above its mean; further masked tokens are dropped.
 
     Returns:
-        input_ids, position_ids, token_type_ids, labels: [B, T]. attention_mask: [B, T], or where rows
-        may hold several sequences [B, 1, T, T]. places: [P] of what is masked among all B T tokens,
-        place_labels: [P]. cls: [N] where sequences begin, next_sentence_label: [N].
+        input_ids, position_ids, token_type_ids, labels: [B, T]. attention_mask: [B, T], or
+        [B, 1, T, T] if rows may hold several sequences. places: [P], indices of masked tokens among all
+        B T tokens, place_labels: [P]. cls: [N], indices of first tokens, next_sentence_label: [N].
     """
     import torch
 
     tokens = torch.from_numpy(batch["tokens"].astype(np.int64))
     size, slots = tokens.shape[1], batch["length"].shape[1]
     length, a_length = (batch[name].astype(np.int32) for name in ("length", "a_length"))
-    place = layout(length, a_length, size)
-    sequence, position, segment, cls = (torch.from_numpy(x.astype(np.int64)) for x in place)
+    row_layout = layout(length, a_length, size)
+    sequence, position, segment, cls = (torch.from_numpy(x.astype(np.int64)) for x in row_layout)
     real = sequence < slots
     special = ~real | (position == 0) | (tokens == collator.tokenizer.sep_token_id)
     ids, labels = collator.torch_mask_tokens(tokens, special)
     places = (labels.flatten() != _IGNORED).nonzero()[:, 0]
-    there = torch.from_numpy(length > 0)
-    first = (cls + size * torch.arange(len(cls))[:, None])[there]
-    follows = torch.from_numpy(batch["label"].astype(np.int64))[there]
+    present = torch.from_numpy(length > 0)
+    first = (cls + size * torch.arange(len(cls))[:, None])[present]
+    next_labels = torch.from_numpy(batch["label"].astype(np.int64))[present]
     place_labels = labels.flatten()[places]
     if fixed:
-        rate, most = collator.mlm_probability, tokens.numel()
-        most = math.ceil(most * rate + 4 * math.sqrt(most * rate * (1 - rate)))
-        places, place_labels = _filled(places, most, 0), _filled(place_labels, most, _IGNORED)
-        first, follows = (
-            _filled(x, there.numel(), y) for x, y in ((first, 0), (follows, _IGNORED))
+        rate, limit = collator.mlm_probability, tokens.numel()
+        limit = math.ceil(limit * rate + 4 * math.sqrt(limit * rate * (1 - rate)))
+        places, place_labels = _pad(places, limit, 0), _pad(place_labels, limit, _IGNORED)
+        first, next_labels = (
+            _pad(x, present.numel(), y) for x, y in ((first, 0), (next_labels, _IGNORED))
         )
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
     return {
@@ -131,11 +131,11 @@ def inputs(batch: Batch, segments: int, collator: Any, fixed: bool = False) -> d
         "places": places,
         "place_labels": place_labels,
         "cls": first,
-        "next_sentence_label": follows,
+        "next_sentence_label": next_labels,
     }
 
 
-def _filled(x: Any, size: int, value: int) -> Any:
+def _pad(x: Any, size: int, value: int) -> Any:
     import torch
 
     return torch.nn.functional.pad(x[:size], (0, max(size - len(x), 0)), value=value)
@@ -175,12 +175,12 @@ def pretrain(
     gathered: bool,
     compiled: bool,
 ) -> Turn:
-    """Training steps of a transformers model: fused AdamW, clipping and dropout, in float32.
+    """Run training steps of a transformers model: fused AdamW, clipping and dropout, in float32.
 
     Args:
-        size, tokens, sequences, batch, steps: as `ours.pretrain` takes them; the rows are the same.
-        gathered: the loss that knows masked tokens only, or transformers' own.
-        compiled: by torch.compile.
+        size, tokens, sequences, batch, steps: as in `ours.pretrain`, with the same rows.
+        gathered: compute logits for masked tokens only, not transformers' loss.
+        compiled: use torch.compile.
     """
     torch = _torch()
     config = data.pretraining(size, tokens, batch)
@@ -195,14 +195,14 @@ def pretrain(
     optimizer = torch.optim.AdamW(
         model.parameters(), _LEARNING_RATE, weight_decay=config.optim.weight_decay, fused=True
     )
-    coming = batches(rows, batch, config.seed, 0, config.steps)
+    stream = batches(rows, batch, config.seed, 0, config.steps)
 
     def turn():
         real = padded = 0
-        for found in itertools.islice(coming, steps):
-            real, padded = real + int(found["length"].sum()), padded + found["tokens"].size
-            given = inputs(found, config.model.segments, collator, fixed=compiled)
-            loss_of(model, given).backward()
+        for arrays in itertools.islice(stream, steps):
+            real, padded = real + int(arrays["length"].sum()), padded + arrays["tokens"].size
+            torch_inputs = inputs(arrays, config.model.segments, collator, fixed=compiled)
+            loss_of(model, torch_inputs).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -212,13 +212,13 @@ def pretrain(
 
 
 def finetune(name: str, steps: int, grouped: bool) -> Turn:
-    """Training steps of transformers' Trainer on the same examples, padded to the longest of a batch.
+    """Run training steps of transformers' Trainer on the same examples, padded to the longest of a batch.
 
     Args:
-        name: of a set.
-        steps: a turn, besides a first one that no clock sees.
-        grouped: as train_sampling_strategy="group_by_length" does, which changes what a batch holds;
-            of its batches of a stretch of 50 some of every length, evenly.
+        name: name of a data set of experiments/finetuning.
+        steps: steps per turn, not counting a first one that is not timed.
+        grouped: group examples by length as train_sampling_strategy="group_by_length" does, which
+            changes the composition of batches; a turn takes batches evenly from 50 sorted by length.
     """
     import ours
     import transformers
@@ -227,17 +227,17 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
     from bert_jax.data.examples import FIRST_STEPS, Plan
 
     _torch()
-    config, problem = ours.load_finetuning(name)
-    size, examples = config.batch_size, problem.splits["train"]
+    config, dataset = ours.load_finetuning(name)
+    size, examples = config.batch_size, dataset.splits["train"]
     plan = Plan(examples, size, 1)
-    span = problem.head == "span"
+    span = dataset.head == "span"
     kind = "AutoModelForQuestionAnswering" if span else "AutoModelForSequenceClassification"
-    options = {} if span else {"num_labels": len(problem.labels)}
+    options = {} if span else {"num_labels": len(dataset.labels)}
     folder = data.finetuning().minilm()
     model = getattr(transformers, kind).from_pretrained(folder, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     lengths = examples.lengths().tolist()
-    numbers = itertools.count()
+    turn_numbers = itertools.count()
 
     def example(i):
         tokens, label = examples.tokens[i], examples.targets["label"][i]
@@ -258,20 +258,22 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
         first = FIRST_STEPS + number * (steps + 1)
         if not grouped:
             return [plan.members(step, 0) for step in range(first, first + steps + 1)]
-        some = [i for step in range(50 * number, 50 * number + 50) for i in plan.members(step, 0)]
-        # Sorted 50 batches at a time, as Trainer sorts a set of 200 batches or more.
-        order = get_length_grouped_indices([lengths[i] for i in some], size, mega_batch_mult=50)
-        found = [[some[i] for i in order[b : b + size]] for b in range(0, len(order), size)]
-        found.sort(key=lambda batch: max(lengths[i] for i in batch))
-        chosen = [found[int((k + 0.5) / steps * len(found))] for k in range(steps)]
-        return [chosen[0], *chosen]
+        indices = [
+            i for step in range(50 * number, 50 * number + 50) for i in plan.members(step, 0)
+        ]
+        # Sort 50 batches at a time, as Trainer does for data sets of 200 batches or more.
+        order = get_length_grouped_indices([lengths[i] for i in indices], size, mega_batch_mult=50)
+        groups = [[indices[i] for i in order[b : b + size]] for b in range(0, len(order), size)]
+        groups.sort(key=lambda batch: max(lengths[i] for i in batch))
+        selected = [groups[int((k + 0.5) / steps * len(groups))] for k in range(steps)]
+        return [selected[0], *selected]
 
     def turn():
-        own = members(next(numbers))
+        step_members = members(next(turn_numbers))
         with tempfile.TemporaryDirectory() as out:
             seconds = _train(
                 model,
-                [example(i) for batch in own for i in batch],
+                [example(i) for batch in step_members for i in batch],
                 transformers.DataCollatorWithPadding(tokenizer),
                 output_dir=out,
                 per_device_train_batch_size=size,
@@ -283,8 +285,10 @@ def finetune(name: str, steps: int, grouped: bool) -> Turn:
             "steps": steps,
             "seconds": seconds,
             "examples": steps * size,
-            "real_tokens": sum(lengths[i] for batch in own[1:] for i in batch),
-            "padded_tokens": sum(size * max(lengths[i] for i in batch) for batch in own[1:]),
+            "real_tokens": sum(lengths[i] for batch in step_members[1:] for i in batch),
+            "padded_tokens": sum(
+                size * max(lengths[i] for i in batch) for batch in step_members[1:]
+            ),
         }
 
     return turn
@@ -317,12 +321,12 @@ def _train(model: Any, examples: Any, collator: Any, **settings: Any) -> float:
 
 
 def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, int]]:
-    """Sentence vectors of all-MiniLM-L6-v2 by transformers, in batches of 32 padded texts.
+    """Return a function that embeds texts with all-MiniLM-L6-v2 in transformers, 32 texts per batch.
 
-    What is returned gives vectors, real tokens, and tokens with padding.
+    It returns the vectors, the number of real tokens, and the number of tokens with padding.
 
     Args:
-        by_length: after sorting by length, as sentence-transformers does, or as they come.
+        by_length: sort texts by length first, as sentence-transformers does.
     """
     torch = _torch()
     import transformers
@@ -334,7 +338,7 @@ def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
     def embed(texts):
         real = padded = 0
         order = np.argsort([-len(t) for t in texts]) if by_length else range(len(texts))
-        found = np.empty((len(texts), model.config.hidden_size), np.float32)
+        vectors = np.empty((len(texts), model.config.hidden_size), np.float32)
         for start in range(0, len(texts), _BATCH_TEXTS):
             members = list(order[start : start + _BATCH_TEXTS])
             batch = tokenizer(
@@ -350,19 +354,19 @@ def embedding(by_length: bool) -> Callable[[list[str]], tuple[np.ndarray, int, i
                 hidden = model(**batch).last_hidden_state
                 mask = batch["attention_mask"][:, :, None].float()
                 mean = (hidden * mask).sum(1) / mask.sum(1)
-                found[members] = torch.nn.functional.normalize(mean).numpy()
-        return found, real, padded
+                vectors[members] = torch.nn.functional.normalize(mean).numpy()
+        return vectors, real, padded
 
     return embed
 
 
 def embed(texts: int, by_length: bool) -> Turn:
-    """Return the vectors of the texts."""
-    run, given = embedding(by_length), data.texts(texts)
+    """Embed texts."""
+    run, sample = embedding(by_length), data.texts(texts)
 
     def turn():
-        _, real, padded = run(given)
-        return {"texts": len(given), "real_tokens": real, "padded_tokens": padded}
+        _, real, padded = run(sample)
+        return {"texts": len(sample), "real_tokens": real, "padded_tokens": padded}
 
     return turn
 
@@ -418,11 +422,11 @@ def loader(tokens: int, batch: int, steps: int) -> Turn:
                 blocks, batch, shuffle=True, drop_last=True, collate_fn=collator
             )
 
-    coming = shuffled()
+    stream = shuffled()
 
     def turn():
-        found = list(itertools.islice(coming, steps))
-        return {"rows": steps * batch, "real_tokens": sum(x["input_ids"].numel() for x in found)}
+        collated = list(itertools.islice(stream, steps))
+        return {"rows": steps * batch, "real_tokens": sum(x["input_ids"].numel() for x in collated)}
 
     return turn
 
@@ -434,8 +438,8 @@ def _state(size: str) -> tuple[Any, Any]:
     config.model.vocab_size = len(load(data.vocabulary()))
     model = build(config.model, config.model.positions)
     optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE)
-    for each in model.parameters():
-        each.grad = torch.randn_like(each)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
@@ -468,9 +472,9 @@ def restore(size: str) -> Turn:
     _write(path, model, optimizer)
 
     def turn():
-        found = torch.load(path, weights_only=True)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
         return {"bytes": path.stat().st_size}
 
     return turn
@@ -480,9 +484,9 @@ def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> T
     """Run a process until its first step (first_step.py), with one sequence per row.
 
     Args:
-        size, tokens, batch: as `ours.start` takes them.
-        compiled: by torch.compile.
-        cached: the compiled programs of a process before are there.
+        size, tokens, batch: as in `ours.start`.
+        compiled: use torch.compile.
+        cached: reuse the compiled programs of an earlier process.
     """
     torch = _torch()
     config = data.pretraining(size, tokens, batch)
@@ -491,26 +495,26 @@ def start(size: str, tokens: int, batch: int, compiled: bool, cached: bool) -> T
     model = build(config.model, config.model.positions)
     rows = batches(Rows(data.rows(tokens, 1), "train"), batch, config.seed, 0, 1)
     collator = _collator(vocabulary, config.masking.rate)
-    given = inputs(next(iter(rows)), config.model.segments, collator)
-    path = data.scratch() / "given.pt"
-    arrays = {name: given[name] for name in (*_ENCODER, "labels", "next_sentence_label")}
+    step_inputs = inputs(next(iter(rows)), config.model.segments, collator)
+    path = data.scratch() / "first_step.pt"
+    arrays = {name: step_inputs[name] for name in (*_ENCODER, "labels", "next_sentence_label")}
     torch.save({"config": model.config.to_dict(), "inputs": arrays}, path)
     command = [sys.executable, data.HERE / "first_step.py", path]
 
     def turn():
         with tempfile.TemporaryDirectory() as cache:
-            own = {} if cached else {"TORCHINDUCTOR_CACHE_DIR": cache}
+            cache_variables = {} if cached else {"TORCHINDUCTOR_CACHE_DIR": cache}
             begun = time.perf_counter()
             process = subprocess.Popen(
                 [*command, *(["--compile"] if compiled else [])],
-                env={**os.environ, **own}, stdout=subprocess.PIPE, text=True,
+                env={**os.environ, **cache_variables}, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
-            said = process.stdout.readline()
+            output = process.stdout.readline()
             seconds = time.perf_counter() - begun
             process.kill()
             process.communicate()
-        if not said:
-            raise RuntimeError("transformers did not take its first step")
+        if not output:
+            raise RuntimeError("transformers did not complete its first step")
         return {"seconds": seconds}
 
     return turn

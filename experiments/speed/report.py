@@ -14,9 +14,9 @@ from bert_jax import files
 
 HERE = pathlib.Path(__file__).parent
 Line = dict[str, Any]
-# Calibrations of a case that are farther apart than this are of a machine that did other work too.
+# A case is noisy if the 90th percentile of its calibrations exceeds the 10th by this factor.
 NOISY = 1.25
-# What is counted, and by how much it is divided.
+# Unit and divisor of each count.
 UNITS = {
     "real_tokens": ("real tokens/s", 1),
     "padded_tokens": ("padded tokens/s", 1),
@@ -43,10 +43,10 @@ GROWTH = {
     "grow-devices": "virtual devices on the same cores",
     "grow-corpus": "files of text",
 }
-# Of the parts' cost there are promises: CheckpointConfig.every_steps, and steps that compute nothing.
+# Targets of components. Saves are those of CheckpointConfig.every_steps.
 SAVED_EVERY_STEPS, HOST_MICROSECONDS, STALL, LOADER_TIMES = 1_000, 300, 0.02, 10
 COLD_SECONDS, CACHED_SECONDS = 25, 3
-# And of real tokens a second, beside a peer's.
+# Targets of real tokens/s relative to a peer.
 TIMES = {
     ("pretrain-mini-128", "transformers"): 2.0,
     ("pretrain-mini-128", "torch.compile"): 1.6,
@@ -56,7 +56,7 @@ TIMES = {
     ("pretrain-base-128", "gathered, packed"): 1.0,
 }
 
-# Rows of the project's own page: workload, case, contender, what to call it.
+# Rows of the table in docs/speed.md: workload, case, contender, name of the baseline.
 FRONT = (
     *(
         (f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", contender, baseline)
@@ -135,36 +135,36 @@ def table(lines: Sequence[Line], names: Sequence[str]) -> list[str]:
     measures = {CASES[name].measure for name in shown}
     title = UNITS[min(measures)][0] if len(measures) == 1 and measures <= UNITS.keys() else ""
     padded = measures <= {"real_tokens", "examples", "texts"}
-    found = [
-        f"| case | contender | {title} | {'padded tokens/s | ' if padded else ''}the first is so many times as fast |",
+    table_lines = [
+        f"| case | contender | {title} | {'padded tokens/s | ' if padded else ''}speed-up of the first |",
         f"|---|---|---|{'---|' if padded else ''}---|",
     ]
     for name in shown:
-        own = [line for line in lines if line["case"] == name]
-        measure, how = CASES[name].measure, noise(own)
-        for line in own:
+        case_lines = [line for line in lines if line["case"] == name]
+        measure, noisiness = CASES[name].measure, noise(case_lines)
+        for line in case_lines:
             rounds = f"{name}, {len(line['seconds'])} rounds"
-            cells = [rounds if line is own[0] else "", line["contender"], _shown(line, measure)]
+            is_first = line is case_lines[0]
+            cells = [rounds if is_first else "", line["contender"], _shown(line, measure)]
             if not title and measure in UNITS:
                 cells[-1] += f" {UNITS[measure][0]}"
-            if line is own[0] and how > NOISY:
-                cells[0] += f" (noisy: {how:.2f})"
+            if is_first and noisiness > NOISY:
+                cells[0] += f" (noisy: {noisiness:.2f})"
             if padded:
                 cells.append(_shown(line, "padded_tokens"))
-            same = line is own[0]
-            cells.append("" if same else spread(ratios(line, own[0], measure)))
-            found.append(f"| {' | '.join(cells)} |")
-    return found
+            cells.append("" if is_first else spread(ratios(line, case_lines[0], measure)))
+            table_lines.append(f"| {' | '.join(cells)} |")
+    return table_lines
 
 
 def _of(lines: Sequence[Line], case: str, contender: str) -> Line | None:
-    found = [x for x in lines if (x["case"], x["contender"]) == (case, contender)]
-    return found[0] if found else None
+    matches = [x for x in lines if (x["case"], x["contender"]) == (case, contender)]
+    return matches[0] if matches else None
 
 
 def parts(lines: Sequence[Line]) -> list[str]:
     """Return the time of a step by part, as medians over profiles of separate runs."""
-    found = []
+    shown = []
     for line in lines:
         if line["case"] != "profile":
             continue
@@ -175,12 +175,12 @@ def parts(lines: Sequence[Line]) -> list[str]:
         )
         step = statistics.median([table["step_seconds"] for table in tables])
         reached = statistics.median([t["matrix_operations"] / t["step_seconds"] for t in tables])
-        found += [
-            f"{line['contender']}: {number(1e3 * step)} ms a step. A large matrix product was measured to "
-            f"reach {operations / 1e9:,.0f} GFLOP/s, an array to be read and written at {traffic / 1e9:.3g} GB/s; the step's matrix "
-            f"products, by all of its time, {reached / 1e9:,.0f} GFLOP/s, {reached / operations:.0%} of that.",
+        shown += [
+            f"{line['contender']}: {number(1e3 * step)} ms a step. Measured ceilings: {operations / 1e9:,.0f} GFLOP/s "
+            f"for a large matrix product, {traffic / 1e9:.3g} GB/s for reading and writing an array. The step's "
+            f"matrix products, divided by its whole time, reach {reached / 1e9:,.0f} GFLOP/s, {reached / operations:.0%} of that.",
             "",
-            f"| {line['contender']} | ms | share | GFLOP | GB | ms at least | gap |",
+            f"| {line['contender']} | ms | share | GFLOP | GB | minimum ms | gap |",
             "|---|---|---|---|---|---|---|",
         ]
         for rows in zip(*(table["parts"] for table in tables), strict=True):
@@ -192,31 +192,31 @@ def parts(lines: Sequence[Line]) -> list[str]:
             least = 1e3 * max(computed / operations, moved / traffic)
             cells = [f"{computed / 1e9:.3g}", f"{moved / 1e9:.3g}", f"{least:.3g}"]
             cells.append(f"{statistics.median(spent) - least:.3g}")
-            told = " | ".join(cells if computed or moved else [""] * 4)
-            found.append(f"| {rows[0]['part']} | {spread(spent)} | {share:.1%} | {told} |")
-        found.append("")
-    return found[:-1] or ["not run"]
+            bounds = " | ".join(cells if computed or moved else [""] * 4)
+            shown.append(f"| {rows[0]['part']} | {spread(spent)} | {share:.1%} | {bounds} |")
+        shown.append("")
+    return shown[:-1] or ["not run"]
 
 
-def _promise(lines: Sequence[Line], case: str, what: str, holds: bool) -> str:
-    how = noise([line for line in lines if line["case"] == case])
-    noisy = f" (noisy: {how:.2f})" if how > NOISY else ""
-    return f"- {what}: **{'kept' if holds else 'not kept'}**{noisy}."
+def _target(lines: Sequence[Line], case: str, what: str, is_met: bool) -> str:
+    noisiness = noise([line for line in lines if line["case"] == case])
+    noisy = f" (noisy: {noisiness:.2f})" if noisiness > NOISY else ""
+    return f"- {what}: **{'met' if is_met else 'not met'}**{noisy}."
 
 
-def promises(lines: Sequence[Line]) -> list[str]:
+def targets(lines: Sequence[Line]) -> list[str]:
     """Return the targets of the components with their measurements; skip those that were not run."""
-    found = []
-    for (case, contender), wanted in TIMES.items():
+    shown = []
+    for (case, contender), target in TIMES.items():
         if line := _of(lines, case, contender):
             times = ratios(line, _of(lines, case, "bert_jax"), CASES[case].measure)
-            found.append(
-                _promise(
+            shown.append(
+                _target(
                     lines,
                     case,
-                    f"{case}: {spread(times)} times the real tokens a second of {contender}, wanted "
-                    f"{wanted:.1f}",
-                    statistics.median(times) >= wanted,
+                    f"{case}: {spread(times)} times the real tokens a second of {contender}, target "
+                    f"{target:.1f}",
+                    statistics.median(times) >= target,
                 )
             )
     if line := _of(lines, "loader", "loader"):
@@ -229,25 +229,25 @@ def promises(lines: Sequence[Line]) -> list[str]:
         cores = statistics.median(
             [a / b for a, b in zip(line["processor_seconds"], line["seconds"], strict=True)]
         )
-        wanted = rows_a_second(chip.flops)
-        found.append(
-            _promise(
+        target = rows_a_second(chip.flops)
+        shown.append(
+            _target(
                 lines,
                 "loader",
-                f"the loader gives {number(rate)} rows a second ({number(rate / cores)} a core, of "
-                f"which it keeps {cores:.2g} busy), {number(rate / wanted)} times the "
-                f"{number(wanted)} that base takes on the fastest chip of device.py ({name}) used to "
-                f"the full; {LOADER_TIMES} times are wanted",
-                rate >= LOADER_TIMES * wanted,
+                f"the loader reads {number(rate)} rows a second ({number(rate / cores)} per core, with "
+                f"{cores:.2g} cores busy), {number(rate / target)} times the {number(target)} that base "
+                f"would process at the peak of the fastest chip in device.py ({name}), target "
+                f"{LOADER_TIMES} times",
+                rate >= LOADER_TIMES * target,
             )
         )
     if line := _of(lines, "host", "bert_jax"):
         micro = 1e6 * statistics.median(cost(line, "steps"))
-        found.append(
-            _promise(
+        shown.append(
+            _target(
                 lines,
                 "host",
-                f"the loop itself costs {number(micro)} µs a step, wanted below {HOST_MICROSECONDS}",
+                f"the loop itself costs {number(micro)} µs a step, target below {HOST_MICROSECONDS}",
                 micro < HOST_MICROSECONDS,
             )
         )
@@ -259,38 +259,38 @@ def promises(lines: Sequence[Line]) -> list[str]:
                 without["seconds"], saving["seconds"], without["steps"], strict=True
             )
         ]
-        found.append(
-            _promise(
+        shown.append(
+            _target(
                 lines,
                 "stall",
                 f"a save every {SAVED_EVERY_STEPS:,} steps, the default, takes "
                 f"{statistics.median(shares):.2%} ({min(shares):.2%} to {max(shares):.2%}) of mini's "
-                f"time, wanted below {STALL:.0%}",
+                f"time, target below {STALL:.0%}",
                 statistics.median(shares) < STALL,
             )
         )
-    for contender, most in (("cold", COLD_SECONDS), ("cached", CACHED_SECONDS)):
+    for contender, limit in (("cold", COLD_SECONDS), ("cached", CACHED_SECONDS)):
         if line := _of(lines, "compile", contender):
             seconds = statistics.median(line["seconds"])
-            found.append(
-                _promise(
+            shown.append(
+                _target(
                     lines,
                     "compile",
-                    f"base's training step is made in {seconds:.1f} s {contender} on "
-                    f"{line['cores']} cores, wanted below {most}",
-                    seconds < most,
+                    f"base's training step compiles in {seconds:.1f} s ({contender}) on "
+                    f"{line['cores']} cores, target below {limit} s",
+                    seconds < limit,
                 )
             )
     for line in (_of(lines, "memory", each) for each in ("kept", "given back")):
         if line:
             pairs = zip(line["page_faults"], line["steps"], strict=True)
             faults = statistics.median([a / b for a, b in pairs])
-            found.append(f"- Memory {line['contender']}: {number(faults)} page faults a step.")
-    return found or ["not run"]
+            shown.append(f"- Memory {line['contender']}: {number(faults)} page faults a step.")
+    return shown or ["not run"]
 
 
 def conditions(lines: Sequence[Line]) -> list[str]:
-    """Describe the machine, and how noisy it was."""
+    """Describe the machines, the commits and the noise."""
     if not lines:
         return ["not run"]
     about: dict[str, dict[str, list[str]]] = {}
@@ -299,30 +299,31 @@ def conditions(lines: Sequence[Line]) -> list[str]:
         commits.setdefault(line["commit"], []).append(line["case"])
     loads = [value for line in lines for value in line["load"]]
     cases = dict.fromkeys(line["case"] for line in lines)
-    bad = {name: noise([x for x in lines if x["case"] == name]) for name in cases}
-    bad = {name: how for name, how in bad.items() if how > NOISY}
-    told = []
+    noisy = {name: noise([x for x in lines if x["case"] == name]) for name in cases}
+    noisy = {name: ratio for name, ratio in noisy.items() if ratio > NOISY}
+    shown = []
     for machine, commits in about.items():
         each = (
-            f"{', '.join(dict.fromkeys(own))} (commit {commit})" for commit, own in commits.items()
+            f"{', '.join(dict.fromkeys(names))} (commit {commit})"
+            for commit, names in commits.items()
         )
-        told.append(f"- {machine}: {'; '.join(each)}.")
-    told.append("")
-    told.append(
-        f"Load averages before a turn were {min(loads):.2f} to {max(loads):.2f}, the contenders' own "
-        "work included."
+        shown.append(f"- {machine}: {'; '.join(each)}.")
+    shown.append("")
+    shown.append(
+        f"Load averages before a turn: {min(loads):.2f} to {max(loads):.2f}, including the contenders' "
+        "own work."
     )
-    if bad:
-        each = ", ".join(f"{name} ({how:.2f})" for name, how in bad.items())
-        told.append(
-            f"**Noisy**, of the times of the fixed piece of work the 90th percentile being more than "
-            f"{NOISY} times the 10th: {each}."
+    if noisy:
+        each = ", ".join(f"{name} ({ratio:.2f})" for name, ratio in noisy.items())
+        shown.append(
+            f"**Noisy** cases, where the 90th percentile of the calibration times is more than {NOISY} "
+            f"times the 10th: {each}."
         )
-    return told
+    return shown
 
 
 def summary(lines: Sequence[Line]) -> list[str]:
-    """Return the table of the project's own page: median speed-up over each baseline."""
+    """Return the table of docs/speed.md: median speed-up over each baseline."""
     rows = []
     for workload, name, contender, baseline in FRONT:
         if line := _of(lines, name, contender):
@@ -349,18 +350,21 @@ def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
     with rc_context({"svg.hashsalt": "bert_jax"}):
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         for axis, (name, label) in zip(figure.subplots(2, 3).flat, GROWTH.items(), strict=True):
-            own = [line for line in lines if line["case"] == name]
-            times = [[1e3 * each for each in cost(line, "steps")] for line in own]
-            x, y = [int(line["contender"]) for line in own], list(map(statistics.median, times))
+            case_lines = [line for line in lines if line["case"] == name]
+            times = [[1e3 * each for each in cost(line, "steps")] for line in case_lines]
+            x, y = (
+                [int(line["contender"]) for line in case_lines],
+                list(map(statistics.median, times)),
+            )
             below = [m - min(each) for m, each in zip(y, times, strict=True)]
             above = [max(each) - m for m, each in zip(y, times, strict=True)]
-            if own:
+            if case_lines:
                 axis.errorbar(x, y, yerr=[below, above], marker="o", ms=3, lw=1, capsize=2)
-                # Where twice as much takes twice as long, the curve is as steep as this.
+                # The slope of time proportional to size.
                 straight = [y[-1] * each / x[-1] for each in x]
                 axis.plot(x, straight, color="gray", lw=0.8, ls=":", label="in proportion")
                 axis.loglog()
-                axis.set_xticks(x, [line["contender"] for line in own])
+                axis.set_xticks(x, [line["contender"] for line in case_lines])
                 axis.minorticks_off()
                 axis.legend(frameon=False, fontsize="small")
             axis.set(xlabel=label, ylabel="ms a step")
@@ -574,13 +578,13 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
     """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->` of a page.
 
     Args:
-        text: of the page as it is.
-        lines: of results.jsonl.
-        folder: that pictures are written to.
+        text: the page.
+        lines: lines of results.jsonl.
+        folder: folder for plots.
     """
     makers: dict[str, Callable[[], list[str]]] = {
         "conditions": lambda: conditions(lines),
-        "promises": lambda: promises(lines),
+        "targets": lambda: targets(lines),
         "profile": lambda: parts(lines),
         "growth": lambda: growth(lines, folder),
         "gpu": lambda: gpu_section(_read("gpu.jsonl")),
@@ -590,15 +594,15 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
     for name, make in makers.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
+        _, marker, after = rest.partition(end)
+        if not marker:
             raise ValueError(f"the page has no block {name}")
         text = f"{before}{begin}{chr(10).join(make())}\n{end}{after}"
     return text
 
 
 def front(text: str, lines: Sequence[Line]) -> str:
-    """Return docs/speed.md with its table between the `speed` markers."""
+    """Replace the table between the `speed` markers of docs/speed.md."""
     table = "\n".join(["", *summary(lines), ""])
     return re.sub(
         "(<!-- speed -->).*(<!-- /speed -->)", lambda m: m[1] + table + m[2], text, flags=re.DOTALL

@@ -2,7 +2,7 @@
 
     python experiments/storage/measure.py TEXT [--rounds N]
 
-TEXT is a text file or a source such as wiki/*.gz. Each scheme has its server on this machine (tests/helpers),
+TEXT is a text file or a source such as wiki/*.gz. Each scheme is served on this machine (tests/helpers),
 so this is the overhead of the protocol and of this package, not of a network. Rows are read in random order in
 batches, as training does; a run of a tiny model saves often, and the time of its steps is compared.
 """
@@ -25,7 +25,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 BATCH, BATCHES = 256, 40
 STEPS, SAVE_EVERY, LOG_EVERY = 400, 100, 10
-PLACES = ("local", "gs", "s3")
+LOCATIONS = ("local", "gs", "s3")
 
 
 @contextlib.contextmanager
@@ -82,14 +82,14 @@ def pretrain(rows: str, workdir: str, seed: int) -> float:
     from bert_jax import storage
 
     lines = pathlib.Path(storage.local(f"{workdir}/speed.jsonl")).read_text().splitlines()
-    logged = [json.loads(line) for line in lines][2:]  # without what compiles
+    logged = [json.loads(line) for line in lines][2:]  # without steps that compile
     return sum(line["seconds"] for line in logged) / (
         logged[-1]["step"] - logged[0]["step"] + LOG_EVERY
     )
 
 
 def main() -> None:
-    """Measure in turns, and write the results and the page."""
+    """Measure all locations in turn, and write the results and the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("text")
     parser.add_argument("--rounds", type=int, default=5)
@@ -116,7 +116,7 @@ def main() -> None:
             storage.upload(paths, [f"{server.url}/rows/{path.name}" for path in paths])
         roots = {"local": str(work), **{scheme: server.url for scheme, server in servers.items()}}
         for number in range(options.rounds):
-            for scheme in PLACES:
+            for scheme in LOCATIONS:
                 rows = f"{roots[scheme]}/rows"
                 cases = (
                     [("", "1")] if scheme == "local" else [(", by range", "0"), (", cache", "1")]
@@ -130,7 +130,7 @@ def main() -> None:
                         waits = scheme != "local" and gigabytes == "1"
                         rate = rows_per_second(rows, number, waits)
                     reading.setdefault(scheme + suffix, []).append(rate)
-            for scheme in PLACES:
+            for scheme in LOCATIONS:
                 with variables({"BERT_JAX_STORAGE_CACHE": str(work / "cache1")}):
                     folder = f"{roots[scheme]}/run{number}"
                     seconds = pretrain(f"{roots[scheme]}/rows", folder, number)
@@ -175,8 +175,8 @@ def write_page(results: dict) -> None:
                 "## Reading rows",
                 "",
                 f"Random batches of {BATCH} rows of T=64, {BATCHES} per round. By range: without a cache, each row is a",
-                "request. Cache: after the rows have been copied, which a run does in the background. Give a run a",
-                "cache that holds its rows.",
+                "request. Cache: after the rows have been copied, which a run does in the background. Use a cache",
+                "that is large enough for the rows of a run.",
                 "",
                 *table("rows per second", results["rows_per_second"], 1, False),
                 "",

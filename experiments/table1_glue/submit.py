@@ -18,11 +18,11 @@ from bert_jax.benchmarks import glue
 
 def best_seed(run: pathlib.Path) -> tuple[str, float, pathlib.Path]:
     """Return a run's task, its mean dev score, and the workdir of its best seed."""
-    found = json.loads((run / "metrics.json").read_text())
-    value = found["dev"][found["best_by"]]
-    if "seeds" not in found:
+    metrics = json.loads((run / "metrics.json").read_text())
+    value = metrics["dev"][metrics["best_by"]]
+    if "seeds" not in metrics:
         return workdir.read_config(run).task.name, value, run
-    best = found["seeds"][value["values"].index(max(value["values"]))]
+    best = metrics["seeds"][value["values"].index(max(value["values"]))]
     folder = run / f"seed_{best}"
     return workdir.read_config(folder).task.name, value["mean"], folder
 
@@ -63,8 +63,8 @@ def main() -> None:
     majority(options.glue / "WNLI", options.out)
     folders = [options.out, *(folder for _, folder in best.values())]
     notes = glue.submission(folders, options.out / "glue.zip")
-    told = {task: value for task, (value, _) in best.items()}
-    (options.out / "metrics.json").write_text(json.dumps({**told, "notes": notes}))
+    scores = {task: value for task, (value, _) in best.items()}
+    (options.out / "metrics.json").write_text(json.dumps({**scores, "notes": notes}))
     print("\n".join(notes))
 
 

@@ -36,13 +36,13 @@ OBJECTIVE = "dev.accuracy"
 
 def get_points(given):
     """Return the grid of each model and task, and a submission for each model."""
-    tried = GRID[given.scale]
+    choices = GRID[given.scale]
     if given.scale == "small" and given.init:  # the small models' rates are too high for it
-        tried = {"rate": GRID["paper"]["rate"]}
+        choices = {"rate": GRID["paper"]["rate"]}
     for model, start in recipes.starts(given).items():
         points = []
         for task in TASKS[given.scale]:
-            for chosen in grid(**tried):
+            for chosen in grid(**choices):
                 setting = "-".join(f"{name}{value}" for name, value in chosen.items())
                 changes = {SETTINGS[name]: value for name, value in chosen.items()}
                 point = recipes.finetuned(
@@ -64,7 +64,7 @@ def get_trial(given, trial):
         "batch_size": trial.suggest_categorical("batch_size", [16, 32, 64]),
     }
     point = recipes.finetuned(given, model, start, "SST-2", changes)
-    return dataclasses.replace(point, facts={"searched": model})  # no row of the table
+    return dataclasses.replace(point, facts={"searched": model})  # not in the table
 
 
 @dataclasses.dataclass(frozen=True)

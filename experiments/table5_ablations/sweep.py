@@ -42,7 +42,7 @@ def get_blocks(results):
     """Return the table, and the order of its rows in the paper as claims."""
     rows = {row: {"model": row} for row in ROWS}
 
-    def told(scale):
+    def table_and_claims(scale):
         columns = {
             task: Column(
                 recipes.TASKS[scale][task].metric, {"task": task}, 1.0 if task == "SQuAD" else 100.0
@@ -51,7 +51,7 @@ def get_blocks(results):
         }
         table = Table(rows, columns, PAPER, "pretraining")
         claims = [Claim(task, above, below) for below, above in LOWER.items() for task in columns]
-        tokens = TASKS[scale][-1]  # the task of which the paper says it
+        tokens = TASKS[scale][-1]  # the paper claims it for a token-level task
         return table, [*claims, Claim(tokens, "+ BiLSTM", "left-to-right, no NSP")]
 
-    return recipes.page(small=told("small"), paper=told("paper"))
+    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper"))

@@ -25,7 +25,7 @@ SIZES = {
         "L24-H1024-A16",
     ),
 }
-STEPS = 3_000  # of the small ones, 3 million tokens
+STEPS = 3_000  # at the small scale: 3 million tokens
 TASKS = {"small": ("SST-2", "Banking77"), "paper": ("MNLI", "MRPC", "SST-2")}
 COLUMNS = ("perplexity", "MNLI", "MRPC", "SST-2")
 NUMBERS = (
@@ -40,7 +40,7 @@ PAPER = {
     size: dict(zip(COLUMNS, numbers, strict=True))
     for size, numbers in zip(SIZES["paper"], NUMBERS, strict=True)
 }
-# Larger in one of the three, and smaller.
+# Pairs of sizes that differ in one dimension, the larger one first.
 LARGER = {
     "small": [
         ("L4-H64-A1", "L2-H64-A1"),
@@ -83,7 +83,7 @@ def get_points(given):
 def get_blocks(results):
     """Return the table, claims that larger is better, and loss curves."""
 
-    def told(scale):
+    def table_and_claims(scale):
         tasks = {task: Column("dev.accuracy", {"task": task}) for task in TASKS[scale]}
         columns = {"perplexity": Column("masked_lm_perplexity", factor=1.0, digits=2), **tasks}
         rows = {size: {"model": size} for size in SIZES[scale]}
@@ -100,6 +100,6 @@ def get_blocks(results):
         labels = ("real tokens", "held-out masked-LM loss")
         return recipes.At(scale, Curves(f"{scale}.svg", series, "real_tokens", "loss", labels))
 
-    return recipes.page(small=told("small"), paper=told("paper")) | {
+    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | {
         f"{scale}_curves": curves(scale) for scale in SIZES
     }

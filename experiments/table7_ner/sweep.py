@@ -24,7 +24,7 @@ PAPER = {
 FINE_TUNED = "fine-tuned"
 
 
-def tried(model):
+def features_of(model):
     """Return the features to evaluate: none of large, as in the paper, or of random weights."""
     if model == recipes.RANDOM or "large" in model:
         return {}
@@ -38,7 +38,7 @@ def get_points(given):
     """Return the fine-tuning of each model, and two-layer BiLSTMs on its frozen features."""
     for model, start in recipes.starts(given, capitals=True).items():
         yield recipes.finetuned(given, model, start, "NER", more=FINE_TUNED, features=FINE_TUNED)
-        for features, name in tried(model).items():
+        for features, name in features_of(model).items():
             changes = recipes.LSTM | {"model.features": features}
             yield recipes.finetuned(given, model, start, "NER", changes, features, features=name)
 
@@ -46,10 +46,10 @@ def get_points(given):
 def get_blocks(results):
     """Return the table of F1 on the dev and test set, and the order of features in the paper."""
 
-    def told(scale, columns, first, other):
+    def table_and_claims(scale, columns, first, other):
         rows, paper = {}, {}
         for model in recipes.models(results, scale, first, other):
-            for name in (FINE_TUNED, *tried(model).values()):
+            for name in (FINE_TUNED, *features_of(model).values()):
                 rows[f"{model}, {name}"] = {"model": model, "features": name}
                 for size in recipes.sizes([model]).values():
                     paper[f"{model}, {name}"] = PAPER.get(f"{size}, {name}", {})
@@ -65,6 +65,6 @@ def get_blocks(results):
 
     dev, test = Column("dev.f1"), Column("test.f1")
     return recipes.page(
-        small=told("small", {"dev": dev}, recipes.PRETRAINED, recipes.RANDOM),
-        paper=told("paper", {"dev": dev, "test": test}, "base", "large"),
+        small=table_and_claims("small", {"dev": dev}, recipes.PRETRAINED, recipes.RANDOM),
+        paper=table_and_claims("paper", {"dev": dev, "test": test}, "base", "large"),
     )

@@ -55,7 +55,7 @@ def get_points(given):
 def get_blocks(results):
     """Return the table, and claims that the default mix is better than the others."""
 
-    def told(scale):
+    def table_and_claims(scale):
         sentences, features = SENTENCES[scale], f"{BY_FEATURES[scale]}, features"
         columns = {
             sentences: Column("dev.accuracy", {"task": sentences, "by": "fine-tuned"}),
@@ -67,8 +67,8 @@ def get_blocks(results):
         }
         rows = {mix: {"model": mix} for mix in MIXES}
         claims = [Claim(features, USUAL, mix) for mix in MIXES[1:]]
-        # That all is [MASK] should hurt features most, which never see one; that nothing is, all.
+        # Only [MASK] should hurt features most, which never contain it; no [MASK] should hurt all.
         claims += [Claim("NER, fine-tuned", USUAL, "100/0/0"), Claim(sentences, USUAL, "0/0/100")]
         return Table(rows, columns, PAPER, "MASK/SAME/RANDOM"), claims
 
-    return recipes.page(small=told("small"), paper=told("paper"))
+    return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper"))

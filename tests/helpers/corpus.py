@@ -1,4 +1,4 @@
-"""A small corpus in Google's format, its vocabulary and rows made of it."""
+"""A small corpus in Google's format, with its vocabulary and rows."""
 
 import pathlib
 import random
@@ -7,14 +7,15 @@ from bert_jax.data import prepare, wordpiece
 
 
 def write(folder):
-    """Write 60 documents of sentences from a small grammar; return the file."""
+    """Write 60 documents of sentences from a small grammar, and return the file."""
     rng = random.Random(0)
     nouns = "king river mountain book child city teacher horse garden winter letter ship".split()
     verbs = "sees follows remembers leaves finds builds crosses describes".split()
     where = ["in the morning", "near the old bridge", "without a word", "after the war"]
     documents = []
     for _ in range(60):
-        topic = rng.sample(nouns, 4)  # a document keeps to few nouns, so its pairs can be told
+        # Few nouns per document, so that next-sentence prediction is possible.
+        topic = rng.sample(nouns, 4)
         documents.append(
             "\n".join(
                 f"The {rng.choice(topic)} {rng.choice(verbs)} the {rng.choice(topic)} {rng.choice(where)}."
@@ -27,7 +28,7 @@ def write(folder):
 
 
 def write_rows(text, tokens=32, sequences=3):
-    """Prepare rows of a text in a folder beside it, unless they are there; return the folder."""
+    """Prepare rows of a text in a folder beside it unless they exist, and return the folder."""
     vocabulary = text.parent / "vocab"
     if not vocabulary.exists():
         wordpiece.train([str(text)], str(vocabulary), size=150)

@@ -1,6 +1,6 @@
 """Run verbs on file systems that are too small, in this process: `full_disk.py FOLDER ROWS RUN TEXT`.
 
-It needs a mount namespace of its own. Prints a JSON line per attempt: verb, bytes of the file system,
+Needs its own mount namespace. Prints a JSON line per attempt: verb, bytes of the file system,
 exit status, standard error, and the files left.
 """
 
@@ -18,13 +18,13 @@ from tests.helpers.runs import arguments
 SIZES = (4, 16, 64)
 
 
-def attempt(disk: pathlib.Path, size: int, verb: str, *given: str) -> None:
-    """Run a verb whose output goes to a new file system of some kB."""
+def attempt(disk: pathlib.Path, size: int, verb: str, *options: str) -> None:
+    """Run a verb that writes to a new file system of `size` kB."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], check=True)
     error = io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
         try:
-            status = cli.main([verb, *given])
+            status = cli.main([verb, *options])
         except SystemExit as end:
             status = end.code
         except BaseException:

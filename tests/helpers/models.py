@@ -14,12 +14,12 @@ from bert_jax.data import rows
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses
 
-# Compiling takes half as long with little optimization, and small models run no slower.
+# Compiling takes half as long with little optimization, which does not slow small models down.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class Batch(NamedTuple):
-    """Rows with what to predict in them; P predictions a row, some of weight 0."""
+    """Rows and their labels, with P predictions per row, some of weight 0."""
 
     tokens: jax.Array
     layout: rows.Layout
@@ -31,16 +31,16 @@ class Batch(NamedTuple):
 
 
 def make_config(size="L2-H32-A4", **changes) -> ModelConfig:
-    quiet = {"vocab_size": 101, "positions": 64, "dropout": 0.0, "attention_dropout": 0.0}
-    return dataclasses.replace(model_size(size), **{**quiet, **changes})
+    defaults = {"vocab_size": 101, "positions": 64, "dropout": 0.0, "attention_dropout": 0.0}
+    return dataclasses.replace(model_size(size), **{**defaults, **changes})
 
 
 def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
-    """Random rows holding sequences of the given lengths (a list of lists), all of them pairs."""
+    """Return random rows with sentence pairs of the given lengths (a list for each row)."""
     slots = max(len(row) for row in lengths)
     length = np.array([row + [0] * (slots - len(row)) for row in lengths], np.int32)
     layout = rows.layout(length, np.where(length > 1, length // 2, length), tokens)
-    # Id 0 is padding alone: PyTorch's embedding gives it no gradient.
+    # Id 0 is only padding, since PyTorch's embedding gives it no gradient.
     ids = rng.integers(1, vocab, layout.segment_ids.shape) * (layout.segment_ids < slots)
     positions = np.zeros((len(lengths), predictions))
     weights = np.zeros((len(lengths), predictions))
@@ -69,7 +69,7 @@ def shapes(config):
 
 
 def random_params(config, rng):
-    """Every parameter away from its initial value, so that no gradient is trivially zero."""
+    """Return parameters away from their initial values, so that no gradient is trivially zero."""
 
     def draw(path, leaf):
         name = path[-1].key
@@ -87,7 +87,7 @@ def random_params(config, rng):
 
 
 def loss_of(config):
-    """params, batch, key → mean masked-LM loss + mean next-sentence loss, and both heads' logits."""
+    """Return a function of (params, batch, key) to the sum of both mean losses, and both heads' logits."""
 
     def loss(params, batch, key=None):
         words, following = Bert(config).apply(
@@ -111,15 +111,17 @@ def flat(tree):
     return traverse_util.flatten_dict(tree, sep="/")
 
 
-def assert_trees_close(got, wanted, tolerance):
-    got, wanted = flat(got), flat(wanted)
-    assert got.keys() == wanted.keys()
-    for path in wanted:
-        np.testing.assert_allclose(got[path], wanted[path], rtol=0, atol=tolerance, err_msg=path)
+def assert_trees_close(actual, expected, tolerance):
+    actual, expected = flat(actual), flat(expected)
+    assert actual.keys() == expected.keys()
+    for path in expected:
+        np.testing.assert_allclose(
+            actual[path], expected[path], rtol=0, atol=tolerance, err_msg=path
+        )
 
 
 def one_sequence_a_row(packed: Batch) -> tuple[Batch, list[tuple[int, int]]]:
-    """The sequences of packed rows one to a row, and the row and slot that each comes from."""
+    """Return packed sequences in one row each, and the row and slot that each comes from."""
     tokens = packed.tokens.shape[1]
     parts, origin = [], []
     for row in range(len(packed.tokens)):
@@ -127,7 +129,7 @@ def one_sequence_a_row(packed: Batch) -> tuple[Batch, list[tuple[int, int]]]:
             origin.append((row, slot))
             inside = np.flatnonzero(packed.layout.segment_ids[row] == slot)
             start, n = inside[0], len(inside)
-            mine = (packed.positions[row] >= start) & (packed.positions[row] < start + n)
+            is_inside = (packed.positions[row] >= start) & (packed.positions[row] < start + n)
             a_length = n - int(packed.layout.token_type_ids[row, inside].sum())
             layout = rows.layout(np.array([[n]]), np.array([[a_length]]), tokens)
             parts.append(
@@ -136,9 +138,9 @@ def one_sequence_a_row(packed: Batch) -> tuple[Batch, list[tuple[int, int]]]:
                     .at[0, :n]
                     .set(packed.tokens[row, start : start + n]),
                     rows.Layout(*(jnp.asarray(x, jnp.int32) for x in layout)),
-                    jnp.where(mine, packed.positions[row] - start, 0)[None],
+                    jnp.where(is_inside, packed.positions[row] - start, 0)[None],
                     packed.labels[row][None],
-                    (mine * packed.weights[row])[None],
+                    (is_inside * packed.weights[row])[None],
                     packed.next_labels[row, slot][None, None],
                     jnp.ones((1, 1)),
                 )

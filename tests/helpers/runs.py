@@ -36,7 +36,7 @@ ONE_DEVICE = {
 
 
 def arguments(*changes, size="L1-H32-A2", phases=",32"):
-    """The arguments of a small pretraining that follow `--config`, with changes of config fields."""
+    """Return the config arguments of a small pretraining, with changes of config fields."""
     return [
         f"--config={CONFIG}:{size}{phases}",
         *(f"--config.{change}" for change in [*SMALL, *changes]),
@@ -44,18 +44,18 @@ def arguments(*changes, size="L1-H32-A2", phases=",32"):
 
 
 def python(*arguments):
-    """The command line of `bert-jax`."""
+    """Return the command line of `bert-jax` with these arguments."""
     code = "from bert_jax.cli import console; console()"
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
 def command(folder, rows, *changes, options=(), size="L1-H32-A2", phases=",32"):
-    """The command line of a small pretraining in `folder` on folders of rows."""
-    chosen = [part for path in rows for part in ("--rows", path)]
+    """Return the command line of a small pretraining in `folder` on folders of rows."""
+    row_options = [part for path in rows for part in ("--rows", path)]
     return python(
         "pretrain",
         *arguments(*changes, size=size, phases=phases),
-        *chosen,
+        *row_options,
         "--workdir",
         folder,
         *options,
@@ -63,14 +63,14 @@ def command(folder, rows, *changes, options=(), size="L1-H32-A2", phases=",32"):
 
 
 def pretrain(folder, rows, *changes, options=(), phases=",32"):
-    """Run a small pretraining in a process of its own."""
+    """Run a small pretraining in a separate process."""
     return processes.run(
         command(folder, rows, *changes, options=options, phases=phases), env=ONE_DEVICE
     )
 
 
 def poisoned(phase, steps):
-    """The phase with sentence labels out of range in the batches of some steps: their loss is NaN."""
+    """Return the phase with sentence labels out of range, and so a loss of NaN, in some steps."""
 
     def batches(first, end, process, processes):
         for step, batch in enumerate(phase.batches(first, end, process, processes), first):
@@ -85,8 +85,8 @@ def train_here(folder, rows, *changes, bad=(), compiled=None):
     """Run a small pretraining in this process on rows of T=32.
 
     Args:
-        bad: steps whose loss is to be NaN.
-        compiled: programs of the training step by its shapes, shared by runs of the same step.
+        bad: steps with a loss of NaN.
+        compiled: compiled training steps by shape, shared by runs of the same step.
     """
     config = load(arguments(*changes))
     config.phases = (PhaseConfig(rows=str(rows())),)
@@ -104,7 +104,7 @@ def train_here(folder, rows, *changes, bad=(), compiled=None):
 
 
 def free_port():
-    """A TCP port that nothing listens on."""
+    """Return a TCP port that nothing listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -113,9 +113,9 @@ def free_port():
 def start_processes(argv, count, **environment):
     """Start one run in several processes; `argv` is its command line, or a function of the process.
 
-    They are not forked: Gloo, which connects them, draws the same identity in children of one process.
+    They are not forked, because Gloo chooses the same identity in all children of a process.
     """
-    own = {
+    variables = {
         "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "BERT_JAX_PROCESSES": str(count),
         **environment,
@@ -123,7 +123,7 @@ def start_processes(argv, count, **environment):
     return [
         subprocess.Popen(
             argv(i) if callable(argv) else argv,
-            env={**ONE_DEVICE, **own, "BERT_JAX_PROCESS": str(i)},
+            env={**ONE_DEVICE, **variables, "BERT_JAX_PROCESS": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -133,14 +133,14 @@ def start_processes(argv, count, **environment):
 
 
 def wait_for_all(started):
-    """Wait for processes; return their exit statuses and what each wrote to standard error."""
+    """Wait for processes, and return their exit statuses and their standard errors."""
     errors = [process.communicate(timeout=240)[1] for process in started]
     return [process.returncode for process in started], errors
 
 
 def refused(capsys, *argv):
-    """Run a command that must be refused in one line, in this process; return the line."""
-    capsys.readouterr()  # the progress of rows made for this test
+    """Run a command in this process that must be refused in one line, and return the line."""
+    capsys.readouterr()  # discard the progress of preparing rows
     status = cli.main([str(a) for a in argv])
     error = capsys.readouterr().err.strip()
     assert status == cli.EXIT_USER_ERROR, error
@@ -149,20 +149,20 @@ def refused(capsys, *argv):
 
 
 def _metrics(folder):
-    """The lines of metrics.jsonl of a run, which may be on object storage."""
+    """Return the content of metrics.jsonl of a run, which may be on object storage."""
     if storage.is_remote(folder):
         return storage.read(f"{folder}/metrics.jsonl")
     return (folder / "metrics.jsonl").read_bytes()
 
 
 def final_arrays(folder):
-    """The last step of a run, its parameters and everything in its training state."""
+    """Return the last step of a run, its parameters and its training state."""
     _, _, params, step = checkpoint.load_model(folder, "latest")
     return step, jax.tree.leaves(jax.device_get(params)), _training_arrays(folder, step)
 
 
 def _training_arrays(folder, step):
-    """The optimizer's arrays as Orbax reads them."""
+    """Return the arrays of the training state as Orbax reads them."""
     import orbax.checkpoint as ocp
 
     run = epath.Path(folder) if storage.is_remote(folder) else pathlib.Path(folder).absolute()

@@ -1,4 +1,4 @@
-"""Small data of every kind of task, and the arguments of a small fine-tuning."""
+"""Small data sets for every kind of task, and the arguments of a small fine-tuning."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 
 
 def write_table(folder):
-    """Write train.csv, dev.csv, test.csv and a vocabulary: a text's label says which word it holds."""
+    """Write train.csv, dev.csv, test.csv and a vocabulary; the label is whether a text has w0 or w1."""
     rng = random.Random(0)
     for name, count in (("train", 200), ("dev", 40)):
         lines = ["text,label"]
@@ -26,7 +26,7 @@ def write_table(folder):
 
 
 def arguments(data, workdir, *changes, init="none", options=()):
-    """The arguments of a small fine-tuning on the table in the folder `data`."""
+    """Return the arguments of a small fine-tuning on the table in the folder `data`."""
     changes = (
         *("model.layers=2", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
         *("model.positions=32", "task.tokens=32", "model.initializer_stddev=0.2"),

@@ -219,8 +219,8 @@ def _levels(runs: list[Recorded]) -> dict[str, dict[str, float]]:
     if len(ends) != 1:
         return {}
     (((metric, digest), folder),) = ends.items()
-    found = levels.read(folder, digest)
-    return {metric: {"unigram": found.unigram, "bigram": found.bigram}} if found else {}
+    losses = levels.read(folder, digest)
+    return {metric: {"unigram": losses.unigram, "bigram": losses.bigram}} if losses else {}
 
 
 def _figure(
