@@ -7,7 +7,6 @@ from bert_jax.tools.report.experiment import Claim, Column, Table
 # Percentages of [MASK], the same token and a random token.
 MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")
 USUAL = MIXES[0]
-STEPS = 3_000  # at the small scale
 SENTENCES = {"small": "SST-2", "paper": "MNLI"}
 # The small models' features find no entities.
 BY_FEATURES = {"small": "SST-2", "paper": "NER"}
@@ -28,13 +27,11 @@ PAPER = {
 
 def pretrained(given, mix, seed):
     """Return the pretraining of a mix, shared with other experiments for the default one."""
-    if given.scale == "paper" and mix == USUAL:
-        return recipes.base(given, mix)
-    changes = {"steps": STEPS} if given.scale == "small" else {}
-    if mix != USUAL:
-        names = ("mask_fraction", "same_fraction", "random_fraction")
-        shares = (int(percent) / 100 for percent in mix.split("/"))
-        changes |= {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
+    if mix == USUAL:
+        return recipes.base(given, mix, seed)
+    names = ("mask_fraction", "same_fraction", "random_fraction")
+    shares = (int(percent) / 100 for percent in mix.split("/"))
+    changes = {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
     return recipes.pretrained(given, mix, changes=changes, seed=seed)
 
 
