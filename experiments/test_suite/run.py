@@ -64,7 +64,7 @@ def first(options: argparse.Namespace) -> None:
             seconds, output = timed(["make", command], clone, env)
             line = {"command": f"make {command}", "install_seconds": install_seconds}
             line |= {"seconds": seconds, **(counts(output) if command == "test" else {})}
-            record(line)
+            record(line, clone)
             if command == "quickstart":
                 show(clone, output)
 
@@ -97,11 +97,11 @@ def stress(options: argparse.Namespace) -> None:
         record({"command": "stress", "seconds": seconds, "failures": failed, **counts(done.stdout)})
 
 
-def record(line: dict) -> None:
-    """Append a line to results.jsonl, and rewrite the tables."""
+def record(line: dict, checkout: pathlib.Path = ROOT) -> None:
+    """Append a line of a run in a checkout to results.jsonl, and rewrite the tables."""
     about = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": workdir.commit(),
+        "commit": workdir.commit(checkout),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
         "processor": platform.machine(),
@@ -115,17 +115,16 @@ def record(line: dict) -> None:
 def write_page() -> None:
     """Write the tables of README.md from results.jsonl."""
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    newest = {line["command"]: line for line in lines}
     tables = {
         "first": [
-            "| command | installation, s | command, s | tests | commit | machine |",
-            "|---|---|---|---|---|---|",
+            "| command | installation, s | command, s | tests | date | commit | machine |",
+            "|---|---|---|---|---|---|---|",
             *(
                 f"| `{line['command']}` | {line['install_seconds']:.0f} | {line['seconds']:.0f} | "
-                f"{line.get('passed', '')} | {line['commit']} | {line['cores']} cores ({line['processor']}), "
-                f"Python {line['python']} |"
-                for name, line in newest.items()
-                if name.startswith("make")
+                f"{line.get('passed', '')} | {line['date']} | {line['commit']} | "
+                f"{line['cores']} cores ({line['processor']}), Python {line['python']} |"
+                for line in lines
+                if line["command"].startswith("make")
             ),
         ],
         "stress": [
