@@ -7,6 +7,7 @@ The numbers come from the results files of experiments/, which the commands on t
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -20,6 +21,7 @@ EXPERIMENTS = ROOT / "experiments"
 sys.path[:0] = [str(EXPERIMENTS / "speed"), str(EXPERIMENTS)]
 
 import report as speed  # noqa: E402
+from finetuning import run as finetuning  # noqa: E402
 
 from bert_jax import files  # noqa: E402
 from bert_jax.tools import sweep  # noqa: E402
@@ -155,9 +157,10 @@ def miniberta() -> Iterator[Row]:
 
 def fine_tuning() -> Iterator[Row]:
     """Fine-tuning of the same weights by transformers' Trainer."""
-    ours = {(line["set"], line["start"]): line for line in read("finetuning/results.jsonl")}
-    for theirs in read("finetuning/trainer.jsonl"):
-        line = ours[theirs["set"], "minilm"]
+    pairs = itertools.product(read("finetuning/results.jsonl"), read("finetuning/trainer.jsonl"))
+    for line, theirs in pairs:
+        if not finetuning.same_schedule(line, theirs):
+            continue
         values = line["values"]
         mean = statistics.fmean(theirs["values"])
         yield Row(

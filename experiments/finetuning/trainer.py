@@ -25,7 +25,7 @@ from seqeval.metrics import f1_score
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
 HERE = pathlib.Path(__file__).parent
-BATCH, RATE, TOKENS = 32, 5e-5, 128
+BATCH, TOKENS = 32, 128
 IGNORED = -100
 
 
@@ -93,10 +93,10 @@ class Trainer(transformers.Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         warmup = self.args.warmup_steps
 
-        def rate(step):
+        def scale(step):
             return step / warmup if step < warmup else 1 - step / num_training_steps
 
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rate)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, scale)
         return self.lr_scheduler
 
 
@@ -105,7 +105,7 @@ def run(name, seed):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
-    _, metric, epochs = SETS[name]
+    _, metric, epochs, rate = SETS[name]
     if metric == "f1":
         names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
         train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
@@ -125,7 +125,7 @@ def run(name, seed):
             per_device_train_batch_size=BATCH,
             per_device_eval_batch_size=BATCH,
             max_steps=steps,
-            learning_rate=RATE,
+            learning_rate=rate,
             warmup_steps=int(steps * 0.1),
             weight_decay=0.01,
             adam_epsilon=1e-6,
@@ -167,8 +167,10 @@ def main():
     arguments = parser.parse_args()
     path = HERE / "trainer.jsonl"
     for name in arguments.sets:
+        rate = SETS[name].rate
         before = next(
-            (r for r in read_lines(path) if r["set"] == name), {"values": [], "minutes": 0}
+            (r for r in read_lines(path) if (r["set"], r["learning_rate"]) == (name, rate)),
+            {"values": [], "minutes": 0},
         )
         for seed in range(len(before["values"]), arguments.seeds):
             load = os.getloadavg()[0]
@@ -176,9 +178,10 @@ def main():
             versions = ("torch", "transformers", "accelerate", "scikit-learn", "seqeval")
             before = {
                 "set": name,
-                "metric": SETS[name][1],
+                "metric": SETS[name].metric,
                 "values": [*before["values"], value],
                 "steps": steps,
+                "learning_rate": rate,
                 "minutes": round(before["minutes"] + seconds / 60, 1),
                 "load_average": round(load, 2),
                 **{package: importlib.metadata.version(package) for package in versions},
