@@ -7,6 +7,9 @@ from bert_jax.tools.report.experiment import Claim, Column, Table
 # Percentages of [MASK], the same token and a random token.
 MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")
 USUAL = MIXES[0]
+# Next-sentence prediction, which needs pairs of sentences, and higher rates keep models that are
+# trained without [MASK] or with no targets in sight at the loss of word frequencies.
+SMALL = {"model.next_sentence": "false", "masking.rate": 0.15, "optim.learning_rate": 1e-3}
 SENTENCES = {"small": "SST-2", "paper": "MNLI"}
 # The small models' features find no entities.
 BY_FEATURES = {"small": "SST-2", "paper": "NER"}
@@ -26,13 +29,19 @@ PAPER = {
 
 
 def pretrained(given, mix, seed):
-    """Return the pretraining of a mix, shared with other experiments for the default one."""
-    if mix == USUAL:
-        return recipes.base(given, mix, seed)
+    """Return the pretraining of a mix, shared with other experiments for the paper's base."""
+    if given.scale == "paper" and mix == USUAL:
+        return recipes.base(given, mix)
     names = ("mask_fraction", "same_fraction", "random_fraction")
     shares = (int(percent) / 100 for percent in mix.split("/"))
     changes = {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
-    return recipes.pretrained(given, mix, changes=changes, seed=seed)
+    if given.scale == "paper":
+        return recipes.pretrained(given, mix, changes=changes)
+    rows = [
+        recipes.rows(given, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
+        for tokens in recipes.SMALL_LENGTHS
+    ]
+    return recipes.pretrained(given, mix, changes=SMALL | changes, on=rows, seed=seed)
 
 
 def get_points(given):
@@ -62,6 +71,8 @@ def get_blocks(results):
                 {"task": BY_FEATURES[scale], "by": "features"},
             ),
         }
+        if scale == "small":
+            columns["held-out loss"] = Column("masked_lm_loss", factor=1.0, digits=2)
         rows = {mix: {"model": mix} for mix in MIXES}
         claims = [Claim(features, USUAL, mix) for mix in MIXES[1:]]
         # Only [MASK] should hurt features most, which never contain it; no [MASK] should hurt all.
