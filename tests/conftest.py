@@ -7,7 +7,7 @@ import shutil
 import tempfile
 
 # Before JAX is imported anywhere. Eight devices let one process test every mesh; most of the time
-# of tests on miniature models goes into compiling, so the compiler is told not to try hard.
+# of tests on miniature models goes into compiling, so the compiler runs at a low optimization level.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")

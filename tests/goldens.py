@@ -125,11 +125,11 @@ def record() -> dict[str, dict[str, str]]:
     """Run every case; return the digests by case."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        found = {f"pretrain, {case}": value for case, value in pretraining(folder).items()}
+        result = {f"pretrain, {case}": value for case, value in pretraining(folder).items()}
         for head in HEADS:
             (folder / f"data_{head}").mkdir()
-            found[f"finetune, {head}"] = finetuning(folder / f"data_{head}", head)
-    return found
+            result[f"finetune, {head}"] = finetuning(folder / f"data_{head}", head)
+    return result
 
 
 def read() -> dict[str, dict[str, dict[str, str]]]:

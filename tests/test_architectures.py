@@ -236,8 +236,8 @@ def test_attention_is_the_reference_token_by_token(causal, reach, alibi):
     options = {"causal": causal, "reach": reach, "alibi": alibi}
     ids = jnp.asarray(segment_ids)[None]
     np.testing.assert_allclose(probabilities(q, k, ids, **options)[0], weights, atol=1e-6)
-    found = attention(q, k, v, ids, 0.0, None, "xla", **options)
-    np.testing.assert_allclose(found[0], output, atol=1e-6)
+    result = attention(q, k, v, ids, 0.0, None, "xla", **options)
+    np.testing.assert_allclose(result[0], output, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 20])
@@ -262,8 +262,8 @@ def test_rotated_products_depend_on_distance_alone():
     # Pair (i, i + K/2) is a complex number that turns by position / theta^(2 i / K).
     x = np.asarray(q[0, 5, 0, :4] + 1j * q[0, 5, 0, 4:])
     turned = x * np.exp(1j * 30 / 100.0 ** (np.arange(4) / 4))
-    found = np.asarray(rotate(q, rotation(position_ids, 8, 100.0))[0, 5, 0])
-    np.testing.assert_allclose(found, [*turned.real, *turned.imag], atol=1e-5)
+    result = np.asarray(rotate(q, rotation(position_ids, 8, 100.0))[0, 5, 0])
+    np.testing.assert_allclose(result, [*turned.real, *turned.imag], atol=1e-5)
 
 
 # --- Packing, and ways of computing the same ------------------------------------------------------
@@ -368,10 +368,10 @@ def test_probabilities_are_those_that_the_layers_attend_with():
     states = model(method=Bert.hidden_states)
     distance = np.abs(np.arange(40)[:, None] - np.arange(40))
     same = np.asarray(batch.layout.segment_ids)[:, None] == np.asarray(batch.layout.segment_ids)[..., None]  # fmt: skip
-    for i, (x, found) in enumerate(zip(states, maps, strict=False)):
+    for i, (x, result) in enumerate(zip(states, maps, strict=False)):
         seen = same & (distance <= 4) if i % 3 else same
-        np.testing.assert_array_equal(found > 0, np.broadcast_to(seen[:, None], found.shape))
-        np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+        np.testing.assert_array_equal(result > 0, np.broadcast_to(seen[:, None], result.shape))
+        np.testing.assert_allclose(result.sum(-1), 1, rtol=1e-5)
         weights = flat(params["encoder"][f"layer_{i}"]["attention"])
         if i:
             x = x - x.mean(-1, keepdims=True)
@@ -382,7 +382,7 @@ def test_probabilities_are_those_that_the_layers_attend_with():
             for name in ("query", "key")
         )
         scores = jnp.exp(jnp.einsum("btnk,bunk->bntu", q, k) / 8**0.5) * seen[:, None]
-        np.testing.assert_allclose(found, scores / scores.sum(-1, keepdims=True), atol=1e-5)
+        np.testing.assert_allclose(result, scores / scores.sum(-1, keepdims=True), atol=1e-5)
 
 
 # --- Parameters -----------------------------------------------------------------------------------
@@ -436,14 +436,14 @@ def test_a_transform_below_the_head_reads_the_pooled_sequence(pooling):
     )
     batch = make_batch(rng, [[12, 9], [20]], 24)
     model = functools.partial(Bert(config).apply, {"params": params}, batch.tokens, batch.layout)
-    found, hidden = model(method=Bert.classify), np.asarray(model(method=Bert.encode))
+    result, hidden = model(method=Bert.classify), np.asarray(model(method=Bert.encode))
     for row, slot, start, end in ((0, 0, 0, 12), (0, 1, 12, 21), (1, 0, 0, 20)):
         x = hidden[row, start] if pooling == "cls" else hidden[row, start:end].mean(0)
         x = jax.nn.gelu(x @ params["head"]["transform"]["kernel"] + params["head"]["transform"]["bias"], approximate=False)  # fmt: skip
         x = (x - x.mean()) / jnp.sqrt(x.var() + 1e-12)
         x = x * params["head"]["norm"]["scale"] + params["head"]["norm"]["bias"]
         x = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
-        np.testing.assert_allclose(found[row, slot], x, atol=1e-4)
+        np.testing.assert_allclose(result[row, slot], x, atol=1e-4)
 
 
 # --- Sizes ----------------------------------------------------------------------------------------
@@ -526,8 +526,8 @@ def test_modernbert_sizes_are_those_of_transformers(name, layers):
     config = dataclasses.replace(config, vocab_size=theirs.vocab_size)
     with torch.device("meta"):
         model = transformers.ModernBertForMaskedLM(theirs)
-    wanted = sum(p.numel() for p in model.parameters())
-    assert parameter_count(bert.shapes(config), config) == wanted
+    expected = sum(p.numel() for p in model.parameters())
+    assert parameter_count(bert.shapes(config), config) == expected
 
 
 def test_neo_base_has_the_parameters_of_the_paper():

@@ -49,9 +49,9 @@ def value_and_gradients(arrays, sequence, implementation, interpret=True, causal
 @pytest.mark.parametrize("implementation", PALLAS)
 def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation, causal):
     arrays, sequence = make_inputs(150, size=24)
-    wanted = value_and_gradients(arrays, sequence, "xla", True, causal)
+    expected = value_and_gradients(arrays, sequence, "xla", True, causal)
     for ours, theirs in zip(
-        value_and_gradients(arrays, sequence, implementation, True, causal), wanted, strict=True
+        value_and_gradients(arrays, sequence, implementation, True, causal), expected, strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
@@ -59,13 +59,13 @@ def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_splash_is_equal_to_xla_within_a_window(causal):
     arrays, sequence = make_inputs(300, size=24)
-    found, wanted = (
+    result, expected = (
         value_and_gradients(arrays, sequence, name, True, causal, 20) for name in ("splash", "xla")
     )
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
     everywhere = value_and_gradients(arrays, sequence, "xla", True, causal)[0]
-    assert np.abs(everywhere - wanted[0]).max() > 0.1
+    assert np.abs(everywhere - expected[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("reach", [0, 20])
@@ -79,11 +79,11 @@ def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch, reach):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     (*inputs, _), sequence = make_inputs(128)
-    found, wanted = (
+    result, expected = (
         attention(*inputs, sequence, 0.0, None, name, causal=True, reach=reach)
         for name in ("cudnn", "xla")
     )
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    np.testing.assert_allclose(result, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("implementation", PALLAS)
@@ -92,9 +92,9 @@ def test_a_kernel_rounds_no_worse_than_xla(implementation):
     exact = value_and_gradients(*make_inputs(128, size=64), "xla")
     inputs = make_inputs(128, size=64, dtype=jnp.bfloat16)
     ours, theirs = (value_and_gradients(*inputs, name) for name in (implementation, "xla"))
-    for a, b, wanted in zip(ours, theirs, exact, strict=True):
+    for a, b, expected in zip(ours, theirs, exact, strict=True):
         assert a.dtype == jnp.bfloat16
-        assert np.abs(a - wanted).max() < 1.5 * np.abs(b - wanted).max()
+        assert np.abs(a - expected).max() < 1.5 * np.abs(b - expected).max()
 
 
 @pytest.mark.parametrize("implementation", PALLAS)
@@ -106,9 +106,9 @@ def test_every_device_attends_in_its_own_rows_and_heads(implementation):
         compiled = value_and_gradients.lower(
             *abstract((arrays, sequence), places), implementation
         ).compile()
-    found = compiled(*jax.device_put((arrays, sequence), places))
-    wanted = value_and_gradients(arrays, sequence, "xla")
-    for ours, theirs in zip(found, wanted, strict=True):
+    result = compiled(*jax.device_put((arrays, sequence), places))
+    expected = value_and_gradients(arrays, sequence, "xla")
+    for ours, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
         assert ours.sharding.spec == sharding.HEADS
     assert "all-" not in compiled.as_text()
@@ -141,7 +141,7 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
 
         return jax.grad(loss)(params)
 
-    wanted = jax.jit(gradient, static_argnums=3)(params, tokens, length, "xla")
+    expected = jax.jit(gradient, static_argnums=3)(params, tokens, length, "xla")
     assert set(used) == {"xla"}
     used.clear()
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
@@ -152,9 +152,11 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
     ]
     with jax.set_mesh(mesh):
         inputs = jax.device_put([params, tokens, length], places)
-        found = jax.jit(gradient, static_argnums=3)(*inputs, "splash")
+        result = jax.jit(gradient, static_argnums=3)(*inputs, "splash")
     assert set(used) == {"splash"}
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), found, wanted)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), result, expected
+    )
 
 
 class Watching(pretraining.MaskedLM):
@@ -238,9 +240,9 @@ def scatters(text):
 
 def assert_only_words_are_scattered(text):
     """Whatever else a gradient adds up, it is not by index: GPUs need atomic additions for that."""
-    found = scatters(text)
-    assert len(found) == 1
-    assert found[0].startswith("f32[")  # bfloat16 has no fast atomic addition
+    result = scatters(text)
+    assert len(result) == 1
+    assert result[0].startswith("f32[")  # bfloat16 has no fast atomic addition
 
 
 @pytest.mark.tpu

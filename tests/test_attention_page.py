@@ -77,14 +77,14 @@ def test_weights_are_those_of_transformers_in_every_layer(theirs, maps):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(TEXT, TEXT_B, return_tensors="pt")
     with torch.no_grad():
-        wanted = model(**inputs, output_attentions=True).attentions
+        expected = model(**inputs, output_attentions=True).attentions
     assert maps.texts == (TEXT, TEXT_B)
     assert maps.tokens == tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
     assert maps.tokens[:7] == ["[CLS]", "the", "cat", "un", "##s", "on", "[SEP]"]
     np.testing.assert_array_equal(maps.segments, inputs["token_type_ids"][0])
     assert maps.probabilities.dtype == np.float32
     assert maps.probabilities.shape == (3, 4, len(maps.tokens), len(maps.tokens))
-    for ours, layer in zip(maps.probabilities, wanted, strict=True):
+    for ours, layer in zip(maps.probabilities, expected, strict=True):
         np.testing.assert_allclose(ours, layer[0], rtol=0, atol=1e-5)
     assert np.ptp(maps.probabilities) > 0.5, "all heads look everywhere: nothing was tested"
 
@@ -94,16 +94,16 @@ def test_weights_times_values_are_attention(causal):
     rng = np.random.default_rng(0)
     query, key, value = jnp.asarray(2 * rng.standard_normal((3, 2, 9, 2, 4)), jnp.float32)
     sequence = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
-    found = np.asarray(attention_lib.probabilities(query, key, sequence, causal))
-    assert found.dtype == np.float32
-    wanted = attention_lib.attention(query, key, value, sequence, 0.0, None, "xla", causal=causal)
-    np.testing.assert_allclose(np.einsum("bntu,bunk->btnk", found, value), wanted, atol=1e-6)
-    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-6)
+    result = np.asarray(attention_lib.probabilities(query, key, sequence, causal))
+    assert result.dtype == np.float32
+    expected = attention_lib.attention(query, key, value, sequence, 0.0, None, "xla", causal=causal)
+    np.testing.assert_allclose(np.einsum("bntu,bunk->btnk", result, value), expected, atol=1e-6)
+    np.testing.assert_allclose(result.sum(-1), 1, atol=1e-6)
     apart = np.asarray(sequence)[:, :, None] != np.asarray(sequence)[:, None, :]
     later = np.triu(np.ones((9, 9), bool), 1)
-    unseen = np.broadcast_to((apart | (causal & later))[:, None], found.shape)
-    assert (found[unseen] == 0).all()
-    assert (found[~unseen] > 0).all()
+    unseen = np.broadcast_to((apart | (causal & later))[:, None], result.shape)
+    assert (result[unseen] == 0).all()
+    assert (result[~unseen] > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_weights_times_values_are_attention(causal):
 )
 def test_a_run_of_any_kind_of_model(tmp_path, changes):
     run = write_run(tmp_path / "run", dataclasses.replace(MODEL, **changes))
-    found = AttentionMapper(run)(TEXT, TEXT_B)
-    assert found.segments.sum() == len(found.tokens) - 7
-    weights = found.probabilities
+    result = AttentionMapper(run)(TEXT, TEXT_B)
+    assert result.segments.sum() == len(result.tokens) - 7
+    weights = result.probabilities
     assert weights.dtype == np.float32
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
     later = np.triu(np.ones(weights.shape[-2:], bool), 1)
@@ -152,9 +152,9 @@ def test_what_cannot_be_looked_at_is_said_in_a_line(theirs):
 
 def test_entropy_by_hand():
     halves = [[0.5, 0.5, 0], [1, 0, 0], [0.25, 0.25, 0.5]]
-    wanted = (np.log(2) + 0 + 1.5 * np.log(2)) / 3
+    expected = (np.log(2) + 0 + 1.5 * np.log(2)) / 3
     heads = np.array([[halves, np.eye(3), np.full((3, 3), 1 / 3)]], np.float32)
-    np.testing.assert_allclose(entropy(heads), [[wanted, 0, np.log(3)]], atol=1e-6)
+    np.testing.assert_allclose(entropy(heads), [[expected, 0, np.log(3)]], atol=1e-6)
 
 
 def test_distance_by_hand():
@@ -168,11 +168,11 @@ def test_rollout_by_hand():
     # Two heads whose means are [[1, 0], [1, 0]] and [[0, 1], [0.5, 0.5]].
     first = [[[1, 0], [1, 0]], [[1, 0], [1, 0]]]
     second = [[[0, 1], [0, 1]], [[0, 1], [1, 0]]]
-    found = rollout(np.array([first, second], np.float32))
+    result = rollout(np.array([first, second], np.float32))
     below = np.array([[1, 0], [0.5, 0.5]])
     above = np.array([[0.5, 0.5], [0.25, 0.75]])
-    np.testing.assert_allclose(found, [below, above @ below], atol=1e-6)
-    np.testing.assert_allclose(found[1], [[0.75, 0.25], [0.625, 0.375]], atol=1e-6)
+    np.testing.assert_allclose(result, [below, above @ below], atol=1e-6)
+    np.testing.assert_allclose(result[1], [[0.75, 0.25], [0.625, 0.375]], atol=1e-6)
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -183,10 +183,12 @@ def written(theirs, tmp_path_factory):
     """The page that the command writes, and what it printed."""
     out = tmp_path_factory.mktemp("out") / "deep" / "a.html"
     command = ["attention", "--init", str(theirs[1]), "--text", TEXT, "--text-b", TEXT_B]
-    said = []
-    with contextlib.redirect_stdout(type("", (), {"write": said.append, "flush": lambda *_: None})):
+    messages = []
+    with contextlib.redirect_stdout(
+        type("", (), {"write": messages.append, "flush": lambda *_: None})
+    ):
         assert cli.main([*command, "--rollout", "--out", str(out)]) == 0
-    return out, "".join(said)
+    return out, "".join(messages)
 
 
 @pytest.fixture
@@ -215,10 +217,10 @@ def cell(layer, column, table="maps"):
 
 
 def test_the_command_says_what_it_wrote(written):
-    out, said = written
+    out, result = written
     count = len(Vocabulary(WORDS, True).encode(TEXT, TEXT_B))
     picture = out.with_suffix(".png")
-    assert said == f"{out}, {picture}: 3 layers of 4 heads, {count} tokens\n"
+    assert result == f"{out}, {picture}: 3 layers of 4 heads, {count} tokens\n"
     assert sorted(out.parent.iterdir()) == [out, picture]
 
 
@@ -229,11 +231,11 @@ def test_every_map_is_on_the_page(opened, maps):
     assert titles == ["", "head 1", "head 2", "head 3", "head 4", "mean", "rollout"]
     for layer, row in enumerate(shown):
         for column, weights in enumerate(row):
-            found = alphas(opened, f"{cell(layer, column)} canvas")
-            np.testing.assert_allclose(found, 255 * np.sqrt(weights), atol=0.51)
+            result = alphas(opened, f"{cell(layer, column)} canvas")
+            np.testing.assert_allclose(result, 255 * np.sqrt(weights), atol=0.51)
     for name, figure, digits in (("entropy", entropy, 2), ("distance", mean_distance, 1)):
-        told = opened.locator(f"#{name} td").all_inner_texts()
-        assert told == [f"{x:.{digits}f}" for x in figure(heads).ravel()]
+        actual = opened.locator(f"#{name} td").all_inner_texts()
+        assert actual == [f"{x:.{digits}f}" for x in figure(heads).ravel()]
 
 
 def test_a_word_piece_is_followed(opened, maps):
@@ -247,16 +249,16 @@ def test_a_word_piece_is_followed(opened, maps):
     clear = 0
     for i, row in list(enumerate(weights))[::2]:
         items.nth(i).hover()
-        said = opened.inner_text("#weights")
+        result = opened.inner_text("#weights")
         order = np.argsort(-row)
         if row[order[0]] - row[order[1]] > 0.01:
             clear += 1
             top = re.escape(
                 f"{maps.tokens[i]} ({i}) attends to {maps.tokens[order[0]]} ({order[0]})"
             )
-            percent = float(re.match(rf"{top} ([\d.]+)%", said)[1])
+            percent = float(re.match(rf"{top} ([\d.]+)%", result)[1])
             assert abs(percent - 100 * row[order[0]]) < 1
-        assert said.count("%") == 5
+        assert result.count("%") == 5
         from_row = np.nonzero(alphas(opened, "#between")[:, 2])[0] / tall - 0.5
         assert len(from_row)
         assert np.abs(from_row - i).max() < 0.2, "a line of another word piece"
@@ -299,9 +301,9 @@ def test_the_large_map_names_its_cells(opened, maps):
     i, j = 7, 2
     at = [start + (k + 0.5) * side for k in (j, i)]
     opened.mouse.move(box["x"] + at[0], box["y"] + at[1])
-    said = opened.inner_text("#weights")
-    assert said.startswith(f"{maps.tokens[i]} ({i}) attends to")
-    percent = float(re.search(rf"; ([\d.]+)% to {maps.tokens[j]} \({j}\)$", said)[1])
+    result = opened.inner_text("#weights")
+    assert result.startswith(f"{maps.tokens[i]} ({i}) attends to")
+    percent = float(re.search(rf"; ([\d.]+)% to {maps.tokens[j]} \({j}\)$", result)[1])
     assert abs(percent - 100 * weights[i, j]) < 1
     inside = alphas(opened, "#large")[int(start) :, int(start) :]
     assert (inside > 0).mean() > 0.9
@@ -313,22 +315,22 @@ def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
 
     figures = entropy(maps.probabilities), mean_distance(maps.probabilities)
 
-    def wanted(layer, head):
+    def caption(layer, head):
         a, b = (figure[layer, head] for figure in figures)
         name = f"Layer {layer + 1}, head {head + 1}"
         return f"{name} · entropy {a:.2f} nats · distance {b:.1f} word pieces"
 
-    assert chosen() == wanted(0, 0)
+    assert chosen() == caption(0, 0)
     before = alphas(opened, "#large")
     opened.locator(cell(0, 0)).focus()
     for key, expected in (
-        ("ArrowRight", wanted(0, 1)),
-        ("ArrowDown", wanted(1, 1)),
-        ("ArrowLeft", wanted(1, 0)),
-        ("ArrowLeft", wanted(1, 0)),
+        ("ArrowRight", caption(0, 1)),
+        ("ArrowDown", caption(1, 1)),
+        ("ArrowLeft", caption(1, 0)),
+        ("ArrowLeft", caption(1, 0)),
         ("End", "Layer 2, rollout"),
         ("ArrowLeft", "Layer 2, mean"),
-        ("ArrowLeft", wanted(1, 3)),
+        ("ArrowLeft", caption(1, 3)),
     ):
         opened.keyboard.press(key)
         assert chosen() == expected
@@ -337,9 +339,9 @@ def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
     # A table is one stop of Tab.
     assert opened.locator("td[tabindex='0']").count() == 3
     opened.locator(cell(2, 1, "distance")).click()
-    assert chosen() == wanted(2, 1)
+    assert chosen() == caption(2, 1)
     opened.keyboard.press("ArrowUp")
-    assert chosen() == wanted(1, 1)
+    assert chosen() == caption(1, 1)
 
 
 def test_heads_have_colors_and_are_drawn_over_each_other(opened, maps):
@@ -392,8 +394,8 @@ def test_colors_follow_the_mode(written, visit):
     opened = ready(visit(written[0], color_scheme="light"))
 
     def colors():
-        found = pixels(opened, f"{cell(0, 5)} canvas").reshape(-1, 4)
-        return found[found[:, 3].argmax(), :3], opened.evaluate("color('--quiet')")
+        result = pixels(opened, f"{cell(0, 5)} canvas").reshape(-1, 4)
+        return result[result[:, 3].argmax(), :3], opened.evaluate("color('--quiet')")
 
     light, quiet = colors()
     np.testing.assert_allclose(light, quiet, atol=4)
@@ -416,9 +418,9 @@ def synthetic(tokens, layers=1, heads=1, seen=()):
 def test_no_line_of_a_long_text_is_lost(tmp_path, visit):
     page, _ = report.write(synthetic(300, seen=[(201, 7)]), "m", str(tmp_path / "a.html"))
     opened = ready(visit(page))
-    found = alphas(opened, f"{cell(0, 0)} canvas")
-    assert found.shape == (70, 70)
-    assert found[201 * 70 // 300, 7 * 70 // 300] == 255
+    result = alphas(opened, f"{cell(0, 0)} canvas")
+    assert result.shape == (70, 70)
+    assert result[201 * 70 // 300, 7 * 70 // 300] == 255
     opened.locator("#from li").nth(201).hover()
     assert opened.inner_text("#weights").startswith("##201 (201) attends to ##7 (7) 100%, ")
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -488,5 +490,5 @@ def test_where_things_go(tmp_path):
 def test_a_refused_command_is_a_line(theirs, tmp_path, capsys):
     command = ["attention", "--init", str(theirs[1]), "--text", "the", "--out"]
     assert cli.main([*command, "a.txt"]) == cli.EXIT_USER_ERROR
-    said = capsys.readouterr().err
-    assert said == "bert-jax attention: --out a.txt: must end in .html, .png, .svg or .pdf\n"
+    output = capsys.readouterr().err
+    assert output == "bert-jax attention: --out a.txt: must end in .html, .png, .svg or .pdf\n"

@@ -124,10 +124,10 @@ def test_bytes_depend_on_no_order_of_the_work(
 def test_the_text_is_as_odd_as_it_should_be(tmp_path, text, small_pieces):
     """Else the equality of warnings would say little."""
     manifest = prepare(*text, tmp_path / "rows", workers=1)
-    told = "\n".join(manifest.warnings)
+    output = "\n".join(manifest.warnings)
     for problem in ("is empty", "not UTF-8", "not JSON", "a text is empty", "a long line repeats"):
-        assert problem in told
-    assert told.count("a long line repeats") == 3  # in one source of an earlier one's, too
+        assert problem in output
+    assert output.count("a long line repeats") == 3  # in one source of an earlier one's, too
     batches = list(module._batches([module.corpus.parse_source(s) for s in text[0]]))
     assert len(batches) > 4
     assert any(batch.end - batch.first > 1 for batch in batches)

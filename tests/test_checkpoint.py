@@ -128,10 +128,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(run, copy, 
     name = path.relative_to(step(copy)).as_posix()
     harm(path)
     go_on(copy)
-    said = capfd.readouterr().err.splitlines()
-    assert f"the checkpoint of step 6 is damaged ({name} " in said[0]
-    assert said[0].endswith(f"moved to {copy}/damaged/6; resuming from step 4")
-    assert "resuming at step 4 of 6" in said
+    output = capfd.readouterr().err.splitlines()
+    assert f"the checkpoint of step 6 is damaged ({name} " in output[0]
+    assert output[0].endswith(f"moved to {copy}/damaged/6; resuming from step 4")
+    assert "resuming at step 4 of 6" in output
     assert steps(copy / "damaged") == [6]
     assert_whole_run(copy, whole)
 
@@ -169,18 +169,18 @@ def test_several_are_damaged_and_a_second_time(run, copy, capfd):
     flip(step(copy, 6) / "manifest.json")
     delete(step(copy, 4) / "_CHECKPOINT_METADATA")
     go_on(copy)
-    said = capfd.readouterr().err.splitlines()
-    assert [line.split(" is ")[0] for line in said[:2]] == [
+    output = capfd.readouterr().err.splitlines()
+    assert [line.split(" is ")[0] for line in output[:2]] == [
         "the checkpoint of step 6",
         "the checkpoint of step 4",
     ]
-    assert all(line.endswith("resuming from step 2") for line in said[:2])
+    assert all(line.endswith("resuming from step 2") for line in output[:2])
     zero(step(copy, 6) / "manifest.json")
     zero(step(copy, 2) / "metrics" / "metrics")  # an older one, which would spoil what is best
     go_on(copy)
-    said = capfd.readouterr().err.splitlines()
-    assert said[0].endswith(f"moved to {copy}/damaged/6.2; resuming from step 4")
-    assert said[1].endswith(f"moved to {copy}/damaged/2; resuming from step 4")
+    output = capfd.readouterr().err.splitlines()
+    assert output[0].endswith(f"moved to {copy}/damaged/6.2; resuming from step 4")
+    assert output[1].endswith(f"moved to {copy}/damaged/2; resuming from step 4")
     assert sorted(p.name for p in (copy / "damaged").iterdir()) == ["2", "4", "6", "6.2"]
     assert_same_run(copy, whole)
 
@@ -198,10 +198,10 @@ def test_a_checkpoint_belongs_to_its_step_and_run(run, copy, capfd):
     step(copy).rename(step(copy, 8))
     shutil.copytree(step(copy, 4), step(copy, 6))
     go_on(copy)
-    said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("the checkpoint of step 8 is damaged (it is a copy of step 6)")
-    assert said[1].startswith("the checkpoint of step 6 is damaged (it is a copy of step 4)")
-    assert said[0].endswith("resuming from step 4")
+    output = capfd.readouterr().err.splitlines()
+    assert output[0].startswith("the checkpoint of step 8 is damaged (it is a copy of step 6)")
+    assert output[1].startswith("the checkpoint of step 6 is damaged (it is a copy of step 4)")
+    assert output[0].endswith("resuming from step 4")
     assert_whole_run(copy, whole)
     for key, text in (("run", "it is another run's"), ("vocabulary", "with another vocabulary")):
         manifest = json.loads((step(copy) / checkpoint.MANIFEST).read_text())
@@ -247,8 +247,10 @@ def test_damaged_metrics_are_reported_and_what_can_be_read_is_kept(run, copy, ca
     if harm == "file":
         path.unlink()
     go_on(copy)
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "were lost" in line]
-    assert said.startswith(f"{path}: lines up to step 4, from which the run resumes, were lost or ")
+    (output,) = [line for line in capfd.readouterr().err.splitlines() if "were lost" in line]
+    assert output.startswith(
+        f"{path}: lines up to step 4, from which the run resumes, were lost or "
+    )
     later = [line for line in lines if json.loads(line)["step"] > 4]
     kept = {"line": [lines[0], *lines[2 : -len(later)]], "value": damaged[: -len(later)]}
     assert path.read_bytes() == b"".join(kept.get(harm, damaged) + later)
@@ -304,10 +306,10 @@ def test_it_never_starts_over_silently(run, copy, tmp_path):
     lines = (copy / "metrics.jsonl").read_bytes()
     for number in (2, 4, 6):
         flip(step(copy, number) / "_CHECKPOINT_METADATA")
-    said = refusal()
+    output = refusal()
     for number in (2, 4, 6):
-        assert f"step {number}: _CHECKPOINT_METADATA fails its checksum" in said
-    assert refusal() == said
+        assert f"step {number}: _CHECKPOINT_METADATA fails its checksum" in output
+    assert refusal() == output
     assert steps(copy / "checkpoints") == [2, 4, 6]
     for number in (2, 4, 6):
         shutil.rmtree(step(copy, number))
@@ -335,10 +337,10 @@ def test_readers_refuse_what_is_damaged_and_take_no_other(run, copy, tmp_path, c
         ("fill-mask", "--init", copy, "--checkpoint", "latest", "The king [MASK]."),
         ("export", "--workdir", copy, "--out", out, "--checkpoint", "latest"),
     ):
-        said = refused(capsys, *verb)
-        assert f"the checkpoint of step 6 in {copy}/checkpoints is damaged" in said
-        assert f"({data.relative_to(step(copy))} fails its checksum)" in said
-        assert said.endswith("choose another step (2, 4)")
+        result = refused(capsys, *verb)
+        assert f"the checkpoint of step 6 in {copy}/checkpoints is damaged" in result
+        assert f"({data.relative_to(step(copy))} fails its checksum)" in result
+        assert result.endswith("choose another step (2, 4)")
     assert not out.exists()
     assert checkpoint.load_model(copy, "4")[3] == 4
     shutil.rmtree(step(copy, 2))
@@ -479,8 +481,8 @@ def test_saves_slower_than_their_interval_wait(tmp_path, monkeypatch):
     assert checkpoints.steps() == [1, 2, 3, 4, 5]
     for number in checkpoints.steps():
         assert checkpoint.damage(tmp_path / str(number)) is None
-        found = checkpoints.restore_params(number, jax.eval_shape(lambda: PARAMS))
-        jax.tree.map(np.testing.assert_array_equal, found, params_of(number))
+        result = checkpoints.restore_params(number, jax.eval_shape(lambda: PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, result, params_of(number))
     checkpoints.close()
 
 
@@ -525,10 +527,10 @@ def test_several_processes_agree(rows, copy):
     """The first looks and moves; all go on from the same step."""
     flip(step(copy) / "manifest.json")
     argv = command(copy, [rows()], *CHANGES)
-    status, said = wait_for_all(start_processes(argv, 2))
-    assert status == [0, 0], said
-    assert f"moved to {copy}/damaged/6; resuming from step 4" in said[0]
-    assert "damaged" not in said[1]
+    status, output = wait_for_all(start_processes(argv, 2))
+    assert status == [0, 0], output
+    assert f"moved to {copy}/damaged/6; resuming from step 4" in output[0]
+    assert "damaged" not in output[1]
     assert [line["step"] for line in workdir.read_lines(copy / "starts.jsonl")] == [0, 4]
     assert steps(copy / "checkpoints") == [2, 4, 6]
     assert checkpoint.damage(step(copy)) is None
@@ -588,16 +590,16 @@ def test_no_room_then_room_then_read_only(tmp_path, rows):
     statuses = [line for line in done.stdout.splitlines() if line.startswith("status")]
     assert statuses == ["status 2", "status 0", "status 2", "status 0"], done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    said = done.stderr.splitlines()
-    (full,) = [line for line in said if "the disk is full" in line]
+    output = done.stderr.splitlines()
+    (full,) = [line for line in output if "the disk is full" in line]
     assert "cannot save step" in full
     kept = steps(tmp_path / "full" / "checkpoints")
     assert kept
     for number in kept:
         assert checkpoint.damage(step(tmp_path / "full", number)) is None
-    assert f"resuming at step {kept[-1]} of 40" in said
+    assert f"resuming at step {kept[-1]} of 40" in output
     assert steps(tmp_path / "done" / "checkpoints") == list(range(2, 41, 2))
-    assert f"cannot use the folder {folder}: the file system is read-only" in said[-1]
+    assert f"cannot use the folder {folder}: the file system is read-only" in output[-1]
     evaluated = json.loads(done.stdout.splitlines()[-2])
     last = workdir.read_lines(tmp_path / "done" / "metrics.jsonl")[-1]
     assert evaluated["masked_lm_loss"] == pytest.approx(last["masked_lm_loss"], rel=1e-5)

@@ -671,7 +671,7 @@ def test_a_damaged_zip_is_refused_or_makes_no_difference(tmp_path_factory, state
 @settings(max_examples=120, deadline=None)
 @given(damages)
 def test_a_damaged_old_file_never_ends_in_a_traceback(tmp_path_factory, states, damage):
-    """That format has no checksums, so other names or numbers cannot be told from the right ones."""
+    """The format has no checksums, so wrong names or numbers cannot be detected."""
     path = tmp_path_factory.getbasetemp() / "legacy.bin"
     whole = save(path, states["views"] | states["module"], LEGACY).read_bytes()
     path.write_bytes(damaged(whole, damage))

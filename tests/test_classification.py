@@ -139,19 +139,19 @@ def test_several_labels(tmp_path):
     assert cells.splits["train"].targets["label"].tolist() == [[1, 1], [0, 0], [0, 1]]
     logits = [[3.0, 1.0], [-1.0, -1.0], [0.1, 2.0]]
     score = cells.score("train", list(np.array(logits, np.float32)))
-    # Of 3 true labels all are found, of 4 found 3 are true; "a" has F1 2/3, "b" 1.
+    # All 3 true labels are predicted, 3 of 4 predicted ones are true; "a" has F1 2/3, "b" 1.
     assert score["micro_f1"] == pytest.approx(6 / 7)
     assert score["macro_f1"] == pytest.approx(5 / 6)
     assert score["exact_match"] == pytest.approx(2 / 3)
     cells.write("train", list(np.array(logits)), tmp_path)
-    found = [line.split("\t") for line in (tmp_path / "predictions.tsv").read_text().splitlines()]
-    assert [row[:2] for row in found] == [
+    results = [line.split("\t") for line in (tmp_path / "predictions.tsv").read_text().splitlines()]
+    assert [row[:2] for row in results] == [
         ["index", "label"],
         ["0", "a|b"],
         ["1", ""],
         ["2", "a|b"],
     ]
-    assert float(found[1][2]) == pytest.approx(1 / (1 + np.exp(-3)), abs=1e-6)
+    assert float(results[1][2]) == pytest.approx(1 / (1 + np.exp(-3)), abs=1e-6)
 
 
 def test_numbers(tmp_path):
@@ -303,31 +303,31 @@ def test_classification_metrics_are_those_of_the_counts(pairs):
     truth, predicted = np.array(pairs).T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = metrics.classification(truth, predicted, 4)
+        result = metrics.classification(truth, predicted, 4)
     counts = np.zeros((4, 4))
     np.add.at(counts, (truth, predicted), 1)
-    assert found["accuracy"] == pytest.approx(counts.trace() / counts.sum())
+    assert result["accuracy"] == pytest.approx(counts.trace() / counts.sum())
     occurs = counts.sum(0) + counts.sum(1) > 0
     f1 = 2 * counts.diagonal()[occurs] / (counts.sum(0) + counts.sum(1))[occurs]
-    assert found["macro_f1"] == pytest.approx(f1.mean())
+    assert result["macro_f1"] == pytest.approx(f1.mean())
     # Gorodkin's R_K: the correlation of the one-hot rows.
     a, b = np.eye(4)[truth], np.eye(4)[predicted]
     a, b = a - a.mean(0), b - b.mean(0)
     spread = np.sqrt((a * a).sum() * (b * b).sum())
     expected = (a * b).sum() / spread if spread > 1e-9 else 0.0
-    assert found["matthews"] == pytest.approx(expected, abs=1e-9)
-    assert "f1" not in found
+    assert result["matthews"] == pytest.approx(expected, abs=1e-9)
+    assert "f1" not in result
 
 
 def test_two_classes_by_hand():
     truth = np.array([1, 1, 1, 0, 0, 0, 0, 0])
     predicted = np.array([1, 1, 0, 1, 0, 0, 0, 0])
-    found = metrics.classification(truth, predicted, 2)
+    result = metrics.classification(truth, predicted, 2)
     # 2 true and 1 false positive, 1 false negative, 4 true negatives.
-    assert found["accuracy"] == pytest.approx(6 / 8)
-    assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
-    assert found["macro_f1"] == pytest.approx((4 / 6 + 8 / 10) / 2)
-    assert found["matthews"] == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
+    assert result["accuracy"] == pytest.approx(6 / 8)
+    assert result["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert result["macro_f1"] == pytest.approx((4 / 6 + 8 / 10) / 2)
+    assert result["matthews"] == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
     assert metrics.classification(truth, np.zeros(8, int), 2)["f1"] == 0
     assert metrics.classification(truth, np.zeros(8, int), 2)["matthews"] == 0
 
@@ -338,14 +338,14 @@ def test_regression_metrics(pairs):
     truth, predicted = np.array(pairs, np.float32).T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = metrics.regression(truth, predicted)
-    assert found["mean_squared_error"] == pytest.approx(sk.mean_squared_error(truth, predicted))
+        result = metrics.regression(truth, predicted)
+    assert result["mean_squared_error"] == pytest.approx(sk.mean_squared_error(truth, predicted))
     if np.ptp(truth) and np.ptp(predicted):
         ranks = [stats.rankdata(x) for x in (truth, predicted)]
-        assert found["pearson"] == pytest.approx(np.corrcoef(truth, predicted)[0, 1], abs=1e-6)
-        assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
+        assert result["pearson"] == pytest.approx(np.corrcoef(truth, predicted)[0, 1], abs=1e-6)
+        assert result["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
     else:
-        assert found["pearson"] == found["spearman"] == 0
+        assert result["pearson"] == result["spearman"] == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -354,19 +354,19 @@ def test_several_labels_metrics_are_those_of_the_counts(seed):
     truth, predicted = np.random.default_rng(seed).random((2, 6, 3)) > 0.6
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = metrics.multilabel_metrics(truth, predicted)
+        result = metrics.multilabel_metrics(truth, predicted)
     both, either = (truth & predicted).sum(0), truth.sum(0) + predicted.sum(0)
-    assert found["micro_f1"] == pytest.approx(2 * both.sum() / max(either.sum(), 1))
-    assert found["macro_f1"] == pytest.approx((2 * both / np.maximum(either, 1)).mean())
-    assert found["exact_match"] == pytest.approx((truth == predicted).all(1).mean())
+    assert result["micro_f1"] == pytest.approx(2 * both.sum() / max(either.sum(), 1))
+    assert result["macro_f1"] == pytest.approx((2 * both / np.maximum(either, 1)).mean())
+    assert result["exact_match"] == pytest.approx((truth == predicted).all(1).mean())
 
 
 def test_probabilities_of_any_logits():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = probabilities(np.array([[1000.0, -1000.0], [1.0, 2.0]]))
+        result = probabilities(np.array([[1000.0, -1000.0], [1.0, 2.0]]))
         each = probabilities(np.array([[1000.0, -1000.0], [0.0, 2.0]]), "classes")
-    assert np.allclose(found, [[1, 0], [1 / (1 + np.e), np.e / (1 + np.e)]])
+    assert np.allclose(result, [[1, 0], [1 / (1 + np.e), np.e / (1 + np.e)]])
     assert np.allclose(each, [[1, 0], [0.5, 1 / (1 + np.exp(-2))]])
 
 
@@ -471,13 +471,13 @@ def test_choices_of_ones_own(tmp_path):
     assert (train.group, train.targets["label"].tolist()) == (2, [1, 0])
     assert words(train.tokens[2]) == "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]"
     assert problem.report == ["train: 2 questions, 1 sequences cut to 8 tokens (1 tokens lost)"]
-    for label, said in ((0.5, "0.5"), (math.inf, "inf")):
+    for label, result in ((0.5, "0.5"), (math.inf, "inf")):
         half = TaskConfig(
             train=write(tmp_path / "half.jsonl", [json.dumps({**rows[0], "label": label})]),
             text_a="q",
             choices=("yes", "no, sir"),
         )
-        with pytest.raises(UserError, match=rf"half\.jsonl:1: {said} is not a choice"):
+        with pytest.raises(UserError, match=rf"half\.jsonl:1: {result} is not a choice"):
             MultipleChoice(half, VOCABULARY)
     with pytest.raises(UserError, match="each once"):
         MultipleChoice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)

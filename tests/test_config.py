@@ -150,8 +150,8 @@ def test_a_bad_argument_is_named(argument, says):
     ],
 )
 def test_what_would_do_nothing_in_fine_tuning_is_refused(file, arguments, says):
-    found = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
-    assert says in refusal(config_flags.load, found, FinetuneConfig)
+    results = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
+    assert says in refusal(config_flags.load, results, FinetuneConfig)
 
 
 def test_what_a_frozen_encoder_has_no_use_for_is_refused():
@@ -162,8 +162,8 @@ def test_what_a_frozen_encoder_has_no_use_for_is_refused():
         {"reset_layers": 1},
         {"optim": OptimConfig(layer_decay=0.9)},
     ):
-        said = refusal(configs.validate, FinetuneConfig(model=model, **changes))
-        assert "config.model.features='weighted-last4' freezes the encoder" in said
+        output = refusal(configs.validate, FinetuneConfig(model=model, **changes))
+        assert "config.model.features='weighted-last4' freezes the encoder" in output
         configs.validate(FinetuneConfig(**changes))
     shallow = dataclasses.replace(model, layers=3, head="sequence", labels=("a", "b"))
     assert "config.model.features is 'last4': the model has no layer -4" in (

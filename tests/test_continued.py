@@ -179,8 +179,8 @@ def test_rows_are_prepared_with_the_vocabulary_of_any_source(released, corpus, t
 
 
 def test_a_missing_vocabulary_is_one_line(tmp_path, capsys):
-    said = refused(capsys, "prepare", "--vocab", tmp_path / "v", "--out", tmp_path / "o", "text")
-    assert "train one with `bert-jax vocab`" in said
+    result = refused(capsys, "prepare", "--vocab", tmp_path / "v", "--out", tmp_path / "o", "text")
+    assert "train one with `bert-jax vocab`" in result
 
 
 def test_rows_of_another_vocabulary_are_refused_with_the_command_that_helps(
@@ -193,9 +193,11 @@ def test_rows_of_another_vocabulary_are_refused_with_the_command_that_helps(
         passes=2, heldout_fraction=0.1, workers=1,
     )  # fmt: skip
     argv = ["pretrain", "--config=continued:16", "--init", released, "--workdir", tmp_path / "w"]
-    said = refused(capsys, *argv, "--config.model.next_sentence=false", "--rows", other)
-    assert f"phase 0: {other} was prepared with another vocabulary than that of {released}" in said
-    words = shlex.split(said[said.index("bert-jax prepare") :])
+    result = refused(capsys, *argv, "--config.model.next_sentence=false", "--rows", other)
+    assert (
+        f"phase 0: {other} was prepared with another vocabulary than that of {released}" in result
+    )
+    words = shlex.split(result[result.index("bert-jax prepare") :])
     assert cli.main([*words[1:], "--workers=1"]) == 0
     made = f"{other}-model"
     _, start = open_start(config(made, next_sentence=False), str(released))
@@ -221,9 +223,9 @@ def test_a_run_continues_and_keeps_checkpoints(released, rows, tmp_path, capsys)
     argv = ["pretrain", *arguments("steps=4", *RUN[1:]), "--rows", str(rows(32, 3))]
     argv += ["--config.checkpoint.keep_every_steps=3", "--workdir", str(folder)]
     assert cli.main([*argv, "--init", str(released)]) == 0
-    said = capsys.readouterr().err
-    assert f"encoder, masked_lm, next_sentence, pooler from {released} (step 7)\n" in said
-    assert "positions: 32 extended to 64, copied\n" in said
+    output = capsys.readouterr().err
+    assert f"encoder, masked_lm, next_sentence, pooler from {released} (step 7)\n" in output
+    assert "positions: 32 extended to 64, copied\n" in output
     (data,) = workdir.read_data(folder)
     assert (data["init"]["source"], data["init"]["step"]) == (str(released), 7)
 

@@ -239,9 +239,9 @@ def test_a_run_learns_and_selects_by_correlation(run, data, capsys):
     capsys.readouterr()
     command = ["evaluate-embeddings", "--init", str(run), "--json", str(data / "dev.jsonl")]
     assert cli.main(command) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found.pop("data") == str(data / "dev.jsonl")
-    assert found == pytest.approx(metrics["dev"], abs=1e-6)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result.pop("data") == str(data / "dev.jsonl")
+    assert result == pytest.approx(metrics["dev"], abs=1e-6)
 
 
 def test_an_export_has_the_vectors_of_transformers(run, tmp_path):

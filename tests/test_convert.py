@@ -93,10 +93,10 @@ def test_every_class_gives_their_outputs(tmp_path, name):
     if name == "BertForMultipleChoice":
         theirs = {k: v[:, None] for k, v in theirs.items()}
     with torch.no_grad():
-        wanted = model(**theirs, output_hidden_states=True)
+        expected = model(**theirs, output_hidden_states=True)
     for ours, state in zip(
         apply(config, params, tokens, layout, method=Bert.hidden_states),
-        wanted.hidden_states,
+        expected.hidden_states,
         strict=True,
     ):
         np.testing.assert_allclose(ours[real], state[real], rtol=0, atol=1e-5)
@@ -119,7 +119,7 @@ def test_every_class_gives_their_outputs(tmp_path, name):
         if name.endswith("Classification"):
             assert config.model.labels == ("no", "maybe", "yes")
     for key, value in got.items():
-        value, other = np.asarray(value).squeeze(), wanted[key].numpy().squeeze()
+        value, other = np.asarray(value).squeeze(), expected[key].numpy().squeeze()
         if value.shape[:2] == tokens.shape:
             value, other = value[real], other[real]
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=key)
@@ -170,20 +170,20 @@ def old(name):
     "change", [old, lambda n: f"module.{n}", lambda n: f"module.model.{old(n)}"]
 )
 def test_old_and_wrapped_names(hf_folder, change):
-    wanted = source.read(str(hf_folder))
+    expected = source.read(str(hf_folder))
     buffer = change("bert.embeddings.position_ids")
     rename(hf_folder, change, [(buffer, np.arange(24)[None])])
     got = source.read(str(hf_folder))
     assert got.about["left_out"] == [buffer]
-    assert_same(got.params, wanted.params)
+    assert_same(got.params, expected.params)
 
 
 def test_a_decoder_written_twice(hf_folder):
-    wanted = source.read(str(hf_folder))
+    expected = source.read(str(hf_folder))
     words = load_file(hf_folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
     twice = [("cls.predictions.decoder.weight", words)]
     rename(hf_folder, lambda n: n, twice)
-    assert_same(source.read(str(hf_folder)).params, wanted.params)
+    assert_same(source.read(str(hf_folder)).params, expected.params)
     rename(hf_folder, lambda n: n, [("cls.predictions.decoder.weight", words + 1)])
     with pytest.raises(UserError, match=r"ties the decoder .* but cls.predictions.decoder.weight"):
         source.read(str(hf_folder))
@@ -213,7 +213,7 @@ def test_a_google_release_and_its_zip(tmp_path):
     theirs = tensorflow1.read(release, "bert_model.ckpt")
     ours = flat(first.params)
     query = "bert/encoder/layer_1/attention/self/query"
-    for path, wanted in {
+    for path, expected in {
         "encoder/layer_1/attention/query/kernel": theirs[f"{query}/kernel"].reshape(8, 2, 4),
         "encoder/layer_1/attention/query/bias": theirs[f"{query}/bias"].reshape(2, 4),
         "encoder/layer_0/feed_forward/intermediate/kernel": theirs[
@@ -227,7 +227,7 @@ def test_a_google_release_and_its_zip(tmp_path):
         "next_sentence/kernel": theirs["cls/seq_relationship/output_weights"].T,
         "pooler/kernel": theirs["bert/pooler/dense/kernel"],
     }.items():
-        np.testing.assert_array_equal(ours[path], wanted, err_msg=path)
+        np.testing.assert_array_equal(ours[path], expected, err_msg=path)
 
 
 def test_official_files_are_recognized(tmp_path, monkeypatch):
@@ -257,7 +257,7 @@ def test_the_official_digests_are_those_on_record(shared_data):
 
 
 def test_only_vocab_txt_with_and_without_settings(hf_folder):
-    """`do_lower_case` and its like where they are said, else by the look of the vocabulary."""
+    """From `do_lower_case` and similar settings if present, else from the vocabulary."""
     (hf_folder / "tokenizer.json").unlink()
     (hf_folder / "vocab.txt").write_text("\n".join(WORDS))
     saved = hf_folder / "tokenizer_config.json"
@@ -297,9 +297,9 @@ def test_the_settings_beside_a_tokenizer_json_go_first(hf_folder):
 def test_what_google_fine_tuned(monkeypatch, names, head, labels):
     from bert_jax.convert import tensorflow1
 
-    def read(folder, prefix, wanted):
-        found = original(folder, prefix, wanted)
-        kept = {k: v for k, v in found.items() if not k.startswith("cls/")}
+    def read(folder, prefix, selected):
+        result = original(folder, prefix, selected)
+        kept = {k: v for k, v in result.items() if not k.startswith("cls/")}
         return {**kept, names[0]: np.ones((2, 8), np.float32), names[1]: np.ones(2, np.float32)}
 
     original = tensorflow1.read
@@ -369,13 +369,13 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
     # What Hugging Face has no word for.
     assert back.config.model == dataclasses.replace(config, vocab_multiple=1)
     vocab = config.vocab_size
-    wanted = flat(params)
-    for path in wanted:
+    expected = flat(params)
+    for path in expected:
         if path in ("embeddings/word/embedding", "masked_lm/bias"):
-            wanted[path] = wanted[path][:vocab]
+            expected[path] = expected[path][:vocab]
         elif path == "masked_lm/decoder":
-            wanted[path] = wanted[path][:, :vocab]
-    assert_same(back.params, traverse_util.unflatten_dict(wanted, sep="/"))
+            expected[path] = expected[path][:, :vocab]
+    assert_same(back.params, traverse_util.unflatten_dict(expected, sep="/"))
     # Nothing is missing there; and if a class has just these parts, it is that.
     there = {part for part in ("masked_lm", "next_sentence") if parts[part]}
     there |= {"pooler"} if config.has_pooler else set()
@@ -548,16 +548,16 @@ def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, hf_folder)
         assert "is_decoder is True and a head reads [CLS]" in refusal(theirs)
     theirs = save_pretrained(torch_model("BertModel", is_decoder=True), tmp_path / "pooled")
     assert "unexpected: pooler.dense.bias, pooler.dense.weight" in refusal(theirs)
-    found = source.read(str(theirs), allow_unexpected=["pooler.*"])
-    assert found.config.model.causal
-    assert found.params.keys() == {"embeddings", "encoder"}
+    result = source.read(str(theirs), allow_unexpected=["pooler.*"])
+    assert result.config.model.causal
+    assert result.params.keys() == {"embeddings", "encoder"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [({"lstm_layers": 1}, "lstm_layers is 1"), ({"features": "last"}, "features is 'last'")],
 )
-def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, said):
+def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, message):
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
         masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"), **changes,
@@ -565,7 +565,7 @@ def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, said):
     run = write_run(tmp_path / "run", config, random_params(config), WORDS)
     with pytest.raises(UserError) as error:
         export(str(run), tmp_path / "out")
-    assert str(error.value) == f"config.model.{said}, which transformers' BERT does not support"
+    assert str(error.value) == f"config.model.{message}, which transformers' BERT does not support"
     export(str(run), tmp_path / "out", heads="none")
     back = source.read(str(tmp_path / "out"))
     assert back.params.keys() == {"embeddings", "encoder"}
@@ -600,10 +600,10 @@ def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, run_folder):
     assert tokenizer.mask_token_id == vocabulary.mask_id
     text = "the [MASK] sat on the mat"
     (candidates,) = MaskFiller(run_folder)(text, 4)
-    found = fill(text)
-    assert [c["token_str"] for c in found] == [c.token for c in candidates]
+    result = fill(text)
+    assert [c["token_str"] for c in result] == [c.token for c in candidates]
     np.testing.assert_allclose(
-        [c["score"] for c in found], [c.probability for c in candidates], atol=1e-5
+        [c["score"] for c in result], [c.probability for c in candidates], atol=1e-5
     )
 
 
@@ -653,9 +653,9 @@ def test_every_checkpoint_is_exported(run_folder, tmp_path, capsys):
     for step, expected in ((7, params), (9, later)):
         folder = tmp_path / "out" / f"step_{step}"
         tensors = load_file(folder / "model.safetensors")
-        wanted = huggingface.to_huggingface(jax.device_get(expected), config.model)
-        assert tensors.keys() == wanted.keys()
-        for name, value in wanted.items():
+        reference = huggingface.to_huggingface(jax.device_get(expected), config.model)
+        assert tensors.keys() == reference.keys()
+        for name, value in reference.items():
             np.testing.assert_array_equal(tensors[name], value, err_msg=name)
         metadata = ModelCard.load(folder / "README.md").data
         assert (metadata.license, metadata.language) == ("mit", ["en", "de"])
@@ -689,9 +689,9 @@ def test_the_three_lines_of_the_story(hf_folder, tmp_path, capsys):
         assert cli.main([str(a) for a in argv]) == 0
         return capsys.readouterr().out
 
-    said = run("import", hf_folder, "--out", tmp_path / "ours")
-    assert "BERT L2-H12-A3" in said
-    assert "with pooler, masked_lm, next_sentence" in said
+    output = run("import", hf_folder, "--out", tmp_path / "ours")
+    assert "BERT L2-H12-A3" in output
+    assert "with pooler, masked_lm, next_sentence" in output
     assert len(run("fill-mask", "--init", tmp_path / "ours", "the [MASK] sat").splitlines()) == 2
     texts = tmp_path / "texts.txt"
     texts.write_text("the cat\n\na mat sat on the cat .\n")
@@ -746,7 +746,7 @@ def test_a_model_from_the_hub_and_without_one(hf_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert_same(checkpoint.load_model(tmp_path / "ours")[2], source.read(str(hf_folder)).params)
 
-    # Without a network what was downloaded before is used, and else it is said in a line.
+    # Without a network the cached download is used; without a cache the error is one line.
     again = hub_command(tmp_path / "home", endpoint, tmp_path / "again")
     assert again.returncode == 0, again.stderr
     none = hub_command(tmp_path / "empty", endpoint, tmp_path / "none")

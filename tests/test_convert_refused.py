@@ -50,9 +50,9 @@ def edit(folder, **changes):
 )
 def test_other_architectures_are_refused_by_name(hf_folder, kind, name):
     edit(hf_folder, model_type=kind, architectures=[name])
-    said = refusal(hf_folder)
-    assert kind in said
-    assert name in said
+    output = refusal(hf_folder)
+    assert kind in output
+    assert name in output
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_missing_and_unexpected_tensors_are_named(hf_folder):
     save_file({k: v for k, v in tensors.items() if k != lost}, path)
     assert f"missing: {lost}" in refusal(hf_folder)
     save_file({**tensors, "adapter.down": np.ones(3), "adapter.up": np.ones(3)}, path)
-    said = refusal(hf_folder)
-    assert "unexpected: adapter.down, adapter.up; ignore them with --allow-unexpected" in said
+    output = refusal(hf_folder)
+    assert "unexpected: adapter.down, adapter.up; ignore them with --allow-unexpected" in output
     got = source.read(str(hf_folder), allow_unexpected=["adapter.*"])
     assert got.about["left_out"] == ["adapter.down", "adapter.up"]
     save_file({**tensors, lost: np.full(12, np.nan, np.float32)}, path)
@@ -96,9 +96,9 @@ def test_all_that_is_wrong_is_said_at_once(hf_folder, tmp_path):
     path, short = hf_folder / "model.safetensors", tmp_path / "short.txt"
     save_file({**load_file(path), "adapter.down": np.ones(3)}, path)
     short.write_text("\n".join(WORDS[:-2]))
-    said = refusal(hf_folder, vocab=str(short))
-    assert "unexpected: adapter.down" in said
-    assert f"; also, the vocabulary has {len(WORDS) - 2} tokens" in said
+    output = refusal(hf_folder, vocab=str(short))
+    assert "unexpected: adapter.down" in output
+    assert f"; also, the vocabulary has {len(WORDS) - 2} tokens" in output
 
 
 def test_weights_of_types_without_a_numpy_equal_are_refused(hf_folder):
@@ -143,9 +143,9 @@ def test_a_part_may_be_missing_when_that_is_said(hf_folder, part):
 def test_vocabularies_of_another_size(hf_folder, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("\n".join(WORDS[:-2]))
-    said = refusal(hf_folder, vocab=str(short))
-    assert f"has {len(WORDS) - 2} tokens, the embeddings {len(WORDS)} rows" in said
-    assert "--allow-missing tokens" in said
+    output = refusal(hf_folder, vocab=str(short))
+    assert f"has {len(WORDS) - 2} tokens, the embeddings {len(WORDS)} rows" in output
+    assert "--allow-missing tokens" in output
     padded = source.read(str(hf_folder), vocab=str(short), allow_missing=["tokens"]).vocabulary
     assert len(padded) == len(WORDS)
     assert padded.encode("the cat") == Vocabulary(WORDS, True).encode("the cat")
@@ -200,8 +200,8 @@ def test_odd_sources(hf_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("", ".", "/", "~nobody/x", "x" * 300, "a\0b"):
         status = cli.main(["import", name, "--out", str(tmp_path / "o")])
-        said = capsys.readouterr().err.strip()
-        assert (status, len(said.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, said)
+        output = capsys.readouterr().err.strip()
+        assert (status, len(output.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, output)
     assert cli.main(["import", str(hf_folder), "--out", "/"]) == cli.EXIT_USER_ERROR
     assert "a folder: --revision applies to" in refusal(hf_folder, revision="main")
     # Beside Hugging Face's files Google's are not needed.
@@ -229,14 +229,14 @@ def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
     path = hf_folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    said = refusal(hf_folder)
-    assert "model.safetensors is damaged: truncated in " in said
+    output = refusal(hf_folder)
+    assert "model.safetensors is damaged: truncated in " in output
     last = max(
         (v["data_offsets"][1], k)
         for k, v in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items()
         if k != "__metadata__"
     )[1]
-    assert last in said
+    assert last in output
     path.write_bytes(data[:50])
     assert "is truncated" in refusal(hf_folder)
     path.write_bytes(b"")
@@ -300,22 +300,22 @@ def test_nothing_half_written_and_nothing_overwritten(hf_folder, run_folder, tmp
         return status, capsys.readouterr().err.strip()
 
     (hf_folder / "model.safetensors").write_bytes(b"nothing")
-    status, said = run("import", hf_folder, "--out", out)
-    assert (status, "\n" in said) == (cli.EXIT_USER_ERROR, False)
+    status, output = run("import", hf_folder, "--out", out)
+    assert (status, "\n" in output) == (cli.EXIT_USER_ERROR, False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
     out.mkdir()
     (out / "mine").write_text("mine")
     for verb in (("import", TF1 / "bert_model.ckpt"), ("export", "--workdir", run_folder)):
-        status, said = run(*verb, "--out", out)
+        status, output = run(*verb, "--out", out)
         assert status == cli.EXIT_USER_ERROR
-        assert said.endswith("exists: choose another folder or remove it first")
+        assert output.endswith("exists: choose another folder or remove it first")
     assert [p.name for p in out.iterdir()] == ["mine"]
-    status, said = run("import", run_folder, "--out", tmp_path / "again")
-    assert "already: use it as it is" in said
-    status, said = run("import", tmp_path / "nowhere" / "at" / "all", "--out", tmp_path / "again")
-    assert "no such file or folder" in said
-    status, said = run("import", out, "--out", tmp_path / "again")
-    assert "no checkpoint: it has no config.json" in said
+    status, output = run("import", run_folder, "--out", tmp_path / "again")
+    assert "already: use it as it is" in output
+    status, output = run("import", tmp_path / "nowhere" / "at" / "all", "--out", tmp_path / "again")
+    assert "no such file or folder" in output
+    status, output = run("import", out, "--out", tmp_path / "again")
+    assert "no checkpoint: it has no config.json" in output
 
 
 @pytest.mark.parametrize(

@@ -316,11 +316,11 @@ def test_warnings(tmp_path):
     path = write(tmp_path / "t.txt", content)
     write(tmp_path / "empty.txt", "")
     _, report = read(tmp_path)
-    told = "\n".join(report.warnings)
-    assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path}); kept it" in told
-    assert f"{path}:1: a blank line follows a single line, so most documents have one" in told
-    assert "(10 in" in told
-    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); skipped" in told
+    output = "\n".join(report.warnings)
+    assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path}); kept it" in output
+    assert f"{path}:1: a blank line follows a single line, so most documents have one" in output
+    assert "(10 in" in output
+    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); skipped" in output
 
     bad = '{"text": "Fine it is."}\n{"text": "Cut\n{"text": " "}\n'
     _, report = read(write(tmp_path / "t.jsonl", bad))
@@ -367,10 +367,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 def test_long_sentences_are_cut_between_words():
     text = "word " * 5000 + "x" * 25_000
-    found = corpus.sentences(corpus.RawDocument(text, "google", "f", 1))
-    assert max(map(len, found)) <= corpus.SENTENCE_CHARACTERS
-    assert "".join(found).replace(" ", "") == text.replace(" ", "")
-    assert all(set(s.split()) == {"word"} for s in found[:2])
+    result = corpus.sentences(corpus.RawDocument(text, "google", "f", 1))
+    assert max(map(len, result)) <= corpus.SENTENCE_CHARACTERS
+    assert "".join(result).replace(" ", "") == text.replace(" ", "")
+    assert all(set(s.split()) == {"word"} for s in result[:2])
 
 
 @settings(max_examples=200, deadline=None)
@@ -381,12 +381,12 @@ def test_long_sentences_are_cut_between_words():
     kind=st.sampled_from([k for k in formats.KINDS if k != "mediawiki"]),
 )
 def test_sentences_lose_nothing(text, kind):
-    found = corpus.sentences(corpus.RawDocument(text, kind, "f", 1))
-    for sentence in found:
+    result = corpus.sentences(corpus.RawDocument(text, kind, "f", 1))
+    for sentence in result:
         assert sentence == " ".join(sentence.split())
         assert sentence
     if "&" not in text:
-        assert "".join("".join(found).split()) == "".join(text.split())
+        assert "".join("".join(result).split()) == "".join(text.split())
 
 
 @settings(max_examples=200, deadline=None)
@@ -470,9 +470,9 @@ def test_real_data(shared_data):
         documents = [next(stream) for _ in range(3)]
         assert {d.kind for d in documents} == {kind}
         for document in documents:
-            found = corpus.sentences(document)
-            assert 40 < sum(map(len, found)) / len(found) < 200
-            assert sum(map(len, found)) > 0.97 * len(document.text)
+            result = corpus.sentences(document)
+            assert 40 < sum(map(len, result)) / len(result) < 200
+            assert sum(map(len, result)) > 0.97 * len(document.text)
 
 
 def test_articles_of_paragraphs_are_documents(tmp_path):
@@ -514,15 +514,15 @@ def test_wikitext_is_as_it_was_before_tokenization(tmp_path):
     ],
 )  # fmt: skip
 def test_direct_speech_is_split_into_sentences(text, split):
-    found = corpus.sentences(corpus.RawDocument(text, "jsonl", "f", 1))
-    assert " ".join(found) == text
-    assert len(found) == split
+    result = corpus.sentences(corpus.RawDocument(text, "jsonl", "f", 1))
+    assert " ".join(result) == text
+    assert len(result) == split
 
 
 def test_line_breaks_within_a_wiki_paragraph_are_spaces():
     markup = "It is a town\nin the east.\n\n* a list\n\nIt lies on\nthe river.\n== H ==\nA lake."
-    found = corpus.sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
-    assert found == ["It is a town in the east.", "It lies on the river.", "A lake."]
+    result = corpus.sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
+    assert result == ["It is a town in the east.", "It lies on the river.", "A lake."]
 
 
 def test_dumps_that_would_take_forever(tmp_path, monkeypatch):

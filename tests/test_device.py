@@ -26,21 +26,21 @@ if sys.argv[1] == "start":
     device.start("cpu")
 x = jnp.ones((4096, 8))
 f = jax.jit(lambda x: jnp.sum((x @ x.T) @ x))
-found = []
+faults = []
 for _ in range(100):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     f(x).block_until_ready()
-    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(found[50:])
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(faults[50:])
 """
 
 
 def faults(argument):
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", FAULTS, argument],
         env=ONE_DEVICE, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    return statistics.median(json.loads(found.stdout))
+    return statistics.median(json.loads(result.stdout))
 
 
 @pytest.mark.slow
@@ -73,11 +73,11 @@ def test_products_are_eigens(argument, flags, product, after):
     """Unless the user says otherwise; and reductions YNNPACK's, as JAX has them."""
     env = {**ONE_DEVICE, "XLA_FLAGS": flags}
     done = processes.run([sys.executable, "-c", PRODUCT, argument], env=env, check=True)
-    found, left = done.stdout.splitlines()
-    assert found.split()[0] == str(product)
+    result, left = done.stdout.splitlines()
+    assert result.split()[0] == str(product)
     assert left == (flags if after is None else after)
     if after is not None:
-        assert found.split()[1] == "True"
+        assert result.split()[1] == "True"
 
 
 KEPT = """
@@ -109,10 +109,10 @@ print(grown(400))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 def test_what_is_freed_is_kept_unless_that_is_much_of_the_memory():
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=ONE_DEVICE
     )
-    kept, more, given_back = map(float, said.stdout.split())
+    kept, more, given_back = map(float, output.stdout.split())
     assert kept > 90
     assert more > 90
     assert given_back < 10

@@ -53,11 +53,11 @@ def test_the_loss_of_predictions_is_pytorchs():
     rng = np.random.default_rng(0)
     student, teacher = 3 * rng.standard_normal((2, 4, 5, 11)).astype(np.float32)
     weights = rng.integers(0, 2, (4, 5)).astype(np.float32)
-    found = distillation.logit_loss(*map(jnp.asarray, (student, teacher, weights)), 2.5)
+    result = distillation.logit_loss(*map(jnp.asarray, (student, teacher, weights)), 2.5)
     logs = [torch.log_softmax(torch.tensor(x) / 2.5, -1) for x in (teacher, student)]
     expected = (kl(*logs) * torch.tensor(weights)).sum() * 2.5**2
-    np.testing.assert_allclose(found[0], expected, rtol=1e-5)
-    assert found[1] == weights.sum()
+    np.testing.assert_allclose(result[0], expected, rtol=1e-5)
+    assert result[1] == weights.sum()
     assert distillation.logit_loss(*map(jnp.asarray, (student, student, weights)), 2.5)[0] == 0
 
 

@@ -45,17 +45,17 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
         assert all(process.poll() is None for process in processes), wait_for_all(processes)
         time.sleep(0.01)
     processes[1].kill()
-    (first, _), (said, _) = wait_for_all(processes)
-    assert first == cli.EXIT_INTERRUPTED, said
-    assert "process 1 of 2 has been silent for" in said
-    assert said.strip().endswith("run the same command to resume")
+    (first, _), (output, _) = wait_for_all(processes)
+    assert first == cli.EXIT_INTERRUPTED, output
+    assert "process 1 of 2 has been silent for" in output
+    assert output.strip().endswith("run the same command to resume")
 
     # Four processes in two slices, of which the axis "data" has four parts.
-    status, said = wait_for_all(start_processes(argv, 4, MEGASCALE_NUM_SLICES="2"))
-    assert status == [0] * 4, said
-    assert "resuming at step 20 of 60" in said[0]
-    assert "4 devices in 2 slices" in said[0]
-    assert "train:" not in "".join(said[1:])  # one speaks for all
+    status, output = wait_for_all(start_processes(argv, 4, MEGASCALE_NUM_SLICES="2"))
+    assert status == [0] * 4, output
+    assert "resuming at step 20 of 60" in output[0]
+    assert "4 devices in 2 slices" in output[0]
+    assert "train:" not in "".join(output[1:])  # one speaks for all
     for a, b in zip(lines(whole), lines(parts), strict=True):
         assert a["step"] == b["step"]
         assert a["real_fraction"] == b["real_fraction"]  # the same rows: counts are exact
@@ -76,9 +76,9 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
         assert all(process.poll() is None for process in processes), wait_for_all(processes)
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
-    status, said = wait_for_all(processes)
-    assert status == [cli.EXIT_INTERRUPTED] * 2, said
-    steps = {re.search(r"saved step ([\d,]+)", text)[1] for text in said}
+    status, output = wait_for_all(processes)
+    assert status == [cli.EXIT_INTERRUPTED] * 2, output
+    steps = {re.search(r"saved step ([\d,]+)", text)[1] for text in output}
     assert len(steps) == 1
     kept = [int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()]
     assert kept == [int(steps.pop().replace(",", ""))]
@@ -88,20 +88,20 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
 def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
     folder = tmp_path / "w"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0", "steps=60")
-    status, said = wait_for_all(start_processes(command(folder, [rows()], *changes), 2))
-    assert status == [cli.EXIT_USER_ERROR] * 2, said
+    status, output = wait_for_all(start_processes(command(folder, [rows()], *changes), 2))
+    assert status == [cli.EXIT_USER_ERROR] * 2, output
     (step,) = guard.incidents(folder)
     incident = guard.read_incident(folder)
     assert len(incident.batch["tokens"]) == 8  # the whole batch, not one process's part
     assert checkpoint.damage(incident.state / str(step)) is None
     assert [p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()] == [str(step)]
-    for text in said:
+    for text in output:
         assert f"bert-jax pretrain: step {step}: non-finite value: loss" in text
         assert "Traceback" not in text
 
 
 def test_a_step_that_does_not_end(tmp_path):
-    """Both give signs of life, and neither moves: all end, and it is told who stands where."""
+    """Both processes send heartbeats but make no progress: all exit, and the error says which waits where."""
     code = (
         "import sys, time\n"
         "from bert_jax import distributed\n"
@@ -116,9 +116,9 @@ def test_a_step_that_does_not_end(tmp_path):
         BERT_JAX_LOST_SECONDS="6",
         BERT_JAX_STUCK_SECONDS="3",
     )
-    status, said = wait_for_all(processes)
-    assert status == [cli.EXIT_INTERRUPTED] * 2, said
-    for text in said:
+    status, output = wait_for_all(processes)
+    assert status == [cli.EXIT_INTERRUPTED] * 2, output
+    for text in output:
         assert "no step for" in text
         assert "(processes by step: 0 at 7, 1 at 6); run the same command to resume" in text
 
@@ -127,9 +127,9 @@ def test_processes_that_were_told_different_things(tmp_path, rows):
     def argv(i):
         return command(tmp_path / "w", [rows()], f"optim.learning_rate={i + 1}e-3")
 
-    status, said = wait_for_all(start_processes(argv, 2))
-    assert status == [cli.EXIT_USER_ERROR] * 2, said
-    for text in said:
+    status, output = wait_for_all(start_processes(argv, 2))
+    assert status == [cli.EXIT_USER_ERROR] * 2, output
+    for text in output:
         assert "processes 0 and 1 differ (config.optim.learning_rate: 0.001 and 0.002)" in text
     assert not (tmp_path / "w" / "config.json").exists()
 
@@ -197,12 +197,12 @@ def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
     devices = [device(i, (i // 2) % 4) for i in range(16)]
     for axes, parts in (((16, 1, 1), 4), ((2, 8, 1), 4), ((4, 1, 4), 4), ((2, 1, 8), 2)):
         mesh = sharding.make_mesh(MeshConfig(*axes), devices)
-        found = []
+        results = []
         for process in range(4):
             monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-            found.append(sharding.process_row_shard(mesh))
-        assert {of for _, of in found} == {parts}
-        assert sorted({part for part, _ in found}) == list(range(parts))
+            results.append(sharding.process_row_shard(mesh))
+        assert {of for _, of in results} == {parts}
+        assert sorted({part for part, _ in results}) == list(range(parts))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     odd = [device(i, min(i // 3, 3)) for i in range(12)]
@@ -240,6 +240,6 @@ def test_slices_have_their_own_rows(monkeypatch):
 
 
 def test_what_is_compared_between_processes():
-    told = workdir.identity(Config(), [{"digest": "d"}])
-    assert json.loads(json.dumps(told, default=str))["data of phase 0"] == "d"
-    assert {"jax", "config.optim.learning_rate", "commit"} <= set(told)
+    result = workdir.identity(Config(), [{"digest": "d"}])
+    assert json.loads(json.dumps(result, default=str))["data of phase 0"] == "d"
+    assert {"jax", "config.optim.learning_rate", "commit"} <= set(result)

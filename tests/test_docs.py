@@ -72,9 +72,9 @@ def test_commands_of_pages(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     # It refuses a checkout with uncommitted changes, which this one may have.
     monkeypatch.setattr(request, "_check_tpu_vm", lambda request: None)
-    found = commands(path)
-    assert found or path.parent.name != "launch" or path.stem == "README"
-    for arguments in found:
+    result = commands(path)
+    assert result or path.parent.name != "launch" or path.stem == "README"
+    for arguments in result:
         if arguments[0] == "launch" and "--" in arguments:
             assert cli.main(["launch", "--dry-run", *arguments[1:]]) == 0, arguments
         check(arguments)

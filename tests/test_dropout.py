@@ -37,11 +37,11 @@ def test_rate_and_scale(generator):
 
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_every_bit_is_fair_and_neighbours_are_independent(generator):
-    found = words(key(generator))
-    bits = (found[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    result = words(key(generator))
+    bits = (result[:, None] >> np.arange(32, dtype=np.uint32)) & 1
     assert np.abs(bits.mean(0) - 0.5).max() < 6 * 0.5 / np.sqrt(N)
     for distance in (1, 2, 3, 64, 128, 768, 1024):
-        assert abs(correlation(found[distance:], found[:-distance])) < 6 / np.sqrt(N)
+        assert abs(correlation(result[distance:], result[:-distance])) < 6 / np.sqrt(N)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -60,12 +60,12 @@ def test_steps_and_layers_are_independent(generator):
 def test_hash_keys_avalanche():
     base = np.array([0, 12345], np.uint32)
     wrap = lambda data: jax.random.wrap_key_data(jnp.asarray(data), impl=GENERATORS["hash"])  # noqa: E731
-    found = words(wrap(base), 4096)
+    result = words(wrap(base), 4096)
     for half in range(2):
         for bit in range(32):
             other = base.copy()
             other[half] ^= np.uint32(1 << bit)
-            flipped = np.bitwise_count(found ^ words(wrap(other), 4096)).mean()
+            flipped = np.bitwise_count(result ^ words(wrap(other), 4096)).mean()
             assert abs(flipped - 16) < 0.5, (half, bit, flipped)
 
 

@@ -98,9 +98,9 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path, batch):
     (generator_loss + 50 * loss).backward()
 
     terms = objective.loss_terms(params, inputs, None)
-    for name, wanted in (("masked_lm_loss", generator_loss), (LOSS, loss)):
+    for name, expected in (("masked_lm_loss", generator_loss), (LOSS, loss)):
         total, weight = terms[name]
-        np.testing.assert_allclose(total / weight, wanted.item(), rtol=1e-5)
+        np.testing.assert_allclose(total / weight, expected.item(), rtol=1e-5)
         np.testing.assert_allclose(objective.normalizers(inputs)[name], weight)
     assert objective.loss_scales == {LOSS: 50}
     both = {"masked_lm_loss": 1, LOSS: 50}
@@ -111,13 +111,13 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path, batch):
         (generator, *split_generator(MODEL, grads)),
     )
     for theirs, config, ours in sides:
-        wanted = {name: p.grad for name, p in theirs.named_parameters()}
+        expected = {name: p.grad for name, p in theirs.named_parameters()}
         for name, value in to_huggingface(ours, config).items():
             if name == "generator_lm_head.bias":
-                name = "generator_lm_head.bias" if name in wanted else "generator_lm_head.weight"
-            if name not in wanted:  # tied
+                name = "generator_lm_head.bias" if name in expected else "generator_lm_head.weight"
+            if name not in expected:  # tied
                 continue
-            other = wanted[name].numpy()
+            other = expected[name].numpy()
             if "word_embeddings" in name:  # padding_idx has no gradient in PyTorch
                 value, other = (np.delete(x, PAD, 0) for x in (value, other))
             np.testing.assert_allclose(value, other, rtol=1e-4, atol=2e-5, err_msg=name)

@@ -128,8 +128,8 @@ def reference(text):
     return np.stack([state[0].numpy() for state in states])
 
 
-def close(got, wanted, tolerance=1e-5):
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
+def close(got, expected, tolerance=1e-5):
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
 # --- Vectors --------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_hidden_states_of_every_layer_equal_transformers():
     for text, (tokens, vectors) in zip(texts, make.with_tokens(texts), strict=True):
         assert tokens.tolist() == VOCABULARY.encode(text)
         close(vectors, np.concatenate(list(reference(text)), -1))
-    # So that the layers can be told apart, and packing was packing.
+    # Layers differ, and rows hold several texts.
     assert np.abs(np.diff(reference(texts[0]), axis=0)).max() > 0.1
     assert make.counts.rows < len(texts)
 
@@ -210,8 +210,8 @@ def test_layers_are_concatenated_or_summed_by_weight():
     texts = mixed(6, 30)
     states = [reference(text) for text in texts]
 
-    def check(wanted, **settings):
-        close(np.stack(list(embedder(**settings)(texts))), np.stack(wanted))
+    def check(expected, **settings):
+        close(np.stack(list(embedder(**settings)(texts))), np.stack(expected))
 
     check([np.concatenate(x[1:].mean(1)) for x in states], layers="last4")
     check([x[3].mean(0) for x in states], layers="second-to-last")
@@ -253,19 +253,19 @@ def test_half_precision_is_near_and_comes_out_as_float32():
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
 def test_windows_cover_and_count_where_farthest_from_an_edge(length, room, data):
     overlap = data.draw(st.integers(0, room - 1))
-    found = windows(length, room, overlap)
-    assert [w.first for w in found] == [0, *[w.last for w in found[:-1]]]
-    assert found[-1].last == length
-    for one, two in itertools.pairwise(found):
+    result = windows(length, room, overlap)
+    assert [w.first for w in result] == [0, *[w.last for w in result[:-1]]]
+    assert result[-1].last == length
+    for one, two in itertools.pairwise(result):
         assert one.start + room - two.start >= overlap
-    for window in found:
+    for window in result:
         for token in range(window.first, window.last):
 
             def far(w, token=token):
                 return min(token - w.start, w.start + room - 1 - token)
 
             assert far(window) >= 0 or length <= room
-            assert far(window) == max(map(far, found)) or length <= room
+            assert far(window) == max(map(far, result)) or length <= room
 
 
 def test_a_long_text_is_cut_or_windowed_and_counted():
@@ -340,9 +340,9 @@ def test_long_texts_make_smaller_chunks():
 def test_a_reader_that_stops_early_stops_everything(monkeypatch):
     make = embedder()
     monkeypatch.setattr(make, "_chunk_texts", 50)
-    found = make(words(i % 9, i) for i in itertools.count())
-    next(found)
-    found.close()
+    result = make(words(i % 9, i) for i in itertools.count())
+    next(result)
+    result.close()
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -416,13 +416,13 @@ def test_writes_objects_and_parquet(source, suffix, pooling, monkeypatch):
     out = source.with_suffix(suffix)
     embed_file(embedder(pooling=pooling), source, out)
     if suffix == ".jsonl":
-        found = [json.loads(line) for line in out.read_text().splitlines()]
+        result = [json.loads(line) for line in out.read_text().splitlines()]
     else:
-        found = parquet.read_table(out).to_pylist()
+        result = parquet.read_table(out).to_pylist()
         assert parquet.ParquetFile(out).num_row_groups > 1
-    assert [row["index"] for row in found] == [0, 1, 2, 3]
-    assert [row["text"] for row in found] == TEXTS
-    for row, vectors in zip(found, vectors_of(TEXTS, pooling=pooling), strict=True):
+    assert [row["index"] for row in result] == [0, 1, 2, 3]
+    assert [row["text"] for row in result] == TEXTS
+    for row, vectors in zip(result, vectors_of(TEXTS, pooling=pooling), strict=True):
         assert np.array_equal(np.array(row["vector"], np.float32), vectors)  # every bit
         if pooling == "none":
             ids = VOCABULARY.encode(row["text"])
@@ -433,9 +433,9 @@ def test_writes_objects_and_parquet(source, suffix, pooling, monkeypatch):
 
 def test_token_vectors_in_npy_come_with_their_lengths(source, tmp_path):
     embed_file(embedder(pooling="none"), source, tmp_path / "v.npy")
-    wanted = vectors_of(TEXTS, pooling="none")
-    assert np.load(tmp_path / "v.lengths.npy").tolist() == [len(x) for x in wanted]
-    close(np.load(tmp_path / "v.npy"), np.concatenate(wanted))
+    expected = vectors_of(TEXTS, pooling="none")
+    assert np.load(tmp_path / "v.lengths.npy").tolist() == [len(x) for x in expected]
+    close(np.load(tmp_path / "v.npy"), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])

@@ -34,22 +34,22 @@ def test_metrics_of_retrieval_equal_scikit_learn():
     data, vectors = made()
     scores = cosine_similarity(vectors[:9], vectors[9:])
     truth = np.array([[grades.get(i, 0.0) for i in range(40)] for grades in data.relevant])
-    found = data.score(vectors)
-    assert found["ndcg_at_10"] == pytest.approx(ndcg_score(truth, scores, k=10), abs=1e-6)
+    result = data.score(vectors)
+    assert result["ndcg_at_10"] == pytest.approx(ndcg_score(truth, scores, k=10), abs=1e-6)
     order = np.argsort(-scores, 1)
     for k in (1, 10, 100):
         hits = [sum(truth[q, d] > 0 for d in order[q, :k]) / (truth[q] > 0).sum() for q in range(9)]
-        assert found[f"recall_at_{k}"] == pytest.approx(np.mean(hits))
+        assert result[f"recall_at_{k}"] == pytest.approx(np.mean(hits))
     ranks = [next((i + 1 for i, d in enumerate(order[q, :10]) if truth[q, d]), np.inf) for q in range(9)]  # fmt: skip
-    assert found["mrr_at_10"] == pytest.approx(np.mean(1 / np.array(ranks)))
-    assert len({*np.round(list(found.values()), 4)}) == 5
+    assert result["mrr_at_10"] == pytest.approx(np.mean(1 / np.array(ranks)))
+    assert len({*np.round(list(result.values()), 4)}) == 5
 
 
 def test_fewer_documents_than_ranks():
-    found = metrics.retrieval([np.array([2, 0])], [{0: 1.0, 1: 1.0, 5: 1.0}])
+    result = metrics.retrieval([np.array([2, 0])], [{0: 1.0, 1: 1.0, 5: 1.0}])
     ideal = 1 + 1 / np.log2(3) + 1 / np.log2(4)
-    assert found["ndcg_at_10"] == pytest.approx(1 / np.log2(3) / ideal)
-    assert (found["mrr_at_10"], found["recall_at_1"], found["recall_at_100"]) == (0.5, 0, 1 / 3)
+    assert result["ndcg_at_10"] == pytest.approx(1 / np.log2(3) / ideal)
+    assert (result["mrr_at_10"], result["recall_at_1"], result["recall_at_100"]) == (0.5, 0, 1 / 3)
 
 
 def test_ranking_in_chunks_leaves_out_the_document_of_the_query(monkeypatch):

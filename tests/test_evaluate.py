@@ -30,15 +30,15 @@ def test_a_mean_is_over_every_row(rows):
         "kernel": np.zeros_like(params["next_sentence"]["kernel"]),
         "bias": np.array([0.7, -1.1], np.float32),
     }
-    found = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))(
+    result = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))(
         params
     )
     labels = np.concatenate([batch["label"][batch["length"] > 0] for batch in batches])
     assert len(batches) == 3
     assert sum((batch["length"] > 0).any(1).sum() for batch in batches) == ROWS
     losses = np.log(np.exp([0.7, -1.1]).sum()) - np.array([0.7, -1.1])
-    np.testing.assert_allclose(found["next_sentence_loss"], losses[labels].mean(), rtol=1e-6)
-    np.testing.assert_allclose(found["next_sentence_accuracy"], (labels == 0).mean(), rtol=1e-6)
+    np.testing.assert_allclose(result["next_sentence_loss"], losses[labels].mean(), rtol=1e-6)
+    np.testing.assert_allclose(result["next_sentence_accuracy"], (labels == 0).mean(), rtol=1e-6)
     whole = np.concatenate([b["label"][b["length"] > 0] for b in batches[:2]])
     assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch matters
 

@@ -216,8 +216,8 @@ def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(
             file.write_text(f"index\tprediction\n0\t{name}, {seed}\n")
         value = {"mean": sum(values) / len(values), "values": list(values)}
         seeds = list(range(3, 3 + len(values)))
-        told = {"best_by": "accuracy", "seeds": seeds, "dev": {"accuracy": value}}
-        (tmp_path / name / "metrics.json").write_text(json.dumps(told))
+        result = {"best_by": "accuracy", "seeds": seeds, "dev": {"accuracy": value}}
+        (tmp_path / name / "metrics.json").write_text(json.dumps(result))
         return tmp_path / name
 
     runs = [run("a", "rte", 0.6, 0.9), run("b", "rte", 0.8, 0.71), run("c", "cola", 0.1, 0.3, 0.2)]
@@ -235,11 +235,11 @@ def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(
     command = [sys.executable, "experiments/table1_glue/submit.py", glue, *runs, "--out", out]
     processes.run(command, check=True)
     with zipfile.ZipFile(out / "glue.zip") as archive:
-        told = {name: archive.read(name).decode().splitlines()[1:] for name in archive.namelist()}
+        result = {name: archive.read(name).decode().splitlines()[1:] for name in archive.namelist()}
     expected = {"RTE.tsv": ["0\tb, 3"], "CoLA.tsv": ["0\tc, 4"]}
     if wnli is not None:
         expected["WNLI.tsv"] = ["0\t1", "1\t1"]
-    assert told == expected
+    assert result == expected
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["rte"] == pytest.approx(0.755)
     missing = "WNLI.tsv is missing: the server requires all files"
@@ -488,14 +488,14 @@ def made_up(name: str, scale: str) -> list[dict]:
 def senses() -> dict:
     """What senses.py measures of random vectors, the senses well apart in the last of two layers."""
     module = sweep.module_of(ROOT / "context" / "senses.py")
-    draw, found = np.random.default_rng(0), {}
+    draw, result = np.random.default_rng(0), {}
     for word, sentences in module.read().items():
         own = [sense for sense, _ in sentences]
         vectors = draw.normal(size=(len(own), 2, 8))
         vectors[:, 1, 0] += 20.0 * (np.array(own) == own[0])
         vectors[:, 1, 1] += 20.0 * (np.array(own) != own[0])
-        found[word] = module.measure(vectors, own)
-    return found
+        result[word] = module.measure(vectors, own)
+    return result
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -523,10 +523,10 @@ def test_a_number_that_is_not_the_results_is_found(tmp_path):
 
 
 def test_senses_that_are_apart_are_found_apart():
-    for told in senses().values():
-        assert told["neighbor"][1] == 1 > told["neighbor"][0]
-        assert told["silhouette"][1] > 0.5 > abs(told["silhouette"][0])
-        assert 0.4 < told["chance"] < told["chance_high"] < 0.75
+    for result in senses().values():
+        assert result["neighbor"][1] == 1 > result["neighbor"][0]
+        assert result["silhouette"][1] > 0.5 > abs(result["silhouette"][0])
+        assert 0.4 < result["chance"] < result["chance_high"] < 0.75
 
 
 def test_sentences_hold_their_word_once():

@@ -85,8 +85,8 @@ def test_ids_are_those_of_their_tokenizer(tokenizers, kind, tmp_path):
     # Characters of each piece, without spaces: those of transformers' fast tokenizers.
     for (ids, spans), text in zip(ours.encode_all(sample), sample, strict=True):
         assert ours.encode(text)[1:-1] == ids.tolist()
-        wanted = theirs(text, split_special_tokens=True, return_offsets_mapping=True)
-        for (start, end), (low, high) in zip(spans, wanted["offset_mapping"][1:-1], strict=True):
+        expected = theirs(text, split_special_tokens=True, return_offsets_mapping=True)
+        for (start, end), (low, high) in zip(spans, expected["offset_mapping"][1:-1], strict=True):
             assert text[start:end].strip() == text[low:high].strip()
     words = ["cats", "(much).", "didn't", "Katzen!"]
     pieces = [encoded.ids.tolist() for encoded in ours.encode_words(words)]
@@ -202,9 +202,9 @@ def test_outputs_are_theirs_and_the_tensors_go_back(tmp_path, tokenizers, prefix
     if rest == "ForMultipleChoice":
         theirs = {key: value[:, None] for key, value in theirs.items()}
     with torch.no_grad():
-        wanted = model(**theirs, output_hidden_states=True)
+        expected = model(**theirs, output_hidden_states=True)
     states = run(config, params, tokens, layout, method=Bert.hidden_states)
-    for ours, state in zip(states[1:], wanted.hidden_states[1:], strict=True):
+    for ours, state in zip(states[1:], expected.hidden_states[1:], strict=True):
         np.testing.assert_allclose(ours[real], state[real], rtol=0, atol=1e-5)
     positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
     if rest == "Model":
@@ -222,7 +222,7 @@ def test_outputs_are_theirs_and_the_tensors_go_back(tmp_path, tokenizers, prefix
         if rest == "ForQuestionAnswering":
             got = {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
     for key, value in got.items():
-        value, other = np.asarray(value).squeeze(), wanted[key].numpy().squeeze()
+        value, other = np.asarray(value).squeeze(), expected[key].numpy().squeeze()
         if value.shape[:2] == tokens.shape:
             value, other = value[real], other[real]
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=key)
@@ -236,7 +236,7 @@ def test_outputs_are_theirs_and_the_tensors_go_back(tmp_path, tokenizers, prefix
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     with torch.no_grad():
         repeated = again.eval()(**theirs)
-    for one, other in zip(repeated.to_tuple(), wanted.to_tuple(), strict=False):
+    for one, other in zip(repeated.to_tuple(), expected.to_tuple(), strict=False):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -252,8 +252,8 @@ def test_masked_lm_loss_and_gradients_are_theirs(tmp_path, tokenizers, prefix):
     config, vocab, params, _ = source.read(str(tmp_path))
     tokens, layout, theirs, real = batch(vocab, tokenizer)
     targets = np.where(real & (np.arange(tokens.shape[1]) % 3 == 1), np.asarray(tokens), -100)
-    wanted = model(**theirs, labels=torch.tensor(targets, dtype=torch.long)).loss
-    wanted.backward()
+    reference = model(**theirs, labels=torch.tensor(targets, dtype=torch.long)).loss
+    reference.backward()
     positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
 
     def loss(params):
@@ -263,7 +263,7 @@ def test_masked_lm_loss_and_gradients_are_theirs(tmp_path, tokenizers, prefix):
         return total / weight
 
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
-    np.testing.assert_allclose(value, wanted.item(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(value, reference.item(), rtol=0, atol=1e-5)
     expected = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
     _, mine = FAMILIES[config.model.family].to_theirs(
         {"max_position_embeddings": 34, "pad_token_id": vocab.pad_id},
@@ -379,7 +379,7 @@ def test_one_segment_is_that_of_all_tokens():
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes", "message"),
     [
         ("roberta", {}, "config.model.next_sentence is True, which transformers' RoBERTa"),
         ("distilbert", {"next_sentence": False}, "config.model.segments is 2"),
@@ -393,7 +393,7 @@ def test_one_segment_is_that_of_all_tokens():
         ("bert", {"replaced_token": True}, "config.model.replaced_token is True"),
     ],
 )
-def test_what_they_do_not_have_is_refused(tmp_path, family, changes, said):
+def test_what_they_do_not_have_is_refused(tmp_path, family, changes, message):
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=9, positions=24, family=family,
         **changes,
@@ -401,4 +401,4 @@ def test_what_they_do_not_have_is_refused(tmp_path, family, changes, said):
     folder = write_run(tmp_path / "run", config, random_params(config))
     with pytest.raises(source.UserError) as caught:
         export(str(folder), tmp_path / "out")
-    assert said in str(caught.value)
+    assert message in str(caught.value)

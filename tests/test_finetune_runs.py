@@ -60,9 +60,9 @@ def several(monkeypatch):
     return ("steps=30", "log_every_steps=1", "checkpoint.every_steps=4")
 
 
-def row_counts(said):
+def row_counts(output):
     """Of the batches, as a run says them."""
-    (text,) = re.findall(r"examples in ([\d or]+) rows", said)
+    (text,) = re.findall(r"examples in ([\d or]+) rows", output)
     return [int(each) for each in text.split(" or ")]
 
 
@@ -71,9 +71,9 @@ def test_across_the_step_where_row_counts_begin_it_ends_the_same(data, tmp_path,
     whole = tmp_path / "whole"
     changes = (*several, "checkpoint.keep_last=9", "model.dropout=0.1")
     assert cli.main(arguments(data, whole, *changes)) == 0
-    said = capsys.readouterr()
-    *fewer, most = row_counts(said.out)
-    assert f"compiling it for {' and '.join(map(str, fewer))} rows in the background" in said.err
+    output = capsys.readouterr()
+    *fewer, most = row_counts(output.out)
+    assert f"compiling it for {' and '.join(map(str, fewer))} rows in the background" in output.err
     speed = [json.loads(line) for line in (whole / "speed.jsonl").read_text().splitlines()]
     used = [round(line["tokens_per_second"] / line["steps_per_second"]) for line in speed]
     tokens = used[0] // most
@@ -105,9 +105,9 @@ def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
 
     monkeypatch.setattr(step_lib, "compile_step", fail)
     assert cli.main(arguments(data, tmp_path, *several)) == cli.EXIT_USER_ERROR
-    said = capsys.readouterr()
-    fewer = row_counts(said.out)[:-1]
-    assert any(f"no program for {rows} rows" in said.err for rows in fewer)
+    output = capsys.readouterr()
+    fewer = row_counts(output.out)[:-1]
+    assert any(f"no program for {rows} rows" in output.err for rows in fewer)
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
     assert 8 <= max(steps) < 12  # what needs none of them is done
 
@@ -143,19 +143,19 @@ def test_a_signal_after_the_last_step_stops_before_the_next_seed(
 
 
 def test_it_learns_and_says_so(run):
-    found = json.loads((run / "metrics.json").read_text())
-    assert found["dev"]["accuracy"] > 0.9
-    assert found["best_by"] == "accuracy"
+    result = json.loads((run / "metrics.json").read_text())
+    assert result["dev"]["accuracy"] > 0.9
+    assert result["best_by"] == "accuracy"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = {m["step"]: m["accuracy"] for m in lines if m["split"] == "heldout"}
     assert len(evaluated) == 9  # every epoch of 12 steps and at the end, after 100
-    assert found["dev"]["accuracy"] == pytest.approx(max(evaluated.values()))
+    assert result["dev"]["accuracy"] == pytest.approx(max(evaluated.values()))
     for split, count in (("dev", 40), ("test", 2)):
         predictions = (run / "predictions" / split / "predictions.tsv").read_text().splitlines()
         assert len(predictions) == count + 1
     assert [line.split("\t")[1] for line in predictions[1:]] == ["no", "yes"]
     assert (run / "predictions" / "dev" / "confusion.png").stat().st_size > 1000
-    assert found["test"] == {}
+    assert result["test"] == {}
 
 
 def test_evaluate_and_predict_again(run, data, tmp_path, capsys):
@@ -197,23 +197,23 @@ def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
     )
     argv = arguments(data, tmp_path / "both", *changes, init=run, options=("--seeds", "2"))
     assert cli.main(argv) == 0
-    said = capsys.readouterr()
-    assert f"from {run}, new: classifier, features, lstm" in said.out
-    assert said.err.count("compiled the step") == 1
+    output = capsys.readouterr()
+    assert f"from {run}, new: classifier, features, lstm" in output.out
+    assert output.err.count("compiled the step") == 1
     before = traverse_util.flatten_dict(checkpoint.load_model(run)[2], sep="/")
-    found = []
+    results = []
     for seed in range(2):
         folder = tmp_path / "both" / f"seed_{seed}"
         after = traverse_util.flatten_dict(checkpoint.load_model(folder, "latest")[2], sep="/")
         assert "pooler/kernel" in before.keys() - after.keys()
-        found.append(after)
+        results.append(after)
         for path in after.keys() & before.keys() - {"classifier/kernel", "classifier/bias"}:
             np.testing.assert_array_equal(
                 np.array(after[path]).view(np.uint32), np.array(before[path]).view(np.uint32), path
             )
     assert {path.split("/")[0] for path in after.keys() - before.keys()} == {"features", "lstm"}
     for path in after.keys() - before.keys():
-        assert np.any(found[0][path] != found[1][path]), path
+        assert np.any(results[0][path] != results[1][path]), path
     assert np.any(after["features/weights"] != 0)
 
     whole, broken = tmp_path / "both" / "seed_0", tmp_path / "broken" / "seed_0"
@@ -230,16 +230,18 @@ def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
     assert cli.main(["evaluate", "--workdir", str(whole), "--json"]) == 0
     assert (whole / "metrics.json").read_text() == scored
     out = tmp_path / "out"
-    said = refusal(capsys, "export", "--workdir", whole, "--out", out)
-    assert said.endswith("config.model.lstm_layers is 2, which transformers' BERT does not support")
+    output = refusal(capsys, "export", "--workdir", whole, "--out", out)
+    assert output.endswith(
+        "config.model.lstm_layers is 2, which transformers' BERT does not support"
+    )
     assert cli.main(["export", "--workdir", str(whole), "--out", str(out), "--heads", "none"]) == 0
 
 
 def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
     assert cli.main(arguments(data, tmp_path / "w", "epochs=1", init=run)) == 0
-    said = capsys.readouterr().out
-    assert f"from {run}, new: classifier" in said
-    assert "200 train, 40 dev examples" in said
+    output = capsys.readouterr().out
+    assert f"from {run}, new: classifier" in output
+    assert "200 train, 40 dev examples" in output
     # The same command from another checkpoint is another run, not this one finished.
     refused = arguments(data, tmp_path / "w", "epochs=1", init=tmp_path / "w")
     assert cli.main(refused) == cli.EXIT_USER_ERROR
@@ -268,9 +270,9 @@ def test_killed_it_ends_the_same(run, data, tmp_path):
 def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
     options = ("--seeds", "2")
     assert cli.main(arguments(data, tmp_path / "both", "epochs=1", options=options)) == 0
-    said = capsys.readouterr()
-    assert said.err.count("compiled the step") == 1
-    assert "±" in said.out
+    output = capsys.readouterr()
+    assert output.err.count("compiled the step") == 1
+    assert "±" in output.out
     summary = json.loads((tmp_path / "both" / "metrics.json").read_text())
     each = [
         json.loads((tmp_path / "both" / f"seed_{i}" / "metrics.json").read_text())["dev"][
@@ -324,18 +326,18 @@ def test_devices_share_a_batch(data, tmp_path, more):
 def test_impossible_runs_are_refused(data, tmp_path, capsys, changes, expected):
     capsys.readouterr()
     assert cli.main(arguments(data, tmp_path / "w", *changes)) == cli.EXIT_USER_ERROR
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said, said
-    assert expected in said
+    output = capsys.readouterr().err.strip()
+    assert "\n" not in output, output
+    assert expected in output
     assert not (tmp_path / "w").exists()
 
 
 def refusal(capsys, *argv):
     capsys.readouterr()
     assert cli.main([str(each) for each in argv]) == cli.EXIT_USER_ERROR
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said, said
-    return said
+    output = capsys.readouterr().err.strip()
+    assert "\n" not in output, output
+    return output
 
 
 def test_other_refusals(run, data, tmp_path, capsys):
@@ -358,8 +360,8 @@ def test_other_refusals(run, data, tmp_path, capsys):
     with pytest.raises(UserError, match="standard input do not suffice"):
         load_dataset(TaskConfig(kind="squad"), VOCABULARY, new="-")
     wrong = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
-    said = refused("finetune", wrong, "--init", "none", "--workdir", "w")
-    assert "must return a bert_jax.config.FinetuneConfig" in said
+    result = refused("finetune", wrong, "--init", "none", "--workdir", "w")
+    assert "must return a bert_jax.config.FinetuneConfig" in result
 
 
 @pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
@@ -400,8 +402,8 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     argv = arguments(data, tmp_path / "w", *files, "epochs=2", "batch_size=4", *changes)
     argv[1] = f"--config={tasks.CONFIGS / config}"
     assert cli.main(argv) == 0
-    found = json.loads((tmp_path / "w" / "metrics.json").read_text())
-    assert found["best_by"] in found["dev"]
+    result = json.loads((tmp_path / "w" / "metrics.json").read_text())
+    assert result["best_by"] in result["dev"]
     assert sorted(p.name for p in (tmp_path / "w" / "predictions" / "dev").iterdir()) == expected
     before = (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes()
     capsys.readouterr()
@@ -411,16 +413,16 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     name_of_file = f"predictions.{'json' if kind == 'squad' else 'conll'}"
     predictions = tmp_path / "w" / "predictions" / "dev" / name_of_file
     assert cli.main(["score", name, str(tmp_path / file), str(predictions)]) == 0
-    said = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert float(said["f1"]) == pytest.approx(found["dev"]["f1"], abs=1e-4)
+    output = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(output["f1"]) == pytest.approx(result["dev"]["f1"], abs=1e-4)
     new = ["predict", "--workdir", str(tmp_path / "w"), "--out", str(tmp_path / "new")]
     assert cli.main([*new, str(tmp_path / file)]) == 0
     assert (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes() == before
     if kind == "squad":  # what was best on the dev set decides on new questions too
-        assert found["dev"]["f1"] == pytest.approx(found["dev"]["best_f1"])
+        assert result["dev"]["f1"] == pytest.approx(result["dev"]["best_f1"])
         for threshold, all_answered in ((-1e9, False), (1e9, True)):
-            found["dev"]["best_f1_thresh"] = threshold
-            (tmp_path / "w" / "metrics.json").write_text(json.dumps(found))
+            result["dev"]["best_f1_thresh"] = threshold
+            (tmp_path / "w" / "metrics.json").write_text(json.dumps(result))
             new[4] = str(tmp_path / f"new{threshold}")
             assert cli.main([*new, str(tmp_path / file)]) == 0
             answers = json.loads((tmp_path / new[4] / "predictions.json").read_text())

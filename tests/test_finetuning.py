@@ -48,9 +48,9 @@ def random_examples(head, objective="class", count=23, seed=0, longest=20):
         for _ in range(count * group)
     ]
     a_length = [int(rng.integers(2, len(t) + 1)) for t in tokens]
-    found = Examples(tokens, a_length, group=group)
+    result = Examples(tokens, a_length, group=group)
     if head == "token":
-        found.token_targets["label"] = [
+        result.token_targets["label"] = [
             np.where(rng.random(len(t)) < 0.3, NO_EXAMPLE, rng.integers(0, 3, len(t))).astype(
                 np.int32
             )
@@ -58,14 +58,14 @@ def random_examples(head, objective="class", count=23, seed=0, longest=20):
         ]
     elif head == "span":
         label = [sorted(rng.integers(0, len(t), 2)) for t in tokens]
-        found.targets["label"] = np.array(label, np.int32)
+        result.targets["label"] = np.array(label, np.int32)
     elif objective == "number":
-        found.targets["label"] = rng.normal(size=count).astype(np.float32)
+        result.targets["label"] = rng.normal(size=count).astype(np.float32)
     elif objective == "classes":
-        found.targets["label"] = rng.integers(0, 2, (count, 3)).astype(np.float32)
+        result.targets["label"] = rng.integers(0, 2, (count, 3)).astype(np.float32)
     else:
-        found.targets["label"] = rng.integers(0, 3, count).astype(np.int32)
-    return found
+        result.targets["label"] = rng.integers(0, 3, count).astype(np.int32)
+    return result
 
 
 class Made:
@@ -149,22 +149,22 @@ def test_a_batch_is_exactly_its_examples(head, objective):
             assert {k: v.shape for k, v in batch.items()} == {
                 k: v.shape for k, v in plan.empty().items()
             }
-            found = []
+            results = []
             for row in range(plan.shape.rows):
                 start = 0
                 for slot in np.flatnonzero(batch["length"][row]):
                     end = start + batch["length"][row, slot]
-                    found.append(
+                    results.append(
                         (batch["example"][row, slot], tuple(batch["tokens"][row, start:end]))
                     )
                     start = end
                 assert not batch["tokens"][row, start:].any()
                 assert (np.diff(np.flatnonzero(batch["length"][row])) == 1).all()
             group = examples.group
-            wanted = [
+            expected = [
                 (i, tuple(examples.tokens[i * group + j])) for i in members for j in range(group)
             ]
-            assert sorted(found) == sorted(wanted)
+            assert sorted(results) == sorted(expected)
     # The first epoch and a half: every example once before any comes again.
     assert sorted(seen[:23]) == list(range(23))
 
@@ -200,8 +200,8 @@ def test_evaluation_takes_each_once_in_rows_as_full_as_can_be():
     batches = list(plan.batches(0, 0, plan.steps))
     assert len(batches) == plan.steps <= 7
     assert {batch["tokens"].shape for batch in batches} == {plan.shape[:2]}
-    found = np.concatenate([batch["example"][batch["example"] != NO_EXAMPLE] for batch in batches])
-    assert sorted(found) == list(range(50))
+    result = np.concatenate([batch["example"][batch["example"] != NO_EXAMPLE] for batch in batches])
+    assert sorted(result) == list(range(50))
     packed = rows.pack_lengths(examples.lengths().tolist(), plan.shape.tokens, rows.SLOTS_UNBOUNDED)
     assert sum(batch["tokens"].any(1).sum() for batch in batches) == len(packed)
 
@@ -353,15 +353,15 @@ def test_a_step_in_parts_is_the_same_for_any_row_count():
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
     config, _, plan, phase = finetuning.make_phase(config, problem, [0], 2)
     init, shapes = step_lib.initial_state(config, phase, mesh)
-    batch, found = plan.batch(0, 0), []
+    batch, results = plan.batch(0, 0), []
     for rows_ in (phase.batch_size, phase.batch_size + 4):
         padding = plan.empty(plan.shape._replace(rows=rows_ - phase.batch_size))
         padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
         step = step_lib.compile_step(config, phase.with_rows(rows_), mesh, shapes)
         _, sums, _ = step(init(jnp.uint32(0)), shard_batch(padded, mesh))
-        found.append({name: np.array(sums[name]) for name in ("loss", "gradient_norm")})
-    for name, value in found[0].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=2e-6, err_msg=name)
+        results.append({name: np.array(sums[name]) for name in ("loss", "gradient_norm")})
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, rtol=2e-6, err_msg=name)
 
 
 def torch_model(problem, config, params):
@@ -425,24 +425,24 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
             big = torch.finfo(torch.float32).min
             theirs = [torch.where(inputs["attention_mask"] == 1, x, big) for x in (out.start_logits, out.end_logits)]  # fmt: skip
             label = inputs["start_positions"], inputs["end_positions"]
-            wanted = sum(map(torch.nn.functional.cross_entropy, theirs, label)) / 2
+            expected = sum(map(torch.nn.functional.cross_entropy, theirs, label)) / 2
         else:
-            wanted = out.loss
+            expected = out.loss
     ((loss, _, _),) = loss_and_grads(problem, plan, params, config)
-    assert abs(loss - float(wanted)) <= 1e-5
+    assert abs(loss - float(expected)) <= 1e-5
 
     task = make_objective(config, problem, "train", plan)
     batch = plan.batch(0, 0)
     inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
     logits = task.predict(params, inputs)
-    found = task.logits("train", [(batch, jax.device_get(logits))])
+    result = task.logits("train", [(batch, jax.device_get(logits))])
     for row, i in enumerate(members):
         n = len(examples.tokens[i])
         if head == "span":
             theirs = np.stack([out.start_logits[row, :n], out.end_logits[row, :n]], -1)
         else:
             theirs = out.logits[row, :n] if head == "token" else out.logits[row]
-        np.testing.assert_allclose(found[i], theirs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result[i], theirs, rtol=0, atol=1e-5)
 
 
 def test_a_run_is_the_one_that_pytorch_makes_of_it():
@@ -474,9 +474,9 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
     assert (config.steps, warmup) == (25, 2)
     for number, batch in enumerate(phase.batches(0, config.steps, 0, 1)):
         state, sums, _ = step(state, shard_batch(batch, mesh))
-        found = float(sums["loss"][0] / sums["loss"][1])
+        result = float(sums["loss"][0] / sums["loss"][1])
         loss = model(**torch_inputs(problem, plan.members(number, config.seed))).loss
-        assert found == pytest.approx(loss.item(), abs=1e-4), number
+        assert result == pytest.approx(loss.item(), abs=1e-4), number
         reference.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -567,8 +567,8 @@ def test_what_stands_above_the_encoder_starts_anew():
         ({}, ["classifier", "pooler"]),
     ):
         config = FinetuneConfig(model=model_config(Made("sequence"), **changes))
-        taken, found = finetuning.restored(config, start, random_params(start))
-        assert found == new
+        taken, result = finetuning.restored(config, start, random_params(start))
+        assert result == new
         assert taken.keys() == {"embeddings", "encoder"}
         assert {*shapes(config.model)} - {*taken} == {*new}
 
@@ -608,8 +608,8 @@ def test_what_is_pooled(causal):
         x = np.take_along_axis(np.array(x), places[:, :, None], 1)
         if not changes:
             x = np.tanh(x @ params["pooler"]["kernel"] + params["pooler"]["bias"])
-        wanted = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
-        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5)
+        expected = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FEATURES[1:])
@@ -625,8 +625,8 @@ def test_which_features(name):
     else:
         own = {"embeddings": states[:1], "second-to-last": states[4:5], "last": states[5:]}
         x = np.concatenate(own.get(name, states[2:]), -1)
-    wanted = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5)
+    expected = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_weighted_features_begin_as_the_mean():
@@ -790,12 +790,12 @@ def test_the_checkpoint_says_what_the_model_is(change, expected):
         with pytest.raises(UserError, match=expected):
             finetuning.model_config(config, start, problem)
     else:
-        found = finetuning.model_config(config, start, problem)
+        result = finetuning.model_config(config, start, problem)
         # Of a model pretrained without dropout too: what it is fine-tuned with is the run's choice.
-        assert (start.attention_dropout, found.attention_dropout) == (0.0, 0.1)
-        assert (found.dropout, found.layers) == (0.3, 2)
-        assert (found.attention, start.attention) == ("splash", "auto")
-        assert found.labels == problem.labels
+        assert (start.attention_dropout, result.attention_dropout) == (0.0, 0.1)
+        assert (result.dropout, result.layers) == (0.3, 2)
+        assert (result.attention, start.attention) == ("splash", "auto")
+        assert result.labels == problem.labels
 
 
 def test_patience_is_a_function_of_the_metrics(tmp_path):
@@ -820,11 +820,11 @@ def test_statistics():
         "mean": pytest.approx(0.7), "sd": pytest.approx(0.2), "median": 0.7, "best": 0.9,
         "values": [0.5, 0.7, 0.9],
     }  # fmt: skip
-    found = [
+    results = [
         {"seed": 3, "best_by": "f1", "step": 7, "dev": {"f1": f1, "mean_squared_error": f1, **more}}
         for f1, more in ((0.5, {"f1_x": 0.0}), (0.7, {}))
     ]
-    summary = _over_seeds(found)
+    summary = _over_seeds(results)
     assert summary["dev"].keys() == {"f1", "mean_squared_error"}  # f1_x: one seed found such a type
     assert summary["dev"]["f1"]["best"] == 0.7
     assert summary["dev"]["mean_squared_error"]["best"] == 0.5

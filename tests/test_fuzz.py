@@ -107,12 +107,12 @@ def change_value(content: bytes, kind, at, value) -> bytes:
     line = at % len(lines)
     try:
         parsed = json.loads(lines[line])
-        found = list(spots(parsed))
+        result = list(spots(parsed))
     except (ValueError, RecursionError):
         return content
-    if not found:
+    if not result:
         return json.dumps(value).encode()
-    holder, key = found[at % len(found)]
+    holder, key = result[at % len(result)]
     if kind == "remove":
         del holder[key]
     elif kind == "rename" and isinstance(holder, dict):
@@ -424,7 +424,7 @@ def checkpoints(tmp_path_factory):
         out = io.BytesIO()
         torch.save(state, out, _use_new_zipfile_serialization=new)
         bins[name] = {**plain, "pytorch_model.bin": out.getvalue()}
-    found = {
+    result = {
         "tensorflow1": google,
         "zip": {"a.zip": packed.getvalue()},
         "safetensors": {**plain, "model.safetensors": save(tensors, {"crc32c": "{}"})},
@@ -444,7 +444,7 @@ def checkpoints(tmp_path_factory):
     }
     return {
         name: (files, read_checkpoint("a.zip" if name == "zip" else ""))
-        for name, files in found.items()
+        for name, files in result.items()
     }
 
 
@@ -699,13 +699,13 @@ def run(arguments, capsys):
         status = cli.main(arguments)
     except SystemExit as stopped:
         status = stopped.code
-    said = capsys.readouterr().err
-    assert status in (0, cli.EXIT_USER_ERROR), (arguments, said)
+    output = capsys.readouterr().err
+    assert status in (0, cli.EXIT_USER_ERROR), (arguments, output)
     if status == cli.EXIT_USER_ERROR:
-        last = said.strip().splitlines()[-1]
+        last = output.strip().splitlines()[-1]
         assert last.startswith("bert-jax"), arguments
         assert len(last) < LINE
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 NUMBERS = [
@@ -781,8 +781,8 @@ def good_paths(corpus, rows, checkpoints, tmp_path_factory):
     text = folder / "text.txt"
     text.write_text("\n\n".join(corpus.read_text().split("\n\n")[:6]))
     model = place(folder / "model", checkpoints["safetensors"][0])
-    found = {"text": text, "vocab": rows() / "vocab.txt", "rows": rows(), "model": model}
-    return {name: str(path) for name, path in found.items()}
+    result = {"text": text, "vocab": rows() / "vocab.txt", "rows": rows(), "model": model}
+    return {name: str(path) for name, path in result.items()}
 
 
 @settings(max_examples=25 * SOAK, deadline=None, suppress_health_check=FIXTURES)

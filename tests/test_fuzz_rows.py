@@ -1,4 +1,4 @@
-"""Damaged shards and manifests: what is damaged never becomes a row, and is told once."""
+"""Damaged shards and manifests never become rows and are reported once."""
 
 import collections
 import json
@@ -72,13 +72,13 @@ def damage(path, opened, number, part):
         flip(path, path.read_bytes().index(every[number]) + {"payload": 5, "frame": -15}[part])
 
 
-def same_but(clean, found, empty):
+def same_but(clean, actual, empty):
     """Whether batches are equal but for one row, which is padding."""
     for name, values in clean.items():
-        wanted = values.copy()
-        wanted[empty] = -1 if name == "label" else 0
-        np.testing.assert_array_equal(found[name], wanted)
-    assert not found["length"][empty].any()
+        expected = values.copy()
+        expected[empty] = -1 if name == "label" else 0
+        np.testing.assert_array_equal(actual[name], expected)
+    assert not actual["length"][empty].any()
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
@@ -91,22 +91,22 @@ def test_a_damaged_record_is_refused_or_skipped_by_name(folder, part, split):
         all_rows(loader.Rows(folder, split))
     with pytest.raises(UserError, match=f"{path} fails its checksum"):
         loader.Rows(folder, split).verify()
-    told = []
-    skipping = loader.Rows(folder, split, told.append)
+    messages = []
+    skipping = loader.Rows(folder, split, messages.append)
     same_but(clean, all_rows(skipping), 3)
     same_but(clean, all_rows(skipping), 3)
-    (line,) = told
+    (line,) = messages
     assert line.startswith(f"record 3 of the shard {path} is damaged")
     skipping.verify()
-    assert f"{path} fails its checksum" in told[1]
+    assert f"{path} fails its checksum" in messages[1]
 
 
 def test_what_is_damaged_around_a_record_costs_no_row(folder):
     opened = loader.Rows(folder, "train")
     clean, path = all_rows(opened), shard_of(folder)
     damage(path, opened, 3, "frame")
-    found = all_rows(loader.Rows(folder, "train"))
-    assert {name: x.tolist() for name, x in found.items()} == {
+    result = all_rows(loader.Rows(folder, "train"))
+    assert {name: x.tolist() for name, x in result.items()} == {
         name: x.tolist() for name, x in clean.items()
     }
     with pytest.raises(UserError, match=f"{path} fails its checksum"):
@@ -119,35 +119,35 @@ def test_every_other_row_of_every_batch_stays_where_it_was(folder):
     steps = 2 * len(opened) // 8
     clean = list(loader.batches(opened, 8, 1, 0, steps))
     damage(shard_of(folder), opened, 3, "payload")
-    told = []
-    found = list(loader.batches(loader.Rows(folder, "train", told.append), 8, 1, 0, steps))
+    messages = []
+    result = list(loader.batches(loader.Rows(folder, "train", messages.append), 8, 1, 0, steps))
     order = shuffled(np.arange(steps * 8), len(opened), 1)
     hit = [place for place, row in enumerate(order) if row == 3]
     assert hit
     for step in range(steps):
         same_but(
-            clean[step], found[step], [place - 8 * step for place in hit if place // 8 == step]
+            clean[step], result[step], [place - 8 * step for place in hit if place // 8 == step]
         )
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_each_process_skips_its_own(folder):
     opened = loader.Rows(folder, "heldout")
     clean = [list(loader.heldout_batches(opened, 8, 0, process, 2)) for process in (0, 1)]
     damage(shard_of(folder, "heldout"), opened, 3, "payload")
-    told = collections.defaultdict(list)
+    actual = collections.defaultdict(list)
     for process in (0, 1):
-        skipping = loader.Rows(folder, "heldout", told[process].append)
-        found = list(loader.heldout_batches(skipping, 8, 0, process, 2))
-        assert [batch["length"].shape for batch in found] == [
+        skipping = loader.Rows(folder, "heldout", actual[process].append)
+        result = list(loader.heldout_batches(skipping, 8, 0, process, 2))
+        assert [batch["length"].shape for batch in result] == [
             batch["length"].shape for batch in clean[process]
         ]
         differ = sum(
             (a["length"] != b["length"]).any(1).sum()
-            for a, b in zip(clean[process], found, strict=True)
+            for a, b in zip(clean[process], result, strict=True)
         )
-        assert differ == len(told[process])
-    assert sum(map(len, told.values())) == 1
+        assert differ == len(actual[process])
+    assert sum(map(len, actual.values())) == 1
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
@@ -168,12 +168,12 @@ def test_the_policy_of_a_run(folder, policy, capsys):
         return
     _, _, _, (phase,) = pretraining.make_phases(config)
     for _ in range(2):
-        (found,) = phase.batches(0, 1, 0, 1)
-        same_but(clean, found, 5)
-    said = capsys.readouterr().err.splitlines()
-    assert [line.startswith("warning: ") for line in said] == [True, True]
-    assert "fails its checksum" in said[0]
-    assert f"record {number} of the shard" in said[1]
+        (result,) = phase.batches(0, 1, 0, 1)
+        same_but(clean, result, 5)
+    output = capsys.readouterr().err.splitlines()
+    assert [line.startswith("warning: ") for line in output] == [True, True]
+    assert "fails its checksum" in output[0]
+    assert f"record {number} of the shard" in output[1]
 
 
 @pytest.mark.parametrize("skip", [None, print])
@@ -213,16 +213,16 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
         path.write_bytes(data)
         at = rng.choice(used) if number % 2 else rng.randrange(len(data))
         flip(path, at, rng.randrange(8))
-        told = []
+        messages = []
         try:
-            skipping = loader.Rows(folder, "train", told.append)
+            skipping = loader.Rows(folder, "train", messages.append)
         except UserError:
             outcomes["refused"] += 1
             continue
-        found = all_rows(skipping)
-        empty = [int(line.split()[1]) for line in told]
-        same_but(clean, found, empty)
-        outcomes["skipped" if told else "no difference"] += 1
+        result = all_rows(skipping)
+        empty = [int(line.split()[1]) for line in messages]
+        same_but(clean, result, empty)
+        outcomes["skipped" if messages else "no difference"] += 1
     assert {"refused", "skipped", "no difference"} <= {*outcomes}, outcomes
 
 

@@ -177,43 +177,44 @@ def refused(says, *args, **more):
     ],
 )
 def test_every_task_is_read(folder, name, labels, targets, first, best_by, splits):
-    found = problem(folder, name)
-    assert isinstance(found, FinetuneDataset)
-    assert found.labels == tuple(labels.split())
-    train = found.splits["train"]
+    result = problem(folder, name)
+    assert isinstance(result, FinetuneDataset)
+    assert result.labels == tuple(labels.split())
+    train = result.splits["train"]
     assert train.targets["label"].tolist() == targets
     assert words(train, 0) == first
-    assert found.best_by == best_by
-    assert list(found.splits) == splits.split()
-    for split in found.splits:
+    assert result.best_by == best_by
+    assert list(result.splits) == splits.split()
+    for split in result.splits:
         if split.startswith("test") or split == "ax":
             assert (
-                found.score(split, [np.zeros(len(found.labels))] * len(found.splits[split])) == {}
+                result.score(split, [np.zeros(len(result.labels))] * len(result.splits[split]))
+                == {}
             )
         else:
-            logits = [np.ones(len(found.labels))] * len(found.splits[split])
-            assert best_by in found.score(split, logits)
+            logits = [np.ones(len(result.labels))] * len(result.splits[split])
+            assert best_by in result.score(split, logits)
     own = problem(folder / glue.TASKS[name].folder, name)  # the task's own folder does too
     assert len(own.splits["train"]) == len(train)
 
 
 def test_quotes_are_characters_and_empty_questions_stay(folder):
-    found = problem(folder, "qqp")
-    assert words(found.splits["train"], 1) == "[CLS] w1 [SEP] [SEP]"
-    assert words(found.splits["test"], 0) == '[CLS] w1 [SEP] " w2 [SEP]'
-    assert len(found.splits["test"]) == 2
+    result = problem(folder, "qqp")
+    assert words(result.splits["train"], 1) == "[CLS] w1 [SEP] [SEP]"
+    assert words(result.splits["test"], 0) == '[CLS] w1 [SEP] " w2 [SEP]'
+    assert len(result.splits["test"]) == 2
     left_out = f"train: 2 rows skipped for missing columns, the first {folder}/QQP/train.tsv:4: 4"
-    assert found.report[0].startswith(left_out)
+    assert result.report[0].startswith(left_out)
     cola = problem(folder, "cola").splits
     assert words(cola["train"], 1) == '[CLS] w3 " w4 [SEP]'
     assert (len(cola["train"]), len(cola["test"])) == (3, 2)
 
 
 def test_mnli_matched_and_mismatched_are_apart(folder):
-    found = problem(folder, "mnli")
-    assert found.splits["dev"].targets["label"].tolist() == [2]
-    assert found.splits["dev_mismatched"].targets["label"].tolist() == [1]
-    assert found.splits["ax"].targets["label"].tolist() == [NO_EXAMPLE]
+    result = problem(folder, "mnli")
+    assert result.splits["dev"].targets["label"].tolist() == [2]
+    assert result.splits["dev_mismatched"].targets["label"].tolist() == [1]
+    assert result.splits["ax"].targets["label"].tolist() == [NO_EXAMPLE]
     assert list(problem(folder, "mnli", splits=["dev_mismatched"]).splits) == ["dev_mismatched"]
 
 
@@ -231,14 +232,14 @@ def test_the_original_files_of_mrpc(tmp_path):
     named = Glue(TaskConfig(name="mrpc", **names), VOCABULARY)
     assert [len(named.splits[split]) for split in ("train", "dev")] == [5, 1]
     write(root / "dev_ids.tsv", (3, 103), (0, 100), (102, 2))
-    found = problem(tmp_path, "mrpc")
-    assert [words(found.splits["dev"], i) for i in (0, 1)] == [
+    result = problem(tmp_path, "mrpc")
+    assert [words(result.splits["dev"], i) for i in (0, 1)] == [
         '[CLS] w0 [SEP] " w9 [SEP]',
         '[CLS] w3 [SEP] " w9 [SEP]',
     ]
-    assert found.splits["train"].targets["label"].tolist() == [1, 0, 0]
-    assert found.splits["test"].targets["label"].tolist() == [1]  # they have labels
-    found.write("test", [np.array([0.0, 1.0])], tmp_path)
+    assert result.splits["train"].targets["label"].tolist() == [1, 0, 0]
+    assert result.splits["test"].targets["label"].tolist() == [1]  # they have labels
+    result.write("test", [np.array([0.0, 1.0])], tmp_path)
     assert (tmp_path / "MRPC.tsv").read_text() == "index\tprediction\n0\t1\n"
 
 
@@ -252,13 +253,13 @@ def test_single_files_and_new_tables(folder, tmp_path):
     assert words(Glue(config, VOCABULARY).splits["train"], 0) == "[CLS] w7 [SEP] w8 [SEP]"
     labels = ("entailment", "not_entailment")
     new = write(tmp_path / "new.tsv", ("question", "sentence"), ("w1", "w2"))
-    found = Glue(TaskConfig(name="qnli"), VOCABULARY, labels=labels, new=str(new))
-    assert words(found.splits["new"], 0) == "[CLS] w1 [SEP] w2 [SEP]"
+    result = Glue(TaskConfig(name="qnli"), VOCABULARY, labels=labels, new=str(new))
+    assert words(result.splits["new"], 0) == "[CLS] w1 [SEP] w2 [SEP]"
     config = TaskConfig(name="qnli", text_a="a", text_b="b")
     lines = write(tmp_path / "new.txt", ("w3", "w4"))
-    found = Glue(config, VOCABULARY, labels=labels, new=str(lines))
-    assert words(found.splits["new"], 0) == "[CLS] w3 [SEP] w4 [SEP]"
-    found.write("new", [np.array([0.0, 1.0])], tmp_path / "out")
+    result = Glue(config, VOCABULARY, labels=labels, new=str(lines))
+    assert words(result.splits["new"], 0) == "[CLS] w3 [SEP] w4 [SEP]"
+    result.write("new", [np.array([0.0, 1.0])], tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
 
 
@@ -270,19 +271,19 @@ def test_scores_are_glues(folder):
     root = folder / "MRPC"
     truth = rng.integers(0, 2, 60)
     write(root / "dev.tsv", MRPC, *((y, i, i, "w1", "w2") for i, y in enumerate(truth)))
-    found = problem(folder, "mrpc")
+    result = problem(folder, "mrpc")
     logits = rng.normal(size=(60, 2))
     logits[np.arange(60), truth] += 1
     predicted = logits.argmax(1)
-    score = found.score("dev", list(logits))
+    score = result.score("dev", list(logits))
     precision, recall = sk.precision_score(truth, predicted), sk.recall_score(truth, predicted)
     f1 = 2 * precision * recall / (precision + recall)
     assert score["f1"] == pytest.approx(f1)
     assert score["accuracy_f1"] == pytest.approx(((truth == predicted).mean() + f1) / 2)
 
-    found = problem(folder, "stsb")
+    result = problem(folder, "stsb")
     values = [4.0, 1.0, 2.0, 9.0]
-    score = found.score("dev", [np.array([x]) for x in values])
+    score = result.score("dev", [np.array([x]) for x in values])
     truth = [5, 0, 2.5, 4]
     pearson = np.corrcoef(truth, values)[0, 1]
     spearman = np.corrcoef(stats.rankdata(truth), stats.rankdata(values))[0, 1]
@@ -292,9 +293,9 @@ def test_scores_are_glues(folder):
 
 def test_matthews_of_cola(folder):
     write(folder / "CoLA" / "dev.tsv", *(("s", y, "", "w1") for y in (1, 1, 1, 0, 0, 0, 0, 0)))
-    found = problem(folder, "cola")
+    result = problem(folder, "cola")
     logits = [np.array([0.0, 1.0]) if y else np.array([1.0, 0.0]) for y in (1, 1, 0, 1, 0, 0, 0, 0)]
-    assert found.score("dev", logits)["matthews"] == pytest.approx(7 / 15)
+    assert result.score("dev", logits)["matthews"] == pytest.approx(7 / 15)
 
 
 def test_anyones_predictions_are_scored(folder, tmp_path):
@@ -311,8 +312,8 @@ def test_anyones_predictions_are_scored(folder, tmp_path):
         data = folder / task / ("dev_matched.tsv" if name == "mnli" else "dev.tsv")
         logits = list(np.random.default_rng(1).normal(size=(len(own.splits["dev"]), width)))
         own.write("dev", logits, tmp_path / name)
-        found = glue.score(name, str(data), str(tmp_path / name / "predictions.tsv"))
-        assert found == pytest.approx(own.score("dev", logits), rel=1e-4)
+        result = glue.score(name, str(data), str(tmp_path / name / "predictions.tsv"))
+        assert result == pytest.approx(own.score("dev", logits), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -341,10 +342,10 @@ def test_bad_predictions_are_told_in_one_line(folder, tmp_path, rows, says):
 
 def test_submission(folder, tmp_path):
     for name in glue.TASKS:
-        found = problem(folder, name)
-        for split, examples in found.splits.items():
-            logits = [np.linspace(2, -1, len(found.labels)) * 4 for _ in range(len(examples))]
-            found.write(split, logits, tmp_path / "runs" / name / split)
+        result = problem(folder, name)
+        for split, examples in result.splits.items():
+            logits = [np.linspace(2, -1, len(result.labels)) * 4 for _ in range(len(examples))]
+            result.write(split, logits, tmp_path / "runs" / name / split)
     out = tmp_path / "runs"
     assert (out / "mnli/test_mismatched/MNLI-mm.tsv").read_text() == (
         "index\tprediction\n9797\tcontradiction\n"
@@ -455,17 +456,17 @@ def prepared(tmp_path, monkeypatch):
 
 def test_tfds(prepared, tmp_path):
     for name, labels in (("rte", ("entailment", "not_entailment")), ("mrpc", ("0", "1"))):
-        found = problem("tfds", name)
-        assert list(found.splits) == ["train", "dev", "test"]
-        assert found.labels == labels
+        result = problem("tfds", name)
+        assert list(result.splits) == ["train", "dev", "test"]
+        assert result.labels == labels
         # TFDS shuffles; this is GLUE's order again.
-        assert found.splits["dev"].targets["label"].tolist() == [i % 2 for i in range(20)]
-        assert words(found.splits["train"], 13) == "[CLS] w13 [SEP] [UNK] [SEP]"
-        assert found.score("test", [np.zeros(2)] * 20) == {}
-    found = problem("tfds", "stsb", splits=["train", "test"])
-    assert found.splits["train"].targets["label"].tolist() == [i % 2 for i in range(20)]
-    assert np.isnan(found.splits["test"].targets["label"]).all()
-    found.write("test", [np.array([float(i)]) for i in range(20)], tmp_path)
+        assert result.splits["dev"].targets["label"].tolist() == [i % 2 for i in range(20)]
+        assert words(result.splits["train"], 13) == "[CLS] w13 [SEP] [UNK] [SEP]"
+        assert result.score("test", [np.zeros(2)] * 20) == {}
+    result = problem("tfds", "stsb", splits=["train", "test"])
+    assert result.splits["train"].targets["label"].tolist() == [i % 2 for i in range(20)]
+    assert np.isnan(result.splits["test"].targets["label"]).all()
+    result.write("test", [np.array([float(i)]) for i in range(20)], tmp_path)
     assert (tmp_path / "STS-B.tsv").read_text().splitlines()[3:5] == ["2\t2.000", "3\t3.000"]
     assert "tensorflow" not in sys.modules
 
@@ -486,7 +487,7 @@ def test_tfds_that_is_not_there(tmp_path, monkeypatch):
 )
 def test_the_real_files(shared_data, name, dev, positive):
     vocabulary = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt"))
-    found = Glue(TaskConfig(name=name, data=str(shared_data("glue"))), vocabulary, ["dev"])
-    assert len(found.splits["dev"]) == dev
-    labels = found.splits["dev"].targets["label"]
+    result = Glue(TaskConfig(name=name, data=str(shared_data("glue"))), vocabulary, ["dev"])
+    assert len(result.splits["dev"]) == dev
+    labels = result.splits["dev"].targets["label"]
     assert int((labels == 1).sum()) == positive

@@ -9,17 +9,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def recorded():
-    found = goldens.read().get(goldens.key())
-    if found is None:
+    result = goldens.read().get(goldens.key())
+    if result is None:
         pytest.skip(
             f"needs digests for {goldens.key()!r}: python tests/goldens.py, before the change"
         )
-    return found
+    return result
 
 
 def test_pretraining(recorded, tmp_path):
     cases = goldens.pretraining(tmp_path)
-    assert {f"pretrain, {case}": found for case, found in cases.items()}.items() <= recorded.items()
+    assert {
+        f"pretrain, {case}": result for case, result in cases.items()
+    }.items() <= recorded.items()
     assert cases["whole"] == cases["resumed"]
 
 

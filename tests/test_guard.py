@@ -83,7 +83,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, rows, monkeypa
     """Also before the one that an alarm leaves: else power that fails takes lines no run writes again."""
     happened = []
 
-    def told(owner, name):
+    def record(owner, name):
         own = getattr(owner, name)
 
         def call(*arguments, **keywords):
@@ -93,7 +93,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, rows, monkeypa
         monkeypatch.setattr(owner, name, call)
 
     for owner, name in ((Log, "training"), (Log, "sync"), (Checkpoints, "save")):
-        told(owner, name)
+        record(owner, name)
     with pytest.raises(UserError):
         run(tmp_path, rows)
     # The second save is the incident's own, of the state to replay.
@@ -120,9 +120,9 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
     healthy = {**incident.batch, "label": np.zeros_like(incident.batch["label"])}
     place = folder / "incidents" / f"step_{BAD}"
     np.savez_compressed(place / "batch.npz", **healthy)
-    found = replay.replay(folder)
-    assert not found.same
-    assert math.isfinite(found.stats["loss"])
+    result = replay.replay(folder)
+    assert not result.same
+    assert math.isfinite(result.stats["loss"])
     assert cli.main(["replay", str(folder), "--json"]) == cli.EXIT_NEGATIVE
     assert json.loads(capsys.readouterr().out)["same"] is False
     shutil.rmtree(place / "state")
@@ -145,8 +145,8 @@ def test_skip_is_the_run_without_that_step(skipping, rows):
             state = state._replace(step=state.step + 1)
         else:
             state, *_ = compiled.step(state, shard_batch(batch, mesh))
-    found = final_arrays(skipping)[1]
-    for a, b in zip(found, jax.tree.leaves(jax.device_get(state.params)), strict=True):
+    result = final_arrays(skipping)[1]
+    for a, b in zip(result, jax.tree.leaves(jax.device_get(state.params)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -220,14 +220,14 @@ def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
     ])  # fmt: skip
 
     def spikes(spikes_are_usual):
-        usual, found = list(figures[: guard.WINDOW]), []
+        usual, results = list(figures[: guard.WINDOW]), []
         for step in range(guard.WINDOW, len(figures)):
             window = np.array(usual)
             if far := (figures[step] > window.mean(0) + 0.5 * window.std(0)).any():
-                found.append(step)
+                results.append(step)
             if spikes_are_usual or not far:
                 usual[step % guard.WINDOW] = figures[step]
-        return found
+        return results
 
     expected = spikes(False)
     assert expected != spikes(True)
@@ -270,9 +270,9 @@ def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch,
 
     def faulty(compiled, *arguments):
         """A bit of one layer flips in the 6th computation: the second of step 8."""
-        found = jax.device_get(compiled(*arguments))
+        result = jax.device_get(compiled(*arguments))
         calls.append(1)
-        return {**found, "layer_0": found["layer_0"] ^ (len(calls) == 6)}
+        return {**result, "layer_0": result["layer_0"] ^ (len(calls) == 6)}
 
     compile_phase = step_lib.compile_phase
 

@@ -70,7 +70,7 @@ def in_checkout(checkout, monkeypatch, tmp_path):
 
 
 class Bench:
-    """Stand-ins for programs, found before the real ones, and what they were called with."""
+    """Stand-ins for programs, first on the path, and the arguments of their calls."""
 
     def __init__(self, folder):
         self.bin, self.home = folder / "bin", folder / "home"
@@ -97,8 +97,8 @@ class Bench:
         """Argument lists, oldest first; and forgets them."""
         text = self.calls_file.read_bytes().decode() if self.calls_file.exists() else ""
         self.calls_file.unlink(missing_ok=True)
-        found = [call.split("\0")[:-1] for call in text.split("\036\0")[:-1]]
-        return [call for call in found if call[0] == name] if name else found
+        results = [call.split("\0")[:-1] for call in text.split("\036\0")[:-1]]
+        return [call for call in results if call[0] == name] if name else results
 
     def bash(self, text, cwd=None):
         return subprocess.run(
@@ -114,10 +114,10 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    found = Bench(tmp_path)
-    for key, value in found.environment.items():
+    result = Bench(tmp_path)
+    for key, value in result.environment.items():
         monkeypatch.setenv(key, value)
-    return found
+    return result
 
 
 # What is called.
@@ -155,13 +155,13 @@ def test_what_is_printed_is_what_is_called(on, bench, capsys):
     real = bench.calls()
     assert len(real) == 1
     assert on == "gke" or "--queue=a b" in real[0]
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert cli.main([*arguments[:3], "--dry-run", *arguments[3:]]) == 0
     printed = capsys.readouterr().out
     assert bench.bash(printed).returncode == 0
     assert bench.calls() == real
     # Nobody's environment is in arguments, files or what is printed.
-    sent = [str(real), printed, told.out, told.err]
+    sent = [str(real), printed, output.out, output.err]
     files = list(pathlib.Path(os.environ["BERT_JAX_LAUNCH"]).rglob("*.yaml"))
     assert bool(files) == (on != "slurm")
     sent += [path.read_text() for path in files]
@@ -636,8 +636,8 @@ def test_a_run_in_the_background(bench, capsys, monkeypatch):
             break
         time.sleep(0.02)
     assert cli.main(["launch", "status", "one"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"one: on local since .*, launcher running \(pid \d+\)", said)
+    output = capsys.readouterr().out
+    assert re.search(r"one: on local since .*, launcher running \(pid \d+\)", output)
     assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 2
     assert "a launcher of one is running" in capsys.readouterr().err
     assert cli.main(["launch", "stop", "one"]) == 0
@@ -700,13 +700,13 @@ def test_local_processes_know_each_other_and_say_who_speaks(capsys, monkeypatch)
     monkeypatch.setattr(engines, "python_command", lambda: [sys.executable, "-c", code])
     monkeypatch.setenv("XLA_FLAGS", "--old")
     assert launch.run(plan("local", processes=3, devices=4)) == 0
-    told = capsys.readouterr()
-    lines = sorted(told.out.split("\n")[:-1])
+    output = capsys.readouterr()
+    lines = sorted(output.out.split("\n")[:-1])
     coordinator = lines[0].split()[3]
     assert re.fullmatch(r"127\.0\.0\.1:\d+", coordinator)
     flag = "--old --xla_force_host_platform_device_count=4"
     assert lines == [f"[{i}] {i} 3 {coordinator} {flag}" for i in range(3)]
-    assert sorted(told.err.split("\n"))[1:] == [f"[{i}] no newline" for i in range(3)]
+    assert sorted(output.err.split("\n"))[1:] == [f"[{i}] no newline" for i in range(3)]
 
 
 SLEEPS = "import signal, sys, time\n" + (
@@ -821,10 +821,10 @@ def test_a_missing_program(on, program, advice, tmp_path, monkeypatch, capsys):
         (tmp_path / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["launch", "--on", on, *flags(on), "--", *COMMAND, "/s/r"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"bert-jax launch: {program} is not on the PATH: ")
-    assert advice in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"bert-jax launch: {program} is not on the PATH: ")
+    assert advice in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -867,10 +867,10 @@ def test_a_missing_program(on, program, advice, tmp_path, monkeypatch, capsys):
 )  # fmt: skip
 def test_mistakes_are_one_line(arguments, message, capsys):
     assert cli.main(["launch", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert message in told, told
-    assert told.count("\n") == 1
-    assert "hf_" not in told
+    output = capsys.readouterr().err
+    assert message in output, output
+    assert output.count("\n") == 1
+    assert "hf_" not in output
 
 
 def test_a_config_that_workers_lack(tmp_path, capsys):

@@ -50,10 +50,10 @@ def reference(train, heldout):
 
 def test_losses_are_those_of_counting():
     """A pair that was not seen (4, 6), and a left neighbor that was not seen (6)."""
-    found = levels.count_models(
+    result = levels.count_models(
         np.array(TRAIN), np.array(HELDOUT), np.array([CLS, SEP, PAD]), VOCAB
     )
-    assert found == pytest.approx(reference(TRAIN, HELDOUT))
+    assert result == pytest.approx(reference(TRAIN, HELDOUT))
 
 
 def test_probabilities_sum_to_one():
@@ -72,7 +72,7 @@ def test_probabilities_sum_to_one():
 def test_levels_of_rows(rows):
     """The left neighbor helps on real sentences; other rows in the folder give no levels."""
     folder = rows()
-    found = levels.read(str(folder), read_manifest(folder).digest)
-    assert found.bigram < found.unigram < math.log(1000)
+    result = levels.read(str(folder), read_manifest(folder).digest)
+    assert result.bigram < result.unigram < math.log(1000)
     assert levels.read(str(folder), "0" * 64) is None
     assert levels.read(str(folder / "none"), "0" * 64) is None

@@ -115,8 +115,8 @@ def test_gradients_follow_from_those_of_the_merged_kernels():
             ("lora_a", 2.0 * whole @ b.reshape(3, -1).T),
             ("lora_b", 2.0 * a.reshape(-1, 3).T @ whole),
         ):
-            found = np.asarray(ours[f"{module}/{name}"]).reshape(expected.shape)
-            np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(whole).max(), rtol=1e-4)
+            result = np.asarray(ours[f"{module}/{name}"]).reshape(expected.shape)
+            np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(whole).max(), rtol=1e-4)
 
 
 def test_dropout_of_adapters_is_a_function_of_the_key():
@@ -158,7 +158,7 @@ def test_a_step_on_a_mesh_changes_adapters_as_on_one_device():
         MODEL, hidden=8, heads=2, feed_forward=16, labels=tuple(problem.labels)
     )
     problem.splits["dev"] = problem.splits["train"]
-    found = []
+    results = []
     for mesh_config in (MeshConfig(1, 1, 1), MeshConfig(2, 2, 2)):
         config = config_of(model=model, batch_size=8, mesh=mesh_config)
         mesh = sharding.make_mesh(mesh_config, jax.devices()[: 8 if mesh_config.tensor > 1 else 1])
@@ -169,12 +169,12 @@ def test_a_step_on_a_mesh_changes_adapters_as_on_one_device():
         start = jax.device_get(flatten(state.params))
         for i in range(2):  # the learning rate is 0 in the first step
             state, _, _ = step(state, shard_batch(plan.batch(i, 0), mesh))
-        found.append(jax.device_get(flatten(state.params)))
-    for path, value in found[0].items():
-        np.testing.assert_allclose(found[1][path], value, atol=1e-5, err_msg=path)
+        results.append(jax.device_get(flatten(state.params)))
+    for path, value in results[0].items():
+        np.testing.assert_allclose(results[1][path], value, atol=1e-5, err_msg=path)
         if path.startswith(("embeddings", "encoder")) and not is_adapter(path):
             np.testing.assert_array_equal(value, start[path])
-    assert np.any(found[0]["encoder/layer_0/attention/value/lora_b"])
+    assert np.any(results[0]["encoder/layer_0/attention/value/lora_b"])
 
 
 def test_frozen_kernels_are_counted_twice():

@@ -56,15 +56,15 @@ def test_accuracy_by_hand():
 def test_accuracy_is_argmax():
     logits, labels, weights = make(1, (50, 20), 3)
     hits, _ = accuracy(logits, labels, weights)
-    wanted = ((np.argmax(logits, -1) == labels) * weights).sum()
-    assert float(hits) == pytest.approx(float(wanted), rel=1e-5)
+    expected = ((np.argmax(logits, -1) == labels) * weights).sum()
+    assert float(hits) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_z_loss_by_hand():
     logits = jnp.log(jnp.array([[1.0, 3.0], [0.5, 0.5], [5.0, 4.0]]))
     total, weight = z_loss(logits, jnp.array([1.0, 2.0, 0.5]))
-    wanted = math.log(4) ** 2 + 0.5 * math.log(9) ** 2
-    assert float(total) == pytest.approx(wanted, rel=1e-6)
+    expected = math.log(4) ** 2 + 0.5 * math.log(9) ** 2
+    assert float(total) == pytest.approx(expected, rel=1e-6)
     assert float(weight) == 3.5
 
 

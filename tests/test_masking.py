@@ -133,11 +133,11 @@ def test_predictions_is_the_most_that_any_row_asks_for(tokens, sequences, rate):
     masker = make_masker(tokens=tokens, sequences=sequences, rate=rate)
     cap = max_predictions_per_sequence(masker.config, tokens)
 
-    def wanted(n):
+    def expected(n):
         return min(max(1, round(rate * n)), cap, n - 2) if n > 2 else 0
 
     most = max(
-        sum(map(wanted, lengths))
+        sum(map(expected, lengths))
         for lengths in itertools.combinations_with_replacement(range(tokens + 1), sequences)
         if sum(lengths) <= tokens
     )
@@ -163,10 +163,10 @@ def test_what_becomes_of_the_chosen(split):
     total = len(labels)
     assert total == 600 * 32
     # A random token is the [MASK] or the old one once in a vocabulary each.
-    wanted = np.array([split[0] + split[2] / vocab, split[1] + split[2] / vocab])
-    found = np.array([(after == MASK).mean(), (after == labels).mean()])
-    sd = np.sqrt(wanted * (1 - wanted) / total)
-    assert (np.abs(found - wanted) <= 5 * sd).all(), (found, wanted)
+    reference = np.array([split[0] + split[2] / vocab, split[1] + split[2] / vocab])
+    result = np.array([(after == MASK).mean(), (after == labels).mean()])
+    sd = np.sqrt(reference * (1 - reference) / total)
+    assert (np.abs(result - reference) <= 5 * sd).all(), (result, reference)
     if split[2]:
         # Uniform over the whole vocabulary: chi-square with V - 3 degrees of freedom.
         other = after[(after != MASK) & (after != labels)]
@@ -200,13 +200,13 @@ def test_a_key_gives_one_masking_and_another_gives_another(mask):
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_masks_do_not_depend_on_the_number_of_devices(mask, devices):
     batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
-    wanted = mask(*batch, jax.random.key(5))
+    expected = mask(*batch, jax.random.key(5))
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
     spread = jax.device_put(batch, sharding.row_sharding(mesh))
     key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
     got = run(make_masker())(*spread, key)
     assert len(got.tokens.sharding.device_set) == devices
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 # --- Whole words ----------------------------------------------------------------------------------
@@ -361,12 +361,12 @@ def test_what_becomes_of_a_span_is_decided_once():
 
 def test_spans_do_not_depend_on_the_number_of_devices(mask_spans):
     batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
-    wanted = mask_spans[True](*batch, jax.random.key(5))
+    expected = mask_spans[True](*batch, jax.random.key(5))
     mesh = sharding.make_mesh(MeshConfig(), jax.devices())
     spread = jax.device_put(batch, sharding.row_sharding(mesh))
     key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
     got = mask_spans[True](*spread, key)
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 # --- A rate that changes --------------------------------------------------------------------------
@@ -379,8 +379,8 @@ def test_the_larger_rate_determines_the_shapes_and_the_final_one_evaluation(rate
     assert masker.predictions == max(m.predictions for m in fixed) == 19
     batch = one_sequence(5, T)
     got = run(masker)(*batch, jax.random.key(0))
-    wanted = run(fixed[1])(*batch, jax.random.key(0))
-    np.testing.assert_array_equal(got.tokens, wanted.tokens)
+    expected = run(fixed[1])(*batch, jax.random.key(0))
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
     layout = row_layout(batch[1], batch[1], T)
     some = masker(batch[0], *batch[1:], layout, jax.random.key(0), jnp.arange(5)[:, None])
     np.testing.assert_array_equal(some.weights.sum(1), np.arange(5))
@@ -424,13 +424,13 @@ def test_every_token_with_a_next_one_in_its_sequence_is_asked_for_it():
     np.testing.assert_array_equal(got.tokens, tokens)
     assert got.labels.shape == (len(tokens), ask.predictions)
     for row in range(len(tokens)):
-        wanted, start = [], 0
+        expected, start = [], 0
         for n in length[row].tolist():
-            wanted += [(i, tokens[row, i + 1]) for i in range(start, start + n - 1)]
+            expected += [(i, tokens[row, i + 1]) for i in range(start, start + n - 1)]
             start += n
         asked = np.array(got.weights[row]) > 0
         places = np.array(got.positions[row])[asked]
         labels = np.array(got.labels[row])[asked]
-        assert list(zip(places.tolist(), labels.tolist(), strict=True)) == wanted
+        assert list(zip(places.tolist(), labels.tolist(), strict=True)) == expected
         assert SEP in labels
         assert CLS not in labels

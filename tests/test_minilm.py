@@ -65,13 +65,13 @@ def reference(minilm):
     """For each text its ids and every layer's hidden states, by transformers."""
     model = transformers.BertModel.from_pretrained(minilm).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
-    found = []
+    results = []
     for text in TEXTS:
         ids = tokenizer(text, truncation=True, max_length=512, padding=False)["input_ids"]
         with torch.no_grad():
             out = model(torch.tensor([ids]), output_hidden_states=True)
-        found.append((ids, [state[0].numpy() for state in out.hidden_states]))
-    return found
+        results.append((ids, [state[0].numpy() for state in out.hidden_states]))
+    return results
 
 
 @pytest.fixture(scope="session")

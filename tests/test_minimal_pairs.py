@@ -65,9 +65,9 @@ def test_scores_are_those_of_transformers(tmp_path):
         np.testing.assert_allclose(scorer(TEXTS, counts.append, pll), expected, rtol=1e-5)
         assert sum(counts) == sum(map(len, tokens))
         np.testing.assert_allclose(scorer(TEXTS[::-1], pll=pll), expected[::-1], rtol=1e-5)
-        for found, own in zip(scorer.tokens(TEXTS, pll), tokens, strict=True):
-            assert [name for name, _ in found] == [name for name, _ in own]
-            np.testing.assert_allclose([x for _, x in found], [x for _, x in own], rtol=2e-5)
+        for result, own in zip(scorer.tokens(TEXTS, pll), tokens, strict=True):
+            assert [name for name, _ in result] == [name for name, _ in own]
+            np.testing.assert_allclose([x for _, x in result], [x for _, x in own], rtol=2e-5)
     assert scorer([""]) == 0
     original, word_l2r = (scorer.tokens(["the unst cat"], pll)[0] for pll in PLL)
     assert [token for token, _ in original] == ["the", "un", "##s", "##t", "cat"]
@@ -108,9 +108,9 @@ def test_scores_of_real_pairs_are_those_of_one_sentence_at_a_time(shared_data, t
             expected.append(
                 sum(logits[i, tokens[0, i + 1]].item() for i in range(tokens.shape[1] - 2))
             )
-        found = scorer(texts, pll=pll)
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
-        good, bad = np.reshape(found, (-1, 2)).T
+        result = scorer(texts, pll=pll)
+        np.testing.assert_allclose(result, expected, rtol=2e-5)
+        good, bad = np.reshape(result, (-1, 2)).T
         assert (good > bad).tolist() == (np.reshape(expected, (-1, 2)) @ [1, -1] > 0).tolist()
 
 
@@ -121,7 +121,7 @@ def test_a_causal_model_scores_each_piece_given_those_before(tmp_path):
     )  # fmt: skip
     scorer = SentenceScorer(write_run(tmp_path / "run", config, random_params(config), WORDS))
     model = Bert(config)
-    for text, found in zip(TEXTS, scorer(TEXTS), strict=True):
+    for text, result in zip(TEXTS, scorer(TEXTS), strict=True):
         tokens, total = scorer.vocabulary.encode(text), 0.0
         for i in range(1, len(tokens) - 1):  # from the prefix alone
             layout = rows.Layout(
@@ -130,7 +130,7 @@ def test_a_causal_model_scores_each_piece_given_those_before(tmp_path):
             prefix, last = jnp.array([tokens[:i]]), jnp.array([[i - 1]])
             logits = model.apply({"params": scorer._params}, prefix, layout, last)[0][0, 0]
             total += float(jax.nn.log_softmax(logits)[tokens[i]])
-        np.testing.assert_allclose(found, total, rtol=1e-4)
+        np.testing.assert_allclose(result, total, rtol=1e-4)
 
 
 def test_files_of_both_kinds(tmp_path, capsys):
@@ -198,14 +198,14 @@ def test_sentences_of_a_file_and_of_python(tmp_path, capsys):
         [float(row[2]) for row in rows], [row[2] for row in expected_rows], atol=1e-6
     )
     assert cli.main([*run, "--tokens", "--json"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["text"] for line in found] == texts
-    np.testing.assert_allclose([line["score"] for line in found], expected, atol=1e-6)
-    assert [len(line["tokens"]) for line in found] == [line["num_tokens"] for line in found]
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in results] == texts
+    np.testing.assert_allclose([line["score"] for line in results], expected, atol=1e-6)
+    assert [len(line["tokens"]) for line in results] == [line["num_tokens"] for line in results]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", '{"sentence_good": "x"}\n', "a.jsonl:1: not JSON with sentence_good"),
         ("a.txt", "one\n", "a.txt: 1 lines; pairs need an even number"),
@@ -213,10 +213,10 @@ def test_sentences_of_a_file_and_of_python(tmp_path, capsys):
         ("a.txt", "a b c\n" + "the " * 30 + "\n", "has 32 tokens, the model takes 24"),
     ],
 )
-def test_what_is_no_pairs_is_refused(tmp_path, capsys, name, content, said):
+def test_what_is_no_pairs_is_refused(tmp_path, capsys, name, content, message):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     (tmp_path / name).write_text(content)
-    assert said in refused(capsys, "blimp", "--init", folder, "--data", tmp_path / name)
+    assert message in refused(capsys, "blimp", "--init", folder, "--data", tmp_path / name)
 
 
 def test_a_model_without_a_token_head_is_refused(tmp_path):

@@ -276,8 +276,8 @@ def test_attention_by_hand():
     got = attention(*map(jnp.asarray, (q, k, v)), sequence, 0.0, None, "xla")[0, :, 0]
     for group in ([0, 1], [2, 3], [4]):
         scores = np.exp(q[0, group, 0] @ k[0, group, 0].T / 2)
-        wanted = scores / scores.sum(1, keepdims=True) @ v[0, group, 0]
-        np.testing.assert_allclose(got[np.array(group)], wanted, rtol=1e-5)
+        expected = scores / scores.sum(1, keepdims=True) @ v[0, group, 0]
+        np.testing.assert_allclose(got[np.array(group)], expected, rtol=1e-5)
 
 
 # --- From left to right ---------------------------------------------------------------------------
@@ -340,14 +340,14 @@ def test_a_causal_model_is_their_decoder():
 
 def unpacked(tokens, length):
     """The rows' sequences one to a row, as long as the rows."""
-    found, lengths = [], []
+    results, lengths = [], []
     for row, own in zip(tokens, length, strict=True):
         start = 0
         for n in own[own > 0]:
-            found.append(np.pad(row[start : start + n], (0, len(row) - n)))
+            results.append(np.pad(row[start : start + n], (0, len(row) - n)))
             lengths.append([n])
             start += n
-    return np.array(found), np.array(lengths)
+    return np.array(results), np.array(lengths)
 
 
 def test_packed_next_tokens_are_those_of_the_sequences_one_to_a_row():
@@ -366,11 +366,11 @@ def test_packed_next_tokens_are_those_of_the_sequences_one_to_a_row():
 def test_last_tokens():
     length = jnp.array([[3, 4, 0], [8, 0, 0], [2, 2, 1]])
     layout = rows.layout(length, length, 8)
-    found = np.array(last_tokens(layout))
-    np.testing.assert_array_equal(found[:, 0], [2, 7, 1])
-    np.testing.assert_array_equal(found[[0, 2], 1], [6, 3])
-    assert found[2, 2] == 4
-    assert ((found >= 0) & (found < 8)).all()
+    result = np.array(last_tokens(layout))
+    np.testing.assert_array_equal(result[:, 0], [2, 7, 1])
+    np.testing.assert_array_equal(result[[0, 2], 1], [6, 3])
+    assert result[2, 2] == 4
+    assert ((result >= 0) & (result < 8)).all()
 
 
 # --- The LSTM -------------------------------------------------------------------------------------
@@ -417,12 +417,12 @@ def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
     for i in range(layers):
         for direction, end in (("forward", ""), ("backward", "_reverse")):
             ours = grads[f"layer_{i}"][direction]
-            for name, found in {
+            for name, result in {
                 "weight_ih": ours["input"]["kernel"].T, "bias_ih": ours["input"]["bias"],
                 "weight_hh": ours["recurrent"].T,
             }.items():  # fmt: skip
-                wanted = getattr(theirs, f"{name}_l{i}{end}").grad
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+                expected = getattr(theirs, f"{name}_l{i}{end}").grad
+                np.testing.assert_allclose(result, expected, rtol=0, atol=2e-5)
 
 
 def test_how_an_lstm_begins():
@@ -558,10 +558,10 @@ def test_bfloat16_computes_over_float32_parameters(reference):
     assert {x.dtype for x in jax.tree.leaves(low_grads)} == {jnp.dtype("float32")}
     # bfloat16 has 8 bits: a relative error of 2**-8 = 0.004 an operation.
     assert 1e-6 < abs(low_loss - loss) < 0.02 * loss
-    for path, wanted in flat(grads).items():
+    for path, expected in flat(grads).items():
         if not path.endswith("key/bias"):
-            error = np.linalg.norm(flat(low_grads)[path] - wanted)
-            assert error < 0.1 * np.linalg.norm(wanted), path
+            error = np.linalg.norm(flat(low_grads)[path] - expected)
+            assert error < 0.1 * np.linalg.norm(expected), path
     program = jax.make_jaxpr(
         lambda tokens: Bert(config).apply(
             {"params": params}, tokens, batch.layout, method=Bert.encode
@@ -655,11 +655,11 @@ def test_layer_norm_of_values_far_from_zero():
     """E[x²] - E[x]² in float32 would lose all digits of the variance."""
     x = 3000 + np.random.default_rng(0).standard_normal((4, 64))
     norm = norm_layer(ModelConfig())
-    found = norm.apply(
+    result = norm.apply(
         {"params": {"scale": np.ones(64), "bias": np.zeros(64)}}, x.astype(np.float32)
     )
     exact = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
-    np.testing.assert_allclose(found, exact, atol=1e-2)  # x is rounded to 2e-4
+    np.testing.assert_allclose(result, exact, atol=1e-2)  # x is rounded to 2e-4
 
 
 def test_layer_norm_epsilon_is_1e_12():

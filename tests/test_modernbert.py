@@ -144,11 +144,13 @@ def test_heads_equal_transformers(name, changes):
     model = make_theirs(name, **changes)
     config, params = import_(model)
     batch = make_batch(np.random.default_rng(2), [[40], [23], [9]], 40)
-    found = Bert(config).apply({"params": params}, batch.tokens, batch.layout, method=Bert.classify)
+    result = Bert(config).apply(
+        {"params": params}, batch.tokens, batch.layout, method=Bert.classify
+    )
     with torch.no_grad():
         output = model(**torch_rows(batch))
     if name == "ForSequenceClassification":
-        np.testing.assert_allclose(found[:, 0], output.logits.numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result[:, 0], output.logits.numpy(), rtol=0, atol=1e-5)
         return
     theirs = (
         torch.stack([output.start_logits, output.end_logits], -1)
@@ -156,7 +158,7 @@ def test_heads_equal_transformers(name, changes):
         else output.logits
     )
     real = np.array(batch.layout.segment_ids < 1)
-    np.testing.assert_allclose(found[real], theirs.numpy()[real], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(result[real], theirs.numpy()[real], rtol=0, atol=1e-5)
 
 
 # --- Folders --------------------------------------------------------------------------------------

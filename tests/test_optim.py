@@ -74,8 +74,8 @@ def by_formula(params, gradients, direction, clip=1.0):
     return traverse_util.unflatten_dict(params)
 
 
-def assert_close(got, wanted):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+def assert_close(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
 def decay(path, w):
@@ -90,13 +90,13 @@ def corrected(m, v, step):
 def test_bert_adam(clip):
     """`AdamWeightDecayOptimizer`: no bias correction, decoupled decay of kernels only."""
     params, gradients = problem()
-    wanted = by_formula(
+    expected = by_formula(
         params,
         gradients,
         lambda path, w, m, v, step: m / (np.sqrt(v) + 1e-6) + decay(path, w),
         clip,
     )
-    assert_close(train(make_config(clip_norm=clip), params, gradients), wanted)
+    assert_close(train(make_config(clip_norm=clip), params, gradients), expected)
 
 
 def test_adamw_is_pytorchs():
@@ -118,8 +118,8 @@ def test_adamw_is_pytorchs():
         for path, g in traverse_util.flatten_dict(grads).items():
             leaves[path].grad = torch.tensor(g)
         reference.step()
-    wanted = traverse_util.unflatten_dict({p: w.detach().numpy() for p, w in leaves.items()})
-    assert_close(train(make_config(optimizer="adamw", clip_norm=0.0), params, gradients), wanted)
+    expected = traverse_util.unflatten_dict({p: w.detach().numpy() for p, w in leaves.items()})
+    assert_close(train(make_config(optimizer="adamw", clip_norm=0.0), params, gradients), expected)
 
 
 def test_lamb():
@@ -136,8 +136,8 @@ def test_lamb():
             return update
         return update * length / np.linalg.norm(update)
 
-    wanted = by_formula(params, gradients, direction)
-    assert_close(train(make_config(optimizer="lamb"), params, gradients), wanted)
+    expected = by_formula(params, gradients, direction)
+    assert_close(train(make_config(optimizer="lamb"), params, gradients), expected)
 
 
 def test_what_decays_in_a_bert():
@@ -225,8 +225,8 @@ def test_schedules(schedule, shape, end):
     for step in (0, 1, 9):
         assert float(rate(jnp.asarray(step))) == pytest.approx(0.2 * step)
     for step in (10, 50, 99, 100):
-        wanted = 2 * (end + (1 - end) * shape(1 - step / 100))
-        assert float(rate(jnp.asarray(step))) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        expected = 2 * (end + (1 - end) * shape(1 - step / 100))
+        assert float(rate(jnp.asarray(step))) == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert float(rate(jnp.asarray(100))) == pytest.approx(2 * end, abs=1e-6)
 
 
@@ -294,8 +294,8 @@ def test_muon():
         scale = 0.2 * np.sqrt(max(matrix.shape))
         return (scale * orthogonalized(matrix)).reshape(w.shape) + decay
 
-    wanted = by_formula(params, gradients, direction, clip=0)
-    assert_close(train(make_config(optimizer="muon", clip_norm=0.0), params, gradients), wanted)
+    expected = by_formula(params, gradients, direction, clip=0)
+    assert_close(train(make_config(optimizer="muon", clip_norm=0.0), params, gradients), expected)
 
 
 def test_adafactor_is_pytorchs():
@@ -343,8 +343,8 @@ def test_warmup_stable_decay_is_transformers(warmup, steps):
     ours = optim.schedule(config, steps)
     for step in range(steps):
         if step >= warmup:  # theirs warms up from the least rate
-            wanted = theirs.get_last_lr()[0]
-            assert float(ours(jnp.asarray(step))) == pytest.approx(wanted, abs=1e-6)
+            expected = theirs.get_last_lr()[0]
+            assert float(ours(jnp.asarray(step))) == pytest.approx(expected, abs=1e-6)
         optimizer.step()
         theirs.step()
 
@@ -378,17 +378,17 @@ def test_mup_scales_by_width(tied):
     scaled = flatten(init_params(config, jax.random.key(0)))
     rates = flatten(optim.learning_rate_multipliers(Config(model=config), shapes(config)))
     hidden, output = (0.5, 0.25), (0.25, 0.25)  # of initial values and of learning rates
-    wanted = dict.fromkeys(plain, (1.0, 1.0))
+    expected = dict.fromkeys(plain, (1.0, 1.0))
     for path in plain:
         if path.endswith("/kernel"):
-            wanted[path] = output if path.startswith(("next_", "classifier")) else hidden
+            expected[path] = output if path.startswith(("next_", "classifier")) else hidden
     for leaf in ("scale", "bias"):  # of a decoder that is always tied
-        wanted[f"span_boundary/second_norm/{leaf}"] = output
+        expected[f"span_boundary/second_norm/{leaf}"] = output
     if tied:
-        wanted["masked_lm/norm/scale"] = wanted["masked_lm/norm/bias"] = output
+        expected["masked_lm/norm/scale"] = expected["masked_lm/norm/bias"] = output
     else:
-        wanted["masked_lm/decoder"] = output
-    for path, (value, rate) in wanted.items():
+        expected["masked_lm/decoder"] = output
+    for path, (value, rate) in expected.items():
         np.testing.assert_allclose(scaled[path], value * plain[path], rtol=1e-6, err_msg=path)
         assert rates[path] == rate, path
     config.base_hidden = 32

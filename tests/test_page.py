@@ -14,7 +14,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "_HERE", tmp_path)
     (tmp_path / "page.css").write_text("main { color: rgb(1, 2, 3); }\n")
     (tmp_path / "tiny.js").write_text(
-        "document.title = JSON.parse(document.getElementById('data').textContent).said;\n"
+        "document.title = JSON.parse(document.getElementById('data').textContent).message;\n"
     )
 
     def make(title, body, data):
@@ -26,10 +26,10 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_texts_come_through_as_they_are(tiny, visit):
-    said = "</script><script>document.title='lost'</script> <b> & é \u2028"
-    opened = visit(tiny(said, page.table(["a", "b"], [[said, 1234567]]), {"said": said}))
-    assert opened.title() == said
-    assert opened.inner_text("h1") == opened.inner_text("tbody th") == " ".join(said.split(" "))
+    result = "</script><script>document.title='lost'</script> <b> & é \u2028"
+    opened = visit(tiny(result, page.table(["a", "b"], [[result, 1234567]]), {"message": result}))
+    assert opened.title() == result
+    assert opened.inner_text("h1") == opened.inner_text("tbody th") == " ".join(result.split(" "))
     assert opened.inner_text("td") == "1,234,567"
     assert (
         opened.evaluate("getComputedStyle(document.querySelector('main')).color") == "rgb(1, 2, 3)"
@@ -40,7 +40,7 @@ def test_the_policy_keeps_a_page_from_asking_for_anything(tiny, chromium):
     refused, opened = [], chromium.new_page()
     opened.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
     url = "http://127.0.0.1:9/x.png"
-    opened.goto(tiny("t", f"<img src='{url}'>", {"said": "t"}).as_uri())
+    opened.goto(tiny("t", f"<img src='{url}'>", {"message": "t"}).as_uri())
     opened.close()
     assert refused == [(url, "csp")]
 

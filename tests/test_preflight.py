@@ -1,4 +1,4 @@
-"""What is said of hardware that is not here: reading compiled programs, rooflines, libtpu's compiler."""
+"""Estimates for hardware that is not here: compiled programs, rooflines, libtpu's compiler."""
 
 import importlib.util
 import json
@@ -99,9 +99,9 @@ def test_a_program_is_counted_with_its_loops():
     layer = 2 * (64 * 64 + 2 * 16 * 64) + 3 * 4  # and the counter: twice read, in VMEM once written
     reduced = 4 * (256 + 128) * 64
     assert program.traffic_bytes == pytest.approx(3 * layer + reduced, abs=3 * 8)
-    found = {c.kind: c for c in program.collectives}
+    result = {c.kind: c for c in program.collectives}
     assert len(program.collectives) == 2
-    gathered, scattered = found["all-gather"], found["reduce-scatter"]
+    gathered, scattered = result["all-gather"], result["reduce-scatter"]
     assert (gathered.bytes, gathered.times) == (64 * 64 * 2, 3)
     assert gathered.groups.tolist() == [[0, 1], [2, 3]]
     assert gathered.sent_bytes == 3 * 64 * 64 * 2 / 2
@@ -202,10 +202,10 @@ def test_a_group_along_one_axis_has_that_axis_links():
 
 def test_roofline_by_hand():
     chip = device.CHIPS["TPU v5 lite"]
-    found = preflight.roofline(chip, flops=197e12, traffic=819e9 / 2, network=0.25)
-    assert found["compute_seconds"] == pytest.approx(1)
-    assert found["memory_seconds"] == pytest.approx(0.5)
-    assert (found["step_seconds"], found["bound"]) == (found["compute_seconds"], "compute")
+    result = preflight.roofline(chip, flops=197e12, traffic=819e9 / 2, network=0.25)
+    assert result["compute_seconds"] == pytest.approx(1)
+    assert result["memory_seconds"] == pytest.approx(0.5)
+    assert (result["step_seconds"], result["bound"]) == (result["compute_seconds"], "compute")
     assert preflight.roofline(chip, 0.0, 0.0, 2.0)["bound"] == "network"
 
 
@@ -244,9 +244,9 @@ def test_phases_without_rows_are_those_with(rows):
     config.phases[0].tokens = 32
     config.phases[0].rows = str(rows(32, 3))
     full, _, _, (expected,) = pretraining.make_phases(config)
-    empty, (found,) = pretraining.abstract_phases(config, 1)
-    assert found.batch_shape == expected.batch_shape
-    assert found.objective.flops_per_row == expected.objective.flops_per_row
+    empty, (result,) = pretraining.abstract_phases(config, 1)
+    assert result.batch_shape == expected.batch_shape
+    assert result.objective.flops_per_row == expected.objective.flops_per_row
     assert empty.model.vocab_size == full.model.vocab_size
     config.phases[0].rows, config.model.vocab_size = "", full.model.vocab_size
     _, (without,) = pretraining.abstract_phases(config, 3)
@@ -312,15 +312,18 @@ def test_the_attention_is_the_one_that_a_run_would_take(capsys):
         assert json.loads(out)["attention"]["implementation"] == name
 
 
-def test_a_left_to_right_model_is_told(capsys):
-    def told(*arguments):
+def test_estimates_know_left_to_right_models(capsys):
+    def estimate(*arguments):
         status, out, _ = run(capsys, "--topology", "h100:8", "--json", *arguments)
         assert status == 0
         (phase,) = json.loads(out)["phases"]
         return phase["flops"]["formula"], phase["memory"]["temporaries"]
 
     without = "--config.model.next_sentence=false"
-    (flops, memory), (more, larger) = told(without), told(without, "--config.model.causal=true")
+    (flops, memory), (more, larger) = (
+        estimate(without),
+        estimate(without, "--config.model.causal=true"),
+    )
     # 127 predictions a row instead of 19, of 256 rows on 8 chips.
     a_prediction = 3 * 2 * 128 * (30_522 + 128)
     assert more - flops == pytest.approx(256 / 8 * (127 - 19) * a_prediction)
@@ -339,7 +342,7 @@ def test_what_does_not_fit_is_told_what_would(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--topology", "v9:4x4"], "choose from v4, v5e, v5p, v6e"),
         (["--topology", "v5p"], "like v4:2x2x1, v5e:4x4, v5p:4x4x4"),
@@ -358,10 +361,10 @@ def test_what_does_not_fit_is_told_what_would(capsys):
         (["--topology", "h100:8", "--rows", "a", "--rows", "b"], "2 --rows for the config's 1"),
     ],
 )
-def test_mistakes_are_told_in_one_line(capsys, arguments, told):
+def test_mistakes_are_reported_in_one_line(capsys, arguments, message):
     status, out, err = run(capsys, *arguments)
     assert status == 2
-    assert told in err
+    assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not out
 
@@ -374,7 +377,7 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The miniature on a v5e:2x2: its config, and what is told of it."""
+    """The miniature on a v5e:2x2: its config and report."""
     config = miniature(layer_loop="scanned")
     config.mesh.fsdp = 2
     report = preflight.preflight(config, preflight.parse_topology("v5e:2x2"))
@@ -389,10 +392,10 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001:\nRan out of memory in vmem")
 
     monkeypatch.setattr(preflight, "compile_step", fail)
-    said = (
+    result = (
         r"failed to compile the step of T=128 for v5e:2x2 \(RES.*: E1001: Ran out .* vmem\): try .*"
     )
-    with pytest.raises(UserError, match=f"^libtpu {said}$"):
+    with pytest.raises(UserError, match=f"^libtpu {result}$"):
         preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
 
 
@@ -413,7 +416,7 @@ def test_the_compiler_holds_what_sharding_says(compiled):
 
 @pytest.mark.tpu
 def test_the_compiler_knows_tpu7x():
-    """Two devices a chip: eight of a 2x2x1. Older versions are told what they lack."""
+    """Two devices per chip: eight on a 2x2x1. Older versions of JAX get an error that names the needed one."""
     topology = preflight.parse_topology("tpu7x:2x2x1")
     if jax.__version_info__ < (0, 12):
         with pytest.raises(UserError, match=r"which needs JAX 0\.12 and libtpu 0\.0\.50"):

@@ -128,7 +128,7 @@ def test_nothing_is_lost_where_nothing_is_cut(documents, seed):
 
 def plain_whole_sentences(documents, room, crossing):
     """Lists of tokens, sentence by sentence; a document is a list of lists of tokens."""
-    found, current = [], []
+    results, current = [], []
     for document in documents:
         pieces = [s[i : i + room] for s in document for i in range(0, len(s), room)]
         for index, piece in enumerate(pieces):
@@ -136,10 +136,10 @@ def plain_whole_sentences(documents, room, crossing):
             if current and (
                 (separator and not crossing) or len([*current, *separator, *piece]) > room
             ):
-                found.append(current)
+                results.append(current)
                 current, separator = [], []
             current = [*current, *separator, *piece]
-    return found + [current] * bool(current)
+    return results + [current] * bool(current)
 
 
 @settings(deadline=None)
@@ -168,12 +168,12 @@ def test_rows_of_whole_sentences(tmp_path, small_pieces):
         out = tmp_path / kind
         manifest = prepare([text], vocab, out, pairs=kind, workers=1, **common)
         assert manifest.pairs == kind
-        found = [*sequences_of(out, "train"), *sequences_of(out, "heldout")]
-        inner = [[t for t in tokens if t > 4] for tokens, _, _ in found]
+        results = [*sequences_of(out, "train"), *sequences_of(out, "heldout")]
+        inner = [[t for t in tokens if t > 4] for tokens, _, _ in results]
         words = pathlib.Path(text).read_text().split()
         index = {word: i for i, word in enumerate(wordpiece.load(vocab).tokens)}
         assert sorted(itertools.chain(*inner)) == sorted(index[word] for word in words)
-        crossing = [tokens for tokens, _, _ in found if SEP in tokens[1:-1]]
+        crossing = [tokens for tokens, _, _ in results if SEP in tokens[1:-1]]
         assert bool(crossing) == (kind == "full-sentences")
     assert (
         manifest.train.sequences > 1.1 * read_manifest(tmp_path / "full-sentences").train.sequences
@@ -221,7 +221,7 @@ def plain_instances(documents, number, tokens, short_fraction, rng):
     """Google's algorithm, sentence by sentence and token by token."""
     document, room = documents[number], tokens - 3
     target = rng.randint(2, room) if rng.random() < short_fraction else room
-    chunk, length, i, found = [], 0, 0, []
+    chunk, length, i, results = [], 0, 0, []
     while i < len(document):
         chunk.append(document[i])
         length += len(document[i])
@@ -230,13 +230,13 @@ def plain_instances(documents, number, tokens, short_fraction, rng):
             a, b = list(itertools.chain(*chunk[:a_end])), []
             label = 0
             if len(chunk) == 1 or rng.random() < 0.5:
-                label, wanted = 1, target - len(a)
+                label, expected = 1, target - len(a)
                 while (other := rng.randint(0, len(documents) - 1)) == number:
                     pass
                 start = rng.randint(0, len(documents[other]) - 1)
                 for sentence in documents[other][start:]:
                     b.extend(sentence)
-                    if len(b) >= wanted:
+                    if len(b) >= expected:
                         break
                 i -= len(chunk) - a_end
             else:
@@ -247,10 +247,10 @@ def plain_instances(documents, number, tokens, short_fraction, rng):
                     del longer[0]
                 else:
                     longer.pop()
-            found.append((a, b, label))
+            results.append((a, b, label))
             chunk, length = [], 0
         i += 1
-    return found
+    return results
 
 
 def test_distributions_are_those_of_the_plain_algorithm():
@@ -273,17 +273,17 @@ def test_distributions_are_those_of_the_plain_algorithm():
     for number in list(range(60)) * 12:
         ours = [(*segments(e), e.label) for e in instances.of(number, random_ours)]
         plain = plain_instances(plain_documents, number, 64, 0.1, random_plain)
-        for name, found in (("ours", ours), ("plain", plain)):
+        for name, result in (("ours", ours), ("plain", plain)):
             features[name].append(
                 [
-                    len(found),
-                    np.mean([label for _, _, label in found]),
-                    np.mean([len(a) for a, _, _ in found]),
-                    np.mean([len(b) for _, b, _ in found]),
-                    np.mean([len(a) + len(b) == 61 for a, b, _ in found]),
-                    np.mean([a[0] for a, _, _ in found]),  # where truncation begins
-                    np.mean([b[0] for _, b, _ in found]),  # which document is drawn
-                    np.mean([b[0] - begin_of(b[0]) for _, b, _ in found]),  # and where in it
+                    len(result),
+                    np.mean([label for _, _, label in result]),
+                    np.mean([len(a) for a, _, _ in result]),
+                    np.mean([len(b) for _, b, _ in result]),
+                    np.mean([len(a) + len(b) == 61 for a, b, _ in result]),
+                    np.mean([a[0] for a, _, _ in result]),  # where truncation begins
+                    np.mean([b[0] for _, b, _ in result]),  # which document is drawn
+                    np.mean([b[0] - begin_of(b[0]) for _, b, _ in result]),  # and where in it
                 ]
             )
     ours, plain = (np.array(features[name], float) for name in ("ours", "plain"))
@@ -413,19 +413,19 @@ def test_folder_is_as_its_manifest_says(tmp_path, small_pieces, capsys):
         for shard in stated.shards:
             assert files.sha256(out / shard.name) == shard.sha256
             assert (out / shard.name).stat().st_size == shard.bytes
-        found = list(sequences_of(out, split))
-        assert stated.sequences == len(found)
-        assert stated.real_tokens == sum(len(tokens) for tokens, _, _ in found)
+        result = list(sequences_of(out, split))
+        assert stated.sequences == len(result)
+        assert stated.real_tokens == sum(len(tokens) for tokens, _, _ in result)
         assert stated.fill_fraction == stated.real_tokens / (stated.rows * 64)
-        documents[split] = {document_of(t) for ts, _, _ in found for t in ts if t > 4}
+        documents[split] = {document_of(t) for ts, _, _ in result for t in ts if t > 4}
         assert len(documents[split]) == stated.documents
-        for tokens, a_length, label in found:
+        for tokens, a_length, label in result:
             a = {document_of(t) for t in tokens[1 : a_length - 1]}
             b = {document_of(t) for t in tokens[a_length:-1]}
             assert len(a) == len(b) == 1
             assert (a != b) == label
         if split == "train":
-            histogram = collections.Counter(len(tokens) for tokens, _, _ in found)
+            histogram = collections.Counter(len(tokens) for tokens, _, _ in result)
             assert manifest.length_histogram == tuple(histogram[n] for n in range(65))
     assert not documents["train"] & documents["heldout"]
     assert "train" in capsys.readouterr().out

@@ -144,8 +144,8 @@ def test_no_room_for_measuring(tmp_path, monkeypatch):
 
     monkeypatch.setattr(profile, "ceilings", full)
     program = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((8, 8))).compile()
-    said = []
-    arguments = (program, 2, "float32", said.append, profile.summarize)
+    messages = []
+    arguments = (program, 2, "float32", messages.append, profile.summarize)
     with tracing.record(tmp_path / "p", *arguments):
         for _ in range(2):
             jax.block_until_ready(program(jax.numpy.ones((8, 8))))
@@ -153,15 +153,15 @@ def test_no_room_for_measuring(tmp_path, monkeypatch):
     assert table["measured_operations_per_second"] is None
     assert table["matrix_operations"] == 2 * 8**3
     assert "gap_seconds" not in table["parts"][0]
-    assert str(tmp_path / "p") in said[0]
+    assert str(tmp_path / "p") in messages[0]
 
 
 @pytest.mark.slow
 def test_one_process_speaks_for_all(tmp_path, rows):
     argv = command(tmp_path / "w", [rows()], "steps=6", "profile_steps=2:4")
-    status, said = wait_for_all(start_processes(argv, 2))
-    assert status == [0, 0], said
-    assert ["steps in float32" in text for text in said] == [True, False]
+    status, output = wait_for_all(start_processes(argv, 2))
+    assert status == [0, 0], output
+    assert ["steps in float32" in text for text in output] == [True, False]
     assert made(tmp_path / "w")[1]["steps"] == 2
 
 
@@ -208,9 +208,9 @@ def test_time_is_divided_among_what_runs():
 
     spans = [span(10, 30, "a"), span(20, 30, "b"), span(20, 40, "c"), span(-5, 2, "a")]
     waits = [span(25, 45, ""), span(50, 52, "")]
-    found = profile._divide(spans, waits, span(0, 60, ""))
+    result = profile._divide(spans, waits, span(0, 60, ""))
     third = 10 / 3
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         {"a": 2 + 10 + third, "b": third, "c": third + 10, "input wait": 5 + 2, "host": 21}
     )
 
@@ -255,25 +255,25 @@ ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
 
 
 def test_what_is_executed_and_of_what_it_consists():
-    found = hlo.executed(PROGRAM)
-    assert set(found) == set(
+    result = hlo.executed(PROGRAM)
+    assert set(result) == set(
         "copy.1 fused.1 while.1 exp.1 gemm.1 attends.1 all-reduce.1 copy.2".split()
     )
-    assert found["fused.1"].operations == {
+    assert result["fused.1"].operations == {
         "jit(step)/optimizer/mul": 0,
         "jit(step)/jvp(Bert)/attention/query/dot_general": 2 * 8 * 4 * 16,
         # The negation's own name is untold: it is of what it negates.
         "jit(step)/jvp(Bert)/attention/dropout/ge": 2 * 8 * 4,
     }
-    assert found["fused.1"].traffic_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
-    assert (found["exp.1"].times, found["while.1"].times) == (5, 1)
-    assert "exp.1" in found["while.1"].inside
-    assert found["while.1"].operations["jit(step)/inputs/exp"] == 5 * 8 * 4
-    assert found["gemm.1"].operations == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
-    assert [name for name, one in found.items() if not one.is_known] == ["attends.1"]
+    assert result["fused.1"].traffic_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert (result["exp.1"].times, result["while.1"].times) == (5, 1)
+    assert "exp.1" in result["while.1"].inside
+    assert result["while.1"].operations["jit(step)/inputs/exp"] == 5 * 8 * 4
+    assert result["gemm.1"].operations == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
+    assert [name for name, one in result.items() if not one.is_known] == ["attends.1"]
     # A copy serves who uses it; the last one nobody, and is of what it copies.
-    assert list(found["copy.1"].operations) == ["jit(step)/optimizer/mul"]
-    assert list(found["copy.2"].operations) == ["jit(step)/jvp(Bert)/attention/attend/dot"]
+    assert list(result["copy.1"].operations) == ["jit(step)/optimizer/mul"]
+    assert list(result["copy.2"].operations) == ["jit(step)/jvp(Bert)/attention/attend/dot"]
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def data_of(path):
 
 
 def plot_of(data, name):
-    (found,) = (plot for plot in data["plots"] if plot["file"] == name)
-    return found
+    (result,) = (plot for plot in data["plots"] if plot["file"] == name)
+    return result
 
 
 def table_after(opened, heading):
@@ -115,13 +115,13 @@ def test_every_number_is_there(report, folders):
     assert names[8:11] == ["learning_rate", "gradient_norm", "real_tokens_per_second"]
     groups = re.findall("<h3>([^<]*)</h3><div class=.plots.>", report.read_text())
     assert groups == list(curves.GROUPS)
-    found, expected = {}, {}
+    result, expected = {}, {}
     for plot in data["plots"]:
         for line in plot["lines"]:
             if line["run"] is not None:
                 points = zip(line["x"]["step"], line["y"], strict=True)
                 key = (line["run"], line["split"], plot["file"])
-                found[key] = [pytest.approx(point, rel=1e-5, abs=1e-12) for point in points]
+                result[key] = [pytest.approx(point, rel=1e-5, abs=1e-12) for point in points]
     for i, folder in enumerate(folders):
         lines = workdir.read_lines(folder / "metrics.jsonl")
         if i < 2:
@@ -133,7 +133,7 @@ def test_every_number_is_there(report, folders):
                 if name not in ("step", "split") and value == value:  # NaN is not
                     key = (i, line["split"], name)
                     expected.setdefault(key, []).append((line["step"], value))
-    assert found == expected
+    assert result == expected
     assert len(expected[0, "train", "loss"]) == 3
     assert expected[2, "train", "loss"] == [(3, 0.7)]
 
@@ -173,11 +173,11 @@ def test_long_lines_are_thinned():
     rng = np.random.default_rng(0)
     points = np.stack([np.arange(10_001.0), rng.normal(size=10_001)], 1)
     points[3_333, 1], points[7_777, 1] = 50, -50
-    found = curves.downsample(points)
-    assert curves.MAX_POINTS - 4 <= len(found) <= curves.MAX_POINTS
-    assert (np.diff(found[:, 0]) > 0).all()
+    result = curves.downsample(points)
+    assert curves.MAX_POINTS - 4 <= len(result) <= curves.MAX_POINTS
+    assert (np.diff(result[:, 0]) > 0).all()
     for i in (0, 3_333, 7_777, -1):
-        assert points[i].tolist() in found.tolist()
+        assert points[i].tolist() in result.tolist()
     assert len(curves.downsample(points[:400])) == 400
 
 
@@ -194,8 +194,8 @@ def test_names_tell_runs_apart(tmp_path):
     ):
         hand_written(tmp_path / name, metrics)
     given = ["a/x/run", "a/y/run", "b/y/run", "c", "c/../c", "many"]
-    found = curves.read([str(tmp_path / name) for name in given])
-    assert [run.name for run in found] == [
+    result = curves.read([str(tmp_path / name) for name in given])
+    assert [run.name for run in result] == [
         *("x/run", "a/y/run", "b/y/run", "c"), *("many/seed_0", "many/seed_2", "many/seed_10"),
     ]  # fmt: skip
 
@@ -216,9 +216,9 @@ def test_parameters_and_their_groups(report, folders, visit):
     for rows in (parts, each):
         assert sum(number(row[-2]) for row in rows[1:]) == count
     assert sum(number(row[-1]) for row in parts[1:]) == pytest.approx(4 * count / 2**20, abs=0.03)
-    told = {row[0]: (json.loads(row[1]), number(row[2])) for row in each[1:]}
-    assert told["embeddings/word/embedding"] == ([150, 16], 2400)
-    assert len(told) == len(jax.tree.leaves(params))
+    result = {row[0]: (json.loads(row[1]), number(row[2])) for row in each[1:]}
+    assert result["embeddings/word/embedding"] == ([150, 16], 2400)
+    assert len(result) == len(jax.tree.leaves(params))
 
 
 def test_parameters_of_a_padded_vocabulary_and_many_layers(tmp_path):
@@ -236,12 +236,14 @@ def test_parameters_of_a_padded_vocabulary_and_many_layers(tmp_path):
 
 def test_differences(report, folders, visit, tmp_path):
     opened = visit(report)
-    found = {row[0]: row[1:] for row in table_after(opened, "Config")}
-    assert found["optim.learning_rate"] == ["0.0001", "0.0005", "3e-05"]
-    assert found["model.layers"] == ["1", "1", "11"]
-    assert found["masking.rate"] == ["0.15", "0.15", "—"]
-    assert found["data of phase 0"][0] == found["data of phase 0"][1] != found["data of phase 0"][2]
-    assert "seed" not in found, "the same in all"
+    result = {row[0]: row[1:] for row in table_after(opened, "Config")}
+    assert result["optim.learning_rate"] == ["0.0001", "0.0005", "3e-05"]
+    assert result["model.layers"] == ["1", "1", "11"]
+    assert result["masking.rate"] == ["0.15", "0.15", "—"]
+    assert (
+        result["data of phase 0"][0] == result["data of phase 0"][1] != result["data of phase 0"][2]
+    )
+    assert "seed" not in result, "the same in all"
     two, one = tmp_path / "two.html", tmp_path / "one.html"
     two.write_text(sections.differences(curves.read([str(f) for f in folders[:2]])))
     assert table_after(visit(two), "Config")[1:] == [["optim.learning_rate", "0.0001", "0.0005"]]
@@ -254,15 +256,15 @@ def test_differences(report, folders, visit, tmp_path):
 
 def test_final_metrics(report, folders, visit):
     columns, *rows = table_after(visit(report), "Final metrics")
-    found = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
-    assert found[f"{ODD}, last"]["accuracy"] == "0.25"
-    assert found[f"{ODD}, best accuracy"]["accuracy"] == "0.75"
-    assert found[f"{ODD}, best accuracy"]["step"] == "3"
-    assert found[f"{ODD}, last"]["masked_lm_loss"] == "—"
+    result = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    assert result[f"{ODD}, last"]["accuracy"] == "0.25"
+    assert result[f"{ODD}, best accuracy"]["accuracy"] == "0.75"
+    assert result[f"{ODD}, best accuracy"]["step"] == "3"
+    assert result[f"{ODD}, last"]["masked_lm_loss"] == "—"
     heldout = [x for x in workdir.read_lines(folders[0] / "metrics.jsonl") if x["split"] != "train"]
     best = min(heldout, key=lambda x: x["masked_lm_loss"])
-    assert found["one, best masked_lm_loss"]["masked_lm_loss"] == f"{best['masked_lm_loss']:.5g}"
-    assert found["one, last"]["loss"] == f"{heldout[-1]['loss']:.5g}"
+    assert result["one, best masked_lm_loss"]["masked_lm_loss"] == f"{best['masked_lm_loss']:.5g}"
+    assert result["one, last"]["loss"] == f"{heldout[-1]['loss']:.5g}"
 
 
 def test_a_run_that_has_just_begun(tmp_path, visit):
@@ -293,29 +295,29 @@ def test_data_and_lengths(report, folders, visit, rows, tmp_path):
     assert len([plot for plot in data["plots"] if "lengths" in plot["file"]]) == 1, (
         "both runs' rows"
     )
-    found = table_after(visit(report), "one; other")
-    assert found[1][2:5] == [
+    result = table_after(visit(report), "one; other")
+    assert result[1][2:5] == [
         f"{n:,}"
         for n in (manifest.train.sequences, manifest.train.rows, manifest.train.real_tokens)
     ]
-    assert found[1][-1] == f"{manifest.train.fill_fraction:.1%}"
+    assert result[1][-1] == f"{manifest.train.fill_fraction:.1%}"
     assert table_after(visit(report), "Labeled examples")[1] == [ODD, "1,234", "7"]
     # The same run where its rows are gone, or others are in their place; and one that has them.
     copies = {"gone": tmp_path / "none", "others": rows(16, 2), "there": rows(32, 3)}
     for name, place in copies.items():
-        told = json.loads((folders[0] / "config.json").read_text())
-        told["config"]["phases"][0]["rows"] = str(place)
+        output = json.loads((folders[0] / "config.json").read_text())
+        output["config"]["phases"][0]["rows"] = str(place)
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(told))
+        (tmp_path / name / "config.json").write_text(json.dumps(output))
         write_lines(tmp_path / name / "metrics.jsonl", [{"step": 1, "split": "train", "loss": 1.0}])
-    for names, said in (
+    for names, actual in (
         (["gone"], "none is not a folder of rows"),
         (["others"], "rows_16_2 now has other rows"),
         (["gone", "there"], None),
     ):
         text = runs.html_of(curves.read([str(tmp_path / name) for name in names]))
-        found = re.search("No histogram of lengths: ([^<]*)", text)
-        assert said in found[1] if said else found is None
+        result = re.search("No histogram of lengths: ([^<]*)", text)
+        assert actual in result[1] if actual else result is None
 
 
 def test_the_page_by_keyboard_and_mouse(report, folders, visit):
@@ -498,8 +500,8 @@ def test_the_loss_curve_alone(folders, tmp_path):
 
 
 def test_numbers_of_axes():
-    found = [plots.short(x) for x in (0, 0.25, 999, 1500, 2e6, 3.3e9, -4e12)]
-    assert found == ["0", "0.25", "999", "1.5k", "2M", "3.3B", "-4T"]
+    results = [plots.short(x) for x in (0, 0.25, 999, 1500, 2e6, 3.3e9, -4e12)]
+    assert results == ["0", "0.25", "999", "1.5k", "2M", "3.3B", "-4T"]
 
 
 def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
@@ -515,7 +517,7 @@ def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
     (binary / "metrics.jsonl").write_bytes(b"\xff\xfe\xff")
     good, file = str(hand_written(tmp_path / "good", metrics)), tmp_path / "file"
     file.write_text("")
-    for argv, said in (
+    for argv, result in (
         ([tmp_path / "gone"], "gone is not a run: it has neither metrics.jsonl nor config.json"),
         (["x" * 300], "is not a run"),
         ([good, bare], "bare has no metrics yet: no metrics.jsonl"),
@@ -532,7 +534,7 @@ def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
         assert cli.main(["report", *map(str, argv)]) == cli.EXIT_USER_ERROR
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("bert-jax report: ")
-        assert said in line
+        assert result in line
     assert not (tmp_path / "report.html").exists()
     assert cli.main(["report", good]) == 0
     assert capsys.readouterr().out == "report.html\n"
@@ -605,11 +607,11 @@ def test_a_seed_that_has_just_begun_is_left_out(tmp_path, capsys):
 def test_weights_to_begin_with_are_a_difference(tmp_path):
     for name, start in (("a", "1234567890ab"), ("b", "ffff")):
         folder = hand_written(tmp_path / name, [HELDOUT])
-        told = json.loads((folder / "config.json").read_text())
-        told["data"][0]["start"] = start
-        (folder / "config.json").write_text(json.dumps(told))
-    found = sections.differences(curves.read([str(tmp_path / "a"), str(tmp_path / "b")]))
-    assert "initial weights of phase 0</th><td>1234567890</td><td>ffff</td>" in found
+        output = json.loads((folder / "config.json").read_text())
+        output["data"][0]["start"] = start
+        (folder / "config.json").write_text(json.dumps(output))
+    result = sections.differences(curves.read([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert "initial weights of phase 0</th><td>1234567890</td><td>ffff</td>" in result
 
 
 @pytest.mark.filterwarnings("error:Glyph")

@@ -15,9 +15,9 @@ from tests.helpers.runs import ONE_DEVICE
 
 
 def line(score, seed=0, **facts):
-    told = {"point": "p", "scale": "small", "command": "bert-jax finetune x", "wall_seconds": 1.0}
+    result = {"point": "p", "scale": "small", "command": "bert-jax finetune x", "wall_seconds": 1.0}
     own = {"facts": facts, "metrics": {"score": score}, "seed": seed, "digest": str(facts)}
-    return {**told, **own}
+    return {**result, **own}
 
 
 RESULTS = [
@@ -116,8 +116,8 @@ def test_results_that_a_kill_or_an_older_version_has_left(file_of, capsys):
     ):
         results.path.write_text(wrong + "\n")
         assert cli.main(report) == cli.EXIT_USER_ERROR
-        (said,) = capsys.readouterr().err.splitlines()
-        assert expected in said
+        (output,) = capsys.readouterr().err.splitlines()
+        assert expected in output
 
 
 def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
@@ -138,7 +138,7 @@ def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
         writer.stdout.readline()
     (tmp_path / "go").touch()
     assert [writer.wait(120) for writer in writers] == [0, 0, 0]
-    assert sorted(found["seed"] for found in Results(tmp_path).read()) == list(range(150))
+    assert sorted(result["seed"] for result in Results(tmp_path).read()) == list(range(150))
 
 
 def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):

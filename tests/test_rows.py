@@ -37,21 +37,21 @@ def test_what_is_packed_comes_back(case):
     decoded = form.decode(records)
     for name in ("tokens", "a_length", "length", "label"):
         np.testing.assert_array_equal(decoded[name], array[name])
-    found = []
+    results = []
     for i in range(len(records)):
         end = 0
         for slot, n in enumerate(decoded["length"][i]):
             if n:
                 ids = decoded["tokens"][i, end : end + n].tolist()
-                found.append(
+                results.append(
                     (ids, int(decoded["a_length"][i, slot]), int(decoded["label"][i, slot]))
                 )
             else:
                 assert decoded["label"][i, slot] == rows.NO_LABEL
             end += int(n)
         assert not decoded["tokens"][i, end:].any()
-    wanted = [(e.tokens.tolist(), e.a_length, e.label) for e in examples]
-    assert sorted(found) == sorted(wanted)
+    expected = [(e.tokens.tolist(), e.a_length, e.label) for e in examples]
+    assert sorted(results) == sorted(expected)
 
 
 def one_record():
@@ -149,7 +149,7 @@ def test_layout_is_that_of_a_plain_loop(data):
             left -= n
         length.append(ns + [0] * (slots - len(ns)))
         a_length.append([data.draw(st.integers(1, n)) if n else 0 for n in length[-1]])
-    wanted = plain_layout(length, a_length, tokens)
+    expected = plain_layout(length, a_length, tokens)
     for array in (
         lambda x: np.array(x, np.int16),
         lambda x: jnp.asarray(x, jnp.int32),
@@ -157,10 +157,10 @@ def test_layout_is_that_of_a_plain_loop(data):
         got = layout(array(length), array(a_length), tokens)
         assert {x.dtype for x in got} == {np.dtype("int32")}
         for name in ("segment_ids", "position_ids", "token_type_ids"):
-            np.testing.assert_array_equal(getattr(got, name), wanted[got._fields.index(name)])
+            np.testing.assert_array_equal(getattr(got, name), expected[got._fields.index(name)])
         cls = np.array(got.cls)
         used = np.array(length) > 0
-        np.testing.assert_array_equal(cls[used], np.array(wanted[3])[used])
+        np.testing.assert_array_equal(cls[used], np.array(expected[3])[used])
         assert cls.min() >= 0
         assert cls.max() < tokens
 

@@ -50,7 +50,7 @@ def test_a_shard_laid_out_otherwise_is_the_librarys_to_read(rows, tmp_path, opti
     folder = shutil.copytree(rows(), tmp_path / "rows")
     opened = loader.Rows(folder, "train")
     order = np.random.default_rng(0).permutation(len(opened)).tolist()
-    wanted, (path,) = opened.read(order), folder.glob("train-*")
+    expected, (path,) = opened.read(order), folder.glob("train-*")
     write(path, opened._source.__getitems__(list(range(len(opened)))), options)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["train"]["shards"][0] |= {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
@@ -60,14 +60,14 @@ def test_a_shard_laid_out_otherwise_is_the_librarys_to_read(rows, tmp_path, opti
     with pytest.raises(ValueError, match="record"):
         again._format.decode(again._records(order))
     for name, values in again.read(order).items():
-        np.testing.assert_array_equal(values, wanted[name])
+        np.testing.assert_array_equal(values, expected[name])
 
 
 def test_many_shards_are_not_open_at_once(rows, tmp_path, monkeypatch):
     """Nor is a system without more files to open a damaged record."""
     folder = shutil.copytree(rows(), tmp_path / "rows")
     opened = loader.Rows(folder, "train")
-    wanted, (path,) = opened.read(range(len(opened))), folder.glob("train-*")
+    expected, (path,) = opened.read(range(len(opened))), folder.glob("train-*")
     records = opened._source.__getitems__(list(range(len(opened))))
     manifest = json.loads((folder / "manifest.json").read_text())
     shards = []
@@ -86,7 +86,7 @@ def test_many_shards_are_not_open_at_once(rows, tmp_path, monkeypatch):
     many = loader.Rows(folder, "train", pytest.fail)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
     try:
-        found = many.read(range(len(many)))
+        result = many.read(range(len(many)))
         resource.setrlimit(resource.RLIMIT_NOFILE, (10, hard))
         many._file.cache_clear()
         with pytest.raises(UserError, match=r"cannot read the shard .*: Too many open files"):
@@ -94,8 +94,8 @@ def test_many_shards_are_not_open_at_once(rows, tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(records) > 64
-    for name, values in found.items():
-        np.testing.assert_array_equal(values, wanted[name])
+    for name, values in result.items():
+        np.testing.assert_array_equal(values, expected[name])
 
 
 def _longer(record):

@@ -32,9 +32,9 @@ def test_rows_as_text(rows, capsys):
     assert len(predictions) == len(texts)
     for text, predicted in zip(texts, predictions, strict=True):
         words = text.split()
-        found = re.findall(r"(\d+): (\S+) -> (\S+)", predicted)
-        assert len(found) == max(1, round(0.15 * len(words)))
-        assert all(words[int(position)] == label for position, label, _ in found)
+        result = re.findall(r"(\d+): (\S+) -> (\S+)", predicted)
+        assert len(result) == max(1, round(0.15 * len(words)))
+        assert all(words[int(position)] == label for position, label, _ in result)
     assert "[MASK]" in output.split("predict", 1)[1]
 
 

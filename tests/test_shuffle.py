@@ -33,9 +33,9 @@ SEEDS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1, 2**7
 def test_it_is_grains(length, seed, where):
     """In any epoch and at places in any order; the seed of an epoch wraps around."""
     places = [int(x * length) for x in where]
-    found = shuffled(np.array(places), length, seed)
-    assert found.dtype == np.int64
-    assert found.tolist() == [theirs(place, length, seed) for place in places]
+    result = shuffled(np.array(places), length, seed)
+    assert result.dtype == np.int64
+    assert result.tolist() == [theirs(place, length, seed) for place in places]
 
 
 @pytest.mark.parametrize("length", [1, 2, 2**14 - 1, 2**14, 2**14 + 1, 2**16, 2**16 + 1])

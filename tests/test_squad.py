@@ -32,10 +32,10 @@ def layout(questions, **more):
     """The questions as SQuAD's JSON."""
     paragraphs = []
     for q in questions:
-        found = {"id": q.id, "question": q.text}
+        result = {"id": q.id, "question": q.text}
         if q.answers is not None:
-            found["answers"] = [{"text": a.text, "answer_start": a.start} for a in q.answers]
-        paragraphs.append({"context": q.context, "qas": [found]})
+            result["answers"] = [{"text": a.text, "answer_start": a.start} for a in q.answers]
+        paragraphs.append({"context": q.context, "qas": [result]})
     return {"data": [{"title": "t", "paragraphs": paragraphs}], **more}
 
 
@@ -94,15 +94,15 @@ def test_answers_of_which_nothing_is_left_are_no_answers_in_version_2():
         question("b", ("the", "!")),
         question("c", ("a",)),
     ]
-    found = squad_score.score(questions, {"a": "", "b": "", "c": "paris"}, 2)
-    assert found["exact"] == pytest.approx(100 / 3)
-    assert found["HasAns_exact"] == pytest.approx(100 / 3)  # they still count as answerable
+    result = squad_score.score(questions, {"a": "", "b": "", "c": "paris"}, 2)
+    assert result["exact"] == pytest.approx(100 / 3)
+    assert result["HasAns_exact"] == pytest.approx(100 / 3)  # they still count as answerable
 
 
 def test_version_1_takes_the_best_answer_and_counts_missing_predictions_as_wrong():
     questions = [question("1", ("paris", "in paris")), question("2"), question("3")]
-    found = squad_score.score(questions, {"1": "in Paris", "2": "born paris"}, 1)
-    assert found == pytest.approx(
+    result = squad_score.score(questions, {"1": "in Paris", "2": "born paris"}, 1)
+    assert result == pytest.approx(
         {"exact": 100 / 3, "f1": 100 * (1 + 2 / 3) / 3, "total": 3, "missing": 1}
     )
 
@@ -110,16 +110,16 @@ def test_version_1_takes_the_best_answer_and_counts_missing_predictions_as_wrong
 def test_version_2_by_hand():
     questions = [question("a"), question("b"), question("c", ()), question("d", ())]
     predicted = {"a": "paris", "b": "", "c": "", "d": "paris"}
-    found = squad_score.score(questions, predicted, 2)
-    assert found["exact"] == found["f1"] == 50
-    assert (found["HasAns_exact"], found["NoAns_f1"], found["NoAns_total"]) == (50, 50, 2)
+    result = squad_score.score(questions, predicted, 2)
+    assert result["exact"] == result["f1"] == 50
+    assert (result["HasAns_exact"], result["NoAns_f1"], result["NoAns_total"]) == (50, 50, 2)
     # d's odds are above the official threshold of 1, a's are not.
     odds = {"a": 1.0, "b": 0.0, "c": -5.0, "d": 1.1}
-    found = squad_score.score(questions, predicted, 2, odds)
-    assert found["exact"] == 75
-    assert found["NoAns_exact"] == 100
+    result = squad_score.score(questions, predicted, 2, odds)
+    assert result["exact"] == 75
+    assert result["NoAns_exact"] == 100
     # Silent on d alone: a is right, b "" already, c "".
-    assert (found["best_exact"], found["best_exact_thresh"]) == (75, 1.0)
+    assert (result["best_exact"], result["best_exact_thresh"]) == (75, 1.0)
     assert squad_score.score(questions, predicted, 2, odds, threshold=0.5)["HasAns_exact"] == 0
 
 
@@ -153,10 +153,10 @@ def test_thresholds_are_found_as_the_official_search_finds_them(cases):
     questions = [question(str(i), ("paris",) if has else ()) for i, (has, _, _) in enumerate(cases)]
     answers = {str(i): text for i, (_, text, _) in enumerate(cases)}
     odds = {str(i): float(value) for i, (_, _, value) in enumerate(cases)}
-    found = squad_score.best_thresholds(questions, answers, odds)
+    result = squad_score.best_thresholds(questions, answers, odds)
     for column, name in enumerate(("exact", "f1")):
         expected = naive_thresholds(questions, answers, odds, column)
-        assert (found[f"best_{name}"], found[f"best_{name}_thresh"]) == pytest.approx(expected)
+        assert (result[f"best_{name}"], result[f"best_{name}_thresh"]) == pytest.approx(expected)
 
 
 @settings(deadline=None)
@@ -165,14 +165,14 @@ def test_the_best_threshold_gives_the_best_score_there_is(cases):
     questions = [question(str(i), ("paris",) if has else ()) for i, (has, _, _) in enumerate(cases)]
     answers = {str(i): text for i, (_, text, _) in enumerate(cases)}
     odds = {str(i): i + 1.0 for i in range(len(cases))}  # no ties
-    found = squad_score.best_thresholds(questions, answers, odds)
+    result = squad_score.best_thresholds(questions, answers, odds)
     reached = [
         squad_score.score(questions, answers, 2, odds, threshold)["f1"]
         for threshold in (*odds.values(), 0.0)
     ]
-    assert found["best_f1"] == pytest.approx(max(reached))
-    there = squad_score.score(questions, answers, 2, odds, found["best_f1_thresh"])["f1"]
-    assert there == pytest.approx(found["best_f1"])
+    assert result["best_f1"] == pytest.approx(max(reached))
+    there = squad_score.score(questions, answers, 2, odds, result["best_f1_thresh"])["f1"]
+    assert there == pytest.approx(result["best_f1"])
 
 
 # Reading
@@ -238,15 +238,15 @@ def test_compressed_files_and_half_characters(tmp_path):
     path.write_bytes(
         gzip.compress(json.dumps(layout([question(context="a\ud800 paris")])).encode())
     )
-    (found,) = squad_score.read(path)
-    assert found.context == "a? paris"  # characters keep their places
+    (result,) = squad_score.read(path)
+    assert result.context == "a? paris"  # characters keep their places
 
 
 def test_prediction_files(tmp_path):
     data = save(tmp_path / "data.json", layout([question("1"), question("2")]))
     good = save(tmp_path / "good.json", {"1": "paris", "2": "x", "other": "y"})
-    found = squad_score.score_file(data, good, 1)
-    assert found == {"exact": 50, "f1": 50, "total": 2, "missing": 0}
+    result = squad_score.score_file(data, good, 1)
+    assert result == {"exact": 50, "f1": 50, "total": 2, "missing": 0}
     odds = save(tmp_path / "odds.json", {"1": -3, "2": 3})
     assert squad_score.score_file(data, good, 2, odds)["best_f1_thresh"] == -3
     for value, words in [
@@ -372,7 +372,7 @@ def naive(problem, split, logits):
     windows, config = problem._windows[split], problem.config
     result = {}
     for i, q in enumerate(windows.questions):
-        found, null = [], None
+        results, null = [], None
         for w in np.flatnonzero(windows.question == i):
             scores = logits[w].tolist()
             if null is None or sum(scores[0]) < sum(null):
@@ -395,12 +395,12 @@ def naive(problem, split, logits):
                     end = spans[e - at + first, 1]
                     end += q.context[end : end + 1] == "\u0301"
                     text = q.context[spans[s - at + first, 0] : end]
-                    found.append((text, scores[s][0], scores[e][1]))
+                    results.append((text, scores[s][0], scores[e][1]))
         if problem.unanswerable:
-            found.append(("", *null))
-        found.sort(key=lambda c: c[1] + c[2], reverse=True)
+            results.append(("", *null))
+        results.sort(key=lambda c: c[1] + c[2], reverse=True)
         n_best, seen = [], set()
-        for candidate in found:
+        for candidate in results:
             if len(n_best) < config.n_best and candidate[0] not in seen:
                 n_best.append(candidate)
                 seen.add(candidate[0])
@@ -452,17 +452,17 @@ def test_predictions_are_those_of_a_naive_search(
     for each in logits:
         each[0] += silence
     expected = naive(problem, "test", logits)
-    for name, found in problem.predict("test", logits).items():
-        mine = [tuple(c) for c in found.n_best]
+    for name, result in problem.predict("test", logits).items():
+        mine = [tuple(c) for c in result.n_best]
         assert mine == (expected[name] or [("", 0, 0)])
         assert all(text in contexts[int(name)] for text, _, _ in mine)
         if unanswerable:
             best = next((c for c in mine if c[0]), ("", 0, 0))
             if n_best > 1 and best[0]:
-                assert found.answer == best[0]
+                assert result.answer == best[0]
             null = next(c for c in mine if not c[0])
-            if found.answer == best[0]:
-                assert found.null_odds == null[1] + null[2] - best[1] - best[2]
+            if result.answer == best[0]:
+                assert result.null_odds == null[1] + null[2] - best[1] - best[2]
 
 
 @pytest.mark.parametrize(
@@ -513,21 +513,21 @@ def test_files_give_the_scores_again(tmp_path):
         each[first, 0] += rng.choice([0, 3])
         each[last, 1] += 2
         logits.append(each)
-    found = problem.score("dev", logits)
+    result = problem.score("dev", logits)
     out = tmp_path / "out"
     out.mkdir()
     problem.write("dev", logits, out)
     data = tmp_path / "dev.json"
     again = squad_score.score_file(data, out / "predictions.json", 2)
-    assert {k: found[k] for k in again} == again
-    assert 0 < found["HasAns_f1"] < 100
-    assert 0 < found["NoAns_f1"] < 100
+    assert {k: result[k] for k in again} == again
+    assert 0 < result["HasAns_f1"] < 100
+    assert 0 < result["NoAns_f1"] < 100
     searched = squad_score.score_file(data, out / "answers.json", 2, out / "null_odds.json")
-    best = {k: v for k, v in found.items() if k.startswith("best")}
+    best = {k: v for k, v in result.items() if k.startswith("best")}
     assert {k: searched[k] for k in best} == best
-    assert found["best_f1"] >= found["f1"]
-    assert problem.tuned(found).score("dev", logits)["f1"] == pytest.approx(found["best_f1"])
-    assert problem.score("dev", logits) == found  # and this one is as it was
+    assert result["best_f1"] >= result["f1"]
+    assert problem.tuned(result).score("dev", logits)["f1"] == pytest.approx(result["best_f1"])
+    assert problem.score("dev", logits) == result  # and this one is as it was
     for name, entries in json.loads((out / "nbest_predictions.json").read_text()).items():
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
         assert "" in {entry["text"] for entry in entries}
@@ -556,8 +556,8 @@ def test_perfect_logits_score_100(tmp_path):
         each = np.zeros((len(tokens), 2), np.float32)
         each[first, 0] = each[last, 1] = 9
         logits.append(each)
-    found = problem.score("dev", logits)
-    assert found["exact"] == found["f1"] == found["best_f1"] == 100
+    result = problem.score("dev", logits)
+    assert result["exact"] == result["f1"] == result["best_f1"] == 100
 
 
 def test_new_questions_need_no_answers(tmp_path):
@@ -629,12 +629,12 @@ def test_every_official_answer_scores_100(dev, tmp_path):
     questions = squad_score.read(dev)
     assert len(questions) == 10_570
     path = save(tmp_path / "gold.json", {q.id: q.answers[0].text for q in questions})
-    found = squad_score.score_file(dev, path, 1)
-    assert found["exact"] == found["f1"] == 100
+    result = squad_score.score_file(dev, path, 1)
+    assert result["exact"] == result["f1"] == 100
     # One question's last answer is ".", of which 1.1 finds nothing to overlap.
-    found = squad_score.score(questions, {q.id: q.answers[-1].text for q in questions}, 1)
-    assert found["exact"] == 100
-    assert found["f1"] == pytest.approx(100 * 10_569 / 10_570)
+    result = squad_score.score(questions, {q.id: q.answers[-1].text for q in questions}, 1)
+    assert result["exact"] == 100
+    assert result["f1"] == pytest.approx(100 * 10_569 / 10_570)
 
 
 def test_official_dev_windows(dev, shared_data):
@@ -650,7 +650,7 @@ def test_official_dev_windows(dev, shared_data):
         each = np.zeros((len(tokens), 2), np.float32)
         each[first, 0] = each[last, 1] = 9 * (first > 0)
         logits.append(each)
-    found = problem.score("dev", logits)
+    result = problem.score("dev", logits)
     # What is left are answers that are a part of a token, or longer than 30.
-    assert found["exact"] > 98.5
-    assert found["f1"] > 99
+    assert result["exact"] > 98.5
+    assert result["f1"] > 99

@@ -198,8 +198,8 @@ def test_activations_are_rounded_once_in_bfloat16(name, exact, least):
     # Half a unit in the last place of 8 bits, and float32's own cancellation.
     np.testing.assert_allclose(np.asarray(y, np.float64), exact(wide), rtol=1.1 * 2**-8)
     slope = (exact(wide + 1e-6) - exact(wide - 1e-6)) / 2e-6
-    found = np.asarray(vjp(jnp.ones_like(x))[0], np.float64)
-    np.testing.assert_allclose(found, slope, rtol=1.1 * 2**-8, atol=2e-5)
+    result = np.asarray(vjp(jnp.ones_like(x))[0], np.float64)
+    np.testing.assert_allclose(result, slope, rtol=1.1 * 2**-8, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -92,9 +92,9 @@ def start(server, url, rows, *changes, cache="", **more):
 def finish(server, url, rows, *changes, cache="", **more):
     """Run to the end, and return standard error."""
     process = start(server, url, rows, *changes, cache=cache, **more)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    return said
+    _, result = process.communicate(timeout=240)
+    assert process.returncode == 0, result
+    return result
 
 
 def wait_for(condition, process, seconds=120):
@@ -359,12 +359,12 @@ def test_preempted_and_restarted_elsewhere(server, url, far_rows, whole):
     process = start(server, url, far_rows)
     wait_for(lambda: saved(url), process)
     process.terminate()
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == cli.EXIT_INTERRUPTED, said
-    step = int(re.search(rf"saved step (\d+) of 40 in {url}", said)[1])
+    _, result = process.communicate(timeout=120)
+    assert process.returncode == cli.EXIT_INTERRUPTED, result
+    step = int(re.search(rf"saved step (\d+) of 40 in {url}", result)[1])
     elsewhere = server.environment["BERT_JAX_STORAGE_CACHE"] + "3"
-    said = finish(server, url, far_rows, cache=elsewhere)
-    assert f"resuming at step {step} of 40" in said
+    result = finish(server, url, far_rows, cache=elsewhere)
+    assert f"resuming at step {step} of 40" in result
     assert list(pathlib.Path(elsewhere).rglob("*.arrayrecord"))
     assert_same_run(url, whole)
 
@@ -383,10 +383,10 @@ def test_a_damaged_checkpoint_is_set_aside(server, url, far_rows, whole):
 
     storage.write(largest(40), storage.read(largest(40))[:-10])
     storage.delete([largest(35), f"{checkpoints}/30/manifest.json"])
-    said = finish(server, url, far_rows, "checkpoint.keep_last=9")
-    assert re.search(r"checkpoint of step 40 is damaged \(params/\S+ has", said)
-    assert re.search(r"checkpoint of step 35 is damaged \(params/\S+ is missing", said)
-    assert "resuming at step 25 of 40" in said
+    result = finish(server, url, far_rows, "checkpoint.keep_last=9")
+    assert re.search(r"checkpoint of step 40 is damaged \(params/\S+ has", result)
+    assert re.search(r"checkpoint of step 35 is damaged \(params/\S+ is missing", result)
+    assert "resuming at step 25 of 40" in result
     assert any(name.startswith("40/") for name in storage.listing(f"{url}/damaged"))
     assert_same_run(url, whole)
 
@@ -396,9 +396,9 @@ def test_two_writers(server, url, far_rows):
     first = start(server, url, far_rows, "steps=100000")
     wait_for(lambda: saved(url), first)
     second = start(server, url, far_rows, "steps=100000")
-    _, said = second.communicate(timeout=120)
+    _, result = second.communicate(timeout=120)
     assert second.returncode == cli.EXIT_USER_ERROR
-    assert re.search(rf"{url} is in use by another process \(pid {first.pid} on", said)
+    assert re.search(rf"{url} is in use by another process \(pid {first.pid} on", result)
     first.send_signal(signal.SIGKILL)
     first.wait()
 
@@ -421,11 +421,11 @@ def test_a_server_that_goes_away(server, url, far_rows, whole):
     process = start(server, url, far_rows)
     wait_for(lambda: saved(url), process)
     server.proxy.is_down = True
-    _, said = process.communicate(timeout=300)
+    _, result = process.communicate(timeout=300)
     server.proxy.is_down = False
-    assert process.returncode == cli.EXIT_INTERRUPTED, said
-    assert "Traceback" not in said
-    assert "the storage does not answer" in said
+    assert process.returncode == cli.EXIT_INTERRUPTED, result
+    assert "Traceback" not in result
+    assert "the storage does not answer" in result
     finish(server, url, far_rows)
     assert_same_run(url, whole)
 

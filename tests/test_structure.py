@@ -56,8 +56,8 @@ FORBIDDEN = {"tensorflow", "torch", "clu", "transformers"}
 
 def layer(module: str) -> int:
     """Of a dotted name below bert_jax."""
-    (found,) = (i for i, names in enumerate(LAYERS) if module.split(".")[0] in names)
-    return found
+    (result,) = (i for i, names in enumerate(LAYERS) if module.split(".")[0] in names)
+    return result
 
 
 def name_of(path: str) -> str:
@@ -66,7 +66,7 @@ def name_of(path: str) -> str:
 
 def imports(source: str, module_level: bool = False) -> set[str]:
     """Dotted names imported; of `from a import b` both `a` and `a.b`."""
-    tree, found = ast.parse(source), set()
+    tree, result = ast.parse(source), set()
     inside = {
         id(node)
         for function in ast.walk(tree)
@@ -77,21 +77,21 @@ def imports(source: str, module_level: bool = False) -> set[str]:
         if module_level and id(node) in inside:
             continue
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+            result.add(node.module)
+            result.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return result
 
 
 def own_imports(source: str) -> set[str]:
     """The modules of bert_jax imported, by their dotted names below it."""
     names = {name.removeprefix("bert_jax.") for name in imports(source) if "bert_jax." in name}
     modules = {name_of(path) for path in MODULES}
-    found = names & modules
+    result = names & modules
     # `from package import module` names the package too, which alone is an import of its __init__.
-    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    return {name for name in result if not any(other.startswith(f"{name}.") for other in result)}
 
 
 def packages(source: str, module_level: bool = False) -> set[str]:

@@ -89,14 +89,14 @@ def go(points, tmp_path, jobs=1, **options):
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
     given = SweepArgs(data=tmp_path / "data")
-    found = sweep.Sweep(
+    result = sweep.Sweep(
         folder / "sweep.py",
         given,
         sweep.ordered("x", points, given.data),
         options.pop("module", None),
     )
     engine = options.pop("engine", Engine(jobs=jobs))
-    status = run(found, tmp_path / "runs", engine, **options)
+    status = run(result, tmp_path / "runs", engine, **options)
     return status, Results(folder).read()
 
 
@@ -209,7 +209,7 @@ def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
 
 
 def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, capsys):
-    """Unless it is told otherwise."""
+    """Unless an option says otherwise."""
     text = "def get_points(given): return [Point(given.scale, ('vocab', given.init))]"
     command = ["sweep", str(file_of(text)), "--dry-run", "--data", str(tmp_path)]
     for more, scale in (
@@ -225,23 +225,23 @@ def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, c
 @settings(max_examples=20)
 def test_a_grid_is_every_combination(sizes):
     choices = {f"c{i}": list(range(n)) for i, n in enumerate(sizes)}
-    found = sweep.grid(**choices)
-    assert len({tuple(p.items()) for p in found}) == len(found)
+    result = sweep.grid(**choices)
+    assert len({tuple(p.items()) for p in result}) == len(result)
     expected = 1
     for n in sizes:
         expected *= n
-    assert len(found) == expected
+    assert len(result) == expected
 
 
 def test_random_draws_follow_from_their_seed():
     def draw(seed):
         return sweep.sample(200, seed, rate=(1e-5, 1e-2, "log"), size=[1, 2, 3], part=(0.0, 1.0))
 
-    found = draw(1)
-    assert found == draw(1) != draw(2)
-    assert {p["size"] for p in found} == {1, 2, 3}
-    assert all(1e-5 <= p["rate"] <= 1e-2 and 0 <= p["part"] <= 1 for p in found)
-    assert 1e-4 < statistics.median(p["rate"] for p in found) < 1e-3  # of the logarithm
+    result = draw(1)
+    assert result == draw(1) != draw(2)
+    assert {p["size"] for p in result} == {1, 2, 3}
+    assert all(1e-5 <= p["rate"] <= 1e-2 and 0 <= p["part"] <= 1 for p in result)
+    assert 1e-4 < statistics.median(p["rate"] for p in result) < 1e-3  # of the logarithm
 
 
 # Running
@@ -277,10 +277,10 @@ def test_a_failure_stops_only_what_stands_on_it(bench, tmp_path, capsys):
     status, results = go([bench("c", bench("b", bad)), bench("good")], tmp_path)
     assert status == 1
     assert [line["point"] for line in results] == ["good"]
-    said = capsys.readouterr().err
-    assert "bad failed: bert-jax: the one line that says why (" in said
-    assert "not run because a dependency failed: b, c" in said
-    assert "1 of 4 points done" in said
+    output = capsys.readouterr().err
+    assert "bad failed: bert-jax: the one line that says why (" in output
+    assert "not run because a dependency failed: b, c" in output
+    assert "1 of 4 points done" in output
 
 
 def test_what_cannot_be_read_ends_the_sweep_and_all_that_it_runs(bench, tmp_path):
@@ -357,10 +357,10 @@ def test_killed_the_same_command_goes_on(bench, tmp_path, file_of):
     os.kill(int((tmp_path / "calls").read_text().split()[-1]), signal.SIGKILL)
     (tmp_path / "go").touch()
     process = background(tmp_path, file, "--data", str(tmp_path))
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    _, result = process.communicate(timeout=120)
+    assert process.returncode == 0, result
     assert bench.calls() == ["a", "b", "b"]
-    assert "1 of 2 points are already done" in said
+    assert "1 of 2 points are already done" in result
     assert [line["point"] for line in Results(file.parent).read()] == ["a", "b"]
 
 
@@ -387,10 +387,10 @@ def test_a_signal_is_passed_on_and_waited_for(bench, tmp_path, file_of):
     process = background(tmp_path, file, "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == cli.EXIT_INTERRUPTED, said
+    _, result = process.communicate(timeout=60)
+    assert process.returncode == cli.EXIT_INTERRUPTED, result
     assert (tmp_path / "b.saved").exists()
-    assert said.endswith("stopped; run the same command to resume\n")
+    assert result.endswith("stopped; run the same command to resume\n")
 
 
 def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
@@ -400,8 +400,8 @@ def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
     assert two.stderr.readline() == "1 of 2 points are already done\n"
     (tmp_path / "go").touch()
     for process in (one, two):
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+        _, result = process.communicate(timeout=120)
+        assert process.returncode == 0, result
     assert bench.calls() == ["a", "b"]
     for name in ("one", "two"):
         lines = Results(tmp_path / "experiments" / name).read()
@@ -504,11 +504,11 @@ def test_a_cost_is_that_of_the_formula(size):
     changes = ("--config.steps=1000", "--config.batch_size=64")
     config = f"configs/pretrain.py:{size},128"
     point = Point("m", ("pretrain", "--config", config, "--rows", rows, *changes))
-    told = cost(point, SweepArgs(), [], speed=1e12)
+    result = cost(point, SweepArgs(), [], speed=1e12)
     model = dataclasses.replace(model_size(size), vocab_size=1000)
     expected = 64_000 * flops_per_row(model, 128, 1, 20)
-    assert told.flops == pytest.approx(expected)
-    assert told.seconds == pytest.approx(told.flops / 1e12)
+    assert result.flops == pytest.approx(expected)
+    assert result.seconds == pytest.approx(result.flops / 1e12)
 
     def line(digest, flops, seconds, wall, verb="pretrain", devices="1 cpu"):
         command = {"command": f"bert-jax {verb} --config x", "digest": digest, "devices": devices}
@@ -553,7 +553,7 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
         + "".join(f"w{i}\n" for i in range(55))
     )
 
-    def told(init, task=None, results=()):
+    def estimate(init, task=None, results=()):
         settings = [f"--config.task.train={file}", "--config.epochs=2", *init, "--seeds", 3]
         facts = {"task": task} if task else {}
         point = Point("f", ("finetune", "--config", "configs/table.py", *settings), facts)
@@ -564,20 +564,22 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
     ):  # by token: forward, and twice as much backward; not the pooler
         return 3 * layers * (8 * hidden**2 + 4 * hidden * feed_forward + 4 * 128 * hidden)
 
-    assert told(["--init", run]) == pytest.approx(of(4, 256, 1024) * 6000, rel=1e-3)
-    assert told(["--init", exported]) == pytest.approx(of(3, 32, 96) * 6000, rel=1e-3)
+    assert estimate(["--init", run]) == pytest.approx(of(4, 256, 1024) * 6000, rel=1e-3)
+    assert estimate(["--init", exported]) == pytest.approx(of(3, 32, 96) * 6000, rel=1e-3)
     for unseen in ([], ["--init", "google-bert/bert-base-uncased"]):
-        assert told(unseen) == pytest.approx(of(12, 768, 3072) * 6000, rel=1e-3)
+        assert estimate(unseen) == pytest.approx(of(12, 768, 3072) * 6000, rel=1e-3)
 
     def line(tokens, task, scale="small"):
         facts = {"facts": {"task": task}, "scale": scale, "real_tokens": tokens}
         return {"command": "bert-jax finetune --config x", **facts}
 
     before = [line(40, "SQuAD"), line(60, "SQuAD"), line(1, "SQuAD", "paper"), line(7, "SWAG")]
-    assert told(["--init", run], "SQuAD", before) == pytest.approx(
+    assert estimate(["--init", run], "SQuAD", before) == pytest.approx(
         of(4, 256, 1024) * 3 * 50, rel=1e-3
     )
-    assert told(["--init", run], "RTE", before) == pytest.approx(of(4, 256, 1024) * 6000, rel=1e-3)
+    assert estimate(["--init", run], "RTE", before) == pytest.approx(
+        of(4, 256, 1024) * 6000, rel=1e-3
+    )
 
 
 def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monkeypatch):
@@ -612,8 +614,8 @@ def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
     file = file_of(WAITING)
     options = ["--data", str(tmp_path), "--runs", str(tmp_path / "runs"), "--dry-run"]
     assert cli.main(["sweep", str(file), *options]) == 0
-    said = capsys.readouterr().out
-    assert "2 points, 2 to run" in said
+    output = capsys.readouterr().out
+    assert "2 points, 2 to run" in output
     assert not (tmp_path / "calls").exists()
     assert not (tmp_path / "runs").exists()
     assert cli.main(["sweep", str(file), *options, "--only", "a"]) == 0
@@ -665,8 +667,8 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     (data / "train.csv").write_text("\n".join(lines) + "\n")
     file = file_of(REAL)
     process = background(tmp_path, file, "--data", str(data))
-    _, said = process.communicate(timeout=500)
-    assert process.returncode == 0, said
+    _, result = process.communicate(timeout=500)
+    assert process.returncode == 0, result
     vocab, rows, model, *seeds = Results(file.parent).read()
     assert (vocab["point"], rows["point"]) == ("vocab", "rows")
     assert rows["metrics"]["train_rows"] > 0

@@ -1,4 +1,4 @@
-"""Tables: every format and compression gives the same records; what is malformed is told by line."""
+"""Tables: every format and compression gives the same records; malformed lines are reported by number."""
 
 import bz2
 import csv
@@ -55,11 +55,11 @@ def test_reads_every_format_compressed_or_not(tmp_path, kind, compression):
     data = ("\ufeff" * (kind != ".jsonl") + content(kind)).encode()
     path = write(tmp_path / f"a.b{kind.upper()}{compression}", COMPRESSIONS[compression](data))
     read_bytes = []
-    found = list(tables.read(path, ["text"], ["label"], count=read_bytes.append))
-    assert [record.fields for record in found] == ROWS
+    result = list(tables.read(path, ["text"], ["label"], count=read_bytes.append))
+    assert [record.fields for record in result] == ROWS
     first = 1 if kind == ".jsonl" else 2
     step = 2 if kind == ".jsonl" else 1
-    assert [r.where for r in found] == [f"{path}:{first + step * i}" for i in range(3)]
+    assert [r.where for r in result] == [f"{path}:{first + step * i}" for i in range(3)]
     assert sum(read_bytes) == path.stat().st_size
 
 
@@ -69,7 +69,7 @@ def test_reads_parquet(tmp_path):
     columns["tags"] = [["a", "b"], [], ["c"]]
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     read_bytes = []
-    found = list(
+    result = list(
         tables.read(
             tmp_path / "a.parquet",
             ["text", "other"],
@@ -78,9 +78,9 @@ def test_reads_parquet(tmp_path):
             count=read_bytes.append,
         )
     )
-    assert [{k: r.fields[k] for k in ROWS[0]} for r in found] == ROWS
-    assert [r.fields["tags"] for r in found] == columns["tags"]
-    assert found[2].where == f"{tmp_path / 'a.parquet'}: row 3"
+    assert [{k: r.fields[k] for k in ROWS[0]} for r in result] == ROWS
+    assert [r.fields["tags"] for r in result] == columns["tags"]
+    assert result[2].where == f"{tmp_path / 'a.parquet'}: row 3"
     assert sum(read_bytes) == (tmp_path / "a.parquet").stat().st_size
     only = next(tables.read(tmp_path / "a.parquet", ["text"]))
     assert list(only.fields) == ["text"]
@@ -100,35 +100,38 @@ def test_header_and_quoting_are_arguments(tmp_path):
 
 def test_fields_over_several_lines_count_as_lines(tmp_path):
     path = write(tmp_path / "a.csv", 'text,label\n"one\ntwo\r\nthree",0\nfour,1\nfive\n')
-    found = tables.read(path, ["text"])
-    first, second = next(found), next(found)
+    result = tables.read(path, ["text"])
+    first, second = next(result), next(result)
     assert first == (f"{path}:2", {"text": "one\ntwo\nthree", "label": "0"})
     assert second.where == f"{path}:5"
     with pytest.raises(UserError, match=r"a\.csv:6: 1 column where 2 columns"):
-        next(found)
+        next(result)
 
 
 def test_lines_of_text(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one\ttwo\n\nthree\t\n")
-    found = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
-    assert found == ["one\ttwo", "", "three\t"]
+    result = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
+    assert result == ["one\ttwo", "", "three\t"]
     with pytest.raises(UserError, match=r"a\.txt:3: 'b' is empty"):  # only texts may be
         list(tables.read(path, ["a"], ["b"], header=["a", "b"], empty=True))
     pairs = [r.fields for r in tables.read(path, ["a", "b"], header=["a", "b"], empty=True)]
     assert pairs == [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]
     stdin = types.SimpleNamespace(buffer=io.BytesIO(b"x\ny\n\xff\n"))
     monkeypatch.setattr("sys.stdin", stdin)
-    found = tables.read("-", ["t"], kind=".txt", header=["t"])
-    assert [next(found).where, next(found).fields["t"]] == ["standard input:1", "y"]
+    result = tables.read("-", ["t"], kind=".txt", header=["t"])
+    assert [next(result).where, next(result).fields["t"]] == ["standard input:1", "y"]
     with pytest.raises(UserError, match="standard input:3: not UTF-8"):
-        next(found)
+        next(result)
 
 
 def test_rows_of_other_lengths_can_be_left_out(tmp_path):
     path = write(tmp_path / "a.tsv", "text\tlabel\na\t0\nb\nc\t1\t2\nd\t1\n")
-    told = []
-    assert [r.fields["text"] for r in tables.read(path, ["text"], skip=told.append)] == ["a", "d"]
-    assert [message.split(" where")[0] for message in told] == [
+    messages = []
+    assert [r.fields["text"] for r in tables.read(path, ["text"], skip=messages.append)] == [
+        "a",
+        "d",
+    ]
+    assert [message.split(" where")[0] for message in messages] == [
         f"{path}:3: 1 column",
         f"{path}:4: 3 columns",
     ]
@@ -148,8 +151,8 @@ def test_any_csv_that_python_writes_is_read_back(tmp_path_factory, rows):
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)
         writer.writerows([["a", "b"], *rows])
-    found = tables.read(path, ["a", "b"], empty=True)
-    assert [list(record.fields.values()) for record in found] == rows
+    result = tables.read(path, ["a", "b"], empty=True)
+    assert [list(record.fields.values()) for record in result] == rows
 
 
 @pytest.mark.parametrize(
@@ -222,5 +225,5 @@ def test_long_lines_are_refused_and_half_characters_mended(tmp_path):
 
 def test_reading_stops_when_nobody_reads(tmp_path):
     path = write(tmp_path / "a.tsv", b"text\n" + b"good\n" * 10 + b"\xff\n")
-    found = tables.read(path, ["text"])
-    assert [next(found).fields["text"] for _ in range(10)] == ["good"] * 10
+    result = tables.read(path, ["text"])
+    assert [next(result).fields["text"] for _ in range(10)] == ["good"] * 10

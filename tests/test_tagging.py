@@ -82,16 +82,16 @@ TWO = [
 def test_columns_are_read_from_every_dialect(tmp_path, text, compress):
     path = tmp_path / "x.conll"
     path.write_bytes(compress(text.encode()))
-    found = conll_score.read(path)
-    assert [s.rows for s in found] == [[["ab", "O"], ["cd", "B-x"]], [["ef", "O"]]]
+    result = conll_score.read(path)
+    assert [s.rows for s in result] == [[["ab", "O"], ["cd", "B-x"]], [["ef", "O"]]]
 
 
 def test_documents_lines_and_odd_spaces(tmp_path):
     path = tmp_path / "x"
     path.write_text("a O\n\n-DOCSTART- -X- O\nb O\n\nc\u2028d O\n-DOCSTART-\ne\u00a0f O\n")
-    found = conll_score.read(path)
-    assert [(s.line, s.document) for s in found] == [(1, 0), (4, 1), (6, 1), (8, 2)]
-    assert [s.column(0) for s in found] == [["a"], ["b"], ["c\u2028d"], ["e\u00a0f"]]
+    result = conll_score.read(path)
+    assert [(s.line, s.document) for s in result] == [(1, 0), (4, 1), (6, 1), (8, 2)]
+    assert [s.column(0) for s in result] == [["a"], ["b"], ["c\u2028d"], ["e\u00a0f"]]
     path.write_text("New York\tB-x\n")
     assert conll_score.read(path)[0].rows == [["New York", "B-x"]]
 
@@ -141,8 +141,8 @@ def test_scores_by_hand():
     gold = ["B-a I-a O B-b O".split(), "B-a O".split()]
     predicted = ["B-a I-a O B-a O".split(), "I-a I-a".split()]
     # Right: the first. Type wrong: the second. Too long: the third.
-    found = conll_score.score(gold, predicted, True)
-    assert found == pytest.approx(
+    result = conll_score.score(gold, predicted, True)
+    assert result == pytest.approx(
         {
             "accuracy": 4 / 7,
             "precision": 1 / 3,
@@ -174,25 +174,25 @@ def test_scores_are_seqevals(pairs):
     from seqeval import metrics
 
     gold, predicted = ([[pair[i] for pair in some] for some in pairs] for i in (0, 1))
-    found = conll_score.score(gold, predicted, True)
+    result = conll_score.score(gold, predicted, True)
     for name in ("precision", "recall", "f1"):
         expected = getattr(metrics, f"{name}_score")(gold, predicted, zero_division=0)
-        assert found[name] == pytest.approx(float(expected))
-    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(gold, predicted))
+        assert result[name] == pytest.approx(float(expected))
+    assert result["accuracy"] == pytest.approx(metrics.accuracy_score(gold, predicted))
     if any(tag != "O" for tags in gold for tag in tags):
         report = metrics.classification_report(gold, predicted, output_dict=True, zero_division=0)
         for kind in report.keys() - {"micro avg", "macro avg", "weighted avg"}:
-            assert found[f"f1_{kind}"] == pytest.approx(float(report[kind]["f1-score"]))
+            assert result[f"f1_{kind}"] == pytest.approx(float(report[kind]["f1-score"]))
 
 
 @settings(deadline=None)
 @given(pairs)
 def test_what_is_right_scores_1(pairs):
     gold = [[pair[0] for pair in some] for some in pairs]
-    found = conll_score.score(gold, gold, True)
+    result = conll_score.score(gold, gold, True)
     entities = any(tag != "O" for tags in gold for tag in tags)
-    assert found["accuracy"] == 1
-    assert {v for k, v in found.items() if k != "accuracy"} == {float(entities)}
+    assert result["accuracy"] == 1
+    assert {v for k, v in result.items() if k != "accuracy"} == {float(entities)}
 
 
 def test_files_are_scored_in_one_or_in_two(tmp_path):
@@ -290,9 +290,9 @@ def test_every_word_is_labelled_once_and_nothing_is_lost(
     iob2 = [tag for tags in problem._sentences["train"].tags for tag in tags]
     flat = [word[: tokens - 2] for sentence in sentences for word, _ in sentence]
     assert seen == list(zip(flat, iob2, strict=True))
-    found = problem.score("train", perfect(problem))
-    assert found["accuracy"] == 1
-    assert found["f1"] == float(any(tag != "O" for tag in iob2))
+    result = problem.score("train", perfect(problem))
+    assert result["accuracy"] == 1
+    assert result["f1"] == float(any(tag != "O" for tag in iob2))
 
 
 def test_context_is_the_document_and_no_more(tmp_path):
@@ -465,12 +465,12 @@ def test_files_give_the_scores_again(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     problem.write("train", logits, out)
-    found = problem.score("train", logits)
-    assert 0.2 < found["f1"] < 0.98
-    assert conll_score.score_file(out / "predictions.conll") == found
-    assert conll_score.score_file(tmp_path / "train.txt", out / "predictions.conll") == found
+    result = problem.score("train", logits)
+    assert 0.2 < result["f1"] < 0.98
+    assert conll_score.score_file(out / "predictions.conll") == result
+    assert conll_score.score_file(tmp_path / "train.txt", out / "predictions.conll") == result
     whole = (out / "per_type.tsv").read_text().splitlines()[-1].split("\t")
-    assert whole[:4] == ["all", *(f"{found[k]:.4f}" for k in ("precision", "recall", "f1"))]
+    assert whole[:4] == ["all", *(f"{result[k]:.4f}" for k in ("precision", "recall", "f1"))]
     lines = [json.loads(line) for line in (out / "probabilities.jsonl").open()]
     assert [line["words"] for line in lines] == [[w for w, _ in s] for s in sentences]
     for line in lines:
@@ -491,8 +491,8 @@ def test_predictions_go_to_their_words(tmp_path):
     logits[0][4] = [50, 0, 0]  # d as context
     logits[1][1] = [0, 0, np.log(2)]  # d
     logits[1][2] = [np.log(2), 0, 0]  # ef
-    (found,) = problem.predict("train", logits)
-    np.testing.assert_allclose(found, [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+    (result,) = problem.predict("train", logits)
+    np.testing.assert_allclose(result, [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
 
 
 def test_new_text_needs_no_tags(tmp_path, monkeypatch):
@@ -513,9 +513,9 @@ def test_new_text_needs_no_tags(tmp_path, monkeypatch):
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
         problem.write("new", logits, out)
-        found = [json.loads(line)["words"] for line in (out / "probabilities.jsonl").open()]
+        results = [json.loads(line)["words"] for line in (out / "probabilities.jsonl").open()]
         kept = [["john", "saw", "paris"], [], ["he", "left"]]
-        assert found == [some for some in kept if some or source != columns]
+        assert results == [some for some in kept if some or source != columns]
         rows = [s.rows for s in conll_score.read(out / "predictions.conll")]
         assert [[row[0] for row in some] for some in rows] == [kept[0], kept[2]]
         assert all(len(row) == 2 and row[1] in labels for some in rows for row in some)
@@ -580,6 +580,6 @@ def test_wnut_17(shared_data):
         assert sum(c.gold for c in conll_score.count(tags, tags, True).values()) == n
         targets = problem.splits[split].token_targets["label"]
         assert sum((t != NO_EXAMPLE).sum() for t in targets) == sizes[split][1]
-        found = problem.score(split, perfect(problem, split))
-        assert found["f1"] == found["accuracy"] == 1
+        result = problem.score(split, perfect(problem, split))
+        assert result["f1"] == result["accuracy"] == 1
     assert not any("IOB1" in line for line in problem.report)

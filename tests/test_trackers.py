@@ -48,8 +48,10 @@ class FakeMLflow(types.ModuleType):
 
     def search_runs(self, experiments, text):
         assert experiments == ["7"]
-        found = [run for run in self.runs.values() if f"'{run.tag}'" in text]
-        return [types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.name)) for run in found]
+        results = [run for run in self.runs.values() if f"'{run.tag}'" in text]
+        return [
+            types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.name)) for run in results
+        ]
 
     def create_run(self, experiment, run_name, tags):
         run = types.SimpleNamespace(
@@ -100,8 +102,8 @@ def test_mlflow_goes_on_with_a_run_that_it_knows(monkeypatch, tmp_path):
         tracker.close()
         assert fake.runs["id-run"].status == "FINISHED"
     assert fake.uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
-    found = [(name, key, value, step) for name, key, value, _, step in fake.metrics]
-    assert found == [("id-run", key, x, step) for step in (50, 100) for key, x in VALUES.items()]
+    results = [(name, key, value, step) for name, key, value, _, step in fake.metrics]
+    assert results == [("id-run", key, x, step) for step in (50, 100) for key, x in VALUES.items()]
     parameters = dict(fake.parameters)
     assert len(parameters) == len(fake.parameters), "sent once"
     assert parameters["phases.0.fraction"] == "1.0"

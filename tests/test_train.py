@@ -85,9 +85,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)
     process.terminate()
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == cli.EXIT_INTERRUPTED, said
-    step = int(re.search(r"saved step (\d+)", said)[1])
+    _, result = process.communicate(timeout=120)
+    assert process.returncode == cli.EXIT_INTERRUPTED, result
+    step = int(re.search(r"saved step (\d+)", result)[1])
     assert 0 < step < 150
     again = pretrain(stopped, [rows()], *changes)
     assert again.returncode == 0, again.stderr
@@ -114,9 +114,9 @@ def test_sigterm_in_the_middle_of_a_line_is_heard():
     )
     assert process.stderr.read(1) == b"x"
     process.terminate()
-    out, said = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, b"True\n"), said[-1000:]
-    assert b"stopping after this step" in said
+    out, result = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, b"True\n"), result[-1000:]
+    assert b"stopping after this step" in result
 
 
 @pytest.mark.slow
@@ -183,8 +183,8 @@ def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mes
     config, phase = prepared
     one, expected = on_one_device
     config = dataclasses.replace(config, mesh=mesh)
-    many, found = run_steps(config, phase, jax.devices()[:count], 20)
-    for a, b in zip(found, expected, strict=True):
+    many, result = run_steps(config, phase, jax.devices()[:count], 20)
+    for a, b in zip(result, expected, strict=True):
         # Which tokens are masked decides these two exactly.
         assert a["real_fraction"] == b["real_fraction"]
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
@@ -229,12 +229,14 @@ def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
         folder = checkpoint.Checkpoints(tmp_path / str(i), config.checkpoint)
         folder.save(1, state.params, {"optimizer": state.optimizer})
         for _, there in shapes:
-            found = folder.restore(1, there.params, {"optimizer": there.optimizer})
-            placed = jax.tree.map(lambda x: x.sharding, found)
-            wanted = (there.params, {"optimizer": there.optimizer})
-            assert placed == jax.tree.map(lambda x: x.sharding, wanted)
+            result = folder.restore(1, there.params, {"optimizer": there.optimizer})
+            placed = jax.tree.map(lambda x: x.sharding, result)
+            expected = (there.params, {"optimizer": there.optimizer})
+            assert placed == jax.tree.map(lambda x: x.sharding, expected)
             jax.tree.map(
-                np.testing.assert_array_equal, found, (state.params, {"optimizer": state.optimizer})
+                np.testing.assert_array_equal,
+                result,
+                (state.params, {"optimizer": state.optimizer}),
             )
         folder.close()
 
@@ -309,8 +311,8 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     answer = json.loads(capsys.readouterr().out)
     for mask, sampled in zip(answer["masks"], samples[-1]["masks"], strict=True):
         assert [c["token"] for c in mask] == [c["token"] for c in sampled]
-        told = [c["probability"] for c in sampled]
-        assert [c["probability"] for c in mask] == pytest.approx(told, rel=1e-4)
+        output = [c["probability"] for c in sampled]
+        assert [c["probability"] for c in mask] == pytest.approx(output, rel=1e-4)
     assert [len(mask) for mask in answer["masks"]] == [5, 5]
     # The grammar has few words for either place.
     assert answer["masks"][0][0]["probability"] > 0.05
@@ -331,9 +333,9 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     assert finished.returncode == 0
     assert len(workdir.read_lines(folder / "metrics.jsonl")) == len(lines)
 
-    told = json.loads((folder / "config.json").read_text())
-    told["config"]["model"]["attention"] = "splash"
-    (folder / "config.json").write_text(json.dumps(told))
+    output = json.loads((folder / "config.json").read_text())
+    output["config"]["model"]["attention"] = "splash"
+    (folder / "config.json").write_text(json.dumps(output))
     assert checkpoint.load_model(folder)[0].model.attention == "xla", "trained on a TPU, used here"
 
 
@@ -360,10 +362,10 @@ def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
             written.training(step, {"real_fraction": (np.float32(6), np.float32(8))})
     assert len(asked) == before
     lines = workdir.read_lines(tmp_path / "metrics.jsonl")
-    told = [line["learning_rate"] for line in lines]
+    results = [line["learning_rate"] for line in lines]
     # Warm-up, then the decay that counts from step 0, of each line's last step: 2, 5 and 7.
     expected = [5e-4, 3.75e-4, 1.25e-4]
-    assert told == pytest.approx(expected, rel=1e-6)
+    assert results == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys):
@@ -375,8 +377,8 @@ def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys
     assert "held-out next token " in printed.err
     assert "held-out next token " in (folder / "log.txt").read_text()
     lines = workdir.read_lines(folder / "metrics.jsonl")
-    *told, end = [json.loads(line) for line in printed.out.splitlines()]
-    assert [line for line in told if line["split"] != "speed"] == lines
+    *result, end = [json.loads(line) for line in printed.out.splitlines()]
+    assert [line for line in result if line["split"] != "speed"] == lines
     assert end["split"] == "end"
     assert (end["best_step"], end["best"]) == (60, lines[-1]["loss"])
     assert end["checkpoint"] == str(folder / "checkpoints" / "60")
@@ -393,8 +395,8 @@ def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys
     again = json.loads(capsys.readouterr().out)
     assert again["next_token_loss"] == pytest.approx(last["next_token_loss"], rel=1e-5)
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "curve.png")]) == 0
-    said = refused(capsys, "fill-mask", "--workdir", folder, "The king [MASK].")
-    assert "reads from left to right (config.model.causal)" in said
+    actual = refused(capsys, "fill-mask", "--workdir", folder, "The king [MASK].")
+    assert "reads from left to right (config.model.causal)" in actual
     assert cli.main(["export", "--workdir", str(folder), "--out", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| next_token_loss |" in card
@@ -431,8 +433,8 @@ def test_next_tokens_are_counted_in_the_formula(rows):
 )
 def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, changes, expected):
     chosen = arguments(*changes)
-    said = refused(capsys, "pretrain", *chosen, "--rows", rows(), "--workdir", tmp_path / "w")
-    assert expected in said
+    result = refused(capsys, "pretrain", *chosen, "--rows", rows(), "--workdir", tmp_path / "w")
+    assert expected in result
     assert not (tmp_path / "w").exists()
 
 
@@ -455,9 +457,9 @@ def test_damaged_shards_are_refused_by_name(tmp_path, rows, capsys):
         shard = sorted(folder.glob("train-*"))[0]
         shard.write_bytes(damage(shard.read_bytes()))
         run = ("pretrain", *arguments(), "--rows", folder, "--workdir", tmp_path / "w")
-        said = refused(capsys, *run)
-        assert expected in said
-        assert shard.name in said
+        result = refused(capsys, *run)
+        assert expected in result
+        assert shard.name in result
     assert not (tmp_path / "w").exists()
 
 
@@ -468,7 +470,7 @@ def test_rows_of_two_vocabularies_are_refused(tmp_path, rows, corpus, capsys):
     other = tmp_path / "rows"
     prepare.prepare([str(corpus)], str(tmp_path / "v"), str(other), tokens=64, workers=1)
     capsys.readouterr()
-    said = refused(
+    result = refused(
         capsys,
         "pretrain",
         *arguments(phases=",32,64"),
@@ -479,7 +481,7 @@ def test_rows_of_two_vocabularies_are_refused(tmp_path, rows, corpus, capsys):
         "--workdir",
         tmp_path / "w",
     )
-    assert "vocabulary" in said
+    assert "vocabulary" in result
 
 
 def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
@@ -487,9 +489,9 @@ def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
     assert pretrain(folder, [rows()], "steps=10").returncode == 0
     run = ("pretrain", "--rows", rows(), "--workdir", folder)
     before = (folder / "metrics.jsonl").read_bytes()
-    said = refused(capsys, *run, *arguments("steps=20", "seed=1"))
-    assert "steps: was 10, is now 20" in said
-    assert "seed: was 0, is now 1" in said
+    result = refused(capsys, *run, *arguments("steps=20", "seed=1"))
+    assert "steps: was 10, is now 20" in result
+    assert "seed: was 0, is now 1" in result
     assert (folder / "metrics.jsonl").read_bytes() == before
     forced = pretrain(folder, [rows()], "steps=20", options=["--resume=force"])
     assert forced.returncode == 0, forced.stderr

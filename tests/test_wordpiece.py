@@ -68,7 +68,7 @@ def google_tokenize(vocabulary: wordpiece.Vocabulary, text: str) -> list[int]:
             token = unicodedata.normalize("NFD", token.lower())
             token = "".join(c for c in token if unicodedata.category(c) != "Mn")
         for word in "".join(f" {c} " if is_punctuation(c) else c for c in token).split():
-            found, start = [], 0
+            results, start = [], 0
             while start < len(word) and len(word) <= 100:
                 for end in range(len(word), start, -1):
                     piece = ("##" if start else "") + word[start:end]
@@ -76,9 +76,9 @@ def google_tokenize(vocabulary: wordpiece.Vocabulary, text: str) -> list[int]:
                         break
                 else:
                     break
-                found.append(vocabulary.index[piece])
+                results.append(vocabulary.index[piece])
                 start = end
-            ids += found if start >= len(word) else [vocabulary.unk_id]
+            ids += results if start >= len(word) else [vocabulary.unk_id]
     return ids
 
 
