@@ -76,35 +76,35 @@ _PAPER = {
 CAUSAL = {"model.causal": "true", "model.next_sentence": "false", "masking.rate": 0.15}
 
 
-def steps(given: SweepArgs) -> int:
+def steps(args: SweepArgs) -> int:
     """Return the number of steps of a pretraining run."""
-    return _PAPER_STEPS if given.scale == "paper" else _SMALL_STEPS
+    return _PAPER_STEPS if args.scale == "paper" else _SMALL_STEPS
 
 
-def checkpoints(given: SweepArgs) -> list[int]:
+def checkpoints(args: SweepArgs) -> list[int]:
     """Return the steps at which `base` and `left_to_right` keep checkpoints."""
-    parts = _PARTS[given.scale]
-    return [steps(given) * i // parts for i in range(1, parts + 1)]
+    parts = _PARTS[args.scale]
+    return [steps(args) * i // parts for i in range(1, parts + 1)]
 
 
-def texts(given: SweepArgs) -> list[str]:
+def texts(args: SweepArgs) -> list[str]:
     """Return the sources of pretraining text."""
-    suffix = "" if given.scale == "paper" else ".gz"
-    folder = given.data / "text"
+    suffix = "" if args.scale == "paper" else ".gz"
+    folder = args.data / "text"
     return [f"{folder}/wikipedia/*{suffix}", f"books:{folder}/books/*{suffix}"]
 
 
-def vocabulary(given: SweepArgs, cased: bool = False) -> Point:
+def vocabulary(args: SweepArgs, cased: bool = False) -> Point:
     """Return the point that trains a vocabulary, of Google's size or 8,192 word pieces."""
-    size = (28_996 if cased else 30_522) if given.scale == "paper" else 8_192
+    size = (28_996 if cased else 30_522) if args.scale == "paper" else 8_192
     case = ["--cased"] if cased else []
     return Point(
-        f"vocab{'-cased' if cased else ''}", ("vocab", "--size", size, *case, *texts(given))
+        f"vocab{'-cased' if cased else ''}", ("vocab", "--size", size, *case, *texts(args))
     )
 
 
 def rows(
-    given: SweepArgs,
+    args: SweepArgs,
     tokens: int = 128,
     cased: bool = False,
     sequences: int = 0,
@@ -112,13 +112,13 @@ def rows(
     more: Sequence[Any] = (),
 ) -> Point:
     """Return the point that prepares rows, by default packed, or unpacked at the paper scale."""
-    paper = given.scale == "paper"
+    paper = args.scale == "paper"
     # Google's create_pretraining_data.py passes over the text ten times (dupe_factor).
     passes = ["--passes", 10] if paper else []
     sequences = sequences or (1 if paper else max(tokens // 32, 1))
-    command = ("--vocab", vocabulary(given, cased), "--tokens", tokens, "--sequences", sequences)
+    command = ("--vocab", vocabulary(args, cased), "--tokens", tokens, "--sequences", sequences)
     name = name or f"rows{tokens}{'-cased' if cased else ''}"
-    return Point(name, ("prepare", *command, *passes, *more, *texts(given)))
+    return Point(name, ("prepare", *command, *passes, *more, *texts(args)))
 
 
 def settings(changes: Mapping[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def settings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def pretrained(
-    given: SweepArgs,
+    args: SweepArgs,
     name: str,
     size: str = "",
     changes: Mapping[str, Any] | None = None,
@@ -139,7 +139,7 @@ def pretrained(
     """Return the point of a pretraining run.
 
     Args:
-        given: arguments of the sweep.
+        args: arguments of the sweep.
         name: name of the point, also its fact "model".
         size: name of the model's size; "" for base or, at the small scale, `SMALL_SIZE`.
         changes: config overrides.
@@ -151,9 +151,9 @@ def pretrained(
     Raises:
         UserError: the sweep has `--init`, which does not apply to pretraining.
     """
-    if given.init:
-        raise UserError(f"--init {given.init}: this experiment pretrains its models itself")
-    paper = given.scale == "paper"
+    if args.init:
+        raise UserError(f"--init {args.init}: this experiment pretrains its models itself")
+    paper = args.scale == "paper"
     lengths = lengths or (_PAPER_LENGTHS if paper else SMALL_LENGTHS)
     defaults: dict[str, Any] = dict(_PAPER if paper else _SMALL)
     if not paper:
@@ -172,7 +172,7 @@ def pretrained(
         f"{tokens}={share}" if share < 1 else f"{tokens}" for tokens, share in lengths.items()
     ]
     config = ",".join([size or ("base" if paper else SMALL_SIZE), *shares])
-    on = on or [rows(given, tokens) for tokens in lengths]
+    on = on or [rows(args, tokens) for tokens in lengths]
     folders = [part for point in on for part in ("--rows", point)]
     command = ("pretrain", "--config", f"configs/pretrain.py:{config}", *folders)
     return _point(
@@ -187,38 +187,38 @@ def _point(name: str, command: Sequence[Any], seed: int | None, **facts: Any) ->
     return Point(name, tuple(command), facts)
 
 
-def pretraining_seeds(given: SweepArgs) -> range:
+def pretraining_seeds(args: SweepArgs) -> range:
     """Return the seeds of the pretraining runs that are compared."""
-    return range(1 if given.scale == "paper" else 3)
+    return range(1 if args.scale == "paper" else 3)
 
 
-def _checkpoint_settings(given: SweepArgs) -> dict[str, int]:
+def _checkpoint_settings(args: SweepArgs) -> dict[str, int]:
     """Return overrides that keep the checkpoints at the steps of `checkpoints`."""
-    if given.scale == "paper":
+    if args.scale == "paper":
         return {"checkpoint.every_steps": 20_000, "checkpoint.keep_last": 50}
     parts = _PARTS["small"]
     return {"checkpoint.every_steps": _SMALL_STEPS // parts, "checkpoint.keep_last": parts}
 
 
-def base(given: SweepArgs, name: str = "base", seed: int = 0) -> Point:
+def base(args: SweepArgs, name: str = "base", seed: int = 0) -> Point:
     """Return the pretraining shared by most experiments."""
-    return pretrained(given, name, changes=_checkpoint_settings(given), seed=seed)
+    return pretrained(args, name, changes=_checkpoint_settings(args), seed=seed)
 
 
-def left_to_right(given: SweepArgs, name: str = "left-to-right, no NSP", seed: int = 0) -> Point:
+def left_to_right(args: SweepArgs, name: str = "left-to-right, no NSP", seed: int = 0) -> Point:
     """Return the same pretraining with a causal LM and without next-sentence prediction."""
-    return pretrained(given, name, changes=_checkpoint_settings(given) | CAUSAL, seed=seed)
+    return pretrained(args, name, changes=_checkpoint_settings(args) | CAUSAL, seed=seed)
 
 
-def large(given: SweepArgs, name: str = "large") -> Point:
+def large(args: SweepArgs, name: str = "large") -> Point:
     """Return the pretraining of BERT Large."""
-    return pretrained(given, name, "large")
+    return pretrained(args, name, "large")
 
 
-def cased(given: SweepArgs, size: str) -> Point:
+def cased(args: SweepArgs, size: str) -> Point:
     """Return the pretraining of a cased model, as for named entities (section 5.3)."""
-    on = [rows(given, 128, cased=True), rows(given, 512, cased=True)]
-    return pretrained(given, f"{size}, cased", size, on=on)
+    on = [rows(args, 128, cased=True), rows(args, 512, cased=True)]
+    return pretrained(args, f"{size}, cased", size, on=on)
 
 
 # --- Fine-tuning ----------------------------------------------------------------------------------
@@ -305,34 +305,34 @@ def called(init: str) -> str:
     return "/".join(pathlib.Path(init).parts[-2:])
 
 
-def starts(given: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
+def starts(args: SweepArgs, capitals: bool = False) -> dict[str, list[Any]]:
     """Return the options that initialize each model to fine-tune, by label.
 
     The models are the checkpoint of `--init`, or the paper's two, or the small one and one with
     random weights.
 
     Args:
-        given: arguments of the sweep.
+        args: arguments of the sweep.
         capitals: whether the paper's models are cased.
     """
-    if given.init:
-        return {called(given.init): ["--init", given.init]}
-    if given.scale == "paper":
-        both = {"base": base(given), "large": large(given)}
+    if args.init:
+        return {called(args.init): ["--init", args.init]}
+    if args.scale == "paper":
+        both = {"base": base(args), "large": large(args)}
         if capitals:
-            both = {size: cased(given, size) for size in both}
+            both = {size: cased(args, size) for size in both}
         return {label: ["--init", point] for label, point in both.items()}
     layers, hidden, heads = (int(number) for number in re.findall(r"\d+", SMALL_SIZE))
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "feed_forward": 4 * hidden}
     size = settings({f"model.{name}": value for name, value in shape.items()})
     return {
-        PRETRAINED: ["--init", base(given)],
-        RANDOM: ["--init", "none", "--vocab", vocabulary(given), *size],
+        PRETRAINED: ["--init", base(args)],
+        RANDOM: ["--init", "none", "--vocab", vocabulary(args), *size],
     }
 
 
 def finetuned(
-    given: SweepArgs,
+    args: SweepArgs,
     label: str,
     start: Sequence[Any],
     task: str,
@@ -344,7 +344,7 @@ def finetuned(
     """Return the point of a fine-tuning run with several seeds, or with one.
 
     Args:
-        given: arguments of the sweep.
+        args: arguments of the sweep.
         label: label of the model.
         start: options that initialize it.
         task: name of one of the scale's `TASKS`.
@@ -354,27 +354,27 @@ def finetuned(
             `pretraining_seeds`. Where there are several, each is fine-tuned once, with its own seed.
         facts: more facts.
     """
-    spec = TASKS[given.scale][task]
-    if given.scale == "paper":
+    spec = TASKS[args.scale][task]
+    if args.scale == "paper":
         defaults: dict[str, Any] = {"model.dtype": "bfloat16"}
     else:  # small models learn little at BERT's rates (Turc et al., arXiv 1908.08962, go up to 3e-4)
-        rate = 5e-5 if given.init else 3e-4
+        rate = 5e-5 if args.init else 3e-4
         defaults = {"optim.learning_rate": rate, "evaluate_every_steps": 1_000_000}
-    options = [option.format(data=given.data) for option in spec.options]
+    options = [option.format(data=args.data) for option in spec.options]
     if spec.made:
-        options += ["--data", made(given, spec.made)]
-    seeds = given.seeds or (5 if given.scale == "paper" else 3)
+        options += ["--data", made(args, spec.made)]
+    seeds = args.seeds or (5 if args.scale == "paper" else 3)
     overrides = defaults | dict(spec.settings) | (changes or {})
-    if seed is not None and len(pretraining_seeds(given)) > 1:
+    if seed is not None and len(pretraining_seeds(args)) > 1:
         seeds, overrides["seed"] = 1, seed
     command = ("finetune", "--config", spec.config, *options, *start, "--seeds", seeds)
     name = "/".join(filter(None, (label, task, more)))
     return _point(name, (*command, *settings(overrides)), seed, model=label, task=task, **facts)
 
 
-def made(given: SweepArgs, name: str) -> Point:
+def made(args: SweepArgs, name: str) -> Point:
     """Return the point that derives a data set with this file."""
-    return Point(name, ("python", "experiments/recipes.py", name, given.data))
+    return Point(name, ("python", "experiments/recipes.py", name, args.data))
 
 
 # --- Pages ----------------------------------------------------------------------------------------

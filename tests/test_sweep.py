@@ -88,11 +88,11 @@ def go(points, tmp_path, jobs=1, **options):
     """Runs points in this process; the status and the results."""
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
-    given = SweepArgs(data=tmp_path / "data")
+    args = SweepArgs(data=tmp_path / "data")
     result = sweep.Sweep(
         folder / "sweep.py",
-        given,
-        sweep.ordered("x", points, given.data),
+        args,
+        sweep.ordered("x", points, args.data),
         options.pop("module", None),
     )
     engine = options.pop("engine", Engine(jobs=jobs))
@@ -137,38 +137,38 @@ def test_another_program_is_another_point(tmp_path):
     ("text", "expected"),
     [
         ("x = 1", "is not a sweep: it must define get_points"),
-        ("def get_points(given): return [1 / 0]", "get_points: ZeroDivisionError"),
-        ("def get_points(given): return [3]", "yielded 3, which is not a Point"),
-        ("def get_points(given): return [Point('a', ('embed', 'x'))]", "cannot run 'embed'"),
+        ("def get_points(args): return [1 / 0]", "get_points: ZeroDivisionError"),
+        ("def get_points(args): return [3]", "yielded 3, which is not a Point"),
+        ("def get_points(args): return [Point('a', ('embed', 'x'))]", "cannot run 'embed'"),
         (
-            "def get_points(given): return [Point('a', ('vocab', n)) for n in 'xy']",
+            "def get_points(args): return [Point('a', ('vocab', n)) for n in 'xy']",
             "two different points have the name 'a'",
         ),
         (
-            "def get_points(given): return [Point('a', ('vocab', 1), {'n': n}) for n in 'xy']",
+            "def get_points(args): return [Point('a', ('vocab', 1), {'n': n}) for n in 'xy']",
             "two different points have the name 'a'",
         ),
         (
-            "def get_points(given): return [Point(n, ('vocab', 1)) for n in 'xy']",
+            "def get_points(args): return [Point(n, ('vocab', 1)) for n in 'xy']",
             "'x' and 'y' have the same command",
         ),
         (
-            "def get_points(given): return [Point('a', ('vocab', 't', '--sise', 3))]",
+            "def get_points(args): return [Point('a', ('vocab', 't', '--sise', 3))]",
             "sweep.py: a: bert-jax vocab: --sise: unknown option; did you mean --size?",
         ),
         (
-            "def get_points(given): return [Point('a', ('python', 'no.py'))]",
+            "def get_points(args): return [Point('a', ('python', 'no.py'))]",
             "sweep.py: a: no such program: no.py (in /",
         ),
         (
-            "def get_points(given):\n"
+            "def get_points(args):\n"
             "    rows = Point('r', ('prepare', 't', '--vocab', 'v'))\n"
             "    where = ('--config', 'configs/pretrain.py:mini,128', '--rows', rows)\n"
             "    return [Point('a', ('pretrain', *where, '--config.optim.learning_rat=1'))]",
             "sweep.py: a: config.optim.learning_rat: unknown key; did you mean",
         ),
         (
-            "def get_points(given):\n"
+            "def get_points(args):\n"
             "    command = ('finetune', '--init', 'x', '--config', 'no/such.py')\n"
             "    return [Point('a', command)]",
             "sweep.py: a: config file no/such.py does not exist (working directory: /",
@@ -198,7 +198,7 @@ def test_what_is_no_sweep_at_all(tmp_path, capsys, name):
 
 def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("BERT_JAX_DATA", raising=False)
-    text = "def get_points(given): return [Point('a', ('vocab', given.data / 'text'))]"
+    text = "def get_points(args): return [Point('a', ('vocab', args.data / 'text'))]"
     command = ["sweep", str(file_of(text)), "--runs", str(tmp_path / "runs")]
     assert cli.main(command) == cli.EXIT_USER_ERROR
     assert "a reads texts or tasks: add --data DIR or set $BERT_JAX_DATA" in capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
 
 def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, capsys):
     """Unless an option says otherwise."""
-    text = "def get_points(given): return [Point(given.scale, ('vocab', given.init))]"
+    text = "def get_points(args): return [Point(args.scale, ('vocab', args.init))]"
     command = ["sweep", str(file_of(text)), "--dry-run", "--data", str(tmp_path)]
     for more, scale in (
         ([], "small"),
@@ -292,7 +292,7 @@ def test_what_cannot_be_read_ends_the_sweep_and_all_that_it_runs(bench, tmp_path
 def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
     bench, tmp_path, monkeypatch
 ):
-    def fail(place, given):
+    def fail(point_run, args):
         raise UserError("cannot read starts.jsonl: no text")
 
     monkeypatch.setattr("bert_jax.tools.sweep.run.lines_of", fail)
@@ -342,9 +342,9 @@ def wait_for(condition, process=None):
 
 
 WAITING = """
-def get_points(given):
-    a = Point("a", ("python", given.data / "work.py", "a", given.data))
-    return [Point("b", ("python", given.data / "work.py", "b", given.data, "waits", a))]
+def get_points(args):
+    a = Point("a", ("python", args.data / "work.py", "a", args.data))
+    return [Point("b", ("python", args.data / "work.py", "b", args.data, "waits", a))]
 """
 
 
@@ -370,9 +370,9 @@ def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of)
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
     process.kill()
     process.wait()
-    given = SweepArgs(data=tmp_path)
-    queue = Queue(tmp_path / "runs", given, Engine(), False, print)
-    queue.add(sweep.load(file, given).points)
+    args = SweepArgs(data=tmp_path)
+    queue = Queue(tmp_path / "runs", args, Engine(), False, print)
+    queue.add(sweep.load(file, args).points)
     for _ in range(3):
         queue.update()
         assert queue.state == {"a": "done", "b": "waiting"}  # its process holds the lock
@@ -409,9 +409,9 @@ def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
 
 
 def test_the_time_left_is_that_of_all_seeds(tmp_path):
-    place = PointRun(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
+    point_run = PointRun(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
     for seed in range(2):
-        run_ = place.out / f"seed_{seed}"
+        run_ = point_run.out / f"seed_{seed}"
         run_.mkdir(parents=True)
         (run_ / "config.json").write_text(json.dumps({"config": {"steps": 100}}))
         (run_ / "starts.jsonl").write_text(json.dumps({"step": 0}) + "\n")
@@ -419,7 +419,7 @@ def test_the_time_left_is_that_of_all_seeds(tmp_path):
         os.utime(run_ / "metrics.jsonl", (seed, seed))
     began = (run_ / "starts.jsonl").stat().st_mtime
     # 80 steps of this one and 100 of the third, at a second each.
-    assert note_of(place, began + 20)["left"] == duration(180.0)
+    assert note_of(point_run, began + 20)["left"] == duration(180.0)
 
 
 def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, file_of):
@@ -429,7 +429,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     (programs / "sbatch").chmod(0o755)
     monkeypatch.setitem(ONE_DEVICE, "PATH", f"{programs}:{os.environ['PATH']}")
     file = file_of(
-        "def get_points(given):\n"
+        "def get_points(args):\n"
         "    yield Point('m', ('pretrain', '--config', 'configs/pretrain.py:mini,128', '--rows', 'r',"
         " '--config.steps=7'))\n"
     )
@@ -446,10 +446,10 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     assert f"--job-name={folder.name} " in job  # m-HASH
     assert job.endswith(f"--config.steps=7 --workdir {folder / 'out'}")
 
-    place = PointRun(
+    point_run = PointRun(
         sweep.load(file, SweepArgs(data=tmp_path)).points[0], tmp_path / "runs", tmp_path
     )
-    assert place.is_submitted
+    assert point_run.is_submitted
     # Slurm knows it no more, and its workdir has no end: it has failed, and goes again next time.
     (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     (programs / "squeue").chmod(0o755)
@@ -457,7 +457,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     monkeypatch.setattr(scheduler, "_ASK_SECONDS", 0.01)
     engine = Engine("slurm", ("--gpus=4",))
     queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), engine, False, print)
-    queue.add([place.point])
+    queue.add([point_run.point])
     queue.update()
     assert queue.state == {"m": "running"}
     assert len((tmp_path / "jobs").read_text().splitlines()) == 1  # queued already
@@ -466,30 +466,30 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
         queue.update()
     assert queue.state == {"m": "failed"}
     assert (
-        place.last_words()
+        point_run.last_words()
         == f"{folder.name} left the queue before it was complete: see slurm-JOB.out"
     )
     assert (tmp_path / "asked").read_text().count(f"--name={folder.name} ") == 2
-    assert not place.is_submitted
+    assert not point_run.is_submitted
     (programs / "squeue").write_text("#!/bin/sh\necho PENDING\n")
-    assert engine.is_queued(place)
+    assert engine.is_queued(point_run)
     (programs / "squeue").write_text("#!/bin/sh\nexit 1\n")
-    assert engine.is_queued(place)
+    assert engine.is_queued(point_run)
 
-    place.add(status=None, seconds=0.1, on="slurm")
-    out = place.out
+    point_run.add(status=None, seconds=0.1, on="slurm")
+    out = point_run.out
     out.mkdir()
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=7)
     workdir.write_or_check_config(
         out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False
     )
-    assert not place.is_done
+    assert not point_run.is_done
     (out / "checkpoints" / "7").mkdir(parents=True)
-    assert place.is_done
+    assert point_run.is_done
     # What the sweep's own clock and machine say is of the handing over alone.
     own = {"step_seconds": 7.5, "devices": "4 NVIDIA H100", "jax": "0.12"}
     monkeypatch.setattr(results_lib, "_of_run", lambda folder: own)
-    (line,) = results_lib.lines_of(place, SweepArgs(data=tmp_path))
+    (line,) = results_lib.lines_of(point_run, SweepArgs(data=tmp_path))
     assert (line["wall_seconds"], line["jax"]) == (7.5, "0.12")
     assert (line["cores"], line["load"], line["processor"]) == (None, None, None)
 
@@ -589,7 +589,7 @@ def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monke
         folder.mkdir()
     (folders[0] / "sweep.py").write_text(
         "from bert_jax.tools.sweep import Point\n"
-        "def get_points(given):\n    yield Point('vocab', ('vocab', 'text'))\n"
+        "def get_points(args):\n    yield Point('vocab', ('vocab', 'text'))\n"
     )
     line = {
         "command": "bert-jax vocab text", "digest": "a", "wall_seconds": 77.0,
@@ -643,8 +643,8 @@ def test_options_that_would_do_nothing_are_refused(file_of, tmp_path, capsys, op
 
 
 REAL = """
-def get_points(given):
-    text = given.data / "text.txt"
+def get_points(args):
+    text = args.data / "text.txt"
     vocab = Point("vocab", ("vocab", text, "--size", 150))
     rows = Point("rows", ("prepare", text, "--vocab", vocab, "--tokens", 32, "--sequences", 2,
         "--heldout-fraction", 0.2))
@@ -652,8 +652,8 @@ def get_points(given):
         "--rows", rows, "--config.steps=6", "--config.batch_size=4", "--config.evaluate_rows=8",
         "--config.evaluate_every_steps=3", "--config.log_every_steps=2"), {"layers": 1})
     yield Point("L1-H16-A2/mine", ("finetune", "--config", "configs/table.py", "--init", model,
-        "--config.task.train", given.data / "train.csv", "--config.task.dev",
-        given.data / "train.csv", "--config.task.tokens=32", "--seeds", 2, "--config.epochs=1",
+        "--config.task.train", args.data / "train.csv", "--config.task.dev",
+        args.data / "train.csv", "--config.task.tokens=32", "--seeds", 2, "--config.epochs=1",
         "--config.batch_size=4"), {"layers": 1, "task": "mine"})
 """
 
@@ -711,7 +711,7 @@ class Objective:
     def __init__(self, make):
         self._make = make
 
-    def get_trial(self, given, trial):
+    def get_trial(self, args, trial):
         length = trial.suggest_int("length", 1, 9)
         return self._make("n" * length, trial.number)
 
@@ -733,7 +733,7 @@ def test_a_search_finds_and_remembers(bench, tmp_path, capsys):
 class Drawn(Objective):
     """Nothing of a trial is in its command but what was drawn."""
 
-    def get_trial(self, given, trial):
+    def get_trial(self, args, trial):
         return self._make("x", str(trial.suggest_float("length", 0.0, 1.0)))
 
 
@@ -748,7 +748,7 @@ def test_an_error_in_a_searchs_function_is_one_line(bench, tmp_path):
     import optuna
 
     module = Objective(bench)
-    module.get_trial = lambda given, trial: 1 / 0
+    module.get_trial = lambda args, trial: 1 / 0
     with pytest.raises(UserError, match="get_trial: ZeroDivisionError: division by zero"):
         go([], tmp_path, module=module, trials=1)
     study = tmp_path / "experiment" / "study.journal"

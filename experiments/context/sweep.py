@@ -11,10 +11,10 @@ from bert_jax.tools.sweep import Point
 WORDS = ("right", "bank", "spring")
 
 
-def get_points(given):
+def get_points(args):
     """Return the model, and the measurement of its vectors."""
-    name = recipes.called(given.init) if given.init else "base"
-    model = given.init or recipes.base(given)
+    name = recipes.called(args.init) if args.init else "base"
+    model = args.init or recipes.base(args)
     yield Point(
         "senses", ("python", "experiments/context/senses.py", "--init", model), {"of": name}
     )

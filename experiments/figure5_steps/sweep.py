@@ -11,17 +11,17 @@ TASK = {"small": "Banking77", "paper": "MNLI"}
 MASKED, CAUSAL = "masked LM", "left-to-right"
 
 
-def get_points(given):
+def get_points(args):
     """Return the fine-tuning of intermediate checkpoints of both runs."""
-    runs = {MASKED: recipes.base(given), CAUSAL: recipes.left_to_right(given)}
-    for step in recipes.checkpoints(given):
+    runs = {MASKED: recipes.base(args), CAUSAL: recipes.left_to_right(args)}
+    for step in recipes.checkpoints(args):
         for label, run in runs.items():
-            start, task = ["--init", run, "--checkpoint", step], TASK[given.scale]
+            start, task = ["--init", run, "--checkpoint", step], TASK[args.scale]
             facts = {"steps": step}
-            if given.scale == "small":
+            if args.scale == "small":
                 share = recipes.SMALL_MASKED if label == MASKED else 1
                 facts["targets"] = step * recipes.STEP_TOKENS * share / 1e6
-            yield recipes.finetuned(given, label, start, task, more=str(step), **facts)
+            yield recipes.finetuned(args, label, start, task, more=str(step), **facts)
 
 
 def get_blocks(results):

@@ -32,11 +32,11 @@ COLUMNS = {
 }
 
 
-def get_points(given):
+def get_points(args):
     """Return the pretraining of each size on the subset, and its held-out losses."""
-    if given.data.is_dir():
-        subset.check(given.data)
-    texts, small = subset.sources(given.data), given.scale == "small"
+    if args.data.is_dir():
+        subset.check(args.data)
+    texts, small = subset.sources(args.data), args.scale == "small"
     vocabulary = Point("vocab10M", ("vocab", "--size", 8_192 if small else 30_522, *texts))
     lengths = recipes.SMALL_LENGTHS if small else {512: 1}
 
@@ -46,9 +46,9 @@ def get_points(given):
         return Point(f"rows{tokens}-10M", command)
 
     folders = [rows(tokens) for tokens in lengths]
-    for size in SIZES[given.scale]:
+    for size in SIZES[args.scale]:
         changes = SMALL | {"optim.learning_rate": RATES[size]} if small else RECIPE
-        model = recipes.pretrained(given, size, size, changes, lengths, folders)
+        model = recipes.pretrained(args, size, size, changes, lengths, folders)
         script = ("python", "experiments/miniberta/measure.py", "--init", model)
         yield Point(f"{size}/losses", (*script, "--rows", folders[-1]), {"of": size})
 

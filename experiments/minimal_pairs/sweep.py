@@ -11,18 +11,18 @@ PAIRS = 200
 COLUMNS = {"BLiMP": "blimp", "Zorro": "zorro"}
 
 
-def get_points(given):
+def get_points(args):
     """Return the measurement of each model, or of the checkpoint of `--init`."""
-    if given.init:
-        models = {recipes.called(given.init): [given.init]}
+    if args.init:
+        models = {recipes.called(args.init): [args.init]}
     else:
-        seeds = recipes.pretraining_seeds(given)
+        seeds = recipes.pretraining_seeds(args)
         models = {
-            BASE: [recipes.base(given, seed=seed) for seed in seeds],
-            CAUSAL: [recipes.left_to_right(given, seed=seed) for seed in seeds],
+            BASE: [recipes.base(args, seed=seed) for seed in seeds],
+            CAUSAL: [recipes.left_to_right(args, seed=seed) for seed in seeds],
         }
-    pairs = ("--pairs", PAIRS) if given.scale == "small" else ()
-    script = ("python", "experiments/minimal_pairs/measure.py", given.data)
+    pairs = ("--pairs", PAIRS) if args.scale == "small" else ()
+    script = ("python", "experiments/minimal_pairs/measure.py", args.data)
     for label, inits in models.items():
         for seed, init in enumerate(inits):
             name = f"{label}, seed {seed}" if seed else label

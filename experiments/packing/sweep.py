@@ -14,21 +14,21 @@ SMALL_BATCH = {SINGLE: 23, PACKED: 18}
 PAPER_BATCHES = (245, 227)
 
 
-def get_points(given):
+def get_points(args):
     """Return two runs with about the same number of sequences per step."""
-    if given.scale == "paper":
+    if args.scale == "paper":
         rows = [
-            recipes.rows(given, tokens, sequences=tokens // 32, name=f"rows{tokens}-packed")
+            recipes.rows(args, tokens, sequences=tokens // 32, name=f"rows{tokens}-packed")
             for tokens in (128, 512)
         ]
         batches = {f"phases[{i}].batch_size": count for i, count in enumerate(PAPER_BATCHES)}
-        yield recipes.base(given, SINGLE)
-        yield recipes.pretrained(given, PACKED, changes=batches, on=rows)
+        yield recipes.base(args, SINGLE)
+        yield recipes.pretrained(args, PACKED, changes=batches, on=rows)
         return
     for label, sequences in ((SINGLE, 1), (PACKED, 8)):
         # Random sequence lengths, since nine in ten sequences fill a row by default.
         rows = recipes.rows(
-            given,
+            args,
             sequences=sequences,
             name=f"rows128-short-{sequences}",
             more=("--short-fraction", 1),
@@ -36,7 +36,7 @@ def get_points(given):
         changes = {"steps": STEPS, "batch_size": SMALL_BATCH[label]}
         # Evaluate on all held-out rows, whose sequences are the same for both, and less often.
         changes |= {"evaluate_rows": 0, "evaluate_every_steps": STEPS // 10}
-        yield recipes.pretrained(given, label, changes=changes, lengths={128: 1}, on=[rows])
+        yield recipes.pretrained(args, label, changes=changes, lengths={128: 1}, on=[rows])
 
 
 def get_blocks(results):

@@ -12,14 +12,14 @@ LONG_SHARE = 0.3
 PAPER_STEPS = 325_000
 
 
-def get_points(given):
+def get_points(args):
     """Return two runs on the same number of tokens that end on the same rows."""
-    if given.scale == "paper":
-        yield recipes.base(given, BOTH)
-        yield recipes.pretrained(given, LONG, changes={"steps": PAPER_STEPS}, lengths={512: 1})
+    if args.scale == "paper":
+        yield recipes.base(args, BOTH)
+        yield recipes.pretrained(args, LONG, changes={"steps": PAPER_STEPS}, lengths={512: 1})
         return
-    yield recipes.pretrained(given, BOTH, lengths={128: 1 - LONG_SHARE, 512: LONG_SHARE})
-    yield recipes.pretrained(given, LONG, lengths={512: 1})
+    yield recipes.pretrained(args, BOTH, lengths={128: 1 - LONG_SHARE, 512: LONG_SHARE})
+    yield recipes.pretrained(args, LONG, lengths={512: 1})
 
 
 def get_blocks(results):

@@ -39,15 +39,15 @@ CHANGES = {
 }
 
 
-def get_points(given):
+def get_points(args):
     """Return a run for each length, curriculum and changed hyperparameter."""
     for shares in [*({tokens: 1} for tokens in LENGTHS), *CURRICULA]:
-        yield _run(given, shares)
+        yield _run(args, shares)
     for name, changes in CHANGES.items():
-        yield _run(given, {16: 1}, name, changes, "nsp" if "next" in name else "none")
+        yield _run(args, {16: 1}, name, changes, "nsp" if "next" in name else "none")
     for seed in SEEDS:
         for shares in SEEDED:
-            yield _run(given, shares, seed=seed)
+            yield _run(args, shares, seed=seed)
 
 
 def _name(shares):
@@ -59,17 +59,17 @@ def _names():
     return [*lengths, *map(_name, CURRICULA), *CHANGES]
 
 
-def _rows(given, tokens, pairs="none"):
-    text = f"{given.data}/text/wikipedia/featured_0*" + ("" if given.scale == "paper" else ".gz")
+def _rows(args, tokens, pairs="none"):
+    text = f"{args.data}/text/wikipedia/featured_0*" + ("" if args.scale == "paper" else ".gz")
     size = ("--tokens", tokens, "--sequences", max(tokens // 16, 1), "--pairs", pairs)
-    command = ("prepare", "--vocab", recipes.vocabulary(given), *size, "--heldout-fraction", 0.02)
+    command = ("prepare", "--vocab", recipes.vocabulary(args), *size, "--heldout-fraction", 0.02)
     return Point(f"featured{tokens}{'' if pairs == 'none' else '-' + pairs}", (*command, text))
 
 
-def _run(given, lengths, name="", changes=None, pairs="none", seed=0):
-    rows = [_rows(given, tokens, pairs) for tokens in lengths]
+def _run(args, lengths, name="", changes=None, pairs="none", seed=0):
+    rows = [_rows(args, tokens, pairs) for tokens in lengths]
     changes = BASE | (changes or {})
-    return recipes.pretrained(given, name or _name(lengths), "", changes, lengths, rows, seed)
+    return recipes.pretrained(args, name or _name(lengths), "", changes, lengths, rows, seed)
 
 
 @dataclasses.dataclass(frozen=True)

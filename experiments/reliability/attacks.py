@@ -135,7 +135,7 @@ def a_process_that_stands_still(data: pathlib.Path, make: dict) -> dict:
 SWEEP = '''"""A sweep of one run."""
 from bert_jax.tools.sweep import Point
 
-def get_points(given):
+def get_points(args):
     return [Point("run", {command!r})]
 '''
 

@@ -34,36 +34,36 @@ METRICS = {"QQP": "dev.f1", "MRPC": "dev.f1", "STS-B": "dev.spearman", "CoLA": "
 OBJECTIVE = "dev.accuracy"
 
 
-def get_points(given):
+def get_points(args):
     """Return the grid of each model and task, and a submission for each model."""
-    choices = GRID[given.scale]
-    if given.scale == "small" and given.init:  # the small models' rates are too high for it
+    choices = GRID[args.scale]
+    if args.scale == "small" and args.init:  # the small models' rates are too high for it
         choices = {"rate": GRID["paper"]["rate"]}
-    for model, start in recipes.starts(given).items():
+    for model, start in recipes.starts(args).items():
         points = []
-        for task in TASKS[given.scale]:
+        for task in TASKS[args.scale]:
             for chosen in grid(**choices):
                 setting = "-".join(f"{name}{value}" for name, value in chosen.items())
                 changes = {SETTINGS[name]: value for name, value in chosen.items()}
                 point = recipes.finetuned(
-                    given, model, start, task, changes, setting, setting=setting
+                    args, model, start, task, changes, setting, setting=setting
                 )
                 points.append(point)
-        if given.scale == "small":  # has no test sets
+        if args.scale == "small":  # has no test sets
             yield from points
         else:
-            script = ("python", "experiments/table1_glue/submit.py", given.data / "glue")
+            script = ("python", "experiments/table1_glue/submit.py", args.data / "glue")
             yield Point(f"{model}/submission", (*script, *points), {"model": model})
 
 
-def get_trial(given, trial):
+def get_trial(args, trial):
     """Return a trial of a search over learning rate and batch size on SST-2."""
-    model, start = next(iter(recipes.starts(given).items()))
+    model, start = next(iter(recipes.starts(args).items()))
     changes = {
         "optim.learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True),
         "batch_size": trial.suggest_categorical("batch_size", [16, 32, 64]),
     }
-    point = recipes.finetuned(given, model, start, "SST-2", changes)
+    point = recipes.finetuned(args, model, start, "SST-2", changes)
     return dataclasses.replace(point, facts={"searched": model})  # not in the table
 
 

@@ -8,10 +8,10 @@ PAPER = {"base": {"EM": 80.8, "F1": 88.5}, "large": {"EM": 84.1, "F1": 90.9}}
 COLUMNS = {"EM": Column("dev.exact", factor=1.0), "F1": Column("dev.f1", factor=1.0)}
 
 
-def get_points(given):
+def get_points(args):
     """Return the fine-tuning of each model."""
-    for model, start in recipes.starts(given).items():
-        yield recipes.finetuned(given, model, start, "SQuAD")
+    for model, start in recipes.starts(args).items():
+        yield recipes.finetuned(args, model, start, "SQuAD")
 
 
 def get_blocks(results):

@@ -13,10 +13,10 @@ COLUMNS = {
 }
 
 
-def get_points(given):
+def get_points(args):
     """Return the fine-tuning of each model."""
-    for model, start in recipes.starts(given).items():
-        yield recipes.finetuned(given, model, start, "SQuAD 2.0")
+    for model, start in recipes.starts(args).items():
+        yield recipes.finetuned(args, model, start, "SQuAD 2.0")
 
 
 def get_blocks(results):

@@ -8,10 +8,10 @@ PAPER = {"base": {"dev": 81.6}, "large": {"dev": 86.6}}
 COLUMNS = {"dev": Column("dev.accuracy")}
 
 
-def get_points(given):
+def get_points(args):
     """Return the fine-tuning of each model."""
-    for model, start in recipes.starts(given).items():
-        yield recipes.finetuned(given, model, start, "SWAG")
+    for model, start in recipes.starts(args).items():
+        yield recipes.finetuned(args, model, start, "SWAG")
 
 
 def get_blocks(results):

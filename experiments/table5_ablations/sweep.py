@@ -22,20 +22,20 @@ PAPER = {
 LOWER = {"no NSP": "base", "left-to-right, no NSP": "no NSP"}
 
 
-def get_points(given):
+def get_points(args):
     """Return three pretraining runs on the same rows, and all four models on every task."""
     without, lstm = {"model.next_sentence": "false"}, {"model.lstm_layers": 1}
-    for seed in recipes.pretraining_seeds(given):
-        causal = recipes.left_to_right(given, seed=seed)
+    for seed in recipes.pretraining_seeds(args):
+        causal = recipes.left_to_right(args, seed=seed)
         for label, start, changes in (
-            ("base", recipes.base(given, seed=seed), {}),
-            ("no NSP", recipes.pretrained(given, "no NSP", changes=without, seed=seed), {}),
+            ("base", recipes.base(args, seed=seed), {}),
+            ("no NSP", recipes.pretrained(args, "no NSP", changes=without, seed=seed), {}),
             ("left-to-right, no NSP", causal, {}),
             ("+ BiLSTM", causal, lstm),
         ):
-            for task in TASKS[given.scale]:
+            for task in TASKS[args.scale]:
                 start_from = ["--init", start]
-                yield recipes.finetuned(given, label, start_from, task, changes, seed=seed)
+                yield recipes.finetuned(args, label, start_from, task, changes, seed=seed)
 
 
 def get_blocks(results):

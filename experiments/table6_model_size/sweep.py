@@ -61,23 +61,23 @@ LARGER = {
 }
 
 
-def pretrained(given, size, seed):
+def pretrained(args, size, seed):
     """Return the pretraining of a size, shared with other experiments for base and large."""
-    if given.scale == "paper" and size in ("L12-H768-A12", "L24-H1024-A16"):
-        return recipes.base(given, size) if size == "L12-H768-A12" else recipes.large(given, size)
-    if given.scale == "paper":
-        return recipes.pretrained(given, size, size)
-    return recipes.pretrained(given, size, size, {"steps": STEPS}, seed=seed)
+    if args.scale == "paper" and size in ("L12-H768-A12", "L24-H1024-A16"):
+        return recipes.base(args, size) if size == "L12-H768-A12" else recipes.large(args, size)
+    if args.scale == "paper":
+        return recipes.pretrained(args, size, size)
+    return recipes.pretrained(args, size, size, {"steps": STEPS}, seed=seed)
 
 
-def get_points(given):
+def get_points(args):
     """Return the pretraining of every size, and its fine-tuning on every task."""
-    for seed in recipes.pretraining_seeds(given):
-        for size in SIZES[given.scale]:
-            model = pretrained(given, size, seed)
+    for seed in recipes.pretraining_seeds(args):
+        for size in SIZES[args.scale]:
+            model = pretrained(args, size, seed)
             yield model
-            for task in TASKS[given.scale]:
-                yield recipes.finetuned(given, size, ["--init", model], task, seed=seed)
+            for task in TASKS[args.scale]:
+                yield recipes.finetuned(args, size, ["--init", model], task, seed=seed)
 
 
 def get_blocks(results):

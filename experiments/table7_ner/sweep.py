@@ -34,13 +34,13 @@ def features_of(model):
     return names
 
 
-def get_points(given):
+def get_points(args):
     """Return the fine-tuning of each model, and two-layer BiLSTMs on its frozen features."""
-    for model, start in recipes.starts(given, capitals=True).items():
-        yield recipes.finetuned(given, model, start, "NER", more=FINE_TUNED, features=FINE_TUNED)
+    for model, start in recipes.starts(args, capitals=True).items():
+        yield recipes.finetuned(args, model, start, "NER", more=FINE_TUNED, features=FINE_TUNED)
         for features, name in features_of(model).items():
             changes = recipes.LSTM | {"model.features": features}
-            yield recipes.finetuned(given, model, start, "NER", changes, features, features=name)
+            yield recipes.finetuned(args, model, start, "NER", changes, features, features=name)
 
 
 def get_blocks(results):

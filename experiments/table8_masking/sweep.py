@@ -28,34 +28,34 @@ PAPER = {
 }
 
 
-def pretrained(given, mix, seed):
+def pretrained(args, mix, seed):
     """Return the pretraining of a mix, shared with other experiments for the paper's base."""
-    if given.scale == "paper" and mix == USUAL:
-        return recipes.base(given, mix)
+    if args.scale == "paper" and mix == USUAL:
+        return recipes.base(args, mix)
     names = ("mask_fraction", "same_fraction", "random_fraction")
     shares = (int(percent) / 100 for percent in mix.split("/"))
     changes = {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
-    if given.scale == "paper":
-        return recipes.pretrained(given, mix, changes=changes)
+    if args.scale == "paper":
+        return recipes.pretrained(args, mix, changes=changes)
     rows = [
-        recipes.rows(given, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
+        recipes.rows(args, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
         for tokens in recipes.SMALL_LENGTHS
     ]
-    return recipes.pretrained(given, mix, changes=SMALL | changes, on=rows, seed=seed)
+    return recipes.pretrained(args, mix, changes=SMALL | changes, on=rows, seed=seed)
 
 
-def get_points(given):
+def get_points(args):
     """Return the fine-tuning of each mix, and training on the last four layers as features."""
     lstm = recipes.LSTM | {"model.features": "last4"}
-    for seed in recipes.pretraining_seeds(given):
+    for seed in recipes.pretraining_seeds(args):
         for mix in MIXES:
-            start = ["--init", pretrained(given, mix, seed)]
+            start = ["--init", pretrained(args, mix, seed)]
             for task, changes, by in (
-                (SENTENCES[given.scale], {}, "fine-tuned"),
+                (SENTENCES[args.scale], {}, "fine-tuned"),
                 ("NER", {}, "fine-tuned"),
-                (BY_FEATURES[given.scale], lstm, "features"),
+                (BY_FEATURES[args.scale], lstm, "features"),
             ):
-                yield recipes.finetuned(given, mix, start, task, changes, by, seed, by=by)
+                yield recipes.finetuned(args, mix, start, task, changes, by, seed, by=by)
 
 
 def get_blocks(results):

@@ -23,7 +23,7 @@ COMMAND = {command}
 GRID = {choices}
 
 
-def get_points(given):
+def get_points(args):
     """Return a point for every combination."""
     return grid.points(COMMAND, GRID)
 

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
     seconds: float | None
 
 
-def cost(point: Point, given: SweepArgs, results: Sequence[dict[str, Any]], speed: float) -> Cost:
+def cost(point: Point, args: SweepArgs, results: Sequence[dict[str, Any]], speed: float) -> Cost:
     """Estimate the cost of a point from its FLOPs.
 
     Those of pretraining are known. Those of fine-tuning follow from the tokens of earlier runs on the
@@ -50,7 +50,7 @@ def cost(point: Point, given: SweepArgs, results: Sequence[dict[str, Any]], spee
 
     Args:
         point: the point.
-        given: arguments of the sweep.
+        args: arguments of the sweep.
         results: earlier results of any sweep.
         speed: FLOP/s of the hardware; 0 takes that of the results, or a guess for this CPU.
     """
@@ -75,8 +75,8 @@ def cost(point: Point, given: SweepArgs, results: Sequence[dict[str, Any]], spee
             flops += num_rows * flops_per_row(model, tokens, 1, predictions)
     else:
         model = _started_from(point, options.get("--init", "")) or model
-        tokens = _tokens_before(point, given, before)
-        tokens = tokens or _training_bytes(config, given) / _BYTES_A_TOKEN * config.epochs
+        tokens = _tokens_before(point, args, before)
+        tokens = tokens or _training_bytes(config, args) / _BYTES_A_TOKEN * config.epochs
         row_tokens = config.task.tokens
         flops = tokens / row_tokens * flops_per_row(model, row_tokens, 1, 0)
         flops *= int(options.get("--seeds", 1))
@@ -142,13 +142,13 @@ def _model_of(init: str) -> ModelConfig:
     return source.read(init).config.model
 
 
-def _tokens_before(point: Point, given: SweepArgs, before: Sequence[dict[str, Any]]) -> float:
+def _tokens_before(point: Point, args: SweepArgs, before: Sequence[dict[str, Any]]) -> float:
     """Return the tokens per seed of earlier runs on the task at this scale; 0 if there are none."""
     task = point.facts.get("task")
     tokens = [
         line["real_tokens"]
         for line in before
-        if task and (line["facts"].get("task"), line["scale"]) == (task, given.scale)
+        if task and (line["facts"].get("task"), line["scale"]) == (task, args.scale)
     ]
     return statistics.median(tokens) if tokens else 0.0
 
@@ -163,12 +163,12 @@ def _tokens_of(rows: Point | None) -> int:
     return int(_read(rows)[1].get("--tokens", 128)) if rows else 128
 
 
-def _training_bytes(config: FinetuneConfig, given: SweepArgs) -> float:
+def _training_bytes(config: FinetuneConfig, args: SweepArgs) -> float:
     """Return the uncompressed size of the training files; 0 if they are not on this machine."""
     paths = [pathlib.Path(config.task.train)] if config.task.train else []
     if not paths and config.task.name in glue.TASKS:
         folder = glue.TASKS[config.task.name].folder
-        paths = sorted((given.data / "glue" / folder).glob("train.tsv*"))
+        paths = sorted((args.data / "glue" / folder).glob("train.tsv*"))
     sizes = [
         path.stat().st_size * (_COMPRESSION if path.suffix in SUFFIXES else 1.0)
         for path in paths
@@ -191,20 +191,20 @@ def duration(seconds: float | None) -> str:
 def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.0) -> str:
     """Return what `--dry-run` prints: the command and estimated cost of every point."""
     results = _measured(sweep.path.parent)
-    places = {p.name: PointRun(p, runs, sweep.given.data) for p in sweep.points}
+    point_runs = {p.name: PointRun(p, runs, sweep.args.data) for p in sweep.points}
     lines, total, unknown = [], 0.0, 0
     for point in sweep.points:
-        place = places[point.name]
-        if place.is_done:
-            lines.append(f"{point.name}: done, {place.folder}")
+        point_run = point_runs[point.name]
+        if point_run.is_done:
+            lines.append(f"{point.name}: done, {point_run.folder}")
             continue
-        estimate = cost(point, sweep.given, results, speed)
+        estimate = cost(point, sweep.args, results, speed)
         unknown += estimate.seconds is None
         total += estimate.seconds or 0
         flops = f", {estimate.flops:.2g} FLOPs" if estimate.flops else ""
         lines.append(f"{point.name}: about {duration(estimate.seconds)}{flops}")
-        lines.append(f"  {shlex.join(engine.command(point, places))}")
-    left = sum(not place.is_done for place in places.values())
+        lines.append(f"  {shlex.join(engine.command(point, point_runs))}")
+    left = sum(not point_run.is_done for point_run in point_runs.values())
     rest = f"; {unknown} of unknown duration" if unknown else ""
     estimate_text = (
         f"{'at least' if unknown else 'about'} {duration(total)}{'' if speed else ' on this CPU'}"

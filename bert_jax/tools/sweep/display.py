@@ -13,12 +13,12 @@ from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
 
 
-def note_of(place: PointRun, now: float) -> dict[str, str]:
+def note_of(point_run: PointRun, now: float) -> dict[str, str]:
     """Return what to show of a running point: step, loss, time left."""
-    runs = sorted(place.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    path = runs[-1] if runs else place.out / "metrics.jsonl"
+    runs = sorted(point_run.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    path = runs[-1] if runs else point_run.out / "metrics.jsonl"
     if not path.exists() or not (path.parent / "config.json").exists():
-        return {"note": place.last_words()[-60:]}
+        return {"note": point_run.last_words()[-60:]}
     with open(path, "rb") as file:
         file.seek(max(path.stat().st_size - 4096, 0))
         lines = file.read().decode(errors="replace").splitlines()
@@ -32,7 +32,7 @@ def note_of(place: PointRun, now: float) -> dict[str, str]:
     start_time = starts.stat().st_mtime
     seconds_per_step = (now - start_time) / done if done > 0 else None
     # The remaining seeds of a point have as many steps each.
-    remaining = steps * (_seeds(place) - len(runs)) if runs else 0
+    remaining = steps * (_seeds(point_run) - len(runs)) if runs else 0
     left = (steps - line["step"] + remaining) * seconds_per_step if seconds_per_step else None
     loss = next((v for k, v in line.items() if k.endswith("loss")), None)
     return {
@@ -43,8 +43,8 @@ def note_of(place: PointRun, now: float) -> dict[str, str]:
     }
 
 
-def _seeds(place: PointRun) -> int:
-    parts = list(map(str, place.point.command))
+def _seeds(point_run: PointRun) -> int:
+    parts = list(map(str, point_run.point.command))
     return int(parts[parts.index("--seeds") + 1]) if "--seeds" in parts else 1
 
 
@@ -81,8 +81,8 @@ class Display:
         if self._live is None:
             for name, now in state.items():
                 if now != self._before.get(name, "waiting"):
-                    place = self._scheduler.places[name]
-                    log = f" ({place.log})" if now in ("running", "failed") else ""
+                    point_run = self._scheduler.point_runs[name]
+                    log = f" ({point_run.log})" if now in ("running", "failed") else ""
                     print(f"{name}: {now}{log}", file=sys.stderr, flush=True)
         elif time.monotonic() - self._drawn > 1 or state != self._before:
             self._drawn = time.monotonic()
@@ -108,9 +108,9 @@ class Display:
         now = time.time()
         for name in names[hidden:]:
             running = states[name] == "running"
-            note = note_of(self._scheduler.places[name], now) if running else {}
+            note = note_of(self._scheduler.point_runs[name], now) if running else {}
             if states[name] == "failed":
-                note = {"note": self._scheduler.places[name].last_words()[-80:]}
+                note = {"note": self._scheduler.point_runs[name].last_words()[-80:]}
             cells = [note.get(key, "") for key in ("step", "loss", "left", "note")]
             shown.add_row(name, text.Text(states[name], _STYLES.get(states[name], "dim")), *cells)
         return shown

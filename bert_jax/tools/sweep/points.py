@@ -128,23 +128,23 @@ class Sweep(NamedTuple):
 
     Attributes:
         path: path of the file.
-        given: its arguments.
+        args: its arguments.
         points: the points, each after its dependencies.
         module: the file as a module.
     """
 
     path: pathlib.Path
-    given: SweepArgs
+    args: SweepArgs
     points: list[Point]
     module: Any
 
 
-def load(path: str | os.PathLike, given: SweepArgs) -> Sweep:
+def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
     """Load a sweep and sort its points by their dependencies.
 
     Args:
         path: path of the file, or of a folder that contains sweep.py.
-        given: arguments of the sweep.
+        args: arguments of the sweep.
 
     Raises:
         UserError: the file does not exist or raises an error, or two points share a name.
@@ -153,12 +153,12 @@ def load(path: str | os.PathLike, given: SweepArgs) -> Sweep:
     path = path / "sweep.py" if path.is_dir() else path
     module = module_of(path)
     if not hasattr(module, "get_points"):
-        raise UserError(f"{path} is not a sweep: it must define get_points(given)")
-    yielded = call(path, lambda: list(module.get_points(given)), "get_points")
+        raise UserError(f"{path} is not a sweep: it must define get_points(args)")
+    yielded = call(path, lambda: list(module.get_points(args)), "get_points")
     for point in yielded:
         if not isinstance(point, Point):
             raise UserError(f"{path}: get_points yielded {point!r}, which is not a Point")
-    return Sweep(path, given, ordered(path, yielded, given.data), module)
+    return Sweep(path, args, ordered(path, yielded, args.data), module)
 
 
 def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:
@@ -243,4 +243,4 @@ def select(sweep: Sweep, patterns: Sequence[str]) -> Sweep:
     if not chosen:
         names = ", ".join(point.name for point in sweep.points)
         raise UserError(f"no point matches {' or '.join(patterns)}; choose from {names}")
-    return sweep._replace(points=ordered(sweep.path, chosen, sweep.given.data))
+    return sweep._replace(points=ordered(sweep.path, chosen, sweep.args.data))

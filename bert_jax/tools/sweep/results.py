@@ -28,15 +28,15 @@ _KEYS = ("point", "scale", "facts", "command", "digest", "metrics", "wall_second
 _OF_A_RUN = ("seed", "real_tokens", "step_seconds", "flops", "devices", "cores", "load", "commit")
 
 
-def lines_of(place: PointRun, given: SweepArgs) -> list[dict[str, Any]]:
+def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
     """Return the results of a finished point: a line per seed of a training run, else one line."""
-    point, attempts = place.point, place.attempts()
+    point, attempts = point_run.point, point_run.attempts()
     common = {
         "point": point.name,
-        "scale": given.scale,
+        "scale": args.scale,
         "facts": point.facts,
-        "command": _shell_command(place, given.data),
-        "digest": place.digest,
+        "command": _shell_command(point_run, args.data),
+        "digest": point_run.digest,
     }
     versions = workdir.versions(_VERSIONS)
     last = {
@@ -48,10 +48,10 @@ def lines_of(place: PointRun, given: SweepArgs) -> list[dict[str, Any]]:
         **versions,
     }  # fmt: skip
     if point.verb not in LAUNCHED:
-        path = place.out / "metrics.json"
-        metrics = json.loads(path.read_text()) if path.exists() else _of_rows(place.out)
+        path = point_run.out / "metrics.json"
+        metrics = json.loads(path.read_text()) if path.exists() else _of_rows(point_run.out)
         return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
-    runs = sorted(place.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [place.out]
+    runs = sorted(point_run.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [point_run.out]
     lines = [{**common, **last, **_of_run(run)} for run in runs]
     if attempts and attempts[-1]["on"] in ASYNCHRONOUS:
         # Our own measurements cover only the submission; the rest is from the run's files.
@@ -125,27 +125,27 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _shell_command(place: PointRun, data: pathlib.Path) -> str:
+def _shell_command(point_run: PointRun, data: pathlib.Path) -> str:
     """Return a point's command for a shell in the folder that has the sweep's `runs`.
 
     The data folder is $BERT_JAX_DATA, and other absolute paths are shortened to their last two names.
     """
-    words = [] if place.point.verb == "python" else ["bert-jax"]
-    shown = zip(place.point.command, place.point.display_command(data), strict=True)
+    words = [] if point_run.point.verb == "python" else ["bert-jax"]
+    shown = zip(point_run.point.command, point_run.point.display_command(data), strict=True)
     for part, text in shown:
         if isinstance(part, Point):
-            words.append(shlex.quote(_out(place.of(part))))
+            words.append(shlex.quote(_out(point_run.of(part))))
         elif "$BERT_JAX_DATA" in text:
             words.append('"' + re.sub(r'(["`\\])', r"\\\1", text) + '"')
         else:
             is_path = os.path.isabs(text)
             words.append(shlex.quote("/".join(pathlib.Path(text).parts[-2:]) if is_path else text))
-    return " ".join([*words, FOLDER_OPTION[place.point.verb], shlex.quote(_out(place))])
+    return " ".join([*words, FOLDER_OPTION[point_run.point.verb], shlex.quote(_out(point_run))])
 
 
-def _out(place: PointRun) -> str:
+def _out(point_run: PointRun) -> str:
     """Return the path of a point's output with the default `--runs`."""
-    return f"{RUNS}/{place.folder.name}/{place.out.name}"
+    return f"{RUNS}/{point_run.folder.name}/{point_run.out.name}"
 
 
 def _curve(

@@ -33,7 +33,7 @@ def run(
         runs: folder of the points of all sweeps.
         engine: what runs the points.
         resubmit: submit jobs again that have not ended.
-        trials: total number of trials of a search by the sweep's `get_trial(given, trial)`; 0 runs
+        trials: total number of trials of a search by the sweep's `get_trial(args, trial)`; 0 runs
             the sweep's points.
 
     Returns:
@@ -42,20 +42,20 @@ def run(
     Raises:
         UserError: the sweep has no get_trial, or results.jsonl cannot be read or written.
     """
-    runs, given = pathlib.Path(runs).absolute(), sweep.given
+    runs, args = pathlib.Path(runs).absolute(), sweep.args
     results = Results(sweep.path.parent)
 
-    def done(place: PointRun) -> None:
+    def done(point_run: PointRun) -> None:
         try:
-            lines = lines_of(place, given)
+            lines = lines_of(point_run, args)
         except (UserError, OSError, ValueError, KeyError, IndexError) as error:
             raise UserError(
-                f"cannot read the results of {place.point.name} in {place.out}: {error!r}; remove "
-                f"{place.folder} to run it again"
+                f"cannot read the results of {point_run.point.name} in {point_run.out}: {error!r}; remove "
+                f"{point_run.folder} to run it again"
             ) from error
         results.add(lines)
 
-    scheduler = Scheduler(runs, given, engine, resubmit, done)
+    scheduler = Scheduler(runs, args, engine, resubmit, done)
     with files.one_line_errors(f"cannot use the folder {runs}"):
         runs.mkdir(parents=True, exist_ok=True)
     search = Search(sweep, trials, engine.jobs) if trials else None
@@ -86,8 +86,8 @@ def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) ->
         for state in ("done", "failed", "blocked")
     }
     for name in by["failed"]:
-        place = scheduler.places[name]
-        print(f"{name} failed: {place.last_words()} ({place.log})", file=sys.stderr)
+        point_run = scheduler.point_runs[name]
+        print(f"{name} failed: {point_run.last_words()} ({point_run.log})", file=sys.stderr)
     if by["blocked"]:
         print(f"not run because a dependency failed: {', '.join(by['blocked'])}", file=sys.stderr)
     print(f"{len(by['done'])} of {len(scheduler.state)} points done", file=sys.stderr)

@@ -120,28 +120,28 @@ class Engine(NamedTuple):
     options: Sequence[str] = ()
     jobs: int = 1
 
-    def command(self, point: Point, places: dict[str, PointRun]) -> list[str]:
+    def command(self, point: Point, point_runs: dict[str, PointRun]) -> list[str]:
         """Return the full command of a point."""
         parts = [
-            str(places[part.name].out) if isinstance(part, Point) else str(part)
+            str(point_runs[part.name].out) if isinstance(part, Point) else str(part)
             for part in point.command
         ]
-        folder = [FOLDER_OPTION[point.verb], str(places[point.name].out)]
+        folder = [FOLDER_OPTION[point.verb], str(point_runs[point.name].out)]
         if point.verb == "python":
             return [sys.executable, *parts[1:], *folder]
         if self.on == "local" or point.verb not in LAUNCHED:
             return [*launch.python_command(), *parts, *folder]
-        options = ["--on", self.on, "--name", _job(places[point.name]), *self.options]
+        options = ["--on", self.on, "--name", _job(point_runs[point.name]), *self.options]
         return [*launch.python_command(), "launch", *options, "--", *parts, *folder]
 
-    def is_queued(self, place: PointRun) -> bool:
+    def is_queued(self, point_run: PointRun) -> bool:
         """Whether a submitted job is pending or running, as far as is known.
 
         Only Slurm is queried; jobs on gke and sky count as running.
         """
         if self.on != "slurm":
             return True
-        command = ["squeue", "--noheader", f"--name={_job(place)}", "--format=%T"]
+        command = ["squeue", "--noheader", f"--name={_job(point_run)}", "--format=%T"]
         try:
             result = subprocess.run(command, capture_output=True, text=True)
         except OSError:
@@ -153,12 +153,12 @@ class Engine(NamedTuple):
         return self.on in ASYNCHRONOUS and point.verb in LAUNCHED
 
 
-def _job(place: PointRun) -> str:
-    return f"{launch.job_name(place.point.name, 28)}-{place.digest}"
+def _job(point_run: PointRun) -> str:
+    return f"{launch.job_name(point_run.point.name, 28)}-{point_run.digest}"
 
 
 class _Running(NamedTuple):
-    place: PointRun
+    point_run: PointRun
     process: subprocess.Popen | None  # None for a submitted job
     begun: float
     lock: contextlib.ExitStack
@@ -171,7 +171,7 @@ class Scheduler:
 
     Args:
         runs: folder of all points.
-        given: arguments of the sweep.
+        args: arguments of the sweep.
         engine: what runs the points.
         resubmit: submit jobs again that have not ended.
         done: called once for each point that is done.
@@ -184,14 +184,14 @@ class Scheduler:
     def __init__(
         self,
         runs: pathlib.Path,
-        given: SweepArgs,
+        args: SweepArgs,
         engine: Engine,
         resubmit: bool,
         done: Callable[[PointRun], None],
     ):
-        self.places: dict[str, PointRun] = {}
+        self.point_runs: dict[str, PointRun] = {}
         self.state: dict[str, str] = {}
-        self._runs, self._given, self._engine, self._done = runs, given, engine, done
+        self._runs, self._args, self._engine, self._done = runs, args, engine, done
         self._resubmit = resubmit
         self._running: dict[str, _Running] = {}
         self._restarts: dict[str, int] = {}
@@ -200,10 +200,10 @@ class Scheduler:
     def add(self, points: Iterable[Point]) -> None:
         """Add points, dependencies first; points that are complete are done at once."""
         for point in points:
-            place = PointRun(point, self._runs, self._given.data)
-            self.places[point.name], self.state[point.name] = place, "waiting"
-            if place.is_done:
-                self._finish(place)
+            point_run = PointRun(point, self._runs, self._args.data)
+            self.point_runs[point.name], self.state[point.name] = point_run, "waiting"
+            if point_run.is_done:
+                self._finish(point_run)
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
@@ -234,7 +234,7 @@ class Scheduler:
         """Handle points that have ended and start those that are ready."""
         for name, running in list(self._running.items()):
             if running.process is None:
-                if running.place.is_done:
+                if running.point_run.is_done:
                     self._release(name, "done")
                 else:
                     self._ask(name, running)
@@ -242,30 +242,32 @@ class Scheduler:
                 self._ended(name, running, launch.exit_status(running.process))
         if self._stopping:
             return
-        for name, place in self.places.items():
+        for name, point_run in self.point_runs.items():
             if self.state[name] != "waiting":
                 continue
-            needs = {self.state[needed.name] for needed in place.point.needs}
+            needs = {self.state[needed.name] for needed in point_run.point.needs}
             if needs & {"failed", "blocked"}:
                 self.state[name] = "blocked"
             elif needs <= {"done"} and len(self._running) < self._engine.jobs:
-                self._start(name, place)
+                self._start(name, point_run)
 
-    def _start(self, name: str, place: PointRun) -> None:
-        place.create_folder()
+    def _start(self, name: str, point_run: PointRun) -> None:
+        point_run.create_folder()
         lock = contextlib.ExitStack()
         try:
-            held = lock.enter_context(files.lock_folder(place.folder))
+            held = lock.enter_context(files.lock_folder(point_run.folder))
         except UserError:
             return  # another sweep, or a process that a killed one left, runs it: wait
-        if place.is_done:
+        if point_run.is_done:
             lock.close()
-            self._finish(place)
+            self._finish(point_run)
             return
         process = None
-        if self._resubmit or not (place.is_submitted and self._engine.is_asynchronous(place.point)):
-            command = self._engine.command(place.point, self.places)
-            with open(place.log, "ab") as log:
+        if self._resubmit or not (
+            point_run.is_submitted and self._engine.is_asynchronous(point_run.point)
+        ):
+            command = self._engine.command(point_run.point, self.point_runs)
+            with open(point_run.log, "ab") as log:
                 log.write(f"$ {shlex.join(command)}\n".encode())
                 log.flush()
                 process = subprocess.Popen(
@@ -277,11 +279,11 @@ class Scheduler:
                     start_new_session=True,
                     pass_fds=(held,),
                 )
-        self._running[name] = _Running(place, process, time.time(), lock)
+        self._running[name] = _Running(point_run, process, time.time(), lock)
         self.state[name] = "running"
 
     def _ended(self, name: str, running: _Running, status: int) -> None:
-        submitted = self._engine.is_asynchronous(running.place.point) and status == 0
+        submitted = self._engine.is_asynchronous(running.point_run.point) and status == 0
         self._record(running, None if submitted else status)
         if submitted:
             self._running[name] = running._replace(process=None)
@@ -301,21 +303,23 @@ class Scheduler:
 
     def _ask(self, name: str, running: _Running) -> None:
         """Check whether a job is still queued; its workdir may become visible after its end."""
-        now, place = time.time(), running.place
+        now, point_run = time.time(), running.point_run
         if now - running.asked < _ASK_SECONDS:
             return
-        missed = 0 if self._engine.is_queued(place) else running.missed + 1
+        missed = 0 if self._engine.is_queued(point_run) else running.missed + 1
         self._running[name] = running._replace(asked=now, missed=missed)
         if missed < 2:
             return
-        with open(place.log, "a") as log:
-            log.write(f"{_job(place)} left the queue before it was complete: see slurm-JOB.out\n")
+        with open(point_run.log, "a") as log:
+            log.write(
+                f"{_job(point_run)} left the queue before it was complete: see slurm-JOB.out\n"
+            )
         self._record(running, status=1)
         self._release(name, "failed")
 
     def _record(self, running: _Running, status: int | None) -> None:
         begun = datetime.datetime.fromtimestamp(running.begun, datetime.UTC)
-        running.place.add(
+        running.point_run.add(
             begun=begun.isoformat(timespec="seconds"),
             seconds=round(time.time() - running.begun, 1),
             status=status,
@@ -329,8 +333,8 @@ class Scheduler:
         running.lock.close()
         self.state[name] = state
         if state == "done":
-            self._finish(running.place)
+            self._finish(running.point_run)
 
-    def _finish(self, place: PointRun) -> None:
-        self.state[place.point.name] = "done"
-        self._done(place)
+    def _finish(self, point_run: PointRun) -> None:
+        self.state[point_run.point.name] = "done"
+        self._done(point_run)

@@ -19,7 +19,7 @@ class Search:
         )
         if not get_trial or not self._objective:
             raise UserError(
-                f"{sweep.path} defines no search: it must have get_trial(given, trial) and "
+                f"{sweep.path} defines no search: it must have get_trial(args, trial) and "
                 'OBJECTIVE, such as "dev.accuracy" or "-loss" (to minimize)'
             )
         try:
@@ -33,7 +33,7 @@ class Search:
         storage = journal.JournalFileBackend(str(sweep.path.parent / "study.journal"))
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(storage),
-            study_name=f"{sweep.path.parent.name}-{sweep.given.scale}",
+            study_name=f"{sweep.path.parent.name}-{sweep.args.scale}",
             direction="minimize" if self._objective.startswith("-") else "maximize",
             load_if_exists=True,
         )
@@ -57,7 +57,7 @@ class Search:
         for name, trial in list(self._open.items()):
             state = scheduler.state[name]
             if state == "done":
-                self._study.tell(trial, self._value(scheduler.places[name]))
+                self._study.tell(trial, self._value(scheduler.point_runs[name]))
             elif state in ("failed", "blocked"):
                 self._study.tell(trial, state=self._states.FAIL)
             else:
@@ -73,22 +73,22 @@ class Search:
             point.facts.update(trial=trial.number, **trial.params)
             scheduler.add(
                 p
-                for p in ordered(self._sweep.path, [point], self._sweep.given.data)
-                if p.name not in scheduler.places
+                for p in ordered(self._sweep.path, [point], self._sweep.args.data)
+                if p.name not in scheduler.point_runs
             )
             self._open[point.name] = trial
 
     def _point(self, trial: Any) -> Point:
         """Return the point of a trial."""
-        path, given = self._sweep.path, self._sweep.given
+        path, args = self._sweep.path, self._sweep.args
         try:
-            return call(path, lambda: self._get(given, trial), "get_trial")
+            return call(path, lambda: self._get(args, trial), "get_trial")
         except UserError:
             self._study.tell(trial, state=self._states.FAIL)
             raise
 
-    def _value(self, place: PointRun) -> float:
-        metrics = [line["metrics"] for line in lines_of(place, self._sweep.given)]
+    def _value(self, point_run: PointRun) -> float:
+        metrics = [line["metrics"] for line in lines_of(point_run, self._sweep.args)]
         name = str(self._objective).removeprefix("-")
         if name not in metrics[0]:
             raise UserError(
