@@ -320,7 +320,7 @@ class _SealedRemote(ocp.path.atomicity.CommitFileTemporaryPath):
             return await super().finalize()
         self._checkpoint_metadata_store.wait_until_finished()
         step = int(self.get_final().name)
-        storage.push(self.folder)  # the metrics, before the checkpoint that stands on them
+        storage.push(self.folder)  # the metrics, before the checkpoint that depends on them
         seal(self.folder / str(step), {"step": step, **self.facts.pop(step, {})})
         storage.write(f"{storage.remote(self.folder)}/{_SAVED}", b"")
 

@@ -37,13 +37,34 @@ CHANGES = {
     "T=16, beta2 0.999": {"optim.beta2": 0.999},
     "T=16, next sentence": {"model.next_sentence": "true"},
 }
+MASK_ONLY = {
+    "masking.mask_fraction": 1.0,
+    "masking.same_fraction": 0.0,
+    "masking.random_fraction": 0.0,
+}
+# What the paper does not vary. Large batches have as many tokens in all.
+OTHERS = {
+    "T=16, 20% masked": {"masking.rate": 0.2},
+    "T=16, rate 1e-3": {"optim.learning_rate": 1e-3},
+    "T=16, [MASK] only": MASK_ONLY,
+    "T=16, [MASK] only, rate 1e-3": MASK_ONLY | {"optim.learning_rate": 1e-3},
+    "T=16, stddev 0.05": {"model.initializer_stddev": 0.05},
+    "T=16, stddev 0.1": {"model.initializer_stddev": 0.1},
+    "T=16, Muon": {"optim.optimizer": "muon"},
+    "T=16, 4,096 tokens per step": {
+        "batch_size": 4 * recipes.STEP_TOKENS // 16,
+        "steps": STEPS // 4,
+        "optim.warmup_steps": 50,
+        "evaluate_every_steps": 25,
+    },
+}
 
 
 def get_points(args):
-    """Return a run for each length, curriculum and changed hyperparameter."""
+    """Return a run for each length, curriculum and change."""
     for shares in [*({tokens: 1} for tokens in LENGTHS), *CURRICULA]:
         yield _run(args, shares)
-    for name, changes in CHANGES.items():
+    for name, changes in (CHANGES | OTHERS).items():
         yield _run(args, {16: 1}, name, changes, "nsp" if "next" in name else "none")
     for seed in SEEDS:
         for shares in SEEDED:
@@ -56,7 +77,7 @@ def _name(shares):
 
 def _names():
     lengths = [f"T={tokens}" for tokens in LENGTHS]
-    return [*lengths, *map(_name, CURRICULA), *CHANGES]
+    return [*lengths, *map(_name, CURRICULA), *CHANGES, *OTHERS]
 
 
 def _rows(args, tokens, pairs="none"):
@@ -102,7 +123,6 @@ def _first_below(curve, level):
 def get_blocks(results):
     """Return the table of steps, and the loss curves by length and by hyperparameter."""
     lengths = [f"T={tokens}" for tokens in LENGTHS] + [_name(shares) for shares in CURRICULA]
-    others = ["T=16", *CHANGES]
     axes = ("steps", "held-out masked-LM loss (nats)")
 
     def curves(name, labels):
@@ -112,5 +132,6 @@ def get_blocks(results):
     return {
         "steps": recipes.At("small", Steps()),
         "lengths": curves("lengths", lengths),
-        "changes": curves("changes", others),
+        "changes": curves("changes", ["T=16", *CHANGES]),
+        "others": curves("others", ["T=16", *OTHERS]),
     }
