@@ -1,4 +1,4 @@
-"""Shared by all tests: shape checking, a quiet JAX on eight virtual CPU devices, a small corpus."""
+"""Shared test setup: runtime shape checks, JAX on eight virtual CPU devices, a small corpus."""
 
 import functools
 import gc
@@ -6,16 +6,16 @@ import os
 import shutil
 import tempfile
 
-# Before JAX is imported anywhere. Eight devices let one process test every mesh; most of the time
-# of tests on miniature models goes into compiling, so the compiler runs at a low optimization level.
+# Set before anything imports JAX. Eight devices let one process test every mesh. Tests of tiny
+# models spend most of their time compiling, hence the low optimization level.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
-# There is a worker per core: PyTorch's threads, two per core then, would wait for each other.
+# pytest runs one worker per core. More PyTorch threads per worker would oversubscribe the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Tests, their processes and later runs of the tests share compiled programs, apart from the user's.
+# Tests, their subprocesses and later test runs share a compilation cache, separate from the user's.
 os.environ["BERT_JAX_CACHE"] = os.path.join(tempfile.gettempdir(), "bert_jax_tests_cache")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["BERT_JAX_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
@@ -30,13 +30,13 @@ from jaxtyping import install_import_hook
 
 install_import_hook("bert_jax", "beartype.beartype")
 
-# The same examples every time, so that a run of the tests fails by what changed; `make soak` draws
-# others.
+# Draw the same examples every time, so that a new failure comes from a change of the code;
+# `make soak` draws others.
 hypothesis.settings.register_profile("fixed", derandomize="BERT_JAX_SOAK" not in os.environ)
 hypothesis.settings.load_profile("fixed")
 
 
-# Files whose tests take longest, so that no worker begins one of them last.
+# Slowest test files first, so that no worker starts one of them last.
 LONGEST = (
     "storage", "finetune_runs", "train", "model", "distributed", "convert", "guard", "profile", "finetuning",
     "checkpoint", "sweep", "speed_gpu", "attention",
@@ -44,20 +44,20 @@ LONGEST = (
 
 
 def pytest_addoption(parser):
-    """`--quick` leaves out the files that take longest."""
+    """Add `--quick`, which leaves out the slowest test files."""
     parser.addoption("--quick", action="store_true", help="leave out the files that take longest")
 
 
 def pytest_configure():
-    """Compute as commands do in processes of their own, and look for garbage less often."""
+    """Use the matmul implementation of the commands, and collect garbage less often."""
     from bert_jax import device
 
     device.use_eigen_matmul()
-    gc.set_threshold(100_000, 50, 50)  # tracing allocates much that lives on
+    gc.set_threshold(100_000, 50, 50)  # tracing allocates many long-lived objects
 
 
 def has_gpu():
-    """Whether a process that starts now would train on a GPU."""
+    """Return whether a newly started process would train on a GPU."""
     return (
         pathlib.Path("/dev/nvidia0").exists()
         and importlib.util.find_spec("jax_plugins") is not None
@@ -65,7 +65,7 @@ def has_gpu():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the longest files first, mark tests by the fixtures they use, and skip what cannot run."""
+    """Run the slowest files first, mark tests by their fixtures, and skip tests that cannot run."""
 
     def place(item):
         name = item.path.stem.removeprefix("test_")
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """A function from a path below the folder that $BERT_JAX_DATA names to the file; skips without it."""
+    """Function that returns a file by its path below $BERT_JAX_DATA; skips if it does not exist."""
 
     def find(name):
         path = pathlib.Path(os.environ.get("BERT_JAX_DATA", "/nonexistent"), name)
@@ -103,7 +103,7 @@ def shared_data():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A file in Google's format: 60 documents of sentences from a small grammar."""
+    """Corpus file in Google's format: 60 documents of sentences from a small grammar."""
     from tests.helpers import corpus
 
     return corpus.write(tmp_path_factory.mktemp("corpus"))
@@ -111,22 +111,22 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rows(corpus):
-    """A function (T, S) to a folder of rows of the corpus with sentence pairs."""
+    """Function (T, S) -> folder of rows of the corpus with sentence pairs."""
     from tests.helpers.corpus import write_rows
 
     return functools.partial(write_rows, corpus)
 
 
-@pytest.fixture(scope="module")  # its driver runs an event loop, which other tests would meet
+@pytest.fixture(scope="module")  # so that Playwright's event loop does not affect other tests
 def chromium():
-    """A headless Chromium, driven by Playwright; skips where the machine has none."""
+    """Headless Chromium driven by Playwright; skips if Chromium is not installed."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        # Its sandbox refuses to run as root, as tests in containers do; the pages are our own.
+        # Chromium's sandbox cannot run as root, as tests in containers do; the pages are our own.
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -134,9 +134,9 @@ def chromium():
 
 @pytest.fixture
 def visit(chromium):
-    """A function from an HTML file to its opened page.
+    """Function that opens an HTML file in the browser and returns the page.
 
-    The test fails if anything was written to the console, thrown, or asked of anything but the file.
+    The test fails on console output, an uncaught error, or a request for anything but the file.
     """
     pages, wrong = [], []
 
@@ -165,7 +165,7 @@ def visit(chromium):
 
 @pytest.fixture
 def file_of(tmp_path):
-    """Writes a sweep.py and gives its path."""
+    """Function that writes a sweep.py and returns its path."""
 
     def write(text, name="one"):
         folder = tmp_path / "experiments" / name
@@ -178,7 +178,7 @@ def file_of(tmp_path):
 
 @pytest.fixture
 def hf_folder(tmp_path):
-    """A checkpoint as transformers saves it, with random weights."""
+    """Folder of a checkpoint with random weights, saved by transformers."""
     from tests.helpers import checkpoints
 
     return checkpoints.save_pretrained(checkpoints.torch_model(), tmp_path / "theirs")
@@ -186,7 +186,7 @@ def hf_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run with all pretraining heads over `checkpoints.WORDS`, with random weights."""
+    """Run with random weights, all pretraining heads and the vocabulary `checkpoints.WORDS`."""
     from bert_jax.config import ModelConfig
     from tests.helpers import checkpoints
 
@@ -201,7 +201,7 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def single_device_meshes():
-    """Meshes that no config or argument describes have one device: eight on two cores are slow."""
+    """Give meshes without explicit settings one device, because eight are slow on two cores."""
     import jax
 
     from bert_jax import sharding

@@ -1,4 +1,4 @@
-"""The Python API: against the command line's functions, and in JAX transformations."""
+"""The Python API: agreement with the command line, and use in JAX transformations."""
 
 import dataclasses
 import doctest
@@ -41,7 +41,7 @@ def test_doctests(run):
     assert (failures, tests > 3) == (0, True)
 
 
-def test_apply_is_a_pure_function_of_what_the_other_methods_compute(run):
+def test_apply_matches_other_methods_under_jit_and_grad(run):
     inputs = run.encode(["The [MASK] runs.", ("It turns.", "Bread is baked by ten men.")])
     output = jax.jit(run.apply)(run.params, inputs)
     logits = output.masked_lm[0, 2]  # [CLS] the [MASK]
@@ -70,7 +70,7 @@ def test_changed_parameters_are_saved_and_exported(run, tmp_path):
         assert loaded.vocabulary.tokens == run.vocabulary.tokens
 
 
-def test_predictions_are_those_of_the_command(tuned, tmp_path):
+def test_predict_matches_the_predict_command(tuned, tmp_path):
     metrics, folder = tuned
     assert metrics == json.loads((folder / "metrics.json").read_text())
     texts = ["bread 3", "the river runs"]
@@ -91,13 +91,13 @@ def test_predictions_are_those_of_the_command(tuned, tmp_path):
     )
 
 
-def test_a_pretrained_model_does_not_predict(run):
+def test_predict_without_a_head_is_rejected(run):
     with pytest.raises(UserError, match="has no head that predicts"):
         run.predict(["a text"])
 
 
 class Scaled(MaskedLM):
-    """An objective of a user: half the loss of masked LM."""
+    """User-defined objective: half the masked-LM loss."""
 
     def loss_terms(self, params, inputs, key):
         terms = super().loss_terms(params, inputs, key)
@@ -105,7 +105,7 @@ class Scaled(MaskedLM):
         return {**terms, name: (terms[name][0] / 2, terms[name][1])}
 
 
-def test_ones_own_objective_trains_and_is_remembered(run, tmp_path):
+def test_custom_objective_trains_and_is_required_on_resume(run, tmp_path):
     rows = [workdir.read_data(run.source)[0]]
     assert "objective" not in rows[0]
     folders = [f"{run.source}/data/rows32"]

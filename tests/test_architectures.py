@@ -1,7 +1,7 @@
-"""Options of the encoder: parity with models that have them, packing, and ways of running them.
+"""Encoder options: parity with models that use them, packing, and execution modes.
 
-Qwen3 is pre-norm with RMSNorm, SwiGLU, RoPE and norms of queries and keys; MPT has LayerNorm without
-biases and ALiBi. Both are causal; `test_modernbert.py` compares bidirectional and local attention.
+Qwen3 is pre-norm with RMSNorm, SwiGLU, RoPE and QK-norm; MPT has LayerNorm without biases and
+ALiBi. Both are causal; `test_modernbert.py` compares bidirectional and local attention.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ LLAMA = PRE | {
 
 
 def kernel(params, *paths):
-    """Kernels as the weight of one torch.nn.Linear, those of several paths side by side."""
+    """Return kernels as the weight of one torch.nn.Linear; several paths are concatenated."""
     kernels = []
     for path in paths:
         value = np.asarray(params[f"{path}/kernel"])
@@ -161,8 +161,8 @@ def mpt(config, params):
         ),
     ],
 )
-def test_a_causal_model_with_these_options_is_theirs(build, changes):
-    """Hidden states of all layers, the loss of every next token and its gradients."""
+def test_causal_model_matches_transformers(build, changes):
+    """Compare the hidden states of all layers, the next-token loss and its gradients."""
     import torch
 
     rng = np.random.default_rng(0)
@@ -203,7 +203,7 @@ def test_a_causal_model_with_these_options_is_theirs(build, changes):
 
 
 def reference_attention(q, k, v, segment_ids, causal, reach, alibi):
-    """Probabilities and outputs of one row, token by token; arrays [T, N, K]."""
+    """Compute the probabilities and outputs of one row token by token; inputs are [T, N, K]."""
     tokens, heads, size = q.shape
     weights, output = np.zeros((heads, tokens, tokens)), np.zeros(q.shape)
     for head in range(heads):
@@ -216,7 +216,7 @@ def reference_attention(q, k, v, segment_ids, causal, reach, alibi):
                 and not (reach and abs(i - j) > reach)
             ]
             scores = np.array([q[i, head] @ k[j, head] / size**0.5 for j in seen])
-            if alibi:  # eight heads
+            if alibi:  # slopes for eight heads
                 scores -= 0.5 ** (head + 1) * np.array([abs(i - j) for j in seen])
             share = np.exp(scores) / np.exp(scores).sum()
             weights[head, i, seen] = share
@@ -227,7 +227,7 @@ def reference_attention(q, k, v, segment_ids, causal, reach, alibi):
 @pytest.mark.parametrize(
     ("causal", "reach", "alibi"), [(False, 3, False), (True, 2, False), (False, 0, True), (True, 1, True)]
 )  # fmt: skip
-def test_attention_is_the_reference_token_by_token(causal, reach, alibi):
+def test_attention_matches_tokenwise_reference(causal, reach, alibi):
     rng = np.random.default_rng(1)
     q, k, v = rng.standard_normal((3, 20, 8, 4))
     segment_ids = np.repeat([0, 1, 2, 3], [9, 5, 2, 4])
@@ -241,14 +241,14 @@ def test_attention_is_the_reference_token_by_token(causal, reach, alibi):
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 20])
-def test_slopes_are_those_of_alibi(heads):
+def test_alibi_slopes_match_mpt(heads):
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     theirs = build_mpt_alibi_tensor(heads, 2)[:, 0, 1] - build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
     np.testing.assert_allclose(alibi_slopes(heads), theirs, rtol=1e-6)
 
 
-def test_rotated_products_depend_on_distance_alone():
+def test_rope_scores_depend_only_on_relative_position():
     rng = np.random.default_rng(2)
     q, k = jnp.asarray(rng.standard_normal((2, 1, 6, 2, 8)), jnp.float32)
     position_ids = jnp.array([[0, 1, 4, 9, 10, 30]])
@@ -259,14 +259,14 @@ def test_rotated_products_depend_on_distance_alone():
 
     np.testing.assert_allclose(scores(0), scores(77), atol=1e-5)
     assert np.abs(scores(0) - jnp.einsum("btnk,bunk->bntu", q, k)).max() > 0.1
-    # Pair (i, i + K/2) is a complex number that turns by position / theta^(2 i / K).
+    # Pair (i, i + K/2) is a complex number rotated by position / theta^(2 i / K).
     x = np.asarray(q[0, 5, 0, :4] + 1j * q[0, 5, 0, 4:])
     turned = x * np.exp(1j * 30 / 100.0 ** (np.arange(4) / 4))
     result = np.asarray(rotate(q, rotation(position_ids, 8, 100.0))[0, 5, 0])
     np.testing.assert_allclose(result, [*turned.real, *turned.imag], atol=1e-5)
 
 
-# --- Packing, and ways of computing the same ------------------------------------------------------
+# --- Packing and execution modes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_rotated_products_depend_on_distance_alone():
     ],
     ids=["alibi", "modern", "llama"],
 )
-def test_packed_rows_equal_their_sequences_one_to_a_row(changes):
+def test_packed_rows_match_one_sequence_per_row(changes):
     config, rng = make_config(**changes), np.random.default_rng(3)
     packed = make_batch(rng, [[20, 17, 11], [30, 9], [25]], 48)
     single, origin = one_sequence_a_row(packed)
@@ -293,8 +293,8 @@ def test_packed_rows_equal_their_sequences_one_to_a_row(changes):
             np.testing.assert_allclose(following[place], single_following[i, 0], rtol=0, atol=1e-5)
 
 
-def test_a_token_reaches_the_window_of_its_layers():
-    """Three local layers after a global one: what changes when a token does."""
+def test_local_attention_receptive_field():
+    """Check which outputs change with one token, in one local layer and after a global layer."""
     config = make_config(**MODERN | {"layers": 3, "global_every": 5, "local_window": 4})
     params, batch = random_params(config, np.random.default_rng(4)), make_batch(
         np.random.default_rng(4), [[40, 8]], 48
@@ -303,7 +303,7 @@ def test_a_token_reaches_the_window_of_its_layers():
     @jax.jit
     def layers(x):
         run = functools.partial(bert.Encoder(config).apply, {"params": params["encoder"]})
-        # The first layer is global: look at the others, from its output.
+        # Keep only the outputs of the layers after the first, which is global.
         return run(x, batch.layout, None, all_layers=True)[1:]
 
     hidden = jnp.asarray(np.random.default_rng(5).standard_normal((1, 48, 32)), jnp.float32)
@@ -317,14 +317,14 @@ def test_a_token_reaches_the_window_of_its_layers():
 
     changed = hidden.at[0, 37].add(1)
     moved = np.any(np.asarray(layer(hidden) != layer(changed))[0], axis=1)
-    np.testing.assert_array_equal(np.flatnonzero(moved), [35, 36, 37, 38, 39])  # 40 is another's
+    np.testing.assert_array_equal(np.flatnonzero(moved), [35, 36, 37, 38, 39])  # two on each side
     moved = np.any(np.asarray(layers(hidden)[-1] != layers(changed)[-1])[0], axis=1)
-    np.testing.assert_array_equal(moved, np.arange(48) < 40)  # by the first layer
+    np.testing.assert_array_equal(moved, np.arange(48) < 40)  # through the first layer
 
 
 @pytest.mark.parametrize("layers", [2, 6])
-def test_every_way_of_running_alternating_layers_gives_the_same(layers):
-    """The first layer has no norm; of six, three are a group of the scan and two remain."""
+def test_scan_and_remat_match_unrolled_alternating_layers(layers):
+    """The first layer has no attention norm. Of six, three form a scan group and two remain."""
     rng = np.random.default_rng(6)
     quiet = make_config(**MODERN | {"layers": layers})
     params, batch = random_params(quiet, rng), make_batch(rng, [[20, 17], [30]], 40)
@@ -349,7 +349,7 @@ def test_every_way_of_running_alternating_layers_gives_the_same(layers):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-def test_a_scan_compiles_a_group_once():
+def test_scan_traces_a_layer_group_once():
     def products(layers):
         config = make_config(**MODERN | {"layers": layers, "layer_loop": "scanned"})
         batch = make_batch(np.random.default_rng(0), [[8]], 8)
@@ -359,8 +359,8 @@ def test_a_scan_compiles_a_group_once():
     assert products(13) == products(4) < products(6)
 
 
-def test_probabilities_are_those_that_the_layers_attend_with():
-    """Recomputed with the queries and keys of the pre-norm input, rotated, in the window."""
+def test_attention_probabilities_match_manual_recomputation():
+    """Recompute from the rotated queries and keys of the pre-norm input, within the window."""
     config, rng = make_config(**MODERN | {"layers": 3}), np.random.default_rng(8)
     params, batch = random_params(config, rng), make_batch(rng, [[20, 17], [30]], 40)
     model = functools.partial(Bert(config).apply, {"params": params}, batch.tokens, batch.layout)
@@ -388,7 +388,7 @@ def test_probabilities_are_those_that_the_layers_attend_with():
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-def test_only_parameters_that_an_option_uses_exist():
+def test_options_create_only_the_parameters_they_use():
     bert_paths, paths = (
         flat(shapes(make_config())).keys(),
         flat(shapes(make_config(**MODERN))).keys(),
@@ -409,7 +409,7 @@ def test_only_parameters_that_an_option_uses_exist():
     }  # fmt: skip
 
 
-def test_norms_do_not_decay_and_gates_are_sharded_as_their_layer():
+def test_weight_decay_sharding_and_lr_of_norms_and_gates():
     params = shapes(make_config(**LLAMA))
     decays = flat(optim.decay_mask(params))
     assert {path for path, decay in decays.items() if not decay} == {
@@ -425,7 +425,7 @@ def test_norms_do_not_decay_and_gates_are_sharded_as_their_layer():
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_transform_below_the_head_reads_the_pooled_sequence(pooling):
+def test_head_transform_is_applied_to_the_pooled_sequence(pooling):
     config = make_config(
         head="sequence", labels=("a", "b"), head_layer="transform", head_pooling=pooling,
         masked_lm=False, next_sentence=False,
@@ -450,7 +450,7 @@ def test_a_transform_below_the_head_reads_the_pooled_sequence(pooling):
 
 
 def multiplications(jaxpr):
-    """FLOPs of the matrix products of a jaxpr, without those that select by a one-hot matrix."""
+    """Return the FLOPs of a jaxpr's matrix products, except selections by a one-hot matrix."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -459,7 +459,7 @@ def multiplications(jaxpr):
             is_selection = "select" in str(equation.source_info.name_stack)
             total += 0 if is_selection else 2 * size * equation.outvars[0].aval.size
         inner = equation.params
-        if equation.primitive.name == "cond":  # a choice by platform
+        if equation.primitive.name == "cond":  # a platform-dependent branch
             inner = equation.params["branches"][0]
         for value in jax.tree.leaves(
             inner, is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr)
@@ -470,7 +470,7 @@ def multiplications(jaxpr):
 
 
 @pytest.mark.parametrize("changes", [{}, MODERN, LLAMA, {"gated_feed_forward": True}])
-def test_flops_are_those_of_the_traced_products(changes):
+def test_flops_per_row_match_traced_matmuls(changes):
     config = make_config(**changes)
     batch = make_batch(np.random.default_rng(0), [[20]], 32)
     params = shapes(config)
@@ -478,17 +478,17 @@ def test_flops_are_those_of_the_traced_products(changes):
     assert multiplications(program.jaxpr) == flops_per_row(config, 32, 1, 6)
 
 
-def test_parameter_count_without_a_decoder_bias():
+def test_parameter_count_without_decoder_bias():
     config = make_config(vocab_multiple=64, **LLAMA)
     params = shapes(config)
     unpadded = shapes(dataclasses.replace(config, vocab_multiple=1))
     assert parameter_count(params, config) == sum(x.size for x in jax.tree.leaves(unpadded))
 
 
-# --- Refusals -------------------------------------------------------------------------------------
+# --- Validation and named sizes -------------------------------------------------------------------
 
 
-def test_impossible_values_are_refused():
+def test_invalid_model_settings_are_rejected():
     def refusal(**changes):
         with pytest.raises(UserError) as error:
             validate(Config(model=ModelConfig(**changes)))
@@ -503,8 +503,8 @@ def test_impossible_values_are_refused():
 
 
 @pytest.mark.parametrize(("name", "layers"), [("modern-base", 22), ("modern-large", 28)])
-def test_modernbert_sizes_are_those_of_transformers(name, layers):
-    """The values of its config, which are base's defaults, and the number of parameters."""
+def test_modernbert_sizes_match_transformers(name, layers):
+    """Compare with ModernBertConfig, whose defaults are base's, and the parameter count."""
     import torch
     import transformers
 
@@ -530,8 +530,8 @@ def test_modernbert_sizes_are_those_of_transformers(name, layers):
     assert parameter_count(bert.shapes(config), config) == expected
 
 
-def test_neo_base_has_the_parameters_of_the_paper():
-    """About 250M, of which a layer has 4 D² + 3 D F and two norms."""
+def test_neo_base_parameter_count_matches_paper():
+    """About 250M parameters: each layer has 4 D² + 3 D F and two norms."""
     config = dataclasses.replace(model_size("neo-base"), vocab_size=30_522)
     d, f = 768, 2048
     layers = 28 * (4 * d * d + 3 * d * f + 2 * d)

@@ -1,7 +1,7 @@
-"""Attention's kernels: equal to XLA's in Pallas' interpreter, lowered for their hardware, refused.
+"""Attention kernels: equality with XLA in Pallas' interpreter, lowering per platform, validation.
 
-No accelerator is needed: where a kernel cannot even be interpreted (cuDNN), what is handed to the
-hardware is looked at.
+No accelerator is needed. cuDNN has no interpreter, so its tests check the arguments of the call and
+the lowered program.
 """
 
 import dataclasses
@@ -28,7 +28,10 @@ PALLAS = ("pallas", "splash")
 
 
 def make_inputs(tokens, heads=2, size=16, rows=2, dtype=jnp.float32):
-    """Queries, keys, values, a cotangent, and sequences: packed ones with padding, or one a row."""
+    """Return [queries, keys, values, cotangent] and segment IDs.
+
+    Even rows hold three packed sequences and padding; odd rows hold one sequence.
+    """
     rng = np.random.default_rng(tokens)
     arrays = rng.standard_normal((4, rows, tokens, heads, size), np.float32)
     sequence = np.zeros((rows, tokens), np.int32)
@@ -47,7 +50,7 @@ def value_and_gradients(arrays, sequence, implementation, interpret=True, causal
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", PALLAS)
-def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation, causal):
+def test_kernel_matches_xla_on_packed_rows(implementation, causal):
     arrays, sequence = make_inputs(150, size=24)
     expected = value_and_gradients(arrays, sequence, "xla", True, causal)
     for ours, theirs in zip(
@@ -57,7 +60,7 @@ def test_a_kernel_is_equal_to_xla_in_packed_rows(implementation, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_splash_is_equal_to_xla_within_a_window(causal):
+def test_splash_matches_xla_with_local_window(causal):
     arrays, sequence = make_inputs(300, size=24)
     result, expected = (
         value_and_gradients(arrays, sequence, name, True, causal, 20) for name in ("splash", "xla")
@@ -69,8 +72,8 @@ def test_splash_is_equal_to_xla_within_a_window(causal):
 
 
 @pytest.mark.parametrize("reach", [0, 20])
-def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch, reach):
-    """What goes to cuDNN, computed by XLA."""
+def test_cudnn_mask_is_causal_and_local(monkeypatch, reach):
+    """XLA computes the call to cuDNN, including its mask."""
     theirs = jax.nn.dot_product_attention
 
     def by_xla(*arrays, mask, implementation):
@@ -87,8 +90,8 @@ def test_cudnn_is_told_what_a_causal_token_sees(monkeypatch, reach):
 
 
 @pytest.mark.parametrize("implementation", PALLAS)
-def test_a_kernel_rounds_no_worse_than_xla(implementation):
-    """In bfloat16, against float32."""
+def test_kernel_bfloat16_error_is_comparable_to_xla(implementation):
+    """The reference is XLA's attention in float32."""
     exact = value_and_gradients(*make_inputs(128, size=64), "xla")
     inputs = make_inputs(128, size=64, dtype=jnp.bfloat16)
     ours, theirs = (value_and_gradients(*inputs, name) for name in (implementation, "xla"))
@@ -98,7 +101,7 @@ def test_a_kernel_rounds_no_worse_than_xla(implementation):
 
 
 @pytest.mark.parametrize("implementation", PALLAS)
-def test_every_device_attends_in_its_own_rows_and_heads(implementation):
+def test_sharded_attention_needs_no_communication(implementation):
     arrays, sequence = make_inputs(128, heads=4, rows=4)
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     places = [jax.NamedSharding(mesh, sharding.HEADS)] * 4, sharding.row_sharding(mesh)
@@ -114,8 +117,8 @@ def test_every_device_attends_in_its_own_rows_and_heads(implementation):
     assert "all-" not in compiled.as_text()
 
 
-def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
-    """With dropout where a kernel does not see it."""
+def test_splash_gradients_on_a_mesh_match_xla(monkeypatch):
+    """Dropout is on except in attention, where kernels do not support it."""
     used = []
 
     def watched(*args, **options):
@@ -160,7 +163,7 @@ def test_a_model_on_a_mesh_has_the_gradients_of_xla(monkeypatch):
 
 
 class Watching(pretraining.MaskedLM):
-    """A task that only looks at the mesh it is traced on."""
+    """Objective that records the mesh under which it is traced."""
 
     seen: ClassVar[list[dict[str, int]]] = []
 
@@ -182,7 +185,7 @@ class Watching(pretraining.MaskedLM):
 
 
 def small_run(rows, **changes):
-    """A run's config with the vocabulary's size, and its phase, without dropout in attention."""
+    """Return a config without attention dropout, with the vocabulary size set, and its phase."""
     config = Config(
         model=dataclasses.replace(model_size("L2-H32-A2"), attention_dropout=0.0, **changes),
         phases=(PhaseConfig(rows=str(rows())),),
@@ -193,7 +196,7 @@ def small_run(rows, **changes):
     return config, phase
 
 
-def test_training_and_evaluation_know_their_mesh(rows):
+def test_train_and_eval_steps_are_traced_under_the_mesh(rows):
     config, phase = small_run(rows)
     phase.objective.__class__ = Watching
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
@@ -216,7 +219,7 @@ def test_training_and_evaluation_know_their_mesh(rows):
         ),
     ],
 )
-def test_a_kernel_is_what_its_hardware_gets(monkeypatch, implementation, platform, calls):
+def test_kernel_lowers_to_platform_custom_calls(monkeypatch, implementation, platform, calls):
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
@@ -225,7 +228,7 @@ def test_a_kernel_is_what_its_hardware_gets(monkeypatch, implementation, platfor
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     for call in calls:
         assert call in text
-    if implementation == "cudnn":  # the mask, T filled up, goes in forward and backward
+    if implementation == "cudnn":  # forward and backward get the mask, padded to T=128
         assert (
             sum("tensor<2x1x128x128xbf16>" in line for line in text.split("\n") if "fmha" in line)
             == 2
@@ -234,12 +237,15 @@ def test_a_kernel_is_what_its_hardware_gets(monkeypatch, implementation, platfor
 
 
 def scatters(text):
-    """The element types and shapes of the scatters in a compiled program's text."""
+    """Return the element types and shapes of the scatters in the text of a compiled program."""
     return re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", text)
 
 
 def assert_only_words_are_scattered(text):
-    """Whatever else a gradient adds up, it is not by index: GPUs need atomic additions for that."""
+    """Check that only the word-embedding gradient uses a scatter.
+
+    Scatters need atomic additions on GPUs.
+    """
     result = scatters(text)
     assert len(result) == 1
     assert result[0].startswith("f32[")  # bfloat16 has no fast atomic addition
@@ -247,7 +253,7 @@ def assert_only_words_are_scattered(text):
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("topology", ["v5e:2x2"])
-def test_a_sharded_step_compiles_for_tpu(rows, topology):
+def test_sharded_step_compiles_for_tpu(rows, topology):
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(topology, "tpu").devices
@@ -261,7 +267,7 @@ def test_a_sharded_step_compiles_for_tpu(rows, topology):
     assert_only_words_are_scattered(text)
 
 
-# --- Refusals -------------------------------------------------------------------------------------
+# --- Validation -----------------------------------------------------------------------------------
 
 
 def run_config(deterministic=False, **changes):
@@ -280,7 +286,7 @@ PLATFORMS = {name: kernel.platform for name, kernel in KERNELS.items()}
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_a_kernel_cannot_do_is_refused(name):
+def test_unsupported_kernel_settings_are_rejected(name):
     platform = PLATFORMS[name]
     check(run_config(attention=name), platform, 4)
     prefix = f"config.model.attention='{name}': config."
@@ -313,7 +319,7 @@ def test_what_a_kernel_cannot_do_is_refused(name):
         assert error.endswith(f"model.dtype is 'float32', but {name} supports only 'bfloat16'")
 
 
-def test_cudnn_is_refused_where_runs_must_be_deterministic():
+def test_cudnn_is_rejected_for_deterministic_runs():
     error = refusal("gpu", attention="cudnn", deterministic=True)
     assert "set config.model.attention to 'xla', or config.deterministic to false" in error
     check(run_config(attention="pallas", deterministic=True), "gpu", 1)
@@ -337,15 +343,13 @@ def test_cudnn_is_refused_where_runs_must_be_deterministic():
         ("gpu", {"attention": "pallas"}, "pallas", "as configured"),
     ],
 )
-def test_auto_takes_a_kernel_where_it_can_train_the_model(
-    platform, changes, implementation, reason
-):
+def test_auto_selects_a_kernel_that_supports_the_config(platform, changes, implementation, reason):
     config = run_config(**changes)
     assert config.model.attention == changes.get("attention", "auto")
     choice = choose(config, platform, 1)
     assert choice.implementation == implementation
     assert reason in choice.reason
-    # A run describes its config once "auto" is replaced.
+    # Runs call `describe` after "auto" has been resolved.
     config.model.attention = implementation
     check(config, platform, 1)
     line = describe(config, platform, 1)
@@ -362,21 +366,21 @@ def test_auto_takes_a_kernel_where_it_can_train_the_model(
         ("splash", "cpu", "'xla'"),
     ],
 )
-def test_other_hardware_is_refused_with_what_it_can_do(name, platform, instead):
+def test_wrong_platform_error_lists_alternatives(name, platform, instead):
     assert refusal(platform, attention=name) == (
         f"config.model.attention='{name}' runs on a {PLATFORMS[name]} only, this is a {platform}: "
         f"set it to {instead}"
     )
 
 
-def test_xla_is_never_refused():
+def test_xla_is_always_accepted():
     for platform in ("cpu", "gpu", "tpu"):
         for name in ("auto", "xla"):
             check(run_config(attention=name, hidden=36, heads=12), platform, 5)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_dropout_with_a_kernel_is_an_error_and_nothing_else(name):
+def test_kernel_with_dropout_or_alibi_raises_value_error(name):
     (*inputs, _), sequence = make_inputs(128)
     with pytest.raises(ValueError, match="has no dropout"):
         attention(*inputs, sequence, 0.1, jax.random.key(0), name)

@@ -1,4 +1,4 @@
-"""What attends to what: the weights are transformers', the figures are right, the page works."""
+"""Attention maps: weights match Hugging Face Transformers, head statistics, HTML page, picture."""
 
 import base64
 import contextlib
@@ -34,7 +34,7 @@ MODEL = ModelConfig(
 
 @pytest.fixture(scope="session")
 def theirs(tmp_path_factory):
-    """A random BertModel of transformers, and the folder it is saved in."""
+    """A random Transformers `BertModel` and the folder it is saved in."""
     config = transformers.BertConfig(
         vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=20, max_position_embeddings=24, attn_implementation="eager",
@@ -57,7 +57,7 @@ def maps(theirs):
 
 
 def write_run(folder, model):
-    """A run of random parameters, far enough apart that heads look somewhere."""
+    """Write a run with random parameters, scaled up so that attention is far from uniform."""
     files.lock_folder(folder)
     Vocabulary(WORDS, True).save(folder)
     settings = {"config": config_lib.to_dict(Config(model=model)), "data": []}
@@ -72,7 +72,7 @@ def write_run(folder, model):
 # --- Weights --------------------------------------------------------------------------------------
 
 
-def test_weights_are_those_of_transformers_in_every_layer(theirs, maps):
+def test_attention_weights_match_transformers_in_every_layer(theirs, maps):
     model, folder = theirs
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(TEXT, TEXT_B, return_tensors="pt")
@@ -90,7 +90,7 @@ def test_weights_are_those_of_transformers_in_every_layer(theirs, maps):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_weights_times_values_are_attention(causal):
+def test_weights_times_values_equal_attention_output(causal):
     rng = np.random.default_rng(0)
     query, key, value = jnp.asarray(2 * rng.standard_normal((3, 2, 9, 2, 4)), jnp.float32)
     sequence = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
@@ -116,7 +116,7 @@ def test_weights_times_values_are_attention(causal):
     ],
     ids=["causal", "kernel", "no segments", "one segment"],
 )
-def test_a_run_of_any_kind_of_model(tmp_path, changes):
+def test_attention_maps_of_model_variants(tmp_path, changes):
     run = write_run(tmp_path / "run", dataclasses.replace(MODEL, **changes))
     result = AttentionMapper(run)(TEXT, TEXT_B)
     assert result.segments.sum() == len(result.tokens) - 7
@@ -128,7 +128,7 @@ def test_a_run_of_any_kind_of_model(tmp_path, changes):
     assert np.ptp(weights[:, :, -1]) > 0.1
 
 
-def test_what_cannot_be_looked_at_is_said_in_a_line(theirs):
+def test_invalid_texts_give_one_line_errors(theirs):
     mapper = AttentionMapper(theirs[1])
 
     def refusal(*texts):
@@ -147,25 +147,25 @@ def test_what_cannot_be_looked_at_is_said_in_a_line(theirs):
     assert mapper("the [MASK]").tokens == ["[CLS]", "the", "[MASK]", "[SEP]"]
 
 
-# --- Figures --------------------------------------------------------------------------------------
+# --- Head statistics ------------------------------------------------------------------------------
 
 
-def test_entropy_by_hand():
+def test_entropy_matches_hand_computation():
     halves = [[0.5, 0.5, 0], [1, 0, 0], [0.25, 0.25, 0.5]]
     expected = (np.log(2) + 0 + 1.5 * np.log(2)) / 3
     heads = np.array([[halves, np.eye(3), np.full((3, 3), 1 / 3)]], np.float32)
     np.testing.assert_allclose(entropy(heads), [[expected, 0, np.log(3)]], atol=1e-6)
 
 
-def test_distance_by_hand():
-    # 0.5 · 1, then 1 · 1, then 0.25 · 2 + 0.25 · 1.
+def test_mean_distance_matches_hand_computation():
+    # Row by row: 0.5 · 1, 1 · 1, 0.25 · 2 + 0.25 · 1.
     halves = [[0.5, 0.5, 0], [1, 0, 0], [0.25, 0.25, 0.5]]
     heads = np.array([[halves, np.eye(3), np.eye(3)[::-1]]], np.float32)
     np.testing.assert_allclose(mean_distance(heads), [[2.25 / 3, 0, 4 / 3]], atol=1e-6)
 
 
-def test_rollout_by_hand():
-    # Two heads whose means are [[1, 0], [1, 0]] and [[0, 1], [0.5, 0.5]].
+def test_rollout_matches_hand_computation():
+    # Two layers, whose means over heads are [[1, 0], [1, 0]] and [[0, 1], [0.5, 0.5]].
     first = [[[1, 0], [1, 0]], [[1, 0], [1, 0]]]
     second = [[[0, 1], [0, 1]], [[0, 1], [1, 0]]]
     result = rollout(np.array([first, second], np.float32))
@@ -180,7 +180,7 @@ def test_rollout_by_hand():
 
 @pytest.fixture(scope="session")
 def written(theirs, tmp_path_factory):
-    """The page that the command writes, and what it printed."""
+    """Path of the page that `bert-jax attention` writes, and the standard output of the command."""
     out = tmp_path_factory.mktemp("out") / "deep" / "a.html"
     command = ["attention", "--init", str(theirs[1]), "--text", TEXT, "--text-b", TEXT_B]
     messages = []
@@ -202,7 +202,7 @@ def ready(opened):
 
 
 def pixels(opened, selector):
-    """Those of a canvas; [height, width, 4], the last being how opaque they are, up to 255."""
+    """Return the RGBA pixels of a canvas: [height, width, 4], with values from 0 to 255."""
     url = opened.locator(selector).evaluate("canvas => canvas.toDataURL()")
     png = base64.b64decode(url.removeprefix("data:image/png;base64,"))
     return np.rint(255 * matplotlib.image.imread(io.BytesIO(png)))
@@ -216,7 +216,7 @@ def cell(layer, column, table="maps"):
     return f"#{table} td[data-layer='{layer}'][data-column='{column}']"
 
 
-def test_the_command_says_what_it_wrote(written):
+def test_command_prints_the_files_it_wrote(written):
     out, result = written
     count = len(Vocabulary(WORDS, True).encode(TEXT, TEXT_B))
     picture = out.with_suffix(".png")
@@ -224,7 +224,7 @@ def test_the_command_says_what_it_wrote(written):
     assert sorted(out.parent.iterdir()) == [out, picture]
 
 
-def test_every_map_is_on_the_page(opened, maps):
+def test_page_shows_every_attention_map(opened, maps):
     heads = maps.probabilities
     shown = np.concatenate([heads, heads.mean(1)[:, None], rollout(heads)[:, None]], 1)
     titles = opened.locator("#maps thead th").all_inner_texts()
@@ -238,7 +238,7 @@ def test_every_map_is_on_the_page(opened, maps):
         assert actual == [f"{x:.{digits}f}" for x in figure(heads).ravel()]
 
 
-def test_a_word_piece_is_followed(opened, maps):
+def test_hovering_a_token_shows_its_attention(opened, maps):
     weights = maps.probabilities[1, 2]
     opened.locator(cell(1, 2)).click()
     assert opened.inner_text("#weights") == ""
@@ -272,7 +272,7 @@ def test_a_word_piece_is_followed(opened, maps):
     np.testing.assert_array_equal(alphas(opened, "#between"), lines)
 
 
-def test_word_pieces_are_followed_by_keys(opened, maps):
+def test_tokens_are_selected_with_the_keyboard(opened, maps):
     def selected():
         return opened.locator("#from li[aria-selected=true]").all_inner_texts()
 
@@ -291,7 +291,7 @@ def test_word_pieces_are_followed_by_keys(opened, maps):
     assert opened.inner_text("#weights").startswith(f"[SEP] ({len(maps.tokens) - 1}) attends to ")
 
 
-def test_the_large_map_names_its_cells(opened, maps):
+def test_hovering_the_large_map_names_the_cell(opened, maps):
     opened.locator(cell(0, 3)).click()
     weights = maps.probabilities[0, 3]
     opened.locator("#large").scroll_into_view_if_needed()
@@ -309,7 +309,7 @@ def test_the_large_map_names_its_cells(opened, maps):
     assert (inside > 0).mean() > 0.9
 
 
-def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
+def test_heads_are_selected_with_the_keyboard_and_in_every_table(opened, maps):
     def chosen():
         return opened.inner_text("#chosen")
 
@@ -336,7 +336,7 @@ def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
         assert chosen() == expected
     assert not np.array_equal(alphas(opened, "#large"), before)
     assert opened.locator("td[aria-selected=true]").count() == 3
-    # A table is one stop of Tab.
+    # Each table is a single tab stop.
     assert opened.locator("td[tabindex='0']").count() == 3
     opened.locator(cell(2, 1, "distance")).click()
     assert chosen() == caption(2, 1)
@@ -344,7 +344,7 @@ def test_a_head_is_chosen_by_keys_and_in_every_table(opened, maps):
     assert chosen() == caption(1, 1)
 
 
-def test_heads_have_colors_and_are_drawn_over_each_other(opened, maps):
+def test_heads_have_distinct_colors_and_can_be_overlaid(opened, maps):
     swatches = opened.locator("#overlay i").evaluate_all("x => x.map(y => y.style.background)")
     assert len(set(swatches)) == maps.probabilities.shape[1] == 4
     for head in (0, 3):
@@ -373,7 +373,7 @@ def test_heads_have_colors_and_are_drawn_over_each_other(opened, maps):
     assert marks[-2:] == [["50%", "50%"], ["100%", "100%"]]
 
 
-def test_texts_come_through_as_texts(opened, maps):
+def test_special_characters_are_displayed_verbatim(opened, maps):
     assert opened.title() == opened.inner_text("h1") == f"Attention: {TEXT} / {TEXT_B}"
     assert opened.locator("#to li").all_inner_texts() == maps.tokens
     second = opened.locator("#to li.second").all_inner_texts()
@@ -381,7 +381,7 @@ def test_texts_come_through_as_texts(opened, maps):
     assert opened.locator("h1 *, li script").count() == 0
 
 
-def test_a_word_piece_may_be_anything(tmp_path, visit):
+def test_html_in_tokens_is_escaped(tmp_path, visit):
     odd = ["<b>x</b>", "&amp;", "</script><script>document.title='lost'</script>", "\"'"]
     maps = synthetic(4)._replace(tokens=odd, texts=(odd[2], odd[1]))
     opened = ready(visit(report.write(maps, odd[2], str(tmp_path / "a.html"))[0]))
@@ -390,7 +390,7 @@ def test_a_word_piece_may_be_anything(tmp_path, visit):
     assert opened.inner_text("p.quiet >> nth=0").startswith(odd[2])
 
 
-def test_colors_follow_the_mode(written, visit):
+def test_colors_follow_the_color_scheme(written, visit):
     opened = ready(visit(written[0], color_scheme="light"))
 
     def colors():
@@ -407,7 +407,7 @@ def test_colors_follow_the_mode(written, visit):
 
 
 def synthetic(tokens, layers=1, heads=1, seen=()):
-    """Maps in which each word piece looks at itself, but for pairs (from, to) in `seen`."""
+    """Return maps where each token attends to itself, except for the pairs (from, to) in `seen`."""
     weights = np.tile(np.eye(tokens, dtype=np.float32), (layers, heads, 1, 1))
     for i, j in seen:
         weights[..., i, :] = np.eye(tokens, dtype=np.float32)[j]
@@ -415,7 +415,7 @@ def synthetic(tokens, layers=1, heads=1, seen=()):
     return AttentionMaps(("a",), pieces, np.zeros(tokens, np.int32), weights)
 
 
-def test_no_line_of_a_long_text_is_lost(tmp_path, visit):
+def test_thumbnails_of_long_texts_keep_isolated_weights(tmp_path, visit):
     page, _ = report.write(synthetic(300, seen=[(201, 7)]), "m", str(tmp_path / "a.html"))
     opened = ready(visit(page))
     result = alphas(opened, f"{cell(0, 0)} canvas")
@@ -426,7 +426,7 @@ def test_no_line_of_a_long_text_is_lost(tmp_path, visit):
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_small_weights_are_kept():
+def test_quantization_preserves_small_weights():
     weights = np.full((1, 512, 512), 1 / 512, np.float32)
     kept = (report._bytes(weights) / 255) ** 2
     np.testing.assert_allclose(kept, weights, rtol=0.06)
@@ -438,7 +438,7 @@ def test_small_weights_are_kept():
 # --- The picture ----------------------------------------------------------------------------------
 
 
-def test_the_picture_has_every_map(tmp_path):
+def test_picture_contains_every_map(tmp_path):
     maps = synthetic(9, layers=2, heads=3, seen=[(0, 5)])
     sizes = {}
     for rolled in (False, True):
@@ -453,7 +453,7 @@ def test_the_picture_has_every_map(tmp_path):
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("##4") == 2 + 5
     assert {"layer 2", "head 3", "mean", "rollout"} <= set(texts)
-    # The upper edge of the first map is what the first word piece looks at.
+    # The top row of the first map holds the attention weights of the first token.
     pixels = matplotlib.image.imread(tmp_path / "True.png")[..., :3].mean(-1)
     left, right, _, high = (150 * x for x in axes.images[0].get_extent())
     top = len(pixels) - high
@@ -466,12 +466,12 @@ def test_the_picture_has_every_map(tmp_path):
     assert at(8, 8) < 0.4 < 0.9 < at(8, 5)
 
 
-def test_word_pieces_that_no_one_could_read_are_left_out():
+def test_illegible_token_labels_are_omitted():
     (axes,) = report.picture(synthetic(100), "m").axes
     assert not [text for text in axes.texts if text.get_text().startswith("##")]
 
 
-def test_where_things_go(tmp_path):
+def test_output_paths_and_invalid_out_options(tmp_path):
     def names(out):
         return [path.name for path in report.paths(out)]
 
@@ -487,7 +487,7 @@ def test_where_things_go(tmp_path):
     assert "<svg" in picture.read_text()
 
 
-def test_a_refused_command_is_a_line(theirs, tmp_path, capsys):
+def test_invalid_out_suffix_gives_one_line_error(theirs, tmp_path, capsys):
     command = ["attention", "--init", str(theirs[1]), "--text", "the", "--out"]
     assert cli.main([*command, "a.txt"]) == cli.EXIT_USER_ERROR
     output = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rows made by Apache Beam's workers: the bytes, the manifest and the errors of the local runner."""
+"""`prepare` on Apache Beam: the same bytes, manifest and errors as with the local runner."""
 
 import errno
 import gzip
@@ -31,7 +31,7 @@ OPTIONS = [
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Many chunks, batches and shards of little text."""
+    """Split a small text into many chunks, batches and shards."""
     monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 1500)
     monkeypatch.setattr(prepare_worker, "BATCH_BYTES", 3000)
     monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
@@ -39,7 +39,7 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """(sources, vocabulary): files of several kinds and sizes, much of it odd."""
+    """Sources and vocabulary: files of several formats and sizes, some of them malformed."""
     folder = tmp_path_factory.mktemp("text")
     rng = random.Random(0)
 
@@ -53,7 +53,7 @@ def text(tmp_path_factory):
         return "\n".join(lines)
 
     (folder / "plain").mkdir()
-    for i in range(8):  # one of them is empty, one has bad bytes
+    for i in range(8):  # file 4 is empty, file 5 has invalid UTF-8
         content = "\n\n".join(document(5 * i + j) for j in range(1 + 4 * (i % 3)) if i != 4)
         (folder / f"plain/{i}.txt").write_bytes(content.encode() + b"\xff\n" * (i == 5))
     for i in range(3):
@@ -71,7 +71,7 @@ def content(folder):
 
 
 class Shuffled:
-    """Does the pieces in any order, some of them twice, as Beam's runners may."""
+    """Runner that executes tasks in random order and some of them twice, as Beam may."""
 
     def __init__(self, job, rng):
         self._job, self._rng = job, rng
@@ -107,7 +107,7 @@ def shuffled(sources, vocab, out, rng, **options):
     st.sampled_from([1, 2000, 6000, 100_000]),
     st.sampled_from([800, 2500, 100_000]),
 )
-def test_bytes_depend_on_no_order_of_the_work(
+def test_output_is_independent_of_task_order_and_batching(
     tmp_path_factory, text, small_pieces, rng, options, order, batch_bytes, chunk_characters
 ):
     sources, vocab = [text[0][i] for i in order], text[1]
@@ -121,13 +121,14 @@ def test_bytes_depend_on_no_order_of_the_work(
     assert content(folder / "there") == content(folder / "local")
 
 
-def test_the_text_is_as_odd_as_it_should_be(tmp_path, text, small_pieces):
-    """Else the equality of warnings would say little."""
+def test_fixture_text_covers_warnings_batches_and_shards(tmp_path, text, small_pieces):
+    """The comparisons between runners mean little if the text does not exercise these paths."""
     manifest = prepare(*text, tmp_path / "rows", workers=1)
     output = "\n".join(manifest.warnings)
     for problem in ("is empty", "not UTF-8", "not JSON", "a text is empty", "a long line repeats"):
         assert problem in output
-    assert output.count("a long line repeats") == 3  # in one source of an earlier one's, too
+    # One warning per source. The last source repeats lines of the first.
+    assert output.count("a long line repeats") == 3
     batches = list(module._batches([module.corpus.parse_source(s) for s in text[0]]))
     assert len(batches) > 4
     assert any(batch.end - batch.first > 1 for batch in batches)
@@ -142,14 +143,14 @@ def test_the_text_is_as_odd_as_it_should_be(tmp_path, text, small_pieces):
         (OPTIONS[3], []),
     ],
 )
-def test_beam_writes_the_same_bytes(tmp_path, text, small_pieces, options, beam):
+def test_beam_output_matches_local_runner(tmp_path, text, small_pieces, options, beam):
     prepare(*text, tmp_path / "local", workers=1, **options)
     prepare(*text, tmp_path / "beam", runner="beam", beam=beam, **options)
     assert content(tmp_path / "beam") == content(tmp_path / "local")
 
 
 def broken(kind, folder):
-    """A source that cannot be read."""
+    """Return a source that `prepare` rejects."""
     if kind == "no field":
         (folder / "b.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
         return str(folder / "b.jsonl")
@@ -158,7 +159,7 @@ def broken(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["no field", "no text"])
-def test_bad_text_is_the_local_runners_line(tmp_path, text, small_pieces, kind, capfd):
+def test_invalid_input_gives_the_local_runners_error(tmp_path, text, small_pieces, kind, capfd):
     sources, vocab = text
     bad = broken(kind, tmp_path)
     with pytest.raises(UserError) as local:
@@ -171,9 +172,7 @@ def test_bad_text_is_the_local_runners_line(tmp_path, text, small_pieces, kind, 
     assert not (tmp_path / "beam" / "manifest.json").exists()
 
 
-def test_a_full_disk_is_one_line_and_what_is_done_is_kept(
-    tmp_path, text, small_pieces, monkeypatch
-):
+def test_full_disk_error_keeps_finished_batches(tmp_path, text, small_pieces, monkeypatch):
     prepare(*text, tmp_path / "whole", workers=1)
     out, real, left = tmp_path / "rows", os.fsync, 40
 
@@ -203,7 +202,7 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_work_of_the_other_runner_is_discarded(tmp_path, text, small_pieces, monkeypatch):
+def test_partial_output_of_the_other_runner_is_discarded(tmp_path, text, small_pieces, monkeypatch):
     out = tmp_path / "rows"
     with monkeypatch.context() as patch:
         patch.setattr(module, "_plan", lambda *_: 1 / 0)
@@ -214,7 +213,7 @@ def test_work_of_the_other_runner_is_discarded(tmp_path, text, small_pieces, mon
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_without_beam_it_says_what_to_install(tmp_path, text, monkeypatch, capsys):
+def test_missing_beam_error_names_the_package(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "apache_beam", None)
     sources, vocab = text
     out = str(tmp_path / "rows")
@@ -234,7 +233,7 @@ def test_without_beam_it_says_what_to_install(tmp_path, text, monkeypatch, capsy
         ({"beam": ["runner=FlinkRunner"]}, "add --runner beam"),
     ],
 )
-def test_options_that_do_not_go_together(tmp_path, text, options, line):
+def test_conflicting_options_are_rejected(tmp_path, text, options, line):
     with pytest.raises(UserError, match=line):
         prepare(*text, tmp_path / "rows", **options)
     assert not (tmp_path / "rows").exists()
@@ -248,7 +247,7 @@ def test_options_that_do_not_go_together(tmp_path, text, options, line):
         ("runner=Sparkle", "Sparkle"),
     ],
 )
-def test_beams_own_options_are_checked(tmp_path, text, option, line):
+def test_invalid_beam_options_are_rejected(tmp_path, text, option, line):
     with pytest.raises(UserError, match=line) as error:
         prepare(*text, tmp_path / "rows", runner="beam", beam=[option])
     assert "\n" not in str(error.value)

@@ -1,4 +1,7 @@
-"""Checkpoints that are damaged, halved, slow, or have no room: none is used, none is lost."""
+"""Damaged, truncated and slow checkpoints, and full disks.
+
+Damaged checkpoints are never used, and intact ones are never lost.
+"""
 
 import hashlib
 import itertools
@@ -63,7 +66,7 @@ def delete(path):
 
 
 DAMAGES = (cut, flip, zero, delete)
-# Every kind of file there is in a step, as a glob that finds one or more.
+# Every kind of file in a checkpoint, as globs that match at least one file each.
 KINDS = sorted(
     [
         "_CHECKPOINT_METADATA",
@@ -80,7 +83,7 @@ KINDS = sorted(
 
 @pytest.fixture(scope="module")
 def run(rows, tmp_path_factory):
-    """A finished run of 6 steps, and a function that starts it again in another folder."""
+    """A finished run of 6 steps, and a function that starts or resumes it in a given folder."""
     config = load(arguments(*CHANGES))
     config.phases[0].rows = str(rows())
     config, vocabulary, data, phases = pretraining.make_phases(config)
@@ -95,7 +98,7 @@ def run(rows, tmp_path_factory):
 
 @pytest.fixture
 def copy(run, tmp_path):
-    """The run once more, to be damaged."""
+    """A copy of the finished run, to be damaged."""
     return pathlib.Path(shutil.copytree(run[0], tmp_path / "copy"))
 
 
@@ -108,7 +111,7 @@ def steps(folder):
 
 
 def assert_whole_run(folder, run):
-    """It has ended as `run`, and each of its checkpoints is whole."""
+    """Assert that a run ended as `run` did and that all its checkpoints are intact."""
     assert_same_run(folder, run)
     kept = steps(folder / "checkpoints")
     assert kept == steps(run / "checkpoints") == [2, 4, 6]
@@ -122,7 +125,7 @@ def assert_whole_run(folder, run):
     list(zip(KINDS, itertools.cycle(DAMAGES), strict=False)),
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(run, copy, capfd, kind, harm):
+def test_run_recovers_bitwise_from_a_damaged_checkpoint(run, copy, capfd, kind, harm):
     whole, go_on = run
     path = max(step(copy).glob(kind), key=lambda path: path.stat().st_size)
     name = path.relative_to(step(copy)).as_posix()
@@ -136,7 +139,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_the_same(run, copy, 
     assert_whole_run(copy, whole)
 
 
-def test_every_damage_of_every_file_is_found(copy):
+def test_damage_to_any_file_is_detected(copy):
     folder = step(copy)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for kind in KINDS:
@@ -155,7 +158,7 @@ def test_every_damage_of_every_file_is_found(copy):
     assert checkpoint.damage(folder) == "params/new is not in manifest.json"
 
 
-def test_metadata_without_data(run, copy, capfd):
+def test_checkpoint_without_array_data_is_set_aside(run, copy, capfd):
     whole, go_on = run
     for folder in sorted(step(copy).glob("*/**/d")):
         shutil.rmtree(folder)
@@ -164,7 +167,7 @@ def test_metadata_without_data(run, copy, capfd):
     assert_whole_run(copy, whole)
 
 
-def test_several_are_damaged_and_a_second_time(run, copy, capfd):
+def test_several_damaged_checkpoints_and_repeated_damage(run, copy, capfd):
     whole, go_on = run
     flip(step(copy, 6) / "manifest.json")
     delete(step(copy, 4) / "_CHECKPOINT_METADATA")
@@ -176,7 +179,7 @@ def test_several_are_damaged_and_a_second_time(run, copy, capfd):
     ]
     assert all(line.endswith("resuming from step 2") for line in output[:2])
     zero(step(copy, 6) / "manifest.json")
-    zero(step(copy, 2) / "metrics" / "metrics")  # an older one, which would spoil what is best
+    zero(step(copy, 2) / "metrics" / "metrics")  # an older one, whose metrics help select the best
     go_on(copy)
     output = capfd.readouterr().err.splitlines()
     assert output[0].endswith(f"moved to {copy}/damaged/6.2; resuming from step 4")
@@ -186,14 +189,14 @@ def test_several_are_damaged_and_a_second_time(run, copy, capfd):
 
 
 def resign(folder, **changes):
-    """Change a manifest and give it the checksum that it then needs."""
+    """Change a manifest and update its checksum."""
     path = folder / checkpoint.MANIFEST
     content = json.loads(path.read_text()) | changes
     del content["sha256"]
     path.write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
 
 
-def test_a_checkpoint_belongs_to_its_step_and_run(run, copy, capfd):
+def test_checkpoint_of_another_step_or_run_is_rejected(run, copy, capfd):
     whole, go_on = run
     step(copy).rename(step(copy, 8))
     shutil.copytree(step(copy, 4), step(copy, 6))
@@ -218,8 +221,8 @@ def test_a_checkpoint_belongs_to_its_step_and_run(run, copy, capfd):
     assert steps(copy / "checkpoints") == [2, 4, 6]
 
 
-def test_the_same_command_makes_the_same_run(run, rows, tmp_path):
-    """Its checkpoints are then the same bits, so that they may be copied between folders."""
+def test_run_identity_ignores_the_checkpoint_interval(run, rows, tmp_path):
+    """Runs with the same identity are bitwise equal, so checkpoints may be copied between them."""
     config = workdir.read_config(run[0])
     identities = []
     for i, (seed, every) in enumerate([(0, 2), (0, 3), (1, 2)]):
@@ -232,7 +235,7 @@ def test_the_same_command_makes_the_same_run(run, rows, tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["line", "value", "end", "file"])
-def test_damaged_metrics_are_reported_and_what_can_be_read_is_kept(run, copy, capfd, harm):
+def test_damaged_metrics_are_reported_and_readable_lines_kept(run, copy, capfd, harm):
     go_on = run[1]
     shutil.rmtree(step(copy))
     path = copy / "metrics.jsonl"
@@ -256,7 +259,7 @@ def test_damaged_metrics_are_reported_and_what_can_be_read_is_kept(run, copy, ca
     assert path.read_bytes() == b"".join(kept.get(harm, damaged) + later)
     if harm != "file":
         assert (copy / "damaged" / "metrics.jsonl").read_bytes() == b"".join(damaged)
-    go_on(copy)  # the new checkpoint stands on what was kept
+    go_on(copy)  # the new checkpoint matches the repaired metrics
     assert "were lost" not in capfd.readouterr().err
 
 
@@ -269,8 +272,8 @@ SMALL_FILES = (
 
 
 @pytest.mark.parametrize("name", SMALL_FILES)
-def test_nonsense_in_a_small_file_is_one_line(run, tmp_path, name):
-    """None: a folder. What can be done without the file is done."""
+def test_garbage_in_a_small_file_gives_a_one_line_error(run, tmp_path, name):
+    """None stands for a folder. Operations that do not need the file still succeed."""
     for i, content in enumerate(NONSENSE):
         copy = tmp_path / str(i)
         shutil.copytree(run[0], copy)
@@ -286,7 +289,7 @@ def test_nonsense_in_a_small_file_is_one_line(run, tmp_path, name):
 
 
 def fails_in_one_line(use, *given):
-    """Whether it succeeds, or raises an error of one line."""
+    """Return whether a call succeeds or raises a `UserError` of one line."""
     try:
         use(*given)
     except UserError as error:
@@ -294,7 +297,7 @@ def fails_in_one_line(use, *given):
     return True
 
 
-def test_it_never_starts_over_silently(run, copy, tmp_path):
+def test_run_without_checkpoints_never_restarts_silently(run, copy, tmp_path):
     whole, go_on = run
 
     def refusal():
@@ -320,13 +323,13 @@ def test_it_never_starts_over_silently(run, copy, tmp_path):
     (copy / "damaged").mkdir()
     assert "has lost its checkpoints" in refusal()
     assert (copy / "metrics.jsonl").read_bytes() == lines
-    # As a kill before the first save leaves it.
+    # The state that a kill before the first save leaves behind.
     (copy / "damaged").rmdir()
     go_on(copy)
     assert_whole_run(copy, whole)
 
 
-def test_readers_refuse_what_is_damaged_and_take_no_other(run, copy, tmp_path, capsys):
+def test_readers_reject_damage_without_falling_back(run, copy, tmp_path, capsys):
     data = max(step(copy).glob("params/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size)
     flip(data)
     flip(step(copy) / "training" / "_METADATA")
@@ -346,7 +349,7 @@ def test_readers_refuse_what_is_damaged_and_take_no_other(run, copy, tmp_path, c
     shutil.rmtree(step(copy, 2))
     shutil.rmtree(step(copy, 4))
     assert refused(capsys, *verb).endswith("there is no other step")
-    flip(data)  # back
+    flip(data)  # undo the damage
     assert checkpoint.load_model(copy, "latest")[3] == 6, "what is not read does not matter"
     cut(step(copy) / "metrics" / "metrics")
     assert checkpoint.load_model(copy, "latest")[3] == 6
@@ -365,7 +368,7 @@ def save(checkpoints, number, **options):
     checkpoints.save(number, params_of(number), training, **options)
 
 
-def test_the_best_is_known_after_a_restart(tmp_path):
+def test_best_step_is_known_after_a_restart(tmp_path):
     for highest, best in ((False, 2), (True, 3)):
         folder = tmp_path / str(highest)
         options = {"best_by": "f1", "highest": highest}
@@ -379,8 +382,8 @@ def test_the_best_is_known_after_a_restart(tmp_path):
         assert reader.best_step() == best
 
 
-def test_a_checkpoint_of_an_older_version_is_verified_and_restored(tmp_path):
-    """Compressed by Orbax's standard handler, with SHA-256 in its manifest."""
+def test_checkpoint_of_older_version_is_verified_and_restored(tmp_path):
+    """Older versions compressed with Orbax's standard handler and used SHA-256 in the manifest."""
     params, training = params_of(7), {"step": jnp.int32(7), "moments": PARAMS}
     with ocp.CheckpointManager(tmp_path) as manager:
         items = {checkpoint.PARAMS: params, checkpoint.TRAINING: training}
@@ -415,7 +418,7 @@ def test_a_checkpoint_of_an_older_version_is_verified_and_restored(tmp_path):
     assert checkpoint.damage(folder) == f"{largest} fails its checksum"
 
 
-def test_what_goes_is_whole_until_it_is_gone(tmp_path):
+def test_removed_checkpoints_stay_intact_until_deleted(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
     for number in (1, 2, 3):
         save(checkpoints, number)
@@ -426,11 +429,11 @@ def test_what_goes_is_whole_until_it_is_gone(tmp_path):
             assert checkpoint.damage(tmp_path / "removed" / str(gone)) is None
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "saved"]
-    checkpoint.seal(tmp_path / "3", {"step": 3})  # a second time is the first
+    checkpoint.seal(tmp_path / "3", {"step": 3})  # sealing is idempotent
     assert checkpoint.damage(tmp_path / "3") is None
 
 
-def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):
+def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
     config = CheckpointConfig(keep_last=1)
     checkpoints = Checkpoints(tmp_path, config)
     save(checkpoints, 1)
@@ -453,7 +456,7 @@ def test_a_save_that_fails_costs_no_other(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "saved"]
 
 
-def test_a_rollback_keeps_the_step_it_goes_back_to(tmp_path):
+def test_delete_after_keeps_the_given_step(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=9))
     for number in (1, 2, 3):
         save(checkpoints, number)
@@ -461,10 +464,10 @@ def test_a_rollback_keeps_the_step_it_goes_back_to(tmp_path):
     assert checkpoints.steps() == steps(tmp_path) == [1, 2]
     checkpoints.delete_after(0)
     checkpoints.close()
-    assert list(tmp_path.iterdir()) == []  # as if it had never saved
+    assert list(tmp_path.iterdir()) == []  # without the marker of a first save
 
 
-def test_saves_slower_than_their_interval_wait(tmp_path, monkeypatch):
+def test_saves_slower_than_their_interval_do_not_overlap(tmp_path, monkeypatch):
     busy, seal = threading.Lock(), checkpoint.seal
 
     def slow(folder, facts):
@@ -486,7 +489,7 @@ def test_saves_slower_than_their_interval_wait(tmp_path, monkeypatch):
     checkpoints.close()
 
 
-def test_a_disk_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+def test_io_error_is_damage_but_permission_error_is_not(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 1)
     checkpoints.close()
@@ -503,7 +506,7 @@ def test_a_disk_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
                 checkpoint.damage(tmp_path / "1")
 
 
-def test_a_lock_dies_with_its_owner(tmp_path):
+def test_lock_is_released_when_its_owner_is_killed(tmp_path):
     code = (
         "import sys, time\n"
         "from bert_jax import files\n"
@@ -513,7 +516,7 @@ def test_a_lock_dies_with_its_owner(tmp_path):
     )
     owner = processes.Process([sys.executable, "-c", code])
     assert owner.stdout.readline() == "held\n"
-    for _ in range(2):  # refused twice: a refusal takes nothing from its owner
+    for _ in range(2):  # twice: a failed attempt must not affect the owner's lock
         with pytest.raises(UserError, match=f"pid {owner.pid} on"), files.lock_folder(tmp_path):
             pass
     owner.send_signal(signal.SIGKILL)
@@ -523,8 +526,8 @@ def test_a_lock_dies_with_its_owner(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_agree(rows, copy):
-    """The first looks and moves; all go on from the same step."""
+def test_processes_resume_from_the_same_intact_checkpoint(rows, copy):
+    """The first process verifies and moves checkpoints; all resume from the same step."""
     flip(step(copy) / "manifest.json")
     argv = command(copy, [rows()], *CHANGES)
     status, output = wait_for_all(start_processes(argv, 2))
@@ -538,7 +541,7 @@ def test_several_processes_agree(rows, copy):
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_every_verb_says_in_one_line_that_the_disk_is_full(run, rows, corpus, tmp_path):
+def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_path):
     script = pathlib.Path(__file__).parent / "helpers" / "full_disk.py"
     (tmp_path / "disk").mkdir()
     given = [tmp_path / "disk", rows(), run[0], corpus]
@@ -556,17 +559,17 @@ def test_every_verb_says_in_one_line_that_the_disk_is_full(run, rows, corpus, tm
         if status == 2:
             assert text.splitlines()[-1].startswith(f"bert-jax {verb}: "), text
             assert "disk is full" in text or "No space left" in text, text
-    # What is not resumed by the same command leaves nothing.
+    # Commands that cannot resume leave no files behind.
     assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
 
 
-def test_no_room_then_room_then_read_only(tmp_path, rows):
+def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     mounted = tmp_path / "small"
     mounted.mkdir()
     folder = mounted / "run"
     changes = ("steps=40", "checkpoint.every_steps=2", "checkpoint.keep_last=99")
     unshare = ("unshare", "--user", "--map-root-user", "--mount")
-    # A file system in a namespace of its own, gone with the processes.
+    # A file system in its own mount namespace, which disappears with the processes.
     script = (
         f'mount -t tmpfs -o size=3m tmpfs {mounted} || exit 99; "$@"; echo status $?; '
         f"cp -r {folder} {tmp_path}/full; mount -o remount,size=64m {mounted}; "

@@ -1,4 +1,4 @@
-"""Checkpoint files of TensorFlow and PyTorch: read bit for bit, or refused in one line."""
+"""Readers of TensorFlow and PyTorch checkpoints: bit-exact values or one-line errors."""
 
 import collections
 import contextlib
@@ -32,7 +32,7 @@ LEGACY, ZIP = False, True
 
 
 def same(a, b) -> bool:
-    """Whether two dictionaries of arrays are equal, order, types, signs of zero and all."""
+    """Return whether two dicts of arrays are equal in order, dtypes, shapes and bits."""
     return list(a) == list(b) and all(
         (a[name].dtype, a[name].shape, a[name].tobytes())
         == (b[name].dtype, b[name].shape, b[name].tobytes())
@@ -42,7 +42,7 @@ def same(a, b) -> bool:
 
 @contextlib.contextmanager
 def refused(*words):
-    """The block raises a `UserError` of one line of a readable length with each of `words`."""
+    """Expect a one-line `UserError` of readable length that contains each of `words`."""
     with pytest.raises(UserError) as caught:
         yield
     line = str(caught.value)
@@ -54,8 +54,10 @@ def refused(*words):
 
 @contextlib.contextmanager
 def modest(bytes_limit=24 << 20, seconds=60):
-    """The block neither allocates nor takes much: what goes off takes minutes, not a slow machine's
-    seconds."""
+    """Limit the memory and time of the block.
+
+    The time limit has room for slow machines: a bomb that goes off takes minutes.
+    """
     start = time.monotonic()
     tracemalloc.start()
     try:
@@ -88,7 +90,7 @@ def damaged(content: bytes, damage) -> bytes:
 
 @pytest.fixture(scope="module")
 def script():
-    """The fixture's script, which knows the tensors it wrote."""
+    """The script that wrote the fixture, imported for its tensors."""
     spec = importlib.util.spec_from_file_location("write", FIXTURE / "write.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -97,7 +99,7 @@ def script():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A copy of the fixture to be damaged."""
+    """A copy of the fixture that a test can corrupt."""
     return pathlib.Path(
         shutil.copytree(FIXTURE, tmp_path / "tf1", ignore=shutil.ignore_patterns("*.py", "__*"))
     )
@@ -118,7 +120,7 @@ def _varint(value: int) -> bytes:
 
 
 def _message(*fields) -> bytes:
-    """A protocol buffer of (number, value): bytes, integers, or ("fixed32", integer)."""
+    """Encode a protocol buffer of (field number, value): bytes, int or ("fixed32", int)."""
     out = b""
     for number, value in fields:
         if isinstance(value, bytes):
@@ -142,7 +144,7 @@ def _entry(data=b"\0" * 8, shape=(2,), dtype=1, shard=0, offset=0, size=None, cr
 
 
 def _table(records: list[tuple[bytes, bytes]], a_block=2, restart=2, kind=0) -> bytes:
-    """A sealed table, whatever the records say."""
+    """Encode a table with valid checksums; its records may be invalid."""
     table = bytearray()
 
     def block(items) -> bytes:
@@ -175,14 +177,14 @@ def _write(folder, records, data=b"\0" * 8, **options):
     (folder / "x.data-00000-of-00001").write_bytes(data)
 
 
-def test_reads_what_tensorflow_wrote(script):
-    """The fixture was written by TensorFlow; what it wrote follows from a formula."""
+def test_reads_checkpoints_written_by_tensorflow(script):
+    """TensorFlow wrote the fixture; its tensors follow from a formula."""
     for tensors, prefix in ((script.bert(), "bert_model.ckpt"), (script.other(), "other.ckpt")):
         read = tensorflow1.read(FIXTURE, prefix, lambda name: name != "string")
         assert same(read, {name: np.asarray(tensors[name]) for name in sorted(tensors)})
 
 
-def test_reads_inside_a_zip(tmp_path):
+def test_reads_tensorflow_checkpoint_inside_a_zip(tmp_path):
     archive = tmp_path / "release.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for file in FIXTURE.glob("*.ckpt.*"):
@@ -195,7 +197,7 @@ def test_reads_inside_a_zip(tmp_path):
             tensorflow1.read(inside, "no")
 
 
-def test_what_is_not_wanted_is_not_read(checkpoint):
+def test_unselected_tensors_are_not_read(checkpoint):
     data = checkpoint / "bert_model.ckpt.data-00000-of-00001"
     entry = tensorflow1.entries(checkpoint, "bert_model.ckpt")["bert/pooler/dense/bias/adam_m"]
     content = bytearray(data.read_bytes())
@@ -208,13 +210,13 @@ def test_what_is_not_wanted_is_not_read(checkpoint):
         tensorflow1.read(checkpoint, "bert_model.ckpt")
 
 
-def test_strings_are_listed_and_refused_when_asked_for():
+def test_string_tensors_are_listed_but_not_readable():
     assert tensorflow1.entries(FIXTURE, "other.ckpt")["string"].dtype is None
     with refused("other.ckpt.index", "'string'", "float32"):
         tensorflow1.read(FIXTURE, "other.ckpt")
 
 
-def test_the_index_of_a_google_release(shared_data):
+def test_reads_the_index_of_a_google_release(shared_data):
     prefix = "uncased_L-4_H-256_A-4.bert_model.ckpt"
     folder = shared_data(f"tf1/{prefix}.index").parent
     entries = tensorflow1.entries(folder, prefix)
@@ -234,7 +236,7 @@ def test_the_index_of_a_google_release(shared_data):
 
 @settings(max_examples=150, deadline=None)
 @given(damages)
-def test_a_damaged_index_is_refused_or_makes_no_difference(tmp_path_factory, damage):
+def test_corrupt_index_is_rejected_or_harmless(tmp_path_factory, damage):
     folder = tmp_path_factory.getbasetemp()
     content = (FIXTURE / "bert_model.ckpt.index").read_bytes()
     (folder / "d.index").write_bytes(damaged(content, damage))
@@ -245,7 +247,7 @@ def test_a_damaged_index_is_refused_or_makes_no_difference(tmp_path_factory, dam
 
 @settings(max_examples=40, deadline=None)
 @given(damages)
-def test_damaged_data_is_refused_by_the_tensors_name(tmp_path_factory, damage):
+def test_corrupt_data_error_names_the_tensor(tmp_path_factory, damage):
     folder = tmp_path_factory.getbasetemp()
     shutil.copy(FIXTURE / "bert_model.ckpt.index", folder / "e.index")
     content = (FIXTURE / "bert_model.ckpt.data-00000-of-00001").read_bytes()
@@ -266,7 +268,7 @@ names = st.lists(st.text("ab/", min_size=1, max_size=12), unique=True, min_size=
 
 @settings(max_examples=60, deadline=None)
 @given(names, st.integers(1, 9), st.integers(1, 9))
-def test_reads_tables_of_any_layout(tmp_path_factory, names, a_block, restart):
+def test_reads_tables_with_any_block_and_restart_size(tmp_path_factory, names, a_block, restart):
     folder = tmp_path_factory.getbasetemp()
     data, records = b"", {b"": HEADER}
     arrays = {name: np.float32([len(name), i]) for i, name in enumerate(names)}
@@ -279,8 +281,8 @@ def test_reads_tables_of_any_layout(tmp_path_factory, names, a_block, restart):
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(damages, min_size=1, max_size=3), st.booleans())
-def test_sealed_nonsense_is_refused(tmp_path_factory, damages, in_header):
-    """Checksums that hold prove nothing about what they seal."""
+def test_corrupt_records_with_valid_checksums_are_handled(tmp_path_factory, damages, in_header):
+    """A valid checksum does not imply a valid record."""
     folder = tmp_path_factory.getbasetemp()
     records = {b"": HEADER, b"a": _entry(offset=0), b"b": _entry(offset=8, shape=(1, 2))}
     for damage in damages:
@@ -318,7 +320,7 @@ def test_sealed_nonsense_is_refused(tmp_path_factory, damages, in_header):
         (b"\x0a\x7f", ["x.index", "truncated"]),
     ],
 )
-def test_impossible_entries(tmp_path, entry, words):
+def test_invalid_index_entries_are_rejected(tmp_path, entry, words):
     _write(tmp_path, {b"": HEADER, b"t": entry})
     with refused(*words), modest():
         tensorflow1.read(tmp_path, "x")
@@ -340,20 +342,20 @@ def test_impossible_entries(tmp_path, entry, words):
         (bytes(1 << 24) + _table([(b"", HEADER)]), "larger than 16 MB"),
     ],
 )
-def test_impossible_tables(tmp_path, table, word):
+def test_invalid_index_tables_are_rejected(tmp_path, table, word):
     (tmp_path / "x.index").write_bytes(table)
     with refused("x.index", word):
         tensorflow1.entries(tmp_path, "x")
 
 
-def test_tensors_that_share_bytes(tmp_path):
+def test_overlapping_tensors_are_rejected(tmp_path):
     _write(tmp_path, {b"": HEADER, b"a": _entry(), b"b": _entry()})
     with refused("'b'", "overlaps"):
         tensorflow1.read(tmp_path, "x")
 
 
-def test_a_zip_that_lies_about_a_checkpoint(tmp_path):
-    """A zip's own checksum, kinds of compression and the like fail in zipfile's ways."""
+def test_corrupt_tensorflow_zip_is_rejected_or_harmless(tmp_path):
+    """Errors of zipfile, such as a wrong CRC or compression method, become `UserError`s."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as out:
         for file in FIXTURE.glob("bert_model.ckpt.*"):
@@ -365,7 +367,7 @@ def test_a_zip_that_lies_about_a_checkpoint(tmp_path):
         content = damaged(whole, ("flip", rng.randrange(len(whole)), rng.randrange(8)))
         try:
             archive = zipfile.ZipFile(io.BytesIO(content))
-        except Exception:  # opening the archive is the caller's part
+        except Exception:  # the caller opens the archive
             continue
         archive.filename = "release.zip"
         try:
@@ -385,7 +387,7 @@ def save(path, value, kind=ZIP) -> pathlib.Path:
 
 
 def theirs(value) -> dict[str, np.ndarray]:
-    """A state dict's arrays by way of PyTorch."""
+    """Return a state dict's arrays, converted by PyTorch."""
 
     def array(tensor):
         tensor = tensor.detach().contiguous()
@@ -397,14 +399,14 @@ def theirs(value) -> dict[str, np.ndarray]:
 
 
 class _AsStorage:
-    """Stands for a storage of `elements` in a hand-made pickle."""
+    """Placeholder for a storage of `elements` elements in a hand-made pickle."""
 
     def __init__(self, elements, key="0"):
         self.identity = ("storage", torch.FloatStorage, key, "cpu", elements)
 
 
 class _Calls:
-    """Pickles as a call of `function`."""
+    """Object that pickles as a call of `function`."""
 
     def __init__(self, function, *arguments):
         self.reduction = function, arguments
@@ -429,7 +431,7 @@ def _tensor(elements=6, offset=0, shape=(6,), strides=(1,), key="0") -> _Calls:
 
 
 def container(path, pickled: bytes, kind, data=b"\0" * 24) -> pathlib.Path:
-    """A file of either format around any pickle, with one storage "0"."""
+    """Write a file of either format with the given pickle and one storage "0"."""
     if kind is ZIP:
         with zipfile.ZipFile(path, "w") as out:
             out.writestr("archive/data.pkl", pickled)
@@ -444,7 +446,7 @@ def container(path, pickled: bytes, kind, data=b"\0" * 24) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def states():
-    """State dicts with everything PyTorch can do to a tensor."""
+    """State dicts of modules, dtypes, views, parameters and special values."""
     torch.manual_seed(0)
     base = torch.randn(5, 7)
     model = torch.nn.Sequential(
@@ -476,7 +478,7 @@ def states():
 
 @pytest.mark.parametrize("kind", [LEGACY, ZIP])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_reads_what_pytorch_wrote(tmp_path, states, kind, protocol):
+def test_reads_checkpoints_written_by_pytorch(tmp_path, states, kind, protocol):
     for state in states.values():
         path = tmp_path / "pytorch_model.bin"
         torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=kind)
@@ -484,16 +486,16 @@ def test_reads_what_pytorch_wrote(tmp_path, states, kind, protocol):
 
 
 @pytest.mark.parametrize("kind", [LEGACY, ZIP])
-def test_tensors_that_share_memory_still_do(tmp_path, states, kind):
+def test_shared_storage_stays_shared(tmp_path, states, kind):
     read = pytorch.read(save(tmp_path / "m.bin", states["views"], kind))
     assert np.shares_memory(read["whole"], read["transposed"])
     assert sum(array.base is None for array in read.values()) <= 2  # the empty ones
 
 
 @pytest.mark.parametrize("kind", [LEGACY, ZIP])
-def test_the_state_dict_among_other_things(tmp_path, states, kind):
+def test_finds_the_state_dict_in_a_training_checkpoint(tmp_path, states, kind):
     state, path = states["module"], tmp_path / "m.bin"
-    # Shaped as Adam's, which takes seconds to import.
+    # The state of Adam, written out because importing Adam takes seconds.
     moments = {i: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)} for i in range(2)}
     optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     for value in (
@@ -515,7 +517,7 @@ def test_the_state_dict_among_other_things(tmp_path, states, kind):
 
 @pytest.mark.parametrize("kind", [LEGACY, ZIP])
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_pickle_that_would_run_code_is_refused(tmp_path, kind, protocol):
+def test_pickle_that_runs_code_is_rejected(tmp_path, kind, protocol):
     proof = tmp_path / "it_ran"
     good = torch.nn.Parameter
     for evil, name in (
@@ -526,36 +528,36 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, kind, protocol):
         (_Calls(getattr, "torch", "load"), "getattr"),
         (_Calls(torch.load, str(proof)), "load"),
         (pathlib.PurePosixPath("x"), "pathlib"),
-        (os.system, ".system"),  # named, not called
+        (os.system, ".system"),  # referenced, not called
     ):
         path = container(tmp_path / "m.bin", _pickled({"a": _tensor(), "b": evil}, protocol), kind)
         with refused("m.bin", name, "not allowed"):
             pytorch.read(path)
-    # Before the state dict, where the old format has its greeting.
+    # At the start of the file, where the legacy format has its magic number.
     (tmp_path / "m.bin").write_bytes(pickle.dumps(_Calls(os.mkdir, str(proof))))
     with refused("m.bin"):
         pytorch.read(tmp_path / "m.bin")
     assert not proof.exists()
 
 
-def test_what_a_pickle_does_to_the_allowed_names_is_refused(tmp_path):
-    """Allowed names are values like others, with no attribute, instance or other use."""
+def test_misuse_of_allowed_pickle_names_is_rejected(tmp_path):
+    """Pickles may use the allowed names only as PyTorch does: no attributes, no instances."""
     rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
     for code in (
         rebuild + b"}X\x08\x00\x00\x00__code__K\x01sb.",  # BUILD on a function
-        b"ctorch\nFloatStorage\n)R.",  # a class that nobody calls
+        b"ctorch\nFloatStorage\n)R.",  # a class that PyTorch never calls
         b"ctorch\nSize\n)\x81.",  # NEWOBJ
         b"(ctorch\nSize\no.",  # OBJ
         b"(ios\nsystem\n.",  # INST
         b"\x82\x01.",  # EXT1
         rebuild + b"K\x01a.",  # APPEND to a function
-        rebuild + b"K\x01K\x02s.",  # an item of a function
-        b"K\x01)R.",  # a call of a number
-        b"ccollections\nOrderedDict\nK\x01R.",  # arguments that are none
+        rebuild + b"K\x01K\x02s.",  # SETITEM on a function
+        b"K\x01)R.",  # REDUCE on a number
+        b"ccollections\nOrderedDict\nK\x01R.",  # arguments that are not a tuple
         rebuild + b")R.",
         rebuild + b"(K\x01K\x01K\x01K\x01tR.",
         b"ctorch._utils\n_rebuild_parameter\nK\x01\x85R.",
-        b"K\x01Q.",  # a persistent id that is none
+        b"K\x01Q.",  # an invalid persistent id
         b"P0\n.",
     ):
         for kind in (LEGACY, ZIP):
@@ -595,7 +597,7 @@ def test_what_a_pickle_does_to_the_allowed_names_is_refused(tmp_path):
         {"key": "../data.pkl"},
     ],
 )
-def test_tensors_that_reach_outside(tmp_path, kind, bad):
+def test_tensors_outside_their_storage_are_rejected(tmp_path, kind, bad):
     good = container(tmp_path / "good.bin", _pickled({"t": _tensor()}), kind)
     assert pytorch.read(good)["t"].shape == (6,)
     path = container(tmp_path / "m.bin", _pickled({"t": _tensor(**bad)}), kind)
@@ -605,12 +607,12 @@ def test_tensors_that_reach_outside(tmp_path, kind, bad):
 
 
 @pytest.mark.parametrize("kind", [LEGACY, ZIP])
-def test_strides_that_do_not_matter(tmp_path, kind):
+def test_stride_of_a_size_one_dimension_is_ignored(tmp_path, kind):
     tensor = _tensor(shape=(1, 6), strides=(1 << 62, 1))
     assert pytorch.read(container(tmp_path / "m.bin", _pickled({"t": tensor}), kind))["t"].size == 6
 
 
-def test_an_old_file_that_declares_more_than_it_holds(tmp_path):
+def test_legacy_storage_larger_than_its_file_is_rejected(tmp_path):
     elements = 1 << 28
     pickled = _pickled({"t": _tensor(elements, shape=(elements,))})
     path = container(tmp_path / "m.bin", pickled, LEGACY)
@@ -620,7 +622,7 @@ def test_an_old_file_that_declares_more_than_it_holds(tmp_path):
         pytorch.read(path)
 
 
-def test_one_part_of_a_storage_as_saved_before_pytorch_04(tmp_path):
+def test_reads_storage_views_from_before_pytorch_0_4(tmp_path):
     storage = _AsStorage(6)
     storage.identity += (("view", 2, 3),)
     tensor = _Calls(torch._utils._rebuild_tensor, storage, 1, (2,), (1,))
@@ -633,7 +635,7 @@ def test_one_part_of_a_storage_as_saved_before_pytorch_04(tmp_path):
 @pytest.mark.parametrize(
     "code",
     [
-        b"Nr\xff\xff\xff\xff.",  # a memo of 2**32 places
+        b"Nr\xff\xff\xff\xff.",  # a memo with 2**32 entries
         b"\x8b\xff\xff\xff\x7f\x01.",  # an integer of 2 GB
         b"\x8e" + struct.pack("<Q", 1 << 62) + b"x.",  # bytes of 4 EB
         b"B\xff\xff\xff\xffx.",
@@ -643,7 +645,7 @@ def test_one_part_of_a_storage_as_saved_before_pytorch_04(tmp_path):
         b"]" * 10_000 + b"a" * 9_999 + b".",  # deep nesting
         b"}K\x00" + b"q\x00h\x00\x86" * 200 + b"K\x01s.",  # a key whose hash takes 2**200 steps
         b"]q\x00" + b"h\x00a" * 1000 + b".",  # a list inside itself
-        b"}K\x01h\x07s.",  # a memo that was never set
+        b"}K\x01h\x07s.",  # a memo entry that was never set
         b"((((t" + b"t" * 10 + b".",
         b".",
         b"0.",
@@ -651,7 +653,7 @@ def test_one_part_of_a_storage_as_saved_before_pytorch_04(tmp_path):
         b"",
     ],
 )
-def test_bombs(tmp_path, kind, code):
+def test_pickle_bombs_are_rejected_within_limits(tmp_path, kind, code):
     path = container(tmp_path / "m.bin", b"\x80\x02" + code, kind)
     with refused("m.bin"), modest():
         pytorch.read(path)
@@ -659,7 +661,7 @@ def test_bombs(tmp_path, kind, code):
 
 @settings(max_examples=150, deadline=None)
 @given(damages)
-def test_a_damaged_zip_is_refused_or_makes_no_difference(tmp_path_factory, states, damage):
+def test_corrupt_pytorch_zip_is_rejected_or_harmless(tmp_path_factory, states, damage):
     path = tmp_path_factory.getbasetemp() / "zip.bin"
     whole = save(path, states["views"] | states["module"]).read_bytes()
     path.write_bytes(damaged(whole, damage))
@@ -670,7 +672,7 @@ def test_a_damaged_zip_is_refused_or_makes_no_difference(tmp_path_factory, state
 
 @settings(max_examples=120, deadline=None)
 @given(damages)
-def test_a_damaged_old_file_never_ends_in_a_traceback(tmp_path_factory, states, damage):
+def test_corrupt_legacy_file_raises_only_user_errors(tmp_path_factory, states, damage):
     """The format has no checksums, so wrong names or numbers cannot be detected."""
     path = tmp_path_factory.getbasetemp() / "legacy.bin"
     whole = save(path, states["views"] | states["module"], LEGACY).read_bytes()
@@ -680,7 +682,7 @@ def test_a_damaged_old_file_never_ends_in_a_traceback(tmp_path_factory, states, 
         assert damage[0] != "cut"
 
 
-def test_a_damaged_storage_is_named(tmp_path, states):
+def test_corrupt_storage_error_names_the_tensor(tmp_path, states):
     state = states["module"]
     path = save(tmp_path / "m.bin", state)
     content, weight = bytearray(path.read_bytes()), state["table.weight"].numpy().tobytes()
@@ -694,7 +696,7 @@ def test_a_damaged_storage_is_named(tmp_path, states):
         pytorch.read(path)
 
 
-def test_files_that_are_something_else(tmp_path, states):
+def test_unreadable_pytorch_files_are_rejected(tmp_path, states):
     path = tmp_path / "m.bin"
     with refused("m.bin", "does not exist"):
         pytorch.read(path)
@@ -726,7 +728,7 @@ def test_files_that_are_something_else(tmp_path, states):
         pytorch.read(rewritten(byteorder=b"big"))
 
 
-def test_neither_framework_is_imported(tmp_path, states):
+def test_readers_import_neither_torch_nor_tensorflow(tmp_path, states):
     path = save(tmp_path / "m.bin", states["module"])
     code = (
         "import pathlib, sys\n"

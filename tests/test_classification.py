@@ -1,4 +1,4 @@
-"""Tables of one's own: labels, targets, sequences, scores, files; multiple choice; what is refused."""
+"""User tables for classification, regression and multiple choice: parsing, metrics, errors."""
 
 import csv
 import dataclasses
@@ -60,7 +60,7 @@ def refused(config, says, *rest, **more):
 # --- Reading --------------------------------------------------------------------------------------
 
 
-def test_one_label(tmp_path):
+def test_single_label_table(tmp_path):
     problem = Classification(task(tmp_path, dev=["w5 ,w6\tyes"]), VOCABULARY)
     assert isinstance(problem, FinetuneDataset)
     assert (problem.head, problem.objective, problem.best_by) == ("sequence", "class", "accuracy")
@@ -74,7 +74,7 @@ def test_one_label(tmp_path):
     assert problem.report == ["train: 3 examples", "dev: 1 examples"]
 
 
-def test_pairs_are_cut_longest_first_and_counted(tmp_path):
+def test_text_pairs_are_truncated_longest_first(tmp_path):
     rows = ["w1 w1 w1 w1 w1\tw2 w2\t0", "w1\tw2\t1", "w1 w1 w1\tw2 w2 w2\t1"]
     config = task(tmp_path, rows, header="a\tb\tlabel", text_a="a", text_b="b", tokens=8)
     problem = Classification(config, VOCABULARY)
@@ -88,14 +88,14 @@ def test_pairs_are_cut_longest_first_and_counted(tmp_path):
     assert problem.report == ["train: 3 examples, 2 sequences cut to 8 tokens (3 tokens lost)"]
 
 
-def test_labels_that_are_numbers_are_in_their_order(tmp_path):
+def test_numeric_labels_are_sorted_by_value(tmp_path):
     rows = [f"w1\t{label}" for label in ["10", "9", "-1", "2.5", "9"]]
     problem = Classification(task(tmp_path, rows), VOCABULARY)
     assert problem.labels == ("-1", "2.5", "9", "10")
     assert problem.splits["train"].targets["label"].tolist() == [3, 2, 0, 1, 2]
 
 
-def test_labels_of_json_and_parquet(tmp_path):
+def test_json_and_parquet_labels_become_strings(tmp_path):
     values = [True, False, 3, 4.0, "x "]
     lines = [json.dumps({"text": "w1", "label": value}) for value in values]
     config = TaskConfig(train=write(tmp_path / "a.jsonl", lines))
@@ -109,7 +109,7 @@ def test_labels_of_json_and_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_labels_can_be_named(tmp_path, as_file):
+def test_label_names_from_config_or_file(tmp_path, as_file):
     names = write(tmp_path / "names.txt", ["yes", "no", "maybe"]) if as_file else "yes, no, maybe"
     problem = Classification(task(tmp_path, labels=names), VOCABULARY)
     assert problem.labels == ("yes", "no", "maybe")
@@ -117,7 +117,7 @@ def test_labels_can_be_named(tmp_path, as_file):
     assert problem.report[-1] == "no training example of: maybe"
 
 
-def test_several_labels(tmp_path):
+def test_multilabel_table(tmp_path):
     rows = [
         {"text": "w1", "label": ["b", "a, c"]},
         {"text": "w2", "label": []},
@@ -154,7 +154,7 @@ def test_several_labels(tmp_path):
     assert float(results[1][2]) == pytest.approx(1 / (1 + np.exp(-3)), abs=1e-6)
 
 
-def test_numbers(tmp_path):
+def test_regression_table(tmp_path):
     rows = ["w1\t1", "w2\t-2.5", "w3\t1e1"]
     problem = Classification(
         task(tmp_path, rows, objective="number", header="text\tgrade", label="grade"), VOCABULARY
@@ -171,7 +171,7 @@ def test_numbers(tmp_path):
     assert (out / "scatter.png").read_bytes().startswith(PNG)
 
 
-def test_a_test_set_may_lack_labels(tmp_path):
+def test_test_split_may_lack_labels(tmp_path):
     config = task(tmp_path, dev=["w9\tno"])
     config.test = write(tmp_path / "test.tsv", ["text", "w5", "w6"])
     problem = Classification(config, VOCABULARY)
@@ -179,16 +179,16 @@ def test_a_test_set_may_lack_labels(tmp_path):
     assert problem.score("test", list(np.zeros((2, 2)))) == {}
     problem.write("test", list(np.zeros((2, 2))), tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
-    # Only what has a label counts.
+    # Only labelled examples are scored.
     config.test = write(tmp_path / "test.tsv", ["text\tlabel", "w5\tno", "w6\t", "w7\tno"])
     problem = Classification(config, VOCABULARY, ["test"])
     assert problem.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
     assert list(problem.splits) == ["test"]
-    assert problem.labels == ("no", "yes")  # of the training data all the same
+    assert problem.labels == ("no", "yes")  # still read from the training data
 
 
 @pytest.mark.parametrize("objective", ["class", "classes", "number"])
-def test_unknown_labels_of_every_kind(tmp_path, objective):
+def test_unlabelled_test_split_for_every_objective(tmp_path, objective):
     config = TaskConfig(objective=objective, test=write(tmp_path / "t.tsv", ["text", "w1"]))
     labels = ("label",) if objective == "number" else ("a", "b", "c")
     problem = Classification(config, VOCABULARY, labels=labels)
@@ -198,7 +198,7 @@ def test_unknown_labels_of_every_kind(tmp_path, objective):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
 
 
-def test_new_texts_for_a_fine_tuned_model(tmp_path, monkeypatch):
+def test_new_texts_from_csv_stdin_and_txt(tmp_path, monkeypatch):
     labels = ("x", "y")
     table = write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"])
     problem = Classification(TaskConfig(), VOCABULARY, labels=labels, new=table)
@@ -219,7 +219,7 @@ def test_new_texts_for_a_fine_tuned_model(tmp_path, monkeypatch):
     ]
 
 
-def test_a_fine_tuned_model_takes_unlabelled_dev_data(tmp_path):
+def test_dev_split_may_lack_labels_after_fine_tuning(tmp_path):
     config = TaskConfig(dev=write(tmp_path / "dev.tsv", ["text", "w1"]))
     problem = Classification(config, VOCABULARY, labels=("x", "y"))
     assert problem.splits["dev"].targets["label"].tolist() == [NO_EXAMPLE]
@@ -247,11 +247,11 @@ def test_a_fine_tuned_model_takes_unlabelled_dev_data(tmp_path):
         (["w1\tyes"], {"test": "texts.txt"}, "texts.txt: .txt has no columns"),
     ],
 )
-def test_bad_tables_are_told_in_one_line(tmp_path, rows, more, says):
+def test_invalid_tables_give_one_line_errors(tmp_path, rows, more, says):
     refused(task(tmp_path, rows, **more), says)
 
 
-def test_an_unseen_label_names_its_row(tmp_path):
+def test_unknown_label_error_names_the_row(tmp_path):
     config = task(tmp_path, dev=["w1\tyes", "w1\tyess"])
     refused(
         config, "dev.tsv:3: unknown label 'yess', not one of the 2 labels (no, yes); did you mean"
@@ -262,7 +262,7 @@ def test_an_unseen_label_names_its_row(tmp_path):
     refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11, label12, label13, label14")
 
 
-def test_lists_are_for_several_labels(tmp_path):
+def test_invalid_label_values_are_rejected(tmp_path):
     row = json.dumps({"text": "w1", "label": ["a"]})
     refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "a.jsonl:1: a list of labels")
     row = json.dumps({"text": "w1", "label": [["a"]]})
@@ -275,12 +275,12 @@ def test_lists_are_for_several_labels(tmp_path):
     refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is not a label")
 
 
-def test_missing_splits_are_named(tmp_path):
+def test_missing_split_error_names_the_split(tmp_path):
     refused(task(tmp_path), "no 'dev' split: set config.task.dev", ["dev"])
     refused(task(tmp_path, dev=[]), "no 'test' split", ["train", "test"])
 
 
-def test_splits_without_rows(tmp_path):
+def test_empty_splits_are_rejected_except_new_texts(tmp_path):
     refused(task(tmp_path, dev=[]), "dev.tsv (dev) holds no rows")
     (tmp_path / "new.txt").write_text("")
     problem = Classification(
@@ -299,7 +299,7 @@ def test_splits_without_rows(tmp_path):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
-def test_classification_metrics_are_those_of_the_counts(pairs):
+def test_classification_metrics_match_confusion_counts(pairs):
     truth, predicted = np.array(pairs).T
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -319,7 +319,7 @@ def test_classification_metrics_are_those_of_the_counts(pairs):
     assert "f1" not in result
 
 
-def test_two_classes_by_hand():
+def test_binary_metrics_match_hand_computation():
     truth = np.array([1, 1, 1, 0, 0, 0, 0, 0])
     predicted = np.array([1, 1, 0, 1, 0, 0, 0, 0])
     result = metrics.classification(truth, predicted, 2)
@@ -350,7 +350,7 @@ def test_regression_metrics(pairs):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_several_labels_metrics_are_those_of_the_counts(seed):
+def test_multilabel_metrics_match_label_counts(seed):
     truth, predicted = np.random.default_rng(seed).random((2, 6, 3)) > 0.6
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -361,7 +361,7 @@ def test_several_labels_metrics_are_those_of_the_counts(seed):
     assert result["exact_match"] == pytest.approx((truth == predicted).all(1).mean())
 
 
-def test_probabilities_of_any_logits():
+def test_probabilities_do_not_overflow():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = probabilities(np.array([[1000.0, -1000.0], [1.0, 2.0]]))
@@ -373,7 +373,7 @@ def test_probabilities_of_any_logits():
 # --- Files ----------------------------------------------------------------------------------------
 
 
-def test_predictions_come_with_probabilities_and_a_picture(tmp_path):
+def test_write_saves_probabilities_and_confusion_plot(tmp_path):
     problem = Classification(task(tmp_path), VOCABULARY)
     logits = [np.array(x, np.float32) for x in ([0.0, 1.0], [2.0, 0.0], [0.0, 0.5])]
     score = problem.score("train", logits)
@@ -390,18 +390,18 @@ def test_predictions_come_with_probabilities_and_a_picture(tmp_path):
         problem.write("train", logits, tmp_path / "file")
 
 
-def test_confusion_counts_rows_by_label(tmp_path, monkeypatch):
+def test_confusion_matrix_rows_are_true_labels(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "bert_jax.benchmarks.tables.draw_confusion", lambda counts, *_: seen.append(counts)
     )
     problem = Classification(task(tmp_path), VOCABULARY)
     problem.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)
-    assert seen[0].tolist() == [[1, 1], [0, 1]]  # of two "no" one was taken for "yes"
+    assert seen[0].tolist() == [[1, 1], [0, 1]]  # one of two "no" predicted as "yes"
 
 
 @pytest.mark.parametrize("classes", [2, 40])
-def test_confusions_of_few_and_of_many(tmp_path, classes):
+def test_confusion_plot_scales_with_classes(tmp_path, classes):
     counts = np.diag(np.arange(classes) * 1000)
     counts[0, 1] = 3
     names = ["$x_$", "猫", *(f"a label of some length {i}" * 2 for i in range(classes - 2))]
@@ -455,7 +455,7 @@ def test_swag(tmp_path):
     assert problem.report[0] == "train: 2 questions"
 
 
-def test_choices_of_ones_own(tmp_path):
+def test_multiple_choice_with_custom_columns(tmp_path):
     rows = [
         {"q": "w1", "yes": "w2", "no, sir": "w3", "label": "no, sir"},
         {"q": "w1 w1 w1 w1", "yes": "w2 w2", "no, sir": "w3", "label": 0},
@@ -504,14 +504,14 @@ def test_choices_of_ones_own(tmp_path):
         (SWAG[0].replace("w4", "w4,w4"), "a.csv:2: 13 columns where 12"),
     ],
 )
-def test_bad_questions_are_told_in_one_line(tmp_path, line, says):
+def test_invalid_questions_are_rejected(tmp_path, line, says):
     path = write(tmp_path / "a.csv", [SWAG_HEADER, line])
     with pytest.raises(UserError) as error:
         MultipleChoice(TaskConfig(name="swag", train=path), VOCABULARY)
     assert says in str(error.value)
 
 
-def test_choices_must_be_named(tmp_path):
+def test_missing_choices_or_split_is_rejected(tmp_path):
     with pytest.raises(UserError, match="name the columns of at least two choices"):
         MultipleChoice(TaskConfig(train="a.csv"), VOCABULARY)
     with pytest.raises(UserError, match="no 'dev' split"):

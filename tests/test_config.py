@@ -1,4 +1,4 @@
-"""Configs: what is refused and how, the command line, and the files in configs/."""
+"""Configs: validation errors, command-line overrides, and the files in configs/."""
 
 import dataclasses
 import json
@@ -98,11 +98,11 @@ def refusal(call, *arguments) -> str:
         (Config(mesh=MeshConfig(tensor=-2)), "config.mesh"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(config, key):
+def test_validate_names_the_invalid_setting(config, key):
     assert key in refusal(configs.validate, config)
 
 
-def test_the_defaults_are_valid_and_berts():
+def test_defaults_are_valid_and_match_bert():
     configs.validate(Config())
     assert dataclasses.astuple(Config().masking)[:1] == (0.15,)
     optim = Config().optim
@@ -132,7 +132,7 @@ def test_the_defaults_are_valid_and_berts():
         ("--config.optim.optimizer=sgd", "config.optim.optimizer"),
     ],
 )
-def test_a_bad_argument_is_named(argument, says):
+def test_bad_argument_error_names_the_key(argument, says):
     assert says in refusal(config_flags.load, [f"{PRETRAIN}:mini", argument])
 
 
@@ -149,12 +149,12 @@ def test_a_bad_argument_is_named(argument, says):
         ("table.py", ["frozen_layers=-1"], "config.frozen_layers is -1"),
     ],
 )
-def test_what_would_do_nothing_in_fine_tuning_is_refused(file, arguments, says):
+def test_finetune_rejects_derived_and_invalid_settings(file, arguments, says):
     results = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
     assert says in refusal(config_flags.load, results, FinetuneConfig)
 
 
-def test_what_a_frozen_encoder_has_no_use_for_is_refused():
+def test_frozen_features_reject_encoder_training_settings():
     model = ModelConfig(features="weighted-last4")
     configs.validate(FinetuneConfig(model=model))
     for changes in (
@@ -171,15 +171,15 @@ def test_what_a_frozen_encoder_has_no_use_for_is_refused():
     )
 
 
-def test_a_config_from_before_a_setting_has_its_default():
+def test_config_without_newer_fields_gets_their_defaults():
     values = json.loads(json.dumps(configs.to_dict(FinetuneConfig())))
     for name in ("causal", "lstm_layers", "features"):
         del values["model"][name]
     assert configs.flatten(configs.from_dict(values)) == configs.flatten(FinetuneConfig())
 
 
-def test_limits_of_a_model_wait_until_it_is_known():
-    """A large checkpoint has more layers than the default model."""
+def test_model_limits_are_checked_once_the_model_is_known():
+    """A large checkpoint has more layers than the default model, so the check must wait for it."""
     changes = dict(frozen_layers=20, task=TaskConfig(tokens=1024))
     configs.validate(FinetuneConfig(**changes))
     large = ModelConfig(layers=24, positions=1024, head="sequence", labels=("a", "b"))
@@ -192,7 +192,7 @@ def test_limits_of_a_model_wait_until_it_is_known():
     )
 
 
-def test_arguments_set_single_fields():
+def test_command_line_overrides_set_single_fields():
     config = config_flags.load(
         [
             f"{PRETRAIN}:L4-H256-A4",
@@ -224,8 +224,8 @@ def test_arguments_set_single_fields():
         ("x = 1\n", "get_config"),
     ],
 )
-def test_a_bad_config_file_is_one_line(tmp_path, content, says):
-    # A name of its own: a module loaded once keeps what an earlier file of that name defined.
+def test_bad_config_file_gives_one_line_error(tmp_path, content, says):
+    # A unique name per case, since an imported module keeps its definitions under that name.
     path = tmp_path / f"mine_{len(content or '')}.py"
     if content is not None:
         path.write_text(content)
@@ -234,7 +234,7 @@ def test_a_bad_config_file_is_one_line(tmp_path, content, says):
     assert path.name in message
 
 
-def test_no_config_and_a_bad_size():
+def test_missing_config_and_unknown_size_are_rejected():
     assert "--config" in refusal(config_flags.load, [])
     message = refusal(config_flags.load, [f"{PRETRAIN}:huge"])
     assert "huge" in message
@@ -242,14 +242,14 @@ def test_no_config_and_a_bad_size():
 
 
 @pytest.mark.parametrize("argument", ["", ":base,128", ":mini,128,512", ":teaching", ":L6-H768-A3"])
-def test_round_trip(argument):
+def test_config_dict_round_trip(argument):
     config = config_flags.load([PRETRAIN + argument])
     again = configs.from_dict(json.loads(json.dumps(configs.to_dict(config))))
     assert again == config
     assert configs.flatten(again) == configs.flatten(config)
 
 
-def test_another_versions_config_is_refused():
+def test_config_of_incompatible_version_is_rejected():
     values = configs.to_dict(Config())
     assert "color" in refusal(configs.from_dict, {**values, "color": 1})
     assert "speed" in refusal(configs.from_dict, {**values, "optim": {"speed": 1}})
@@ -278,7 +278,7 @@ def test_model_sizes(name, shape):
 
 
 @pytest.mark.parametrize("name", ["huge", "L6-H768", "xL1-H8-A2", "L1-H8-A2x", ""])
-def test_an_unknown_size_lists_those_there_are(name):
+def test_unknown_size_error_lists_valid_sizes(name):
     message = refusal(configs.model_size, name)
     assert all(size in message for size in ("tiny", "base", "teaching", "L6-H768-A3"))
 
@@ -296,7 +296,7 @@ def test_every_config_file_loads(path):
     assert isinstance(config_flags.load([f"--config={path}"], kind), kind)
 
 
-def test_fields_that_were_renamed_are_read():
+def test_old_names_of_renamed_fields_are_read():
     values = configs.to_dict(Config())
     values["masking"]["most_predictions"] = values["masking"].pop("max_predictions_per_sequence")
     values["guard"]["most_incidents"] = values["guard"].pop("max_incidents") + 1
@@ -307,7 +307,7 @@ def test_fields_that_were_renamed_are_read():
     assert "did you mean config.masking.max_predictions_per_sequence" in message
 
 
-def test_a_mesh_that_does_not_fit_is_refused():
+def test_mesh_and_batch_size_must_fit_the_devices():
     assert dict(sharding.make_mesh(MeshConfig(fsdp=2)).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
     message = refusal(sharding.make_mesh, MeshConfig(data=3))
     assert "8 devices" in message
@@ -327,7 +327,7 @@ def test_a_mesh_that_does_not_fit_is_refused():
         ("squad", FinetuneConfig, "squad.py"),
     ],
 )
-def test_configs_have_names(value, kind, expected, tmp_path, monkeypatch):
+def test_configs_are_found_by_short_name(value, kind, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert config_flags.find(value, kind).endswith(f"configs/{expected}")
     assert isinstance(config_flags.load([f"--config={value}"], kind), kind)
@@ -336,7 +336,7 @@ def test_configs_have_names(value, kind, expected, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "suggestion"), [("bsae", "base"), ("pretrian:base", "pretrain"), ("smal,64", "small")]
 )
-def test_a_misspelled_name_is_corrected(value, suggestion):
+def test_misspelled_config_name_gets_a_suggestion(value, suggestion):
     message = refusal(config_flags.load, [f"--config={value}"])
     assert message.endswith(f"did you mean {suggestion}?")
 
@@ -352,21 +352,21 @@ def test_a_misspelled_name_is_corrected(value, suggestion):
         ("optimizer.learning_rate", "optim.learning_rate"),
     ],
 )
-def test_keys_of_other_libraries_are_known(key, suggestion):
+def test_keys_of_other_libraries_get_a_suggestion(key, suggestion):
     message = refusal(config_flags.load, ["--config=mini,128", f"--config.{key}=1"])
     assert message == f"config.{key}: unknown key; did you mean config.{suggestion}?"
 
 
 @pytest.mark.parametrize("size", ["tiny", "mini", "small", "medium", "teaching"])
-def test_recipes_of_small_sizes(size):
-    """Every phase has as many tokens per step, and the warm-up follows the number of steps."""
+def test_small_model_recipes(size):
+    """All phases have the same tokens per step, and warm-up scales with the number of steps."""
     config = config_flags.load([f"{PRETRAIN}:{size}", "--config.steps=600"])
     tokens = {p.tokens * (p.batch_size or config.batch_size) for p in config.phases}
     assert tokens == {1_024 if size == "teaching" else 2_048}
     assert pretraining.abstract_phases(config, 1)[0].optim.warmup_steps == 40
 
 
-def test_warmup_steps_where_a_fraction_decides():
+def test_warmup_steps_conflict_with_warmup_fraction():
     steps = "--config.optim.warmup_steps=7"
     assert "set that instead" in refusal(config_flags.load, [f"{PRETRAIN}:mini,128", steps])
     config = config_flags.load([f"{PRETRAIN}:mini,128", steps, "--config.warmup_fraction=0"])

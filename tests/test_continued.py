@@ -1,4 +1,4 @@
-"""Pretraining that continues from released weights: what starts from them, and what is refused."""
+"""Continued pretraining from released weights: initialization, vocabularies, rejected settings."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def values(params):
 
 @pytest.fixture(scope="module")
 def released(rows, tmp_path_factory):
-    """A model with the vocabulary of the rows, 32 positions, and random weights."""
+    """A run whose model has the vocabulary of the rows, 32 positions and random weights."""
     words = wordpiece.load(rows(32, 3)).tokens
     model = ModelConfig(
         layers=1, hidden=32, heads=2, feed_forward=128, vocab_size=len(words), positions=32
@@ -62,7 +62,7 @@ def released(rows, tmp_path_factory):
         ("BertForSequenceClassification", ["masked_lm", "next_sentence"], ["classifier"]),
     ],
 )
-def test_encoder_and_heads_are_the_sources(tmp_path, name, new, left_out):
+def test_encoder_and_heads_are_copied_from_the_source(tmp_path, name, new, left_out):
     folder = str(save_pretrained(torch_model(name, hidden_act="relu"), tmp_path / "theirs"))
     theirs = source.read(folder)
     changed, start = open_start(config(dropout=0.3, dtype="bfloat16", vocab_multiple=8), folder)
@@ -85,7 +85,7 @@ def test_encoder_and_heads_are_the_sources(tmp_path, name, new, left_out):
         np.testing.assert_array_equal(value, original, err_msg=path)
 
 
-def test_heads_that_are_not_trained_are_left_out(hf_folder):
+def test_untrained_heads_are_dropped(hf_folder):
     changed, start = open_start(config(next_sentence=False), str(hf_folder))
     assert not changed.model.next_sentence
     assert start.about["left_out"] == ["next_sentence", "pooler"]
@@ -95,14 +95,15 @@ def test_heads_that_are_not_trained_are_left_out(hf_folder):
     )
 
 
-def test_settings_that_contradict_the_source_are_refused(hf_folder):
+def test_settings_that_conflict_with_the_source_are_rejected(hf_folder):
     init = str(hf_folder)
     with pytest.raises(UserError) as error:
         open_start(config(hidden=24), init)
     assert str(error.value) == (
         f"config.model.hidden is 24, {init}'s is 12: remove the setting, or train without --init"
     )
-    # A size of the config's name is not a setting, and 768, the default, can be one.
+    # A size that comes from the config's name does not conflict with the source. An explicit
+    # setting does, even at its default, 768.
     changed, start = open_start(config(hidden=24), init, keys=["steps"])
     assert changed.model.hidden == 12
     assert start.about["notes"] == [
@@ -121,7 +122,7 @@ def test_settings_that_contradict_the_source_are_refused(hf_folder):
 
 @pytest.mark.parametrize("how", ["copied", "interpolated"])
 @pytest.mark.parametrize("count", [24, 33, 60])
-def test_positions_are_extended(how, count):
+def test_extend_positions_copies_or_interpolates(how, count):
     table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
     if how == "copied":
         expected = np.concatenate([table, table, table])[:count]
@@ -134,7 +135,7 @@ def test_positions_are_extended(how, count):
     np.testing.assert_allclose(extended, expected, atol=0 if how == "copied" else 1e-6)
 
 
-def test_more_positions_than_the_source_has(hf_folder):
+def test_open_start_extends_position_embeddings(hf_folder):
     table = values(source.read(str(hf_folder)).params)[POSITIONS]
     longer = dataclasses.replace(config(positions=60), new_positions="interpolated")
     changed, start = open_start(longer, str(hf_folder), keys=["model.positions"])
@@ -145,7 +146,7 @@ def test_more_positions_than_the_source_has(hf_folder):
     assert start.about["notes"] == ["positions: 24 extended to 60, interpolated"]
 
 
-def test_one_position_is_stretched_too():
+def test_single_position_can_be_interpolated():
     table = np.ones((1, 3), np.float32)
     np.testing.assert_array_equal(extend_positions(table, 4, "interpolated"), np.ones((4, 3)))
 
@@ -154,7 +155,7 @@ def test_one_position_is_stretched_too():
 
 
 @pytest.mark.parametrize("kind", ["run", "folder", "tokenizer", "google", "vocab.txt"])
-def test_rows_are_prepared_with_the_vocabulary_of_any_source(released, corpus, tmp_path, kind):
+def test_vocabulary_is_read_from_any_source(released, corpus, tmp_path, kind):
     place, theirs = released, wordpiece.load(released)
     if kind in ("folder", "tokenizer"):
         place = save_pretrained(torch_model(), tmp_path / "theirs")
@@ -178,14 +179,12 @@ def test_rows_are_prepared_with_the_vocabulary_of_any_source(released, corpus, t
         assert wordpiece.load(tmp_path / "rows") == theirs
 
 
-def test_a_missing_vocabulary_is_one_line(tmp_path, capsys):
+def test_missing_vocabulary_gives_one_line_error(tmp_path, capsys):
     result = refused(capsys, "prepare", "--vocab", tmp_path / "v", "--out", tmp_path / "o", "text")
     assert "train one with `bert-jax vocab`" in result
 
 
-def test_rows_of_another_vocabulary_are_refused_with_the_command_that_helps(
-    released, corpus, tmp_path, capsys
-):
+def test_vocabulary_mismatch_error_gives_the_prepare_command(released, corpus, tmp_path, capsys):
     wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
     other = tmp_path / "rows of others"
     prepare.prepare(
@@ -218,7 +217,7 @@ def test_rows_of_another_vocabulary_are_refused_with_the_command_that_helps(
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def test_a_run_continues_and_keeps_checkpoints(released, rows, tmp_path, capsys):
+def test_pretrain_with_init_copies_weights_and_keeps_checkpoints(released, rows, tmp_path, capsys):
     folder = tmp_path / "run"
     argv = ["pretrain", *arguments("steps=4", *RUN[1:]), "--rows", str(rows(32, 3))]
     argv += ["--config.checkpoint.keep_every_steps=3", "--workdir", str(folder)]
@@ -258,7 +257,7 @@ def source_of(released, seed):
 
 
 @pytest.mark.slow
-def test_killed_and_restarted_ends_the_same(released, rows, tmp_path):
+def test_resume_after_sigkill_is_bitwise_identical(released, rows, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     chosen = {"options": ("--init", str(released))}
     done = pretrain(whole, [rows(32, 3)], *RUN, **chosen)
@@ -280,7 +279,7 @@ def test_killed_and_restarted_ends_the_same(released, rows, tmp_path):
         }
 
 
-def test_from_python_on_texts(released, tmp_path, monkeypatch):
+def test_python_api_pretrains_on_texts(released, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr(api, "train", lambda *run, start: runs.append((run, start)))
     loaded = api.load(released)

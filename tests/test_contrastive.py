@@ -1,4 +1,4 @@
-"""Contrastive fine-tuning: PyTorch's loss and gradients, packing and devices, SimCSE, and its runs."""
+"""Contrastive fine-tuning: loss and gradients against PyTorch, packing, devices, SimCSE, runs."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ BATCH, SCALE = 9, 7.0
 
 
 class Made(Pairs):
-    """Random texts."""
+    """A dataset of random token sequences."""
 
     best_by, report = "spearman", []
 
@@ -52,7 +52,7 @@ def plan_of(dataset, **options):
 
 
 def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL, key=None):
-    """Of the batch of step 1."""
+    """Return the loss, the loss terms and the gradients for the batch of step 1."""
     embed = EmbedConfig(pooling=pooling)
     task = finetuning.make_objective(model, dataset, "dev", plan, embed)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
@@ -73,7 +73,11 @@ def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL
 
 @functools.cache
 def reference(texts_per_example, pooling):
-    """The loss of sentence-transformers' MultipleNegativesRankingLoss, accuracy, and gradients."""
+    """Compute sentence-transformers' MultipleNegativesRankingLoss in PyTorch.
+
+    Returns:
+        The loss, the number of correctly ranked anchors, and the gradients by parameter name.
+    """
     dataset = Made(texts_per_example)
     config = transformers.BertConfig(
         vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
@@ -104,11 +108,11 @@ def reference(texts_per_example, pooling):
     ("texts", "pooling", "devices", "one_a_row"),
     [(2, "mean", 1, False), (2, "mean", 8, True), (3, "cls", 8, False)],
 )
-def test_loss_and_gradients_equal_sentence_transformers(texts, pooling, devices, one_a_row):
+def test_loss_and_gradients_match_sentence_transformers(texts, pooling, devices, one_a_row):
     dataset, params = Made(texts), random_params(MODEL)
     plan = plan_of(dataset, rows_multiple=devices, one_a_row=one_a_row)
     batch = plan.batch(1, 0)
-    assert (batch["example"].max(1) == NO_EXAMPLE).any() == (devices > 1)  # rows of padding
+    assert (batch["example"].max(1) == NO_EXAMPLE).any() == (devices > 1)  # padding rows
     loss, terms, grads = loss_and_grads(dataset, plan, params, pooling, devices)
     expected, correct, expected_grads = reference(texts, pooling)
     np.testing.assert_allclose(loss, expected, atol=1e-5, rtol=0)
@@ -118,8 +122,8 @@ def test_loss_and_gradients_equal_sentence_transformers(texts, pooling, devices,
         np.testing.assert_allclose(grad, theirs, atol=1e-5, rtol=0, err_msg=name)
 
 
-def test_dropout_makes_two_of_one_text():
-    """In SimCSE, with examples of the same text twice."""
+def test_simcse_dropout_separates_identical_texts():
+    """Each example holds the same text twice, as in SimCSE."""
     dataset = Made(2)
     examples = dataset.splits["train"]
     examples.tokens[1::2] = examples.tokens[::2]
@@ -131,7 +135,7 @@ def test_dropout_makes_two_of_one_text():
     assert run(model=model, key=jax.random.key(1))[0] > same
 
 
-def test_a_batch_is_not_computed_in_parts():
+def test_gradient_accumulation_is_rejected():
     dataset = Made(2)
     dataset.splits["dev"] = Examples(dataset.splits["train"].tokens, [], {"label": np.zeros(40)})
     config = FinetuneConfig(
@@ -155,7 +159,7 @@ def test_a_batch_is_not_computed_in_parts():
         ("task.similarity=('a',)", "config.task.similarity is ('a',): it must be three columns"),
     ],
 )
-def test_settings_that_pairs_cannot_have(change, message):
+def test_invalid_pair_settings_are_rejected(change, message):
     file = tasks.CONFIGS / "pairs.py"
     load([f"--config={file}:simcse"], FinetuneConfig)
     with pytest.raises(UserError) as caught:
@@ -163,12 +167,12 @@ def test_settings_that_pairs_cannot_have(change, message):
     assert message in str(caught.value)
 
 
-def test_a_config_of_no_such_kind():
+def test_unknown_config_kind_is_rejected():
     with pytest.raises(UserError, match=r"pairs\.py:nli: choose one of pairs, triplets, simcse"):
         load([f"--config={tasks.CONFIGS / 'pairs.py'}:nli"], FinetuneConfig)
 
 
-def test_settings_of_vectors_are_the_checkpoints_unless_set():
+def test_embed_settings_default_to_those_of_the_checkpoint():
     start = EmbedConfig(pooling="cls", normalize=True, tokens=50)
     config = FinetuneConfig(task=TaskConfig(tokens=40))
     assert finetuning.embed_config(config, start) == start
@@ -180,7 +184,7 @@ def test_settings_of_vectors_are_the_checkpoints_unless_set():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Triplets whose positive has the topic of the anchor, STS of the same topics, and a vocabulary."""
+    """Triplets with topic-matched positives, STS pairs of the same topics, and a vocabulary."""
     folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
 
     def text(topic):
@@ -223,7 +227,7 @@ def run(data, tmp_path_factory):
     return folder
 
 
-def test_a_run_learns_and_selects_by_correlation(run, data, capsys):
+def test_run_learns_and_selects_checkpoint_by_spearman(run, data, capsys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     heldout = [line for line in lines if line["split"] == "heldout"]
     assert [line["step"] for line in heldout] == [30, 60]
@@ -235,7 +239,7 @@ def test_a_run_learns_and_selects_by_correlation(run, data, capsys):
     folder = run / "predictions" / "dev"
     assert (folder / "scatter.png").exists()
     assert len((folder / "predictions.tsv").read_text().splitlines()) == 41
-    # The verb computes the same from the vectors of `bert-jax embed`.
+    # `evaluate-embeddings` computes the same metrics from the vectors of `bert-jax embed`.
     capsys.readouterr()
     command = ["evaluate-embeddings", "--init", str(run), "--json", str(data / "dev.jsonl")]
     assert cli.main(command) == 0
@@ -244,7 +248,7 @@ def test_a_run_learns_and_selects_by_correlation(run, data, capsys):
     assert result == pytest.approx(metrics["dev"], abs=1e-6)
 
 
-def test_an_export_has_the_vectors_of_transformers(run, tmp_path):
+def test_exported_model_gives_same_vectors_in_transformers(run, tmp_path):
     settings = export(str(run), tmp_path / "exported")
     assert settings["architectures"] == ["BertModel"]
     folder = tmp_path / "exported"
@@ -268,12 +272,12 @@ def test_an_export_has_the_vectors_of_transformers(run, tmp_path):
     np.testing.assert_allclose(np.load(out), theirs.numpy(), atol=1e-5, rtol=0)
 
 
-def test_a_run_goes_on_with_the_same_pooling_only(run, data, capsys):
+def test_resume_with_different_pooling_is_rejected(run, data, capsys):
     message = refused(capsys, *arguments(data, run, "embed.pooling=cls"))
     assert "it began with another objective" in message
 
 
-def test_a_run_has_no_predictions(run, data, tmp_path, capsys):
+def test_predict_is_rejected_for_embedding_runs(run, data, tmp_path, capsys):
     options = ["--workdir", run, "--out", tmp_path / "out"]
     message = refused(capsys, "predict", *options, data / "train.tsv")
     assert "has vectors, no predictions: use `bert-jax embed`" in message

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere and back: every bit, every head, tokenizers, cards, commands, the hub."""
+"""Import and export of checkpoints: round trips, heads, tokenizers, model cards, CLI and Hub."""
 
 import contextlib
 import dataclasses
@@ -80,11 +80,11 @@ def apply(config, params, *args, method=None):
     return run(params, *args)
 
 
-# --- Their models here ----------------------------------------------------------------------------
+# --- Import ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_class_gives_their_outputs(tmp_path, name):
+def test_imported_classes_match_transformers_outputs(tmp_path, name):
     model = torch_model(name, type_vocab_size=2)
     config, vocabulary, params, about = source.read(str(save_pretrained(model, tmp_path / "m")))
     assert vocabulary.tokens == WORDS
@@ -126,7 +126,7 @@ def test_every_class_gives_their_outputs(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "bin", "legacy bin", "sharded bin", "bfloat16"])
-def test_every_kind_of_weight_file_is_the_same_model(tmp_path, kind):
+def test_all_weight_file_formats_load_the_same_params(tmp_path, kind):
     model = torch_model()
     plain = source.read(str(save_pretrained(model, tmp_path / "plain")))
     folder = tmp_path / "other"
@@ -155,7 +155,7 @@ def test_every_kind_of_weight_file_is_the_same_model(tmp_path, kind):
 
 
 def rename(folder, change, extra=()):
-    """Rewrites the weights with other names."""
+    """Rewrite the weights with renamed tensors and extra ones."""
     path = folder / "model.safetensors"
     tensors = {change(name): value for name, value in load_file(path).items()}
     save_file({**tensors, **dict(extra)}, path)
@@ -169,7 +169,7 @@ def old(name):
 @pytest.mark.parametrize(
     "change", [old, lambda n: f"module.{n}", lambda n: f"module.model.{old(n)}"]
 )
-def test_old_and_wrapped_names(hf_folder, change):
+def test_legacy_and_wrapped_tensor_names_are_read(hf_folder, change):
     expected = source.read(str(hf_folder))
     buffer = change("bert.embeddings.position_ids")
     rename(hf_folder, change, [(buffer, np.arange(24)[None])])
@@ -178,7 +178,7 @@ def test_old_and_wrapped_names(hf_folder, change):
     assert_same(got.params, expected.params)
 
 
-def test_a_decoder_written_twice(hf_folder):
+def test_duplicate_of_tied_decoder_must_match_embeddings(hf_folder):
     expected = source.read(str(hf_folder))
     words = load_file(hf_folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
     twice = [("cls.predictions.decoder.weight", words)]
@@ -189,7 +189,7 @@ def test_a_decoder_written_twice(hf_folder):
         source.read(str(hf_folder))
 
 
-def test_a_google_release_and_its_zip(tmp_path):
+def test_google_release_loads_from_folder_zip_and_checkpoint(tmp_path):
     release = tmp_path / "uncased_L-2_H-8_A-2"
     release.mkdir()
     for file in TF1.glob("bert*"):
@@ -207,7 +207,7 @@ def test_a_google_release_and_its_zip(tmp_path):
         again = source.read(str(other))
         assert again.config == first.config
         assert_same(again.params, first.params)
-    # One of each kind, by Google's own names.
+    # Compare one tensor of each kind, by Google's names.
     from bert_jax.convert import tensorflow1
 
     theirs = tensorflow1.read(release, "bert_model.ckpt")
@@ -239,7 +239,7 @@ def test_official_files_are_recognized(tmp_path, monkeypatch):
     assert imported.about["vocabulary"] is None
 
 
-def test_the_official_digests_are_those_on_record(shared_data):
+def test_official_digests_match_the_recorded_list(shared_data):
     data = shared_data("vocab/OFFICIAL_SHA256.txt").parent
     listed = {}
     for line in (data / "OFFICIAL_SHA256.txt").read_text().splitlines():
@@ -256,8 +256,8 @@ def test_the_official_digests_are_those_on_record(shared_data):
         )
 
 
-def test_only_vocab_txt_with_and_without_settings(hf_folder):
-    """From `do_lower_case` and similar settings if present, else from the vocabulary."""
+def test_vocab_txt_with_and_without_tokenizer_settings(hf_folder):
+    """Use `do_lower_case` and similar settings if present, else infer them from the vocabulary."""
     (hf_folder / "tokenizer.json").unlink()
     (hf_folder / "vocab.txt").write_text("\n".join(WORDS))
     saved = hf_folder / "tokenizer_config.json"
@@ -277,7 +277,7 @@ def test_only_vocab_txt_with_and_without_settings(hf_folder):
     assert "not supported: <new>" in refusal(hf_folder)
 
 
-def test_the_settings_beside_a_tokenizer_json_go_first(hf_folder):
+def test_tokenizer_config_overrides_tokenizer_json(hf_folder):
     saved = hf_folder / "tokenizer_config.json"
     values = json.loads(saved.read_text())
     for change in ({"do_lower_case": False}, {"strip_accents": False}):
@@ -294,7 +294,7 @@ def test_the_settings_beside_a_tokenizer_json_go_first(hf_folder):
         (("cls/squad/output_weights", "cls/squad/output_bias"), "span", ("start", "end")),
     ],
 )
-def test_what_google_fine_tuned(monkeypatch, names, head, labels):
+def test_google_finetuned_heads_are_recognized(monkeypatch, names, head, labels):
     from bert_jax.convert import tensorflow1
 
     def read(folder, prefix, selected):
@@ -333,10 +333,10 @@ HEAD_LABELS = {
 }  # fmt: skip
 
 
-def test_the_same_tensors_are_the_same_file(tmp_path):
+def test_safetensors_files_are_deterministic(tmp_path):
     tensors = {name: np.arange(3, dtype=np.float32) for name in ("b", "a")}
     path, contents = tmp_path / "model.safetensors", set()
-    for _ in range(12):  # two entries in a random order: they agree by chance once in 2,048
+    for _ in range(12):  # in random order, two entries agree by chance once in 2,048
         _write_safetensors(path, tensors)
         contents.add(path.read_bytes())
     assert len(contents) == 1
@@ -347,9 +347,9 @@ def test_the_same_tensors_are_the_same_file(tmp_path):
 
 @settings(max_examples=12, deadline=None)
 @given(SHAPES, st.integers(1, 16), PARTS)
-def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, parts):
+def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multiple, parts):
     size = shape.pop("size")
-    if parts["causal"]:  # whatever stands on one token stands on another there
+    if parts["causal"]:  # transformers' sequence-level heads read another token
         without = {"sequence": "token", "choice": "span"}
         parts |= {"next_sentence": False, "pooler": False}
         parts["head"] = without.get(parts["head"], parts["head"])
@@ -357,7 +357,7 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
         **shape, **parts, hidden=size * shape["heads"], vocab_multiple=multiple,
         labels=HEAD_LABELS[parts["head"]],
     )  # fmt: skip
-    # The pooler by itself is written down only where nothing else needs it.
+    # `pooler` is stored in the config only if no other part implies it.
     config.pooler = config.pooler and not (
         config.next_sentence or config.head in ("sequence", "choice")
     )
@@ -366,7 +366,7 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
     run = write_run(folder / "run", config, params)
     exported = export(str(run), folder / "out")
     back = source.read(str(folder / "out"))
-    # What Hugging Face has no word for.
+    # Hugging Face configs have no equivalent of vocab_multiple.
     assert back.config.model == dataclasses.replace(config, vocab_multiple=1)
     vocab = config.vocab_size
     expected = flat(params)
@@ -376,14 +376,14 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
         elif path == "masked_lm/decoder":
             expected[path] = expected[path][:, :vocab]
     assert_same(back.params, traverse_util.unflatten_dict(expected, sep="/"))
-    # Nothing is missing there; and if a class has just these parts, it is that.
+    # A class with exactly these parts is chosen, if any; transformers misses no weights.
     there = {part for part in ("masked_lm", "next_sentence") if parts[part]}
     there |= {"pooler"} if config.has_pooler else set()
     there |= {"head"} if config.head else set()
     exact = [
         n for n, (p, head) in BERT.all_classes().items() if {*p} == there and head == config.head
     ]
-    if "masked_lm" in there:  # two classes have it alone, for each way of reading one
+    if "masked_lm" in there:  # two classes have only this head, one of them causal
         exact = [n for n in exact if config.causal == (n == "BertLMHeadModel")]
     assert exported["architectures"] == (exact or exported["architectures"])
     assert exported["is_decoder"] == config.causal
@@ -395,7 +395,7 @@ def test_export_then_import_is_the_same_bits(tmp_path_factory, shape, multiple, 
 
 @settings(max_examples=12, deadline=None)
 @given(SHAPES, st.sampled_from([*CLASSES]), st.integers(0, 1 << 16))
-def test_import_then_export_is_the_same_bits(tmp_path_factory, shape, name, seed):
+def test_import_then_export_is_bitwise_identical(tmp_path_factory, shape, name, seed):
     model = torch_model(
         name, seed, hidden_size=shape["size"] * shape["heads"],
         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
@@ -404,7 +404,7 @@ def test_import_then_export_is_the_same_bits(tmp_path_factory, shape, name, seed
         tie_word_embeddings=shape["tied_decoder"],
     )  # fmt: skip
     if not shape["tied_decoder"] and hasattr(model, "cls") and hasattr(model.cls, "predictions"):
-        # A parameter that nothing reads; ours comes back as the one that is read.
+        # transformers does not read this bias; we export the decoder's in its place.
         model.cls.predictions.bias.data = model.cls.predictions.decoder.bias.data.clone()
     folder = tmp_path_factory.mktemp("trip")
     words = [*SPECIAL, *(f"w{i}" for i in range(shape["vocab_size"] - len(SPECIAL)))]
@@ -431,9 +431,7 @@ def test_import_then_export_is_the_same_bits(tmp_path_factory, shape, name, seed
         ({"pooling_mode_mean_tokens": True}, ["Pooling", "Dense"], "--allow-unexpected Dense"),
     ],
 )
-def test_how_a_sentence_encoder_makes_vectors_travels(
-    hf_folder, tmp_path, pooling, kinds, expected
-):
+def test_sentence_encoder_pooling_round_trips(hf_folder, tmp_path, pooling, kinds, expected):
     modules = [{"type": f"sentence_transformers.models.{k}", "path": f"x_{k}"} for k in kinds]
     modules.insert(0, {"type": "sentence_transformers.models.Transformer", "path": ""})
     (hf_folder / "modules.json").write_text(json.dumps(modules))
@@ -452,12 +450,12 @@ def test_how_a_sentence_encoder_makes_vectors_travels(
             export(str(hf_folder), tmp_path / "again")
 
 
-# --- Ours there -----------------------------------------------------------------------------------
+# --- Export ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def no_warnings():
-    """Fails if transformers or Python warn about anything inside."""
+    """Fail if transformers logs a warning inside the block."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = logging.getLogger("transformers")
@@ -478,7 +476,9 @@ def no_warnings():
         ("none", "AutoModel", "BertModel"),
     ],
 )
-def test_transformers_loads_ours_without_a_warning(tmp_path, run_folder, heads, loader, loaded):
+def test_transformers_loads_exported_model_without_warnings(
+    tmp_path, run_folder, heads, loader, loaded
+):
     export(str(run_folder), tmp_path / "out", heads=heads)
     with no_warnings():
         model = getattr(transformers, loader).from_pretrained(tmp_path / "out")
@@ -504,7 +504,7 @@ def test_transformers_loads_ours_without_a_warning(tmp_path, run_folder, heads, 
         np.testing.assert_allclose(following[:, 0], theirs, rtol=0, atol=1e-5)
 
 
-def test_a_left_to_right_model_goes_there_and_back(tmp_path):
+def test_causal_model_round_trips_through_transformers(tmp_path):
     config = ModelConfig(
         layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
         causal=True, next_sentence=False,
@@ -532,7 +532,7 @@ def test_a_left_to_right_model_goes_there_and_back(tmp_path):
         MaskFiller(str(run))
 
 
-def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, hf_folder):
+def test_pooled_heads_of_causal_models_are_rejected(tmp_path, hf_folder):
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
         causal=True, masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"),
@@ -557,7 +557,7 @@ def test_what_is_pooled_of_a_left_to_right_model_is_refused(tmp_path, hf_folder)
     ("changes", "message"),
     [({"lstm_layers": 1}, "lstm_layers is 1"), ({"features": "last"}, "features is 'last'")],
 )
-def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, message):
+def test_export_rejects_lstm_layers_and_frozen_features(tmp_path, changes, message):
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
         masked_lm=False, next_sentence=False, head="sequence", labels=("a", "b"), **changes,
@@ -572,19 +572,19 @@ def test_what_stands_above_the_encoder_is_refused(tmp_path, changes, message):
 
 
 @pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForMaskedLM"])
-def test_of_all_heads_nothing_is_missing_for_a_smaller_class(tmp_path, run_folder, loader):
+def test_export_with_all_heads_loads_into_smaller_classes(tmp_path, run_folder, loader):
     export(str(run_folder), tmp_path / "out")
     _, info = getattr(transformers, loader).from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
-    # The pipeline would report them.
+    # A pipeline would report the unexpected weights, so the card names none.
     assert ModelCard.load(tmp_path / "out" / "README.md").data.pipeline_tag is None
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     assert all(name.startswith(("cls.", "bert.pooler.")) for name in info["unexpected_keys"])
 
 
-def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, run_folder):
+def test_exported_tokenizer_and_pipeline_match_ours(tmp_path, run_folder):
     export(str(run_folder), tmp_path / "out", heads="masked_lm")
     with no_warnings():
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -609,7 +609,7 @@ def test_their_tokenizer_and_pipeline_agree_with_ours(tmp_path, run_folder):
 
 @pytest.mark.parametrize("cased", [False, True])
 @pytest.mark.parametrize("accents", [None, True, False])
-def test_tokenizer_settings_travel(tmp_path, run_folder, cased, accents):
+def test_tokenizer_settings_round_trip(tmp_path, run_folder, cased, accents):
     config, _, params, _ = checkpoint.load_model(run_folder)
     run = write_run(tmp_path / "run", config.model, params, WORDS)
     vocabulary = Vocabulary(WORDS, not cased, accents, split_chinese=accents is None)
@@ -623,7 +623,7 @@ def test_tokenizer_settings_travel(tmp_path, run_folder, cased, accents):
     assert checkpoint.load_model(tmp_path / "back")[1] == vocabulary
 
 
-def test_the_card_says_how_it_was_trained(tmp_path, rows, capsys):
+def test_model_card_describes_the_training_run(tmp_path, rows, capsys):
     argv = ["pretrain", *arguments(), "--rows", str(rows()), "--workdir", str(tmp_path / "run")]
     assert cli.main(argv) == 0
     assert (
@@ -639,7 +639,7 @@ def test_the_card_says_how_it_was_trained(tmp_path, rows, capsys):
         transformers.BertForPreTraining.from_pretrained(tmp_path / "o")
 
 
-def test_every_checkpoint_is_exported(run_folder, tmp_path, capsys):
+def test_export_of_all_checkpoints(run_folder, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(run_folder, run)
     config, _, params, _ = checkpoint.load_model(run)
@@ -666,7 +666,7 @@ def test_every_checkpoint_is_exported(run_folder, tmp_path, capsys):
     assert "is not a run" in capsys.readouterr().err
 
 
-def test_the_cards_metrics_are_of_the_exported_step(run_folder, tmp_path):
+def test_model_card_shows_metrics_of_the_exported_step(run_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(run_folder, run)
     lines = [
@@ -681,10 +681,10 @@ def test_the_cards_metrics_are_of_the_exported_step(run_folder, tmp_path):
     assert "0.9000" not in card
 
 
-# --- The commands, and the hub --------------------------------------------------------------------
+# --- CLI and Hub ----------------------------------------------------------------------------------
 
 
-def test_the_three_lines_of_the_story(hf_folder, tmp_path, capsys):
+def test_cli_import_fill_mask_embed_and_export(hf_folder, tmp_path, capsys):
     def run(*argv):
         assert cli.main([str(a) for a in argv]) == 0
         return capsys.readouterr().out
@@ -711,8 +711,8 @@ def hub_command(home, endpoint, out):
     return processes.run(command, env={**os.environ, **env})
 
 
-def test_a_model_from_the_hub_and_without_one(hf_folder, tmp_path):
-    """A server on loopback speaks the hub's protocol."""
+def test_import_from_hub_online_cached_and_offline(hf_folder, tmp_path):
+    """Serve the Hub's protocol from a loopback server."""
     commit = "0123456789abcdef0123456789abcdef01234567"
 
     class Hub(http.server.BaseHTTPRequestHandler):
@@ -746,7 +746,7 @@ def test_a_model_from_the_hub_and_without_one(hf_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert_same(checkpoint.load_model(tmp_path / "ours")[2], source.read(str(hf_folder)).params)
 
-    # Without a network the cached download is used; without a cache the error is one line.
+    # Without a network, the cached download is used; without a cache, the error is one line.
     again = hub_command(tmp_path / "home", endpoint, tmp_path / "again")
     assert again.returncode == 0, again.stderr
     none = hub_command(tmp_path / "empty", endpoint, tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Checkpoints that are not converted: other architectures, what does not fit, every way they are spoilt."""
+"""Refused conversions: unsupported architectures, inconsistent checkpoints and damaged files."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def edit(folder, **changes):
         ("bert-generation", "BertGenerationEncoder"),
     ],
 )
-def test_other_architectures_are_refused_by_name(hf_folder, kind, name):
+def test_unsupported_architecture_is_named_in_the_error(hf_folder, kind, name):
     edit(hf_folder, model_type=kind, architectures=[name])
     output = refusal(hf_folder)
     assert kind in output
@@ -72,7 +72,7 @@ def test_other_architectures_are_refused_by_name(hf_folder, kind, name):
         ({"hidden_dropout_prob": 2.0}, "dropout is 2.0"),
     ],
 )
-def test_a_config_that_does_not_fit(hf_folder, changes, expected):
+def test_unsupported_or_inconsistent_config_is_refused(hf_folder, changes, expected):
     edit(hf_folder, **changes)
     assert expected in refusal(hf_folder)
 
@@ -92,7 +92,7 @@ def test_missing_and_unexpected_tensors_are_named(hf_folder):
     assert f"NaN or infinite values: {lost}" in refusal(hf_folder)
 
 
-def test_all_that_is_wrong_is_said_at_once(hf_folder, tmp_path):
+def test_all_problems_are_reported_in_one_error(hf_folder, tmp_path):
     path, short = hf_folder / "model.safetensors", tmp_path / "short.txt"
     save_file({**load_file(path), "adapter.down": np.ones(3)}, path)
     short.write_text("\n".join(WORDS[:-2]))
@@ -101,7 +101,7 @@ def test_all_that_is_wrong_is_said_at_once(hf_folder, tmp_path):
     assert f"; also, the vocabulary has {len(WORDS) - 2} tokens" in output
 
 
-def test_weights_of_types_without_a_numpy_equal_are_refused(hf_folder):
+def test_dtype_without_numpy_equivalent_is_refused(hf_folder):
     path = hf_folder / "model.safetensors"
     tensors = {name: torch.from_numpy(value) for name, value in load_file(path).items()}
     name = "bert.pooler.dense.bias"
@@ -110,13 +110,13 @@ def test_weights_of_types_without_a_numpy_equal_are_refused(hf_folder):
     assert f"types that are not supported: {name} (F8_E4M3)" in refusal(hf_folder)
 
 
-def test_a_pipe_in_place_of_a_config_is_not_waited_for(hf_folder):
+def test_named_pipe_as_config_json_does_not_block(hf_folder):
     (hf_folder / "config.json").unlink()
     os.mkfifo(hf_folder / "config.json")
     assert "it has no config.json" in refusal(hf_folder)
 
 
-def test_an_export_follows_a_link_to_an_empty_folder(hf_folder, tmp_path):
+def test_export_follows_a_symlink_to_an_empty_folder(hf_folder, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     export(str(hf_folder), tmp_path / "link")
@@ -125,7 +125,7 @@ def test_an_export_follows_a_link_to_an_empty_folder(hf_folder, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["pooler", "masked_lm", "next_sentence"])
-def test_a_part_may_be_missing_when_that_is_said(hf_folder, part):
+def test_allow_missing_permits_an_absent_part(hf_folder, part):
     path = hf_folder / "model.safetensors"
     starts = BERT.parts[part]
     kept = {k: v for k, v in load_file(path).items() if not k.startswith(starts)}
@@ -140,7 +140,7 @@ def test_a_part_may_be_missing_when_that_is_said(hf_folder, part):
     assert part not in got.params
 
 
-def test_vocabularies_of_another_size(hf_folder, tmp_path):
+def test_vocabulary_size_must_match_the_embeddings(hf_folder, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("\n".join(WORDS[:-2]))
     output = refusal(hf_folder, vocab=str(short))
@@ -159,7 +159,7 @@ def test_vocabularies_of_another_size(hf_folder, tmp_path):
     assert "neither vocab.txt nor tokenizer.json found; give one with --vocab" in refusal(hf_folder)
 
 
-def test_another_tokenizer_is_refused(hf_folder):
+def test_unsupported_tokenizer_is_refused(hf_folder):
     path = hf_folder / "tokenizer.json"
     values = json.loads(path.read_text())
     for change, expected in (
@@ -175,7 +175,7 @@ def test_another_tokenizer_is_refused(hf_folder):
     assert "tokenizer.json is not BERT's" in refusal(hf_folder)
 
 
-def test_what_a_tokenizer_json_may_hold(hf_folder):
+def test_unsupported_vocabulary_in_tokenizer_json_is_refused(hf_folder):
     path = hf_folder / "tokenizer.json"
     values = json.loads(path.read_text())
     entry = {"id": 3, "content": "the", "special": False}
@@ -191,12 +191,12 @@ def test_what_a_tokenizer_json_may_hold(hf_folder):
 
 
 @pytest.mark.parametrize("value", [5, [["x"]], "BertModel", {"a": 1}])
-def test_architectures_of_any_type(hf_folder, value):
+def test_malformed_architectures_field_is_refused(hf_folder, value):
     edit(hf_folder, architectures=value)
     assert "architectures is" in refusal(hf_folder)
 
 
-def test_odd_sources(hf_folder, tmp_path, monkeypatch, capsys):
+def test_unusual_sources_are_read_or_refused_in_one_line(hf_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("", ".", "/", "~nobody/x", "x" * 300, "a\0b"):
         status = cli.main(["import", name, "--out", str(tmp_path / "o")])
@@ -204,7 +204,7 @@ def test_odd_sources(hf_folder, tmp_path, monkeypatch, capsys):
         assert (status, len(output.splitlines())) == (cli.EXIT_USER_ERROR, 1), (name, output)
     assert cli.main(["import", str(hf_folder), "--out", "/"]) == cli.EXIT_USER_ERROR
     assert "a folder: --revision applies to" in refusal(hf_folder, revision="main")
-    # Beside Hugging Face's files Google's are not needed.
+    # Hugging Face's files take precedence over Google's, which are incomplete here.
     shutil.copy(TF1 / "bert_model.ckpt.index", hf_folder)
     assert source.read(str(hf_folder)).about["format"] == "Hugging Face"
     (hf_folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
@@ -225,7 +225,7 @@ def test_odd_sources(hf_folder, tmp_path, monkeypatch, capsys):
     assert "the zip is damaged" in refusal(tmp_path / "z.zip")
 
 
-def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
+def test_damaged_safetensors_error_names_file_and_tensor(hf_folder, run_folder, tmp_path):
     path = hf_folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
@@ -241,7 +241,7 @@ def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
     assert "is truncated" in refusal(hf_folder)
     path.write_bytes(b"")
     assert "is damaged" in refusal(hf_folder)
-    # Ours carry checksums.
+    # Exports of bert_jax carry checksums.
     export(str(run_folder), tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -253,7 +253,7 @@ def test_damaged_weights_are_named(hf_folder, run_folder, tmp_path):
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_no_damage_is_a_traceback(tmp_path_factory, data):
+def test_random_damage_raises_only_user_errors(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("spoilt") / "m"
     save_pretrained(torch_model(num_hidden_layers=1, hidden_size=3), folder)
     names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -268,7 +268,7 @@ def test_no_damage_is_a_traceback(tmp_path_factory, data):
         source.read(str(folder))
 
 
-def test_a_pickle_that_would_run_code_is_refused(hf_folder, tmp_path):
+def test_pickle_that_would_run_code_is_refused(hf_folder, tmp_path):
     class Trap:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/ran",)
@@ -281,7 +281,7 @@ def test_a_pickle_that_would_run_code_is_refused(hf_folder, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_index_may_not_point_outside(hf_folder, tmp_path):
+def test_shard_index_cannot_name_files_outside_its_folder(hf_folder, tmp_path):
     shutil.copy(hf_folder / "model.safetensors", tmp_path / "secret.safetensors")
     (hf_folder / "model.safetensors").unlink()
     index = hf_folder / "model.safetensors.index.json"
@@ -292,7 +292,7 @@ def test_an_index_may_not_point_outside(hf_folder, tmp_path):
     assert "absent.safetensors is missing" in refusal(hf_folder)
 
 
-def test_nothing_half_written_and_nothing_overwritten(hf_folder, run_folder, tmp_path, capsys):
+def test_failed_conversion_leaves_and_overwrites_no_files(hf_folder, run_folder, tmp_path, capsys):
     out = tmp_path / "out"
 
     def run(*argv):
@@ -329,7 +329,7 @@ def test_nothing_half_written_and_nothing_overwritten(hf_folder, run_folder, tmp
         ({"segments": 0}, "config.model.segments is 0"),
     ],
 )
-def test_what_transformers_cannot_be_is_not_exported(tmp_path, changes, expected):
+def test_config_without_transformers_equivalent_is_not_exported(tmp_path, changes, expected):
     config = ModelConfig(
         layers=1, hidden=4, heads=2, feed_forward=4, vocab_size=9, positions=8, **changes
     )

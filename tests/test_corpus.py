@@ -1,4 +1,4 @@
-"""Sources of every kind, compressed in every way, whole and damaged."""
+"""Text sources in every format and compression, valid and damaged."""
 
 import bz2
 import gzip
@@ -103,7 +103,7 @@ def zstd(data: bytes) -> bytes:
 
 COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
 
-# What each kind looks like, and the sentences in it, a list a document.
+# Kind of source -> (content, sentences of each document).
 EXAMPLES = {
     "google": (GOOGLE, GOOGLE_SENTENCES),
     "books": (f"CHAPTER ONE\n\n{WRAPPED}\r\n\n{PROSE}\n", [["CHAPTER ONE", *SENTENCES, *SENTENCES]]),
@@ -133,7 +133,7 @@ EXAMPLES = {
 def test_reads_every_kind(tmp_path, kind, named, compression):
     content, expected = EXAMPLES[kind]
     data = content.encode()
-    if compression:  # a wrong name does not matter, nor that there are two streams
+    if compression:  # two concatenated streams in a file without the usual suffix
         half = len(data) // 2
         compress = COMPRESSIONS[compression]
         data = compress(data[:half]) + compress(data[half:])
@@ -195,7 +195,7 @@ def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
     assert "tensorflow" not in sys.modules
 
 
-def test_folders_globs_and_order(tmp_path):
+def test_folders_and_globs_expand_in_sorted_order(tmp_path):
     for name in "b/2.txt", "a/1.txt", "c.txt.gz", ".hidden", "a/.git/x", "a/3.txt":
         text = f"Text of {name} is here.\n".encode()
         write(tmp_path / name, gzip.compress(text) if name.endswith("gz") else text)
@@ -223,11 +223,11 @@ def test_folders_globs_and_order(tmp_path):
         (f"{__file__}@nan", "the weight 'nan'"),
     ],
 )
-def test_bad_sources_are_refused(spec, message):
+def test_invalid_source_specs_are_refused(spec, message):
     fails(spec, message)
 
 
-def test_weights(tmp_path):
+def test_source_weight_sets_the_copies_of_documents(tmp_path):
     path = write(tmp_path / "t.txt", "".join(f"Document {i}\nis here.\n\n" for i in range(2000)))
     assert {d.copies for d in read(f"{path}@3")[0]} == {3}
     half = read(f"{path}@0.5")[0]
@@ -239,7 +239,7 @@ def test_weights(tmp_path):
     assert [d.text for d in more if d.copies == 2] == [d.text for d in half]
 
 
-def test_lines_are_told(tmp_path):
+def test_documents_record_their_line_numbers(tmp_path):
     documents, _ = read(write(tmp_path / "t.txt", "\n\n" + GOOGLE))
     assert [d.line for d in documents] == [3, 7]
     documents, _ = read(write(tmp_path / "t.xml", dump("\n", page("A."), page("B."))))
@@ -248,7 +248,7 @@ def test_lines_are_told(tmp_path):
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_compression_is_refused(tmp_path, compression, damage):
+def test_damaged_compressed_data_is_refused(tmp_path, compression, damage):
     numbers = "".join(f"The number {i**3} is the cube of {i}.\n" for i in range(20_000))
     data = bytearray(COMPRESSIONS[compression](numbers.encode()))
     if damage == "cut":
@@ -281,16 +281,16 @@ def test_damaged_compression_is_refused(tmp_path, compression, damage):
         (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 9, "not a text file"),
     ],
 )  # fmt: skip
-def test_what_is_no_text_is_refused(tmp_path, content, message):
+def test_non_text_and_malformed_files_are_refused(tmp_path, content, message):
     fails(write(tmp_path / "file", content), message)
 
 
-def test_advice_for_compressed_text_of_another_encoding(tmp_path):
+def test_utf16_error_suggests_iconv_for_a_compressed_file(tmp_path):
     path = write(tmp_path / "t.txt.bz2", bz2.compress("Text is here.".encode("utf-16")))
     fails(path, rf"e.g. bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
 
 
-def test_stray_bytes_are_replaced_and_told(tmp_path):
+def test_invalid_bytes_are_replaced_with_a_warning(tmp_path):
     good = b"A sentence of good text is here.\n" * 3
     bad = b"A caf\xe9 is not.\n" + good + b"\xff\n" + good * 2000 + b"A \0 is here.\n"
     path = write(tmp_path / "t.txt", good + bad)
@@ -303,14 +303,14 @@ def test_stray_bytes_are_replaced_and_told(tmp_path):
     assert "t.txt:6009: a line contains NUL characters (1 in" in warnings
 
 
-def test_marks_and_line_ends_are_not_text(tmp_path):
+def test_byte_order_mark_and_carriage_returns_are_removed(tmp_path):
     path = write(
         tmp_path / "t.txt", "\ufeffOne is.\r\nTwo is.\r\n\r\nThree is.\r\nFour is.".encode()
     )
     assert [d.text for d in read(path)[0]] == ["One is.\nTwo is.", "Three is.\nFour is."]
 
 
-def test_warnings(tmp_path):
+def test_suspicious_content_is_reported_as_warnings(tmp_path):
     long = "This sentence is longer than forty characters, it is."
     content = f"{long}\n\n{long}\n\n" + "".join(f"Sentence {i}.\n\n" for i in range(8))
     path = write(tmp_path / "t.txt", content)
@@ -332,7 +332,7 @@ def test_warnings(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["google", "books", "wikiextractor", "jsonl", "mediawiki"])
-def test_endless_documents_are_cut(tmp_path, monkeypatch, kind):
+def test_overlong_documents_are_split(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
     lines = [f"Line {i} é with some words." for i in range(200)] + ["e" + "é" * 5000]
     text = "\n".join(lines)
@@ -348,7 +348,7 @@ def test_endless_documents_are_cut(tmp_path, monkeypatch, kind):
     assert "a document is longer than 1,000 characters" in report.warnings[0]
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
+def test_memory_does_not_grow_with_file_size(tmp_path):
     line = "A sentence of about eighty characters which says nothing of any interest at all. "
     peaks = []
     for documents in 200, 2000:
@@ -365,7 +365,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert peaks[1] < 1.1 * peaks[0]
 
 
-def test_long_sentences_are_cut_between_words():
+def test_long_sentences_are_split_between_words():
     text = "word " * 5000 + "x" * 25_000
     result = corpus.sentences(corpus.RawDocument(text, "google", "f", 1))
     assert max(map(len, result)) <= corpus.SENTENCE_CHARACTERS
@@ -380,7 +380,7 @@ def test_long_sentences_are_cut_between_words():
     ),
     kind=st.sampled_from([k for k in formats.KINDS if k != "mediawiki"]),
 )
-def test_sentences_lose_nothing(text, kind):
+def test_sentence_splitting_loses_no_text(text, kind):
     result = corpus.sentences(corpus.RawDocument(text, kind, "f", 1))
     for sentence in result:
         assert sentence == " ".join(sentence.split())
@@ -415,7 +415,7 @@ def test_sentences_lose_nothing(text, kind):
         )
     )
 )
-def test_any_markup_is_survived(parts):  # fmt: skip
+def test_malformed_wiki_markup_is_stripped(parts):  # fmt: skip
     for sentence in corpus.sentences(corpus.RawDocument("".join(parts), "mediawiki", "f", 1)):
         assert "[[" not in sentence
         assert "{{" not in sentence
@@ -436,7 +436,7 @@ def test_any_markup_is_survived(parts):  # fmt: skip
         ("| leftover = 3\n! head\nText.", "Text."),
     ],
 )
-def test_markup(markup, plain):
+def test_wiki_markup_is_converted_to_plain_text(markup, plain):
     document = corpus.RawDocument(markup, "mediawiki", "f", 1)
     assert " ".join(corpus.sentences(document)) == plain
 
@@ -459,11 +459,11 @@ def test_markup(markup, plain):
         ("第一句。第二句。\n第三句！第四句。\n\n" * 3, "paragraphs"),  # noqa: RUF001
     ],
 )
-def test_plain_text_is_told_apart(text, kind):
+def test_plain_text_formats_are_detected(text, kind):
     assert formats.kind_of_text(text) == kind
 
 
-def test_real_data(shared_data):
+def test_real_wikipedia_and_books_are_split_into_sentences(shared_data):
     for name, kind in (("wikipedia", "wikiextractor"), ("books", "books")):
         report = corpus.Report()
         stream = corpus.read(corpus.parse_source(str(shared_data(f"text/{name}"))), report)
@@ -475,7 +475,7 @@ def test_real_data(shared_data):
             assert sum(map(len, result)) > 0.97 * len(document.text)
 
 
-def test_articles_of_paragraphs_are_documents(tmp_path):
+def test_articles_of_paragraphs_become_documents(tmp_path):
     text = "One is. Two is.\nThree is. Four is.\n \t\nFive is. Six is.\nSeven is. Eight is.\n\n" * 3
     documents, _ = read(write(tmp_path / "t.txt", text))
     assert [d.kind for d in documents] == ["paragraphs"] * 6
@@ -483,7 +483,7 @@ def test_articles_of_paragraphs_are_documents(tmp_path):
     assert [d.line for d in documents] == [1, 4, 7, 10, 13, 16]
 
 
-def test_wikitext_is_as_it_was_before_tokenization(tmp_path):
+def test_wikitext_tokenization_is_undone(tmp_path):
     text = (
         " = Robert Boulter = \n \n He was well @-@ known . He had 1 @,@ 000 <unk> at 2 @.@ 5 . \n"
         " \n = = Career = = \n \n In 2000 he rose . He fell . \n \n = = = 2000 – 2005 = = = \n \n"  # noqa: RUF001
@@ -519,14 +519,14 @@ def test_direct_speech_is_split_into_sentences(text, split):
     assert len(result) == split
 
 
-def test_line_breaks_within_a_wiki_paragraph_are_spaces():
+def test_line_breaks_in_wiki_paragraphs_become_spaces():
     markup = "It is a town\nin the east.\n\n* a list\n\nIt lies on\nthe river.\n== H ==\nA lake."
     result = corpus.sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
     assert result == ["It is a town in the east.", "It lies on the river.", "A lake."]
 
 
-def test_dumps_that_would_take_forever(tmp_path, monkeypatch):
-    """A page, a word or a tag of any length takes bounded memory and time."""
+def test_huge_pages_words_and_tags_in_dumps(tmp_path, monkeypatch):
+    """Pages, words and tags of any length take bounded memory and time."""
     monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 5000)
     path = write(tmp_path / "page.xml", dump(page("It is so. " * 200_000) + page("One more.")))
     documents, report = read(path)
@@ -542,14 +542,14 @@ def test_dumps_that_would_take_forever(tmp_path, monkeypatch):
     )
 
 
-def test_zstd_reads_in_small_bites():
+def test_zstd_stream_is_read_in_chunks():
     data = os.urandom(3000) * 50
     stream = io.BufferedReader(compressed._ZstdFile(io.BufferedReader(io.BytesIO(zstd(data)))))
     assert stream.read() == data
 
 
-def test_a_long_line_of_json_is_cut_like_text(tmp_path, monkeypatch):
-    """It is parsed as a whole, and its document split at line breaks, none of it lost."""
+def test_long_json_document_is_split_at_line_breaks(tmp_path, monkeypatch):
+    """The line is parsed as a whole, and its document split without loss of text."""
     monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
     text = "\n".join(f"Sentence {i} is about käse and more." for i in range(100))
     lines = [json.dumps({"text": text}, ensure_ascii=False), '{"text": "A short one."}']

@@ -1,4 +1,4 @@
-"""What is set up before JAX's threads begin."""
+"""Settings made before JAX starts its threads: memory allocation, XLA flags, platforms."""
 
 import importlib.util
 import json
@@ -16,8 +16,9 @@ from bert_jax.errors import UserError
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
-# A temporary of 64 MB, and how many pages the system had to clear for each call. On a busy machine what
-# one call freed may come too late for the next, which then takes more: the first calls say nothing.
+# Count the pages that the system clears in each call of a function with a temporary of 64 MB. On a
+# busy machine, memory may be freed too late for the next call, which then allocates more, so the
+# first calls are ignored.
 FAULTS = """
 import resource, sys
 import jax, jax.numpy as jnp
@@ -44,7 +45,7 @@ def faults(argument):
 
 
 @pytest.mark.slow
-def test_what_a_step_frees_is_there_for_the_next():
+def test_freed_memory_is_reused_by_the_next_step():
     assert faults("start") < 100 < faults("as it is") / 10
 
 
@@ -69,8 +70,8 @@ print(os.environ["XLA_FLAGS"])
         ("start", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT", True, None),
     ],
 )
-def test_products_are_eigens(argument, flags, product, after):
-    """Unless the user says otherwise; and reductions YNNPACK's, as JAX has them."""
+def test_matmuls_use_eigen_unless_the_user_overrides_it(argument, flags, product, after):
+    """Reductions still use YNNPACK, JAX's default."""
     env = {**ONE_DEVICE, "XLA_FLAGS": flags}
     done = processes.run([sys.executable, "-c", PRODUCT, argument], env=env, check=True)
     result, left = done.stdout.splitlines()
@@ -108,7 +109,7 @@ print(grown(400))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
-def test_what_is_freed_is_kept_unless_that_is_much_of_the_memory():
+def test_freed_memory_is_retained_up_to_a_limit():
     output = subprocess.run(
         [sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=ONE_DEVICE
     )
@@ -123,7 +124,7 @@ FLAG = "--xla_gpu_deterministic_ops=true"
 
 @pytest.fixture
 def flags(monkeypatch):
-    """`device.start` on a machine that looks as the test wants; returns $XLA_FLAGS afterwards."""
+    """Call `device.start` on a simulated machine and return the resulting $XLA_FLAGS."""
     monkeypatch.setattr(device.jax, "devices", lambda *_: [])
     monkeypatch.setattr(device.jax.config, "update", lambda *_: None)
     monkeypatch.setattr(cpu, "retain_freed_memory", lambda: None)
@@ -138,23 +139,23 @@ def flags(monkeypatch):
     return start
 
 
-def test_a_gpu_is_deterministic_where_that_is_asked(flags):
+def test_deterministic_flag_is_set_only_for_gpus(flags):
     assert flags("", ["xla_cuda13"], deterministic=True) == [FLAG]
     assert flags("cuda,cpu", ["xla_cuda13"], deterministic=True) == [FLAG]
     assert flags("", ["xla_cuda13"], deterministic=False) == []
-    # The flag means nothing to the others.
+    # The flag has no meaning on other platforms.
     assert flags("tpu", ["xla_cuda13", "libtpu"], deterministic=True) == []
     assert flags("", ["libtpu"], deterministic=True) == []
     assert FLAG not in flags("cpu", ["xla_cuda13"], deterministic=True)
     assert FLAG not in flags("", [], deterministic=True)
 
 
-def test_libtpu_counts_only_on_a_machine_with_tpus(monkeypatch, tmp_path):
+def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu" or None)
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
     monkeypatch.setattr(device, "_platforms", lambda: "")
     (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "vfio").touch()  # the driver's own file, which every machine has
+    (tmp_path / "vfio" / "vfio").touch()  # the driver's control file, which exists on every machine
     assert device._only_cpu()
     (tmp_path / "vfio" / "0").touch()
     assert not device._only_cpu()
@@ -163,7 +164,7 @@ def test_libtpu_counts_only_on_a_machine_with_tpus(monkeypatch, tmp_path):
     assert not device._only_cpu()
 
 
-def test_what_the_user_says_in_xla_flags_stays(flags):
+def test_xla_flags_set_by_the_user_are_kept(flags):
     other = "--xla_gpu_deterministic_ops=false"
     assert flags("", ["xla_cuda13"], other, deterministic=True) == [other]
     assert flags("", ["xla_cuda13"], "--a=1", deterministic=True) == ["--a=1", FLAG]
@@ -179,7 +180,7 @@ def test_what_the_user_says_in_xla_flags_stays(flags):
         ("--a=1 --xla_gpu_deterministic_ops", False),
     ],
 )
-def test_a_run_on_a_gpu_without_the_flag_is_refused(monkeypatch, flags, refused):
+def test_gpu_run_without_the_deterministic_flag_is_rejected(monkeypatch, flags, refused):
     monkeypatch.setenv("XLA_FLAGS", flags)
     device.check_deterministic(Config(), "tpu")
     device.check_deterministic(Config(), "cpu")

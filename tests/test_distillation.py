@@ -1,4 +1,4 @@
-"""Distillation: each loss against PyTorch or NumPy, packed rows, the frozen teacher, and runs."""
+"""Distillation: losses against PyTorch and NumPy, packed rows, the frozen teacher, fine-tuning."""
 
 import dataclasses
 
@@ -44,12 +44,12 @@ ALL = DistillConfig(
 
 
 def kl(teacher, student):
-    """KL(teacher || student) of log-probabilities, by PyTorch; [...]."""
+    """Return PyTorch's KL(teacher || student) of log-probabilities, [...]."""
     options = {"reduction": "none", "log_target": True}
     return torch.nn.functional.kl_div(student, teacher, **options).sum(-1)
 
 
-def test_the_loss_of_predictions_is_pytorchs():
+def test_logit_loss_matches_pytorch():
     rng = np.random.default_rng(0)
     student, teacher = 3 * rng.standard_normal((2, 4, 5, 11)).astype(np.float32)
     weights = rng.integers(0, 2, (4, 5)).astype(np.float32)
@@ -76,7 +76,7 @@ A_LENGTH = np.array([[5, 9, 6], [32, 0, 0], [11, 5, 0]], np.int32)
 
 
 def make(distill=ALL, student=STUDENT, teacher=TEACHER):
-    """The objective, the inputs of packed rows, and the parameters of both models."""
+    """Return the objective, the inputs of packed rows, and the parameters of both models."""
     if distill.hidden and student.hidden != teacher.hidden:
         student = dataclasses.replace(student, teacher_hidden=teacher.hidden)
     params, teacher_params = (
@@ -89,8 +89,8 @@ def make(distill=ALL, student=STUDENT, teacher=TEACHER):
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
 
-def test_losses_of_states_and_relations_are_those_of_the_papers():
-    """Of sequences computed alone, one at a time: packing does not matter."""
+def test_losses_of_packed_rows_match_unpacked_reference():
+    """The reference applies the papers' formulas to one sequence at a time."""
     objective, inputs, params = make()
     terms = objective.loss_terms(params, inputs, None)
     normalizers = objective.normalizers(inputs)
@@ -111,7 +111,7 @@ def test_losses_of_states_and_relations_are_those_of_the_papers():
                 x = model.apply(own, tokens, one, method=Bert.hidden_states)
                 states.append([torch.tensor(np.array(y[0])) for y in x])
                 attention = own["params"]["encoder"]["layer_0"]["attention"]
-                below = np.array(x[0][0])  # both relations are of the first layer
+                below = np.array(x[0][0])  # relations come from the first layer of both models
                 vectors.append([
                     torch.tensor(
                         np.einsum("td,dnk->tnk", below, attention[name]["kernel"])
@@ -166,7 +166,7 @@ def test_losses_of_states_and_relations_are_those_of_the_papers():
         ({"relations": 1.0, "relation_heads": 3}, {}, "3 heads must divide the hidden sizes, 16"),
     ],
 )
-def test_teachers_that_do_not_fit(distill, teacher, message):
+def test_incompatible_teacher_is_rejected(distill, teacher, message):
     student = dataclasses.replace(STUDENT, layers=2)
     teacher = dataclasses.replace(TEACHER, **teacher)
     with pytest.raises(UserError, match=message):
@@ -184,16 +184,16 @@ def test_teachers_that_do_not_fit(distill, teacher, message):
         ({"teacher": "x", "labels": 0.0, "logits": 0.0}, "every weight is 0"),
     ],
 )
-def test_settings_that_cannot_be(changes, message):
+def test_invalid_distill_config_is_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         validate(Config(distill=DistillConfig(**changes)))
 
 
-# --- In training ----------------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------------------
 
 
-def test_the_teacher_is_in_the_step_and_not_in_checkpoints(rows, tmp_path):
-    """It is sharded like the parameters, and frozen."""
+def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
+    """The teacher is part of the training step and sharded like the parameters."""
     vocabulary = wordpiece.load(rows())
     teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary), masked_lm=True)
     folder = write_run(tmp_path / "teacher", teacher, random_params(teacher), vocabulary.tokens)
@@ -243,7 +243,7 @@ def test_the_teacher_is_in_the_step_and_not_in_checkpoints(rows, tmp_path):
 @pytest.mark.parametrize(
     ("head", "kind"), [("sequence", "class"), ("sequence", "number"), ("token", "class")]
 )
-def test_fine_tuning_distills_predictions(head, kind):
+def test_finetuning_logit_loss_matches_pytorch(head, kind):
     problem = Made(head, kind)
     config, teacher = model_config(problem, layers=1), model_config(problem)
     (packed, _), distill = plans(problem), DistillConfig(teacher="x", labels=0.5, temperature=2.0)
@@ -277,8 +277,8 @@ def test_fine_tuning_distills_predictions(head, kind):
         objective.distill(distill, Teacher(TEACHER, {}))
 
 
-def test_fine_tuning_distills_states_and_relations():
-    """Over the tokens of packed examples; the rest of the loss stays as it is."""
+def test_finetuning_hidden_and_relation_losses():
+    """Both losses cover the tokens of packed examples and leave the other terms unchanged."""
     problem = Made("sequence", "class")
     teacher = dataclasses.replace(model_config(problem), layers=2, hidden=24, heads=3)
     config = dataclasses.replace(model_config(problem, layers=1, dropout=0.1), teacher_hidden=24)
@@ -294,7 +294,7 @@ def test_fine_tuning_distills_states_and_relations():
         one.distill(settings, Teacher(teacher, teacher_params))
     inputs = objective.prepare(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
     both = distillation.with_teacher(params, teacher_params)
-    for key in (None, jax.random.key(3)):  # with the same dropout
+    for key in (None, jax.random.key(3)):  # without dropout, then with equal dropout
         terms, others = (one.loss_terms(both, inputs, key) for one in (objective, plain))
         for name in others:
             np.testing.assert_allclose(terms[name], others[name], rtol=1e-5, err_msg=name)
@@ -325,7 +325,7 @@ def test_fine_tuning_distills_states_and_relations():
         deep.distill(distill, Teacher(teacher, teacher_params))
 
 
-def test_tasks_that_cannot_be_distilled():
+def test_span_task_cannot_be_distilled():
     problem = Made("span")
     objective = make_objective(model_config(problem), problem, "train", plans(problem)[0])
     with pytest.raises(UserError, match="this task cannot be distilled, only classification"):

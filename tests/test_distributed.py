@@ -1,4 +1,4 @@
-"""Several real processes as one run: the same numbers, kills, other counts, and who is missing."""
+"""Multi-process runs: parity, kills, changed process counts, and missing processes."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def lines(folder):
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_path, rows):
+def test_killed_run_resumes_with_different_process_count(tmp_path, rows):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     alone = pretrain(whole, [rows()], *STEPS)
     assert alone.returncode == 0, alone.stderr
@@ -50,25 +50,25 @@ def test_killed_and_started_again_with_other_processes_it_is_the_same_run(tmp_pa
     assert "process 1 of 2 has been silent for" in output
     assert output.strip().endswith("run the same command to resume")
 
-    # Four processes in two slices, of which the axis "data" has four parts.
+    # Four processes in two slices; the axis "data" has four parts.
     status, output = wait_for_all(start_processes(argv, 4, MEGASCALE_NUM_SLICES="2"))
     assert status == [0] * 4, output
     assert "resuming at step 20 of 60" in output[0]
     assert "4 devices in 2 slices" in output[0]
-    assert "train:" not in "".join(output[1:])  # one speaks for all
+    assert "train:" not in "".join(output[1:])  # only process 0 logs
     for a, b in zip(lines(whole), lines(parts), strict=True):
         assert a["step"] == b["step"]
-        assert a["real_fraction"] == b["real_fraction"]  # the same rows: counts are exact
+        assert a["real_fraction"] == b["real_fraction"]  # same rows, so counts are exact
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
     params, there = (checkpoint.load_model(folder, "latest")[2] for folder in (whole, parts))
     for a, b in zip(*map(jax.tree.leaves, (params, there)), strict=True):
-        # Sums over processes are in another order, and Adam divides by what is near 0 at first.
+        # Processes sum in another order, and Adam's denominator is near 0 at first.
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5)
     assert [s["processes"] for s in workdir.read_lines(parts / "starts.jsonl")] == [2, 4]
 
 
 @pytest.mark.slow
-def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
+def test_sigterm_to_one_process_saves_same_step_on_all(tmp_path, rows):
     folder = tmp_path / "w"
     argv = command(folder, [rows()], "steps=100000", "checkpoint.every_steps=100000")
     processes = start_processes(argv, 2)
@@ -85,14 +85,14 @@ def test_one_is_told_to_stop_and_all_save_the_same_step(tmp_path, rows):
 
 
 @pytest.mark.slow
-def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
+def test_nonfinite_loss_stops_all_processes_at_same_step(tmp_path, rows):
     folder = tmp_path / "w"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0", "steps=60")
     status, output = wait_for_all(start_processes(command(folder, [rows()], *changes), 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, output
     (step,) = guard.incidents(folder)
     incident = guard.read_incident(folder)
-    assert len(incident.batch["tokens"]) == 8  # the whole batch, not one process's part
+    assert len(incident.batch["tokens"]) == 8  # the global batch, not one process's part
     assert checkpoint.damage(incident.state / str(step)) is None
     assert [p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()] == [str(step)]
     for text in output:
@@ -100,8 +100,8 @@ def test_numbers_go_wrong_and_all_stop_before_the_same_step(tmp_path, rows):
         assert "Traceback" not in text
 
 
-def test_a_step_that_does_not_end(tmp_path):
-    """Both processes send heartbeats but make no progress: all exit, and the error says which waits where."""
+def test_stuck_step_stops_all_processes(tmp_path):
+    """Two processes send heartbeats but make no progress. Both exit and report all steps."""
     code = (
         "import sys, time\n"
         "from bert_jax import distributed\n"
@@ -123,7 +123,7 @@ def test_a_step_that_does_not_end(tmp_path):
         assert "(processes by step: 0 at 7, 1 at 6); run the same command to resume" in text
 
 
-def test_processes_that_were_told_different_things(tmp_path, rows):
+def test_processes_with_different_configs_are_rejected(tmp_path, rows):
     def argv(i):
         return command(tmp_path / "w", [rows()], f"optim.learning_rate={i + 1}e-3")
 
@@ -135,7 +135,7 @@ def test_processes_that_were_told_different_things(tmp_path, rows):
 
 
 @pytest.mark.parametrize(("here", "expected"), [(0, "process 0 of 2"), (1, "process 1 of 2")])
-def test_one_that_does_not_come(here, expected):
+def test_missing_process_times_out_at_startup(here, expected):
     code = "from bert_jax import distributed; distributed.start()"
     environment = {
         "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
@@ -161,7 +161,7 @@ def test_one_that_does_not_come(here, expected):
         ({"DISTRIBUTED": "yes"}, "set it to 'auto'"),
     ],
 )
-def test_an_incomplete_environment(monkeypatch, environment, expected):
+def test_incomplete_environment_is_rejected(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(f"BERT_JAX_{name}", value)
     before = jax.config.jax_enable_preemption_service
@@ -172,7 +172,7 @@ def test_an_incomplete_environment(monkeypatch, environment, expected):
         jax.config.update("jax_enable_preemption_service", before)
 
 
-def test_without_an_environment_there_is_one_process():
+def test_default_is_a_single_process():
     assert not [name for name in os.environ if name.startswith("BERT_JAX_P")]
     distributed.start()
     assert distributed.gather("x", "text") == ["text"]
@@ -187,13 +187,13 @@ def test_without_an_environment_there_is_one_process():
         distributed.first("x", refuse)
 
 
-def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
+def test_each_process_loads_one_contiguous_row_shard(monkeypatch):
     def device(number, process):
         there = mock.create_autospec(jax.Device, instance=True)
         there.id, there.process_index, there.platform = number, process, "cpu"
         return there
 
-    # Numbered as a TPU slice may be: a process's devices are not next to each other.
+    # As in some TPU slices, a process's devices are not numbered consecutively.
     devices = [device(i, (i // 2) % 4) for i in range(16)]
     for axes, parts in (((16, 1, 1), 4), ((2, 8, 1), 4), ((4, 1, 4), 4), ((2, 1, 8), 2)):
         mesh = sharding.make_mesh(MeshConfig(*axes), devices)
@@ -211,8 +211,8 @@ def test_each_process_holds_one_stretch_of_the_rows(monkeypatch):
         sharding.process_row_shard(mesh)
 
 
-def test_slices_have_their_own_rows(monkeypatch):
-    """The axes fsdp and tensor stay inside a slice, however devices are numbered."""
+def test_fsdp_and_tensor_axes_stay_within_a_slice(monkeypatch):
+    """This holds for any numbering of the devices."""
 
     def device(number, platform, **attributes):
         there = mock.Mock(spec=["id", "process_index", "platform", *attributes])
@@ -228,7 +228,7 @@ def test_slices_have_their_own_rows(monkeypatch):
     for devices in (tpus, virtual):
         for axes in ((-1, 1, 1), (2, 8, 1), (4, 2, 2)):
             mesh = sharding.make_mesh(MeshConfig(*axes), devices)
-            for part in mesh.devices:  # of the axis "data"
+            for part in mesh.devices:  # along the axis "data"
                 assert len({sharding.slice_of(d) for d in part.flat}) == 1
             slices = [sharding.slice_of(d) for d in mesh.devices.flat]
             assert slices == [0] * 8 + [1] * 8
@@ -239,7 +239,7 @@ def test_slices_have_their_own_rows(monkeypatch):
     assert {sharding.slice_of(d) for d in tpus} == {0, 1}
 
 
-def test_what_is_compared_between_processes():
+def test_run_identity_covers_config_data_and_versions():
     result = workdir.identity(Config(), [{"digest": "d"}])
     assert json.loads(json.dumps(result, default=str))["data of phase 0"] == "d"
     assert {"jax", "config.optim.learning_rate", "commit"} <= set(result)

@@ -1,4 +1,4 @@
-"""Commands, settings, code and links of the documentation."""
+"""Commands, settings, code and links in the documentation."""
 
 import ast
 import itertools
@@ -27,9 +27,9 @@ def blocks(path: pathlib.Path, language: str) -> list[str]:
 
 
 def commands(path: pathlib.Path) -> list[list[str]]:
-    """The arguments of every bert-jax command of a page."""
+    """Return the arguments of every bert-jax command on a page."""
     lines = re.sub(r"\\\n\s*", "", "\n".join(blocks(path, "sh"))).splitlines()
-    # Variables may be set in front, and the output may go to a file.
+    # Drop environment variables before the command, and redirections and pipes after it.
     lines = [re.sub(r"^(\w+=\S+ )+(?=bert-jax )|\s[<>|]\s.*", "", line) for line in lines]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("bert-jax ")]
 
@@ -52,13 +52,13 @@ def check(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_commands_of_the_first_page_run(tmp_path, corpus, monkeypatch, capsys):
-    """On a little text, with one layer, for two steps."""
+def test_commands_of_the_index_page_run(tmp_path, corpus, monkeypatch, capsys):
+    """Use a small corpus, one layer and two steps."""
     (tmp_path / "my_text").mkdir()
     shutil.copy(corpus, tmp_path / "my_text" / "text.txt")
     monkeypatch.chdir(tmp_path)
     short = ["--config.steps=2", "--config.batch_size=4", "--config.evaluate_rows=4"]
-    short += ["--config.model.layers=1"]  # compiles sooner
+    short += ["--config.model.layers=1"]  # compiles faster
     for arguments in commands(ROOT / "docs" / "index.md"):
         capsys.readouterr()
         status = cli.main([*arguments, *(short if arguments[0] == "pretrain" else [])])
@@ -67,10 +67,10 @@ def test_commands_of_the_first_page_run(tmp_path, corpus, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_commands_of_pages(path, monkeypatch):
-    """They are understood, with their settings; those that launch are planned."""
+def test_documented_commands_are_valid(path, monkeypatch):
+    """Commands and their settings parse; `launch` commands also pass a dry run."""
     monkeypatch.chdir(ROOT)
-    # It refuses a checkout with uncommitted changes, which this one may have.
+    # `launch` refuses a checkout with uncommitted changes, which this one may have.
     monkeypatch.setattr(request, "_check_tpu_vm", lambda request: None)
     result = commands(path)
     assert result or path.parent.name != "launch" or path.stem == "README"
@@ -80,7 +80,7 @@ def test_commands_of_pages(path, monkeypatch):
         check(arguments)
 
 
-def test_a_wrong_command_is_noticed(capsys):
+def test_wrong_commands_are_detected(capsys):
     for wrong in (
         "pretrain --rows x",
         "rows --tokns 3 x",
@@ -91,8 +91,7 @@ def test_a_wrong_command_is_noticed(capsys):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_settings_of_pages(path):
-    """Keys of configs named in the text are fields."""
+def test_documented_settings_are_config_fields(path):
     known = set(flatten(Config())) | set(flatten(FinetuneConfig()))
     groups = {key.rpartition(".")[0] for key in known}
     named = re.findall(r"config\.((?:\w+(?:\[0\])?\.)*[a-z_0-9]+)", path.read_text())
@@ -105,8 +104,8 @@ def test_settings_of_pages(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_python_of_pages(path):
-    """It is Python, and what it takes from bert_jax exists."""
+def test_documented_python_uses_existing_names(path):
+    """The code parses, and the attributes of `bert_jax` and `Model` that it uses exist."""
     for code in blocks(path, "python"):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "bert_jax":
@@ -117,8 +116,8 @@ def test_python_of_pages(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_links_of_pages(path):
-    """What they link to exists; configuration.md is generated."""
+def test_relative_links_point_to_existing_files(path):
+    """docs/configuration.md is exempt because it is generated."""
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     broken = [
         link
@@ -141,6 +140,6 @@ def test_every_page_is_in_the_navigation():
     assert not missing
 
 
-def test_the_readme_is_two_screens():
+def test_readme_has_at_most_100_lines():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 100

@@ -1,4 +1,4 @@
-"""Where dropout's bits come from: rate, independence, the same on any number of devices."""
+"""Random bits of dropout: rate, independence, and invariance to the number of devices."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def words(k, n=N):
 
 
 def correlation(a, b):
-    """Between two keep masks of rate 0.1; its standard deviation is 1 / sqrt(N)."""
+    """Return the correlation of two masks of rate 0.1; its standard deviation is 1 / sqrt(N)."""
     return np.corrcoef(a < 2**32 // 10, b < 2**32 // 10)[0, 1]
 
 
@@ -30,7 +30,7 @@ def test_rate_and_scale(generator):
     kept = np.asarray(x) != 0
     assert abs(kept.mean() - 0.9) < 5 * np.sqrt(0.09 / kept.size)
     np.testing.assert_allclose(np.asarray(x)[kept], 1 / 0.9, rtol=1e-6)
-    # Rows and columns alike: no stripes.
+    # Every row and column has this rate: there are no stripes.
     for axis in (0, 1):
         assert np.abs(kept.mean(axis) - 0.9).max() < 6 * np.sqrt(0.09 / 512)
 
@@ -53,7 +53,7 @@ def test_steps_and_layers_are_independent(generator):
     for i, a in enumerate(streams):
         for b in streams[:i]:
             assert abs(correlation(a, b)) < 6 / np.sqrt(N)
-            # Not the same stream begun at another place either.
+            # Neither stream is a shifted copy of the other.
             assert len(np.intersect1d(a[:4096], b[:4096])) < 8
 
 
@@ -69,7 +69,7 @@ def test_hash_keys_avalanche():
             assert abs(flipped - 16) < 0.5, (half, bit, flipped)
 
 
-def test_hash_is_the_same_on_any_number_of_devices():
+def test_hash_is_independent_of_device_count():
     k = key("hash")
 
     def masked(devices):

@@ -1,4 +1,4 @@
-"""Replaced-token detection: losses and gradients of transformers' two models, samples, and a run."""
+"""Replaced-token detection: losses and gradients against transformers, sampling, and a full run."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ MODEL = ModelConfig(
 
 @pytest.fixture(scope="module")
 def batch():
-    """Rows with a sequence each, so that transformers can compute them, and an objective."""
+    """Return an objective, a batch with one sequence per row (for transformers), and its inputs."""
     objective = ReplacedTokens(
         MODEL, MaskingConfig(rate=0.4), rows.RowFormat(T, 1, VOCAB), 3, np.zeros(VOCAB, bool)
     )
@@ -48,13 +48,13 @@ def batch():
 
 
 def weighted(objective, params, inputs, weights):
-    """Return the weighted sum of the means of the losses."""
+    """Return the weighted sum of the mean losses."""
     terms = objective.loss_terms(params, inputs, None)
     return sum(weight * terms[name][0] / terms[name][1] for name, weight in weights.items())
 
 
-def test_losses_and_gradients_are_those_of_transformers(tmp_path, batch):
-    """Its generator and discriminator share their embeddings and see the same samples."""
+def test_losses_and_gradients_match_transformers(tmp_path, batch):
+    """The transformers models share their embeddings and get the same sampled tokens."""
     objective, plain, inputs = batch
     params = random_params(MODEL)
     params["generator"]["masked_lm"]["bias"][list({*np.asarray(plain["tokens"][0])})] += 4
@@ -83,8 +83,8 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path, batch):
     logits = torch.gather(logits, 1, torch.tensor(at).long()[..., None].expand(-1, -1, VOCAB))
     labels = torch.tensor(np.where(weights > 0, np.asarray(masked.labels), -100)).long()
     generator_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    # The inverse of the cumulative distribution, in float64.
-    distribution = scipy.stats.rv_discrete  # of one prediction
+    # Sample by inverting the cumulative distribution in float64.
+    distribution = scipy.stats.rv_discrete
     corrupted = np.asarray(plain["tokens"]).copy()
     for row, column in zip(*np.nonzero(weights), strict=True):
         p = torch.softmax(logits[row, column].double(), -1).detach().numpy()
@@ -123,8 +123,8 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path, batch):
             np.testing.assert_allclose(value, other, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-def test_the_discriminator_does_not_train_the_generator(batch):
-    """Only the embeddings, which they share, have gradients of both losses."""
+def test_discriminator_loss_does_not_train_the_generator(batch):
+    """Only the shared embeddings receive gradients from both losses."""
     objective, _, inputs = batch
     params = jax.tree.map(jnp.asarray, random_params(MODEL))
     for name, silent in ((LOSS, "generator/"), ("masked_lm_loss", "")):
@@ -137,8 +137,8 @@ def test_the_discriminator_does_not_train_the_generator(batch):
 
 
 @pytest.mark.parametrize("vocab", [40, 700])
-def test_samples_have_the_predicted_distribution(vocab):
-    """Draws that are equally spaced hit every token in proportion; padding is never sampled."""
+def test_samples_follow_the_predicted_distribution(vocab):
+    """Equally spaced draws hit each token in proportion to its probability, and never padding."""
     p = np.random.default_rng(0).dirichlet(np.full(vocab, 0.3)).astype(np.float32)
     logits = np.pad(np.log(p), (0, 8), constant_values=np.finfo(np.float32).min)
     count = 20_000
@@ -149,18 +149,18 @@ def test_samples_have_the_predicted_distribution(vocab):
     assert frequency[vocab:].sum() == 0
 
 
-def test_samples_at_the_ends_of_the_interval():
+def test_sampling_at_the_interval_endpoints():
     ends = jnp.array([[0.0, 1 - 2**-24] * 3])
     certain = jnp.full((1, 6, 700), np.finfo(np.float32).min)
-    labels = [0, 0, 256, 256, 692, 692]  # first of a block, and last of the vocabulary
+    labels = [0, 0, 256, 256, 692, 692]  # first tokens of blocks, and the last of the vocabulary
     certain = certain.at[0, jnp.arange(6), jnp.array(labels)].set(0.0)
     assert electra.sample(certain, ends, 693).tolist() == [labels]
-    # Sums of many float32 do not end at 1.
+    # A float32 cumulative sum of many probabilities does not end at exactly 1.
     flat = jnp.full((1, 2, 30_528), 0.1).at[:, :, 30_522:].set(np.finfo(np.float32).min)
     assert electra.sample(flat, ends[:, :2], 30_522).tolist() == [[0, 30_521]]
 
 
-def test_metrics_of_detection():
+def test_detection_metrics():
     logits = jnp.array([[2.0, -1.0, 3.0, 1.0, 5.0]])
     replaced = jnp.array([[True, True, False, False, False]])
     real = jnp.array([[True, True, True, True, False]])
@@ -175,8 +175,8 @@ def test_metrics_of_detection():
     }
 
 
-def test_sizes_are_those_of_the_paper():
-    """Of Google's table (google-research/electra, README): 14M, 110M and 335M, with the head."""
+def test_model_sizes_match_the_paper():
+    """Google's README (google-research/electra) lists 14M, 110M and 335M, including the head."""
     for size, millions, generator in (
         ("electra-small", 13.55, {"heads": 1, "feed_forward": 256, "embedding_size": 128}),
         ("electra-base", 109.48, {"heads": 4, "feed_forward": 1024, "embedding_size": 768}),
@@ -189,13 +189,13 @@ def test_sizes_are_those_of_the_paper():
         assert count / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-def test_flops_and_parameters_count_the_generator():
+def test_flops_and_parameter_count_include_the_generator():
     alone = dataclasses.replace(MODEL, generator_hidden=0)
     params = jax.tree.map(jnp.asarray, random_params(MODEL))
     config, params = split_generator(MODEL, params)
     both = flops_per_row(MODEL, T, 1, 4)
     assert both == flops_per_row(alone, T, 1, 4) + flops_per_row(config, T, 1, 4)
-    assert flops_per_row(alone, T, 1, 4) == flops_per_row(alone, T, 1, 0)  # no vocabulary
+    assert flops_per_row(alone, T, 1, 4) == flops_per_row(alone, T, 1, 0)  # no vocabulary logits
     padded = dataclasses.replace(MODEL, vocab_multiple=64)
     assert parameter_count(random_params(padded), padded) == parameter_count(
         random_params(MODEL), MODEL
@@ -213,12 +213,12 @@ def test_flops_and_parameters_count_the_generator():
         ({"replaced_token": False}, "replaced_token is False: it must be true with a generator"),
     ],
 )
-def test_models_that_do_not_fit_are_refused(changes, message):
+def test_inconsistent_model_config_is_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         validate(Config(model=dataclasses.replace(MODEL, **changes)))
 
 
-def test_a_generator_has_whole_heads():
+def test_generator_hidden_must_be_a_multiple_of_head_size():
     model = dataclasses.replace(MODEL, generator_hidden=10)
     with pytest.raises(UserError, match="generator_hidden is 10: it must be a multiple of 4"):
         ReplacedTokens(
@@ -226,8 +226,8 @@ def test_a_generator_has_whole_heads():
         )
 
 
-def test_a_run_learns_and_is_used(tmp_path, capsys):
-    """Documents repeat a word, so that both models learn it from the others; then the run is used."""
+def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):
+    """Documents mostly repeat one word, so both models can infer masked words from the others."""
     text = tmp_path / "text.txt"
     words = [chr(ord("a") + i) for i in range(12)]
     rng = np.random.default_rng(0)
@@ -263,7 +263,7 @@ def test_a_run_learns_and_is_used(tmp_path, capsys):
     last = heldout[-1]
     assert last["loss"] == pytest.approx(last["masked_lm_loss"] + 50 * last[LOSS], rel=1e-5)
     assert last["masked_lm_loss"] < 1.6 < np.log(12)
-    for line in heldout:  # better than knowing how many tokens are replaced
+    for line in heldout:  # better than predicting the base rate of replaced tokens
         assert line[LOSS] < scipy.stats.bernoulli(line["replaced_fraction"]).entropy() - 0.03
 
     table = tmp_path / "table.tsv"

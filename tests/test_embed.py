@@ -1,4 +1,4 @@
-"""Texts to vectors: parity with transformers, packing, long texts, layers, files and their errors."""
+"""Text embeddings: parity with transformers, packing, long texts, layers, file formats, errors."""
 
 import bz2
 import contextlib
@@ -49,7 +49,7 @@ MODEL = ModelConfig(
 
 @functools.cache
 def params():
-    """Far enough from their initial values that every layer says something else."""
+    """Return parameters far enough from initialization that every layer has a different output."""
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
@@ -61,7 +61,7 @@ def params():
 
 @pytest.fixture(autouse=True)
 def one_device(request, monkeypatch):
-    """Faster; the tests that ask for `devices` choose."""
+    """Use one device, which is faster, except in tests with a `devices` parameter."""
     if "devices" not in request.fixturenames:
         monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
 
@@ -80,14 +80,14 @@ def compiled(long, overlap_tokens, weights, **changes):
 
 
 def embedder(long="truncate", overlap_tokens=64, weights=(), **changes):
-    """As good as new: its counts are zero."""
+    """Return a cached embedder with its counts reset to zero."""
     made = compiled(long, overlap_tokens, weights, **changes)
     made.counts = Counts()
     return made
 
 
 def words(count, seed=0):
-    """A text of so many tokens, [CLS] and [SEP] not counted."""
+    """Return a text of `count` tokens, excluding [CLS] and [SEP]."""
     return " ".join(np.random.default_rng(seed).choice(WORDS, count))
 
 
@@ -119,7 +119,7 @@ def torch_model():
 
 @functools.cache
 def reference(text):
-    """transformers' hidden states of a text alone: [L + 1, n, D]."""
+    """Return transformers' hidden states of a text on its own, [L + 1, n, D]."""
     import torch
 
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_hidden_states_of_every_layer_equal_transformers():
     for text, (tokens, vectors) in zip(texts, make.with_tokens(texts), strict=True):
         assert tokens.tolist() == VOCABULARY.encode(text)
         close(vectors, np.concatenate(list(reference(text)), -1))
-    # Layers differ, and rows hold several texts.
+    # Sanity check: layers differ, and rows hold several texts.
     assert np.abs(np.diff(reference(texts[0]), axis=0)).max() > 0.1
     assert make.counts.rows < len(texts)
 
@@ -164,7 +164,7 @@ def test_pooled_vectors_equal_transformers(pooling):
 
 
 @pytest.mark.parametrize("devices", [2, 8])
-def test_several_devices_share_the_rows(devices, monkeypatch):
+def test_rows_are_sharded_across_devices(devices, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:devices])
     texts = mixed(12, 60)
     make = Embedder(Config(model=MODEL), VOCABULARY, params(), batch_tokens=64)
@@ -183,7 +183,7 @@ def test_several_devices_share_the_rows(devices, monkeypatch):
     st.sampled_from(["mean", "cls", "none"]),
     st.integers(1, 9),
 )
-def test_packing_any_texts_equals_one_by_one(lengths, pooling, chunk):
+def test_packed_texts_match_texts_embedded_alone(lengths, pooling, chunk):
     texts = [words(n, n) for n in lengths]
     make = embedder(pooling=pooling)
     with pytest.MonkeyPatch.context() as patch:
@@ -200,13 +200,13 @@ def alone(text, pooling):
     return vectors
 
 
-def test_any_text_has_the_ids_of_the_vocabulary():
+def test_token_ids_match_the_vocabulary():
     texts = ["", " \t", "[MASK] [SEP] w1", "w1x w2yx", "é W3\u0301", "中w1文", "w" * 200, "a\0b 😀"]
     got = embedder(pooling="none", layers="0").with_tokens(texts)
     assert [ids.tolist() for ids, _ in got] == [VOCABULARY.encode(text) for text in texts]
 
 
-def test_layers_are_concatenated_or_summed_by_weight():
+def test_layers_are_concatenated_or_weighted():
     texts = mixed(6, 30)
     states = [reference(text) for text in texts]
 
@@ -220,7 +220,7 @@ def test_layers_are_concatenated_or_summed_by_weight():
     check([(0.5 * x[4] - 2 * x[1]).mean(0) for x in states], layers="-1,1", weights=weights)
 
 
-def test_layer_numbers():
+def test_layer_specs_are_parsed():
     assert layer_numbers("last", 4) == [4]
     assert layer_numbers("all", 3) == [1, 2, 3]
     assert layer_numbers("last4", 12) == [9, 10, 11, 12]
@@ -228,7 +228,7 @@ def test_layer_numbers():
     assert layer_numbers("-4,0, 4", 4) == [1, 0, 4]
 
 
-def test_normalized_vectors_have_length_one():
+def test_normalized_vectors_have_unit_norm():
     texts = mixed(5, 20)
     for pooling in ("mean", "none"):
         plain = embedder(pooling=pooling)(texts)
@@ -238,7 +238,7 @@ def test_normalized_vectors_have_length_one():
             close(unit, vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
 
 
-def test_half_precision_is_near_and_comes_out_as_float32():
+def test_bfloat16_vectors_are_close_and_returned_as_float32():
     config = Config(model=dataclasses.replace(MODEL, dtype="bfloat16"))
     text = words(30)
     (got,) = Embedder(config, VOCABULARY, params())([text])
@@ -251,7 +251,7 @@ def test_half_precision_is_near_and_comes_out_as_float32():
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
-def test_windows_cover_and_count_where_farthest_from_an_edge(length, room, data):
+def test_windows_cover_the_text_with_maximal_context(length, room, data):
     overlap = data.draw(st.integers(0, room - 1))
     result = windows(length, room, overlap)
     assert [w.first for w in result] == [0, *[w.last for w in result[:-1]]]
@@ -268,11 +268,12 @@ def test_windows_cover_and_count_where_farthest_from_an_edge(length, room, data)
             assert far(window) == max(map(far, result)) or length <= room
 
 
-def test_a_long_text_is_cut_or_windowed_and_counted():
+def test_long_texts_are_truncated_or_windowed():
     texts = [words(10), words(25), words(8, 1)]
     cut = embedder(tokens=12)
     whole = embedder(tokens=12, long="window", overlap_tokens=4)
-    # 25 tokens in windows of 10 that start at 0, 6, 12 and 15: which tokens of each count.
+    # Windows of 10 over 25 tokens start at 0, 6, 12 and 15. Tuples are (start, first, last): tokens
+    # [first, last) are used from the window at `start`.
     by_hand = [(0, 0, 8), (6, 8, 14), (12, 14, 19), (15, 19, 25)]
     assert windows(25, 10, 4) == by_hand
     ids = VOCABULARY.encode(texts[1])[1:-1]
@@ -307,7 +308,7 @@ def test_a_long_text_is_cut_or_windowed_and_counted():
 # --- Streaming ------------------------------------------------------------------------------------
 
 
-def test_texts_are_taken_as_needed_and_rows_are_full(monkeypatch):
+def test_texts_are_streamed_into_full_rows(monkeypatch):
     make = embedder()
     monkeypatch.setattr(make, "_chunk_texts", 50)
     taken = 0
@@ -325,10 +326,10 @@ def test_texts_are_taken_as_needed_and_rows_are_full(monkeypatch):
     full = embedder()
     list(full(mixed(500)))
     assert full.counts.real_fraction > 0.95
-    assert full._forward._cache_size() <= 3  # compilations: rows of 64, 128 and 256
+    assert full._forward._cache_size() <= 3  # one compilation each for rows of 64, 128 and 256
 
 
-def test_long_texts_make_smaller_chunks():
+def test_chunk_size_is_bounded_in_characters():
     make = embedder(pooling="none")
     characters = make._chunk_characters
     assert characters * make.dimension * 4 <= 1 << 28
@@ -337,7 +338,7 @@ def test_long_texts_make_smaller_chunks():
     assert max(sizes) < characters + 1000
 
 
-def test_a_reader_that_stops_early_stops_everything(monkeypatch):
+def test_result_iterator_can_be_closed_early(monkeypatch):
     make = embedder()
     monkeypatch.setattr(make, "_chunk_texts", 50)
     result = make(words(i % 9, i) for i in itertools.count())
@@ -370,9 +371,9 @@ COMPRESSIONS = {
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", [".txt", ".jsonl"])
-def test_reads_lines_and_objects_compressed_or_not(tmp_path, kind, compression):
+def test_reads_text_and_jsonl_with_any_compression(tmp_path, kind, compression):
     if kind == ".txt":
-        content = "\ufeff" + "\r\n".join(TEXTS)  # the last line without its end
+        content = "\ufeff" + "\r\n".join(TEXTS)  # no newline at the end of the file
     else:
         content = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in TEXTS) + "\n"
     source = tmp_path / f"texts{kind}{compression}"
@@ -396,7 +397,7 @@ def test_reads_parquet_and_standard_input(tmp_path, monkeypatch):
         close(np.load(tmp_path / f"{name}.npy"), np.stack(vectors_of(TEXTS)))
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_stripped(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffw1\n".encode())
     embed_file(embedder(), tmp_path / "a.txt", tmp_path / "a.jsonl")
     assert json.loads((tmp_path / "a.jsonl").read_text())["text"] == "w1"
@@ -411,7 +412,7 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("pooling", ["mean", "none"])
-def test_writes_objects_and_parquet(source, suffix, pooling, monkeypatch):
+def test_writes_jsonl_and_parquet(source, suffix, pooling, monkeypatch):
     monkeypatch.setattr(vectors_lib, "_ROW_GROUP_FLOATS", 60)
     out = source.with_suffix(suffix)
     embed_file(embedder(pooling=pooling), source, out)
@@ -423,7 +424,7 @@ def test_writes_objects_and_parquet(source, suffix, pooling, monkeypatch):
     assert [row["index"] for row in result] == [0, 1, 2, 3]
     assert [row["text"] for row in result] == TEXTS
     for row, vectors in zip(result, vectors_of(TEXTS, pooling=pooling), strict=True):
-        assert np.array_equal(np.array(row["vector"], np.float32), vectors)  # every bit
+        assert np.array_equal(np.array(row["vector"], np.float32), vectors)  # bitwise
         if pooling == "none":
             ids = VOCABULARY.encode(row["text"])
             assert row["tokens"] == [VOCABULARY.tokens[i] for i in ids]
@@ -431,7 +432,7 @@ def test_writes_objects_and_parquet(source, suffix, pooling, monkeypatch):
             assert "tokens" not in row
 
 
-def test_token_vectors_in_npy_come_with_their_lengths(source, tmp_path):
+def test_npy_token_vectors_have_a_lengths_file(source, tmp_path):
     embed_file(embedder(pooling="none"), source, tmp_path / "v.npy")
     expected = vectors_of(TEXTS, pooling="none")
     assert np.load(tmp_path / "v.lengths.npy").tolist() == [len(x) for x in expected]
@@ -439,7 +440,7 @@ def test_token_vectors_in_npy_come_with_their_lengths(source, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
-def test_no_texts_give_no_vectors(tmp_path, suffix):
+def test_empty_source_writes_empty_output(tmp_path, suffix):
     (tmp_path / "empty.txt").write_text("")
     out = tmp_path / f"out{suffix}"
     assert embed_file(embedder(), tmp_path / "empty.txt", out).texts == 0
@@ -451,7 +452,7 @@ def test_no_texts_give_no_vectors(tmp_path, suffix):
         assert not out.read_text()
 
 
-def test_npy_grows_past_its_first_header(tmp_path):
+def test_npy_header_is_updated_for_many_texts(tmp_path):
     (tmp_path / "many.txt").write_text("w1\n" * 1234)
     embed_file(embedder(), tmp_path / "many.txt", tmp_path / "many.npy")
     assert np.load(tmp_path / "many.npy").shape == (1234, MODEL.hidden)
@@ -476,7 +477,7 @@ def test_npy_grows_past_its_first_header(tmp_path):
         ("a.txt", None, "it does not exist"),
     ],
 )
-def test_bad_sources_are_told_in_one_line(tmp_path, name, content, says):
+def test_bad_source_is_a_one_line_error(tmp_path, name, content, says):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
@@ -494,7 +495,7 @@ def test_bad_sources_are_told_in_one_line(tmp_path, name, content, says):
         ({"text": ["a", None]}, "row 2: no text"),
     ],
 )
-def test_bad_parquet_is_told_in_one_line(tmp_path, columns, says):
+def test_bad_parquet_is_rejected_without_output(tmp_path, columns, says):
     source = write_parquet(tmp_path / "a.parquet", **columns)
     with pytest.raises(UserError) as error:
         embed_file(embedder(), source, tmp_path / "out.parquet")
@@ -502,7 +503,7 @@ def test_bad_parquet_is_told_in_one_line(tmp_path, columns, says):
     assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
 
 
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+def test_overlong_line_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(texts_lib, "_LINE_BYTES", 100)
     (tmp_path / "a.txt").write_text("w1\n" + "w" * 101)
     with pytest.raises(UserError, match=r"a\.txt:2: a line of more than 100 bytes"):
@@ -535,7 +536,7 @@ def test_outputs_are_never_overwritten(source, tmp_path):
         ({"long": "window", "tokens": 12, "overlap_tokens": 10}, "choose 0 to 9"),
     ],
 )
-def test_impossible_settings_are_refused(settings, says):
+def test_invalid_settings_are_rejected(settings, says):
     with pytest.raises(UserError) as error:
         compiled.__wrapped__(
             **{"long": "truncate", "overlap_tokens": 64, "weights": (), **settings}
@@ -543,7 +544,7 @@ def test_impossible_settings_are_refused(settings, says):
     assert says in str(error.value)
 
 
-def test_cls_of_a_model_that_reads_from_left_to_right_is_refused():
+def test_cls_pooling_of_a_causal_model_is_rejected():
     model = dataclasses.replace(MODEL, causal=True)
     for pooling in ("mean", "none"):
         Embedder(Config(model=model, embed=EmbedConfig(pooling=pooling)), VOCABULARY, params())
@@ -551,7 +552,7 @@ def test_cls_of_a_model_that_reads_from_left_to_right_is_refused():
         Embedder(Config(model=model, embed=EmbedConfig(pooling="cls")), VOCABULARY, params())
 
 
-def test_a_failure_midway_leaves_nothing(source, tmp_path, monkeypatch):
+def test_failed_write_leaves_no_output(source, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 

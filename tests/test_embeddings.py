@@ -1,4 +1,4 @@
-"""Held-out data for sentence embeddings: metrics as scikit-learn computes them, files, and the verb."""
+"""Evaluation of sentence embeddings: metrics against scikit-learn, data files, and the command."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def made(queries=9, documents=40, seed=0):
     return embeddings.Retrieval(*names, relevant), vectors
 
 
-def test_metrics_of_retrieval_equal_scikit_learn():
+def test_retrieval_metrics_match_scikit_learn():
     data, vectors = made()
     scores = cosine_similarity(vectors[:9], vectors[9:])
     truth = np.array([[grades.get(i, 0.0) for i in range(40)] for grades in data.relevant])
@@ -45,17 +45,17 @@ def test_metrics_of_retrieval_equal_scikit_learn():
     assert len({*np.round(list(result.values()), 4)}) == 5
 
 
-def test_fewer_documents_than_ranks():
+def test_retrieval_metrics_with_fewer_documents_than_k():
     result = metrics.retrieval([np.array([2, 0])], [{0: 1.0, 1: 1.0, 5: 1.0}])
     ideal = 1 + 1 / np.log2(3) + 1 / np.log2(4)
     assert result["ndcg_at_10"] == pytest.approx(1 / np.log2(3) / ideal)
     assert (result["mrr_at_10"], result["recall_at_1"], result["recall_at_100"]) == (0.5, 0, 1 / 3)
 
 
-def test_ranking_in_chunks_leaves_out_the_document_of_the_query(monkeypatch):
+def test_chunked_ranking_excludes_the_query_document(monkeypatch):
     data, vectors = made()
     expected = data.rank(vectors)
-    monkeypatch.setattr(embeddings, "_CHUNK_SCORES", 80)  # two queries
+    monkeypatch.setattr(embeddings, "_CHUNK_SCORES", 80)  # two queries per chunk
     for (ranked, scores), (documents, _) in zip(data.rank(vectors), expected, strict=True):
         np.testing.assert_array_equal(ranked, documents)
         assert (np.diff(scores) <= 0).all()
@@ -69,7 +69,7 @@ def test_ranking_in_chunks_leaves_out_the_document_of_the_query(monkeypatch):
         np.testing.assert_array_equal(few, documents[:3])
 
 
-def test_correlations_equal_scipy(tmp_path):
+def test_correlations_match_scipy(tmp_path):
     rng = np.random.default_rng(0)
     data = embeddings.Similarity([""] * 40, rng.integers(0, 6, 20).astype(float))
     vectors = rng.normal(size=(40, 5)).astype(np.float32)
@@ -86,7 +86,7 @@ def test_correlations_equal_scipy(tmp_path):
 
 
 def beir(folder, **changes):
-    """A small folder in BEIR's layout; `changes` replace files."""
+    """Write a small folder in BEIR's layout; `changes` replaces files."""
     lines = {
         "corpus.jsonl": [
             {"_id": "a", "title": "Cat", "text": "sat"},
@@ -105,9 +105,9 @@ def beir(folder, **changes):
     return folder
 
 
-def test_a_folder_in_the_layout_of_beir(tmp_path):
+def test_beir_folder_is_read_and_predictions_written(tmp_path):
     data = embeddings.read(beir(tmp_path / "b"), STS, PAIR)
-    assert data.texts == ["un", "Cat sat", "mat", "on"]  # y is not judged
+    assert data.texts == ["un", "Cat sat", "mat", "on"]  # y has no relevance judgments
     assert data.relevant == [{1: 2.0, 2: 1.0}]
     vectors = np.array([[1, 0], [1, 0.5], [1, 0.1], [0, 1]], np.float32)
     data.write(vectors, tmp_path)
@@ -123,7 +123,7 @@ def test_a_folder_in_the_layout_of_beir(tmp_path):
     assert embeddings.read(tmp_path / "b", STS, PAIR, ("dev", "test")).texts[0] == "the"
 
 
-def test_tables_are_told_by_their_columns(tmp_path):
+def test_table_type_is_inferred_from_columns(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("sentence1,sentence2,score,genre\na,b,4.5,x\nc,a,0,y\n")
     data = embeddings.read(path, STS, PAIR)
@@ -145,7 +145,7 @@ def test_tables_are_told_by_their_columns(tmp_path):
         ("sentence1,sentence2,score\nx,,1\n", "t.csv:2: 'sentence2' is empty"),
     ],
 )  # fmt: skip
-def test_tables_that_are_refused(tmp_path, content, message):
+def test_invalid_table_is_rejected(tmp_path, content, message):
     path = tmp_path / "t.csv"
     path.write_text(content)
     with pytest.raises(UserError) as caught:
@@ -176,14 +176,14 @@ def test_tables_that_are_refused(tmp_path, content, message):
         ),
     ],
 )  # fmt: skip
-def test_folders_that_are_refused(tmp_path, break_, message):
+def test_invalid_beir_folder_is_rejected(tmp_path, break_, message):
     break_(beir(tmp_path / "b"))
     with pytest.raises(UserError) as caught:
         embeddings.read(tmp_path / "b", STS, PAIR)
     assert message in str(caught.value)
 
 
-def test_the_verb(tmp_path, capsys):
+def test_evaluate_embeddings_command(tmp_path, capsys):
     model = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(checkpoints.WORDS),
         positions=24, masked_lm=False, next_sentence=False,

@@ -1,4 +1,4 @@
-"""Held-out evaluation: every row once, with its own masks."""
+"""Held-out evaluation: every row is used once, and every batch has its own masks."""
 
 import jax
 import numpy as np
@@ -15,15 +15,15 @@ ROWS, BATCH = 19, 8
 
 
 def heldout(rows):
-    """The held-out phase of a small pretraining, and its batches."""
+    """Return the phase of a small pretraining run, and its held-out batches."""
     config = load(arguments(f"batch_size={BATCH}", f"evaluate_rows={ROWS}"))
     config.phases = (PhaseConfig(rows=str(rows())),)
     _, _, _, (phase,) = pretraining.make_phases(config)
     return phase, list(phase.heldout(0, 1))
 
 
-def test_a_mean_is_over_every_row(rows):
-    """Of 19 rows in batches of 8, the last of which is partly empty."""
+def test_metrics_are_means_over_all_rows(rows):
+    """19 rows are evaluated in batches of 8, the last of which is partly empty."""
     phase, batches = heldout(rows)
     params = phase.objective.init(jax.random.key(0))
     params["next_sentence"] = {
@@ -40,19 +40,19 @@ def test_a_mean_is_over_every_row(rows):
     np.testing.assert_allclose(result["next_sentence_loss"], losses[labels].mean(), rtol=1e-6)
     np.testing.assert_allclose(result["next_sentence_accuracy"], (labels == 0).mean(), rtol=1e-6)
     whole = np.concatenate([b["label"][b["length"] > 0] for b in batches[:2]])
-    assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch matters
+    assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch changes the mean
 
 
-def test_means_of_weights_below_one():
+def test_means_with_weights_below_one():
     terms = {"half": (np.float32(0.25), np.float32(0.5)), "none": (np.float32(0), np.float32(0))}
     assert evaluate.means(terms) == {"half": 0.5, "none": 0.0}
 
 
-def test_batches_are_drawn_from_the_whole_split(rows):
+def test_batches_sample_the_whole_split(rows):
     opened = loader.Rows(rows(), "train")
 
     def order(batches):
-        """The rows of the batches, as indices into the split."""
+        """Return the rows of the batches as indices into the split."""
         every = [tokens.tobytes() for tokens in opened.read(range(len(opened)))["tokens"]]
         return [every.index(tokens.tobytes()) for batch in batches for tokens in batch["tokens"]]
 
@@ -64,7 +64,7 @@ def test_batches_are_drawn_from_the_whole_split(rows):
     assert sorted(sample) != list(range(8))
 
 
-def test_every_batch_has_its_own_masks(rows, monkeypatch):
+def test_every_batch_is_masked_differently(rows, monkeypatch):
     phase, _ = heldout(rows)
     keys, prepare = [], phase.objective.prepare
 

@@ -1,4 +1,4 @@
-"""The notebooks in examples/ run from top to bottom, and are committed as they came out."""
+"""The notebooks in examples/ run from top to bottom and are committed with their output."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ import pytest
 from bert_jax import cli
 
 FOLDER = pathlib.Path(__file__).parent.parent / "examples"
-# What each notebook prints with the model of the tests, and its number of pictures.
+# Notebook -> (text that it prints with the test model, number of images).
 PRINTED = {
     "tour": (("2 layers of 16, 2 heads, 150 word pieces", "did you mean config.model.layers?"), 2),
     "continue_pretraining": (("before: held-out loss", "after: held-out loss"), 0),
@@ -44,7 +44,7 @@ def model(rows, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
-def test_it_runs(name, model, rows, tmp_path, monkeypatch):
+def test_notebook_runs(name, model, rows, tmp_path, monkeypatch):
     monkeypatch.setenv("BERT_JAX_EXAMPLE_MODEL", str(model))
     monkeypatch.setenv("BERT_JAX_EXAMPLE_ROWS", str(rows(32, 3)))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -57,12 +57,12 @@ def test_it_runs(name, model, rows, tmp_path, monkeypatch):
     assert sum("image/png" in output.get("data", ()) for output in outputs) == pictures
 
 
-def test_all_are_tested():
+def test_every_notebook_is_tested():
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(PRINTED)
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_it_is_committed_as_it_came_out(name):
+def test_committed_notebook_has_clean_and_complete_output(name):
     cells = code(read(name))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]

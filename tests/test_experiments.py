@@ -1,4 +1,4 @@
-"""The paper's experiments: every command can be read, sizes are the paper's, pages are their results'."""
+"""Experiments: commands parse, settings match the paper, and pages match the recorded results."""
 
 import functools
 import gzip
@@ -26,7 +26,7 @@ from tests.helpers import processes
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
 DATA = pathlib.Path("/nowhere/data")
-# Experiments about models that somebody else may have pretrained.
+# Experiments that accept an externally pretrained checkpoint.
 OF_ANYBODY = (
     "context", "minimal_pairs", "table1_glue", "table2_squad11", "table3_squad20", "table4_swag", "table7_ner",
 )  # fmt: skip
@@ -35,7 +35,7 @@ NOT_RUN = "not run"
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
-    """Commands name configs/ from there."""
+    """Run in the repository root: commands refer to configs/ by relative path."""
     monkeypatch.chdir(ROOT.parent)
 
 
@@ -55,26 +55,26 @@ def parser():
 
 
 def split(point: sweep.Point):
-    """A point's settings, and its options as the command line reads them."""
+    """Return the config flags of a point and its parsed command-line options."""
     folder = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
     config, rest = config_flags.split([*point.display_command(DATA), folder, "x"])
     return tuple(config), parser().parse_args(rest)
 
 
 def config_of(point: sweep.Point):
-    """What its settings make."""
+    """Return the config that the settings of a point produce."""
     kinds = {"pretrain": Config, "finetune": FinetuneConfig}
     return read_config(split(point)[0], kinds[point.verb])
 
 
 def pretraining(name: str, scale: str) -> dict[str, Config]:
-    """By point the configs of pretraining."""
+    """Return the pretraining configs by point name."""
     points = load(name, scale).points
     return {point.name: config_of(point) for point in points if point.verb == "pretrain"}
 
 
 def finetuning(name: str, scale: str, init: str = "") -> dict[str, FinetuneConfig]:
-    """By point the configs of fine-tuning."""
+    """Return the fine-tuning configs by point name."""
     points = load(name, scale, init).points
     return {point.name: config_of(point) for point in points if point.verb == "finetune"}
 
@@ -88,7 +88,7 @@ def shape(config: Config) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_can_be_read_without_the_data(name, scale):
+def test_every_command_parses_without_the_data(name, scale):
     points = load(name, scale).points
     assert len({point.name for point in points}) == len(points)
     read_ = set()
@@ -100,14 +100,14 @@ def test_every_command_can_be_read_without_the_data(name, scale):
         kind = (point.verb, settings[:1], *(each.partition("=")[0] for each in settings))
         if point.verb == "pretrain" or (point.verb == "finetune" and kind not in read_):
             config_of(point)
-        read_.add(kind)  # of a grid one is enough
+        read_.add(kind)  # one config per grid is enough
         if point.verb == "pretrain":
             rows = [split(needed)[1].tokens for needed in point.needs]
             assert rows == [phase.tokens for phase in config_of(point).phases]
 
 
-def test_results_of_two_points_are_never_taken_for_one():
-    """One command under two names has one line a seed in the results, with one of the facts."""
+def test_point_digests_are_unique():
+    """Points with the same command would share a result line per seed, with the facts of one."""
     for name, scale in itertools.product(NAMES, SCALES):
         digests = [point.digest(DATA) for point in load(name, scale).points]
         assert len({*digests}) == len(digests), name
@@ -115,7 +115,7 @@ def test_results_of_two_points_are_never_taken_for_one():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", SCALES)
-def test_somebodys_checkpoint_is_fine_tuned_or_refused(name, scale):
+def test_external_checkpoint_is_fine_tuned_or_rejected(name, scale):
     if name not in OF_ANYBODY:
         with pytest.raises(UserError, match="pretrains its models itself"):
             sweep.load(ROOT / name, SweepArgs(scale, DATA, "google-bert/bert-base-uncased"))
@@ -126,7 +126,7 @@ def test_somebodys_checkpoint_is_fine_tuned_or_refused(name, scale):
     assert starts <= {"google-bert/bert-base-uncased"}
 
 
-def test_experiments_share_what_they_have_in_common():
+def test_experiments_share_common_pretraining_runs():
     def digest(name, point, scale):
         return next(p for p in load(name, scale).points if p.name == point).digest(DATA)
 
@@ -139,7 +139,7 @@ def test_experiments_share_what_they_have_in_common():
             for name in ("table5_ablations", "figure5_steps")
         }
         assert len(causal) == 1
-    # Of the small ones these two have shorter runs of their own.
+    # At small scale these two experiments pretrain their own, shorter runs.
     assert digest("table6_model_size", "L12-H768-A12", "paper") in shared
     assert digest("table8_masking", "80/10/10", "paper") in shared
 
@@ -148,7 +148,7 @@ def test_experiments_share_what_they_have_in_common():
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"miniberta", "packing", "phases", "plateau"}))
-def test_pretraining_is_the_papers(name):
+def test_pretraining_settings_match_the_paper(name):
     for config in pretraining(name, "paper").values():
         assert (config.steps, config.batch_size) == (1_000_000, 256)
         assert [(p.tokens, p.fraction, p.batch_size) for p in config.phases] == [
@@ -164,7 +164,7 @@ def test_pretraining_is_the_papers(name):
             assert (options.sequences, options.short_fraction, options.pairs) == (1, None, "nsp")
 
 
-def test_sizes_are_the_papers():
+def test_model_and_vocabulary_sizes_match_the_paper():
     assert {shape(config) for config in pretraining("table1_glue", "paper").values()} == {
         (12, 768, 12),
         (24, 1024, 16),
@@ -185,7 +185,7 @@ def test_sizes_are_the_papers():
     assert (vocabularies["table7_ner"].size, vocabularies["table7_ner"].cased) == (28_996, True)
 
 
-def test_glue_is_tried_on_the_whole_grid():
+def test_glue_covers_the_full_hyperparameter_grid():
     tried: dict[tuple[str, str], set] = {}
     for point in load("table1_glue", "paper").points:
         if point.verb == "finetune":
@@ -202,9 +202,9 @@ def test_glue_is_tried_on_the_whole_grid():
 
 
 @pytest.mark.parametrize("wnli", ["", ".gz", None])
-def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(tmp_path, wnli):
+def test_glue_submission_uses_best_seed_of_best_run_per_task(tmp_path, wnli):
     def run(name, task, *values):
-        """Seeds 3, 4, … whose predictions name the run and the seed."""
+        """Write seeds 3, 4, …, whose predictions contain the run name and the seed."""
         config = config_flags.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
         for seed in range(3, 3 + len(values)):
             folder = tmp_path / name / f"seed_{seed}"
@@ -254,12 +254,12 @@ def test_a_submission_takes_of_each_task_the_best_run_and_of_that_the_best_seed(
         ("table4_swag", 3, 2e-5, 16),
     ],
 )
-def test_fine_tuning_is_the_papers(name, epochs, rate, batch):
+def test_fine_tuning_settings_match_the_paper(name, epochs, rate, batch):
     (config,) = finetuning(name, "paper", "google-bert/bert-base-uncased").values()
     assert (config.epochs, config.optim.learning_rate, config.batch_size) == (epochs, rate, batch)
 
 
-def test_what_is_ablated_is_what_the_paper_ablates():
+def test_ablations_match_the_paper():
     full, without, causal = pretraining("table5_ablations", "paper").values()
     assert full.model.next_sentence
     assert not full.model.causal
@@ -271,7 +271,7 @@ def test_what_is_ablated_is_what_the_paper_ablates():
 
 
 @pytest.mark.parametrize("name", ["table5_ablations", "table6_model_size", "table8_masking"])
-def test_small_models_are_compared_over_seeds_of_pretraining(name):
+def test_small_models_use_three_pretraining_seeds(name):
     seeds = {}
     for point, config in pretraining(name, "small").items():
         seeds.setdefault(point.partition(", seed ")[0], []).append(config.seed)
@@ -284,7 +284,7 @@ def test_small_models_are_compared_over_seeds_of_pretraining(name):
             assert config_of(point).seed == config_of(start).seed
 
 
-def test_features_are_the_papers():
+def test_feature_based_settings_match_the_paper():
     for name, config in finetuning("table7_ner", "paper").items():
         assert config.task.document_context
         fine_tuned = name.endswith("fine-tuned")
@@ -298,7 +298,7 @@ def test_features_are_the_papers():
     }
 
 
-def test_mixes_are_the_papers():
+def test_masking_mixes_match_the_paper():
     for scale in SCALES:
         mixes = {
             name.partition(", seed ")[0]: (
@@ -319,7 +319,7 @@ def test_mixes_are_the_papers():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_checkpoints_along_the_way_are_kept(scale):
+def test_intermediate_checkpoints_are_kept(scale):
     kept = pretraining("figure5_steps", scale).values()
     for point in load("figure5_steps", scale).points:
         if point.verb == "finetune":
@@ -330,7 +330,7 @@ def test_checkpoints_along_the_way_are_kept(scale):
                 assert step > config.steps - every * last
 
 
-def test_small_sizes_see_equal_tokens_in_three_depths_and_widths():
+def test_small_sizes_have_equal_tokens_and_vary_depth_and_width():
     configs = pretraining("table6_model_size", "small").values()
     assert len(configs) >= 8
     assert len({(c.steps, c.batch_size, c.phases[0].tokens) for c in configs}) == 1
@@ -340,7 +340,7 @@ def test_small_sizes_see_equal_tokens_in_three_depths_and_widths():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_phases_see_equal_tokens(scale):
+def test_phase_schedules_see_equal_tokens(scale):
     tokens = []
     for config in pretraining("phases", scale).values():
         ends = [0, *config_lib.phase_ends(config)]
@@ -353,7 +353,7 @@ def test_phases_see_equal_tokens(scale):
     assert tokens[0] == tokens[1]
 
 
-# --- Sets made of what there is -------------------------------------------------------------------
+# --- Derived datasets and results -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +364,7 @@ def recipes():
     return recipes
 
 
-def test_unanswerable_questions_are_asked_of_a_neighbor(recipes):
+def test_unanswerable_questions_use_a_neighboring_paragraph(recipes):
     def paragraph(text, *answers):
         questions = [{"id": a, "question": a, "answers": [{"text": a}]} for a in answers]
         return {"context": text, "qas": questions}
@@ -376,12 +376,12 @@ def test_unanswerable_questions_are_asked_of_a_neighbor(recipes):
     assert [(q["id"], q["answers"], q["is_impossible"]) for q in other["qas"]] == [
         ("two", [], True)
     ]
-    # Where the neighbor holds the answer the question stays.
+    # A question is not moved if the neighboring paragraph contains its answer.
     (own,) = recipes._unanswerable(article, 0, iter([3, 1, 2]))
     assert [q["id"] for q in own["qas"]] == ["one", "two", "three"]
 
 
-def test_the_best_setting_of_each_grid_is_shown(recipes):
+def test_picked_keeps_the_best_setting_of_each_grid(recipes):
     def line(model, setting, value):
         facts = {"model": model, "task": "RTE", "setting": setting}
         return {"scale": "small", "facts": facts, "metrics": {"dev.accuracy": value}}
@@ -395,24 +395,24 @@ def test_the_best_setting_of_each_grid_is_shown(recipes):
 
 
 def copy(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """An experiment that a test may write to."""
+    """Copy an experiment to a folder that the test may write to."""
     shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "recipes.py", folder)
     return folder / name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pages_are_what_their_results_say(name, tmp_path):
+def test_readmes_match_their_results(name, tmp_path):
     folder = copy(tmp_path, name)
     text = experiment.readme(folder)
     assert (ROOT / name / "README.md").read_text() == text
     for picture in re.findall(r"!\[.*\]\((\w+\.svg)\)", text):
         recorded = (ROOT / name / picture).read_text()
-        if f"Matplotlib v{matplotlib.__version__}," in recorded:  # another draws it otherwise
+        if f"Matplotlib v{matplotlib.__version__}," in recorded:  # versions draw differently
             assert recorded == (folder / picture).read_text()
 
 
-def test_the_miniberta_is_trained_as_the_published_one():
+def test_miniberta_settings_match_the_published_model():
     config = pretraining("miniberta", "paper")["base"]
     (phase,) = config.phases
     assert (config.steps, config.batch_size, phase.tokens) == (10_000, 512, 512)
@@ -420,7 +420,7 @@ def test_the_miniberta_is_trained_as_the_published_one():
     assert (config.masking.rate, config.model.next_sentence) == (0.15, False)
 
 
-def test_the_subset_is_ten_million_words_of_known_files(shared_data, tmp_path):
+def test_miniberta_subset_is_ten_million_words_of_known_files(shared_data, tmp_path):
     subset = sweep.module_of(ROOT / "miniberta" / "subset.py")
     words, size = subset.totals()
     assert 9.9e6 < words <= 10e6
@@ -431,7 +431,7 @@ def test_the_subset_is_ten_million_words_of_known_files(shared_data, tmp_path):
     subset.check(shared_data("text").parent)
 
 
-def test_the_page_of_all_claims_is_what_the_results_say():
+def test_results_page_and_main_readme_match_the_results():
     make = sweep.module_of(ROOT.parent / "results" / "make.py")
     assert (ROOT.parent / "results" / "README.md").read_text() == make.page()
     readme = (ROOT.parent / "README.md").read_text()
@@ -444,7 +444,7 @@ def test_the_page_of_all_claims_is_what_the_results_say():
 
 
 def made_up(name: str, scale: str) -> list[dict]:
-    """Results of all points of a sweep."""
+    """Return synthetic results for all points of a sweep."""
     measures = {
         "pretrain": ("masked_lm_loss", "masked_lm_perplexity", "next_sentence_accuracy"),
         "finetune": tuple(
@@ -486,7 +486,7 @@ def made_up(name: str, scale: str) -> list[dict]:
 
 
 def senses() -> dict:
-    """What senses.py measures of random vectors, the senses well apart in the last of two layers."""
+    """Measure random vectors as senses.py does: the senses separate only in layer 2 of 2."""
     module = sweep.module_of(ROOT / "context" / "senses.py")
     draw, result = np.random.default_rng(0), {}
     for word, sentences in module.read().items():
@@ -499,7 +499,7 @@ def senses() -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cell_has_a_point(name, tmp_path):
+def test_every_table_cell_has_a_point(name, tmp_path):
     folder = copy(tmp_path, name)
     lines = [line for scale in SCALES for line in made_up(name, scale)]
     (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -507,7 +507,7 @@ def test_every_cell_has_a_point(name, tmp_path):
     assert NOT_RUN not in text, re.findall(rf".*{NOT_RUN}.*", text)
 
 
-def test_a_number_that_is_not_the_results_is_found(tmp_path):
+def test_altered_number_in_readme_is_detected(tmp_path):
     folder = copy(tmp_path, "table6_model_size")
     (folder / "results.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in made_up("table6_model_size", "small"))
@@ -522,14 +522,14 @@ def test_a_number_that_is_not_the_results_is_found(tmp_path):
     assert experiment.readme(folder) == text != changed
 
 
-def test_senses_that_are_apart_are_found_apart():
+def test_separated_word_senses_are_detected():
     for result in senses().values():
         assert result["neighbor"][1] == 1 > result["neighbor"][0]
         assert result["silhouette"][1] > 0.5 > abs(result["silhouette"][0])
         assert 0.4 < result["chance"] < result["chance_high"] < 0.75
 
 
-def test_sentences_hold_their_word_once():
+def test_sentences_contain_their_word_once():
     read_ = sweep.module_of(ROOT / "context" / "senses.py").read()
     counts: dict[tuple[str, str], int] = {}
     for word, sentences in read_.items():
@@ -560,7 +560,7 @@ report.write(results, pathlib.Path(sys.argv[1]))
 """
 
 
-def test_the_page_of_scale_tells_kinds_of_results_apart(tmp_path):
+def test_scale_page_distinguishes_kinds_of_results(tmp_path):
     page = tmp_path / "README.md"
     processes.run([sys.executable, "-c", SCALE, page], cwd=ROOT.parent, check=True)
     text = page.read_text()

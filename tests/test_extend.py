@@ -1,4 +1,4 @@
-"""More words for a model: how they are chosen, what their embeddings are, and what stays the same."""
+"""Vocabulary extension: choice of new tokens, their embeddings, and what stays unchanged."""
 
 import collections
 import itertools
@@ -30,14 +30,14 @@ def run(request, tmp_path_factory):
     return write_run(folder, model, random_params(model, 3), WORDS)
 
 
-def test_new_words_begin_as_the_mean_of_their_pieces(run, tmp_path, capsys):
+def test_new_embeddings_are_the_mean_of_their_pieces(run, tmp_path, capsys):
     (tmp_path / "words").write_text("Cats\nthe\nunsat-cats\n##sts\ncatt\nz\n")
     argv = ["extend-vocab", "--init", run, "--add", tmp_path / "words", "--out", tmp_path / "new"]
     assert cli.main([str(argument) for argument in argv]) == 0
     pieces = {
         "cats": ["cat", "##s"],
         "unsat": ["[UNK]"],  # there is no "##a"
-        "-": ["[UNK]"],  # a word to the tokenizer
+        "-": ["[UNK]"],  # the tokenizer treats it as a word
         "##sts": ["##s", "##t", "##s"],
         "catt": ["cat", "##t"],
         "z": ["[UNK]"],
@@ -93,7 +93,7 @@ def tokens_of(vocabulary, words):
 
 
 def merged_plainly(vocabulary, words, count):
-    """Merge the most frequent pair `count` times, counting everything anew each time."""
+    """Merge the most frequent pair `count` times, recounting all pairs each time."""
     splits = {word: new_pieces.split(word, vocabulary) for word in words}
     new = []
     for _ in range(count):
@@ -111,7 +111,7 @@ def merged_plainly(vocabulary, words, count):
     return [piece for piece in new if used[piece] >= 2]
 
 
-def test_the_most_useful_pieces_of_a_corpus(tmp_path, capsys):
+def test_corpus_pieces_equal_a_naive_pair_merge(tmp_path, capsys):
     letters = "abcdefghijklmnop"
     vocabulary = Vocabulary(
         (*WORDS[:5], *letters, *(f"##{letter}" for letter in letters), "."), lowercase=True

@@ -1,4 +1,4 @@
-"""RoBERTa, XLM-R, CamemBERT, DistilBERT and ELECTRA, in and out, against transformers."""
+"""Import and export of RoBERTa, XLM-R, CamemBERT, DistilBERT and ELECTRA against transformers."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Folders of a byte-level BPE and of a SentencePiece tokenizer, saved by transformers."""
+    """Folder with a byte-level BPE and a SentencePiece tokenizer, saved by transformers."""
     from tokenizers import ByteLevelBPETokenizer, SentencePieceUnigramTokenizer
 
     folder = tmp_path_factory.mktemp("tokenizers")
@@ -59,7 +59,7 @@ def tokenizers(tmp_path_factory):
 
 
 def texts(count, seed=0):
-    """Random texts of words, punctuation, spaces, accents and special tokens."""
+    """Yield random texts of words, punctuation, spaces, accents and special tokens."""
     rng = random.Random(seed)
     words = [*TEXT.split(), "<s>", "</s>", "<mask>", "é", "", "▁", "Ġ", "\t", "ß", "🙂", "don't"]
     for _ in range(count):
@@ -68,7 +68,7 @@ def texts(count, seed=0):
 
 
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
-def test_ids_are_those_of_their_tokenizer(tokenizers, kind, tmp_path):
+def test_token_ids_equal_transformers(tokenizers, kind, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizers / kind)
     ours = vocabulary.load(tokenizers / kind)
     assert isinstance(ours, TokenizerVocabulary)
@@ -77,12 +77,12 @@ def test_ids_are_those_of_their_tokenizer(tokenizers, kind, tmp_path):
     assert ours.special == (*special, theirs.mask_token)
     sample = list(texts(150))
     for a, b in itertools.pairwise(sample):
-        b = b or "."  # transformers takes an empty second text for none
+        b = b or "."  # transformers treats an empty second text as absent
         assert ours.encode(a) == theirs(a, split_special_tokens=True)["input_ids"], a
         assert ours.encode(a, b) == theirs(a, b, split_special_tokens=True)["input_ids"], (a, b)
         assert ours.encode(a, b, mask=True) == theirs(a, b)["input_ids"], (a, b)
     assert ours.encode("a [MASK] ran", mask=True) == theirs("a <mask> ran")["input_ids"]
-    # Characters of each piece, without spaces: those of transformers' fast tokenizers.
+    # Character offsets, apart from spaces, equal those of transformers' fast tokenizers.
     for (ids, spans), text in zip(ours.encode_all(sample), sample, strict=True):
         assert ours.encode(text)[1:-1] == ids.tolist()
         expected = theirs(text, split_special_tokens=True, return_offsets_mapping=True)
@@ -94,13 +94,13 @@ def test_ids_are_those_of_their_tokenizer(tokenizers, kind, tmp_path):
     assert [i for piece in pieces for i in piece] == split(words, is_split_into_words=True)[
         "input_ids"
     ][1:-1]
-    # Saved and read again it is the same, also from RoBERTa's first files.
+    # Saving and loading preserves the vocabulary.
     ours.save(tmp_path / "saved")
     assert vocabulary.load(tmp_path / "saved") == ours
     assert ours.sha256 == vocabulary.load(tmp_path / "saved").sha256
 
 
-def test_a_roberta_tokenizer_of_two_files(tokenizers, tmp_path):
+def test_roberta_tokenizer_loads_from_vocab_and_merges(tokenizers, tmp_path):
     state = json.loads((tokenizers / "roberta" / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
     lines = [" ".join(pair) for pair in state["merges"]]
@@ -113,7 +113,7 @@ def test_a_roberta_tokenizer_of_two_files(tokenizers, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
-def test_word_starts(tokenizers, kind):
+def test_continuation_marks_word_starts(tokenizers, kind):
     ours = vocabulary.load(tokenizers / kind)
     ids = ours.encode("The cats didn't move (much).")[1:-1]
     continues, words = ours.continuation(), [""]
@@ -148,7 +148,7 @@ CASES = [
 
 
 def their_model(folder, prefix, rest, tokenizers, seed=0, **changes):
-    """Save a random model of transformers with its tokenizer; return the model and the tokenizer."""
+    """Save a random transformers model with its tokenizer, and return both."""
     kind, settings = MODELS[prefix]
     if kind == "wordpiece":
         ids = {word: i for i, word in enumerate(WORDS)}
@@ -179,7 +179,7 @@ def run(config, params, *args, method=None):
 
 
 def batch(vocab, tokenizer):
-    """Two pairs as (tokens, layout) and as transformers' inputs, and which tokens are real."""
+    """Return two text pairs as (tokens, layout, transformers' inputs, mask of real tokens)."""
     pairs = [("the cats sat, on a mat", "a dog ran."), ("A mat", "the cat!")]
     theirs = tokenizer([a for a, _ in pairs], [b for _, b in pairs], padding=True)
     theirs = transformers.BatchEncoding(theirs, tensor_type="pt")
@@ -194,7 +194,7 @@ def batch(vocab, tokenizer):
 
 
 @pytest.mark.parametrize(("prefix", "rest"), CASES)
-def test_outputs_are_theirs_and_the_tensors_go_back(tmp_path, tokenizers, prefix, rest):
+def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers, prefix, rest):
     model, tokenizer = their_model(tmp_path / "in", prefix, rest, tokenizers)
     config, vocab, params, about = source.read(str(tmp_path / "in"))
     assert about["left_out"] == []
@@ -247,7 +247,7 @@ def test_outputs_are_theirs_and_the_tensors_go_back(tmp_path, tokenizers, prefix
 
 
 @pytest.mark.parametrize("prefix", ["Roberta", "DistilBert", "Electra"])
-def test_masked_lm_loss_and_gradients_are_theirs(tmp_path, tokenizers, prefix):
+def test_masked_lm_loss_and_gradients_equal_transformers(tmp_path, tokenizers, prefix):
     model, tokenizer = their_model(tmp_path, prefix, "ForMaskedLM", tokenizers)
     config, vocab, params, _ = source.read(str(tmp_path))
     tokens, layout, theirs, real = batch(vocab, tokenizer)
@@ -277,8 +277,8 @@ def test_masked_lm_loss_and_gradients_are_theirs(tmp_path, tokenizers, prefix):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_rows_and_masks_of_a_tokenizer(tokenizers, tmp_path):
-    """A row has the ids of a whole document; a mask is filled as by transformers' pipeline."""
+def test_prepared_rows_and_fill_mask_equal_transformers(tokenizers, tmp_path):
+    """A row holds the ids of a whole document; fill-mask agrees with transformers' pipeline."""
     folder = tmp_path / "model"
     _, tokenizer = their_model(folder, "Roberta", "ForMaskedLM", tokenizers)
     sentences = ["The cats sat on a mat.", "A dog ran; it didn't move.", "The mat was red."]
@@ -309,8 +309,8 @@ def test_rows_and_masks_of_a_tokenizer(tokenizers, tmp_path):
 
 
 @pytest.mark.slow
-def test_commands_on_a_model_with_a_bpe_tokenizer(tokenizers, tmp_path, capsys):
-    """Continued pretraining, masks, tagging of words, and answers that are spans of characters."""
+def test_commands_run_on_a_model_with_a_bpe_tokenizer(tokenizers, tmp_path, capsys):
+    """Cover continued pretraining, fill-mask, tagging, and SQuAD answers as character spans."""
     their_model(tmp_path / "model", "Roberta", "ForMaskedLM", tokenizers)
     documents = [f"The cats sat on a mat.\nIt was red{'!' * i}." for i in range(40)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents))
@@ -363,8 +363,8 @@ def test_commands_on_a_model_with_a_bpe_tokenizer(tokenizers, tmp_path, capsys):
     assert not info["unexpected_keys"]
 
 
-def test_one_segment_is_that_of_all_tokens():
-    """In rows, the second text of a pair has token type 1, which RoBERTa does not have."""
+def test_single_segment_model_ignores_token_types():
+    """Rows give the second text of a pair token type 1, which RoBERTa does not have."""
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=9, positions=24, segments=1,
         next_sentence=False,
@@ -393,7 +393,7 @@ def test_one_segment_is_that_of_all_tokens():
         ("bert", {"replaced_token": True}, "config.model.replaced_token is True"),
     ],
 )
-def test_what_they_do_not_have_is_refused(tmp_path, family, changes, message):
+def test_export_refuses_settings_that_the_family_lacks(tmp_path, family, changes, message):
     config = ModelConfig(
         layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=9, positions=24, family=family,
         **changes,

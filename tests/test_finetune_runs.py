@@ -1,4 +1,4 @@
-"""Fine-tuning from the command line: runs that learn, resume, are refused, and what they write."""
+"""Fine-tuning from the command line: learning, resuming, rejected settings, and output files."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def run(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
+def test_non_finite_loss_stops_the_run_and_is_replayed(data, tmp_path, capsys):
     folder = tmp_path / "run"
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0")
     assert cli.main(arguments(data, folder, *changes)) == cli.EXIT_USER_ERROR
@@ -54,20 +54,20 @@ def test_numbers_that_go_wrong_are_noticed_and_replayed(data, tmp_path, capsys):
 
 @pytest.fixture
 def several(monkeypatch):
-    """Changes of a run of 30 steps that has several row counts from step 10 on, on one device."""
+    """Config changes for a 30-step run with several row counts from step 10 on, on one device."""
     monkeypatch.setattr(examples, "LONG_RUN_STEPS", 30)
     monkeypatch.setattr(examples, "FIRST_STEPS", 10)
     return ("steps=30", "log_every_steps=1", "checkpoint.every_steps=4")
 
 
 def row_counts(output):
-    """Of the batches, as a run says them."""
+    """Parse the row counts of the batches from the output of a run."""
     (text,) = re.findall(r"examples in ([\d or]+) rows", output)
     return [int(each) for each in text.split(" or ")]
 
 
 @pytest.mark.slow
-def test_across_the_step_where_row_counts_begin_it_ends_the_same(data, tmp_path, several, capsys):
+def test_resume_around_row_count_change_is_bitwise_identical(data, tmp_path, several, capsys):
     whole = tmp_path / "whole"
     changes = (*several, "checkpoint.keep_last=9", "model.dropout=0.1")
     assert cli.main(arguments(data, whole, *changes)) == 0
@@ -90,9 +90,7 @@ def test_across_the_step_where_row_counts_begin_it_ends_the_same(data, tmp_path,
         assert_same_run(broken, whole)
 
 
-def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
-    data, tmp_path, several, monkeypatch, capsys
-):
+def test_background_compilation_failure_stops_the_run(data, tmp_path, several, monkeypatch, capsys):
     compile_step = step_lib.compile_step
 
     largest = []
@@ -109,11 +107,11 @@ def test_a_program_that_does_not_compile_in_the_background_ends_the_run(
     fewer = row_counts(output.out)[:-1]
     assert any(f"no program for {rows} rows" in output.err for rows in fewer)
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
-    assert 8 <= max(steps) < 12  # what needs none of them is done
+    assert 8 <= max(steps) < 12  # steps that need none of these programs still run
 
 
 @pytest.mark.slow
-def test_a_step_of_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, capsys):
+def test_step_with_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, capsys):
     monkeypatch.setattr(examples, "FIRST_STEPS", 0)
     changes = (*several, "optim.learning_rate=1e30", "optim.clip_norm=0", "seed=3")
     assert cli.main(arguments(data, tmp_path, *changes)) == cli.EXIT_USER_ERROR
@@ -123,9 +121,7 @@ def test_a_step_of_fewer_rows_is_replayed(data, tmp_path, several, monkeypatch, 
     assert "identical, bit for bit" in capsys.readouterr().out
 
 
-def test_a_signal_after_the_last_step_stops_before_the_next_seed(
-    data, tmp_path, monkeypatch, capsys
-):
+def test_sigterm_after_last_step_stops_before_next_seed(data, tmp_path, monkeypatch, capsys):
     heldout = Log.heldout
 
     def told_to_stop(log, step, measure):
@@ -142,13 +138,13 @@ def test_a_signal_after_the_last_step_stops_before_the_next_seed(
     assert not (folder / "seed_1").exists()
 
 
-def test_it_learns_and_says_so(run):
+def test_run_learns_and_writes_metrics_and_predictions(run):
     result = json.loads((run / "metrics.json").read_text())
     assert result["dev"]["accuracy"] > 0.9
     assert result["best_by"] == "accuracy"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = {m["step"]: m["accuracy"] for m in lines if m["split"] == "heldout"}
-    assert len(evaluated) == 9  # every epoch of 12 steps and at the end, after 100
+    assert len(evaluated) == 9  # after every epoch of 12 steps and at the end, after step 100
     assert result["dev"]["accuracy"] == pytest.approx(max(evaluated.values()))
     for split, count in (("dev", 40), ("test", 2)):
         predictions = (run / "predictions" / split / "predictions.tsv").read_text().splitlines()
@@ -158,7 +154,7 @@ def test_it_learns_and_says_so(run):
     assert result["test"] == {}
 
 
-def test_evaluate_and_predict_again(run, data, tmp_path, capsys):
+def test_evaluate_and_predict_after_training(run, data, tmp_path, capsys):
     before = (run / "metrics.json").read_text()
     (run / "metrics.json").unlink()
     assert cli.main(["evaluate", "--workdir", str(run), "--json"]) == 0
@@ -171,7 +167,7 @@ def test_evaluate_and_predict_again(run, data, tmp_path, capsys):
     assert [row.split("\t")[1] for row in rows[1:]] == ["no", "yes"]
 
 
-def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
+def test_hugging_face_export_preserves_labels(run, tmp_path):
     assert cli.main(["export", "--workdir", str(run), "--out", str(tmp_path / "out")]) == 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.id2label == {0: "no", 1: "yes"}
@@ -189,8 +185,8 @@ def test_it_goes_to_hugging_face_with_its_labels(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
-    """Two seeds; then the first again from the middle, and its predictions from what is saved."""
+def test_feature_based_training_freezes_the_encoder(run, data, tmp_path, capsys):
+    """Train two seeds, resume the first from the middle, and evaluate it from its checkpoint."""
     changes = (
         *("model.features=weighted-all", "model.lstm_layers=2", "epochs=1", "model.dropout=0.1"),
         *("optim.weight_decay=0.5", "checkpoint.every_steps=4", "checkpoint.keep_last=9"),
@@ -237,19 +233,19 @@ def test_features_train_what_is_above_them_alone(run, data, tmp_path, capsys):
     assert cli.main(["export", "--workdir", str(whole), "--out", str(out), "--heads", "none"]) == 0
 
 
-def test_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
+def test_finetuning_starts_from_a_checkpoint_of_another_task(run, data, tmp_path, capsys):
     assert cli.main(arguments(data, tmp_path / "w", "epochs=1", init=run)) == 0
     output = capsys.readouterr().out
     assert f"from {run}, new: classifier" in output
     assert "200 train, 40 dev examples" in output
-    # The same command from another checkpoint is another run, not this one finished.
+    # The same command with another --init is a different run, so it does not count as finished.
     refused = arguments(data, tmp_path / "w", "epochs=1", init=tmp_path / "w")
     assert cli.main(refused) == cli.EXIT_USER_ERROR
     assert "it began from another checkpoint (--init)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_killed_it_ends_the_same(run, data, tmp_path):
+def test_resume_after_sigkill_is_bitwise_identical(run, data, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = ("checkpoint.every_steps=4", "model.dropout=0.1", "accumulation=2", "epochs=2")
     for folder in (whole, broken):
@@ -267,7 +263,7 @@ def test_killed_it_ends_the_same(run, data, tmp_path):
     assert (broken / "metrics.json").read_text() == (whole / "metrics.json").read_text()
 
 
-def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
+def test_each_seed_matches_a_single_seed_run(data, tmp_path, capsys):
     options = ("--seeds", "2")
     assert cli.main(arguments(data, tmp_path / "both", "epochs=1", options=options)) == 0
     output = capsys.readouterr()
@@ -281,7 +277,8 @@ def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
         for i in range(2)
     ]
     assert summary["dev"]["accuracy"]["values"] == each
-    # The shape holds both seeds' batches, so the seed alone is another program: the same to rounding.
+    # The row count fits the batches of both seeds, so a single seed compiles to a different program
+    # and matches only up to rounding.
     assert cli.main(arguments(data, tmp_path / "one", "epochs=1", "seed=1")) == 0
     alone, with_others = (
         [
@@ -295,8 +292,8 @@ def test_seeds_are_the_runs_they_would_be_alone(data, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("model.lstm_layers=1", "model.causal=true")])
-def test_devices_share_a_batch(data, tmp_path, more):
-    """On eight devices the run is the one on a single device."""
+def test_mesh_layouts_give_the_same_losses(data, tmp_path, more):
+    """Compare data parallelism on eight devices with data + FSDP + tensor parallelism."""
     losses = []
     for i, changes in enumerate(
         (("mesh.data=8",), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"))
@@ -323,7 +320,7 @@ def test_devices_share_a_batch(data, tmp_path, more):
         (["task.kind=poetry"], "config.task.kind is 'poetry'"),
     ],
 )
-def test_impossible_runs_are_refused(data, tmp_path, capsys, changes, expected):
+def test_invalid_configs_are_rejected(data, tmp_path, capsys, changes, expected):
     capsys.readouterr()
     assert cli.main(arguments(data, tmp_path / "w", *changes)) == cli.EXIT_USER_ERROR
     output = capsys.readouterr().err.strip()
@@ -340,7 +337,7 @@ def refusal(capsys, *argv):
     return output
 
 
-def test_other_refusals(run, data, tmp_path, capsys):
+def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
     refused = functools.partial(refusal, capsys)
     argv = arguments(data, tmp_path / "w")
     argv[argv.index("--vocab") + 1] = ""
@@ -365,7 +362,7 @@ def test_other_refusals(run, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
-def test_every_argument_of_the_config_files(name):
+def test_config_files_load_with_arguments(name):
     assert load([f"--config={tasks.CONFIGS / name}"], FinetuneConfig)
 
 
@@ -395,7 +392,9 @@ def test_every_argument_of_the_config_files(name):
         ),
     ],
 )
-def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file, changes, expected):
+def test_each_task_kind_writes_its_prediction_files(
+    data, tmp_path, capsys, kind, write, file, changes, expected
+):
     write(tmp_path / file)
     config = {"squad": "squad.py:2", "tagging": "tagging.py", "choice": "swag.py:own"}[kind]
     files = [f"task.{split}={tmp_path / file}" for split in ("train", "dev")]
@@ -418,7 +417,7 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
     new = ["predict", "--workdir", str(tmp_path / "w"), "--out", str(tmp_path / "new")]
     assert cli.main([*new, str(tmp_path / file)]) == 0
     assert (tmp_path / "w" / "predictions" / "dev" / expected[-1]).read_bytes() == before
-    if kind == "squad":  # what was best on the dev set decides on new questions too
+    if kind == "squad":  # the best threshold on the dev set also applies to new questions
         assert result["dev"]["f1"] == pytest.approx(result["dev"]["best_f1"])
         for threshold, all_answered in ((-1e9, False), (1e9, True)):
             result["dev"]["best_f1_thresh"] = threshold
@@ -429,7 +428,7 @@ def test_every_kind_runs_to_its_files(data, tmp_path, capsys, kind, write, file,
             assert {bool(text) for text in answers.values()} == {all_answered}
 
 
-def test_scores_of_files(tmp_path, capsys):
+def test_score_command_on_prediction_files(tmp_path, capsys):
     (tmp_path / "dev.tsv").write_text(
         "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n1\ta\tc\tnot_entailment\n"
     )

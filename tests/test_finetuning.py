@@ -1,4 +1,4 @@
-"""Fine-tuning: exact batches, packed or not the same, PyTorch's losses, and what is trained."""
+"""Fine-tuning: batches, packing, equivalence with PyTorch, and which parameters are trained."""
 
 import dataclasses
 import functools
@@ -106,7 +106,7 @@ def plans(problem, batch_size=7, steps=5, **options):
 
 
 def loss_and_grads(problem, plan, params, config, steps=(0,)):
-    """Of each step's batch."""
+    """Yield the loss, its weight and the gradients of each step's batch."""
     task = make_objective(config, problem, "train", plan)
 
     @jax.jit
@@ -133,11 +133,11 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_a_batch_is_exactly_its_examples(head, objective):
+def test_batch_contains_exactly_its_examples(head, objective):
     problem = Made(head, objective)
     examples = problem.splits["train"]
     packed, single = plans(problem)
-    # A question's choices share a row in any case.
+    # The choices of a question share a row even without packing.
     assert packed.shape.rows < single.shape.rows or head == "choice"
     seen = []
     for step in range(packed.steps):
@@ -165,11 +165,11 @@ def test_a_batch_is_exactly_its_examples(head, objective):
                 (i, tuple(examples.tokens[i * group + j])) for i in members for j in range(group)
             ]
             assert sorted(results) == sorted(expected)
-    # The first epoch and a half: every example once before any comes again.
+    # In the first epoch and a half, every example occurs once before any is repeated.
     assert sorted(seen[:23]) == list(range(23))
 
 
-def test_no_seed_and_no_epoch_has_the_order_of_another():
+def test_every_seed_and_epoch_has_a_different_order():
     plan = Plan(random_examples("sequence"), 23, 0)
     orders = {tuple(plan.members(epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
@@ -185,7 +185,7 @@ def test_batches_are_a_function_of_seed_and_step():
             np.testing.assert_array_equal(a[name], b[name])
 
 
-def test_processes_take_parts_of_the_rows():
+def test_processes_split_the_rows_of_a_batch():
     plan = plans(Made("sequence"), rows_multiple=4)[0]
     assert plan.shape.rows % 4 == 0
     (whole,) = plan.batches(0, 0, 1)
@@ -194,7 +194,7 @@ def test_processes_take_parts_of_the_rows():
         np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), value)
 
 
-def test_evaluation_takes_each_once_in_rows_as_full_as_can_be():
+def test_evaluation_packs_every_example_exactly_once():
     examples = random_examples("sequence", count=50)
     plan = Plan(examples, 8, 7, shuffle=False, rows_multiple=2)
     batches = list(plan.batches(0, 0, plan.steps))
@@ -208,10 +208,10 @@ def test_evaluation_takes_each_once_in_rows_as_full_as_can_be():
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 3))
-def test_row_counts_have_the_least_padding(needs, most):
+def test_row_counts_minimize_padding(needs, most):
     counts, total = row_counts(np.array(needs), most)
 
-    def least(number):  # of any row counts up to the largest
+    def least(number):  # brute force over all row counts up to the largest
         some = itertools.combinations(range(1, max(needs) + 1), number)
         return min(
             sum(min((r for r in each if r >= need), default=10**6) for need in needs)
@@ -230,7 +230,7 @@ def test_row_counts_have_the_least_padding(needs, most):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 9), st.integers(2, 20), st.integers(1, 3), st.integers(4, 40))
-def test_a_long_run_has_batches_of_the_fewest_rows(seed, batch_size, multiple, longest):
+def test_long_runs_use_the_smallest_sufficient_row_count(seed, batch_size, multiple, longest):
     examples = random_examples("sequence", count=40, seed=seed, longest=longest)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examples_lib, "LONG_RUN_STEPS", 12)
@@ -263,7 +263,7 @@ def test_a_long_run_has_batches_of_the_fewest_rows(seed, batch_size, multiple, l
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(5, 30))
-def test_pairs_are_cut_as_google_cuts_them(n_a, n_b, most):
+def test_pairs_are_truncated_as_in_google_bert(n_a, n_b, most):
     a, b = list(range(100, 100 + n_a)), list(range(200, 200 + n_b))
     tokens, a_length, cut = pair(VOCABULARY, a, b, most)
     while len(a) + len(b) > most - 3:  # run_classifier.py, _truncate_seq_pair
@@ -278,7 +278,7 @@ def test_pairs_are_cut_as_google_cuts_them(n_a, n_b, most):
 # --- Objectives -----------------------------------------------------------------------------------
 
 
-# What may stand between encoder and head, for some kind of head each.
+# Options for the input of a head, each with one kind of head.
 ABOVE = [
     ("sequence", {"causal": True}),
     ("choice", {"causal": True, "lstm_layers": 1}),
@@ -293,7 +293,7 @@ ABOVE = [
     ("head", "objective", "changes"),
     [*((*problem, {}) for problem in PROBLEMS), *((head, "class", c) for head, c in ABOVE)],
 )
-def test_packing_changes_nothing(head, objective, changes):
+def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
     problem = Made(head, objective)
     config = model_config(problem, **changes)
     params = random_params(config)
@@ -312,8 +312,8 @@ def test_packing_changes_nothing(head, objective, changes):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_rows_of_padding_at_the_end_change_nothing(head, objective, dropout):
-    """Losses, weights and gradients, with every dropped unit the same."""
+def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
+    """The weight stays equal too. With dropout, the same units are dropped."""
     problem = Made(head, objective)
     config = model_config(problem, dropout=dropout, attention_dropout=dropout)
     params, plan = random_params(config), plans(problem)[0]
@@ -342,8 +342,8 @@ def test_rows_of_padding_at_the_end_change_nothing(head, objective, dropout):
         )
 
 
-def test_a_step_in_parts_is_the_same_for_any_row_count():
-    """With dropout, parts that rows are dealt to, and devices that each part is split over."""
+def test_accumulated_step_does_not_depend_on_row_count():
+    """With dropout, rows dealt to accumulation parts, and each part split over devices."""
     problem = Made("sequence", count=50)
     problem.splits["dev"] = problem.splits["train"]
     config = FinetuneConfig(
@@ -365,7 +365,7 @@ def test_a_step_in_parts_is_the_same_for_any_row_count():
 
 
 def torch_model(problem, config, params):
-    """Transformers' model of the same head and weights."""
+    """Return Transformers' model with the same head and weights."""
     name = {
         "sequence": "BertForSequenceClassification", "choice": "BertForMultipleChoice",
         "token": "BertForTokenClassification", "span": "BertForQuestionAnswering",
@@ -385,7 +385,7 @@ def torch_model(problem, config, params):
 
 
 def torch_inputs(problem, members):
-    """Some training examples as transformers' model takes them, padded to the longest."""
+    """Return training examples as inputs of Transformers' model, padded to the longest."""
     examples, head = problem.splits["train"], problem.head
     sequences = [i * examples.group + j for i in members for j in range(examples.group)]
     longest = max(len(examples.tokens[i]) for i in sequences)
@@ -410,8 +410,8 @@ def torch_inputs(problem, members):
 
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_losses_and_logits_are_those_of_transformers(head, objective):
-    """Their classes, one batch padded to its longest; ours packed."""
+def test_losses_and_logits_match_transformers(head, objective):
+    """Transformers gets one batch, padded to its longest sequence; ours is packed."""
     problem = Made(head, objective, count=7)
     config = model_config(problem)
     params = random_params(config)
@@ -421,7 +421,7 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
     inputs = torch_inputs(problem, members)
     with torch.no_grad():
         out = model(**inputs)
-        if head == "span":  # theirs scores padding too; ours has none
+        if head == "span":  # Transformers also scores padding; ours has none
             big = torch.finfo(torch.float32).min
             theirs = [torch.where(inputs["attention_mask"] == 1, x, big) for x in (out.start_logits, out.end_logits)]  # fmt: skip
             label = inputs["start_positions"], inputs["end_positions"]
@@ -445,8 +445,8 @@ def test_losses_and_logits_are_those_of_transformers(head, objective):
         np.testing.assert_allclose(result[i], theirs, rtol=0, atol=1e-5)
 
 
-def test_a_run_is_the_one_that_pytorch_makes_of_it():
-    """Every loss of six epochs: packing, weights, clipping, AdamW, what decays, and the schedule."""
+def test_training_run_matches_pytorch():
+    """Every loss of six epochs: packing, weights, clipping, AdamW, decay exclusions, schedule."""
     problem = Made("sequence", count=30)
     problem.splits["dev"] = problem.splits["train"]
     optimizer = OptimConfig(optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
@@ -490,7 +490,7 @@ def test_a_run_is_the_one_that_pytorch_makes_of_it():
 
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_what_has_no_label_is_not_counted(head, objective):
+def test_unlabelled_examples_have_no_weight(head, objective):
     problem = Made(head, objective, count=7)
     config, plan = model_config(problem), Plan(problem.splits["train"], 7, 1)
     task, params = make_objective(config, problem, "train", plan), random_params(config)
@@ -505,13 +505,13 @@ def test_what_has_no_label_is_not_counted(head, objective):
                      if head == "token" else 7)  # fmt: skip
 
 
-# --- What is trained ------------------------------------------------------------------------------
+# --- Trained parameters ---------------------------------------------------------------------------
 
 
-def test_encoder_and_pooler_are_taken_heads_are_not():
+def test_encoder_and_pooler_are_restored_without_heads():
     start = model_config(Made("sequence"), masked_lm=True, next_sentence=True)
     params = random_params(start)
-    assert "classifier" in params  # of another task, with as many labels
+    assert "classifier" in params  # of another task with the same number of labels
     config = FinetuneConfig(model=model_config(Made("sequence")), reset_layers=1)
     taken, new = finetuning.restored(config, start, params)
     assert new == ["encoder/layer_1", "classifier"]
@@ -531,7 +531,7 @@ def test_encoder_and_pooler_are_taken_heads_are_not():
     assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
 
 
-def test_a_transform_below_the_head_starts_from_that_of_the_masked_lm():
+def test_head_transform_is_initialized_from_the_masked_lm():
     transform = {"head_layer": "transform", "head_pooling": "mean"}
     start = model_config(Made("sequence"), masked_lm=True, head="", labels=())
     params = random_params(start)
@@ -543,7 +543,7 @@ def test_a_transform_below_the_head_starts_from_that_of_the_masked_lm():
     assert new == ["classifier"]
     assert taken["head"] == {name: params["masked_lm"][name] for name in ("transform", "norm")}
     assert {*shapes(model)} - {*taken} == {"classifier"}
-    # A checkpoint's head layer stays, unless the config sets another.
+    # The checkpoint's head layer is kept unless the config sets another.
     kept = finetuning.model_config(FinetuneConfig(), model, Made("token"))
     assert kept.head_layer == "transform"
     bare = dataclasses.replace(start, masked_lm=False)
@@ -556,11 +556,11 @@ def test_a_transform_below_the_head_starts_from_that_of_the_masked_lm():
     assert new == ["classifier"]
 
 
-def test_what_stands_above_the_encoder_starts_anew():
+def test_modules_above_the_encoder_are_reinitialized():
     start = model_config(Made("sequence"), lstm_layers=2, features="weighted-all")
     asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
     model = finetuning.model_config(asked, start, Made("sequence"))
-    assert (model.lstm_layers, model.features) == (1, "")  # the run's own, not the checkpoint's
+    assert (model.lstm_layers, model.features) == (1, "")  # from the config, not the checkpoint
     for changes, new in (
         ({"lstm_layers": 2, "features": "weighted-all"}, ["classifier", "features", "lstm"]),
         ({"features": "last"}, ["classifier"]),
@@ -573,7 +573,7 @@ def test_what_stands_above_the_encoder_starts_anew():
         assert {*shapes(config.model)} - {*taken} == {*new}
 
 
-def test_a_causal_checkpoint_stays_causal():
+def test_causal_checkpoint_stays_causal():
     start = model_config(Made("sequence"), causal=True)
     assert finetuning.model_config(FinetuneConfig(), start, Made("token")).causal
     asked = FinetuneConfig(model=ModelConfig(causal=True))
@@ -584,7 +584,7 @@ def test_a_causal_checkpoint_stays_causal():
 
 
 def states_and_logits(config, params, length):
-    """All hidden states and the logits of random rows, and the rows' layout."""
+    """Return all hidden states and the logits of random rows, and the rows' layout."""
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(1, 40, (len(length), int(length.sum(1).max()) + 2)))
     layout = rows.layout(jnp.asarray(length), jnp.asarray(length), tokens.shape[1])
@@ -593,8 +593,8 @@ def states_and_logits(config, params, length):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_pooled(causal):
-    """The first token, or the last where only that sees all; the pooler is of the last layer alone."""
+def test_pooled_token_is_the_first_or_the_last_if_causal(causal):
+    """With causal attention only the last token sees all. Only the last layer has a pooler."""
     length = np.array([[5, 9], [12, 3]])
     places = length.cumsum(1) - 1 if causal else length.cumsum(1) - length
     for changes in ({}, {"lstm_layers": 1}, {"features": "second-to-last"}):
@@ -613,7 +613,7 @@ def test_what_is_pooled(causal):
 
 
 @pytest.mark.parametrize("name", FEATURES[1:])
-def test_which_features(name):
+def test_features_are_those_of_the_configured_layers(name):
     config = model_config(Made("token"), layers=5, features=name)
     params = random_params(config)
     states, logits, _ = states_and_logits(config, params, np.array([[7]]))
@@ -629,7 +629,7 @@ def test_which_features(name):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
-def test_weighted_features_begin_as_the_mean():
+def test_weighted_features_are_initialized_to_the_mean():
     config = model_config(Made("token"), features="weighted-all")
     start = init_params(config, jax.random.key(0))["features"]
     assert start.keys() == {"weights", "scale"}
@@ -638,7 +638,7 @@ def test_weighted_features_begin_as_the_mean():
 
 
 @pytest.mark.parametrize("head", ["token", "sequence"])
-def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
+def test_feature_encoder_has_no_dropout_and_no_gradient(head):
     problem = Made(head)
     plan = plans(problem)[0]
     config = model_config(problem, features="weighted-all", dropout=0.5, attention_dropout=0.5)
@@ -669,11 +669,11 @@ def test_features_have_no_dropout_and_their_encoder_no_gradient(head):
             jax.random.key(0),
             method=Bert.classify,
         )
-    # On the embeddings, twice in what both layers are calls of, and on what goes into the head.
+    # On the embeddings, twice in the function that both layers call, and on the input of the head.
     assert [key is not None for key in seen] == [False] * 3 + [True]
 
 
-def test_frozen_layers_stay_and_rates_fall_by_layer():
+def test_frozen_layers_and_layer_wise_learning_rate_decay():
     model = model_config(Made("sequence"))
     params = random_params(model)
     config = FinetuneConfig(
@@ -704,7 +704,7 @@ def test_frozen_layers_stay_and_rates_fall_by_layer():
     assert np.any(grads["encoder/layer_1/attention/query/kernel"])
 
 
-def test_frozen_layers_do_not_decay_where_rates_do_not_fall():
+def test_frozen_layers_do_not_decay_without_layer_decay():
     params = {"embeddings": {"word": np.ones(3)}, "classifier": {"kernel": np.ones(3)}}
     optimizer = OptimConfig(warmup_steps=0, weight_decay=0.1)
     config = FinetuneConfig(steps=10, frozen_layers=1, optim=optimizer)
@@ -715,7 +715,7 @@ def test_frozen_layers_do_not_decay_where_rates_do_not_fall():
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-def test_an_encoder_of_features_does_not_decay(optimizer):
+def test_feature_encoder_has_no_weight_decay(optimizer):
     model = model_config(Made("sequence"), features="last", final_norm=True, lstm_layers=1)
     params = random_params(model)
     optimizer = OptimConfig(optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
@@ -736,24 +736,24 @@ def phased(**changes):
     return finetuning.make_phase(config, problem, [3, 4], 2)
 
 
-def test_a_run_is_as_long_and_evaluated_as_often_as_it_says():
+def test_number_of_steps_and_evaluation_interval():
     config, data, plan, phase = phased(epochs=2.5, warmup_fraction=0.3, accumulation=3)
-    assert config.steps == phase.end_step == plan.steps == 14  # of 23 * 2.5 / 4
+    assert config.steps == phase.end_step == plan.steps == 14  # 23 examples * 2.5 epochs / 4
     assert config.optim.warmup_steps == 4
-    assert config.evaluate_every_steps == config.checkpoint.every_steps == 5  # an epoch
+    assert config.evaluate_every_steps == config.checkpoint.every_steps == 5  # one epoch
     assert data[0]["examples"] == {"train": 23, "test": 3, "dev": 10}
     assert phase.batch_size % 6 == 0
     for batch, other in zip(phase.batches(0, 1), plan.batches(3, 0, 1), strict=True):
         np.testing.assert_array_equal(batch["example"], other["example"])
     held_out = [batch["example"][batch["example"] >= 0] for batch in phase.heldout(0, 1)]
-    assert sorted(np.concatenate(held_out)) == list(range(10))  # of dev
+    assert sorted(np.concatenate(held_out)) == list(range(10))  # the dev split
     assert phase.objective.best_metric.higher_is_better
     config, *_ = phased(steps=7, evaluate_every_steps=3)
     assert (config.steps, config.evaluate_every_steps, config.checkpoint.every_steps) == (7, 3, 3)
-    assert phased()[1] == data  # the digest is of the data alone
+    assert phased()[1] == data  # the digest depends only on the data
 
 
-def test_a_profile_of_several_programs_is_refused(monkeypatch):
+def test_profile_spanning_several_programs_is_rejected(monkeypatch):
     monkeypatch.setattr(examples_lib, "LONG_RUN_STEPS", 20)
     monkeypatch.setattr(finetuning, "FIRST_STEPS", 10)
     *_, plan, phase = phased(steps=20, profile_steps="5:10")
@@ -763,7 +763,7 @@ def test_a_profile_of_several_programs_is_refused(monkeypatch):
     phased(steps=19, profile_steps="5:11")
 
 
-def test_dropout_is_used_in_training_alone():
+def test_dropout_is_used_only_in_training():
     problem = Made("sequence")
     plan = plans(problem)[0]
     task = make_objective(model_config(problem, dropout=0.5), problem, "train", plan)
@@ -782,7 +782,7 @@ def test_dropout_is_used_in_training_alone():
         ({"dropout": 0.3, "attention": "splash"}, None),
     ],
 )
-def test_the_checkpoint_says_what_the_model_is(change, expected):
+def test_model_config_comes_from_the_checkpoint(change, expected):
     problem = Made("sequence")
     start = model_config(problem, head="", labels=())
     config = FinetuneConfig(model=ModelConfig(**change))
@@ -791,14 +791,14 @@ def test_the_checkpoint_says_what_the_model_is(change, expected):
             finetuning.model_config(config, start, problem)
     else:
         result = finetuning.model_config(config, start, problem)
-        # Of a model pretrained without dropout too: what it is fine-tuned with is the run's choice.
+        # Dropout is a setting of the run, even if the model was pretrained without dropout.
         assert (start.attention_dropout, result.attention_dropout) == (0.0, 0.1)
         assert (result.dropout, result.layers) == (0.3, 2)
         assert (result.attention, start.attention) == ("splash", "auto")
         assert result.labels == problem.labels
 
 
-def test_patience_is_a_function_of_the_metrics(tmp_path):
+def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
     best = {"best_by": "f1", "highest": True}
     config = FinetuneConfig(patience=2)
     lines = [{"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1, 3, 2, 3, 4])]
@@ -809,13 +809,13 @@ def test_patience_is_a_function_of_the_metrics(tmp_path):
     assert not EarlyStopping(Config(), best, tmp_path, 3).is_over
 
 
-def test_several_processes_are_refused(monkeypatch, tmp_path):
+def test_multiple_processes_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="fine-tuning runs in one process"):
         finetune(FinetuneConfig(), "none", tmp_path / "w")
 
 
-def test_statistics():
+def test_statistics_over_seeds():
     assert _statistics([0.5, 0.7, 0.9]) == {
         "mean": pytest.approx(0.7), "sd": pytest.approx(0.2), "median": 0.7, "best": 0.9,
         "values": [0.5, 0.7, 0.9],
@@ -825,6 +825,7 @@ def test_statistics():
         for f1, more in ((0.5, {"f1_x": 0.0}), (0.7, {}))
     ]
     summary = _over_seeds(results)
-    assert summary["dev"].keys() == {"f1", "mean_squared_error"}  # f1_x: one seed found such a type
+    # f1_x is left out, because only one seed predicted this type.
+    assert summary["dev"].keys() == {"f1", "mean_squared_error"}
     assert summary["dev"]["f1"]["best"] == 0.7
     assert summary["dev"]["mean_squared_error"]["best"] == 0.5

@@ -1,7 +1,7 @@
-"""Every reader on files gone wrong: what comes out is what it read or a `UserError` of one line.
+"""Fuzz every reader: it must return a result or raise a one-line `UserError`.
 
-Each reader gets valid files, then these with bytes or values of their JSON changed, and random
-bytes in their place. `BERT_JAX_SOAK=n` runs n times as many.
+Each reader gets valid files, then copies with changed bytes or JSON values, and random bytes in
+their place. `BERT_JAX_SOAK=n` runs n times as many examples.
 """
 
 import bz2
@@ -37,13 +37,13 @@ from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 
 SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
-MOST_BYTES = 1 << 29  # of memory that one reader may take for these small files
-LINE = 3000  # characters: of an error that is still a line
+MOST_BYTES = 1 << 29  # memory that a reader may use for these small files
+LINE = 3000  # maximum length of an error message, in characters
 ROOT = pathlib.Path(__file__).parent.parent
 TF1 = ROOT / "tests" / "data" / "tf1"
 VOCABULARY = Vocabulary((*SPECIAL, *"abcdefghij", *(f"##{c}" for c in "abcdefghij")), True)
 
-# --- What goes wrong ------------------------------------------------------------------------------
+# --- Faults ---------------------------------------------------------------------------------------
 
 NASTY_BYTES = [
     b"\0", b"\n", b"\r", b"\t", b'"', b",", b"|", b"\\", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80",
@@ -93,7 +93,7 @@ def change_bytes(content: bytes, kind, at, value) -> bytes:
 
 
 def spots(value, holder=None, key=None):
-    """(holder, key) of everything inside a JSON value."""
+    """Yield (container, key) of every value nested in a JSON value."""
     if holder is not None:
         yield holder, key
     items = value.items() if isinstance(value, dict) else ()
@@ -102,7 +102,7 @@ def spots(value, holder=None, key=None):
 
 
 def change_value(content: bytes, kind, at, value) -> bytes:
-    """One thing of a JSON text, or of one line of JSON lines; others stay as they are."""
+    """Change one value of a JSON text, or of one line of JSON Lines."""
     lines = [content] if b"\n{" not in content else content.split(b"\n")
     line = at % len(lines)
     try:
@@ -126,7 +126,7 @@ def change_value(content: bytes, kind, at, value) -> bytes:
 
 
 def changed(files: dict[str, bytes], wrong) -> dict[str, bytes]:
-    """Some files with some of what is wrong."""
+    """Return the files with the given faults applied."""
     files = dict(files)
     for number, (kind, at, value) in wrong:
         name = sorted(files)[number % len(files)]
@@ -146,7 +146,7 @@ def place(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
 
 @contextlib.contextmanager
 def only_user_errors(most_bytes=MOST_BYTES):
-    """The block ends well or in one line, and takes little memory."""
+    """Check that the block succeeds or raises a one-line `UserError`, and uses little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         yield
@@ -158,7 +158,7 @@ def only_user_errors(most_bytes=MOST_BYTES):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < most_bytes >> 10
 
 
-# --- The readers, each with valid files -----------------------------------------------------------
+# --- Readers and their valid files ----------------------------------------------------------------
 
 PROSE = "It was a bright day. Dr. Smith, who was abed, did not see it.\nNobody asked any more."
 WIKI = "{{Infobox|a=b}}\n'''Ada''' was [[born]] in {{convert|1|m}}.<ref>x</ref>\n* a list\n{|\n|a\n|}\n"
@@ -213,7 +213,7 @@ def read_texts(folder):
 
 
 def learn(problem, **fields):
-    """Reads a training file into a `FinetuneDataset`."""
+    """Return a function that reads a training file into a `FinetuneDataset`."""
 
     def read(folder):
         (path,) = folder.iterdir()
@@ -387,7 +387,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """By name the files of a checkpoint and how to read them."""
+    """Name -> (files of a checkpoint, function that reads their folder)."""
     import torch
     from safetensors.numpy import save
 
@@ -455,7 +455,7 @@ def shards(rows):
 
 @pytest.fixture
 def reader(request):
-    """(files, function of their folder) by name."""
+    """(files, function that reads their folder) of the reader that the parameter names."""
     if request.param == "rows":
         return request.getfixturevalue("shards")
     if request.param in CHECKPOINTS:
@@ -472,7 +472,7 @@ FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @pytest.mark.parametrize("reader", [*sorted(READERS), "rows", *CHECKPOINTS], indirect=True)
-def test_whole_files_are_read(reader, folder):
+def test_valid_files_are_read(reader, folder):
     files, read = reader
     read(place(folder, files))
 
@@ -480,7 +480,7 @@ def test_whole_files_are_read(reader, folder):
 @pytest.mark.parametrize("reader", [*sorted(READERS), "rows"], indirect=True)
 @settings(max_examples=30 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(wrong=changes)
-def test_damaged_files_end_in_a_line(reader, folder, wrong):
+def test_damaged_files_end_in_one_line(reader, folder, wrong):
     files, read = reader
     with only_user_errors():
         read(place(folder, changed(files, wrong)))
@@ -489,24 +489,24 @@ def test_damaged_files_end_in_a_line(reader, folder, wrong):
 @pytest.mark.parametrize("reader", CHECKPOINTS, indirect=True)
 @settings(max_examples=8 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(wrong=changes)
-def test_damaged_checkpoints_end_in_a_line(reader, folder, wrong):
+def test_damaged_checkpoints_end_in_one_line(reader, folder, wrong):
     files, read = reader
     with only_user_errors():
         read(place(folder, changed(files, wrong)))
 
 
-# --- Bombs: a little that stands for much ---------------------------------------------------------
+# --- Decompression bombs and oversized inputs -----------------------------------------------------
 
 
 def zeros(kind: str, size: int, byte: bytes = b" ") -> bytes:
-    """`size` bytes of one kind, compressed to a few thousandths."""
+    """Return `size` equal bytes, compressed to a few thousandths of that."""
     block = COMPRESSIONS[kind](byte * (1 << 26))
-    return block * (size >> 26)  # each format allows one after the other
+    return block * (size >> 26)  # each format allows concatenated streams
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 @pytest.mark.parametrize("name", ["corpus", "conll", "squad", "table"])
-def test_compressed_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name, kind):
+def test_decompression_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name, kind):
     monkeypatch.setattr(compressed, "DATA_BYTES", 1 << 24)
     for module in (squad_score, conll_score):
         monkeypatch.setattr(module, "DATA_BYTES", 1 << 24)
@@ -526,7 +526,7 @@ def test_compressed_bombs_are_streamed_or_refused(tmp_path, monkeypatch, name, k
         read(str(path))
 
 
-def test_settings_without_an_end_are_refused(tmp_path):
+def test_oversized_metadata_files_are_refused(tmp_path):
     for name, read in (
         ("vocab.txt", lambda: wordpiece.load(tmp_path)),
         ("vocab.json", lambda: wordpiece.load(tmp_path)),
@@ -536,13 +536,13 @@ def test_settings_without_an_end_are_refused(tmp_path):
         (tmp_path / "vocab.txt").write_bytes(VOCABULARY.to_bytes())
         (tmp_path / "model.safetensors").touch()
         with open(tmp_path / name, "wb") as file:
-            file.truncate(1 << 40)  # takes no space
+            file.truncate(1 << 40)  # sparse, so it takes no disk space
         with only_user_errors(), pytest.raises(UserError, match="more than 64 MB"):
             read()
         (tmp_path / name).unlink()
 
 
-def test_a_zip_that_unpacks_to_much_is_refused(tmp_path):
+def test_zip_bomb_is_refused(tmp_path):
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("bert_config.json", "bert_model.ckpt.index"):
@@ -555,7 +555,7 @@ def test_a_zip_that_unpacks_to_much_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1, 100 << 20, 0])
-def test_declared_sizes_of_a_safetensors_header(checkpoints, folder, length):
+def test_wrong_safetensors_header_length_is_refused(checkpoints, folder, length):
     files, read = checkpoints["safetensors"]
     data = length.to_bytes(8, "little") + files["model.safetensors"][8:]
     place(folder, {**files, "model.safetensors": data})
@@ -563,8 +563,8 @@ def test_declared_sizes_of_a_safetensors_header(checkpoints, folder, length):
         read(folder)
 
 
-def test_a_tensor_for_every_name_is_refused(tmp_path):
-    """Views of one storage take no memory until they are copied, one by one."""
+def test_many_tensors_sharing_storage_are_refused(tmp_path):
+    """Views of one storage take no memory until each of them is copied."""
     import torch
 
     one = torch.zeros(100_000)
@@ -580,7 +580,7 @@ def test_a_tensor_for_every_name_is_refused(tmp_path):
     "name", ["../secret", "/etc/hosts", "..", ".", "a/../../secret", "", 5, None]
 )
 @pytest.mark.parametrize("file", ["model.safetensors.index.json", "modules.json"])
-def test_no_name_in_a_file_leads_out_of_its_folder(checkpoints, folder, monkeypatch, file, name):
+def test_path_traversal_in_index_files_is_refused(checkpoints, folder, monkeypatch, file, name):
     files, read = checkpoints["sharded"]
     value = json.loads(files[file])
     if file == "modules.json":
@@ -593,7 +593,7 @@ def test_no_name_in_a_file_leads_out_of_its_folder(checkpoints, folder, monkeypa
     monkeypatch.setattr(
         source, "_json", lambda path, before=source._json: opened.append(path) or before(path)
     )
-    # A module without a path is in the folder itself, whose config.json is none of pooling.
+    # A module without a path lies in the folder itself, whose config.json has no pooling settings.
     own = file == "modules.json" and name in ("", None)
     with pytest.raises(
         UserError, match="pools by" if own else "in the same folder|not a subfolder"
@@ -602,8 +602,7 @@ def test_no_name_in_a_file_leads_out_of_its_folder(checkpoints, folder, monkeypa
     assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
 
 
-def test_a_config_beside_data_is_not_run(tmp_path, checkpoints):
-    """What looks like a config file or a module in a folder of data is none."""
+def test_python_files_in_a_model_folder_are_not_executed(tmp_path, checkpoints):
     files, read = checkpoints["safetensors"]
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n".encode()
     names = ["config.py", "sweep.py", "modeling_bert.py", "tokenization.py", "__init__.py"]
@@ -637,7 +636,7 @@ keys = st.one_of(
     st.sampled_from(["pretrain.py:mini", "table.py"]),
     st.lists(st.tuples(keys, values), min_size=1, max_size=3),
 )
-def test_any_setting_is_taken_or_refused(file, given_):
+def test_any_setting_is_accepted_or_rejected(file, given_):
     kind = FinetuneConfig if file == "table.py" else Config
     arguments = [f"--config={ROOT / 'configs' / file}"]
     arguments += [f"--config.{key}={value}" for key, value in given_]
@@ -648,7 +647,7 @@ def test_any_setting_is_taken_or_refused(file, given_):
 
 @pytest.mark.parametrize("value", ["'12'", "None", "[1]", "1e6", "True", "Config()"])
 @pytest.mark.parametrize("key", ["steps", "model", "phases", "optim", "model.labels"])
-def test_a_config_file_of_other_types_is_refused(tmp_path, key, value):
+def test_config_values_of_wrong_type_are_refused(tmp_path, key, value):
     path = tmp_path / f"config_{key.replace('.', '_')}_{abs(hash(value))}.py"
     path.write_text(
         "from bert_jax.config import Config\n"
@@ -693,7 +692,7 @@ COMMANDS = [
 
 
 def run(arguments, capsys):
-    """A command ends well or in one line and with its exit status."""
+    """Run a command; check that it succeeds or fails with one line and the user-error status."""
     capsys.readouterr()
     try:
         status = cli.main(arguments)
@@ -715,7 +714,7 @@ NUMBERS = [
 
 @pytest.fixture(scope="module")
 def odd_paths(folder):
-    """Paths of all kinds, none of which any verb can use for all that it needs."""
+    """Paths of all kinds, none of which gives a command everything that it needs."""
     place(folder, {"binary": bytes(range(256)), "empty": b"", "deep/[x]/a.txt": b"a\n\nb\n"})
     place(
         folder / "run", {"config.json": b"[" * 20_000, "manifest.json": b"[1]", "vocab.txt": b"\n"}
@@ -729,7 +728,7 @@ def odd_paths(folder):
 
 @settings(max_examples=60 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
-def test_any_command_line_ends_in_a_line(odd_paths, folder, monkeypatch, capsys, data):
+def test_any_command_line_ends_in_one_line(odd_paths, folder, monkeypatch, capsys, data):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
     monkeypatch.chdir(folder.parent)
@@ -787,7 +786,7 @@ def good_paths(corpus, rows, checkpoints, tmp_path_factory):
 
 @settings(max_examples=25 * SOAK, deadline=None, suppress_health_check=FIXTURES)
 @given(st.sampled_from(GOOD_COMMANDS), st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=2))
-def test_any_number_is_taken_or_refused(good_paths, tmp_path, capsys, command, numbers):
+def test_any_number_is_accepted_or_rejected(good_paths, tmp_path, capsys, command, numbers):
     new = tmp_path / "new"
     shutil.rmtree(new, ignore_errors=True)
     new.with_suffix(".npy").unlink(missing_ok=True)
@@ -798,7 +797,7 @@ def test_any_number_is_taken_or_refused(good_paths, tmp_path, capsys, command, n
 
 
 @pytest.mark.parametrize("setting", ["steps=3000000000", "phases[0].batch_size=99999999999999"])
-def test_a_count_beyond_the_devices_integers_is_refused(setting):
+def test_counts_that_overflow_int32_are_refused(setting):
     key = setting.partition("=")[0]
     with pytest.raises(UserError) as error:
         config_flags.load(

@@ -1,4 +1,4 @@
-"""Damaged shards and manifests never become rows and are reported once."""
+"""Damaged shards and manifests are never read as rows, and are reported once."""
 
 import collections
 import json
@@ -24,7 +24,7 @@ FLIPS = int(os.environ.get("BERT_JAX_SOAK", 1)) * 100
 
 @pytest.fixture
 def folder(rows, tmp_path):
-    """A copy to damage."""
+    """A copy of the rows, to be damaged."""
     return pathlib.Path(shutil.copytree(rows(), tmp_path / "rows"))
 
 
@@ -40,7 +40,7 @@ def all_rows(opened):
 
 
 def records(opened):
-    """Every record's bytes, as they stand in the shard."""
+    """Return the bytes of every record as stored in the shard."""
     return opened._source.__getitems__(list(range(len(opened))))
 
 
@@ -51,7 +51,7 @@ def flip(path, at, bit=0):
 
 
 def reseal(path, changed):
-    """Writes the shard anew with a record that ArrayRecord itself has nothing against."""
+    """Rewrite the shard with changed records that pass ArrayRecord's own checks."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     size = path.stat().st_size
@@ -63,7 +63,7 @@ def reseal(path, changed):
 
 
 def damage(path, opened, number, part):
-    """Flips a bit of a record's payload, of its frame before it, or of its checksum alone."""
+    """Flip a bit of a record's payload, of the frame before it, or only of its checksum."""
     every = records(opened)
     if part == "checksum":
         every[number] = every[number][:-1] + bytes([every[number][-1] ^ 1])
@@ -73,7 +73,7 @@ def damage(path, opened, number, part):
 
 
 def same_but(clean, actual, empty):
-    """Whether batches are equal but for one row, which is padding."""
+    """Assert that batches are equal except for the rows `empty`, which must be padding."""
     for name, values in clean.items():
         expected = values.copy()
         expected[empty] = -1 if name == "label" else 0
@@ -83,7 +83,7 @@ def same_but(clean, actual, empty):
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 @pytest.mark.parametrize("part", ["payload", "checksum"])
-def test_a_damaged_record_is_refused_or_skipped_by_name(folder, part, split):
+def test_damaged_record_is_rejected_or_skipped_and_named(folder, part, split):
     opened = loader.Rows(folder, split)
     clean, path = all_rows(opened), shard_of(folder, split)
     damage(path, opened, 3, part)
@@ -101,7 +101,7 @@ def test_a_damaged_record_is_refused_or_skipped_by_name(folder, part, split):
     assert f"{path} fails its checksum" in messages[1]
 
 
-def test_what_is_damaged_around_a_record_costs_no_row(folder):
+def test_damaged_record_frame_loses_no_row(folder):
     opened = loader.Rows(folder, "train")
     clean, path = all_rows(opened), shard_of(folder)
     damage(path, opened, 3, "frame")
@@ -113,8 +113,8 @@ def test_what_is_damaged_around_a_record_costs_no_row(folder):
         opened.verify()
 
 
-def test_every_other_row_of_every_batch_stays_where_it_was(folder):
-    """Read ahead in threads, over two epochs."""
+def test_skipping_a_row_does_not_move_other_rows(folder):
+    """Over two epochs, with threads that read ahead."""
     opened = loader.Rows(folder, "train")
     steps = 2 * len(opened) // 8
     clean = list(loader.batches(opened, 8, 1, 0, steps))
@@ -131,7 +131,7 @@ def test_every_other_row_of_every_batch_stays_where_it_was(folder):
     assert len(messages) == 1
 
 
-def test_each_process_skips_its_own(folder):
+def test_each_process_skips_only_its_own_damaged_rows(folder):
     opened = loader.Rows(folder, "heldout")
     clean = [list(loader.heldout_batches(opened, 8, 0, process, 2)) for process in (0, 1)]
     damage(shard_of(folder, "heldout"), opened, 3, "payload")
@@ -151,8 +151,8 @@ def test_each_process_skips_its_own(folder):
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
-def test_the_policy_of_a_run(folder, policy, capsys):
-    """A bit that flips while it runs, in a row of the first batch."""
+def test_damaged_rows_policy(folder, policy, capsys):
+    """A bit flips during the run, in a row of the first batch."""
     config = Config(phases=(PhaseConfig(rows=str(folder)),), batch_size=8, damaged_rows=policy)
     _, _, _, (phase,) = pretraining.make_phases(config)
     (clean,) = phase.batches(0, 1, 0, 1)
@@ -177,7 +177,7 @@ def test_the_policy_of_a_run(folder, policy, capsys):
 
 
 @pytest.mark.parametrize("skip", [None, print])
-def test_a_whole_shard_is_never_skipped(folder, skip):
+def test_unreadable_shard_is_never_skipped(folder, skip):
     opened = loader.Rows(folder, "train", skip)
     path = shard_of(folder)
     data = path.read_bytes()
@@ -194,7 +194,7 @@ def test_a_whole_shard_is_never_skipped(folder, skip):
         loader.Rows(folder, "train", skip)
 
 
-def test_a_changed_vocabulary_is_refused(folder):
+def test_changed_vocabulary_is_rejected(folder):
     config = Config(phases=(PhaseConfig(rows=str(folder)),), batch_size=8)
     path = folder / "vocab.txt"
     path.write_text(path.read_text().replace("##", "#", 1))
@@ -206,7 +206,7 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
     opened = loader.Rows(folder, "train")
     clean, path = all_rows(opened), shard_of(folder)
     data = path.read_bytes()
-    # Most of a small shard is zeros up to the next block: half of the bits are from the rest.
+    # A small shard is mostly zero padding up to the next block, so every other flip avoids it.
     used = [i for i, byte in enumerate(data) if byte]
     rng, outcomes = random.Random(7), collections.Counter()
     for number in range(FLIPS):
@@ -248,7 +248,7 @@ def manifest(rows):
         (lambda m: m["train"]["shards"].append(None), "shards"),
     ],
 )
-def test_a_manifest_that_cannot_be(manifest, tmp_path, change, says):
+def test_invalid_manifest_is_rejected(manifest, tmp_path, change, says):
     changed = json.loads(json.dumps(manifest))
     change(changed)
     (tmp_path / "manifest.json").write_text(json.dumps(changed))
@@ -257,7 +257,7 @@ def test_a_manifest_that_cannot_be(manifest, tmp_path, change, says):
     assert says in str(error.value)
 
 
-def test_a_manifest_of_more_rows_than_there_are(folder, manifest):
+def test_manifest_with_too_many_rows_is_rejected(folder, manifest):
     changed = json.loads(json.dumps(manifest))
     for holder in (changed["train"], changed["train"]["shards"][0]):
         holder["rows"] = 10**12
@@ -267,7 +267,7 @@ def test_a_manifest_of_more_rows_than_there_are(folder, manifest):
 
 
 @given(bit=st.integers(0, 1 << 20))
-def test_the_sum_over_the_file_finds_any_bit(rows, tmp_path_factory, bit):
+def test_shard_checksum_detects_any_flipped_bit(rows, tmp_path_factory, bit):
     folder = tmp_path_factory.getbasetemp() / "flipped"
     if not folder.exists():
         shutil.copytree(rows(), folder)

@@ -1,4 +1,4 @@
-"""GLUE: each task's files with their quirks, its scores, its submission; TFDS."""
+"""GLUE: each task's files and their quirks, scores, submission; TFDS."""
 
 import gzip
 import sys
@@ -34,7 +34,7 @@ def write(path, *rows):
 
 @pytest.fixture
 def folder(tmp_path):
-    """GLUE's folder with every task's files in their own layout."""
+    """A GLUE folder with the files of every task in their original layout."""
     root = tmp_path / "glue"
     write(
         root / "CoLA" / "train.tsv",
@@ -194,11 +194,11 @@ def test_every_task_is_read(folder, name, labels, targets, first, best_by, split
         else:
             logits = [np.ones(len(result.labels))] * len(result.splits[split])
             assert best_by in result.score(split, logits)
-    own = problem(folder / glue.TASKS[name].folder, name)  # the task's own folder does too
+    own = problem(folder / glue.TASKS[name].folder, name)  # the task's own folder works too
     assert len(own.splits["train"]) == len(train)
 
 
-def test_quotes_are_characters_and_empty_questions_stay(folder):
+def test_quotes_are_literal_and_empty_questions_are_kept(folder):
     result = problem(folder, "qqp")
     assert words(result.splits["train"], 1) == "[CLS] w1 [SEP] [SEP]"
     assert words(result.splits["test"], 0) == '[CLS] w1 [SEP] " w2 [SEP]'
@@ -210,7 +210,7 @@ def test_quotes_are_characters_and_empty_questions_stay(folder):
     assert (len(cola["train"]), len(cola["test"])) == (3, 2)
 
 
-def test_mnli_matched_and_mismatched_are_apart(folder):
+def test_mnli_matched_and_mismatched_are_separate_splits(folder):
     result = problem(folder, "mnli")
     assert result.splits["dev"].targets["label"].tolist() == [2]
     assert result.splits["dev_mismatched"].targets["label"].tolist() == [1]
@@ -218,7 +218,7 @@ def test_mnli_matched_and_mismatched_are_apart(folder):
     assert list(problem(folder, "mnli", splits=["dev_mismatched"]).splits) == ["dev_mismatched"]
 
 
-def test_the_original_files_of_mrpc(tmp_path):
+def test_original_mrpc_files(tmp_path):
     root = tmp_path / "MRPC"
     header = ["\ufeffQuality", *MRPC[1:]]
     rows = [(i % 2, i, i + 100, f"w{i}", '"w9') for i in range(5)]
@@ -238,12 +238,12 @@ def test_the_original_files_of_mrpc(tmp_path):
         '[CLS] w3 [SEP] " w9 [SEP]',
     ]
     assert result.splits["train"].targets["label"].tolist() == [1, 0, 0]
-    assert result.splits["test"].targets["label"].tolist() == [1]  # they have labels
+    assert result.splits["test"].targets["label"].tolist() == [1]  # the test file has labels
     result.write("test", [np.array([0.0, 1.0])], tmp_path)
     assert (tmp_path / "MRPC.tsv").read_text() == "index\tprediction\n0\t1\n"
 
 
-def test_single_files_and_new_tables(folder, tmp_path):
+def test_single_files_and_new_data(folder, tmp_path):
     sample = write(
         tmp_path / "sample.tsv.gz",
         ("index", "question", "sentence", "label"),
@@ -266,7 +266,7 @@ def test_single_files_and_new_tables(folder, tmp_path):
 # --- Scores ---------------------------------------------------------------------------------------
 
 
-def test_scores_are_glues(folder):
+def test_scores_match_glue_definitions(folder):
     rng = np.random.default_rng(0)
     root = folder / "MRPC"
     truth = rng.integers(0, 2, 60)
@@ -291,14 +291,14 @@ def test_scores_are_glues(folder):
     assert score["pearson_spearman"] == pytest.approx((pearson + spearman) / 2)
 
 
-def test_matthews_of_cola(folder):
+def test_cola_matthews_correlation(folder):
     write(folder / "CoLA" / "dev.tsv", *(("s", y, "", "w1") for y in (1, 1, 1, 0, 0, 0, 0, 0)))
     result = problem(folder, "cola")
     logits = [np.array([0.0, 1.0]) if y else np.array([1.0, 0.0]) for y in (1, 1, 0, 1, 0, 0, 0, 0)]
     assert result.score("dev", logits)["matthews"] == pytest.approx(7 / 15)
 
 
-def test_anyones_predictions_are_scored(folder, tmp_path):
+def test_prediction_files_are_scored(folder, tmp_path):
     data = str(folder / "STS-B" / "dev.tsv")
     path = write(
         tmp_path / "p.tsv", ("index", "prediction"), (3, 9.0), (0, 4.0), (1, 1.0), (2, "2")
@@ -330,7 +330,7 @@ def test_anyones_predictions_are_scored(folder, tmp_path):
         ([("prediction",), ("entailment",)], "p.tsv:1: no column 'index'"),
     ],
 )
-def test_bad_predictions_are_told_in_one_line(folder, tmp_path, rows, says):
+def test_invalid_predictions_give_a_one_line_error(folder, tmp_path, rows, says):
     path = write(tmp_path / "p.tsv", *rows)
     with pytest.raises(UserError) as error:
         glue.score("rte", str(folder / "RTE" / "dev.tsv"), str(path))
@@ -352,7 +352,7 @@ def test_submission(folder, tmp_path):
     )
     assert (out / "rte/test/RTE.tsv").read_text().endswith("\n0\tentailment\n1\tentailment\n")
     assert (out / "cola/test/CoLA.tsv").read_text() == "index\tprediction\n0\t0\n1\t0\n"
-    assert (out / "stsb/test/STS-B.tsv").read_text().splitlines()[1] == "0\t5.000"  # 8, clipped
+    assert (out / "stsb/test/STS-B.tsv").read_text().splitlines()[1] == "0\t5.000"  # 8 is clipped
     assert "\t8\n" in (out / "stsb/test/predictions.tsv").read_text()
     assert not (out / "cola/dev/CoLA.tsv").exists()
     notes = glue.submission([out], tmp_path / "glue.zip")
@@ -372,10 +372,10 @@ def test_submission(folder, tmp_path):
     assert (tmp_path / "glue.zip").read_bytes() == first
 
 
-# --- What is refused ------------------------------------------------------------------------------
+# --- Invalid input --------------------------------------------------------------------------------
 
 
-def test_bad_files_are_told_in_one_line(folder):
+def test_invalid_files_give_a_one_line_error(folder):
     refused("GLUE's tasks are cola, sst2,", folder, "sst-2")
     refused("does not exist", folder / "nowhere", "rte")
     refused(
@@ -404,7 +404,7 @@ def test_bad_files_are_told_in_one_line(folder):
         Glue(TaskConfig(name="qnli", text_a="q"), VOCABULARY, labels=("a", "b"), new="new.txt")
 
 
-def test_lines_of_pairs_need_no_names_of_columns(tmp_path):
+def test_lines_of_text_pairs_need_no_column_names(tmp_path):
     lines = write(tmp_path / "new.txt", ("w3", "w4"))
     problem = Glue(TaskConfig(name="qnli"), VOCABULARY, labels=("a", "b"), new=str(lines))
     assert VOCABULARY.decode(problem.splits["new"].tokens[0]) == "[CLS] w3 [SEP] w4 [SEP]"
@@ -459,7 +459,7 @@ def test_tfds(prepared, tmp_path):
         result = problem("tfds", name)
         assert list(result.splits) == ["train", "dev", "test"]
         assert result.labels == labels
-        # TFDS shuffles; this is GLUE's order again.
+        # TFDS shuffles; the order of GLUE is restored.
         assert result.splits["dev"].targets["label"].tolist() == [i % 2 for i in range(20)]
         assert words(result.splits["train"], 13) == "[CLS] w13 [SEP] [UNK] [SEP]"
         assert result.score("test", [np.zeros(2)] * 20) == {}
@@ -471,7 +471,7 @@ def test_tfds(prepared, tmp_path):
     assert "tensorflow" not in sys.modules
 
 
-def test_tfds_that_is_not_there(tmp_path, monkeypatch):
+def test_unavailable_tfds_gives_a_one_line_error(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("no network\nat all")
 
@@ -485,7 +485,7 @@ def test_tfds_that_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dev", "positive"), [("cola", 1_043, 721), ("sst2", 872, 444), ("rte", 277, 131)]
 )
-def test_the_real_files(shared_data, name, dev, positive):
+def test_real_glue_files(shared_data, name, dev, positive):
     vocabulary = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt"))
     result = Glue(TaskConfig(name=name, data=str(shared_data("glue"))), vocabulary, ["dev"])
     assert len(result.splits["dev"]) == dev

@@ -1,4 +1,4 @@
-"""Small runs compute what they computed when `tests/data/goldens.json` was recorded, to the bit."""
+"""Results of small runs are bitwise identical to those recorded in `tests/data/goldens.json`."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def recorded():
     return result
 
 
-def test_pretraining(recorded, tmp_path):
+def test_pretraining_matches_recorded_digests(recorded, tmp_path):
     cases = goldens.pretraining(tmp_path)
     assert {
         f"pretrain, {case}": result for case, result in cases.items()
@@ -26,5 +26,5 @@ def test_pretraining(recorded, tmp_path):
 
 
 @pytest.mark.parametrize("head", goldens.HEADS)
-def test_finetuning(recorded, tmp_path, head):
+def test_finetuning_matches_recorded_digests(recorded, tmp_path, head):
     assert goldens.finetuning(tmp_path, head) == recorded[f"finetune, {head}"]

@@ -1,4 +1,4 @@
-"""What holds on a GPU: two identical runs end with the same bits."""
+"""Determinism on a GPU: two identical runs end with the same bits."""
 
 import subprocess
 
@@ -8,7 +8,7 @@ from tests.helpers.runs import ONE_DEVICE, assert_same_run, command
 
 
 def two_runs(folder, rows, platform):
-    """Run one command twice, in folders of their own."""
+    """Run the same command twice, in separate folders."""
     env = {name: value for name, value in ONE_DEVICE.items() if name != "JAX_PLATFORMS"}
     changes = (f"platform={platform}", "steps=30", "model.dropout=0.1", "model.dtype=bfloat16")
     for name in ("one", "two"):
@@ -19,6 +19,6 @@ def two_runs(folder, rows, platform):
 
 
 @pytest.mark.gpu
-def test_two_runs_are_the_same_to_the_bit(tmp_path, rows):
+def test_identical_runs_are_bitwise_identical(tmp_path, rows):
     one, two = two_runs(tmp_path, rows(), "gpu")
     assert_same_run(one, two)

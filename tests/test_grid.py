@@ -1,4 +1,4 @@
-"""`bert-jax sweep --grid`: the points, the files it writes, and the page of the results."""
+"""`bert-jax sweep --grid`: points, output files, and the results page."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_every_combination_is_a_point():
         (["--config", "configs/pretrain.py:base,128"], ["--config", "configs/pretrain.py:L1-H16-A2,128"]),
     ],
 )  # fmt: skip
-def test_a_size_replaces_that_of_the_config(given, expected):
+def test_model_size_replaces_the_one_in_the_config(given, expected):
     (point,) = grid.points(["pretrain", *given], {"model": ["L1-H16-A2"]})
     assert list(point.command) == ["pretrain", *expected]
 
@@ -54,14 +54,16 @@ def test_a_size_replaces_that_of_the_config(given, expected):
         ([], "give a sweep.py or its folder"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(arguments, message, tmp_path, monkeypatch, capsys):
+def test_invalid_arguments_are_rejected_before_anything_runs(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["sweep", "--dry-run", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
-def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["sweep", "--dry-run", *GRID, "--", *COMMAND]) == 0
     out = capsys.readouterr().out
@@ -70,10 +72,10 @@ def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_page_of_a_grid(tmp_path):
+def test_grid_results_page(tmp_path):
     folder = tmp_path / "learning_rate_model"
     grid.write(folder, COMMAND, CHOICES)
-    grid.write(folder, COMMAND, CHOICES)  # again, to resume
+    grid.write(folder, COMMAND, CHOICES)  # the same grid again: a resume
     with pytest.raises(UserError, match="holds another sweep"):
         grid.write(folder, COMMAND, {"steps": ["1", "2"]})
     lines = [

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: every policy, what is written down, replaying it, resuming after it."""
+"""Non-finite values, spikes and faults: policies, incident records, replay, resuming."""
 
 import json
 import math
@@ -25,7 +25,7 @@ BAD = 17  # the step whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
 
 
-# Programs of the training steps, by the changes that are compiled into them.
+# Compiled training steps, by the config changes that affect compilation.
 COMPILED = {}
 NOT_COMPILED = (
     "guard.nonfinite",
@@ -37,7 +37,7 @@ NOT_COMPILED = (
 
 
 def run(folder, rows, *changes, bad=(BAD,), compiled=None):
-    """Train for 30 steps in this process; runs of the same step share its program."""
+    """Train for 30 steps in this process; runs with the same step share its program."""
     if compiled is None:
         same = tuple(change for change in changes if not change.startswith(NOT_COMPILED))
         compiled = COMPILED.setdefault(same, {})
@@ -49,7 +49,7 @@ def skipped(folder):
 
 
 def trained(folder):
-    """The steps of the lines about training."""
+    """Return the steps of the training lines in metrics.jsonl."""
     lines = workdir.read_lines(folder / "metrics.jsonl")
     return [line["step"] for line in lines if line["split"] == "train"]
 
@@ -61,7 +61,7 @@ def skipping(tmp_path_factory, rows):
     return folder
 
 
-def test_stop_leaves_the_weights_before_the_step(tmp_path, rows):
+def test_stop_keeps_the_weights_before_the_bad_step(tmp_path, rows):
     with pytest.raises(UserError) as error:
         run(tmp_path / "bad", rows)
     message = str(error.value)
@@ -72,15 +72,18 @@ def test_stop_leaves_the_weights_before_the_step(tmp_path, rows):
     for a, b in zip(*map(final_arrays, (tmp_path / "bad", tmp_path / "good")), strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
     assert trained(tmp_path / "bad") == [5, 10, 15]
-    # Once more it stops at the same place; with another policy it goes on from there.
+    # A second start stops at the same step; with another policy it continues from there.
     with pytest.raises(UserError, match=f"step {BAD}: non-finite value"):
         run(tmp_path / "bad", rows)
     run(tmp_path / "bad", rows, "guard.nonfinite=skip")
     assert trained(tmp_path / "bad") == [5, 10, 15, 20, 25, 30]
 
 
-def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, rows, monkeypatch):
-    """Also before the one that an alarm leaves: else power that fails takes lines no run writes again."""
+def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
+    """Also before the checkpoint saved at a bad step.
+
+    Otherwise a power failure could lose lines that no resumed run would write again.
+    """
     happened = []
 
     def record(owner, name):
@@ -96,12 +99,12 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, rows, monkeypa
         record(owner, name)
     with pytest.raises(UserError):
         run(tmp_path, rows)
-    # The second save is the incident's own, of the state to replay.
+    # The second save stores the incident's state for replay.
     expected = [*["training"] * 2, "sync", "save", "training", "save", "sync", "save"]
     assert happened == expected
 
 
-def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
+def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
     folder = tmp_path / "run"
     with pytest.raises(UserError):
         run(folder, rows, "accumulation=2")
@@ -116,7 +119,7 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
     assert len(incident.batch["tokens"]) == 8
     assert cli.main(["replay", str(folder)]) == 0
     assert "identical, bit for bit" in capsys.readouterr().out
-    # With what should have been there, the same step is a good one, and not the same.
+    # With a valid batch the same step is good, and the result differs from the record.
     healthy = {**incident.batch, "label": np.zeros_like(incident.batch["label"])}
     place = folder / "incidents" / f"step_{BAD}"
     np.savez_compressed(place / "batch.npz", **healthy)
@@ -130,7 +133,7 @@ def test_what_is_written_is_what_was_seen_and_replays(tmp_path, rows, capsys):
     assert cli.main(["replay", str(folder), "--step", "3"]) == cli.EXIT_USER_ERROR
 
 
-def test_skip_is_the_run_without_that_step(skipping, rows):
+def test_skip_equals_training_without_the_bad_batch(skipping, rows):
     assert skipped(skipping) == [BAD]
     assert trained(skipping) == [5, 10, 15, 20, 25, 30]
     config = load(arguments(*SHORT))
@@ -156,12 +159,12 @@ def test_resuming_before_a_skipped_step_skips_it_again(skipping, tmp_path, rows,
     shutil.copytree(skipping, folder)
     for step in (20, 30):
         shutil.rmtree(folder / "checkpoints" / str(step))
-    # What was left out stays so, whatever the policy is by now.
+    # Skipped batches stay skipped, whatever the current policy is.
     run(folder, rows, f"guard.nonfinite={nonfinite}", "checkpoint.keep_last=5")
     assert_same_run(folder, skipping)
 
 
-def test_rollback_leaves_out_the_steps_before_too(tmp_path, rows):
+def test_rollback_also_skips_preceding_steps(tmp_path, rows):
     back, known = tmp_path / "back", tmp_path / "known"
     run(back, rows, "guard.nonfinite=rollback", "guard.rollback_steps=4")
     assert skipped(back) == [13, 14, 15, 16, 17]
@@ -172,11 +175,11 @@ def test_rollback_leaves_out_the_steps_before_too(tmp_path, rows):
     assert trained(back) == [5, 10, 15, 20, 25, 30]
 
 
-def test_a_rollback_that_was_killed_is_carried_out(tmp_path, rows, monkeypatch):
+def test_interrupted_rollback_is_completed_on_resume(tmp_path, rows, monkeypatch):
     changes = ("guard.nonfinite=rollback", "guard.rollback_steps=16")
     run(tmp_path / "whole", rows, *changes)
     with monkeypatch.context() as patch:
-        # The decision is written, and then the process is gone.
+        # The process is interrupted right after the decision is written.
         patch.setattr(guard.Guard, "skip", killed_after(guard.Guard.skip))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "killed", rows, *changes)
@@ -186,7 +189,7 @@ def test_a_rollback_that_was_killed_is_carried_out(tmp_path, rows, monkeypatch):
 
 
 def killed_after(call):
-    """A function that does its work and is interrupted."""
+    """Return a function that calls `call` and then raises KeyboardInterrupt."""
 
     def wrapped(*arguments, **options):
         call(*arguments, **options)
@@ -195,7 +198,7 @@ def killed_after(call):
     return wrapped
 
 
-def test_rollback_to_the_very_beginning(tmp_path, rows):
+def test_rollback_to_step_zero(tmp_path, rows):
     run(tmp_path, rows, "guard.nonfinite=rollback", bad=(3,))
     assert skipped(tmp_path) == [0, 1, 2, 3]
     assert trained(tmp_path) == [5, 10, 15, 20, 25, 30]
@@ -206,12 +209,12 @@ def test_too_many_incidents_end_the_run(tmp_path, rows):
     with pytest.raises(UserError, match=r"5 bad steps exceed config\.guard\.max_incidents=4"):
         run(tmp_path, rows, *changes, bad=range(12, 20))
     assert guard.incidents(tmp_path) == [12, 13, 14, 15, 16]
-    # Only some keep the state, which is as large as a checkpoint.
+    # Only some incidents store the state, which is as large as a checkpoint.
     assert len(list(tmp_path.glob("incidents/*/state"))) == 3
 
 
 @pytest.mark.slow
-def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
+def test_spikes_match_the_recorded_metrics(tmp_path, rows, capsys):
     changes = ("steps=180", "log_every_steps=1", "guard.sigmas=0.5", "checkpoint.every_steps=200")
     run(tmp_path / "report", rows, *changes, bad=())
     lines = workdir.read_lines(tmp_path / "report" / "metrics.jsonl")
@@ -233,7 +236,7 @@ def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
     assert expected != spikes(True)
     assert guard.incidents(tmp_path / "report") == expected
     assert f"step {expected[0]}: spike: loss" in capsys.readouterr().err
-    # Reports end no run, nor do they count among the others.
+    # Reported spikes neither end a run nor count as incidents of other kinds.
     few = (*changes, "guard.max_incidents=2", "guard.nonfinite=skip")
     run(tmp_path / "few", rows, *few, bad=(170,))
     assert guard.incidents(tmp_path / "few") == [*expected[:2], 170]
@@ -246,7 +249,7 @@ def test_spikes_are_those_of_the_recorded_figures(tmp_path, rows, capsys):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_another_phase_is_compared_with_itself_only():
+def test_loss_history_is_reset_at_phase_start():
     config, grads = GuardConfig(spike="stop"), {"embeddings": jnp.ones(4)}
     usual = guard.LossHistory(jnp.ones((guard.WINDOW, 2)), jnp.array(False))
     usual = guard.reset_at_phase_start(usual, jnp.array(False))
@@ -262,14 +265,14 @@ def test_another_phase_is_compared_with_itself_only():
 
 
 @pytest.mark.slow
-def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch, capsys):
+def test_probe_leaves_the_run_unchanged_and_detects_a_fault(tmp_path, rows, monkeypatch, capsys):
     run(tmp_path / "without", rows, bad=())
     run(tmp_path / "with", rows, "guard.probe_every_steps=4", bad=())
     assert_same_run(tmp_path / "with", tmp_path / "without")
     calls = []
 
     def faulty(compiled, *arguments):
-        """A bit of one layer flips in the 6th computation: the second of step 8."""
+        """Flip a bit of one layer in the 6th computation, the second of step 8."""
         result = jax.device_get(compiled(*arguments))
         calls.append(1)
         return {**result, "layer_0": result["layer_0"] ^ (len(calls) == 6)}
@@ -284,14 +287,14 @@ def test_the_probe_changes_nothing_and_sees_a_fault(tmp_path, rows, monkeypatch,
     changes = ("guard.probe_every_steps=4", "log_every_steps=4")
     with pytest.raises(UserError, match=r"step 8: two computations .* differ in layer_0;") as error:
         run(tmp_path / "fault", rows, *changes, bad=(), compiled={})
-    assert "=skip" not in str(error.value)  # a fault of the hardware is no fault of the batch
+    assert "=skip" not in str(error.value)  # skipping a batch does not fix hardware
     monkeypatch.undo()
-    assert trained(tmp_path / "fault") == [4, 8]  # of the steps before it nothing is lost
+    assert trained(tmp_path / "fault") == [4, 8]  # no metrics of earlier steps are lost
     assert cli.main(["replay", str(tmp_path / "fault")]) == 0
     assert "probe" in capsys.readouterr().out
 
 
-def test_the_checksum_sees_any_bit_and_any_exchange():
+def test_checksum_detects_flipped_bits_and_swapped_elements():
     x = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     sums = lambda a: int(guard.checksums({"pooler": {"kernel": jnp.array(a)}})["pooler"])  # noqa: E731
     for bit in range(32):

@@ -1,4 +1,4 @@
-"""`bert-jax export --push` against a server on loopback that speaks the Hub's protocol."""
+"""`bert-jax export --push` against a loopback server that implements the Hub's protocol."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "voc
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Requests of create_repo, model_info, create_branch and upload_folder."""
+    """Handle the requests of create_repo, model_info, create_branch and upload_folder."""
 
     def do_GET(self):
         repository = self.server.state.repositories.get(self.path.removeprefix("/api/models/"))
@@ -103,7 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def repositories(monkeypatch):
-    """Repositories of the server: whether each is private, and its files by branch and path."""
+    """The server's repositories by name: visibility, and files by branch and path."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.state = types.SimpleNamespace(repositories={}, objects={})
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -119,7 +119,7 @@ def push(*argv):
     return cli.main(["export", *map(str, argv)])
 
 
-def test_a_model_is_pushed(run_folder, tmp_path, repositories, capsys):
+def test_push_to_main_and_to_a_revision(run_folder, tmp_path, repositories, capsys):
     argv = ["--init", run_folder, "--heads", "masked_lm", "--push", "mine/tiny"]
     assert push(*argv, "--out", tmp_path / "out", "--private") == 0
     assert 'from_pretrained("mine/tiny")' in capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_a_model_is_pushed(run_folder, tmp_path, repositories, capsys):
     assert 'revision="second"' in branches["second"]["README.md"].decode()
 
 
-def test_checkpoints_become_branches_and_the_best_main(run_folder, tmp_path, repositories):
+def test_push_all_checkpoints_as_branches(run_folder, tmp_path, repositories):
     run = tmp_path / "run"
     shutil.copytree(run_folder, run)
     checkpoints = checkpoint.Checkpoints(run / "checkpoints", Config().checkpoint)
@@ -168,7 +168,7 @@ def test_checkpoints_become_branches_and_the_best_main(run_folder, tmp_path, rep
         ("mine/public", "--private", "hf_right", "mine/public exists and is public"),
     ],
 )
-def test_a_refusal_is_one_line(
+def test_rejected_push_gives_a_one_line_error(
     hf_folder, repositories, monkeypatch, tmp_path, capsys, name, options, token, expected
 ):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
@@ -186,7 +186,7 @@ def test_a_refusal_is_one_line(
     )
 
 
-def test_without_a_network_the_files_are_kept(
+def test_push_without_network_keeps_the_files(
     hf_folder, repositories, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -208,7 +208,7 @@ def test_without_a_network_the_files_are_kept(
         ("--out gs://b/o --push mine/tiny", "with --push it must be a local folder"),
     ],
 )
-def test_options_that_contradict_each_other(repositories, monkeypatch, capsys, options, expected):
+def test_conflicting_options_are_rejected(repositories, monkeypatch, capsys, options, expected):
     monkeypatch.setattr(storage, "check", lambda arguments: None)  # it would look for credentials
     assert push("--init", "x", *options.split()) == cli.EXIT_USER_ERROR
     assert expected in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Launching: what each engine is called with, what reaches the workers, and who is run again."""
+"""Launching: commands of each engine, arguments that reach workers, restarts and errors."""
 
 import os
 import pathlib
@@ -49,7 +49,7 @@ def plan(on, *arguments, workdir="/shared/runs/one", name=None, env=(), command=
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A committed checkout of a few files."""
+    """Return a Git checkout with a few committed files."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / ".gitignore").write_text("__pycache__/\n")
@@ -65,12 +65,12 @@ def in_checkout(checkout, monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "CHECKOUT", checkout)
     monkeypatch.setenv("BERT_JAX_LAUNCH", str(tmp_path / "jobs"))
     monkeypatch.chdir(checkout)
-    # Temporary folders are where the tests stand, and are nobody's home here.
+    # Only /tmp counts as a temporary folder here, whatever TMPDIR is.
     monkeypatch.setattr(request.tempfile, "gettempdir", lambda: "/tmp")
 
 
 class Bench:
-    """Stand-ins for programs, first on the path, and the arguments of their calls."""
+    """Fake programs, first on the PATH, that record the arguments of their calls."""
 
     def __init__(self, folder):
         self.bin, self.home = folder / "bin", folder / "home"
@@ -94,7 +94,7 @@ class Bench:
         return path
 
     def calls(self, name=""):
-        """Argument lists, oldest first; and forgets them."""
+        """Return the recorded argument lists, oldest first, and clear the record."""
         text = self.calls_file.read_bytes().decode() if self.calls_file.exists() else ""
         self.calls_file.unlink(missing_ok=True)
         results = [call.split("\0")[:-1] for call in text.split("\036\0")[:-1]]
@@ -120,11 +120,11 @@ def bench(tmp_path, monkeypatch):
     return result
 
 
-# What is called.
+# Commands of each engine.
 
 
 @ON
-def test_dry_run_prints_the_commands_and_calls_nothing(on, bench, capsys):
+def test_dry_run_prints_commands_without_running_them(on, bench, capsys):
     for name in ("gcloud", "kubectl", "sbatch", "sky"):
         bench.program(name)
     workdir = "/shared/runs/My run_1"
@@ -141,7 +141,7 @@ def test_dry_run_prints_the_commands_and_calls_nothing(on, bench, capsys):
 
 
 @pytest.mark.parametrize("on", ["gke", "slurm", "sky"])
-def test_what_is_printed_is_what_is_called(on, bench, capsys):
+def test_dry_run_output_equals_the_real_calls(on, bench, capsys):
     for name in ("kubectl", "sbatch", "sky"):
         bench.program(name)
     secret = "hf_" + "x" * 30
@@ -160,7 +160,7 @@ def test_what_is_printed_is_what_is_called(on, bench, capsys):
     printed = capsys.readouterr().out
     assert bench.bash(printed).returncode == 0
     assert bench.calls() == real
-    # Nobody's environment is in arguments, files or what is printed.
+    # Secrets of the environment do not appear in arguments, files or output.
     sent = [str(real), printed, output.out, output.err]
     files = list(pathlib.Path(os.environ["BERT_JAX_LAUNCH"]).rglob("*.yaml"))
     assert bool(files) == (on != "slurm")
@@ -197,7 +197,7 @@ def test_slurm_containers_and_modules(bench):
     assert run[run.index("task") + 1 :] == ["bert-jax", *COMMAND, "/shared/runs/one"]
 
 
-# What reaches the workers.
+# Arguments that reach the workers.
 
 VARIABLE = "A_VARIABLE"
 HOSTILE = st.text(st.sampled_from("'\"\\$`!*?[]{}()<>|&;#~=%@^ -aé日🙂"), max_size=12)
@@ -211,7 +211,7 @@ KNOWN = [
 
 @pytest.fixture
 def worker(bench):
-    """A function from an engine and its plan to the arguments that `bert-jax` starts with there."""
+    """Yield a function that runs an engine's plan and returns what `bert-jax` receives there."""
     bench.program("bert-jax", f'printenv {VARIABLE} > "$BENCH/variable"')
     bench.program("venv/bin/bert-jax", "")
     shutil.copy(bench.bin / "bert-jax", bench.bin / "venv" / "bin" / "bert-jax")
@@ -254,7 +254,7 @@ def worker(bench):
 
 
 def in_a_pod(manifest):
-    """The command and the environment of a JobSet's container, with Kubernetes' own expansion."""
+    """Return the command and environment of a JobSet's container, expanded as by Kubernetes."""
     (job,) = manifest["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     variables = {"HOME": "/expanded", "a": "expanded"}
@@ -280,7 +280,7 @@ def in_a_pod(manifest):
 )
 @example(values=KNOWN)
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
-def test_any_value_arrives_as_it_is(on, worker, bench, values, monkeypatch):
+def test_argument_values_reach_workers_unchanged(on, worker, bench, values, monkeypatch):
     assume(not any("://" in value for value in values))
     monkeypatch.setattr(engines, "python_command", lambda: [str(bench.bin / "bert-jax")])
     arguments = [*values, *(f"--config.task.data={value}" for value in values)]
@@ -297,7 +297,7 @@ def test_any_value_arrives_as_it_is(on, worker, bench, values, monkeypatch):
     character=st.characters().filter(lambda c: not c.isprintable()),
     after=st.text(),
 )
-def test_what_may_not_arrive_is_refused(before, character, after):
+def test_unprintable_characters_are_rejected(before, character, after):
     for arguments, options in (([before + character + after], {}), ([], {"extra": [character]})):
         with pytest.raises(UserError, match="unprintable character") as refusal:
             plan("slurm", *arguments, **options)
@@ -305,7 +305,7 @@ def test_what_may_not_arrive_is_refused(before, character, after):
 
 
 @pytest.mark.parametrize("value", ["a b'c", "$x", 'q"\\', "@name"])
-def test_options_arrive_too(value):
+def test_option_values_survive_yaml_quoting(value):
     (text,) = plan("sky", accelerator=value, name="x1").files.values()
     assert yaml.safe_load(text)["resources"]["accelerators"] == value
     (text,) = plan("gke", image=value, queue=value).files.values()
@@ -315,7 +315,7 @@ def test_options_arrive_too(value):
     assert job["template"]["spec"]["template"]["spec"]["containers"][0]["image"] == value
 
 
-# Slurm's script: its engine is Slurm, which launch/test_slurm.sh starts for real.
+# Slurm's script with fake Slurm programs; launch/test_slurm.sh tests it on a real Slurm.
 
 
 @pytest.mark.parametrize(
@@ -323,14 +323,14 @@ def test_options_arrive_too(value):
     [
         ((0,), 0, 0, False),
         ((75, 75), 0, 75, True),
-        ((75, 75), 3, 75, False),  # often enough
-        ((2, 75), 0, 2, False),  # the other was stopped because of it
+        ((75, 75), 3, 75, False),  # restart limit reached
+        ((2, 75), 0, 2, False),  # the other task was stopped because of this failure
         ((1, 75), 0, 1, False),
         ((137, 75), 0, 137, True),
         ((70,), 0, 70, False),
     ],
 )
-def test_slurm_queues_again_after_75(tasks, restarted, ends, requeues, bench, monkeypatch):
+def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, bench, monkeypatch):
     worst = 'shift; worst=0; for s in $TASKS; do export S=$s; "$@"; r=$?; ((r > worst)) && worst=$r; done; exit $worst'
     bench.program("srun", worst)
     bench.program("scontrol")
@@ -344,8 +344,8 @@ def test_slurm_queues_again_after_75(tasks, restarted, ends, requeues, bench, mo
     assert bench.calls("scontrol") == ([["scontrol", "requeue", "17"]] if requeues else [])
 
 
-def test_slurm_task_waits_for_a_run_that_saves(bench):
-    """SIGTERM reaches the shell around the command too; it must not end before the command."""
+def test_slurm_task_waits_for_the_final_save(bench):
+    """SIGTERM also reaches the shell around the command, which must not exit before the command."""
     line = next(
         line for line in (ROOT / "launch" / "slurm.sh").read_text().split("\n") if "task=" in line
     )
@@ -360,7 +360,7 @@ def test_slurm_task_waits_for_a_run_that_saves(bench):
     assert task.wait(timeout=60) == 75
 
 
-# Cloud TPU VMs, on a machine that is none: gcloud's part is played by a script.
+# Cloud TPU VMs, simulated on this machine with a fake gcloud script.
 
 GCLOUD = r"""
 state=$BENCH/state
@@ -387,15 +387,15 @@ esac
 
 @pytest.fixture
 def cloud(bench, monkeypatch):
-    """A slice of one worker whose command ends with the statuses of the file `ends`, in turn."""
+    """Return a function that launches on a fake slice of one worker; runs exit with `ends`."""
     folder = bench.bin.parent
     bench.program("gcloud", GCLOUD)
     bench.program("sudo", 'exec "$@"', records=False)
-    # The service runs to its end before it is followed.
+    # The fake service runs to completion before its log is followed.
     service = 'while [[ $1 == --* ]]; do shift; done; "$@" >> "$WORKER_HOME/job.log" 2>&1 || true'
     bench.program("systemd-run", service)
     bench.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
-    bench.program("python3", records=False)  # installs uv
+    bench.program("python3", records=False)  # the real one installs uv
     uv = bench.program("uv", "", records=False)
     (bench.home / ".local" / "bin").mkdir(parents=True)
     shutil.move(uv, bench.home / ".local" / "bin" / "uv")
@@ -421,7 +421,7 @@ def cloud(bench, monkeypatch):
     return go
 
 
-def test_tpu_slice_is_made_used_and_deleted(cloud, checkout, capfd):
+def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
     status, verbs, runs, calls = cloud(0, spot=True, project="p", extra=["--reserved"])
     assert (status, verbs, runs) == (0, ["create", "delete"], 1)
     create = next(call for call in calls if "create" in call)
@@ -434,7 +434,7 @@ def test_tpu_slice_is_made_used_and_deleted(cloud, checkout, capfd):
     )
     assert [call[1:] for call in calls if call[0] == "run"] == [[*COMMAND, "/shared/runs/one"]]
     commit = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
-    assert f"commit {commit}" in capfd.readouterr().out  # the worker's log, followed
+    assert f"commit {commit}" in capfd.readouterr().out  # from the worker's log
 
 
 @pytest.mark.parametrize(
@@ -449,16 +449,16 @@ def test_tpu_slice_is_made_used_and_deleted(cloud, checkout, capfd):
         ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
         ((0,), {"state": "SUSPENDING\nSUSPENDED\n"}, (0, ["delete", "create", "delete"], 1)),
         ((0,), {"state": "FAILED\n"}, (0, ["delete", "create", "delete"], 1)),
-        # Taken back while it ran; and only the connection was lost.
+        # The slice is preempted during the run; then, only the connection is lost.
         ((75, 0), {"lose": "SUSPENDED\n"}, (0, ["create", "delete", "create", "delete"], 2)),
         ((75, 0), {"lose": "ACTIVE\n"}, (0, ["create", "delete"], 2)),
     ],
 )
-def test_tpu_slice_goes_on_after_75_and_preemption(ends, options, expected, cloud):
+def test_tpu_slice_resumes_after_interruption_and_preemption(ends, options, expected, cloud):
     assert cloud(*ends, **options)[:3] == expected
 
 
-def test_tpu_slice_that_cannot_be_made(cloud, bench):
+def test_tpu_slice_creation_failure_is_reported(cloud, bench):
     (bench.bin.parent / "new").write_text("PROVISIONING\nFAILED\n")
     with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
         cloud(0)
@@ -467,7 +467,7 @@ def test_tpu_slice_that_cannot_be_made(cloud, bench):
         cloud(0)
 
 
-def test_tpu_worker_leaves_a_running_job_alone(cloud, bench):
+def test_tpu_worker_does_not_restart_a_running_job(cloud, bench):
     cloud(0)
     bench.program("systemctl", "exit 0")
     done = bench.bash("bash tpu_worker.sh start ''")
@@ -475,7 +475,7 @@ def test_tpu_worker_leaves_a_running_job_alone(cloud, bench):
     assert [call[1] for call in bench.calls()] == ["is-active"]
 
 
-def test_tpu_vm_sends_commits_only(checkout):
+def test_tpu_vm_rejects_uncommitted_changes(checkout):
     (checkout / "configs" / "pretrain.py").open("a").write("\n")
     try:
         with pytest.raises(UserError, match=r"uncommitted changes \(configs/pretrain.py"):
@@ -496,7 +496,7 @@ def test_tpu_vm_sends_commits_only(checkout):
         ("v6e:16x16", "--node-id=one --accelerator-type=v6e-256"),
     ],
 )
-def test_tpu_slices(accelerator, expected):
+def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):
     made = plan("tpu-vm", accelerator=accelerator)
     create = made.before[0]
     assert set(expected.split()) <= set(create)
@@ -506,7 +506,7 @@ def test_tpu_slices(accelerator, expected):
 
 
 def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
-    """As often as it may, and at the end."""
+    """The log is copied every COPY_SECONDS and at the end."""
     monkeypatch.setenv("COPY_SECONDS", "0.05")
     python = bench.program(
         "venv-python", 'cat "$2" >> "$BENCH/copied"; echo "$3" > "$BENCH/copied_to"'
@@ -519,7 +519,7 @@ def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
     assert (folder / "copied_to").read_text() == f"gs://mine/runs/one/logs/{host}.log\n"
 
 
-# SkyPilot's and Kubernetes' own opinion.
+# Validation against the schemas of SkyPilot and Kubernetes.
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
         {"accelerator": "", "image": "registry/image", "command": PREPARE},
     ],
 )
-def test_skypilot_takes_the_job(options):
+def test_skypilot_task_is_valid(options):
     schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
     import jsonschema
     import sky
@@ -560,8 +560,8 @@ def test_skypilot_takes_the_job(options):
         ("", "", "", 1, 1, 0),
     ],
 )
-def test_kubernetes_takes_the_jobset(accelerator, kind, shape, slices, machines, chips):
-    """The schemas of Kubernetes and of JobSet, as their clients generate them."""
+def test_kubernetes_jobset_is_valid(accelerator, kind, shape, slices, machines, chips):
+    """Validate against the schemas of Kubernetes and JobSet, as generated for their clients."""
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
@@ -601,8 +601,7 @@ def test_kubernetes_takes_the_jobset(accelerator, kind, shape, slices, machines,
     assert rule == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}}
 
 
-def test_the_image_has_what_the_package_needs():
-    """Every file that the Dockerfile copies is in the repository, and so are the extras."""
+def test_dockerfile_files_and_extras_exist():
     import tomllib
 
     text = (ROOT / "launch" / "Dockerfile").read_text()
@@ -616,11 +615,11 @@ def test_the_image_has_what_the_package_needs():
     assert {"gcs", "s3", "tpu", "cuda"} <= set(extras)
 
 
-# Jobs by name.
+# Jobs managed by name.
 
 
-def test_a_run_in_the_background(bench, capsys, monkeypatch):
-    """It survives the command that started it, is seen, followed and stopped, and says how it ended."""
+def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
+    """The run outlives the launch command, and its state and exit status are available by name."""
     program = bench.program("bert-jax", f"exec {sys.executable} -c {shlex.quote(SLEEPS)}")
     code = (
         f"from bert_jax.tools.launch import engines; engines.python_command = lambda: [{str(program)!r}]\n"
@@ -647,7 +646,7 @@ def test_a_run_in_the_background(bench, capsys, monkeypatch):
     assert "[0] saved" in log.read_text()
 
 
-def test_a_background_run_that_fails_at_once(capsys, monkeypatch):
+def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
     failing = ["bash", "-c", "echo no room; exit 3"]
     monkeypatch.setattr(launch.jobs, "python_command", lambda: failing)
     assert cli.main(["launch", "--on", "local", "--detach", "--", *COMMAND, "/s/r"]) == 2
@@ -662,7 +661,7 @@ def test_a_background_run_that_fails_at_once(capsys, monkeypatch):
         ("gke", ["kubectl", "get"], "kubectl", ["kubectl", "delete", "jobset", "one"]),
     ],
 )
-def test_queued_jobs_by_name(on, state, output, ends, bench, capsys):
+def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, capsys):
     for name in ("sbatch", "squeue", "scancel", "sky", "kubectl", "tail"):
         bench.program(name)
     command = ["launch", "--on", on, *flags(on), "--", *COMMAND, "/shared/runs/one"]
@@ -677,21 +676,21 @@ def test_queued_jobs_by_name(on, state, output, ends, bench, capsys):
     assert "queues the job and returns" in capsys.readouterr().err
 
 
-def test_a_slice_is_stopped_before_it_is_deleted():
+def test_tpu_job_is_stopped_before_its_slice_is_deleted():
     made = plan("tpu-vm")
     assert made.stop[0][-1] == "--command=bash tpu_worker.sh stop"
     assert made.stop[1] == made.after[0]
     assert plan("tpu-vm", keep=True).stop == made.stop[:1]
 
 
-# Several processes here.
+# Several local processes.
 
 
 def python(code, *arguments):
     return launch.Process([sys.executable, "-c", code, *arguments], {}, "[x] ")
 
 
-def test_local_processes_know_each_other_and_say_who_speaks(capsys, monkeypatch):
+def test_local_processes_share_a_coordinator_and_prefix_lines(capsys, monkeypatch):
     code = (
         "import os, sys; e = os.environ; "
         "print(e['BERT_JAX_PROCESS'], e['BERT_JAX_PROCESSES'], e['BERT_JAX_COORDINATOR'], e['XLA_FLAGS']);"
@@ -720,7 +719,7 @@ DEAF = "import signal, time\n" + (
 
 
 def ends(status, when):
-    """Ends with a status once a file is there."""
+    """Return a process that exits with `status` once the file `when` exists."""
     return python(
         "import os, sys, time\n"
         f"while not os.path.exists({str(when)!r}): time.sleep(0.01)\n"
@@ -732,20 +731,20 @@ def ends(status, when):
     ("statuses", "counts"),
     [([0, 0], 0), ([75, 75], 75), ([137], 137), ([1], 1), ([75], 75), ([2], 2)],
 )
-def test_the_status_that_counts(statuses, counts, tmp_path):
+def test_exit_status_of_several_processes(statuses, counts, tmp_path):
     (tmp_path / "go").touch()
     others = [python(SLEEPS)] if len(statuses) == 1 else []
     processes = [ends(status, tmp_path / "go") for status in statuses]
     assert launch.plan.run_processes([*processes, *others]) == (counts, False)
 
 
-def test_2_wins_though_it_came_second(tmp_path):
+def test_status_2_overrides_an_earlier_status(tmp_path):
     late = python("import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(2))\n"
                   f"open({str(tmp_path / 'go')!r}, 'w').close()\ntime.sleep(600)")  # fmt: skip
     assert launch.plan.run_processes([late, ends(75, tmp_path / "go")]) == (2, False)
 
 
-def test_who_does_not_stop_is_killed(tmp_path):
+def test_process_that_ignores_sigterm_is_killed(tmp_path):
     deaf = python(
         DEAF.replace("print('up'", f"open({str(tmp_path / 'go')!r}, 'w').close(); print('up'")
     )
@@ -754,7 +753,7 @@ def test_who_does_not_stop_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_go_to_all_and_end_it(number, capsys):
+def test_signals_are_forwarded_and_prevent_restarts(number, capsys):
     def send():
         while capsys_text().count("up") < 2:
             time.sleep(0.02)
@@ -769,7 +768,7 @@ def test_signals_go_to_all_and_end_it(number, capsys):
     sender = threading.Thread(target=send)
     sender.start()
     two = launch.Plan(processes=[python(SLEEPS), python(SLEEPS)], again=frozenset({75}), restarts=5)
-    assert launch.run(two) == 75  # and not once more
+    assert launch.run(two) == 75  # no restart
     sender.join()
     assert capsys_text().count("saved") == 2
     assert capsys_text().count("up") == 2
@@ -785,7 +784,7 @@ def test_signals_go_to_all_and_end_it(number, capsys):
         ("137 0", 1, 0, 2),
     ],
 )
-def test_local_runs_again(statuses, restarts, last, runs, bench, monkeypatch):
+def test_local_run_restarts_after_interruption(statuses, restarts, last, runs, bench, monkeypatch):
     file = bench.bin.parent / "statuses"
     file.write_text("\n".join(statuses.split()) + "\n")
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
@@ -795,8 +794,8 @@ def test_local_runs_again(statuses, restarts, last, runs, bench, monkeypatch):
     assert len(bench.calls()) == runs
 
 
-def test_the_command_itself_in_two_processes(tmp_path):
-    """`bert-jax launch` and, below it, `python -m bert_jax` for real; a mistake ends both."""
+def test_launch_command_runs_two_real_processes(tmp_path):
+    """`bert-jax launch` starts real `python -m bert_jax` processes; a user error ends both."""
     command = [*COMMAND, tmp_path / "run", "--rows=/one/too/many"]
     started = [sys.executable, "-m", "bert_jax", "launch", "--on", "local", "--", *command]
     done = subprocess.run(started, capture_output=True, text=True, timeout=120, cwd=ROOT)
@@ -804,7 +803,7 @@ def test_the_command_itself_in_two_processes(tmp_path):
     assert re.search(r"^\[[01]\] bert-jax pretrain: ", done.stderr, re.MULTILINE), done.stderr
 
 
-# Mistakes.
+# User errors.
 
 
 @pytest.mark.parametrize(
@@ -816,7 +815,7 @@ def test_the_command_itself_in_two_processes(tmp_path):
         ("sky", "sky", "skypilot"),
     ],
 )
-def test_a_missing_program(on, program, advice, tmp_path, monkeypatch, capsys):
+def test_missing_program_error_gives_advice(on, program, advice, tmp_path, monkeypatch, capsys):
     for name in ("bash", "git"):
         (tmp_path / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -865,7 +864,7 @@ def test_a_missing_program(on, program, advice, tmp_path, monkeypatch, capsys):
         (["--on", "gke", *flags("gke"), "--", "sweep", "experiments/table8_masking", "--runs", "/s"], "sweep runs on one machine"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(arguments, message, capsys):
+def test_user_errors_are_one_line(arguments, message, capsys):
     assert cli.main(["launch", *arguments]) == 2
     output = capsys.readouterr().err
     assert message in output, output
@@ -873,7 +872,7 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     assert "hf_" not in output
 
 
-def test_a_config_that_workers_lack(tmp_path, capsys):
+def test_gke_rejects_a_config_outside_the_checkout(tmp_path, capsys):
     shutil.copy(ROOT / "configs" / "pretrain.py", tmp_path / "mine.py")
     command = ["pretrain", "--config", f"{tmp_path / 'mine.py'}:mini,128", "--workdir", "/w"]
     assert cli.main(["launch", "--on", "gke", *flags("gke"), "--", *command]) == 2
@@ -881,21 +880,21 @@ def test_a_config_that_workers_lack(tmp_path, capsys):
     assert cli.main(["launch", "--on", "slurm", "--dry-run", "--", *command]) == 0
 
 
-def test_an_unknown_engine(capsys):
+def test_unknown_engine_is_rejected(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["launch", "--on", "cloud", "--", *COMMAND, "/w"])
     assert stop.value.code == 2
     assert "choose from" in capsys.readouterr().err
 
 
-def test_a_submission_that_is_refused(bench):
+def test_failed_submission_is_reported(bench):
     bench.program("sbatch", "echo no such partition >&2; exit 1")
     with pytest.raises(UserError, match=r"^sbatch .* exited with status 1$"):
         launch.run(plan("slurm"))
 
 
 @ON
-def test_names(on):
+def test_job_names(on):
     assert launch.job_name("Run_7 (b)") == "run-7-b"
     assert launch.job_name("128") == "bert-128"
     assert launch.job_name("日") == "bert"
@@ -904,8 +903,8 @@ def test_names(on):
 
 
 @pytest.mark.parametrize("on", ["local", "slurm", "sky"])
-def test_verbs_of_one_process_run_in_one(on, capsys):
-    """Nothing tells them of other processes, which they would wait for."""
+def test_single_process_verbs_are_not_distributed(on, capsys):
+    """If the variables of distributed runs were set, they would wait for other processes."""
     sweep = ["sweep", "experiments/table8_masking", "--runs", "/shared/runs"]
     for run in ([*PREPARE, "gs://b/rows"], sweep):
         assert cli.main(["launch", "--on", on, "--dry-run", "--", *run]) == 0
@@ -916,6 +915,6 @@ def test_verbs_of_one_process_run_in_one(on, capsys):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)
-def test_scripts_are_executable_and_bash(path):
+def test_scripts_are_executable_and_valid_bash(path):
     assert path.stat().st_mode & stat.S_IXUSR
     assert subprocess.run(["bash", "-n", path]).returncode == 0

@@ -1,4 +1,4 @@
-"""Levels of n-gram models, against counting in Python."""
+"""Loss levels of n-gram models, against a reference implementation in plain Python."""
 
 import collections
 import itertools
@@ -17,7 +17,10 @@ HELDOUT = [[CLS, 3, 4, 6, 5, SEP, PAD, PAD, PAD, PAD]]
 
 
 def reference(train, heldout):
-    """Unigram and bigram losses by the definition of absolute discounting, one token at a time."""
+    """Return unigram and bigram losses and the number of training tokens.
+
+    The losses follow the definition of absolute discounting, one token at a time.
+    """
     discount, pairs, tokens = 0.75, [], []
     for row in train:
         for left, right in itertools.pairwise(row):
@@ -48,8 +51,8 @@ def reference(train, heldout):
     )
 
 
-def test_losses_are_those_of_counting():
-    """A pair that was not seen (4, 6), and a left neighbor that was not seen (6)."""
+def test_losses_match_reference():
+    """The held-out text has an unseen pair (4, 6) and an unseen left neighbor (6)."""
     result = levels.count_models(
         np.array(TRAIN), np.array(HELDOUT), np.array([CLS, SEP, PAD]), VOCAB
     )
@@ -57,7 +60,7 @@ def test_losses_are_those_of_counting():
 
 
 def test_probabilities_sum_to_one():
-    """For every left neighbor, also those that were never seen."""
+    """Check every left neighbor, including those that were never seen."""
     for left in range(VOCAB):
         losses = [
             levels.count_models(
@@ -69,8 +72,8 @@ def test_probabilities_sum_to_one():
         assert sum(math.exp(-loss.bigram) for loss in losses) == pytest.approx(1)
 
 
-def test_levels_of_rows(rows):
-    """The left neighbor helps on real sentences; other rows in the folder give no levels."""
+def test_read_returns_levels_only_for_matching_rows(rows):
+    """On real sentences the bigram loss is lower. A different digest gives None."""
     folder = rows()
     result = levels.read(str(folder), read_manifest(folder).digest)
     assert result.bigram < result.unigram < math.log(1000)

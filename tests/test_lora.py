@@ -1,4 +1,4 @@
-"""Low-rank adapters: the base model at step 0, gradients by hand, what is trained and saved, merging."""
+"""Low-rank adapters: initial values, gradients, trained and saved parameters, and merging."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def logits(model, params, key=None):
     return jax.jit(classify)(params, *inputs(), key)
 
 
-def test_adapters_add_parameters_and_change_no_other():
+def test_adapters_leave_base_parameters_unchanged():
     key = jax.random.key(3)
     base, ours = (flatten(init_params(model, key)) for model in (BASE, MODEL))
     adapters = {path: value for path, value in ours.items() if is_adapter(path)}
@@ -77,7 +77,7 @@ def test_adapters_add_parameters_and_change_no_other():
         assert np.any(value) == path.endswith("lora_a")
 
 
-def test_merged_parameters_predict_the_same():
+def test_merged_parameters_give_the_same_logits():
     model = dataclasses.replace(MODEL, layer_loop="scanned")
     params = random_params(model)
     ours = logits(model, params)
@@ -94,7 +94,7 @@ def test_merged_parameters_predict_the_same():
     np.testing.assert_allclose(logits(model, unflatten(untrained)), expected, atol=1e-6, rtol=0)
 
 
-def test_gradients_follow_from_those_of_the_merged_kernels():
+def test_adapter_gradients_match_merged_kernel_gradients():
     params = random_params(MODEL)
 
     def loss(params, model):
@@ -119,7 +119,7 @@ def test_gradients_follow_from_those_of_the_merged_kernels():
             np.testing.assert_allclose(result, expected, atol=1e-4 * np.abs(whole).max(), rtol=1e-4)
 
 
-def test_dropout_of_adapters_is_a_function_of_the_key():
+def test_adapter_dropout_depends_on_the_key():
     lora = dataclasses.replace(LORA, dropout=0.5)
     params, model = random_params(MODEL), dataclasses.replace(MODEL, lora=lora)
     clean = logits(MODEL, params, key=jax.random.key(1))
@@ -134,7 +134,7 @@ def config_of(**changes):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-def test_only_adapters_and_the_head_are_trained_and_have_moments(optimizer):
+def test_only_adapters_and_head_are_trained_and_have_moments(optimizer):
     config = config_of(optim=OptimConfig(optimizer=optimizer, warmup_steps=0))
     params = random_params(MODEL)
     transform = optim.make_optimizer(config)
@@ -152,7 +152,7 @@ def test_only_adapters_and_the_head_are_trained_and_have_moments(optimizer):
     assert specs["lora_b"] == sharding.PartitionSpec(None, "tensor", None)
 
 
-def test_a_step_on_a_mesh_changes_adapters_as_on_one_device():
+def test_sharded_steps_match_single_device():
     problem = Made("sequence", count=30)
     model = dataclasses.replace(
         MODEL, hidden=8, heads=2, feed_forward=16, labels=tuple(problem.labels)
@@ -177,7 +177,7 @@ def test_a_step_on_a_mesh_changes_adapters_as_on_one_device():
     assert np.any(results[0]["encoder/layer_0/attention/value/lora_b"])
 
 
-def test_frozen_kernels_are_counted_twice():
+def test_flops_exclude_weight_gradients_of_frozen_kernels():
     one = dataclasses.replace(BASE, layers=1)
     kernels = 8 * (8 * 12 * 12 + 4 * 12 * 20)
     saved = flops_per_row(one, 8, 1, 0) - flops_per_row(
@@ -198,20 +198,20 @@ def test_frozen_kernels_are_counted_twice():
         ),
     ],
 )
-def test_settings_that_do_not_go_together(changes, message):
+def test_incompatible_settings_are_rejected(changes, message):
     with pytest.raises(UserError) as caught:
         validate(FinetuneConfig(**changes))
     assert message in str(caught.value)
 
 
-def test_pretraining_has_no_adapters():
+def test_pretraining_rejects_adapters():
     with pytest.raises(
         UserError, match=r"config\.model\.lora\.rank is 3: it must be 0 in pretrain"
     ):
         validate(Config(model=ModelConfig(lora=LORA)))
 
 
-def test_a_random_encoder_is_not_frozen(tmp_path, capsys):
+def test_lora_without_a_checkpoint_is_rejected(tmp_path, capsys):
     data = tasks.write_table(tmp_path)
     message = refused(capsys, *tasks.arguments(data, tmp_path / "run", "lora.rank=2"))
     assert "config.lora.rank is 2: it must be 0 with --init none" in message
@@ -219,7 +219,7 @@ def test_a_random_encoder_is_not_frozen(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A fine-tuning of adapters from a random base, and the base."""
+    """Fine-tune a nearly random base, then adapters on it; return the folder of both runs."""
     folder = tmp_path_factory.mktemp("lora")
     data = tasks.write_table(folder)
     base = ["epochs=0.1", "optim.learning_rate=1e-9"]
@@ -234,7 +234,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_a_run_learns_and_its_checkpoint_is_a_plain_model(run, tmp_path, capsys):
+def test_run_learns_and_saves_a_merged_model(run, tmp_path, capsys):
     metrics = json.loads((run / "run" / "metrics.json").read_text())
     assert metrics["dev"]["accuracy"] > 0.9
     config, _, params, _ = checkpoint.load_model(run / "run")
@@ -249,7 +249,7 @@ def test_a_run_learns_and_its_checkpoint_is_a_plain_model(run, tmp_path, capsys)
     assert not any(path.startswith("embeddings") for path in changed)
     settings = export(str(run / "run"), tmp_path / "exported")
     assert settings["architectures"] == ["BertForSequenceClassification"]
-    # It can be fine-tuned again, and the metrics were those of the adapters in training.
+    # The metrics of the merged model are the best ones of the adapters during training.
     lines = [json.loads(x) for x in (run / "run" / "metrics.jsonl").read_text().splitlines()]
     best = max(x["accuracy"] for x in lines if x["split"] == "heldout")
     assert metrics["dev"]["accuracy"] == pytest.approx(best)

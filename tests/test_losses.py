@@ -1,4 +1,4 @@
-"""Losses against PyTorch and by hand."""
+"""Losses against PyTorch and hand-computed values."""
 
 import math
 
@@ -20,7 +20,7 @@ def make(seed=0, shape=(4, 6), classes=11):
     return jnp.asarray(logits, jnp.float32), jnp.asarray(labels), jnp.asarray(weights, jnp.float32)
 
 
-def test_cross_entropy_is_pytorchs():
+def test_cross_entropy_matches_pytorch():
     import torch
 
     logits, labels, weights = make()
@@ -53,7 +53,7 @@ def test_accuracy_by_hand():
     assert (float(hits), float(weight)) == (1.5, 2.5)
 
 
-def test_accuracy_is_argmax():
+def test_accuracy_matches_argmax():
     logits, labels, weights = make(1, (50, 20), 3)
     hits, _ = accuracy(logits, labels, weights)
     expected = ((np.argmax(logits, -1) == labels) * weights).sum()
@@ -69,7 +69,7 @@ def test_z_loss_by_hand():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_z_loss_is_part_of_pretraining(causal):
+def test_z_loss_is_added_to_the_pretraining_loss(causal):
     model = model_size("L1-H8-A2")
     model.vocab_size, model.z_loss = 32, 0.5
     model.causal, model.next_sentence = causal, not causal
@@ -98,7 +98,7 @@ def test_z_loss_is_part_of_pretraining(causal):
 
 
 @pytest.mark.parametrize("metric", [cross_entropy, accuracy])
-def test_pairs_add_up_over_parts(metric):
+def test_weighted_sums_are_additive_over_batches(metric):
     batch = make(2)
     whole = metric(*batch)
     parts = [metric(*(x[i : i + 1] for x in batch)) for i in range(4)]
@@ -106,7 +106,7 @@ def test_pairs_add_up_over_parts(metric):
         assert float(sum(part[i] for part in parts)) == pytest.approx(float(whole[i]), rel=1e-6)
 
 
-def test_a_label_beyond_the_classes_is_not_a_number():
+def test_out_of_range_label_gives_nan():
     logits, labels = jnp.zeros((2, 3)), jnp.array([2, 3])
     (first, _), (second, _) = (
         cross_entropy(logits[i], labels[i], jnp.float32(1)) for i in range(2)

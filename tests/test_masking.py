@@ -1,4 +1,4 @@
-"""Masking: how many, which, what becomes of them, the same on any number of devices; next tokens."""
+"""Masking: number, selection and replacement of tokens, on any number of devices; next tokens."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 
 
 def make_masker(tokens=T, sequences=S, vocab=VOCAB, pieces=0, **config) -> Masker:
-    """The last `pieces` ids of the vocabulary continue a word."""
+    """Return a masker; the last `pieces` ids of the vocabulary continue a word."""
     return Masker(
         config=MaskingConfig(**config),
         tokens=tokens,
@@ -38,7 +38,7 @@ def make_masker(tokens=T, sequences=S, vocab=VOCAB, pieces=0, **config) -> Maske
 
 
 def random_rows(rng, count=16):
-    """Rows of up to S sequences, short ones among them; no real token has an id below 4."""
+    """Return rows of up to S sequences, some of them short; ids below 4 are special tokens."""
     tokens = np.zeros((count, T), np.int32)
     length, a_length = np.zeros((2, count, S), np.int32)
     for row in range(count):
@@ -70,7 +70,7 @@ def mask():
 
 
 def one_sequence(count, tokens):
-    """`count` rows of one sequence of T tokens each, ids from 4 on."""
+    """Return `count` rows of one sequence each; ids below 4 are special tokens."""
     ids = np.random.default_rng(0).integers(4, VOCAB, (count, tokens)).astype(np.int32)
     ids[:, 0], ids[:, -1] = CLS, SEP
     length = np.full((count, 1), tokens, np.int32)
@@ -79,7 +79,7 @@ def one_sequence(count, tokens):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
-def test_what_is_chosen(mask, seed):
+def test_selected_tokens(mask, seed):
     tokens, length, a_length = random_rows(np.random.default_rng(seed))
     got = jax.tree.map(
         np.array, mask(*map(jnp.asarray, (tokens, length, a_length)), jax.random.key(seed))
@@ -91,7 +91,7 @@ def test_what_is_chosen(mask, seed):
         positions = got.positions[row, :count]
         assert (np.diff(positions) > 0).all()
         np.testing.assert_array_equal(got.labels[row, :count], tokens[row, positions])
-        # Never [CLS], [SEP] or padding.
+        # [CLS], [SEP] and padding are never selected.
         assert (tokens[row, positions] > SEP).all()
         for slot, n in enumerate(length[row]):
             inside = (layout.segment_ids[row, positions] == slot).sum()
@@ -111,7 +111,7 @@ def test_separators_within_a_sequence_are_not_masked(span):
     assert (np.array(got.tokens)[:, [20, 40]] == SEP).all()
 
 
-def test_the_cap_of_a_sequence():
+def test_predictions_per_sequence_are_capped():
     masker = make_masker(tokens=40, sequences=1, max_predictions_per_sequence=3)
     got = run(masker)(*one_sequence(5, 40), jax.random.key(0))
     assert masker.predictions == 3
@@ -121,7 +121,7 @@ def test_the_cap_of_a_sequence():
 @pytest.mark.parametrize(
     ("tokens", "cap", "predictions"), [(128, 20, 19), (512, 76, 76), (64, 10, 10), (100, 15, 15)]
 )
-def test_predictions_of_one_sequence(tokens, cap, predictions):
+def test_number_of_predictions_for_one_sequence(tokens, cap, predictions):
     assert max_predictions_per_sequence(MaskingConfig(), tokens) == cap
     assert make_masker(tokens=tokens, sequences=1).predictions == predictions
 
@@ -129,7 +129,7 @@ def test_predictions_of_one_sequence(tokens, cap, predictions):
 @pytest.mark.parametrize(
     ("tokens", "sequences", "rate"), [(14, 3, 0.15), (17, 4, 0.3), (9, 9, 0.15)]
 )
-def test_predictions_is_the_most_that_any_row_asks_for(tokens, sequences, rate):
+def test_predictions_is_the_maximum_over_all_rows(tokens, sequences, rate):
     masker = make_masker(tokens=tokens, sequences=sequences, rate=rate)
     cap = max_predictions_per_sequence(masker.config, tokens)
 
@@ -144,14 +144,14 @@ def test_predictions_is_the_most_that_any_row_asks_for(tokens, sequences, rate):
     assert masker.predictions == most
 
 
-def test_rounding_is_pythons():
-    """Halves go to the even side: of 10 tokens 2 (1.5), of 30 tokens 4 (4.5)."""
+def test_rounding_is_half_to_even():
+    """As in Python: 10 tokens have 2 predictions (1.5), and 30 tokens have 4 (4.5)."""
     counts = make_masker(tokens=128, sequences=1).counts
     assert [int(counts[n]) for n in (0, 2, 3, 6, 10, 30, 50, 128)] == [0, 0, 1, 1, 2, 4, 8, 19]
 
 
 @pytest.mark.parametrize("split", [(0.8, 0.1, 0.1), (0.0, 0.2, 0.8), (1.0, 0.0, 0.0)])
-def test_what_becomes_of_the_chosen(split):
+def test_replacement_of_selected_tokens(split):
     vocab, total = VOCAB, 0
     masker = make_masker(
         sequences=1, rate=0.5,
@@ -162,13 +162,13 @@ def test_what_becomes_of_the_chosen(split):
     labels = np.array(got.labels).ravel()
     total = len(labels)
     assert total == 600 * 32
-    # A random token is the [MASK] or the old one once in a vocabulary each.
+    # A random token is [MASK] with probability 1 / V, and the original with probability 1 / V.
     reference = np.array([split[0] + split[2] / vocab, split[1] + split[2] / vocab])
     result = np.array([(after == MASK).mean(), (after == labels).mean()])
     sd = np.sqrt(reference * (1 - reference) / total)
     assert (np.abs(result - reference) <= 5 * sd).all(), (result, reference)
     if split[2]:
-        # Uniform over the whole vocabulary: chi-square with V - 3 degrees of freedom.
+        # Uniform over the whole vocabulary: chi-square over ids from 4, V - 5 degrees of freedom.
         other = after[(after != MASK) & (after != labels)]
         other = np.bincount(other[other < 4], minlength=4)[[0, 1, 2]]
         expected = total * split[2] / vocab
@@ -181,7 +181,7 @@ def test_what_becomes_of_the_chosen(split):
         assert abs(replaced.mean() - expected * (vocab - 5) / (vocab - 4)) < 5 * expected**0.5
 
 
-def test_every_position_is_as_likely():
+def test_positions_are_selected_uniformly():
     masker = make_masker(sequences=1)
     got = run(masker)(*one_sequence(3000, T), jax.random.key(2))
     counts = np.bincount(np.array(got.positions).ravel(), minlength=T)
@@ -190,7 +190,7 @@ def test_every_position_is_as_likely():
     assert (np.abs(counts[1:-1] - expected) < 5 * expected**0.5).all()
 
 
-def test_a_key_gives_one_masking_and_another_gives_another(mask):
+def test_masking_is_determined_by_the_key(mask):
     batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(3))))
     one, again, other = (mask(*batch, jax.random.key(k)).tokens for k in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
@@ -213,7 +213,7 @@ def test_masks_do_not_depend_on_the_number_of_devices(mask, devices):
 
 
 def words_of(tokens, n, a, start, pieces):
-    """The words of a sequence as lists of places; a segment's edge begins a new one."""
+    """Return the words of a sequence as lists of positions; a segment boundary ends a word."""
     words = []
     special = {0, a - 1, n - 1}
     for i in range(n):
@@ -234,7 +234,7 @@ def mask_words():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31))
-def test_whole_words_are_those_of_the_greedy_walk(mask_words, seed):
+def test_whole_words_match_a_greedy_walk(mask_words, seed):
     pieces = 25
     tokens, length, a_length = random_rows(np.random.default_rng(seed))
     key = jax.random.key(seed)
@@ -254,8 +254,8 @@ def test_whole_words_are_those_of_the_greedy_walk(mask_words, seed):
         assert positions[weights > 0].tolist() == sorted(chosen)
 
 
-def test_a_word_is_masked_whole_or_not_at_all():
-    """One word of three pieces and a count of two: the word is never touched."""
+def test_word_larger_than_the_budget_is_never_masked():
+    """The budget is two tokens, and one word has three pieces."""
     tokens = jnp.array([[CLS, 10, 48, 49, 11, 12, 13, SEP]], jnp.int32)
     length = jnp.array([[8]], jnp.int32)
     masker = make_masker(tokens=8, sequences=1, pieces=5, whole_word=True, rate=0.25)
@@ -273,18 +273,18 @@ def test_a_word_is_masked_whole_or_not_at_all():
 
 @pytest.fixture(scope="module")
 def mask_spans():
-    """By whether spans are of whole words."""
+    """Span maskers by whether spans consist of whole words."""
     common = {"pieces": 25, "rate": 0.3, "span": 4}
     return {words: run(make_masker(whole_word=words, **common)) for words in (False, True)}
 
 
 def masked_spans(words, num_predictions, draw, lengths):
-    """The tokens that a walk over random starts of spans masks in a sequence.
+    """Return the tokens of a sequence that are masked by a walk over random span starts.
 
     Args:
-        words: runs of words between special tokens, each a list of places.
-        num_predictions: how many tokens to mask.
-        draw, lengths: by place, the order and the length of the span that begins there.
+        words: runs of words between special tokens; each word is a list of positions.
+        num_predictions: number of tokens to mask.
+        draw, lengths: by position, the sort key and the length of the span that starts there.
     """
     chosen = []
     starts = [(run, i) for run in words for i in range(len(run))]
@@ -301,7 +301,7 @@ def masked_spans(words, num_predictions, draw, lengths):
 @pytest.mark.parametrize("whole_word", [False, True])
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31))
-def test_spans_are_those_of_a_walk_over_random_starts(mask_spans, whole_word, seed):
+def test_spans_match_a_walk_over_random_starts(mask_spans, whole_word, seed):
     tokens, length, a_length = random_rows(np.random.default_rng(seed))
     key = jax.random.key(seed)
     got = mask_spans[whole_word](*map(jnp.asarray, (tokens, length, a_length)), key)
@@ -322,7 +322,7 @@ def test_spans_are_those_of_a_walk_over_random_starts(mask_spans, whole_word, se
         assert positions[weights > 0].tolist() == chosen
 
 
-def test_lengths_of_spans_are_spanberts():
+def test_span_lengths_match_spanbert():
     """Geometric, at most 10, 3.8 on average (section 3.1)."""
     config = MaskingConfig(span=10)
     lengths = np.array(span_lengths(jax.random.key(0), (200, 500), config))
@@ -332,7 +332,7 @@ def test_lengths_of_spans_are_spanberts():
     assert chi < 40  # 9 degrees of freedom
     assert lengths.max() == 10
     assert abs(lengths.mean() - 3.797) < 0.03
-    # In rows: neighboring spans merge and the last one is cut.
+    # In rows, neighboring spans merge and the last one is truncated.
     tokens = one_sequence(200, 256)
     masker = make_masker(tokens=256, sequences=1, rate=0.15, span=10)
     got = run(masker)(*tokens, jax.random.key(3))
@@ -341,7 +341,7 @@ def test_lengths_of_spans_are_spanberts():
     assert 3.3 < 38 / (1 + firsts.sum(1)).mean() < 4.6
 
 
-def test_what_becomes_of_a_span_is_decided_once():
+def test_tokens_of_a_span_are_replaced_alike():
     masker = make_masker(sequences=1, rate=0.3, span=10)
     got = run(masker)(*one_sequence(400, T), jax.random.key(4))
     at = spans(got)
@@ -352,7 +352,7 @@ def test_what_becomes_of_a_span_is_decided_once():
         for start in np.unique(first[row]):
             inside = first[row] == start
             masked, same = after[row, inside] == MASK, after[row, inside] == labels[row, inside]
-            if inside.sum() > 2:  # a random token may be [MASK] or the old one
+            if inside.sum() > 2:  # a random token may be [MASK] or the original
                 kinds["mask" if masked.all() else "same" if same.all() else "random"] += 1
                 assert masked.all() or same.all() or masked.mean() < 0.7
     share = {kind: count / sum(kinds.values()) for kind, count in kinds.items()}
@@ -369,11 +369,11 @@ def test_spans_do_not_depend_on_the_number_of_devices(mask_spans):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-# --- A rate that changes --------------------------------------------------------------------------
+# --- Changing mask rate ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rates", [(0.3, 0.15), (0.15, 0.3)])
-def test_the_larger_rate_determines_the_shapes_and_the_final_one_evaluation(rates):
+def test_larger_rate_sets_shapes_and_final_rate_sets_evaluation(rates):
     masker = make_masker(sequences=1, rate=rates[0], final_rate=rates[1])
     fixed = [make_masker(sequences=1, rate=rate) for rate in rates]
     assert masker.predictions == max(m.predictions for m in fixed) == 19
@@ -386,8 +386,8 @@ def test_the_larger_rate_determines_the_shapes_and_the_final_one_evaluation(rate
     np.testing.assert_array_equal(some.weights.sum(1), np.arange(5))
 
 
-def test_training_batches_say_how_many_predictions_they_have(rows):
-    """As a function of the step alone, over both phases; held-out batches do not."""
+def test_training_batches_hold_their_prediction_counts(rows):
+    """Counts depend only on the step, across both phases; held-out batches have none."""
     folder = str(rows())
     phases = tuple(PhaseConfig(rows=folder, fraction=0.5) for _ in range(2))
     config = Config(
@@ -417,7 +417,7 @@ def test_training_batches_say_how_many_predictions_they_have(rows):
 # --- Next tokens ----------------------------------------------------------------------------------
 
 
-def test_every_token_with_a_next_one_in_its_sequence_is_asked_for_it():
+def test_every_token_with_a_successor_predicts_it():
     tokens, length, a_length = random_rows(np.random.default_rng(6))
     ask = NextTokenTargets(T, S)
     got = run(ask)(*map(jnp.asarray, (tokens, length, a_length)), jax.random.key(0))

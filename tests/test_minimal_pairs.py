@@ -1,4 +1,4 @@
-"""Scores of sentences against PyTorch's, and files of minimal pairs."""
+"""Sentence scores against PyTorch, and files of minimal pairs."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ TEXTS = ["the cat sat on a mat", "the", "a b c d e f g h i the cat sat", "unst Ã
 
 
 def token_log_probabilities(model, tokenizer, text, pll="original"):
-    """Of one sentence, a mask at a time, with transformers' model and its tokenizer's words."""
+    """Return (token, log-probability) pairs of a text, scored by transformers one at a time."""
     encoded = tokenizer(text, return_tensors="pt")
     tokens, words, log_probabilities = encoded["input_ids"][0], encoded.word_ids(), []
     for i in range(1, len(tokens) - 1):
@@ -53,7 +53,7 @@ def total(scores):
     return sum(log_probability for _, log_probability in scores)
 
 
-def test_scores_are_those_of_transformers(tmp_path):
+def test_scores_match_transformers(tmp_path):
     model = torch_model().eval()
     folder = save_pretrained(model, tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -78,8 +78,8 @@ def test_scores_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_of_real_pairs_are_those_of_one_sentence_at_a_time(shared_data, tmp_path, causal):
-    """On 100 pairs of BLiMP and Zorro; left to right, with transformers' is_decoder."""
+def test_scores_of_real_pairs_match_transformers(shared_data, tmp_path, causal):
+    """Score 100 pairs of BLiMP and Zorro; the causal model sets transformers' is_decoder."""
     words = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt")).tokens[:4_000]
     kind = "BertLMHeadModel" if causal else "BertForMaskedLM"
     model = torch_model(kind, vocab_size=len(words), max_position_embeddings=64, is_decoder=causal)
@@ -114,7 +114,7 @@ def test_scores_of_real_pairs_are_those_of_one_sentence_at_a_time(shared_data, t
         assert (good > bad).tolist() == (np.reshape(expected, (-1, 2)) @ [1, -1] > 0).tolist()
 
 
-def test_a_causal_model_scores_each_piece_given_those_before(tmp_path):
+def test_causal_scores_depend_only_on_the_prefix(tmp_path):
     config = ModelConfig(
         layers=2, hidden=12, heads=3, feed_forward=20, positions=24, vocab_size=len(WORDS),
         causal=True, next_sentence=False,
@@ -123,7 +123,7 @@ def test_a_causal_model_scores_each_piece_given_those_before(tmp_path):
     model = Bert(config)
     for text, result in zip(TEXTS, scorer(TEXTS), strict=True):
         tokens, total = scorer.vocabulary.encode(text), 0.0
-        for i in range(1, len(tokens) - 1):  # from the prefix alone
+        for i in range(1, len(tokens) - 1):  # the model sees only the prefix
             layout = rows.Layout(
                 *map(jnp.asarray, rows.layout(np.array([[i]]), np.array([[i]]), i))
             )
@@ -133,11 +133,11 @@ def test_a_causal_model_scores_each_piece_given_those_before(tmp_path):
         np.testing.assert_allclose(result, total, rtol=1e-4)
 
 
-def test_files_of_both_kinds(tmp_path, capsys):
+def test_accuracy_on_blimp_and_zorro_formats(tmp_path, capsys):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     score = dict(zip(TEXTS[:2], SentenceScorer(folder)(TEXTS[:2]), strict=True))
     good, bad = sorted(score, key=score.get, reverse=True)
-    pairs = [(good, bad), (bad, good), (good, good), (good, bad)]  # a tie is wrong
+    pairs = [(good, bad), (bad, good), (good, good), (good, bad)]  # a tie counts as wrong
     data = tmp_path / "copy" / "data"
     data.mkdir(parents=True)
 
@@ -169,7 +169,7 @@ def test_files_of_both_kinds(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_sentences_of_a_file_and_of_python(tmp_path, capsys):
+def test_score_sentences_matches_the_python_api(tmp_path, capsys):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     model = bert_jax.load(folder)
     texts = ["the cat sat on a mat", "", "unst\tcat"]
@@ -213,30 +213,30 @@ def test_sentences_of_a_file_and_of_python(tmp_path, capsys):
         ("a.txt", "a b c\n" + "the " * 30 + "\n", "has 32 tokens, the model takes 24"),
     ],
 )
-def test_what_is_no_pairs_is_refused(tmp_path, capsys, name, content, message):
+def test_invalid_pair_files_are_rejected(tmp_path, capsys, name, content, message):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     (tmp_path / name).write_text(content)
     assert message in refused(capsys, "blimp", "--init", folder, "--data", tmp_path / name)
 
 
-def test_a_model_without_a_token_head_is_refused(tmp_path):
+def test_model_without_masked_lm_head_is_rejected(tmp_path):
     folder = save_pretrained(torch_model("BertModel"), tmp_path / "hf")
     with pytest.raises(UserError, match="no masked-LM head"):
         SentenceScorer(folder)
 
 
-def test_a_folder_without_pairs_is_refused(tmp_path):
+def test_folder_without_pairs_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"no .jsonl or .txt files; name the folder of BLiMP"):
         minimal_pairs.find(tmp_path)
 
 
-def test_a_causal_model_has_one_score_only(tmp_path):
+def test_causal_model_rejects_word_l2r_scores(tmp_path):
     folder = save_pretrained(torch_model("BertLMHeadModel", is_decoder=True), tmp_path / "hf")
     with pytest.raises(UserError, match="its scores are log-likelihoods, without masks"):
         SentenceScorer(folder)(["the"], pll="word-l2r")
 
 
-def test_files_of_real_benchmarks(shared_data):
+def test_reads_blimp_and_zorro(shared_data):
     files = minimal_pairs.find(shared_data("blimp"))
     assert len(files) == 67
     phenomenon = minimal_pairs.read(shared_data("blimp/causative.jsonl.gz"))

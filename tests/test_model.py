@@ -1,4 +1,4 @@
-"""The model: parity with PyTorch, packing, ways of running the stack, padding, dropout, sizes."""
+"""The model: parity with PyTorch, packing, remat, vocabulary padding, dropout, sizes."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ from tests.helpers.models import (
 
 @pytest.fixture(scope="module")
 def reference():
-    """A packed batch, parameters, and what the plain model makes of them."""
+    """A packed batch, parameters, and the default model's loss, logits and gradients."""
     config, rng = make_config(), np.random.default_rng(1)
     batch = make_batch(rng, [[20, 17, 11], [30, 9], [25]], 48)
     params = random_params(config, rng)
@@ -108,7 +108,7 @@ def torch_inputs(batch):
                 "feed_forward": 100,
                 "tied_decoder": False,
                 "vocab_multiple": 64,
-                # Large enough to show in which places it stands.
+                # Large enough that a misplaced epsilon changes the result.
                 "layer_norm_epsilon": 0.3,
             },
             "gelu_pytorch_tanh",
@@ -117,7 +117,7 @@ def torch_inputs(batch):
     ],
     ids=["gelu", "mini-tanh", "untied-padded-vocab"],
 )
-def test_outputs_and_gradients_equal_hugging_face(size, changes, activation, lengths):
+def test_outputs_and_gradients_match_hugging_face(size, changes, activation, lengths):
     rng = np.random.default_rng(2)
     config = make_config(size, **changes)
     params, batch = random_params(config, rng), make_batch(rng, lengths, 40)
@@ -137,17 +137,17 @@ def test_outputs_and_gradients_equal_hugging_face(size, changes, activation, len
     ours = to_huggingface(grads, config)
     for name, parameter in model.named_parameters():
         if name == "cls.predictions.bias" and not config.tied_decoder:
-            continue  # their untied model does not use it
+            continue  # Hugging Face's untied model does not use it
         theirs = parameter.grad.numpy()
         np.testing.assert_allclose(ours[name], theirs, rtol=0, atol=1e-5, err_msg=name)
-        # A bias of the keys moves all scores of a softmax alike: its gradient is zero.
+        # A key bias shifts all scores of a softmax equally, so its gradient is zero.
         if not name.endswith("key.bias"):
             assert np.linalg.norm(ours[name] - theirs) <= 1e-4 * np.linalg.norm(theirs), name
             assert np.abs(theirs).max() > 1e-4, name
 
 
 def test_exact_and_tanh_gelu_differ():
-    """So that the parity above can tell them apart."""
+    """Otherwise the parity test above could not detect a swap."""
     from bert_jax.model.layers import ACTIVATIONS
 
     x = jnp.linspace(-3, 3, 100)
@@ -155,8 +155,8 @@ def test_exact_and_tanh_gelu_differ():
     np.testing.assert_allclose(ACTIVATIONS["gelu"](x), jax.nn.gelu(x, approximate=False), atol=1e-6)
 
 
-def test_a_training_run_follows_pytorch():
-    """100 steps of BERT's Adam, the reference written from its formula."""
+def test_training_losses_match_pytorch():
+    """Run 100 steps of BERT's Adam; the reference is written from its formula."""
     import torch
 
     rng, steps, tokens = np.random.default_rng(3), 100, 24
@@ -170,7 +170,7 @@ def test_a_training_run_follows_pytorch():
     batches = []
     for _ in range(steps):
         batch = make_batch(rng, [[24], [20], [15], [24]], tokens, 40)
-        # What to predict follows from the token there, so there is something to learn.
+        # Each label is a function of its token, so there is something to learn.
         labels = (jnp.take_along_axis(batch.tokens, batch.positions, 1) * 7 + 3) % 40
         batches.append(batch._replace(labels=labels))
 
@@ -234,7 +234,7 @@ def test_hugging_face_round_trip_is_bit_exact(layers, heads, size, vocab, multip
 # --- Packing --------------------------------------------------------------------------------------
 
 
-def test_packed_rows_equal_their_sequences_one_to_a_row(reference):
+def test_packed_rows_match_unpacked_sequences(reference):
     config, packed, params, loss, _, following, grads = reference
     single, origin = one_sequence_a_row(packed)
     assert len(single.tokens) == 6
@@ -248,8 +248,8 @@ def test_packed_rows_equal_their_sequences_one_to_a_row(reference):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_nothing_leaks_between_packed_sequences(causal):
-    """Nor, in a causal model, from a token to those before it."""
+def test_packed_sequences_do_not_attend_to_each_other(causal):
+    """In a causal model, a token does not affect earlier tokens either."""
     config, rng = make_config(causal=causal, next_sentence=False), np.random.default_rng(4)
     batch = make_batch(rng, [[20, 17, 6]], 48)
     params = random_params(config, rng)
@@ -268,8 +268,8 @@ def test_nothing_leaks_between_packed_sequences(causal):
         np.testing.assert_array_equal(moved, (sequence == changed) & later)
 
 
-def test_attention_by_hand():
-    """Two sequences of two tokens and padding, one head, in plain NumPy."""
+def test_attention_matches_hand_computation():
+    """Compare with plain NumPy: one head, two sequences of two tokens, and padding."""
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 1, 5, 1, 4), np.float32)
     sequence = jnp.array([[0, 0, 1, 1, 2]])
@@ -280,11 +280,11 @@ def test_attention_by_hand():
         np.testing.assert_allclose(got[np.array(group)], expected, rtol=1e-5)
 
 
-# --- From left to right ---------------------------------------------------------------------------
+# --- Causal models --------------------------------------------------------------------------------
 
 
 def next_token_loss(config):
-    """params, tokens, lengths [B, S] → mean loss of every next token."""
+    """Return a function (params, tokens, lengths [B, S]) → mean next-token loss."""
 
     def loss(params, tokens, length):
         layout = rows.layout(length, length, tokens.shape[1])
@@ -297,8 +297,8 @@ def next_token_loss(config):
     return loss
 
 
-def test_a_causal_model_is_their_decoder():
-    """Hidden states of all layers, the loss of every next token and its gradients."""
+def test_causal_model_matches_hugging_face_decoder():
+    """Compare hidden states of all layers, the next-token loss and its gradients."""
     import torch
     import transformers
 
@@ -320,7 +320,7 @@ def test_a_causal_model_is_their_decoder():
     output = model(
         input_ids=torch.tensor(tokens),
         attention_mask=torch.tensor(real.astype(int)),
-        labels=torch.tensor(np.where(real, tokens, -100)),  # it shifts them itself
+        labels=torch.tensor(np.where(real, tokens, -100)),  # the model shifts labels itself
         output_hidden_states=True,
     )
     output.loss.backward()
@@ -339,7 +339,7 @@ def test_a_causal_model_is_their_decoder():
 
 
 def unpacked(tokens, length):
-    """The rows' sequences one to a row, as long as the rows."""
+    """Return the sequences of packed rows, each padded to a row of its own, and their lengths."""
     results, lengths = [], []
     for row, own in zip(tokens, length, strict=True):
         start = 0
@@ -350,7 +350,7 @@ def unpacked(tokens, length):
     return np.array(results), np.array(lengths)
 
 
-def test_packed_next_tokens_are_those_of_the_sequences_one_to_a_row():
+def test_packed_next_token_loss_matches_unpacked():
     rng, length = np.random.default_rng(12), np.array([[9, 14, 7], [25, 1, 3], [4, 0, 0]])
     config = make_config(causal=True, next_sentence=False)
     params = random_params(config, rng)
@@ -363,7 +363,7 @@ def test_packed_next_tokens_are_those_of_the_sequences_one_to_a_row():
     assert_trees_close(grads, other_grads, 1e-5)
 
 
-def test_last_tokens():
+def test_last_token_positions():
     length = jnp.array([[3, 4, 0], [8, 0, 0], [2, 2, 1]])
     layout = rows.layout(length, length, 8)
     result = np.array(last_tokens(layout))
@@ -377,8 +377,8 @@ def test_last_tokens():
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
-    """Outputs, and the gradients of weights and of inputs."""
+def test_packed_lstm_matches_pytorch_per_sequence(layers):
+    """Compare outputs and the gradients of weights and inputs."""
     import torch
 
     rng, width, d = np.random.default_rng(13), 5, 6
@@ -425,7 +425,7 @@ def test_a_packed_lstm_is_pytorchs_on_each_sequence(layers):
                 np.testing.assert_allclose(result, expected, rtol=0, atol=2e-5)
 
 
-def test_how_an_lstm_begins():
+def test_lstm_initial_values():
     config = make_config(hidden=64, heads=1, lstm_layers=2)
     x = jnp.zeros((1, 3, 100))
     params = flat(BiLSTM(config).init(jax.random.key(0), x, jnp.zeros((1, 3), jnp.int32))["params"])
@@ -434,7 +434,7 @@ def test_how_an_lstm_begins():
         if path.endswith("bias"):
             np.testing.assert_array_equal(value, np.repeat([0, 1, 0, 0], 64))
         else:
-            # Uniform within one over the root of how many come in.
+            # Uniform in ±1/sqrt(fan_in).
             most = len(value) ** -0.5
             assert 0.95 * most < np.abs(value).max() <= most, path
             assert abs(value.std() / most - 3**-0.5) < 0.05, path
@@ -442,8 +442,8 @@ def test_how_an_lstm_begins():
     assert len({x.tobytes() for x in kernels}) == len(kernels)
 
 
-def test_where_an_lstm_lies():
-    """What is wanted once a token is whole everywhere."""
+def test_lstm_sharding():
+    """Only input kernels are sharded: weights that are used for every token are replicated."""
     config = make_config(lstm_layers=2, head="token", labels=("a", "b"), features="weighted-all")
     start = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     split = {
@@ -459,11 +459,11 @@ def test_where_an_lstm_lies():
     assert {*split.values()} == {PartitionSpec("fsdp", None)}
 
 
-# --- Ways of computing the same -------------------------------------------------------------------
+# --- Equivalent computations ----------------------------------------------------------------------
 
 
-def test_every_way_of_running_the_stack_gives_the_same(reference):
-    """With dropout on: the same bits fall whichever way."""
+def test_layer_loop_and_remat_do_not_change_results(reference):
+    """Dropout is on and must draw the same masks in every variant."""
     _, batch, params, quiet_loss, *_ = reference
     key, results = jax.random.key(7), {}
     unrolled, scanned = "unrolled", "scanned"
@@ -479,7 +479,7 @@ def test_every_way_of_running_the_stack_gives_the_same(reference):
         assert_trees_close(other_grads, grads, 1e-6)
 
 
-def test_remat_keeps_less_for_the_backward_pass(capsys):
+def test_remat_saves_fewer_residuals(capsys):
     batch = make_batch(np.random.default_rng(8), [[16]], 16)
 
     def kept(remat):
@@ -493,7 +493,7 @@ def test_remat_keeps_less_for_the_backward_pass(capsys):
 
 
 @pytest.mark.parametrize(("tied", "optimizer"), [(True, "lamb"), (False, "adam")])
-def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
+def test_vocabulary_padding_does_not_change_results(tied, optimizer):
     rng = np.random.default_rng(9)
     config = make_config("L1-H32-A2", tied_decoder=tied)
     padded = dataclasses.replace(config, vocab_multiple=64)
@@ -536,7 +536,7 @@ def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
         updates, state = transform.update(grads, state, params)
         return jax.tree.map(jnp.add, params, updates), state
 
-    # Where the vocabulary is, is enough, and compiles in half the time.
+    # Updating only the parameters with a vocabulary axis halves the compile time.
     params, wide, grads, wide_grads = (
         {name: tree[name] for name in ("embeddings", "masked_lm")}
         for tree in (params, wide, grads, wide_grads)
@@ -549,14 +549,14 @@ def test_padding_the_vocabulary_changes_nothing(tied, optimizer):
     assert_trees_close(real(wide), params, 1e-6)
 
 
-def test_bfloat16_computes_over_float32_parameters(reference):
+def test_bfloat16_compute_with_float32_parameters(reference):
     _, batch, params, loss, _, _, grads = reference
     config = make_config(dtype="bfloat16")
     (low_loss, (words, following)), low_grads = gradient(config)(params, batch)
     assert words.dtype == following.dtype == low_loss.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(shapes(config))} == {jnp.dtype("float32")}
     assert {x.dtype for x in jax.tree.leaves(low_grads)} == {jnp.dtype("float32")}
-    # bfloat16 has 8 bits: a relative error of 2**-8 = 0.004 an operation.
+    # bfloat16 has 8 bits of precision: a relative error of 2**-8 = 0.004 per operation.
     assert 1e-6 < abs(low_loss - loss) < 0.02 * loss
     for path, expected in flat(grads).items():
         if not path.endswith("key/bias"):
@@ -568,7 +568,7 @@ def test_bfloat16_computes_over_float32_parameters(reference):
         )
     )(batch.tokens)
     assert program.out_avals[0].dtype == jnp.bfloat16
-    # All matrix products: the positions', and the eight of a layer; layers call one function.
+    # One product for the positions and eight in the function that all layers call.
     products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", str(program))
     assert products == ["bf16"] * 9
     assert len(re.findall(r"name=layer\b", str(program))) == config.layers
@@ -596,8 +596,8 @@ def test_dropout_off_and_dtype():
     assert 0.4 < float((one != other).mean()) < 0.6
 
 
-def test_where_dropout_falls(reference):
-    """On the embeddings, on the attention probabilities and on what each block adds."""
+def test_dropout_is_applied_to_embeddings_and_blocks(reference):
+    """Dropout applies to embeddings, attention probabilities and the output of each block."""
     _, batch, params, *_ = reference
     key = jax.random.key(3)
 
@@ -643,7 +643,7 @@ def test_initial_values():
             if path == "masked_lm/decoder":
                 assert not value[:, 1000:].any()
                 value = value[:, :1000]
-            # Cut at two standard deviations, a normal's own is 0.8796 of what it was.
+            # Truncation at two standard deviations scales a normal's deviation by 0.8796.
             assert np.abs(value).max() <= 0.04, path
             assert abs(value.std() - 0.01759) < 0.01759 * 4 / value.size**0.5, path
             assert abs(value.mean()) < 0.01759 * 5 / value.size**0.5, path
@@ -651,8 +651,8 @@ def test_initial_values():
     assert len({x.tobytes() for x in kernels}) == len(kernels)
 
 
-def test_layer_norm_of_values_far_from_zero():
-    """E[x²] - E[x]² in float32 would lose all digits of the variance."""
+def test_layer_norm_is_accurate_far_from_zero():
+    """Computing E[x²] - E[x]² in float32 would lose all digits of the variance."""
     x = 3000 + np.random.default_rng(0).standard_normal((4, 64))
     norm = norm_layer(ModelConfig())
     result = norm.apply(
@@ -663,7 +663,7 @@ def test_layer_norm_of_values_far_from_zero():
 
 
 def test_layer_norm_epsilon_is_1e_12():
-    """Of values whose variance is about 1e-12 a larger epsilon would leave next to nothing."""
+    """A larger epsilon would shrink inputs with a variance of about 1e-12 to almost zero."""
     config = make_config()
     assert config.layer_norm_epsilon == ModelConfig().layer_norm_epsilon == 1e-12
     rng = np.random.default_rng(0)
@@ -706,7 +706,7 @@ def test_parameter_counts(name, vocab, parameters):
         ("large", 512, 76, 1.992),
     ],
 )
-def test_flops(name, tokens, predictions, gigaflops):
+def test_flops_per_token_match_the_formula(name, tokens, predictions, gigaflops):
     config = dataclasses.replace(model_size(name), vocab_size=30_522)
     a_token = flops_per_row(config, tokens, 1, predictions) / tokens
     d, t, p = config.hidden, tokens, predictions
@@ -716,14 +716,14 @@ def test_flops(name, tokens, predictions, gigaflops):
         + 2 * d * d / t
     )
     assert round(a_token / 1e9, 3) == gigaflops
-    # The formula leaves out the two columns of the next-sentence head.
+    # The formula omits the two columns of the next-sentence head.
     assert a_token == pytest.approx(formula, rel=1e-6)
     double = flops_per_row(config, tokens, 2, predictions) / tokens
     assert double - a_token == pytest.approx(3 * 2 * d * (d + 2) / t, rel=1e-3)
 
 
-def test_flops_of_what_stands_on_an_encoder():
-    """The encoder of features is run once and only as far as they reach; LSTMs are trained."""
+def test_flops_of_frozen_features_and_lstms():
+    """The frozen encoder runs forward only, up to the highest layer used; LSTMs are trained."""
     config = dataclasses.replace(
         model_size("L12-H64-A1"), vocab_size=100, next_sentence=False, masked_lm=False
     )
@@ -735,7 +735,7 @@ def test_flops_of_what_stands_on_an_encoder():
     assert with_(features="last") == plain / 3
     assert with_(features="second-to-last") == pytest.approx(11 / 12 * plain / 3)
     assert with_(features="embeddings") == 0
-    # Of a token: four gates in two directions, from what is below and from the token before.
+    # Per token: four gates in two directions, from the layer below and the previous state.
     lstm = 3 * 16 * 2 * (2 * 64 * 4 * 64 + 2 * 64 * 4 * 64)
     upper = 3 * 16 * 2 * (2 * 128 * 4 * 64 + 2 * 64 * 4 * 64)
     assert with_(lstm_layers=2) == plain + lstm + upper
@@ -766,12 +766,12 @@ def test_flops_of_what_stands_on_an_encoder():
         {"masked_lm": False, "head": "choice", "labels": ("",), "features": "last4", "layers": 4},
     ],
 )  # fmt: skip
-def test_parameters_are_those_that_flax_draws(changes):
-    """Bit for bit, from seeds as the training loop passes them."""
+def test_initial_parameters_equal_flax_init(changes):
+    """Values are equal bit for bit, for a seed passed as the training loop does."""
     config = make_config(**changes)
     one = jnp.ones((1, 1), jnp.int32)
     inputs = (one, rows.layout(one, one, 1), one - 1)
-    # As runs compile it: the compiler's rounding of the same draws depends on its settings.
+    # As in runs: the rounding of the same draws depends on compiler options.
     options = {"xla_backend_optimization_level": 2}
 
     def alone(key):
@@ -787,8 +787,8 @@ def test_parameters_are_those_that_flax_draws(changes):
     jax.tree.map(np.testing.assert_array_equal, together, drawn_alone)
 
 
-def test_parameters_of_equal_layers_are_drawn_together():
-    """The program grows with the number of shapes, not of layers."""
+def test_init_program_size_does_not_grow_with_layers():
+    """Parameters of equal shape are drawn together."""
 
     def generators(layers):
         config = make_config(layers=layers)

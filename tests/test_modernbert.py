@@ -1,4 +1,4 @@
-"""ModernBERT: parity with transformers' classes, import and export, and what is refused."""
+"""ModernBERT: parity with transformers, import and export, and unsupported settings."""
 
 import functools
 
@@ -34,7 +34,7 @@ SMALL = {
 
 
 def make_theirs(name="ForMaskedLM", **changes):
-    """A model of transformers with every parameter away from its initial value."""
+    """Return a transformers model whose parameters all differ from their initial values."""
     import torch
     import transformers
 
@@ -45,7 +45,7 @@ def make_theirs(name="ForMaskedLM", **changes):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, p in model.named_parameters():
-            # Queries and keys wide enough that attention is far from uniform.
+            # Large queries and keys, so that attention is far from uniform.
             wide = 0.3 if "Wqkv" in path else 0.1
             p.copy_(
                 ("norm" in path and p.ndim == 1) + wide * torch.randn(p.shape, generator=generator)
@@ -54,7 +54,7 @@ def make_theirs(name="ForMaskedLM", **changes):
 
 
 def import_(model):
-    """Config and parameters of a model of transformers, as `bert-jax import` converts them."""
+    """Return config and parameters of a transformers model, converted as by `bert-jax import`."""
     family = FAMILIES["modernbert"]
     tensors = {name: x.numpy() for name, x in model.state_dict().items()}
     names = huggingface.canonical(tensors, family)
@@ -115,7 +115,7 @@ def test_outputs_and_gradients_equal_transformers(changes):
         assert np.abs(theirs).max() > 1e-4, name
 
 
-def test_packed_rows_equal_their_sequences_in_transformers():
+def test_packed_sequences_equal_separate_ones_in_transformers():
     import torch
 
     model = make_theirs("Model")
@@ -161,7 +161,7 @@ def test_heads_equal_transformers(name, changes):
     np.testing.assert_allclose(result[real], theirs.numpy()[real], rtol=0, atol=1e-5)
 
 
-# --- Folders --------------------------------------------------------------------------------------
+# --- Checkpoint folders ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_heads_equal_transformers(name, changes):
         ("ForMultipleChoice", {}),
     ],
 )
-def test_an_import_is_exported_with_the_same_bits(tmp_path, name, changes):
-    """The export has the first version's keys, from which transformers makes the same config."""
+def test_import_and_export_round_trip_bitwise(tmp_path, name, changes):
+    """The export has the first version's keys, which transformers reads as the same config."""
     import transformers
 
     model = make_theirs(name, vocab_size=len(WORDS), **changes)
@@ -212,7 +212,7 @@ def test_an_import_is_exported_with_the_same_bits(tmp_path, name, changes):
 
 
 def settings_of(**changes):
-    """Settings as the first version of transformers with ModernBERT wrote them."""
+    """Convert settings in the format of the first transformers version with ModernBERT."""
     first = {
         "model_type": "modernbert", "num_hidden_layers": 22, "global_attn_every_n_layers": 3,
         "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "local_attention": 128,
@@ -221,7 +221,7 @@ def settings_of(**changes):
     return FAMILIES["modernbert"].to_ours(first | changes, {})[0]
 
 
-def test_settings_of_both_versions_are_read():
+def test_config_formats_of_both_versions_are_read():
     assert settings_of()["global_attn_every_n_layers"] == 3
     assert settings_of(local_rope_theta=None)["local_rope_theta"] == 0
     kinds = ["full_attention", *["sliding_attention"] * 3] * 2
@@ -245,7 +245,7 @@ def test_settings_of_both_versions_are_read():
         ),
     ],
 )
-def test_settings_that_are_not_supported_are_refused(changes, message):
+def test_unsupported_settings_are_refused(changes, message):
     with pytest.raises(UserError) as error:
         settings_of(**changes)
     assert message in str(error.value)

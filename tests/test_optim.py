@@ -1,4 +1,4 @@
-"""Optimizers against their formulas, schedules, and what decays."""
+"""Optimizers against their formulas, learning-rate schedules, weight-decay masks and muP."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def rate_at(step):
 
 
 def problem(seed=0):
-    """Parameters and a run of gradients, the first beyond a global norm of 1 and the last within."""
+    """Return parameters and successive gradients, whose global norms fall from above 1 to below."""
     rng = np.random.default_rng(seed)
     shapes = {"dense": {"kernel": (4, 3), "bias": (3,)}, "norm": {"scale": (3,), "bias": (3,)}}
 
@@ -53,7 +53,7 @@ def train(config, params, gradients):
 
 
 def by_formula(params, gradients, direction, clip=1.0):
-    """`direction(path, w, m, v, step)` is subtracted, times the rate; all in float64."""
+    """Subtract the rate times `direction(path, w, m, v, step)` at each step, in float64."""
 
     def flat(tree):
         return {
@@ -99,7 +99,7 @@ def test_bert_adam(clip):
     assert_close(train(make_config(clip_norm=clip), params, gradients), expected)
 
 
-def test_adamw_is_pytorchs():
+def test_adamw_matches_pytorch():
     import torch
 
     params, gradients = problem(1)
@@ -123,7 +123,7 @@ def test_adamw_is_pytorchs():
 
 
 def test_lamb():
-    """You et al., algorithm 2: the layer's step is as long as its weights, times the rate."""
+    """You et al., algorithm 2: a layer's update has the norm of its weights, times the rate."""
     params, gradients = problem(2)
     params["dense"]["zero"] = {"kernel": np.zeros((2, 2), np.float32)}
     for grads in gradients:
@@ -140,7 +140,7 @@ def test_lamb():
     assert_close(train(make_config(optimizer="lamb"), params, gradients), expected)
 
 
-def test_what_decays_in_a_bert():
+def test_weight_decay_mask_of_pretraining_model():
     config = model_size("L1-H8-A2")
     config.vocab_size = 10
     ids = jnp.zeros((1, 4), jnp.int32)
@@ -173,7 +173,7 @@ def test_what_decays_in_a_bert():
         assert ("masked_lm/decoder" in decays) == (not config.tied_decoder)
 
 
-def test_what_decays_above_an_encoder():
+def test_weight_decay_mask_of_finetuning_head():
     config = model_size("L2-H8-A2")
     config.vocab_size, config.masked_lm, config.next_sentence = 10, False, False
     config.head, config.labels = "sequence", ("a", "b")
@@ -192,8 +192,8 @@ def test_what_decays_above_an_encoder():
     assert {"features/weights", "features/scale", "lstm/layer_1/backward/input/bias"} <= {*above}
 
 
-def test_linear_schedule_is_berts():
-    """Decay counts from step 0: the peak itself is never reached."""
+def test_linear_schedule_matches_bert():
+    """Decay is counted from step 0, so the peak itself is never reached."""
     rate = optim.schedule(OptimConfig(), 1_000_000)
 
     def at(step):
@@ -231,7 +231,7 @@ def test_schedules(schedule, shape, end):
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 50), (12, 125), (10, 10)])
-def test_linear_from_warm_up_is_transformers(warmup, steps):
+def test_linear_from_warmup_matches_transformers(warmup, steps):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=5e-5)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps)
@@ -243,14 +243,14 @@ def test_linear_from_warm_up_is_transformers(warmup, steps):
         theirs.step()
 
 
-def test_no_warm_up_starts_at_the_peak():
+def test_schedule_without_warmup_starts_at_the_peak():
     assert float(optim.schedule(OptimConfig(warmup_steps=0), 10)(jnp.asarray(0))) == pytest.approx(
         1e-4
     )
 
 
 def orthogonalized(matrix, steps=5):
-    """Newton-Schulz iterations as in Jordan's `zeropower_via_newtonschulz5`, in float64."""
+    """Run Newton-Schulz iterations as in Jordan's `zeropower_via_newtonschulz5`, in float64."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (np.linalg.norm(x) + 1e-8)
@@ -261,7 +261,7 @@ def orthogonalized(matrix, steps=5):
 
 
 def test_muon():
-    """The encoder's matrices follow their orthogonalized momentum, all else AdamW."""
+    """Encoder matrices are updated by orthogonalized momentum, all other parameters by AdamW."""
     rng = np.random.default_rng(3)
     sizes = {
         ("encoder", "layer_0", "attention", "query", "kernel"): (6, 2, 3),
@@ -286,7 +286,7 @@ def test_muon():
         if path[0] != "encoder" or path[-1] == "bias":
             return corrected(m, v, step) + decay
         grad = np.asarray(traverse_util.flatten_dict(gradients[step])[path], np.float64)
-        # optax corrects the bias of the momentum and of Nesterov's step ahead.
+        # optax bias-corrects both the momentum and the Nesterov look-ahead.
         momentum = momenta[path] = 0.95 * momenta.get(path, 0) + 0.05 * grad
         ahead = 0.95 * momentum / (1 - 0.95 ** (step + 2)) + 0.05 * grad / (1 - 0.95 ** (step + 1))
         rows = w.shape[0] * (w.shape[1] if path[3] == "output" else 1)
@@ -298,7 +298,7 @@ def test_muon():
     assert_close(train(make_config(optimizer="muon", clip_norm=0.0), params, gradients), expected)
 
 
-def test_adafactor_is_pytorchs():
+def test_adafactor_matches_pytorch():
     import torch
 
     rng = np.random.default_rng(4)
@@ -315,7 +315,7 @@ def test_adafactor_is_pytorchs():
     np.testing.assert_allclose(result, weights.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_average_of_the_parameters():
+def test_exponential_moving_average_of_parameters():
     params, gradients = problem(5)
     config = Config(optim=make_config(average_decay=0.75), steps=STEPS)
     optimizer = optim.make_optimizer(config)
@@ -330,7 +330,7 @@ def test_average_of_the_parameters():
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 40), (10, 100)])
-def test_warmup_stable_decay_is_transformers(warmup, steps):
+def test_warmup_stable_decay_matches_transformers(warmup, steps):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     decay = steps // 5
@@ -342,14 +342,14 @@ def test_warmup_stable_decay_is_transformers(warmup, steps):
     )
     ours = optim.schedule(config, steps)
     for step in range(steps):
-        if step >= warmup:  # theirs warms up from the least rate
+        if step >= warmup:  # transformers warms up from the minimum rate
             expected = theirs.get_last_lr()[0]
             assert float(ours(jnp.asarray(step))) == pytest.approx(expected, abs=1e-6)
         optimizer.step()
         theirs.step()
 
 
-def test_inverse_square_root_is_transformers():
+def test_inverse_square_root_matches_transformers():
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     theirs = transformers.get_inverse_sqrt_schedule(optimizer, 10)
@@ -369,7 +369,7 @@ def test_constant_schedule():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_mup_scales_by_width(tied):
-    """Table 8 of arXiv 2203.03466: matrices by their number of inputs, vectors and inputs not."""
+    """Table 8 of arXiv 2203.03466: matrices scale with fan-in; vectors and input weights do not."""
     config = model_size("L1-H32-A2")
     config.vocab_size, config.tied_decoder = 50, tied
     config.head, config.labels, config.span_boundary = "sequence", ("a", "b"), True
@@ -377,12 +377,12 @@ def test_mup_scales_by_width(tied):
     config.base_hidden = 8
     scaled = flatten(init_params(config, jax.random.key(0)))
     rates = flatten(optim.learning_rate_multipliers(Config(model=config), shapes(config)))
-    hidden, output = (0.5, 0.25), (0.25, 0.25)  # of initial values and of learning rates
+    hidden, output = (0.5, 0.25), (0.25, 0.25)  # factors of (initial values, learning rates)
     expected = dict.fromkeys(plain, (1.0, 1.0))
     for path in plain:
         if path.endswith("/kernel"):
             expected[path] = output if path.startswith(("next_", "classifier")) else hidden
-    for leaf in ("scale", "bias"):  # of a decoder that is always tied
+    for leaf in ("scale", "bias"):  # its decoder is always tied
         expected[f"span_boundary/second_norm/{leaf}"] = output
     if tied:
         expected["masked_lm/norm/scale"] = expected["masked_lm/norm/bias"] = output

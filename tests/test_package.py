@@ -1,4 +1,4 @@
-"""The wheel: built, and used in an empty folder as `pip install` leaves it."""
+"""The wheel, built and used in an empty folder as after `pip install`, and the command line."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_the_wheel_pretrains_in_an_empty_folder(tmp_path):
+def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     def python(*arguments: str, **environment: str) -> str:
         env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
         done = subprocess.run(
@@ -24,7 +24,7 @@ def test_the_wheel_pretrains_in_an_empty_folder(tmp_path):
     pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
     python(*pip, "wheel", "--no-deps", "--wheel-dir", "dist", str(ROOT))
     (wheel,) = (tmp_path / "dist").glob("bert_jax-*.whl")
-    # Its dependencies are those of this environment; .ci/run has one with no others.
+    # Dependencies come from this environment; .ci/run has one with no other packages.
     python(*pip, "install", "--no-deps", "--target", "site", str(wheel))
 
     def bert_jax(*arguments: str) -> str:
@@ -45,7 +45,7 @@ def test_the_wheel_pretrains_in_an_empty_folder(tmp_path):
     assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
 
 
-def test_the_command_line_says_its_versions(capsys):
+def test_version_option_prints_versions(capsys):
     from bert_jax import __version__, cli
 
     with pytest.raises(SystemExit) as stopped:
@@ -68,7 +68,7 @@ def test_the_command_line_says_its_versions(capsys):
         (["vocab", "--out", "x", "--size", "a", "y"], "argument --size: invalid int value: 'a'"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, arguments, message):
+def test_command_line_error_is_one_line(capsys, arguments, message):
     from bert_jax import cli
 
     with pytest.raises(SystemExit) as stopped:
@@ -78,7 +78,7 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     assert message in line
 
 
-def test_shells_complete_verbs_and_options(capsys):
+def test_bash_completion_lists_verbs_and_options(capsys):
     from bert_jax import cli
 
     with pytest.raises(SystemExit):

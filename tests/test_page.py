@@ -1,4 +1,4 @@
-"""Pages that are one file."""
+"""Self-contained HTML pages."""
 
 import base64
 import gzip
@@ -10,7 +10,7 @@ from bert_jax.tools.report import page
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A function (title, body, data) to a page whose script writes what it got into the title."""
+    """A function (title, body, data) that writes a page whose script sets the title from `data`."""
     monkeypatch.setattr(page, "_HERE", tmp_path)
     (tmp_path / "page.css").write_text("main { color: rgb(1, 2, 3); }\n")
     (tmp_path / "tiny.js").write_text(
@@ -25,7 +25,7 @@ def tiny(tmp_path, monkeypatch):
     return make
 
 
-def test_texts_come_through_as_they_are(tiny, visit):
+def test_texts_are_escaped_and_displayed_verbatim(tiny, visit):
     result = "</script><script>document.title='lost'</script> <b> & é \u2028"
     opened = visit(tiny(result, page.table(["a", "b"], [[result, 1234567]]), {"message": result}))
     assert opened.title() == result
@@ -36,7 +36,7 @@ def test_texts_come_through_as_they_are(tiny, visit):
     )
 
 
-def test_the_policy_keeps_a_page_from_asking_for_anything(tiny, chromium):
+def test_content_security_policy_blocks_network_requests(tiny, chromium):
     refused, opened = [], chromium.new_page()
     opened.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
     url = "http://127.0.0.1:9/x.png"
@@ -45,12 +45,12 @@ def test_the_policy_keeps_a_page_from_asking_for_anything(tiny, chromium):
     assert refused == [(url, "csp")]
 
 
-def test_what_json_cannot_hold_is_an_error():
+def test_nan_in_page_data_is_rejected():
     with pytest.raises(ValueError, match="not JSON"):
         page.page("t", "", "tiny.js", {"x": float("nan")})
 
 
-def test_packed():
+def test_packed_is_deterministic_base64_gzip():
     data = bytes(range(256)) * 40
     text = page.packed(data)
     assert gzip.decompress(base64.b64decode(text)) == data

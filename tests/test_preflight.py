@@ -1,4 +1,4 @@
-"""Estimates for hardware that is not here: compiled programs, rooflines, libtpu's compiler."""
+"""Estimates without the hardware: compiled programs, rooflines, libtpu's compiler."""
 
 import importlib.util
 import json
@@ -15,8 +15,8 @@ from bert_jax.objectives import pretraining
 from bert_jax.tools import hlo, preflight
 from bert_jax.tools.hlo import Collective
 
-# Two layers of a loop of 3, an asynchronous all-gather that shows up twice, a reduce-scatter as TPUs
-# write it, a batched product as a convolution, arrays in VMEM (`S(1)`).
+# A loop of 3 iterations with nested fusions, an asynchronous all-gather that appears twice, a
+# reduce-scatter as TPUs write it, a product as a convolution, arrays in VMEM (`S(1)`).
 PROGRAM = """HloModule step, is_scheduled=true
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -91,12 +91,12 @@ ENTRY %main (a: bf16[16,64], b: bf16[3,64,64], c: f32[256,64], q: f32[2,8,4], k:
 """
 
 
-def test_a_program_is_counted_with_its_loops():
+def test_hlo_counts_include_loop_iterations():
     program = hlo.read(PROGRAM)
     loop, once = 2 * 16 * 64 * 64, 2 * 2 * 8 * 16 * 4
     assert program.matrix_flops == 3 * loop + once
-    # A layer reads its slice of the weights, not all three, and hidden states, and writes the latter.
-    layer = 2 * (64 * 64 + 2 * 16 * 64) + 3 * 4  # and the counter: twice read, in VMEM once written
+    # A layer reads one of the three weight slices and reads and writes the hidden states.
+    layer = 2 * (64 * 64 + 2 * 16 * 64) + 3 * 4  # and the loop counter: 3 reads, written on chip
     reduced = 4 * (256 + 128) * 64
     assert program.traffic_bytes == pytest.approx(3 * layer + reduced, abs=3 * 8)
     result = {c.kind: c for c in program.collectives}
@@ -120,7 +120,7 @@ def test_a_program_is_counted_with_its_loops():
         ("{}, x", [[0]]),
     ],
 )
-def test_every_way_to_write_groups(text, groups):
+def test_replica_groups_in_every_notation(text, groups):
     assert hlo.replica_groups(f"channel_id=1, replica_groups={text}").tolist() == groups
 
 
@@ -128,20 +128,20 @@ def test_every_way_to_write_groups(text, groups):
     ("left", "right", "result", "attributes", "flops"),
     [
         ((128, 64), (64, 32), (128, 32), "dim_labels=bf_io->bf", 2 * 128 * 64 * 32),
-        # Batches of products, as TPUs write them: windows of which one place each is real.
+        # A batched product as TPUs write it: only one position per window is valid.
         ((2, 128, 4, 64), (2, 128, 4, 64), (2, 4, 128, 128),
          "window={size=2x4 stride=1x3 lhs_dilate=2x4}, dim_labels=0b1f_0o1i->01bf",
          2 * 2 * 4 * 128 * 128 * 64),
-        # A window of 3 over 5 places with a border of 1: 13 of its 15 places are real.
+        # A window of 3 over 5 positions, padded by 1: 13 of 15 products are valid.
         ((1, 5, 1), (3, 1, 1), (1, 5, 1), "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 13),
     ],
 )  # fmt: skip
-def test_products_written_as_convolutions(left, right, result, attributes, flops):
+def test_convolution_flops_exclude_padding(left, right, result, attributes, flops):
     assert hlo._convolution_flops(left, right, result, attributes) == flops
 
 
 def all_reduce(size, topology):
-    """An all-reduce over all chips of a topology, and where they are."""
+    """Return an all-reduce over all devices of a topology, and their locations."""
     where = preflight.locations(topology)
     return Collective("all-reduce", size, np.arange(len(where))[None], 1), where
 
@@ -150,18 +150,18 @@ def all_reduce(size, topology):
     ("text", "seconds"),
     [
         ("v5e:4x4", 2 * 15 / 16 / (2 * 50)),  # a mesh: a corner has two links
-        ("v5e:16x16", 2 * 255 / 256 / (4 * 50)),  # a torus: four
+        ("v5e:16x16", 2 * 255 / 256 / (4 * 50)),  # a torus: four links
         ("v5p:4x4x4", 2 * 63 / 64 / (6 * 100)),
         ("v5p:2x2x1", 2 * 3 / 4 / (2 * 100)),
-        ("v4:2x2x4", 2 * 15 / 16 / (3 * 50)),  # the long axis is closed only if all are
+        ("v4:2x2x4", 2 * 15 / 16 / (3 * 50)),  # the long axis wraps around only if all do
         ("v5e:16x16,slices=2", 2 * 255 / 256 / (4 * 50) + 1 / 256 / 3.125),
-        # Eight devices on four chips, which share the links.
+        # Eight devices on four chips; the two of a chip share its links.
         ("tpu7x:2x2x1", 2 * 7 / 8 / (2 * 50)),
         ("h100:8", 2 * 7 / 8 / 450),
         ("h100:16", 2 * 7 / 8 / 450 + 1 / 8 / 50),
     ],
 )
-def test_network_time_by_hand(text, seconds):
+def test_network_time_matches_hand_computation(text, seconds):
     topology = preflight.parse_topology(text)
     collective, where = all_reduce(10**9, topology)
     assert preflight.network_seconds(topology, where, collective) == pytest.approx(seconds)
@@ -175,7 +175,7 @@ def test_network_time_by_hand(text, seconds):
         ("v5e-1", "v5e:1x1", 1),
         ("tpu-v6e-256", "v6e:16x16", 256),
         ("v6e-32,slices=2", "v6e:4x8,slices=2", 64),
-        # These types count two cores a chip; JAX sees a chip of v4 and v5p as one device.
+        # These types count two cores per chip; in JAX a v4 or v5p chip is one device.
         ("v4-8", "v4:2x2x1", 4),
         ("v4-32", "v4:2x2x4", 16),
         ("v5p-128", "v5p:4x4x4", 64),
@@ -184,7 +184,7 @@ def test_network_time_by_hand(text, seconds):
         ("tpu7x-128", "tpu7x:4x4x4", 128),
     ],
 )
-def test_an_accelerator_type_is_a_topology(accelerator, topology, devices):
+def test_accelerator_type_parses_to_topology(accelerator, topology, devices):
     parsed = preflight.parse_topology(accelerator)
     assert parsed == preflight.parse_topology(topology)
     assert parsed.name == topology
@@ -192,7 +192,7 @@ def test_an_accelerator_type_is_a_topology(accelerator, topology, devices):
     assert parsed.chips == devices // (2 if "tpu7x" in topology else 1)
 
 
-def test_a_group_along_one_axis_has_that_axis_links():
+def test_group_along_one_axis_uses_only_its_links():
     topology = preflight.parse_topology("v5p:4x4x4")
     _, where = all_reduce(1, topology)
     row = Collective("all-gather", 10**9, np.arange(64).reshape(16, 4), 5)
@@ -200,7 +200,7 @@ def test_a_group_along_one_axis_has_that_axis_links():
     assert seconds == pytest.approx(5 * 3 / 4 / (2 * 100))
 
 
-def test_roofline_by_hand():
+def test_roofline_matches_hand_computation():
     chip = device.CHIPS["TPU v5 lite"]
     result = preflight.roofline(chip, flops=197e12, traffic=819e9 / 2, network=0.25)
     assert result["compute_seconds"] == pytest.approx(1)
@@ -209,7 +209,7 @@ def test_roofline_by_hand():
     assert preflight.roofline(chip, 0.0, 0.0, 2.0)["bound"] == "network"
 
 
-def test_the_compiler_s_refusal_is_understood():
+def test_out_of_memory_messages_are_parsed():
     message = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
         "(17.75G) exceeds available HBM (15.75G)."
@@ -220,7 +220,7 @@ def test_the_compiler_s_refusal_is_understood():
     assert preflight.needed_bytes("INTERNAL: something else") is None
 
 
-def test_data_sheets_are_found_by_device_kind():
+def test_chip_data_by_device_kind():
     assert device.chip("TPU v5 lite").flops == 197e12
     assert device.chip("TPU v5").flops == device.chip("TPU v5p").flops == 459e12
     assert device.chip("NVIDIA H100 80GB HBM3").memory_bytes == 80 * 10**9
@@ -238,7 +238,7 @@ def miniature(**model):
     )
 
 
-def test_phases_without_rows_are_those_with(rows):
+def test_abstract_phases_match_phases_with_rows(rows):
     config = miniature(layer_loop="scanned")
     config.model.vocab_size = 0
     config.phases[0].tokens = 32
@@ -259,7 +259,7 @@ def run(capsys, *arguments):
     return status, out, err
 
 
-def test_gpus_are_told_by_formula(capsys):
+def test_gpu_estimates_use_the_formula(capsys):
     status, out, _ = run(capsys, "--topology", "h100:8", "--dollars-per-chip-hour", "2")
     assert status == 0
     assert "BY FORMULA, not compiled" in out
@@ -270,7 +270,7 @@ def test_gpus_are_told_by_formula(capsys):
     assert report["dollars"] == pytest.approx(2 * 8 * report["hours"])
     assert report["hours"] == pytest.approx(1e6 * phase["roofline"]["step_seconds"] / 3600)
     assert phase["memory"]["parameters"] == 4 * report["parameters"]
-    # Two moments, and the schedule's count of steps.
+    # Two moments and the schedule's step counter.
     assert phase["memory"]["optimizer"] == 8 * report["parameters"] + 4
     sent = phase["collectives"]["all-reduce"]["bytes"]
     assert sent == pytest.approx(2 * 7 / 8 * 4 * report["parameters"])
@@ -280,7 +280,7 @@ def test_gpus_are_told_by_formula(capsys):
     ("topology", "source", "assumed"),
     [("h100:8", "on one H100", False), ("b200:8", "on one H100", True), ("a100:8", "A100", False)],
 )
-def test_the_expected_time_is_of_a_measured_utilization(capsys, topology, source, assumed):
+def test_expected_time_uses_measured_utilization(capsys, topology, source, assumed):
     changes = ["--topology", topology, "--config.model.dtype=bfloat16", "--dollars-per-chip-hour=3"]
     _, out, _ = run(capsys, *changes, "--json")
     report = json.loads(out)
@@ -301,7 +301,7 @@ def test_the_expected_time_is_of_a_measured_utilization(capsys, topology, source
     assert ("ASSUMED from" in out) == assumed
 
 
-def test_the_attention_is_the_one_that_a_run_would_take(capsys):
+def test_estimate_resolves_auto_attention(capsys):
     bfloat16 = ["--topology", "h100:8", "--json", "--config.model.dtype=bfloat16"]
     for changes, name in (
         ([], "xla"),
@@ -312,7 +312,7 @@ def test_the_attention_is_the_one_that_a_run_would_take(capsys):
         assert json.loads(out)["attention"]["implementation"] == name
 
 
-def test_estimates_know_left_to_right_models(capsys):
+def test_estimate_for_causal_models(capsys):
     def estimate(*arguments):
         status, out, _ = run(capsys, "--topology", "h100:8", "--json", *arguments)
         assert status == 0
@@ -324,13 +324,13 @@ def test_estimates_know_left_to_right_models(capsys):
         estimate(without),
         estimate(without, "--config.model.causal=true"),
     )
-    # 127 predictions a row instead of 19, of 256 rows on 8 chips.
+    # 127 predictions per row instead of 19, for 256 rows on 8 chips.
     a_prediction = 3 * 2 * 128 * (30_522 + 128)
     assert more - flops == pytest.approx(256 / 8 * (127 - 19) * a_prediction)
     assert larger - memory == pytest.approx(256 / 8 * (127 - 19) * 8 * 30_522)
 
 
-def test_what_does_not_fit_is_told_what_would(capsys):
+def test_suggested_change_makes_the_run_fit(capsys):
     many = ["--topology", "h100:1", "--config.batch_size=131072"]
     status, out, _ = run(capsys, *many)
     assert status == 1
@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_told_what_would(capsys):
         (["--topology", "h100:8", "--rows", "a", "--rows", "b"], "2 --rows for the config's 1"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(capsys, arguments, message):
+def test_invalid_arguments_give_one_line_errors(capsys, arguments, message):
     status, out, err = run(capsys, *arguments)
     assert status == 2
     assert message in err
@@ -369,7 +369,7 @@ def test_mistakes_are_reported_in_one_line(capsys, arguments, message):
     assert not out
 
 
-def test_without_libtpu_it_says_what_to_install(monkeypatch):
+def test_missing_libtpu_error_names_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'bert-jax\[tpu\]'"):
         preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
@@ -377,7 +377,7 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The miniature on a v5e:2x2: its config and report."""
+    """The config and phase report of the miniature model, compiled for v5e:2x2."""
     config = miniature(layer_loop="scanned")
     config.mesh.fsdp = 2
     report = preflight.preflight(config, preflight.parse_topology("v5e:2x2"))
@@ -385,8 +385,8 @@ def compiled():
 
 
 @pytest.mark.tpu
-def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
-    """As libtpu 0.0.42 has it for BERT-large, T=512, on four slices of v6e:16x16."""
+def test_compiler_failure_gives_a_one_line_error(monkeypatch):
+    """libtpu 0.0.42 fails like this for BERT-large, T=512, on four slices of v6e:16x16."""
 
     def fail(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001:\nRan out of memory in vmem")
@@ -400,7 +400,7 @@ def test_a_failure_of_the_compiler_is_told_in_one_line(monkeypatch):
 
 
 @pytest.mark.tpu
-def test_the_compiler_holds_what_sharding_says(compiled):
+def test_compiled_argument_memory_matches_sharding(compiled):
     config, result = compiled
     _, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
@@ -408,15 +408,18 @@ def test_the_compiler_holds_what_sharding_says(compiled):
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     memory = result["memory"]
     expected = sharding.bytes_per_device((state, batch))
-    # What is padded to the chip's tiles comes on top.
+    # Padding to the chip's tiles comes on top.
     assert memory["arguments"] - memory["padding"] == expected
     assert 0 <= memory["padding"] < expected
     assert result["fits"]
 
 
 @pytest.mark.tpu
-def test_the_compiler_knows_tpu7x():
-    """Two devices per chip: eight on a 2x2x1. Older versions of JAX get an error that names the needed one."""
+def test_compile_for_tpu7x():
+    """A 2x2x1 has eight devices, two per chip.
+
+    With older versions of JAX the error names the required version.
+    """
     topology = preflight.parse_topology("tpu7x:2x2x1")
     if jax.__version_info__ < (0, 12):
         with pytest.raises(UserError, match=r"which needs JAX 0\.12 and libtpu 0\.0\.50"):
@@ -429,19 +432,19 @@ def test_the_compiler_knows_tpu7x():
 
 
 @pytest.mark.tpu
-def test_the_compiler_multiplies_what_the_formula_says(compiled):
+def test_compiled_flops_match_the_formula(compiled):
     _, phase = compiled
     flops = phase["flops"]
-    # The formula leaves out the products that select positions and predicted tokens, each forward and
-    # once backward. (The one [CLS] a row is selected by a sum.)
+    # The formula omits the products that select positions and predicted tokens, one forward and one
+    # backward each. (The single [CLS] of a row is selected by a sum.)
     selected = 16 * (128 + 19) * 128 * 128
     assert flops["compiled"] == pytest.approx(flops["formula"] + 2 * 2 * selected, rel=1e-6)
-    # XLA's own count takes the layers' loops once.
+    # XLA's cost analysis counts the body of the layer loop once.
     assert flops["cost_analysis"] < 0.8 * flops["compiled"]
 
 
 @pytest.mark.tpu
-def test_the_compiler_exchanges_what_the_mesh_says(compiled):
+def test_compiled_collectives_match_the_mesh(compiled):
     config, phase = compiled
     assert {"all-gather", "all-reduce"} <= phase["collectives"].keys()
     gathered = phase["collectives"]["all-gather"]

@@ -1,4 +1,4 @@
-"""Documents to rows: BERT's instances, and the same bytes whatever happens on the way."""
+"""`bert-jax prepare`: BERT's training instances, and identical bytes after any interruption."""
 
 import bisect
 import collections
@@ -33,7 +33,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP = 2, 3
 
 
-# Instances of documents in memory, where token ids tell where a token comes from.
+# Instances of in-memory documents, whose token ids encode the position in the corpus.
 
 
 class Vocab:
@@ -41,7 +41,7 @@ class Vocab:
 
 
 class InMemory:
-    """Documents of given sentence lengths; every token is 10 + its place in the corpus."""
+    """Documents of given sentence lengths; each token id is 10 + its position in the corpus."""
 
     def __init__(self, documents):
         self.bounds, place = [], 0
@@ -63,7 +63,7 @@ class InMemory:
 
 
 def segments(example):
-    """An example's a and b, after a look at its structure."""
+    """Check the structure of an example and return its segments a and b."""
     tokens, a_length, _ = example
     assert tokens[0] == CLS
     assert tokens[-1] == tokens[a_length - 1] == SEP
@@ -81,7 +81,7 @@ corpora = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_si
 
 
 @given(corpora, st.integers(8, 64), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 2**32))
-def test_pairs_are_text_of_one_document_or_of_two(documents, tokens, short, seed):
+def test_pairs_come_from_one_or_two_documents(documents, tokens, short, seed):
     memory = InMemory(documents)
     instances = Instances(memory, Vocab, tokens, "nsp", short)
     rng = random.Random(seed)
@@ -96,10 +96,10 @@ def test_pairs_are_text_of_one_document_or_of_two(documents, tokens, short, seed
             assert a[-1] < bounds[-1]
             assert a[0] >= reached  # segments never overlap
             reached = a[-1] + 1
-            if example.label == 0:  # is next, as in Google's and Hugging Face's models
+            if example.label == 0:  # "is next", as in Google's and Hugging Face's models
                 assert a[-1] < b[0]
                 assert b[-1] < bounds[-1]
-                if len(example.tokens) < tokens:  # nothing was cut off
+                if len(example.tokens) < tokens:  # not truncated
                     assert b[0] == a[-1] + 1
                     assert b[0] in bounds
                 reached = b[-1] + 1
@@ -114,8 +114,8 @@ def test_pairs_are_text_of_one_document_or_of_two(documents, tokens, short, seed
     st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=10), min_size=2, max_size=6),
     st.integers(0, 2**32),
 )
-def test_nothing_is_lost_where_nothing_is_cut(documents, seed):
-    memory = InMemory(documents)  # documents of 200 tokens at most, rows of 512
+def test_no_token_is_lost_without_truncation(documents, seed):
+    memory = InMemory(documents)  # documents have at most 200 tokens, rows 512
     instances = Instances(memory, Vocab, 512, "nsp", 0.0)
     rng = random.Random(seed)
     for number, bounds in enumerate(memory.bounds):
@@ -127,7 +127,7 @@ def test_nothing_is_lost_where_nothing_is_cut(documents, seed):
 
 
 def plain_whole_sentences(documents, room, crossing):
-    """Lists of tokens, sentence by sentence; a document is a list of lists of tokens."""
+    """Pack sentences one at a time, as a reference; a document is a list of lists of tokens."""
     results, current = [], []
     for document in documents:
         pieces = [s[i : i + room] for s in document for i in range(0, len(s), room)]
@@ -160,8 +160,8 @@ def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
     assert all(len(e.tokens) == e.a_length <= tokens and e.label == -1 for e in examples)
 
 
-def test_rows_of_whole_sentences(tmp_path, small_pieces):
-    """Of files: every token once, the same for any workers, and no [SEP] is masked."""
+def test_whole_sentence_rows_contain_every_token_once(tmp_path, small_pieces):
+    """Rows do not depend on the number of workers; only "full-sentences" rows cross documents."""
     text, vocab = write_corpus(tmp_path)
     common = {"tokens": 64, "heldout_fraction": 0.1}
     for kind in ("full-sentences", "doc-sentences"):
@@ -203,14 +203,14 @@ def test_single_segments_fill_the_row(documents, tokens, seed):
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(5, 100))
-def test_truncation_takes_from_the_longer_one(a, b, room):
+def test_truncation_shortens_the_longer_segment(a, b, room):
     left = [a, b]
     while sum(left) > room:
         left[0 if left[0] > left[1] else 1] -= 1
     assert truncated_lengths(a, b, room) == tuple(left)
 
 
-def test_truncation_takes_from_either_end():
+def test_truncation_removes_from_both_ends():
     rng = random.Random(1)
     fronts = [_trim(np.arange(30), 10, rng)[0] for _ in range(4000)]
     assert np.mean(fronts) == pytest.approx(10, abs=0.2)
@@ -218,7 +218,7 @@ def test_truncation_takes_from_either_end():
 
 
 def plain_instances(documents, number, tokens, short_fraction, rng):
-    """Google's algorithm, sentence by sentence and token by token."""
+    """Google's algorithm, implemented one sentence and one token at a time."""
     document, room = documents[number], tokens - 3
     target = rng.randint(2, room) if rng.random() < short_fraction else room
     chunk, length, i, results = [], 0, 0, []
@@ -253,7 +253,7 @@ def plain_instances(documents, number, tokens, short_fraction, rng):
     return results
 
 
-def test_distributions_are_those_of_the_plain_algorithm():
+def test_distributions_match_the_plain_algorithm():
     rng = np.random.default_rng(5)
     lengths = [
         rng.geometric(1 / 12, size=rng.integers(1, 40)).clip(1, 80).tolist() for _ in range(60)
@@ -281,26 +281,26 @@ def test_distributions_are_those_of_the_plain_algorithm():
                     np.mean([len(a) for a, _, _ in result]),
                     np.mean([len(b) for _, b, _ in result]),
                     np.mean([len(a) + len(b) == 61 for a, b, _ in result]),
-                    np.mean([a[0] for a, _, _ in result]),  # where truncation begins
-                    np.mean([b[0] for _, b, _ in result]),  # which document is drawn
-                    np.mean([b[0] - begin_of(b[0]) for _, b, _ in result]),  # and where in it
+                    np.mean([a[0] for a, _, _ in result]),  # depends on truncation at the front
+                    np.mean([b[0] for _, b, _ in result]),  # depends on the random document
+                    np.mean([b[0] - begin_of(b[0]) for _, b, _ in result]),  # and its sentence
                 ]
             )
     ours, plain = (np.array(features[name], float) for name in ("ours", "plain"))
     error = np.sqrt(ours.var(0) / len(ours) + plain.var(0) / len(plain))
     assert (np.abs(ours.mean(0) - plain.mean(0)) < 4 * error).all()
-    # Lengths of a as a whole: the largest gap between the two cumulative distributions.
+    # Compare the whole distribution of the mean length of a: the Wasserstein-1 distance.
     gap = np.abs(np.sort(ours[:, 2]) - np.sort(plain[:, 2])).mean()
     assert gap < 1.0
 
 
-def test_half_of_the_pairs_are_random_and_a_tenth_of_documents_short():
+def test_random_pair_and_short_document_fractions():
     memory = InMemory([[10] * 150] * 400)
     rng = random.Random(3)
     labels = []
     for number in range(400):
         examples = Instances(memory, Vocab, 128, "nsp", 0.0).of(number, rng)
-        # Not at the document's end, where what is left may be one sentence, hence random.
+        # Skip the document's end, where a single remaining sentence always makes a random pair.
         labels += [e.label for e in itertools.islice(examples, 8)]
     assert np.mean(labels) == pytest.approx(0.5, abs=0.03)
     instances = Instances(memory, Vocab, 128, "nsp", 0.1)
@@ -308,11 +308,11 @@ def test_half_of_the_pairs_are_random_and_a_tenth_of_documents_short():
     assert np.mean(short) == pytest.approx(0.1, abs=0.04)
 
 
-# Words to ids.
+# Word cache.
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_remembered_words_are_what_the_tokenizer_says(lowercase):
+def test_word_cache_matches_the_tokenizer(lowercase):
     tokens = [*SPECIAL, *string.ascii_letters, *string.punctuation, *string.digits, "é"]
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
@@ -339,18 +339,18 @@ def test_remembered_words_are_what_the_tokenizer_says(lowercase):
     assert np.frombuffer(pieces["(hello..."], "<u2").tolist() == ids
 
 
-# Folders of rows.
+# Row folders.
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Many chunks and shards of little text."""
+    """Shrink chunks and shards so that a small corpus has many of each."""
     monkeypatch.setattr(prepare_worker, "CHUNK_CHARACTERS", 2000)
     monkeypatch.setattr(module, "_MIN_SHARD_TOKENS", 500)
 
 
 def write_corpus(folder, documents=40, sentences=12, seed=0):
-    """Text in Google's format whose every word names its document, and a vocabulary of them."""
+    """Write a corpus in Google's format, whose words name their document, and its vocabulary."""
     rng = random.Random(seed)
     texts = [
         [[f"d{d}w{rng.randrange(8)}" for _ in range(rng.randint(3, 14))] for _ in range(sentences)]
@@ -397,7 +397,7 @@ def document_of(token):
     return (token - len(SPECIAL)) // 8
 
 
-def test_folder_is_as_its_manifest_says(tmp_path, small_pieces, capsys):
+def test_rows_folder_matches_its_manifest(tmp_path, small_pieces, capsys):
     text, vocab = write_corpus(tmp_path)
     out = tmp_path / "rows"
     manifest = prepare([text], vocab, out, tokens=64, heldout_fraction=0.2, workers=1, seed=4)
@@ -431,7 +431,7 @@ def test_folder_is_as_its_manifest_says(tmp_path, small_pieces, capsys):
     assert "train" in capsys.readouterr().out
 
 
-def test_packing_changes_the_rows_and_not_the_sequences(tmp_path, small_pieces):
+def test_packing_changes_rows_but_not_sequences(tmp_path, small_pieces):
     text, vocab = write_corpus(tmp_path, 60)
     common = {"tokens": 128, "short_fraction": 0.5, "workers": 1}
     one = prepare([text], vocab, tmp_path / "one", **common)
@@ -442,12 +442,12 @@ def test_packing_changes_the_rows_and_not_the_sequences(tmp_path, small_pieces):
     assert four.train.rows < 0.8 * one.train.rows
     lengths = rows_of(tmp_path / "four", "train")["length"]
     assert (lengths > 0).sum(1).max() == 4
-    # Packing goes from long to short sequences; the rows of a shard must not.
+    # Packing places long sequences first; the rows of a shard must not be in that order.
     first = lengths[: four.train.shards[0].rows].max(1).astype(int)
     assert (np.diff(first) > 0).any()
 
 
-def test_passes_differ_and_hold_nothing_out_twice(tmp_path):
+def test_passes_differ_and_share_the_heldout_split(tmp_path):
     text, vocab = write_corpus(tmp_path)
     one = prepare([text], vocab, tmp_path / "one", workers=1)
     two = prepare([text], vocab, tmp_path / "two", passes=2, workers=1)
@@ -457,7 +457,7 @@ def test_passes_differ_and_hold_nothing_out_twice(tmp_path):
     assert first == one.train.shards[0].sha256 != second
 
 
-def test_weighted_documents_count_twice_but_are_not_their_own_random_text(tmp_path):
+def test_weighted_documents_are_not_their_own_random_text(tmp_path):
     text, vocab = write_corpus(tmp_path, 4)
     out = tmp_path / "rows"
     manifest = prepare([f"{text}@3"], vocab, out, tokens=32, heldout_fraction=0.0, workers=1)
@@ -468,7 +468,7 @@ def test_weighted_documents_count_twice_but_are_not_their_own_random_text(tmp_pa
         assert (document_of(tokens[1]) != document_of(tokens[a_length])) == label
 
 
-def test_no_text_becomes_a_special_token(tmp_path):
+def test_text_never_produces_special_tokens(tmp_path):
     words = ["cls", "sep", "mask", "pad", "[", "]"]
     wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
     (tmp_path / "text.txt").write_text("[SEP] [CLS] sep\n[MASK] [PAD]\n\ncls mask [CLS]\nsep\n")
@@ -479,7 +479,7 @@ def test_no_text_becomes_a_special_token(tmp_path):
         assert min(inner) > 4
 
 
-def test_large_vocabularies_take_four_bytes(tmp_path):
+def test_large_vocabularies_use_four_byte_token_ids(tmp_path):
     words = [f"w{i}" for i in range(70_000)]
     wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
     (tmp_path / "text.txt").write_text("w69999 w1\nw2\n\nw69998 w3\nw4\n")
@@ -488,7 +488,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     assert {69_999 + 5, 69_998 + 5} <= seen
 
 
-def test_bytes_do_not_depend_on_workers(tmp_path, small_pieces):
+def test_output_does_not_depend_on_number_of_workers(tmp_path, small_pieces):
     text, vocab = write_corpus(tmp_path)
     results = []
     for workers in (1, 2, 5):
@@ -512,7 +512,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, small_pieces):
+def test_restart_after_sigkill_gives_identical_bytes(tmp_path, small_pieces):
     text, vocab = write_corpus(tmp_path, 80)
     prepare([text], vocab, tmp_path / "whole", sequences=4, workers=1)
     whole = content(tmp_path / "whole")
@@ -543,8 +543,10 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace", "unlink", "rename"])
-def test_stopped_anywhere_it_goes_on(tmp_path, small_pieces, monkeypatch, function):
-    """Every single time a file gets its place, and the last moves above all."""
+def test_interruption_at_any_file_operation_is_recoverable(
+    tmp_path, small_pieces, monkeypatch, function
+):
+    """Interrupt each sync, move and deletion of a file in turn, including the final moves."""
     text, vocab = write_corpus(tmp_path, 6)
     common = {"heldout_fraction": 0.4, "workers": 1}
     prepare([text], vocab, tmp_path / "whole", **common)
@@ -566,7 +568,7 @@ def test_stopped_anywhere_it_goes_on(tmp_path, small_pieces, monkeypatch, functi
             try:
                 prepare([text], vocab, out, force=True, **common)
             except Killed:
-                if (out / "manifest.json").exists():  # then it is true
+                if (out / "manifest.json").exists():  # then it must describe the shards
                     manifest = read_manifest(out)
                     for shard in manifest.train.shards + manifest.heldout.shards:
                         assert files.sha256(out / shard.name) == shard.sha256
@@ -580,7 +582,7 @@ def content_without_partial(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_pieces, monkeypatch):
+def test_full_disk_gives_one_line_error_and_keeps_work(tmp_path, small_pieces, monkeypatch):
     text, vocab = write_corpus(tmp_path)
     prepare([text], vocab, tmp_path / "whole", workers=1)
     out, real, left = tmp_path / "rows", os.fsync, 20
@@ -618,12 +620,12 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, small_pieces, monke
         )
         with pytest.raises(UserError, match="the disk is full"):
             prepare([text], vocab, out, workers=1)
-    assert min(tokenized) == done  # those before were kept
+    assert min(tokenized) == done  # earlier chunks were kept
     prepare([text], vocab, out, workers=1)
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_work_of_other_settings_is_discarded(tmp_path, small_pieces, monkeypatch):
+def test_partial_work_with_other_settings_is_discarded(tmp_path, small_pieces, monkeypatch):
     text, vocab = write_corpus(tmp_path)
     out = tmp_path / "rows"
     with monkeypatch.context() as patch:
@@ -636,7 +638,7 @@ def test_work_of_other_settings_is_discarded(tmp_path, small_pieces, monkeypatch
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_changed_text_is_read_again(tmp_path, small_pieces, monkeypatch):
+def test_changed_text_is_tokenized_again(tmp_path, small_pieces, monkeypatch):
     text, vocab = write_corpus(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_write_all", lambda *_: 1 / 0)
@@ -648,7 +650,7 @@ def test_changed_text_is_read_again(tmp_path, small_pieces, monkeypatch):
     assert content(tmp_path / "rows") == content(tmp_path / "whole")
 
 
-def test_rows_that_are_there_are_not_made_again(tmp_path, capsys, monkeypatch):
+def test_existing_rows_are_reused_unless_settings_differ(tmp_path, capsys, monkeypatch):
     text, vocab = write_corpus(tmp_path)
     out = tmp_path / "rows"
     first = prepare([text], vocab, out, workers=1)
@@ -671,7 +673,7 @@ def test_rows_that_are_there_are_not_made_again(tmp_path, capsys, monkeypatch):
         prepare([text], vocab, out, workers=1, passes=2)
 
 
-def test_two_processes_do_not_share_a_folder(tmp_path):
+def test_locked_folder_is_rejected(tmp_path):
     text, vocab = write_corpus(tmp_path)
     with (
         files.lock_folder(tmp_path / "rows" / ".partial"),
@@ -680,11 +682,11 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
         prepare([text], vocab, tmp_path / "rows", workers=1)
 
 
-def test_documents_too_few(tmp_path):
+def test_too_few_documents_for_pairs_or_heldout(tmp_path):
     text, vocab = write_corpus(tmp_path, 1)
     with pytest.raises(UserError, match=r"one document only.*--pairs none"):
         prepare([text], vocab, tmp_path / "rows", workers=1)
-    with pytest.raises(UserError, match="one document only"):  # copies are no other documents
+    with pytest.raises(UserError, match="one document only"):  # copies are not distinct documents
         prepare([f"{text}@2"], vocab, tmp_path / "rows", workers=1)
     manifest = prepare([text], vocab, tmp_path / "rows", pairs="none", workers=1)
     assert manifest.train.sequences
@@ -700,8 +702,8 @@ def test_documents_too_few(tmp_path):
 
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize(("documents", "fraction"), [(2, 0.05), (3, 0.3), (4, 0.02), (40, 0.01)])
-def test_few_documents_hold_out_their_ends(tmp_path, documents, fraction, copies):
-    """Nearest to what is asked, from two documents at least, and nothing of it is trained on."""
+def test_few_documents_hold_out_their_last_sentences(tmp_path, documents, fraction, copies):
+    """Held-out text has about the requested size, spans 2 or more documents and is not in train."""
     rng = random.Random(documents)
     words = [[f"d{i}s{n}" for n in range(60)] for i in range(documents)]
     lines = [[" ".join([word] * rng.randint(3, 9)) for word in own] for own in words]
@@ -731,7 +733,7 @@ def test_few_documents_hold_out_their_ends(tmp_path, documents, fraction, copies
     assert not manifest.warnings
 
 
-def test_text_of_another_vocabulary_is_told(tmp_path, capsys):
+def test_text_with_many_unknown_tokens_gives_a_warning(tmp_path, capsys):
     text, vocab = write_corpus(tmp_path)
     (tmp_path / "odd.txt").write_text("what is this\nnobody knows\n\nd1w1 nor this\nnor that\n")
     odd = f"google:{tmp_path}/odd.txt"
@@ -744,7 +746,7 @@ def test_text_of_another_vocabulary_is_told(tmp_path, capsys):
     assert not fine.warnings
 
 
-def test_what_fails_at_once_leaves_nothing(tmp_path):
+def test_immediate_failure_leaves_no_files(tmp_path):
     _, vocab = write_corpus(tmp_path)
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "there").mkdir()
@@ -755,12 +757,12 @@ def test_what_fails_at_once_leaves_nothing(tmp_path):
     assert not any((tmp_path / "there").iterdir())
 
 
-def test_nothing_to_read(tmp_path):
+def test_empty_sources_are_rejected(tmp_path):
     _, vocab = write_corpus(tmp_path)
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(UserError, match="no text"):
         prepare([str(tmp_path / "empty.txt")], vocab, tmp_path / "rows", workers=1)
-    (tmp_path / "invisible.txt").write_text("\u200b\n\n\u200b\n")  # normalized to nothing
+    (tmp_path / "invisible.txt").write_text("\u200b\n\n\u200b\n")  # normalizes to empty text
     with pytest.raises(UserError, match="no text"):
         prepare([f"google:{tmp_path}/invisible.txt"], vocab, tmp_path / "rows", workers=1)
     with pytest.raises(UserError, match="no source"):
@@ -773,14 +775,14 @@ def test_nothing_to_read(tmp_path):
     [("tokens", 4), ("tokens", 70_000), ("sequences", 0), ("pairs", "some"), ("passes", 0),
      ("heldout_fraction", 1.0), ("short_fraction", -0.1), ("workers", 0)],
 )  # fmt: skip
-def test_settings_that_cannot_be(tmp_path, name, value):
+def test_invalid_settings_are_rejected(tmp_path, name, value):
     text, vocab = write_corpus(tmp_path, 4)
     with pytest.raises(UserError, match=name):
         prepare([text], vocab, tmp_path / "rows", **{name: value})
     assert not (tmp_path / "rows").exists()
 
 
-def test_a_worker_that_dies_is_one_line(tmp_path, small_pieces, monkeypatch):
+def test_killed_worker_gives_one_line_error(tmp_path, small_pieces, monkeypatch):
     text, vocab = write_corpus(tmp_path)
     run = Workers.run
 
@@ -801,7 +803,7 @@ def test_a_worker_that_dies_is_one_line(tmp_path, small_pieces, monkeypatch):
     assert content(tmp_path / "rows") == content(tmp_path / "whole")
 
 
-def test_manifest_names_no_absolute_path(tmp_path, monkeypatch):
+def test_manifest_contains_no_absolute_path(tmp_path, monkeypatch):
     write_corpus(tmp_path)
     monkeypatch.chdir(tmp_path)
     prepare(["text.txt"], "vocab", "rows", workers=1)

@@ -1,4 +1,4 @@
-"""Profiled runs: they are the runs they would be without, and what the table says adds up."""
+"""Profiled runs: profiling changes no result, and the times in the table add up."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ COMPILED = {}
 
 
 def run(folder, rows, *changes, bad=()):
-    """Train for 20 steps in this process; all runs share one program."""
+    """Train for 20 steps in this process; all runs share one compiled program."""
     train_here(folder, rows, *SHORT, *changes, bad=bad, compiled=COMPILED)
 
 
@@ -37,24 +37,24 @@ def plain(tmp_path_factory, rows):
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory, rows):
-    """With an evaluation and checkpoints among the steps."""
+    """Profiled run with an evaluation and a checkpoint among the profiled steps."""
     folder = tmp_path_factory.mktemp("profile") / "profiled"
     run(folder, rows, "profile_steps=8:12")
     return folder
 
 
 def made(folder):
-    """What there is of profiles, and the table of the only one."""
+    """Return the name and the table of the only profile of a run."""
     (place,) = (folder / tracing.FOLDER).iterdir()
     assert len(list(place.rglob("*.xplane.pb"))) == 1
     return place.name, json.loads((place / "table.json").read_text())
 
 
-def test_the_run_is_the_run_without(plain, profiled):
+def test_profiling_does_not_change_the_run(plain, profiled):
     assert_same_run(profiled, plain)
 
 
-def test_the_parts_are_named_once_and_add_up(profiled):
+def test_parts_are_listed_once_and_sum_to_the_step_time(profiled):
     name, table = made(profiled)
     assert (name, table["steps"]) == ("steps_8_12", 4)
     rows = {row["part"]: row for row in table["parts"]}
@@ -64,7 +64,7 @@ def test_the_parts_are_named_once_and_add_up(profiled):
     idle = spent["input wait"] + spent["host"]
     assert table["device_seconds"] == pytest.approx(table["step_seconds"] - idle)
     assert all(value > 0 for part, value in spent.items() if part != "collectives")
-    # Whatever the model or the step computes has a name.
+    # Almost every operation of the model and the step belongs to a named part.
     computed = {part: row["operations"] for part, row in rows.items()}
     assert computed["other"] < 0.01 * sum(computed.values())
     text = (profiled / tracing.FOLDER / name / "table.txt").read_text()
@@ -72,8 +72,8 @@ def test_the_parts_are_named_once_and_add_up(profiled):
         assert len(re.findall(rf"^{part} {{2,}}", text, re.MULTILINE)) == 1
 
 
-def test_operations_are_those_of_the_formula(profiled):
-    """Of L1-H32-A2 on 8 rows of T=32, forward once and backward twice; biases come on top."""
+def test_operation_counts_match_the_formula(profiled):
+    """L1-H32-A2 on 8 rows of T=32: a backward pass costs two forward passes; biases cost extra."""
     _, table = made(profiled)
     counted = {row["part"]: row["operations"] for row in table["parts"]}
     rows, tokens, layers, d, f = 8, 32, 1, 32, 128
@@ -91,8 +91,8 @@ def test_operations_are_those_of_the_formula(profiled):
 
 
 @pytest.mark.parametrize(("steps", "rest"), [("8:12", 2), ("12:14", 2)])
-def test_left_among_its_steps_it_goes_on(tmp_path, rows, plain, monkeypatch, steps, rest):
-    """At step 11, when the newest checkpoint is 10; what may be asked for may be another time."""
+def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypatch, steps, rest):
+    """Interrupt at step 11, after the step-10 checkpoint; resume with the same or later steps."""
     dispatched = []
 
     def interrupt(batch, mesh):
@@ -106,7 +106,7 @@ def test_left_among_its_steps_it_goes_on(tmp_path, rows, plain, monkeypatch, ste
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, rows, "profile_steps=8:12")
     assert not list((tmp_path / tracing.FOLDER).iterdir())
-    killed = tmp_path / tracing.FOLDER / ".steps_8_12.partial"  # leaves more
+    killed = tmp_path / tracing.FOLDER / ".steps_8_12.partial"  # left by a killed process
     killed.mkdir()
     (killed / "half").touch()
     run(tmp_path, rows, f"profile_steps={steps}")
@@ -119,15 +119,15 @@ def test_left_among_its_steps_it_goes_on(tmp_path, rows, plain, monkeypatch, ste
 
 
 @pytest.mark.slow
-def test_a_step_that_is_left_out(tmp_path, rows):
+def test_trace_restarts_at_a_skipped_step(tmp_path, rows):
     for folder, changes in (("without", ()), ("with", ("profile_steps=5:12",))):
         run(tmp_path / folder, rows, "guard.nonfinite=skip", *changes, bad=[7])
     assert_same_run(tmp_path / "with", tmp_path / "without")
     _, table = made(tmp_path / "with")
-    assert table["steps"] == 5  # after the one
+    assert table["steps"] == 5  # 7 to 11, as the loop restarts at the skipped step
 
 
-def test_an_earlier_trace_makes_room(tmp_path, rows, plain):
+def test_earlier_trace_is_replaced(tmp_path, rows, plain):
     old = tmp_path / tracing.FOLDER / "steps_8_12"
     old.mkdir(parents=True)
     (old / "of old").touch()
@@ -136,8 +136,8 @@ def test_an_earlier_trace_makes_room(tmp_path, rows, plain):
     assert not (old / "of old").exists()
 
 
-def test_no_room_for_measuring(tmp_path, monkeypatch):
-    """A device that the run has filled."""
+def test_ceilings_are_omitted_when_the_device_is_full(tmp_path, monkeypatch):
+    """Measuring the ceilings runs out of device memory."""
 
     def full(dtype):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
@@ -157,7 +157,7 @@ def test_no_room_for_measuring(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_process_speaks_for_all(tmp_path, rows):
+def test_only_the_first_process_prints_the_table(tmp_path, rows):
     argv = command(tmp_path / "w", [rows()], "steps=6", "profile_steps=2:4")
     status, output = wait_for_all(start_processes(argv, 2))
     assert status == [0, 0], output
@@ -184,24 +184,24 @@ def test_one_process_speaks_for_all(tmp_path, rows):
         ),
     ],
 )
-def test_steps_that_cannot_be_are_refused(config, says):
+def test_invalid_profile_steps_are_refused(config, says):
     with pytest.raises(UserError) as error:
         configs.validate(config)
     assert str(error.value).startswith("config.profile_steps is ")
     assert says in str(error.value)
 
 
-def test_steps_that_can_be():
+def test_valid_profile_steps_are_accepted():
     assert configs.profiled_steps(Config()) == range(0)
     assert configs.profiled_steps(Config(profile_steps="0:10", steps=10)) == range(10)
-    # How many fine-tuning makes follows from data that are yet to be read.
+    # The number of fine-tuning steps depends on data that have not been read yet.
     configs.validate(FinetuneConfig(profile_steps="5:11"))
     phases = (PhaseConfig(fraction=0.9), PhaseConfig(fraction=0.1))
     for steps in ("7:9", "9:10"):
         configs.validate(Config(profile_steps=steps, steps=10, phases=phases))
 
 
-def test_time_is_divided_among_what_runs():
+def test_time_is_divided_among_concurrent_operations():
 
     def span(begin, end, name):
         return profile._Span(float(begin), float(end), name)
@@ -254,7 +254,7 @@ ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
 """
 
 
-def test_what_is_executed_and_of_what_it_consists():
+def test_executed_instructions_and_their_operations():
     result = hlo.executed(PROGRAM)
     assert set(result) == set(
         "copy.1 fused.1 while.1 exp.1 gemm.1 attends.1 all-reduce.1 copy.2".split()
@@ -262,7 +262,7 @@ def test_what_is_executed_and_of_what_it_consists():
     assert result["fused.1"].operations == {
         "jit(step)/optimizer/mul": 0,
         "jit(step)/jvp(Bert)/attention/query/dot_general": 2 * 8 * 4 * 16,
-        # The negation's own name is untold: it is of what it negates.
+        # The negation has no op_name, so it counts for its operand.
         "jit(step)/jvp(Bert)/attention/dropout/ge": 2 * 8 * 4,
     }
     assert result["fused.1"].traffic_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
@@ -271,7 +271,7 @@ def test_what_is_executed_and_of_what_it_consists():
     assert result["while.1"].operations["jit(step)/inputs/exp"] == 5 * 8 * 4
     assert result["gemm.1"].operations == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
     assert [name for name, one in result.items() if not one.is_known] == ["attends.1"]
-    # A copy serves who uses it; the last one nobody, and is of what it copies.
+    # A copy counts for its user. The last copy has none and counts for its operand.
     assert list(result["copy.1"].operations) == ["jit(step)/optimizer/mul"]
     assert list(result["copy.2"].operations) == ["jit(step)/jvp(Bert)/attention/attend/dot"]
 
@@ -293,12 +293,12 @@ def test_what_is_executed_and_of_what_it_consists():
         ("add", "other"),
     ],
 )
-def test_names_of_parts(scopes, part):
+def test_part_of_an_operation_by_its_scopes(scopes, part):
     assert profile.part_of(f"jit(step)/{scopes}") == part
 
 
-def test_a_gpus_trace(tmp_path, monkeypatch):
-    """As CUPTI's events come: on streams, by instruction or by kernel, beside the host's own."""
+def test_gpu_trace_is_divided_into_parts(tmp_path, monkeypatch):
+    """CUPTI's events are on streams, named by instruction or kernel, beside the host's events."""
 
     def event(name, begin, end, **stats):
         times = {"start_ns": float(begin), "end_ns": float(end)}
@@ -357,8 +357,8 @@ def test_a_gpus_trace(tmp_path, monkeypatch):
     assert "attention" in [r["part"] for r in table["parts"] if not r["operations_are_all"]]
 
 
-# Two steps on a GPU with CUDA graphs, as an XSpace: kernels have their own names, and their `hlo_op` is
-# the graph's.
+# XSpace of two steps on a GPU with CUDA graphs: kernels have their own names, but their `hlo_op`
+# names the graph.
 GRAPHS = """
 planes {{
   name: "/device:GPU:0"
@@ -371,7 +371,7 @@ planes {{
 
 
 def graph_trace(path, kernels):
-    """Write a trace of kernels, (name, nanoseconds) one after the other."""
+    """Write a trace of consecutive kernels, each given as (name, nanoseconds)."""
     names = sorted({name for name, _ in kernels})
     events, now = [], 0
     for name, duration in kernels:
@@ -390,7 +390,7 @@ def graph_trace(path, kernels):
     path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
 
 
-def test_kernels_of_a_cuda_graph_are_known_by_their_own_names(tmp_path):
+def test_cuda_graph_kernels_are_identified_by_name(tmp_path):
     text = PROGRAM.replace(
         "  %gemm.1 =",
         '  %loss.2 = f32[8,4]{1,0} exponential(%b), metadata={op_name="jit(step)/jvp(loss)/exp"}\n'
@@ -401,7 +401,7 @@ def test_kernels_of_a_cuda_graph_are_known_by_their_own_names(tmp_path):
         ("fused_1", 800),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 200),
         ("loss_2", 50),
-        ("sm90_xmma_gemm_f32f32_tf32f32", 400),  # the products of the vocabulary head
+        ("sm90_xmma_gemm_f32f32_tf32f32", 400),  # matrix products of the vocabulary head
         ("nvjet_sm90_tss_192x96", 100),
         ("exp_1", 25),
         ("nvjet_sm90_tst_128x160", 300),
@@ -411,7 +411,7 @@ def test_kernels_of_a_cuda_graph_are_known_by_their_own_names(tmp_path):
     seconds, whole = profile.part_seconds(tmp_path, text, hlo.executed(text))
     assert whole.end - whole.begin == 2 * sum(duration for _, duration in kernels)
     spent = {part: value * 1e9 / 2 for part, value in seconds.items() if value}
-    in_fusion = 800 / (16 + 1)  # products and what follows them, in proportion
+    in_fusion = 800 / (16 + 1)  # matrix products and dropout, by their operations
     assert spent == pytest.approx(
         {
             "matmul": 600 + in_fusion * 16,
@@ -425,7 +425,7 @@ def test_kernels_of_a_cuda_graph_are_known_by_their_own_names(tmp_path):
 
 
 def protobuf_fields(message):
-    """The fields of a serialized message: (number, value), bytes or integers."""
+    """Yield (number, value) of each field of a serialized message; values are bytes or integers."""
 
     def varint(i):
         value = shift = 0
@@ -450,7 +450,7 @@ def protobuf_fields(message):
 
 
 def traced_program(xspace, name):
-    """The text of a program from the metadata plane of a trace."""
+    """Return the HLO text of a program from the metadata plane of a trace."""
     from jaxlib import _hlo
 
     for number, plane in protobuf_fields(xspace):
@@ -467,8 +467,8 @@ def traced_program(xspace, name):
     raise AssertionError(f"no program {name} in the trace")
 
 
-def test_a_trace_of_an_h100(shared_data, tmp_path):
-    """Five steps of base, T=128, 256 rows, where the sums by kind of kernel are known."""
+def test_h100_trace_matches_known_kernel_times(shared_data, tmp_path):
+    """Five steps of BERT base, T=128, 256 rows, with known total times by kind of kernel."""
     path = shared_data("../gpu/base_128_5_steps.xplane.pb.gz")
     xspace = gzip.decompress(path.read_bytes())
     (tmp_path / "x.xplane.pb").write_bytes(xspace)
@@ -476,9 +476,9 @@ def test_a_trace_of_an_h100(shared_data, tmp_path):
     seconds, _ = profile.part_seconds(tmp_path, text, hlo.executed(text))
     spent = {part: 1e3 * value / 5 for part, value in seconds.items()}
     assert spent["attention"] == pytest.approx(6.6, abs=0.1)  # ms, cuDNN's kernels
-    # cuBLAS 22.8, Triton 1.1, and what is fused with them.
+    # cuBLAS 22.8 ms, Triton 1.1 ms, and the operations fused with them.
     assert 23 < spent["matmul"] + spent["vocabulary head"] < 31
-    assert spent["vocabulary head"] > 1.55  # the products of its backward pass alone
+    assert spent["vocabulary head"] > 1.55  # matrix products of its backward pass alone
     assert spent["LayerNorm and GELU"] > 10
     assert spent["optimizer"] > 1
     busy = sum(value for part, value in spent.items() if part not in ("host", "input wait"))

@@ -1,4 +1,4 @@
-"""Progress: a bar in a terminal, lines where there is none, and the lines that a file keeps."""
+"""Progress: a bar in a terminal, plain lines elsewhere, and the log file."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from bert_jax import progress
     ("total", "shown"),
     [(500, "0 kB"), (123_456, "123 of 123 kB"), (8_500_000, "8 of 8 MB")],
 )
-def test_small_files_are_counted_in_kilobytes(monkeypatch, capsys, total, shown):
+def test_byte_counts_are_shown_in_kb_or_mb(monkeypatch, capsys, total, shown):
     monkeypatch.setattr(progress, "LOG_EVERY_SECONDS", 0)
     with progress.Progress("reading", total, "B") as bar:
         bar.advance(total)
@@ -24,7 +24,7 @@ def test_small_files_are_counted_in_kilobytes(monkeypatch, capsys, total, shown)
 
 
 @pytest.mark.parametrize("total", [9_999, 1_000_000])
-def test_the_bar_of_a_run_fits_eighty_columns(monkeypatch, total):
+def test_training_bar_fits_in_80_columns(monkeypatch, total):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -43,7 +43,7 @@ def test_the_bar_of_a_run_fits_eighty_columns(monkeypatch, total):
     assert len(last.rstrip()) <= 80
 
 
-def test_a_quiet_run_prints_warnings_and_keeps_all_lines(monkeypatch, capsys, tmp_path):
+def test_quiet_mode_prints_only_warnings_but_logs_all_lines(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(progress, "LOG_EVERY_SECONDS", 0)
     monkeypatch.setattr(progress.Progress, "is_quiet", True)
     with progress.Progress("train", 2, "steps") as bar:

@@ -1,4 +1,4 @@
-"""The quickstart: without a network, with a wrong file, and from text to masks."""
+"""The quickstart: offline errors, wrong downloads, and a full run from text to filled masks."""
 
 import hashlib
 import importlib.util
@@ -37,14 +37,14 @@ def _zip(**members: bytes) -> bytes:
 
 
 def _run(folder: pathlib.Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    # One device: the tests' eight virtual ones share two cores.
+    # Use one device: the eight virtual devices of the tests share two cores.
     env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, str(SCRIPT), "--folder", "out", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_offline_is_one_line_that_says_how_to_go_on(tmp_path):
-    # An index that is an empty folder is what no network looks like to pip, without its waiting.
+def test_offline_error_is_one_line_with_a_workaround(tmp_path):
+    # Without an index, pip fails as it does without a network, but does not wait for timeouts.
     (tmp_path / "empty").mkdir()
     done = _run(
         tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_NO_INDEX="1", PIP_RETRIES="0"
@@ -57,7 +57,7 @@ def test_offline_is_one_line_that_says_how_to_go_on(tmp_path):
     assert left == []
 
 
-def test_another_file_is_refused_and_removed(tmp_path, quickstart, monkeypatch):
+def test_download_with_wrong_checksum_is_rejected_and_removed(tmp_path, quickstart, monkeypatch):
     def pip(command, **_):
         assert command[-1] == "gensim==4.4.0"
         folder = pathlib.Path(command[command.index("--dest") + 1])
@@ -74,7 +74,7 @@ def test_another_file_is_refused_and_removed(tmp_path, quickstart, monkeypatch):
     assert list((tmp_path / "text").iterdir()) == []
 
 
-def test_text_is_taken_once(tmp_path, quickstart, monkeypatch, capsys):
+def test_text_is_downloaded_once(tmp_path, quickstart, monkeypatch, capsys):
     wheel = _zip(notes_txt=b"some text")
     package = quickstart.Package(
         "notes", "1", hashlib.sha256(wheel).hexdigest(), 0.1, "notes.txt", "n.txt", bytes, "notes"
@@ -97,13 +97,13 @@ def test_text_is_taken_once(tmp_path, quickstart, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_the_bible_becomes_verses_and_chapters(tmp_path, quickstart):
+def test_bible_is_split_into_verses_and_chapters(tmp_path, quickstart):
     path = tmp_path / "bible.db"
     with sqlite3.connect(path) as connection:
         columns = "TestamentID, BookID, ChapterID, VerseID, Passage1, Passage2"
         connection.execute(f"CREATE TABLE Bible ({columns})")
         rows = [
-            (2, 1, 1, 1, "1:1 The fourth.", ""),  # books are numbered anew in each testament
+            (2, 1, 1, 1, "1:1 The fourth.", ""),  # book numbers restart in each testament
             (1, 1, 2, 1, "2:1 The third.", ""),
             (1, 1, 1, 1, "1:1 The first, 1:2 the second.", "Its end."),
         ]
@@ -120,7 +120,7 @@ def test_speeches_become_json_lines(quickstart):
 
 
 @pytest.mark.slow
-def test_from_text_to_masks(tmp_path):
+def test_quickstart_runs_from_text_to_filled_masks(tmp_path):
     animals = "cat dog horse cow hen goat duck fox".split()
     documents = [
         "\n".join(
@@ -129,7 +129,7 @@ def test_from_text_to_masks(tmp_path):
         for i in range(12)
     ]
     (tmp_path / "farm.txt").write_text("\n\n".join(documents) + "\n")
-    # Compiled with less care, as the steps are few.
+    # With few steps, optimizing the compiled program costs more time than it saves.
     flags = "--xla_backend_optimization_level=0"
     done = _run(tmp_path, "--corpus", "farm.txt", "--steps", "8", XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
@@ -143,9 +143,7 @@ def test_from_text_to_masks(tmp_path):
     assert not (tmp_path / "out" / "text").exists()  # nothing was downloaded
 
 
-def test_again_it_makes_no_new_vocabulary_and_passes_a_failure_on(
-    tmp_path, quickstart, monkeypatch
-):
+def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart, monkeypatch):
     program = tmp_path / "bert-jax"
     log = tmp_path / "log"
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" != "$FAILING" ] || exit 75\n')
@@ -166,11 +164,11 @@ def test_again_it_makes_no_new_vocabulary_and_passes_a_failure_on(
     log.unlink()
     with pytest.raises(SystemExit) as stopped:
         quickstart.quickstart(*arguments)
-    assert stopped.value.code == 75  # saved and stopped: the same command goes on
+    assert stopped.value.code == 75  # saved and stopped: rerun the same command to resume
     assert log.read_text().splitlines() == first[1:6]
 
 
-def test_a_folder_that_cannot_be_is_one_line(tmp_path):
+def test_unwritable_folder_gives_one_line_error(tmp_path):
     (tmp_path / "out").write_text("a file")
     done = _run(tmp_path, "--corpus", "farm.txt")
     assert done.returncode == 2
@@ -178,7 +176,7 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path):
     assert line.startswith(f"quickstart: cannot write to {tmp_path / 'out'}: ")
 
 
-def test_a_corpus_without_text_is_one_line(tmp_path):
+def test_empty_corpus_gives_one_line_error(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     done = _run(tmp_path, "--corpus", "empty.txt")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Pages and pictures of runs."""
+"""`bert-jax report`: HTML pages and pictures of runs."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ def write_lines(path, lines):
 
 
 def hand_written(folder, metrics, speed=(), vocab_size=100, **settings):
-    """A workdir of a fine-tuning run, without checkpoints."""
+    """Write the workdir of a fine-tuning run, without checkpoints."""
     model = ModelConfig(
         layers=11, hidden=8, heads=2, feed_forward=16, vocab_size=vocab_size, positions=16,
         masked_lm=False, next_sentence=False, head="sequence", labels=("no", "yes"), **settings,
@@ -56,7 +56,7 @@ def hand_written(folder, metrics, speed=(), vocab_size=100, **settings):
 
 @pytest.fixture(scope="module")
 def folders(rows, tmp_path_factory):
-    """Two pretraining runs, and a fine-tuning run that was killed while it wrote a line."""
+    """Two pretraining runs, and a fine-tuning run that was killed while writing a line."""
     home = tmp_path_factory.mktemp("runs")
     metrics = [
         {"step": 3, "split": "train", "loss": 0.7, "accuracy": 0.5, "learning_rate": 3e-5},
@@ -76,7 +76,7 @@ def folders(rows, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(folders, tmp_path_factory):
-    """The page of the three."""
+    """The HTML page of the three runs."""
     path = tmp_path_factory.mktemp("report") / "deep" / "runs.html"
     assert cli.main(["report", *map(str, folders), "--out", str(path)]) == 0
     return path
@@ -93,7 +93,7 @@ def plot_of(data, name):
 
 
 def table_after(opened, heading):
-    """The cells of the first table below a heading, a list a line."""
+    """Return the cells of the first table below a heading, one list per row."""
     return opened.evaluate(
         """heading => {
           const all = [...document.querySelectorAll("h1, h2, h3, table")];
@@ -105,7 +105,7 @@ def table_after(opened, heading):
     )
 
 
-def test_every_number_is_there(report, folders):
+def test_page_data_contains_every_metric(report, folders):
     data = data_of(report)
     assert data["runs"] == ["one", "other", ODD]
     names = [plot["file"] for plot in data["plots"]]
@@ -130,7 +130,7 @@ def test_every_number_is_there(report, folders):
                 expected.setdefault((i, "train", "real_tokens_per_second"), []).append(point)
         for line in lines:
             for name, value in line.items():
-                if name not in ("step", "split") and value == value:  # NaN is not
+                if name not in ("step", "split") and value == value:  # skip NaN
                     key = (i, line["split"], name)
                     expected.setdefault(key, []).append((line["step"], value))
     assert result == expected
@@ -138,7 +138,7 @@ def test_every_number_is_there(report, folders):
     assert expected[2, "train", "loss"] == [(3, 0.7)]
 
 
-def test_tokens_and_hours(report, folders):
+def test_x_values_in_tokens_and_hours(report, folders):
     speed = workdir.read_lines(folders[1] / "speed.jsonl")
     tokens = np.cumsum([x["real_tokens_per_second"] * x["seconds"] for x in speed])
     hours = np.cumsum([x["seconds"] for x in speed]) / 3600
@@ -150,13 +150,13 @@ def test_tokens_and_hours(report, folders):
     assert heldout["step"] == [3, 6]
     assert heldout["tokens"] == pytest.approx([(tokens[0] + tokens[1]) / 2, tokens[2]], rel=1e-5)
     assert "tokens" not in lines[2, "train"]["x"], "no speed.jsonl"
-    # All that is real of 6 batches of 8 rows.
+    # The real (not padding) tokens of 6 batches of 8 rows.
     real = [x["real_fraction"] for x in workdir.read_lines(folders[1] / "metrics.jsonl")]
     assert tokens[-1] == pytest.approx(8 * 32 * 2 * sum(real[:2] + real[3:4]), rel=0.05)
 
 
-def test_the_clock_of_a_run_that_was_killed(tmp_path):
-    """The second line is of its window's last 4 steps of 10: the first 6 were another process's."""
+def test_clock_of_a_killed_and_resumed_run(tmp_path):
+    """The second line times only the last 4 of its 10 steps: an earlier process ran the first 6."""
     metrics = [{"step": 20, "split": "train", "loss": 1.0}]
     speed = [
         {"step": 10, "seconds": 3600.0, "steps_per_second": 10 / 3600, "real_tokens_per_second": 2.0},
@@ -169,7 +169,7 @@ def test_the_clock_of_a_run_that_was_killed(tmp_path):
     assert at["tokens"] == pytest.approx([0, 7200, 7200 + 2.5 * 3600 * 3])
 
 
-def test_long_lines_are_thinned():
+def test_downsampling_keeps_endpoints_and_extremes():
     rng = np.random.default_rng(0)
     points = np.stack([np.arange(10_001.0), rng.normal(size=10_001)], 1)
     points[3_333, 1], points[7_777, 1] = 50, -50
@@ -181,7 +181,7 @@ def test_long_lines_are_thinned():
     assert len(curves.downsample(points[:400])) == 400
 
 
-def test_names_tell_runs_apart(tmp_path):
+def test_run_names_are_unique(tmp_path):
     metrics = [{"step": 1, "split": "train", "loss": 1.0}]
     for name in (
         "a/x/run",
@@ -200,7 +200,7 @@ def test_names_tell_runs_apart(tmp_path):
     ]  # fmt: skip
 
 
-def test_parameters_and_their_groups(report, folders, visit):
+def test_parameter_tables(report, folders, visit):
     _, _, params, _ = checkpoint.load_model(folders[0], "latest")
     count = sum(x.size for x in jax.tree.leaves(params))
     opened = visit(report)
@@ -221,7 +221,7 @@ def test_parameters_and_their_groups(report, folders, visit):
     assert len(result) == len(jax.tree.leaves(params))
 
 
-def test_parameters_of_a_padded_vocabulary_and_many_layers(tmp_path):
+def test_parameters_with_padded_vocabulary_and_many_layers(tmp_path):
     metrics = [{"step": 1, "split": "train", "loss": 1.0}]
     recorded = curves.read([str(hand_written(tmp_path / "run", metrics, vocab_multiple=64))])
     (shapes,) = sections.parameters(recorded)
@@ -234,7 +234,7 @@ def test_parameters_of_a_padded_vocabulary_and_many_layers(tmp_path):
     assert "; 224 more pad the vocabulary" in text
 
 
-def test_differences(report, folders, visit, tmp_path):
+def test_config_differences_table(report, folders, visit, tmp_path):
     opened = visit(report)
     result = {row[0]: row[1:] for row in table_after(opened, "Config")}
     assert result["optim.learning_rate"] == ["0.0001", "0.0005", "3e-05"]
@@ -254,7 +254,7 @@ def test_differences(report, folders, visit, tmp_path):
     assert "optim.beta1" not in changed
 
 
-def test_final_metrics(report, folders, visit):
+def test_final_metrics_table(report, folders, visit):
     columns, *rows = table_after(visit(report), "Final metrics")
     result = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
     assert result[f"{ODD}, last"]["accuracy"] == "0.25"
@@ -267,7 +267,7 @@ def test_final_metrics(report, folders, visit):
     assert result["one, last"]["loss"] == f"{heldout[-1]['loss']:.5g}"
 
 
-def test_a_run_that_has_just_begun(tmp_path, visit):
+def test_page_of_a_run_that_has_just_started(tmp_path, visit):
     folder = hand_written(
         tmp_path / "run", [{"step": 1, "split": "train", "loss": 2.5, "note": "text", "x": None}]
     )
@@ -286,7 +286,7 @@ def test_a_run_that_has_just_begun(tmp_path, visit):
     assert "2.5" in opened.inner_text(".reading")
 
 
-def test_data_and_lengths(report, folders, visit, rows, tmp_path):
+def test_data_tables_and_length_histogram(report, folders, visit, rows, tmp_path):
     manifest = read_manifest(rows(32, 3))
     data = data_of(report)
     (line,) = plot_of(data, "lengths-0")["lines"]
@@ -302,7 +302,7 @@ def test_data_and_lengths(report, folders, visit, rows, tmp_path):
     ]
     assert result[1][-1] == f"{manifest.train.fill_fraction:.1%}"
     assert table_after(visit(report), "Labeled examples")[1] == [ODD, "1,234", "7"]
-    # The same run where its rows are gone, or others are in their place; and one that has them.
+    # Copies of a run whose rows are missing, replaced by others, or present.
     copies = {"gone": tmp_path / "none", "others": rows(16, 2), "there": rows(32, 3)}
     for name, place in copies.items():
         output = json.loads((folders[0] / "config.json").read_text())
@@ -320,7 +320,7 @@ def test_data_and_lengths(report, folders, visit, rows, tmp_path):
         assert actual in result[1] if actual else result is None
 
 
-def test_the_page_by_keyboard_and_mouse(report, folders, visit):
+def test_page_controls_by_keyboard_and_mouse(report, folders, visit):
     opened = visit(report, viewport={"width": 1280, "height": 900})
     assert opened.title() == "3 runs"
     assert ODD in opened.inner_text(".controls"), "as text"
@@ -351,7 +351,7 @@ def test_the_page_by_keyboard_and_mouse(report, folders, visit):
     opened.keyboard.press("Space")
     assert sorted(e.get_attribute("data-run") for e in drawn.all()) == [*"11"]
 
-    # The point of the other run at step 4, under the mouse.
+    # Move the mouse over the point of the other run at step 4.
     opened.focus("input[value=tokens]")
     opened.keyboard.press("ArrowLeft")
     y = lines[1, "train"]["y"]
@@ -380,7 +380,7 @@ def test_the_page_by_keyboard_and_mouse(report, folders, visit):
     assert "— one" not in text
 
 
-def test_zoom_scales_and_smoothing(report, visit):
+def test_zoom_log_scale_and_smoothing(report, visit):
     opened = visit(report, viewport={"width": 1280, "height": 900})
     figure = opened.locator("figure").first
     figure.scroll_into_view_if_needed()
@@ -392,7 +392,7 @@ def test_zoom_scales_and_smoothing(report, visit):
     opened.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 60)
     opened.mouse.up()
     assert opened.is_visible("input[name=reset]")
-    for i in (0, 1):  # the zoom is of all plots
+    for i in (0, 1):  # zoom applies to all plots
         ticks = opened.locator("figure").nth(i).locator("svg > text[text-anchor=middle]")
         steps = [float(text) for text in ticks.all_text_contents()[:-1]]
         assert 3.5 < min(steps) < max(steps) < 5.5
@@ -421,13 +421,13 @@ def test_zoom_scales_and_smoothing(report, visit):
     mean = figure.locator("[data-run='0'] path").nth(1).get_attribute("d")
     mean = np.array([pair.split() for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", mean)], float)
     y, raw = [], straight[:, 1]
-    for i in range(3):  # weights 1/2, 1/4, … of the newest first
+    for i in range(3):  # weights 1/2, 1/4, …, newest point first
         weights = 0.5 ** np.arange(i, -1, -1)
         y.append(weights @ raw[: i + 1] / weights.sum())
     np.testing.assert_allclose(mean[:, 1], y, atol=0.05)
 
 
-def test_bad_steps_commands_and_samples(folders, tmp_path, visit):
+def test_page_shows_bad_steps_commands_and_samples(folders, tmp_path, visit):
     folder = tmp_path / "one"
     shutil.copytree(folders[0], folder)
     (folder / "incidents" / "step_4").mkdir(parents=True)
@@ -454,7 +454,7 @@ def test_bad_steps_commands_and_samples(folders, tmp_path, visit):
     assert [rows[-1][0], len(rows)] == ["30", 13]
 
 
-def test_the_page_in_the_dark(report, visit):
+def test_page_in_dark_mode(report, visit):
     opened = visit(report, color_scheme="dark")
     background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     ink = opened.evaluate("getComputedStyle(document.querySelector('figure svg text')).fill")
@@ -462,13 +462,13 @@ def test_the_page_in_the_dark(report, visit):
     assert dark < 150 < 600 < bright
 
 
-def test_ids_are_one_elements_each(report):
+def test_element_ids_are_unique(report):
     ids = re.findall(r' id="([^"]+)"', report.read_text())
     assert len(ids) == len(set(ids))
 
 
 @pytest.mark.slow
-def test_pictures_for_a_paper(report, folders, tmp_path, capsys):
+def test_pictures_are_complete_and_reproducible(report, folders, tmp_path, capsys):
     def make(name):
         argv = ["report", *map(str, folders[1:]), "--out", str(tmp_path / f"{name}.svg")]
         assert cli.main([*argv, "--pictures", str(tmp_path / name)]) == 0
@@ -488,7 +488,7 @@ def test_pictures_for_a_paper(report, folders, tmp_path, capsys):
     assert make("second") == first
 
 
-def test_the_loss_curve_alone(folders, tmp_path):
+def test_loss_curve_picture_formats(folders, tmp_path):
     for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         path = tmp_path / f"curve{suffix}"
         assert cli.main(["report", *map(str, folders), "--out", str(path)]) == 0
@@ -499,12 +499,12 @@ def test_the_loss_curve_alone(folders, tmp_path):
     )
 
 
-def test_numbers_of_axes():
+def test_axis_numbers_are_abbreviated():
     results = [plots.short(x) for x in (0, 0.25, 999, 1500, 2e6, 3.3e9, -4e12)]
     assert results == ["0", "0.25", "999", "1.5k", "2M", "3.3B", "-4T"]
 
 
-def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
+def test_bad_input_gives_one_line_error(tmp_path, capsys, monkeypatch):
     metrics = [{"step": 1, "split": "train", "loss": 1.0}]
     bare = hand_written(tmp_path / "bare", metrics)
     (bare / "metrics.jsonl").unlink()
@@ -541,7 +541,7 @@ def test_bad_input_is_told_in_a_line(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "report.html").exists()
 
 
-def test_texts_of_the_page(report):
+def test_page_escapes_run_names_and_notes_downsampling(report):
     assert f"more than {curves.MAX_POINTS} points" in report.read_text()
     assert page.html.escape(ODD) in report.read_text()
     assert ODD not in re.sub(r"<script.*?</script>", "", report.read_text(), flags=re.DOTALL)
@@ -564,8 +564,8 @@ NOBODY_WROTE = (
 )
 
 
-def test_lines_that_nobody_wrote(tmp_path, capsys):
-    """Of something else than a run's files, or an older program's, what can be read is shown."""
+def test_malformed_lines_are_skipped(tmp_path, capsys):
+    """Files of another program or an older version are shown as far as they can be read."""
     folders = []
     for i, (file, lines) in enumerate(NOBODY_WROTE):
         folders.append(hand_written(tmp_path / str(i), [HELDOUT], [FAST]))
@@ -577,13 +577,13 @@ def test_lines_that_nobody_wrote(tmp_path, capsys):
     assert [line["y"][0] for line in lines] == [0.5] * len(folders)
 
 
-def test_files_that_cannot_be_read_are_told_in_a_line(tmp_path, capsys):
+def test_unreadable_files_give_one_line_errors(tmp_path, capsys):
     folder = hand_written(tmp_path / "run", [HELDOUT])
     (folder / "starts.jsonl").mkdir()
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 2
     assert re.fullmatch(r".*cannot read .*starts.jsonl: .*\n", capsys.readouterr().err)
     (folder / "starts.jsonl").rmdir()
-    (folder / "starts.jsonl").write_bytes(b"\xff\xfe")  # what cannot be read is left out
+    (folder / "starts.jsonl").write_bytes(b"\xff\xfe")  # undecodable lines are skipped
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "a.html")]) == 0
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "data": None}))
@@ -593,7 +593,7 @@ def test_files_that_cannot_be_read_are_told_in_a_line(tmp_path, capsys):
     )
 
 
-def test_a_seed_that_has_just_begun_is_left_out(tmp_path, capsys):
+def test_seed_without_metrics_is_skipped(tmp_path, capsys):
     for seed in range(2):
         hand_written(tmp_path / "many" / f"seed_{seed}", [HELDOUT])
     (tmp_path / "many" / "seed_1" / "metrics.jsonl").write_text("")
@@ -604,7 +604,7 @@ def test_a_seed_that_has_just_begun_is_left_out(tmp_path, capsys):
         curves.read([str(tmp_path / "many")])
 
 
-def test_weights_to_begin_with_are_a_difference(tmp_path):
+def test_differences_include_initial_weights(tmp_path):
     for name, start in (("a", "1234567890ab"), ("b", "ffff")):
         folder = hand_written(tmp_path / name, [HELDOUT])
         output = json.loads((folder / "config.json").read_text())
@@ -615,8 +615,8 @@ def test_weights_to_begin_with_are_a_difference(tmp_path):
 
 
 @pytest.mark.filterwarnings("error:Glyph")
-def test_names_that_matplotlib_would_read_otherwise(tmp_path):
-    names = ("_old", "日本", "b\udcff", r"$\nothing$")  # the last is no mathematics
+def test_run_names_with_special_meaning_in_matplotlib(tmp_path):
+    names = ("_old", "日本", "b\udcff", r"$\nothing$")  # the last is not valid mathtext
     folders = [hand_written(tmp_path / name, [HELDOUT]) for name in names]
     argv = ["report", *map(str, folders), "--pictures", str(tmp_path / "p")]
     assert cli.main([*argv, "--out", str(tmp_path / "loss.svg")]) == 0
@@ -624,6 +624,6 @@ def test_names_that_matplotlib_would_read_otherwise(tmp_path):
     assert "<!-- _old, held-out -->" in (tmp_path / "loss.svg").read_text()
 
 
-def test_twenty_runs_have_colors_of_their_own():
+def test_twenty_runs_have_distinct_colors():
     assert len({plots.color(i) for i in range(20)}) == 20
     assert plots.color(20) == plots.color(0)

@@ -1,4 +1,4 @@
-"""What came of sweeps: the lines of results.jsonl, and what a README shows of them."""
+"""Sweep results: the lines of results.jsonl, and the tables and curves of a README."""
 
 import json
 import pathlib
@@ -37,7 +37,7 @@ TABLE = Table(
 )
 
 
-def test_a_table_has_means_deviations_seeds_and_the_papers_numbers():
+def test_table_shows_mean_std_seeds_and_paper_values():
     text = TABLE.markdown(RESULTS, pathlib.Path())
     assert "| size | score |\n|---|---|\n" in text
     assert "| a | 51.0 ± 1.0 (3) [60.0] |" in text
@@ -45,7 +45,7 @@ def test_a_table_has_means_deviations_seeds_and_the_papers_numbers():
     assert "| e | not run |" in text
 
 
-def test_an_average_is_of_a_whole_row_beside_that_of_the_papers():
+def test_average_column_needs_a_complete_row():
     rows = {"a": {"size": 1}, "c": {"size": 3}}
     columns = {"x": Column("score"), "y": Column("score", {"task": "y"})}
     table = Table(rows, columns, {"a": {"x": 60.0, "y": 64.0}}, average=True)
@@ -53,7 +53,7 @@ def test_an_average_is_of_a_whole_row_beside_that_of_the_papers():
     results = [r for r in results if r["facts"] != {"size": 1} or r["seed"] < 2]
     text = table.markdown(results, pathlib.Path())
     assert "|  | x | y | average |\n|---|---|---|---|\n" in text
-    # Facts of the first column are those of the second too: 50, 51, 71, 72, and 71, 72.
+    # Column x has no filter, so it averages 50, 51, 71 and 72; column y averages 71 and 72.
     assert "| a | 61.0 ± 12.1 (4) [60.0] | 71.5 ± 0.7 (2) [64.0] | 66.2 [62.0] |" in text
     assert "| c | 90.0 | not run | not run |" in text
 
@@ -64,21 +64,21 @@ def test_an_average_is_of_a_whole_row_beside_that_of_the_papers():
         (Claim("score", "b", "a"), "(paper: 70.0 and 60.0): **yes**, by 30.0"),
         (Claim("score", "a", "b"), "**the opposite**, by 30.0"),
         (Claim("score", "a", "b", lower=True), "**yes**"),
-        # Apart by 1.0 with an error of sqrt(2/3): t = 1.22 at 4 degrees of freedom.
+        # Difference 1.0 with standard error sqrt(2/3): t = 1.22 with 4 degrees of freedom.
         (Claim("score", "d", "a"), "not significant (difference 1.0, p = 0.29)"),
-        # By 2.2 errors, which three seeds each do not make significant: p = 0.092.
+        # 2.2 standard errors are not significant with three seeds each: p = 0.092.
         (Claim("score", "f", "a"), "not significant (difference 1.8, p = 0.092)"),
         (Claim("score", "g", "h"), "**yes**, by 10.0, p = 0"),
         (Claim("score", "c", "a"), "yes, by 39.0 (one seed; not tested)"),
         (Claim("score", "e", "a"), "not run"),
     ],
 )
-def test_what_the_paper_orders(claim, expected):
+def test_claims_are_tested_for_significance(claim, expected):
     assert expected in Claims(TABLE, [claim]).markdown(RESULTS, pathlib.Path())
 
 
-def test_of_one_point_the_newest_results_count():
-    """With more seeds, or other settings, it has been run again: the old are no more seeds of it."""
+def test_newest_results_of_a_point_replace_older_ones():
+    """Older results do not count as extra seeds after a rerun with more seeds or other settings."""
     old = [line(0.5, seed, size=1) for seed in range(3)]
     new = [{**line(0.6, seed, size=1), "digest": "new"} for seed in range(5)]
     other = [line(0.7, size=2), {**line(0.8, size=1), "scale": "paper"}]
@@ -88,18 +88,18 @@ def test_of_one_point_the_newest_results_count():
     assert current(results) == [*other, verb, *bare, *new]
 
 
-def test_results_that_a_kill_or_an_older_version_has_left(file_of, capsys):
+def test_truncated_and_outdated_result_lines(file_of, capsys):
     folder = file_of(BLOCKS).parent
     (folder / "README.md").write_text("<!-- sizes -->\n<!-- /sizes -->\n")
     results, report = Results(folder), ["report", str(folder)]
     whole = json.dumps(line(0.5, size=1))
-    # Cut short at the end by a kill: left out, and away when the next one is written.
+    # A last line truncated by a kill is ignored, and removed by the next write.
     results.path.write_text(f"{whole}\n{whole[:40]}")
     assert results.read() == [line(0.5, size=1)]
     results.add([line(0.6, 1, size=1), line(0.5, size=1)])
     assert results.read() == [line(0.5, size=1), line(0.6, 1, size=1)]
     assert results.path.read_text().endswith("}\n")
-    # Whole, but for its end.
+    # A complete last line without a newline is kept.
     results.path.write_text(whole)
     results.add([line(0.6, 1, size=1)])
     assert results.read() == [line(0.5, size=1), line(0.6, 1, size=1)]
@@ -120,7 +120,7 @@ def test_results_that_a_kill_or_an_older_version_has_left(file_of, capsys):
         assert expected in output
 
 
-def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
+def test_concurrent_writers_store_each_result_once(tmp_path):
     script = (
         "import json, pathlib, sys, time\n"
         "from bert_jax.tools.sweep.results import Results\n"
@@ -141,7 +141,7 @@ def test_two_sweeps_that_write_at_once_lose_and_double_nothing(tmp_path):
     assert sorted(result["seed"] for result in Results(tmp_path).read()) == list(range(150))
 
 
-def test_a_curve_is_drawn_of_means_over_seeds(tmp_path):
+def test_curves_show_means_over_seeds(tmp_path):
     results = [
         {**line(0, i, kind="x"), "curve": {"step": [1, 2], "loss": [3.0 + i, 2.0 + i]}}
         for i in range(2)
@@ -168,7 +168,7 @@ def get_blocks(results):
 """
 
 
-def test_a_readme_is_written_around_its_words(file_of, capsys):
+def test_report_updates_only_the_blocks_of_a_readme(file_of, capsys):
     folder = file_of(BLOCKS).parent
     readme = folder / "README.md"
     readme.write_text("# Mine\n\n<!-- sizes -->\nold\n<!-- /sizes -->\n\nAfter.\n")

@@ -1,4 +1,4 @@
-"""The record of a row, packing, the layout of packed rows, and the manifest."""
+"""Row records, packing, the layout of packed rows, and the manifest."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def formats_and_examples(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(formats_and_examples())
-def test_what_is_packed_comes_back(case):
+def test_pack_encode_decode_round_trip(case):
     form, examples = case
     array = form.pack(examples)
     records = form.encode(array)
@@ -59,7 +59,7 @@ def one_record():
     return form, form.encode(form.pack([Example(np.arange(1, 5), 2, 1)]))[0]
 
 
-def test_any_flipped_bit_is_noticed():
+def test_any_flipped_bit_is_detected():
     form, record = one_record()
     for bit in range(8 * len(record)):
         altered = bytearray(record)
@@ -69,14 +69,14 @@ def test_any_flipped_bit_is_noticed():
 
 
 @pytest.mark.parametrize("change", [lambda r: r[:-1], lambda r: r + b"\0", lambda r: b""])
-def test_a_record_of_another_size_is_refused(change):
+def test_record_of_wrong_size_is_rejected(change):
     form, record = one_record()
     with pytest.raises(ValueError, match=rf"record 0 has \d+ bytes, not {len(record)}"):
         form.decode([change(record)])
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(2, 2), (65_536, 2), (65_537, 4)])
-def test_bytes_a_token(vocab, size):
+def test_token_dtype_depends_on_vocabulary_size(vocab, size):
     form = RowFormat(10, 3, vocab)
     assert form.dtype["tokens"].base.itemsize == size
     assert form.dtype.itemsize == 10 * size + 3 * 6 + 4
@@ -92,16 +92,16 @@ def test_packing_is_a_partition_within_bounds(lengths, tokens, sequences):
     assert all(0 < len(row) <= sequences for row in bins)
     assert all(sum(lengths[i] for i in row) <= tokens for row in bins)
     assert pack_lengths(lengths, tokens, sequences) == bins
-    # Best fit leaves no two rows that would fit in one, where the number does not forbid it.
+    # With no binding limit on sequences, best fit leaves no two rows that would fit into one.
     if sequences >= len(lengths):
         totals = sorted(sum(lengths[i] for i in row) for row in bins)
         assert len(totals) < 2 or totals[0] + totals[1] > tokens
 
 
-def test_packing_by_hand():
+def test_packing_matches_hand_computed_examples():
     # 6 opens a row, 5 another; 4 fills the first, 3 goes to the second and 2 fills that one.
     assert pack_lengths([2, 3, 4, 5, 6], 10, 9) == [[4, 2], [3, 1, 0]]
-    # 2 goes to the row with 2 left, not to the earlier one with 3.
+    # 2 goes to the row with 2 tokens left, not to the one with 3.
     assert pack_lengths([7, 8, 2], 10, 9) == [[1, 2], [0]]
     assert pack_lengths([7, 6, 3], 10, 9) == [[0, 2], [1]]
     assert pack_lengths([2, 2, 2], 10, 2) == [[0, 1], [2]]
@@ -118,7 +118,7 @@ def test_equal_examples_pack_to_equal_bytes():
 
 
 def plain_layout(length, a_length, tokens):
-    """As `rows.layout`, a token at a time."""
+    """Compute `rows.layout` one token at a time, as a reference."""
     slots = len(length[0])
     sequence, position, segment, cls = [], [], [], []
     for lengths, a_lengths in zip(length, a_length, strict=True):
@@ -137,7 +137,7 @@ def plain_layout(length, a_length, tokens):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_layout_is_that_of_a_plain_loop(data):
+def test_layout_matches_a_reference_loop(data):
     tokens, slots, length, a_length = 12, 3, [], []
     for _ in range(2):
         left, ns = tokens, []
@@ -165,7 +165,7 @@ def test_layout_is_that_of_a_plain_loop(data):
         assert cls.max() < tokens
 
 
-def test_layout_in_a_jitted_step():
+def test_layout_under_jit():
     length, a_length = np.array([[5, 4, 0]]), np.array([[3, 4, 0]])
     got = jax.jit(layout, static_argnums=2)(jnp.asarray(length), jnp.asarray(a_length), 11)
     assert np.array(got.segment_ids).tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, 1, 3, 3]]
@@ -187,7 +187,7 @@ def make_manifest():
     )  # fmt: skip
 
 
-def test_manifest_comes_back(tmp_path):
+def test_manifest_round_trip(tmp_path):
     manifest = make_manifest()
     (tmp_path / "manifest.json").write_text(json.dumps(manifest.to_dict()))
     assert rows.read_manifest(tmp_path) == manifest
@@ -212,7 +212,7 @@ def altered(**changes):
         (json.dumps({"version": rows.FORMAT_VERSION}), "not a manifest"),
     ],
 )
-def test_a_bad_manifest_is_one_line(tmp_path, content, says):
+def test_bad_manifest_gives_one_line_error(tmp_path, content, says):
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=says) as error:
@@ -223,6 +223,6 @@ def test_a_bad_manifest_is_one_line(tmp_path, content, says):
     assert "prepare" in message
 
 
-def test_manifest_is_not_changed_in_place():
+def test_manifest_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_manifest().version = 2

@@ -1,4 +1,4 @@
-"""Records straight from a shard's file are those that ArrayRecord reads."""
+"""Records read directly from a shard's file equal those that ArrayRecord reads."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from bert_jax.data import loader
 from bert_jax.data.shards import ShardFile
 from bert_jax.errors import UserError
 
-# Sizes of which a block holds many and one, and where the size takes another byte to write down.
+# Sizes with many records or one per block, and at which the varint of the size gains a byte.
 SIZES = (1, 20, 127, 128, 156, 1000, 16_383, 16_384, 40_000, 65_511)
 
 
@@ -27,8 +27,8 @@ def write(path, records, options="group_size:1,uncompressed"):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_record_is_the_librarys(tmp_path, size):
-    # Chunks of 23 + 40 bytes begin at every place of a block before one repeats.
+def test_records_match_the_array_record_library(tmp_path, size):
+    # Chunks of 23 + 40 bytes start at every offset of a block before an offset repeats.
     count = 70_000 if size == 20 else min(max(300_000 // size, 20), 3_000)
     data = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
     path = tmp_path / "shard"
@@ -38,7 +38,7 @@ def test_every_record_is_the_librarys(tmp_path, size):
     assert [file.read(i) for i in range(count)] == library
 
 
-def test_what_it_does_not_take(tmp_path):
+def test_large_records_and_missing_files_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="records of 65512 bytes span several blocks"):
         ShardFile(tmp_path / "shard", 65_512)
     with pytest.raises(OSError, match="No such file"):
@@ -46,7 +46,7 @@ def test_what_it_does_not_take(tmp_path):
 
 
 @pytest.mark.parametrize("options", ["group_size:7,uncompressed", "group_size:1,zstd:3"])
-def test_a_shard_laid_out_otherwise_is_the_librarys_to_read(rows, tmp_path, options):
+def test_shards_with_another_layout_are_read_by_the_library(rows, tmp_path, options):
     folder = shutil.copytree(rows(), tmp_path / "rows")
     opened = loader.Rows(folder, "train")
     order = np.random.default_rng(0).permutation(len(opened)).tolist()
@@ -63,15 +63,15 @@ def test_a_shard_laid_out_otherwise_is_the_librarys_to_read(rows, tmp_path, opti
         np.testing.assert_array_equal(values, expected[name])
 
 
-def test_many_shards_are_not_open_at_once(rows, tmp_path, monkeypatch):
-    """Nor is a system without more files to open a damaged record."""
+def test_number_of_open_shards_is_limited(rows, tmp_path, monkeypatch):
+    """Running out of file descriptors does not count as a damaged record."""
     folder = shutil.copytree(rows(), tmp_path / "rows")
     opened = loader.Rows(folder, "train")
     expected, (path,) = opened.read(range(len(opened))), folder.glob("train-*")
     records = opened._source.__getitems__(list(range(len(opened))))
     manifest = json.loads((folder / "manifest.json").read_text())
     shards = []
-    for i, record in enumerate(records):  # a shard a row
+    for i, record in enumerate(records):  # one shard per row
         name = f"train-{i:05}.arrayrecord"
         write(folder / name, [record])
         size, sha256 = (folder / name).stat().st_size, files.sha256(folder / name)
@@ -140,8 +140,8 @@ def _token(record):
         (_token, "a token is out of range"),
     ],
 )
-def test_a_record_that_contradicts_itself(rows, tmp_path, alter, problem):
-    """With a right checksum, in the record, the shard and the manifest."""
+def test_inconsistent_record_is_rejected(rows, tmp_path, alter, problem):
+    """The checksums of the record, the shard and the manifest are correct."""
     folder = shutil.copytree(rows(), tmp_path / "rows")
     opened = loader.Rows(folder, "train")
     form, (path,) = opened.manifest.format, folder.glob("train-*")

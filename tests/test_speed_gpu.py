@@ -1,4 +1,4 @@
-"""experiments/speed/gpu.py: its plan, its smoke run, what it records, and the page made of it."""
+"""experiments/speed/gpu.py: the plan, the smoke run, the recorded results, and the page."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ LACKING = (
     "array_record google_crc32c grain mwparserfromhell ml_collections sentencex tensorboardX "
     "tensorflow_datasets zstandard"
 ).split()
-# A machine without them, on which bert_jax is not installed either.
+# Simulate a machine without them, on which bert_jax is not installed either.
 BARE = f"""
 import importlib.metadata, sys
 sys.modules.update(dict.fromkeys({LACKING}))
@@ -39,7 +39,7 @@ importlib.metadata.distribution = distribution
 
 @pytest.fixture(scope="module")
 def modules():
-    """The modules `gpu` and `report`."""
+    """Import the modules `gpu` and `report`."""
     sys.path.insert(0, str(HERE))
     try:
         yield {name: importlib.import_module(name) for name in ("gpu", "report")}
@@ -54,7 +54,7 @@ def gpu(modules):
 
 @pytest.fixture
 def section(modules):
-    """The text of the page's part for some lines."""
+    """Return a function that renders the GPU section of the page from result lines."""
     return lambda lines: "\n".join(modules["report"].gpu_section(lines))
 
 
@@ -76,7 +76,7 @@ def smoke(tmp_path_factory):
 # --- The plan -------------------------------------------------------------------------------------
 
 
-def test_the_plan_takes_less_than_nine_minutes(gpu):
+def test_plan_takes_less_than_nine_minutes(gpu):
     jobs = gpu.plan()
     total = sum(gpu.START + sum(seconds for seconds, _ in job.rows) for job in jobs)
     assert total < 540
@@ -84,7 +84,7 @@ def test_the_plan_takes_less_than_nine_minutes(gpu):
     lines = printed.stdout.splitlines()
     assert lines[-1].split()[2] == str(total)
     assert len(lines) == len(jobs) + sum(len(job.rows) for job in jobs)
-    # Compilations are counted: 25 s of base, 50 s of large, a minute of torch.compile.
+    # Estimates include compilation: 25 s for base, 50 s for large, 60 s for torch.compile.
     least = {"base": 25, "large": 50}
     for seconds, row in (pair for job in jobs for pair in job.rows):
         fails = row.get("attention") == "cudnn" and row.get("deterministic")
@@ -93,7 +93,7 @@ def test_the_plan_takes_less_than_nine_minutes(gpu):
         assert row["kind"] != "torch" or seconds > 60
 
 
-def test_the_plan_has_every_row_most_wanted_first(gpu):
+def test_plan_has_every_row_in_priority_order(gpu):
     rows = [row for job in gpu.plan() for _, row in job.rows]
     keys = [gpu.key_of(row) for row in rows]
     assert len(set(keys)) == len(keys)
@@ -110,7 +110,7 @@ def test_the_plan_has_every_row_most_wanted_first(gpu):
 
 
 @pytest.mark.parametrize("smoke", [False, True])
-def test_deterministic_rows_have_processes_with_the_flag(gpu, smoke):
+def test_deterministic_rows_run_with_the_xla_flag(gpu, smoke):
     for job in gpu.plan(smoke):
         kinds = {row["kind"] for _, row in job.rows}
         if kinds == {"torch"}:
@@ -125,7 +125,7 @@ def test_deterministic_rows_have_processes_with_the_flag(gpu, smoke):
 # --- The smoke run --------------------------------------------------------------------------------
 
 
-def test_a_bare_machine_runs_every_row(smoke, gpu):
+def test_smoke_run_on_bare_machine_measures_every_row(smoke, gpu):
     lines, _ = smoke
     planned = [gpu.key_of(row) for job in gpu.plan(True) for _, row in job.rows]
     assert [gpu.key_of(line) for line in lines] == planned
@@ -138,7 +138,7 @@ def test_a_bare_machine_runs_every_row(smoke, gpu):
         assert "status" not in line, line
         if line["kind"] in ("step", "torch"):
             assert len(line["seconds"]) == 3
-            # Before training a loss is that of guessing among the vocabulary and two labels.
+            # The initial loss is that of a uniform guess over the vocabulary and two labels.
             assert abs(line["loss"] - np.log(2 * 30_592)) < 0.2
             assert 0.5 < line["real_fraction"] <= 1
         if line["kind"] == "parity":
@@ -148,7 +148,7 @@ def test_a_bare_machine_runs_every_row(smoke, gpu):
     assert sum(part["seconds"] for part in traced["parts"]) == pytest.approx(traced["step_seconds"])
 
 
-def test_its_page_has_every_row(smoke, section):
+def test_smoke_run_page_has_every_row(smoke, section):
     lines, printed = smoke
     page = section(lines)
     assert page in printed
@@ -158,7 +158,7 @@ def test_its_page_has_every_row(smoke, section):
         assert words in page
 
 
-# --- What is recorded -----------------------------------------------------------------------------
+# --- Recorded results -----------------------------------------------------------------------------
 
 
 def planned(*names):
@@ -169,7 +169,7 @@ def planned(*names):
     ]  # fmt: skip
 
 
-# Measures all rows but "crash", in which it ends, and "hang", in which it does not end.
+# A fake worker that measures every row, but exits in row "crash" and never ends in row "hang".
 FAKE = """
 import json, sys, time
 for _, row in json.loads(sys.argv[-1])["rows"]:
@@ -181,7 +181,7 @@ for _, row in json.loads(sys.argv[-1])["rows"]:
 
 @pytest.fixture
 def faked(gpu, tmp_path, monkeypatch):
-    """A function that measures rows of these names, with processes that are no work."""
+    """Return a function that measures rows of the given names in fake worker processes."""
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
     monkeypatch.setattr(gpu, "__file__", str(script))
@@ -202,7 +202,7 @@ def outcomes(lines):
     return [(line["size"], line.get("status")) for line in lines]
 
 
-def test_a_crash_costs_the_row_it_happened_in(faked, tmp_path):
+def test_crash_fails_only_its_own_row(faked, tmp_path):
     lines = faked(["a", "crash", "b"], ["c"])
     assert outcomes(lines) == [("a", None), ("crash", "failed"), ("b", None), ("c", None)]
     assert lines[1]["why"] == "the process ended with 1; see gpu.log"
@@ -210,13 +210,13 @@ def test_a_crash_costs_the_row_it_happened_in(faked, tmp_path):
     assert {line["commit"] for line in lines} == {"abc"}
 
 
-def test_a_row_that_hangs_is_stopped(faked):
+def test_hanging_row_is_stopped(faked):
     lines = faked(["hang", "a"])
     assert outcomes(lines) == [("hang", "failed"), ("a", None)]
     assert lines[0]["why"] == "stopped after 6 s; see gpu.log"
 
 
-def test_after_continues_with_what_is_missing(faked):
+def test_after_option_runs_only_missing_rows(faked):
     nothing = faked(["a"], ["b", "c"], minutes=0)
     assert outcomes(nothing) == [("a", "not run"), ("c", "not run"), ("b", "not run")]
     first = [*faked(["a", "crash"]), nothing[1]]
@@ -225,14 +225,14 @@ def test_after_continues_with_what_is_missing(faked):
     assert outcomes(second[2:]) == [("b", None), ("c", None)]
 
 
-def test_after_needs_a_file(tmp_path):
+def test_after_option_needs_an_existing_file(tmp_path):
     command = [sys.executable, SCRIPT, "--out", tmp_path, "--after", tmp_path / "none.jsonl"]
     refused = processes.run(command, timeout=60)
     assert refused.returncode == 2
     assert "none.jsonl does not exist" in refused.stderr
 
 
-def test_a_row_is_started_only_if_it_fits(gpu, monkeypatch, capsys, tmp_path):
+def test_row_is_started_only_if_it_fits_the_deadline(gpu, monkeypatch, capsys, tmp_path):
     def measure(row, out):
         if row["size"] == "broken":
             raise IndexError("no such\nkey")
@@ -246,23 +246,23 @@ def test_a_row_is_started_only_if_it_fits(gpu, monkeypatch, capsys, tmp_path):
     assert lines[2]["why"] == "IndexError: no such"
 
 
-# --- What is measured -----------------------------------------------------------------------------
+# --- Benchmark inputs -----------------------------------------------------------------------------
 
 
-def test_rows_have_the_lengths_of_berts(gpu):
+def test_packed_batches_have_bert_sequence_lengths(gpu):
     batches = gpu.packed_batches(128, 16, 4, 3)
     assert [batch["tokens"].shape for batch in batches] == [(16, 128)] * 3
     lengths = np.concatenate([batch["length"] for batch in batches])
     assert (lengths.sum(1) <= 128).all()
     assert 0.9 < lengths.sum() / (48 * 128) <= 1
-    assert (lengths[:, 1] > 0).any()  # several in a row
+    assert (lengths[:, 1] > 0).any()  # several sequences per row
     alone = gpu.packed_batches(128, 16, 1, 3)[0]["length"]
     assert alone.shape == (16, 1)
     assert 0.5 < (alone == 128).mean() < 1
 
 
 @pytest.mark.slow
-def test_parameters_have_the_distribution_of_init(gpu):
+def test_random_params_match_init_distribution(gpu):
     import jax
 
     row = dict(zip(gpu.KEYS, ("step", "L1-H32-A2", 32, 2, "xla", 0.1, False), strict=True))
@@ -273,7 +273,7 @@ def test_parameters_have_the_distribution_of_init(gpu):
     for right, ours in zip(jax.tree.leaves(params), jax.tree.leaves(made), strict=True):
         assert (right.shape, right.dtype) == (ours.shape, ours.dtype)
         np.testing.assert_allclose(ours.mean(), right.mean(), atol=0.01)
-        if right.size >= 1000 or not right.std():  # fewer random numbers have any deviation
+        if right.size >= 1000 or not right.std():  # the deviation of fewer values is noisy
             np.testing.assert_allclose(ours.std(), right.std(), rtol=0.25)
 
 
@@ -294,7 +294,7 @@ def a_step(rate, kind="step", **changes):
     }  # fmt: skip
 
 
-def test_nothing_was_run(section):
+def test_section_without_results_says_not_run(section):
     assert section([]) == "Not run."
 
 
@@ -310,7 +310,7 @@ def test_shares_speedups_and_targets(section):
     ]
     page = section(lines)
     for words in (
-        # The speed-up is at the same number of rows; a variant reaches no target.
+        # Speed-ups compare equal numbers of rows; variants do not count towards targets.
         "| base, T=128: 1.3 times the real tokens/s of torch.compile | 1.20: not reached | 1.80: reached |",
         "| base, T=128: 40% of the bfloat16 peak | 40.0%: reached | 45.0%: reached |",
         "| large, T=512: 45% of the bfloat16 peak | not run | not run |",
@@ -326,7 +326,7 @@ def test_shares_speedups_and_targets(section):
     ("xla", "cudnn", "wrong"),
     [(0.02, 0.03, False), (0.02, 0.05, True), (None, 0.11, True), (None, 0.09, False)],
 )
-def test_an_attention_with_wrong_gradients_reaches_no_target(section, xla, cudnn, wrong):
+def test_attention_with_wrong_gradients_reaches_no_target(section, xla, cudnn, wrong):
     lines = [CEILINGS, a_step(9e5), a_step(7e5, attention="xla")]
     for name, difference in (("xla", xla), ("cudnn", cudnn)):
         if difference:
@@ -338,7 +338,7 @@ def test_an_attention_with_wrong_gradients_reaches_no_target(section, xla, cudnn
     assert ("(**too far**)" in page) == wrong
 
 
-def test_the_page_says_what_ran_on_the_h100(gpu):
+def test_page_shows_the_h100_results(gpu):
     page = (HERE / "README.md").read_text().split("## On a GPU")[1]
     lines = gpu.read(HERE / "gpu_h100.jsonl")
     assert {line["commit"] for line in lines} == {"1a92bec"}

@@ -1,4 +1,4 @@
-"""SQuAD: the official scores, windows and their answers, predictions and files."""
+"""SQuAD: official scores, windows and their answers, predictions and files."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def question(name="q", answers=("paris",), text="who", context="john was born in
 
 
 def layout(questions, **more):
-    """The questions as SQuAD's JSON."""
+    """Return the questions as SQuAD JSON."""
     paragraphs = []
     for q in questions:
         result = {"id": q.id, "question": q.text}
@@ -50,7 +50,7 @@ def squad(tmp_path, questions, split="dev", **fields):
     return Squad(TaskConfig(**{split: path}, **fields), VOCABULARY)
 
 
-# The scores
+# Scores
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def squad(tmp_path, questions, split="dev", **fields):
         ("a an the", ""),
         ("Theatre", "theatre"),
         ("U.S.-led", "usled"),
-        ("the-a", "thea"),  # punctuation goes first
-        ("\u2018the\u2019 x", "\u2018 \u2019 x"),  # only ASCII's punctuation
+        ("the-a", "thea"),  # punctuation is removed before articles
+        ("\u2018the\u2019 x", "\u2018 \u2019 x"),  # only ASCII punctuation
         ("Å B", "å b"),
     ],
 )
-def test_answers_are_normalized_as_the_official_scorers_do(text, expected):
+def test_answer_normalization_matches_the_official_scorers(text, expected):
     assert squad_score.normalize_answer(text) == expected
 
 
@@ -75,20 +75,20 @@ def test_answers_are_normalized_as_the_official_scorers_do(text, expected):
         ("the Denver Broncos", "Denver Broncos!", 1, (1, 1)),
         ("Denver Broncos", "Broncos", 1, (0, 2 / 3)),  # P 1, R 1/2
         ("a b c d", "b c x", 2, (0, 2 * (2 / 3) * (2 / 3) / (4 / 3))),  # "a" is an article
-        ("b b c", "b b b", 2, (0, 2 / 3)),  # two of three are common
+        ("b b c", "b b b", 2, (0, 2 / 3)),  # two of three tokens match
         ("x", "y", 2, (0, 0)),
-        ("the", "a", 1, (1, 0)),  # nothing left: F1 is 0 in 1.1 and 1 in 2.0
+        ("the", "a", 1, (1, 0)),  # empty once normalized: F1 is 0 in 1.1 and 1 in 2.0
         ("the", "a", 2, (1, 1)),
         ("", "x", 2, (0, 0)),
         ("", "", 2, (1, 1)),
     ],
 )
-def test_one_comparison(gold, predicted, version, expected):
+def test_exact_match_and_f1_of_one_answer(gold, predicted, version, expected):
     assert squad_score.compare(gold, predicted, version) == pytest.approx(expected)
 
 
-def test_answers_of_which_nothing_is_left_are_no_answers_in_version_2():
-    """As in get_raw_scores of evaluate-v2.0.py: without another gold answer, "" is right."""
+def test_answers_empty_after_normalization_are_no_answers():
+    """As in get_raw_scores of evaluate-v2.0.py, "" is correct if no other gold answer remains."""
     questions = [
         question("a", ("the", "paris")),
         question("b", ("the", "!")),
@@ -99,7 +99,7 @@ def test_answers_of_which_nothing_is_left_are_no_answers_in_version_2():
     assert result["HasAns_exact"] == pytest.approx(100 / 3)  # they still count as answerable
 
 
-def test_version_1_takes_the_best_answer_and_counts_missing_predictions_as_wrong():
+def test_version_1_uses_best_answer_and_counts_missing_as_wrong():
     questions = [question("1", ("paris", "in paris")), question("2"), question("3")]
     result = squad_score.score(questions, {"1": "in Paris", "2": "born paris"}, 1)
     assert result == pytest.approx(
@@ -107,24 +107,24 @@ def test_version_1_takes_the_best_answer_and_counts_missing_predictions_as_wrong
     )
 
 
-def test_version_2_by_hand():
+def test_version_2_scores_match_hand_computed_values():
     questions = [question("a"), question("b"), question("c", ()), question("d", ())]
     predicted = {"a": "paris", "b": "", "c": "", "d": "paris"}
     result = squad_score.score(questions, predicted, 2)
     assert result["exact"] == result["f1"] == 50
     assert (result["HasAns_exact"], result["NoAns_f1"], result["NoAns_total"]) == (50, 50, 2)
-    # d's odds are above the official threshold of 1, a's are not.
+    # The odds of d are above the official threshold of 1, those of a are not.
     odds = {"a": 1.0, "b": 0.0, "c": -5.0, "d": 1.1}
     result = squad_score.score(questions, predicted, 2, odds)
     assert result["exact"] == 75
     assert result["NoAns_exact"] == 100
-    # Silent on d alone: a is right, b "" already, c "".
+    # Threshold 1 changes only d to "": a is correct, b and c are "" already.
     assert (result["best_exact"], result["best_exact_thresh"]) == (75, 1.0)
     assert squad_score.score(questions, predicted, 2, odds, threshold=0.5)["HasAns_exact"] == 0
 
 
 def naive_thresholds(questions, answers, odds, column):
-    """evaluate-v2.0.py's search, one question after the other."""
+    """Search for thresholds as evaluate-v2.0.py does, one question at a time."""
     by_id = {q.id: q for q in questions}
     now = best = sum(not q.answers for q in questions)
     threshold = 0.0
@@ -149,7 +149,7 @@ cases = st.lists(
 
 @settings(deadline=None)
 @given(cases)
-def test_thresholds_are_found_as_the_official_search_finds_them(cases):
+def test_best_thresholds_equal_the_official_search(cases):
     questions = [question(str(i), ("paris",) if has else ()) for i, (has, _, _) in enumerate(cases)]
     answers = {str(i): text for i, (_, text, _) in enumerate(cases)}
     odds = {str(i): float(value) for i, (_, _, value) in enumerate(cases)}
@@ -161,7 +161,7 @@ def test_thresholds_are_found_as_the_official_search_finds_them(cases):
 
 @settings(deadline=None)
 @given(cases)
-def test_the_best_threshold_gives_the_best_score_there_is(cases):
+def test_best_threshold_reaches_the_maximum_score(cases):
     questions = [question(str(i), ("paris",) if has else ()) for i, (has, _, _) in enumerate(cases)]
     answers = {str(i): text for i, (_, text, _) in enumerate(cases)}
     odds = {str(i): i + 1.0 for i in range(len(cases))}  # no ties
@@ -190,7 +190,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("value", "words"), BROKEN)
-def test_what_is_not_squad_is_refused_naming_the_place(tmp_path, value, words):
+def test_malformed_squad_error_names_the_location(tmp_path, value, words):
     path = save(tmp_path / "x.json", value)
     with pytest.raises(UserError) as error:
         squad_score.read(path)
@@ -210,7 +210,7 @@ def test_what_is_not_squad_is_refused_naming_the_place(tmp_path, value, words):
         (None, "'answers'"),
     ],
 )
-def test_broken_answers_name_the_question(tmp_path, answers, words):
+def test_malformed_answer_error_names_the_question(tmp_path, answers, words):
     value = layout([question("Q7")])
     value["data"][0]["paragraphs"][0]["qas"][0]["answers"] = answers
     with pytest.raises(UserError, match=f"question 'Q7': {words}"):
@@ -226,23 +226,23 @@ def test_broken_answers_name_the_question(tmp_path, answers, words):
         (gzip.compress(b"{}" * 1000, mtime=0)[:20], "damaged"),
     ],
 )
-def test_damaged_files(tmp_path, data, words):
+def test_damaged_files_are_refused(tmp_path, data, words):
     path = tmp_path / "x.json"
     path.write_bytes(data)
     with pytest.raises(UserError, match=words):
         squad_score.read(path)
 
 
-def test_compressed_files_and_half_characters(tmp_path):
+def test_compressed_file_with_a_lone_surrogate_is_read(tmp_path):
     path = tmp_path / "x.json.gz"
     path.write_bytes(
         gzip.compress(json.dumps(layout([question(context="a\ud800 paris")])).encode())
     )
     (result,) = squad_score.read(path)
-    assert result.context == "a? paris"  # characters keep their places
+    assert result.context == "a? paris"  # character offsets stay the same
 
 
-def test_prediction_files(tmp_path):
+def test_prediction_files_are_scored_or_refused(tmp_path):
     data = save(tmp_path / "data.json", layout([question("1"), question("2")]))
     good = save(tmp_path / "good.json", {"1": "paris", "2": "x", "other": "y"})
     result = squad_score.score_file(data, good, 1)
@@ -273,8 +273,8 @@ def test_prediction_files(tmp_path):
 
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 20))
-@example(620, 300, 250)  # a last window so short that its length decides
-def test_windows_cover_the_text_and_each_token_belongs_to_the_one_that_sees_most(n, room, stride):
+@example(620, 300, 250)  # a last window so short that its length decides the owner
+def test_windows_cover_the_text_and_match_max_context(n, room, stride):
     starts, ends, own = _slide(n, room, stride)
     assert starts[0] == 0
     assert ends[-1] == n
@@ -299,16 +299,16 @@ def test_windows_cover_the_text_and_each_token_belongs_to_the_one_that_sees_most
     ("context", "answer", "expected"),
     [
         ("the leader was john smith (1895-1943).", "1895", "1895"),
-        ("the Japanese, electronics", "Japan", "Japanese,"),  # all of the word between spaces
+        ("the Japanese, electronics", "Japan", "Japanese,"),  # the whole word between spaces
         ("john was born in paris", "born in paris", "born in paris"),
         ("in  Paris\u00a0france", "Paris france", "Paris\u00a0france"),
         ("paris", "paris", "paris"),
         ("x paris paris", " paris ", "paris"),
         ("(b)-(b)", "b", "b"),
-        ("x \u2603-\u265e paris", "\u265e", "\u265e"),  # of two [UNK], the right one
+        ("x \u2603-\u265e paris", "\u265e", "\u265e"),  # the correct one of two [UNK]
     ],
 )
-def test_answers_become_spans_of_tokens(tmp_path, context, answer, expected):
+def test_answers_map_to_token_spans(tmp_path, context, answer, expected):
     start = context.find(answer)
     if start < 0:
         start = context.find(answer.split()[0])
@@ -324,11 +324,11 @@ def test_answers_become_spans_of_tokens(tmp_path, context, answer, expected):
     ("answer", "targets"),
     [
         ("h i", [[12, 13], [7, 8], [0, 0], [0, 0]]),
-        ("j k", [[0, 0], [9, 10], [0, 0], [0, 0]]),  # whole in one window only
+        ("j k", [[0, 0], [9, 10], [0, 0], [0, 0]]),  # complete in only one window
         ("x", [[0, 0], [0, 0], [0, 0], [13, 13]]),
     ],
 )
-def test_windows_look_as_in_the_paper(tmp_path, answer, targets):
+def test_windows_match_the_layout_in_the_paper(tmp_path, answer, targets):
     context = " ".join("abcdefghijklmnopqrstuvwx")
     q = Question("q", "who was john smith", context, (Answer(answer, context.find(answer)),))
     problem = squad(tmp_path, [q], "train", tokens=16, question_tokens=3, stride_tokens=5)
@@ -346,7 +346,7 @@ def test_windows_look_as_in_the_paper(tmp_path, answer, targets):
     assert problem.report == ["train: 1 questions, 4 windows", "train: 1 questions cut to 3 tokens"]
 
 
-def test_answers_that_are_not_there_are_dropped_from_training_only(tmp_path):
+def test_misplaced_answers_are_dropped_from_training_only(tmp_path):
     bad = [
         question("b1")._replace(answers=(Answer("paris", 0),)),
         question("b2")._replace(answers=(Answer("paris", 900),)),
@@ -368,7 +368,7 @@ def test_answers_that_are_not_there_are_dropped_from_training_only(tmp_path):
 
 
 def naive(problem, split, logits):
-    """run_squad.py's write_predictions, with slices of the text, in plain loops."""
+    """Predict like run_squad.py's write_predictions, in plain loops, with slices of the context."""
     windows, config = problem._windows[split], problem.config
     result = {}
     for i, q in enumerate(windows.questions):
@@ -428,7 +428,7 @@ contexts = st.just("") | st.lists(
     st.integers(0, 9999),
     st.sampled_from([0, 2, 4]),
 )
-def test_predictions_are_those_of_a_naive_search(
+def test_predictions_equal_a_naive_search(
     tmp_path_factory, contexts, unanswerable, n_best, longest, seed, silence
 ):
     folder = tmp_path_factory.mktemp("x")
@@ -445,7 +445,7 @@ def test_predictions_are_those_of_a_naive_search(
         answer_tokens=longest,
     )
     rng = np.random.default_rng(seed)
-    logits = [  # halves, so that there are ties
+    logits = [  # multiples of 1/2, so that ties occur
         rng.integers(-6, 6, (len(t), 2)).astype(np.float32) / 2
         for t in problem.splits["test"].tokens
     ]
@@ -469,7 +469,7 @@ def test_predictions_are_those_of_a_naive_search(
     ("context", "word"),
     [
         ("John was born in Pàris, France", "Pàris"),
-        ("le cafe\u0301 x", "cafe\u0301"),  # a letter and its accent are one
+        ("le cafe\u0301 x", "cafe\u0301"),  # a combining accent stays with its letter
         ("in \U0001f600 10\u202fkm x", "10\u202fkm"),
         ("İstanbul x", "İstanbul"),
         ("x zürich/born", "zürich"),
@@ -501,10 +501,10 @@ def both_kinds(n=30, seed=0):
     return questions
 
 
-def test_files_give_the_scores_again(tmp_path):
+def test_prediction_files_reproduce_the_scores(tmp_path):
     questions = both_kinds()
     problem = squad(tmp_path, questions)
-    assert problem.unanswerable  # no name: the answers say so
+    assert problem.unanswerable  # without a name, inferred from the answers
     rng = np.random.default_rng(0)
     examples = problem.splits["dev"]
     logits = []
@@ -527,7 +527,7 @@ def test_files_give_the_scores_again(tmp_path):
     assert {k: searched[k] for k in best} == best
     assert result["best_f1"] >= result["f1"]
     assert problem.tuned(result).score("dev", logits)["f1"] == pytest.approx(result["best_f1"])
-    assert problem.score("dev", logits) == result  # and this one is as it was
+    assert problem.score("dev", logits) == result  # `tuned` leaves the original unchanged
     for name, entries in json.loads((out / "nbest_predictions.json").read_text()).items():
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
         assert "" in {entry["text"] for entry in entries}
@@ -536,10 +536,10 @@ def test_files_give_the_scores_again(tmp_path):
         assert entries[0]["probability"] / entries[-1]["probability"] == pytest.approx(ratio), name
 
 
-def test_version_1_writes_no_odds(tmp_path):
+def test_version_1_writes_no_null_odds(tmp_path):
     problem = squad(tmp_path, [question()], name="squad1")
     logits = [np.zeros((len(t), 2), np.float32) for t in problem.splits["dev"].tokens]
-    logits[0][0] = 50  # [CLS] is no answer here
+    logits[0][0] = 50  # [CLS] is not an answer in version 1.1
     out = tmp_path / "out"
     out.mkdir()
     problem.write("dev", logits, out)
@@ -560,7 +560,7 @@ def test_perfect_logits_score_100(tmp_path):
     assert result["exact"] == result["f1"] == result["best_f1"] == 100
 
 
-def test_new_questions_need_no_answers(tmp_path):
+def test_prediction_needs_no_gold_answers(tmp_path):
     for answers in (None, ()):
         asked = [q._replace(answers=answers) for q in both_kinds(5)]
         path = save(tmp_path / "new.json", layout(asked))
@@ -575,7 +575,7 @@ def test_new_questions_need_no_answers(tmp_path):
         assert all(predictions[q.id].answer for q in asked)
 
 
-def test_folders_and_splits(tmp_path):
+def test_splits_are_read_from_a_data_folder(tmp_path):
     save(tmp_path / "train-v2.0.json", layout([question("1"), question("2", ())]))
     (tmp_path / "dev-v2.0.json.gz").write_bytes(
         gzip.compress(json.dumps(layout([question("3")])).encode())
@@ -599,12 +599,12 @@ def test_folders_and_splits(tmp_path):
         ({"stride_tokens": 0, "dev": "x"}, "task.stride_tokens=0"),
     ],
 )
-def test_impossible_configurations(fields, words):
+def test_invalid_configurations_are_refused(fields, words):
     with pytest.raises(UserError, match=words):
         Squad(TaskConfig(kind="squad", **fields), VOCABULARY)
 
 
-def test_training_data_of_the_other_version_are_refused(tmp_path):
+def test_missing_answers_are_refused_except_for_prediction(tmp_path):
     with pytest.raises(UserError, match="question 'q1' has no answer"):
         squad(tmp_path, [question(), question("q1", ())], "train", name="squad1")
     unanswered = [question()._replace(answers=None)]
@@ -613,11 +613,11 @@ def test_training_data_of_the_other_version_are_refused(tmp_path):
             squad(tmp_path, unanswered, split)
     path = str(tmp_path / "dev.json")
     config = TaskConfig(kind="squad", name="squad2", dev=path)
-    problem = Squad(config, VOCABULARY, labels=Squad.labels)  # a fine-tuned model predicts
+    problem = Squad(config, VOCABULARY, labels=Squad.labels)  # prediction with a fine-tuned model
     assert problem.score("dev", [np.zeros((len(problem.splits["dev"].tokens[0]), 2))]) == {}
 
 
-# The real file
+# Official dev set
 
 
 @pytest.fixture(scope="module")
@@ -625,24 +625,24 @@ def dev(shared_data):
     return shared_data("squad/dev-v1.1.json.gz")
 
 
-def test_every_official_answer_scores_100(dev, tmp_path):
+def test_official_gold_answers_score_100(dev, tmp_path):
     questions = squad_score.read(dev)
     assert len(questions) == 10_570
     path = save(tmp_path / "gold.json", {q.id: q.answers[0].text for q in questions})
     result = squad_score.score_file(dev, path, 1)
     assert result["exact"] == result["f1"] == 100
-    # One question's last answer is ".", of which 1.1 finds nothing to overlap.
+    # One question's last answer is ".", which 1.1 normalizes to "", so its F1 is 0.
     result = squad_score.score(questions, {q.id: q.answers[-1].text for q in questions}, 1)
     assert result["exact"] == 100
     assert result["f1"] == pytest.approx(100 * 10_569 / 10_570)
 
 
-def test_official_dev_windows(dev, shared_data):
+def test_window_count_of_the_official_dev_set(dev, shared_data):
     vocab = shared_data("vocab/bert-base-uncased-vocab.txt")
     config = TaskConfig(kind="squad", name="squad1", tokens=384, dev=str(dev))
     problem = Squad(config, wordpiece.load(vocab))
     examples = problem.splits["dev"]
-    # As many as run_squad.py makes; none lost.
+    # As many windows as run_squad.py creates; no question is lost.
     assert problem.report == ["dev: 10,570 questions, 10,833 windows"]
     assert max(map(len, examples.tokens)) == 384
     logits = []
@@ -651,6 +651,6 @@ def test_official_dev_windows(dev, shared_data):
         each[first, 0] = each[last, 1] = 9 * (first > 0)
         logits.append(each)
     result = problem.score("dev", logits)
-    # What is left are answers that are a part of a token, or longer than 30.
+    # The rest are answers that are part of a token, or longer than 30 tokens.
     assert result["exact"] > 98.5
     assert result["f1"] > 99

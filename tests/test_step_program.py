@@ -1,7 +1,7 @@
-"""The training step as accelerators get it: scatters, element types, rounding in bfloat16.
+"""The program of the training step: scatters, element types, rounding in bfloat16.
 
-Traced programs (jaxprs) and compiled ones are read as text, so that a change which only an
-accelerator would notice fails here.
+These tests inspect jaxprs and the text of compiled programs, to catch changes on a CPU that would
+matter only on an accelerator.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ VOCAB = 640
 
 
 def pretraining_step(dtype="float32", **changes):
-    """The jitted training step of a small model with every kind of embedding, and its arguments."""
+    """Return the jitted step of a small model with every kind of embedding, and its arguments."""
     model = dataclasses.replace(model_size("L2-H32-A2"), vocab_size=VOCAB, dtype=dtype, **changes)
     config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, steps=10)
     config, (phase,) = pretraining.abstract_phases(config, sequences=3)
@@ -38,7 +38,7 @@ def pretraining_step(dtype="float32", **changes):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, those of called functions included."""
+    """Yield every equation of a jaxpr, including those of called functions."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(
@@ -51,14 +51,14 @@ def equations(jaxpr):
 
 
 def scatters(text):
-    """The results of the scatters in a compiled program's text: element types and shapes."""
+    """Return element type and shape of every scatter's result in a compiled program's text."""
     return re.findall(r"= (\w+\[[\d,]*\])\S* scatter\(", text)
 
 
 @pytest.mark.parametrize("segments", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_gradients_of_words_are_scattered(dtype, segments):
-    """A scatter-add of many tokens on few rows takes a GPU longer than the rest of the step."""
+def test_only_word_embedding_gradients_are_scattered(dtype, segments):
+    """On a GPU, a scatter-add of many tokens to few rows takes longer than the rest of the step."""
     step, state, batch = pretraining_step(dtype, segments=segments)
     traced = step.trace(state, batch)
     added = [
@@ -67,11 +67,11 @@ def test_only_gradients_of_words_are_scattered(dtype, segments):
         if equation.primitive.name.startswith("scatter")
     ]
     assert added == [f"float32[{VOCAB},32]"]
-    # XLA's CPU backend turns scatters into loops, so what it left is none or that one.
+    # XLA's CPU backend turns scatters into loops, so at most this one remains.
     assert set(scatters(traced.lower().compile().as_text())) <= {f"f32[{VOCAB},32]"}
 
 
-def test_the_reader_of_scatters_can_fail():
+def test_scatter_parser_finds_scatters():
     lowered = jax.jit(jax.grad(lambda x, i: jnp.sum(x[i] ** 2))).lower(
         jnp.ones((5, 3)), jnp.arange(7) % 5
     )
@@ -80,7 +80,7 @@ def test_the_reader_of_scatters_can_fail():
     assert scatters(line) == ["f32[640,768]"]
 
 
-def test_logits_and_softmax_are_float32_and_their_products_are_not():
+def test_logits_and_softmax_are_float32_with_bfloat16_inputs():
     step, state, batch = pretraining_step("bfloat16")
     program = list(equations(step.trace(state, batch).jaxpr.jaxpr))
     exponentials = [e for e in program if e.primitive.name == "exp"]
@@ -89,7 +89,7 @@ def test_logits_and_softmax_are_float32_and_their_products_are_not():
     assert {e.outvars[0].aval.dtype.name for e in program if e.primitive.name == "erf"} == {
         "float32"
     }
-    # Three products have the vocabulary on an axis: the logits, and the two gradients.
+    # Three products have a vocabulary axis: the logits and the two gradients.
     products = [
         ([v.aval.dtype.name for v in e.invars], e.outvars[0].aval)
         for e in program
@@ -100,7 +100,7 @@ def test_logits_and_softmax_are_float32_and_their_products_are_not():
     assert all(inputs == ["bfloat16", "bfloat16"] for inputs, _ in products)
     by_width = {result.shape[-1]: result.dtype.name for _, result in products if result.ndim == 3}
     assert by_width == {VOCAB: "float32", 32: "bfloat16"}  # logits; the gradient of hidden states
-    assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # the table's
+    assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # embedding gradient
 
 
 def test_metrics_are_sums_over_a_logging_window():
@@ -119,8 +119,8 @@ def test_metrics_are_sums_over_a_logging_window():
 
 
 @pytest.mark.parametrize("layer_loop", ["unrolled", "scanned"])
-def test_no_two_dropouts_share_their_bits(monkeypatch, layer_loop):
-    """Neither those of a layer, nor layers, parts of a batch, steps or seeds."""
+def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
+    """Not within a layer, nor across layers, parts of a batch, steps or seeds."""
     model = dataclasses.replace(
         model_size("L2-H32-A2"), vocab_size=VOCAB, dropout=0.1, attention_dropout=0.1,
         layer_loop=layer_loop,
@@ -147,8 +147,8 @@ def test_no_two_dropouts_share_their_bits(monkeypatch, layer_loop):
         for _ in range(2):
             state, _, _ = step(state, batch)
     jax.effects_barrier()
-    # Of 2 seeds, 2 steps and 2 parts: the embeddings, and in each layer attention, its output, and
-    # the feed-forward layer.
+    # 2 seeds, 2 steps and 2 parts, each with dropout on the embeddings and, in each of 2 layers, on
+    # attention, its output, and the feed-forward layer.
     assert len(set(keys)) == 2 * 2 * 2 * (1 + 2 * 3)
 
 
@@ -162,7 +162,7 @@ def test_attention_divides_by_a_float32_sum():
 
 
 def test_dropout_scales_bfloat16_exactly():
-    """1 / 0.9, not 1 / bfloat16(0.9), which is 0.2% larger."""
+    """The scale is 1 / 0.9, not 1 / bfloat16(0.9), which is 0.2% larger."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.bfloat16)
 
     def kept(x):
@@ -195,7 +195,7 @@ def test_activations_are_rounded_once_in_bfloat16(name, exact, least):
     wide = np.asarray(x, np.float64)
     y, vjp = jax.vjp(ACTIVATIONS[name], x)
     assert y.dtype == jnp.bfloat16
-    # Half a unit in the last place of 8 bits, and float32's own cancellation.
+    # Half a unit in the last place of 8 bits, plus cancellation in float32.
     np.testing.assert_allclose(np.asarray(y, np.float64), exact(wide), rtol=1.1 * 2**-8)
     slope = (exact(wide + 1e-6) - exact(wide - 1e-6)) / 2e-6
     result = np.asarray(vjp(jnp.ones_like(x))[0], np.float64)
@@ -203,8 +203,8 @@ def test_activations_are_rounded_once_in_bfloat16(name, exact, least):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_select_is_indexing(dtype):
-    """Values bit for bit; the gradient to rounding, rows chosen never and often among them."""
+def test_one_hot_gather_matches_indexing(dtype):
+    """Values are bitwise equal, gradients up to rounding, for rows selected never or often too."""
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.standard_normal((2, 9, 5)), dtype)
     index = jnp.asarray(rng.integers(0, 6, (2, 40)))
@@ -218,6 +218,6 @@ def test_select_is_indexing(dtype):
         np.asarray(jax.vjp(f, table)[1](weights)[0], np.float32)
         for f in (lambda table: one_hot_gather(table, index), by_index)
     )
-    tolerance = 1e-6 if dtype == "float32" else 0.05  # 40 additions of 8 bits on their side
+    tolerance = 1e-6 if dtype == "float32" else 0.05  # the reference adds 40 values of 8 bits
     np.testing.assert_allclose(ours, theirs, atol=tolerance)
     assert not ours[:, 6:].any()

@@ -1,4 +1,4 @@
-"""Object storage: real servers of Google Cloud Storage and S3, which are killed, busy and damaged."""
+"""Object storage on real GCS and S3 servers, with outages, transient errors and damaged objects."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ STEPS = ("steps=40", "checkpoint.every_steps=5", "evaluate_every_steps=20", "log
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def server(request, tmp_path_factory):
-    """A server that this process and those it starts use."""
+    """Start a storage server for this process and its children."""
     folder = tmp_path_factory.mktemp(request.param)
     with (
         serve(request.param, str(folder / "objects")) as started,
@@ -46,26 +46,26 @@ def server(request, tmp_path_factory):
         for name, value in started.environment.items():
             m.setenv(name, value)
         yield started
-    assert not {"gs:", "s3:"} & {*os.listdir()}  # nothing was taken for a local folder
+    assert not {"gs:", "s3:"} & {*os.listdir()}  # no URL was used as a local path
 
 
 @pytest.fixture
 def url(server, request):
-    """An empty folder on the server."""
+    """Return the URL of an empty folder on the server."""
     server.proxy.failures, server.proxy.fail_every, server.proxy.is_down = [], 0, False
     return f"{server.url}/{request.node.originalname}"
 
 
 @pytest.fixture(scope="module")
 def far_rows(server, rows):
-    """Rows of T=32 on the server."""
+    """Return the URL of rows of T=32 on the server."""
     put(rows(), f"{server.url}/rows")
     return f"{server.url}/rows"
 
 
 @pytest.fixture(scope="module")
 def whole(rows, tmp_path_factory):
-    """The same run on this machine's disk, undisturbed."""
+    """Return the folder of the same run on the local disk, without interruptions."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = processes.run(command(folder, [rows()], *STEPS), env=ONE_DEVICE)
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def start(server, url, rows, *changes, cache="", **more):
 
 
 def finish(server, url, rows, *changes, cache="", **more):
-    """Run to the end, and return standard error."""
+    """Run to completion and return standard error."""
     process = start(server, url, rows, *changes, cache=cache, **more)
     _, result = process.communicate(timeout=240)
     assert process.returncode == 0, result
@@ -113,7 +113,7 @@ def saved(url):
 # --- Objects --------------------------------------------------------------------------------------
 
 
-def test_objects(url):
+def test_object_operations(url):
     assert storage.create(f"{url}/a", b"first")
     assert not storage.create(f"{url}/a", b"second")
     assert storage.read(f"{url}/a") == b"first"
@@ -131,7 +131,7 @@ def test_objects(url):
         storage.read(f"{url}/none")
 
 
-def test_a_busy_server_is_asked_again(server, url):
+def test_transient_server_errors_are_retried(server, url):
     for failures in ([503, 429, 503], [500, 502]):
         server.proxy.failures = list(failures)
         storage.write(f"{url}/a", b"content")
@@ -144,12 +144,12 @@ def test_a_busy_server_is_asked_again(server, url):
 
 
 def other_machine(monkeypatch):
-    """Let the next lease be of a process on another machine."""
+    """Make the next lease belong to a process on another machine."""
     here = lease_lib._this_process()
     monkeypatch.setattr(lease_lib, "_this_process", lambda: {**here, "host": "other", "pid": 1})
 
 
-def test_a_lease_has_one_owner(url, monkeypatch):
+def test_lease_has_one_owner(url, monkeypatch):
     monkeypatch.setattr(lease_lib, "HEARTBEAT_SECONDS", 0.3)
     monkeypatch.setattr(lease_lib, "EXPIRY_SECONDS", 0.5)
     with monkeypatch.context() as patched:
@@ -165,16 +165,16 @@ def test_a_lease_has_one_owner(url, monkeypatch):
         with pytest.raises(UserError, match=r"in use by another process \(pid 1 on other\)"):
             storage.Lease(url).__enter__()
     assert owner.is_ours()
-    with storage.Lease(url) as second:  # the first is no longer renewed
+    with storage.Lease(url) as second:  # the first has expired
         assert second.is_ours()
         assert not owner.is_ours()
         owner.renew()
-        owner.__exit__()  # comes back too late: it changes nothing
+        owner.__exit__()  # too late: the expired owner changes nothing
         assert second.is_ours()
     assert storage.listing(url) == {}
 
 
-def test_the_lease_of_a_dead_process_of_this_machine_is_free(url):
+def test_dead_local_process_loses_its_lease(url):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     dead = {**lease_lib._this_process(), "pid": process.pid, "token": "its", "beats": 3}
@@ -188,7 +188,7 @@ def test_the_lease_of_a_dead_process_of_this_machine_is_free(url):
 # --- Files and folders ----------------------------------------------------------------------------
 
 
-def test_what_is_written_is_complete_or_absent(url, tmp_path):
+def test_outputs_are_written_atomically(url, tmp_path):
     def fail():
         with storage.output(f"{url}/out") as folder:
             folder.mkdir(parents=True)
@@ -217,14 +217,14 @@ def test_what_is_written_is_complete_or_absent(url, tmp_path):
     assert str(UserError(f"cannot read {copy}/model")) == f"cannot read {url}/out/model"
 
 
-def test_the_description_comes_last(server, url):
+def test_manifest_is_uploaded_last(server, url):
     server.proxy.requests.clear()
     with storage.output(f"{url}/rows") as folder:
         folder.mkdir(parents=True)
         for name in ("manifest.json", "a", "b", "vocab.txt"):
             (folder / name).write_text(name * 100)
     uploads = [
-        path + str(body)  # gcsfs names small objects there
+        path + str(body)  # gcsfs sends the names of small objects in the body
         for method, path, body in server.proxy.requests
         if method in ("POST", "PUT")
     ]
@@ -253,13 +253,13 @@ def test_the_description_comes_last(server, url):
         ),
     ],
 )
-def test_other_urls_make_no_folder(capsys, tmp_path, monkeypatch, arguments, says):
+def test_unsupported_urls_are_rejected(capsys, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
     assert says in refused(capsys, *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_library_is_named(capsys, monkeypatch):
+def test_missing_gcsfs_error_names_the_package(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     storage.objects.filesystem.cache_clear()
     try:
@@ -282,8 +282,8 @@ def wait_for_copies(opened):
 
 
 @pytest.mark.parametrize("gigabytes", ["0", "1"])
-def test_rows_are_those_of_the_disk(far_rows, rows, tmp_path, monkeypatch, gigabytes):
-    """By range if the cache has no room for them, else from the cache."""
+def test_remote_rows_equal_local_rows(far_rows, rows, tmp_path, monkeypatch, gigabytes):
+    """Rows are read by range requests if the cache has no room, else from the cache."""
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", gigabytes)
     far, near = loader.Rows(far_rows, "train"), loader.Rows(rows(), "train")
@@ -296,7 +296,7 @@ def test_rows_are_those_of_the_disk(far_rows, rows, tmp_path, monkeypatch, gigab
     assert len(copies) == (len(near._shards) if gigabytes == "1" else 0)
 
 
-def test_altered_rows_are_noticed(server, url, rows, tmp_path, monkeypatch):
+def test_altered_rows_are_detected(server, url, rows, tmp_path, monkeypatch):
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
     put(rows(), url)
     manifest = read_manifest(rows())
@@ -320,8 +320,8 @@ def test_altered_rows_are_noticed(server, url, rows, tmp_path, monkeypatch):
         loader.Rows(url, "train")
 
 
-def test_the_cache_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
-    """Rows that were not used for longest make room for others."""
+def test_cache_size_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
+    """The least recently used rows are evicted."""
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
     size = sum(shard.bytes for shard in read_manifest(rows()).train.shards)
     old = tmp_path / "rows" / "old"
@@ -337,7 +337,7 @@ def test_the_cache_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_ends_the_same(server, url, far_rows, whole):
+def test_killed_run_resumes_bitwise_identical(server, url, far_rows, whole):
     rng = random.Random(0)
     for number in (1, 4):
         process = start(server, url, far_rows)
@@ -355,7 +355,7 @@ def test_killed_at_any_moment_ends_the_same(server, url, far_rows, whole):
 
 
 @pytest.mark.slow
-def test_preempted_and_restarted_elsewhere(server, url, far_rows, whole):
+def test_preempted_run_resumes_on_another_machine(server, url, far_rows, whole):
     process = start(server, url, far_rows)
     wait_for(lambda: saved(url), process)
     process.terminate()
@@ -370,14 +370,14 @@ def test_preempted_and_restarted_elsewhere(server, url, far_rows, whole):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_set_aside(server, url, far_rows, whole):
-    """One with a truncated object, one without an object, and one that was never committed."""
+def test_damaged_checkpoints_are_set_aside(server, url, far_rows, whole):
+    """Checkpoints have a truncated object, a missing object, or no manifest (never committed)."""
     finish(server, url, far_rows, "checkpoint.keep_last=9")
     checkpoints = f"{url}/checkpoints"
     stats = storage.listing(checkpoints)
 
     def largest(step):
-        """The largest object of a step's parameters."""
+        """Return the URL of the largest object of a step's parameters."""
         names = [name for name in stats if name.startswith(f"{step}/params/")]
         return f"{checkpoints}/{max(names, key=lambda name: stats[name].size)}"
 
@@ -392,7 +392,7 @@ def test_a_damaged_checkpoint_is_set_aside(server, url, far_rows, whole):
 
 
 @pytest.mark.slow
-def test_two_writers(server, url, far_rows):
+def test_second_writer_is_rejected(server, url, far_rows):
     first = start(server, url, far_rows, "steps=100000")
     wait_for(lambda: saved(url), first)
     second = start(server, url, far_rows, "steps=100000")
@@ -405,7 +405,7 @@ def test_two_writers(server, url, far_rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_a_busy_server_loses_nothing(server, url, far_rows, whole):
+def test_run_survives_transient_server_errors(server, url, far_rows, whole):
     server.proxy.fail_every = 25
     finish(server, url, far_rows, "checkpoint.keep_every_steps=15")
     server.proxy.fail_every = 0
@@ -416,8 +416,8 @@ def test_a_busy_server_loses_nothing(server, url, far_rows, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["gs"], indirect=True)  # it takes two minutes
-def test_a_server_that_goes_away(server, url, far_rows, whole):
+@pytest.mark.parametrize("server", ["gs"], indirect=True)  # takes two minutes
+def test_run_resumes_after_a_server_outage(server, url, far_rows, whole):
     process = start(server, url, far_rows)
     wait_for(lambda: saved(url), process)
     server.proxy.is_down = True
@@ -431,9 +431,7 @@ def test_a_server_that_goes_away(server, url, far_rows, whole):
 
 
 @pytest.mark.slow
-def test_two_processes(server, url, far_rows, whole):
-    """Of one run, each with its own cache: the run of one process."""
-
+def test_two_processes_match_one_process(server, url, far_rows, whole):
     def argv(process):
         return command(url, [far_rows], *STEPS)
 
@@ -444,6 +442,6 @@ def test_two_processes(server, url, far_rows, whole):
     )
     assert step == step_of_one
     for a, b in zip(*map(jax.tree.leaves, (params, params_of_one)), strict=True):
-        # Sums over processes are in another order, and Adam divides by what is near 0 at first.
+        # Summation order differs with two processes, and Adam's denominator is near 0 at first.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     assert json.loads(storage.read(f"{url}/starts.jsonl"))["processes"] == 2

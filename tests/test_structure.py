@@ -1,4 +1,4 @@
-"""Who may import whom, what nobody may import, and that what is public says what it is."""
+"""Package structure: import layers, restricted and forbidden dependencies, public docstrings."""
 
 import ast
 import pathlib
@@ -11,8 +11,8 @@ import bert_jax
 ROOT = pathlib.Path(bert_jax.__file__).parent
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
-# A module imports from lower layers and from its own, without cycles. A package's entry covers its
-# modules.
+# A module may import from its own and lower layers, without cycles. A package's entry covers all
+# of its modules.
 LAYERS = (
     {"errors", "files", "progress", "cpu"},
     {"storage"},
@@ -32,7 +32,7 @@ LAYERS = (
     {"__init__", "__main__"},
 )
 
-# Which modules may import a package, by prefix of their path.
+# Path prefixes of the modules that may import each package.
 DOORS = {
     "orbax": ("checkpoint.py",),
     "optax": ("optim.py", "step.py"),
@@ -55,7 +55,7 @@ FORBIDDEN = {"tensorflow", "torch", "clu", "transformers"}
 
 
 def layer(module: str) -> int:
-    """Of a dotted name below bert_jax."""
+    """Return the layer of a module, given its dotted name below bert_jax."""
     (result,) = (i for i, names in enumerate(LAYERS) if module.split(".")[0] in names)
     return result
 
@@ -65,7 +65,7 @@ def name_of(path: str) -> str:
 
 
 def imports(source: str, module_level: bool = False) -> set[str]:
-    """Dotted names imported; of `from a import b` both `a` and `a.b`."""
+    """Return the imported dotted names; `from a import b` gives both `a` and `a.b`."""
     tree, result = ast.parse(source), set()
     inside = {
         id(node)
@@ -86,11 +86,11 @@ def imports(source: str, module_level: bool = False) -> set[str]:
 
 
 def own_imports(source: str) -> set[str]:
-    """The modules of bert_jax imported, by their dotted names below it."""
+    """Return the imported modules of bert_jax, by their dotted names below it."""
     names = {name.removeprefix("bert_jax.") for name in imports(source) if "bert_jax." in name}
     modules = {name_of(path) for path in MODULES}
     result = names & modules
-    # `from package import module` names the package too, which alone is an import of its __init__.
+    # `from package import module` also gives `package`, which counts only without its modules.
     return {name for name in result if not any(other.startswith(f"{name}.") for other in result)}
 
 
@@ -118,7 +118,7 @@ def test_imports_point_downwards():
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of a cycle of imports; [] if there is none."""
+    """Return the modules that are in or lead to an import cycle; [] if there is none."""
     graph = {name: set(targets) for name, targets in graph.items()}
     while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
         for name in leaves:
@@ -132,7 +132,7 @@ def test_imports_have_no_cycles():
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [*"abcd"]
 
 
-def test_one_door_a_dependency():
+def test_dependencies_are_imported_only_where_allowed():
     offenders = []
     for path in MODULES:
         used = packages(read(path))
@@ -149,7 +149,7 @@ def test_one_door_a_dependency():
     assert not offenders
 
 
-def test_the_checks_can_fail():
+def test_import_parser_and_layer_order():
     source = (
         "import torch.nn\ndef f():\n    from bert_jax.train import x\n    import orbax.checkpoint\n"
     )
@@ -161,7 +161,7 @@ def test_the_checks_can_fail():
     assert own_imports("from bert_jax.tools import sweep") == {"tools.sweep"}
 
 
-def test_importing_everything_imports_no_other_framework():
+def test_importing_all_modules_loads_no_other_framework():
     names = [".".join(["bert_jax", name_of(path)]) for path in MODULES if path != "__init__.py"]
     names = [name for name in names if not name.endswith("__main__")]
     code = (
@@ -177,7 +177,7 @@ def test_importing_everything_imports_no_other_framework():
     assert result.stdout.split("\n")[-2] == "[]"
 
 
-def test_what_is_public_has_a_docstring():
+def test_public_names_have_docstrings():
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     offenders = []
     for path in MODULES:
@@ -192,11 +192,11 @@ def test_what_is_public_has_a_docstring():
     assert not offenders
 
 
-def test_no_module_is_called_utils():
+def test_no_module_is_named_utils():
     assert not [path for path in MODULES if pathlib.Path(path).stem in ("utils", "util", "helpers")]
 
 
-def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
+def test_uninstalled_checkout_has_a_version(monkeypatch):
     import importlib.metadata
 
     installed = importlib.metadata.version
@@ -215,7 +215,7 @@ def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
     }
 
 
-def test_the_version_is_written_once():
+def test_version_is_defined_once():
     settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
     assert "version" in settings["project"]["dynamic"]
     assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "bert_jax.__version__"}

@@ -1,4 +1,4 @@
-"""Lines at the start and end of a run, and warnings about settings that are likely mistakes."""
+"""Messages at the start and end of a run, and warnings about likely mistakes in settings."""
 
 import dataclasses
 
@@ -46,18 +46,18 @@ def test_sensible_settings_have_no_warning():
         (config(), rows(heldout_tokens=3_000), "means over 450 tokens"),
     ],
 )
-def test_likely_mistakes_are_named(settings, data, words):
+def test_likely_mistakes_give_a_warning(settings, data, words):
     (line,) = summary.warnings(settings, phases(settings), [data])
     assert line.startswith("warning: ")
     assert words in line
 
 
-def test_heldout_tokens_of_a_causal_model_are_all_predicted():
+def test_causal_model_predicts_all_heldout_tokens():
     causal = config(causal=True, next_sentence=False)
     assert not list(summary.warnings(causal, phases(causal), [rows(heldout_tokens=3_000)]))
 
 
-def test_the_end_names_the_best_evaluation_and_its_checkpoint():
+def test_end_message_names_best_evaluation_and_checkpoint():
     end = summary.End(60, 49.2, "masked_lm_loss", 40, 5.21964, "run/checkpoints/40")
     assert list(end.lines()) == [
         "finished step 60 after 49 s",

@@ -1,4 +1,4 @@
-"""Sweeps: order, sharing, kills, failures, other engines, costs, searches."""
+"""Sweeps: order, shared points, kills, failures, job queues, cost estimates and searches."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ from bert_jax.tools.sweep.scheduler import Scheduler as Queue
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
-# Stands for any long work: notes its start, waits until a file is there, then writes its metrics.
+# A stand-in for a long job: logs its start, waits for a file, then writes its metrics.
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 name, folder, *rest = sys.argv[1:-2]
@@ -72,7 +72,7 @@ text = "{" if "breaks" in rest else json.dumps({"score": float(len(name))})
 
 @pytest.fixture
 def bench(tmp_path):
-    """A script, and a function that makes a point of it."""
+    """Write the script and return a function that makes points which run it."""
     script = tmp_path / "work.py"
     script.write_text(SCRIPT)
 
@@ -85,7 +85,7 @@ def bench(tmp_path):
 
 
 def go(points, tmp_path, jobs=1, **options):
-    """Runs points in this process; the status and the results."""
+    """Run points in this process and return the exit status and the results."""
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
     args = SweepArgs(data=tmp_path / "data")
@@ -103,14 +103,14 @@ def go(points, tmp_path, jobs=1, **options):
 # Reading
 
 
-def test_what_a_point_needs_comes_first_and_once(bench):
+def test_dependencies_come_first_and_only_once(bench):
     a = bench("a")
     b, c = bench("b", a), bench("c", a)
     names = [p.name for p in sweep.ordered("x", [bench("d", c, b), c, a], pathlib.Path())]
     assert names == ["a", "c", "b", "d"]
 
 
-def test_a_hash_is_of_all_that_leads_to_a_folder_and_of_no_path():
+def test_digest_covers_dependencies_but_not_the_data_path():
     def points(data, option):
         rows = Point("rows", ("prepare", f"{data}/text/*.gz", "--tokens", option))
         model = Point("m", ("pretrain", "--rows", rows), {"any": 1})
@@ -119,13 +119,11 @@ def test_a_hash_is_of_all_that_leads_to_a_folder_and_of_no_path():
     assert points("/here/data", 128) == points("/elsewhere", 128)
     assert not set(points("/here", 128)) & set(points("/here", 64))
     other = Point("m", ("pretrain", "--rows", "/here/data2"))
-    assert "/here/data2" in other.display_command(
-        "/here/data"
-    )  # the folder's name, not its beginning
+    assert "/here/data2" in other.display_command("/here/data")  # not a path prefix
     assert Point("x", ("python", "/d")).display_command("/d") == ["python", "$BERT_JAX_DATA"]
 
 
-def test_another_program_is_another_point(tmp_path):
+def test_digest_covers_the_program_text(tmp_path):
     def digest(text):
         (tmp_path / "x.py").write_text(text)
         return Point("x", ("python", tmp_path / "x.py")).digest("")
@@ -177,7 +175,7 @@ def test_another_program_is_another_point(tmp_path):
         (None, "does not exist: give a sweep.py"),
     ],
 )
-def test_a_sweep_that_cannot_be_read(file_of, capsys, text, expected):
+def test_invalid_sweep_file_is_rejected(file_of, capsys, text, expected):
     path = file_of(text or "")
     if text is None:
         path.unlink()
@@ -187,7 +185,7 @@ def test_a_sweep_that_cannot_be_read(file_of, capsys, text, expected):
 
 
 @pytest.mark.parametrize("name", ["nothing", "experiments", "notes.md"])
-def test_what_is_no_sweep_at_all(tmp_path, capsys, name):
+def test_path_that_is_not_a_sweep_is_rejected(tmp_path, capsys, name):
     (tmp_path / "experiments").mkdir()
     (tmp_path / "notes.md").write_text("# Notes")
     assert cli.main(["sweep", str(tmp_path / name)]) == cli.EXIT_USER_ERROR
@@ -196,7 +194,7 @@ def test_what_is_no_sweep_at_all(tmp_path, capsys, name):
     assert "give a sweep.py" in line
 
 
-def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
+def test_missing_data_or_init_is_rejected(file_of, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("BERT_JAX_DATA", raising=False)
     text = "def get_points(args): return [Point('a', ('vocab', args.data / 'text'))]"
     command = ["sweep", str(file_of(text)), "--runs", str(tmp_path / "runs")]
@@ -208,8 +206,8 @@ def test_data_that_nobody_has_told_of(file_of, tmp_path, capsys, monkeypatch):
     assert "--init ./nothing: no such folder" in capsys.readouterr().err
 
 
-def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, capsys):
-    """Unless an option says otherwise."""
+def test_init_defaults_to_paper_scale(file_of, tmp_path, capsys):
+    """`--scale` overrides this default."""
     text = "def get_points(args): return [Point(args.scale, ('vocab', args.init))]"
     command = ["sweep", str(file_of(text)), "--dry-run", "--data", str(tmp_path)]
     for more, scale in (
@@ -223,7 +221,7 @@ def test_somebodys_checkpoint_is_fine_tuned_as_in_the_paper(file_of, tmp_path, c
 
 @for_all(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 @settings(max_examples=20)
-def test_a_grid_is_every_combination(sizes):
+def test_grid_has_every_combination(sizes):
     choices = {f"c{i}": list(range(n)) for i, n in enumerate(sizes)}
     result = sweep.grid(**choices)
     assert len({tuple(p.items()) for p in result}) == len(result)
@@ -233,7 +231,7 @@ def test_a_grid_is_every_combination(sizes):
     assert len(result) == expected
 
 
-def test_random_draws_follow_from_their_seed():
+def test_random_samples_are_determined_by_the_seed():
     def draw(seed):
         return sweep.sample(200, seed, rate=(1e-5, 1e-2, "log"), size=[1, 2, 3], part=(0.0, 1.0))
 
@@ -241,13 +239,13 @@ def test_random_draws_follow_from_their_seed():
     assert result == draw(1) != draw(2)
     assert {p["size"] for p in result} == {1, 2, 3}
     assert all(1e-5 <= p["rate"] <= 1e-2 and 0 <= p["part"] <= 1 for p in result)
-    assert 1e-4 < statistics.median(p["rate"] for p in result) < 1e-3  # of the logarithm
+    assert 1e-4 < statistics.median(p["rate"] for p in result) < 1e-3  # log-uniform
 
 
 # Running
 
 
-def test_each_is_run_once_and_leaves_a_line(bench, tmp_path):
+def test_each_point_runs_once_and_records_one_result(bench, tmp_path):
     points = [bench("bb", bench("a"), facts={"size": 2}), bench("ccc", bench("a"))]
     status, results = go(points, tmp_path)
     assert status == 0
@@ -256,23 +254,23 @@ def test_each_is_run_once_and_leaves_a_line(bench, tmp_path):
     assert by["bb"]["metrics"] == {"score": 2.0}
     assert by["bb"]["facts"] == {"size": 2}
     assert {"digest", "command", "wall_seconds", "jax", "cores", "scale"} <= by["bb"].keys()
-    assert str(tmp_path) not in by["bb"]["command"]  # a path of this machine tells nobody anything
+    assert str(tmp_path) not in by["bb"]["command"]  # no paths of this machine
     again, same = go(points, tmp_path)
     assert (again, same) == (0, results)
     assert len(bench.calls()) == 3
 
 
-def test_what_two_sweeps_share_is_done_once(bench, tmp_path):
+def test_point_shared_by_two_sweeps_runs_once(bench, tmp_path):
     first = bench("a")
     go([first], tmp_path)
     renamed = dataclasses.replace(first, name="called_otherwise")
     status, results = go([bench("b", renamed)], tmp_path)
     assert status == 0
     assert bench.calls() == ["a", "b"]
-    assert {line["point"] for line in results} == {"a", "b"}  # one line a point, whatever its name
+    assert {line["point"] for line in results} == {"a", "b"}  # one line per point, by any name
 
 
-def test_a_failure_stops_only_what_stands_on_it(bench, tmp_path, capsys):
+def test_failure_skips_only_dependent_points(bench, tmp_path, capsys):
     bad = bench("bad", "fails")
     status, results = go([bench("c", bench("b", bad)), bench("good")], tmp_path)
     assert status == 1
@@ -283,15 +281,13 @@ def test_a_failure_stops_only_what_stands_on_it(bench, tmp_path, capsys):
     assert "1 of 4 points done" in output
 
 
-def test_what_cannot_be_read_ends_the_sweep_and_all_that_it_runs(bench, tmp_path):
+def test_unreadable_results_stop_the_sweep_and_its_processes(bench, tmp_path):
     with pytest.raises(UserError, match=r"cannot read the results of a in .* remove .*/a-"):
         go([bench("b", "waits"), bench("a", "second", "breaks")], tmp_path, jobs=2)
     wait_for(lambda: (tmp_path / "b.saved").exists())
 
 
-def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
-    bench, tmp_path, monkeypatch
-):
+def test_unreadable_run_files_error_names_the_point(bench, tmp_path, monkeypatch):
     def fail(point_run, args):
         raise UserError("cannot read starts.jsonl: no text")
 
@@ -302,8 +298,11 @@ def test_what_a_run_has_left_and_cannot_be_read_is_named_with_its_point(
         go([bench("a")], tmp_path)
 
 
-def test_what_another_sweep_has_made_meanwhile_is_found(bench, tmp_path):
-    """Under another name; looked for when a point is about to be run, not when the sweep begins."""
+def test_folder_created_by_another_sweep_is_reused(bench, tmp_path):
+    """The other sweep may name the point differently.
+
+    The lookup happens when a point starts, not when the sweep starts.
+    """
     command = ("python", bench.folder / "work.py", "a", bench.folder)
     first, second = (PointRun(Point(name, command), tmp_path / "runs", tmp_path) for name in "xy")
     (tmp_path / "runs").mkdir()
@@ -315,14 +314,14 @@ def test_what_another_sweep_has_made_meanwhile_is_found(bench, tmp_path):
     assert first.log == second.log
 
 
-def test_so_many_at_a_time(bench, tmp_path):
+def test_jobs_limits_the_number_of_running_points(bench, tmp_path):
     status, _ = go([bench("x", "meets"), bench("y", "meets")], tmp_path, jobs=2)
     assert status == 0
     status, _ = go([bench(name, "alone") for name in "abc"], tmp_path)
     assert status == 0
 
 
-def test_one_that_was_stopped_by_others_is_started_again(bench, tmp_path):
+def test_interrupted_point_is_restarted(bench, tmp_path):
     status, results = go([bench("a", "again")], tmp_path)
     assert (status, bench.calls()) == (0, ["a", "a"])
     assert results[0]["attempts"] == 2
@@ -348,7 +347,7 @@ def get_points(args):
 """
 
 
-def test_killed_the_same_command_goes_on(bench, tmp_path, file_of):
+def test_killed_sweep_resumes_with_the_same_command(bench, tmp_path, file_of):
     file = file_of(WAITING)
     process = background(tmp_path, file, "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
@@ -364,7 +363,7 @@ def test_killed_the_same_command_goes_on(bench, tmp_path, file_of):
     assert [line["point"] for line in Results(file.parent).read()] == ["a", "b"]
 
 
-def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of):
+def test_orphaned_process_of_a_killed_sweep_is_waited_for(bench, tmp_path, file_of):
     file = file_of(WAITING)
     process = background(tmp_path, file, "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
@@ -375,14 +374,14 @@ def test_what_a_killed_sweep_has_started_is_waited_for(bench, tmp_path, file_of)
     queue.add(sweep.load(file, args).points)
     for _ in range(3):
         queue.update()
-        assert queue.state == {"a": "done", "b": "waiting"}  # its process holds the lock
+        assert queue.state == {"a": "done", "b": "waiting"}  # b's process holds the lock
     (tmp_path / "go").touch()
     wait_for(lambda: queue.update() or queue.is_over)
     assert queue.state == {"a": "done", "b": "done"}
-    assert bench.calls() == ["a", "b", "b"]  # a second time, which finds the first one's work
+    assert bench.calls() == ["a", "b", "b"]  # the second call finds the first one's output
 
 
-def test_a_signal_is_passed_on_and_waited_for(bench, tmp_path, file_of):
+def test_sigterm_is_forwarded_to_running_points(bench, tmp_path, file_of):
     file = file_of(WAITING)
     process = background(tmp_path, file, "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
@@ -393,7 +392,7 @@ def test_a_signal_is_passed_on_and_waited_for(bench, tmp_path, file_of):
     assert result.endswith("stopped; run the same command to resume\n")
 
 
-def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
+def test_concurrent_sweeps_run_a_shared_point_once(bench, tmp_path, file_of):
     one = background(tmp_path, file_of(WAITING, "one"), "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), one)
     two = background(tmp_path, file_of(WAITING, "two"), "--data", str(tmp_path))
@@ -408,7 +407,7 @@ def test_two_sweeps_at_once_do_a_point_once(bench, tmp_path, file_of):
         assert [line["point"] for line in lines] == ["a", "b"]
 
 
-def test_the_time_left_is_that_of_all_seeds(tmp_path):
+def test_time_left_covers_all_seeds(tmp_path):
     point_run = PointRun(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
     for seed in range(2):
         run_ = point_run.out / f"seed_{seed}"
@@ -418,11 +417,11 @@ def test_the_time_left_is_that_of_all_seeds(tmp_path):
         (run_ / "metrics.jsonl").write_text(json.dumps({"step": 20, "loss": 1.0}) + "\n")
         os.utime(run_ / "metrics.jsonl", (seed, seed))
     began = (run_ / "starts.jsonl").stat().st_mtime
-    # 80 steps of this one and 100 of the third, at a second each.
+    # 80 steps of this seed and 100 of the third remain, at 1 s each.
     assert note_of(point_run, began + 20)["left"] == duration(180.0)
 
 
-def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, file_of):
+def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch, file_of):
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "sbatch").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/jobs\n')
@@ -450,7 +449,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
         sweep.load(file, SweepArgs(data=tmp_path)).points[0], tmp_path / "runs", tmp_path
     )
     assert point_run.is_submitted
-    # Slurm knows it no more, and its workdir has no end: it has failed, and goes again next time.
+    # Slurm has no such job and the workdir is incomplete: it failed and is rerun next time.
     (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     (programs / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", ONE_DEVICE["PATH"])
@@ -460,7 +459,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     queue.add([point_run.point])
     queue.update()
     assert queue.state == {"m": "running"}
-    assert len((tmp_path / "jobs").read_text().splitlines()) == 1  # queued already
+    assert len((tmp_path / "jobs").read_text().splitlines()) == 1  # not submitted again
     for _ in range(2):
         time.sleep(0.02)
         queue.update()
@@ -486,7 +485,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
     assert not point_run.is_done
     (out / "checkpoints" / "7").mkdir(parents=True)
     assert point_run.is_done
-    # What the sweep's own clock and machine say is of the handing over alone.
+    # The sweep's own clock and machine describe only the submission of the job.
     own = {"step_seconds": 7.5, "devices": "4 NVIDIA H100", "jax": "0.12"}
     monkeypatch.setattr(results_lib, "_of_run", lambda folder: own)
     (line,) = results_lib.lines_of(point_run, SweepArgs(data=tmp_path))
@@ -498,7 +497,7 @@ def test_a_queued_job_is_over_when_its_workdir_says_so(tmp_path, monkeypatch, fi
 
 
 @pytest.mark.parametrize("size", ["L2-H128-A2", "base", "L24-H1024-A16"])
-def test_a_cost_is_that_of_the_formula(size):
+def test_pretrain_cost_matches_the_flops_formula(size):
     vocab = Point("vocab", ("vocab", "text", "--size", 1000))
     rows = Point("rows", ("prepare", "text", "--vocab", vocab, "--tokens", 128, "--sequences", 1))
     changes = ("--config.steps=1000", "--config.batch_size=64")
@@ -520,8 +519,8 @@ def test_a_cost_is_that_of_the_formula(size):
             "cores": 2,
         }
 
-    # Two seeds of a point ran one after the other, on two cores. The rest of the wall time, 2.5 s per
-    # seed and 1.5 s, is added to the time of the steps. Other verbs and chips do not count.
+    # Two seeds of a point ran in sequence on two cores. The rest of the wall time (2.5 s per seed,
+    # and 1.5 s) is added to the step time. Other commands and chips do not count.
     before = [line("a", 1e9, 1.0, 9.0), line("a", 3e9, 3.0, 9.0), line("b", 9e9, 3.0, 4.5)]
     before.append(line("c", 1e15, 1.0, 1.0, "finetune"))
     before.append(line("d", 1e15, 1.0, 1.0, devices="8 NVIDIA H100"))
@@ -529,8 +528,8 @@ def test_a_cost_is_that_of_the_formula(size):
     assert estimate.seconds == pytest.approx(estimate.flops / (1e9 * cores()) + 2.0)
 
 
-def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
-    """A folder's model and not the config's, and the tokens that others had on its task."""
+def test_finetune_cost_depends_on_the_initial_model(tmp_path):
+    """Use the model in the --init folder, not the config's, and token counts of the same task."""
     file = tmp_path / "train.tsv"
     file.write_text("x" * 5000)
     model = model_size("mini")
@@ -559,9 +558,7 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
         point = Point("f", ("finetune", "--config", "configs/table.py", *settings), facts)
         return cost(point, SweepArgs(), results, speed=1e12).flops
 
-    def of(
-        layers, hidden, feed_forward
-    ):  # by token: forward, and twice as much backward; not the pooler
+    def of(layers, hidden, feed_forward):  # per token: forward, twice that backward; no pooler
         return 3 * layers * (8 * hidden**2 + 4 * hidden * feed_forward + 4 * 128 * hidden)
 
     assert estimate(["--init", run]) == pytest.approx(of(4, 256, 1024) * 6000, rel=1e-3)
@@ -582,8 +579,8 @@ def test_a_fine_tunings_cost_is_of_what_it_begins_with(tmp_path):
     )
 
 
-def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monkeypatch):
-    """But what cannot be read, or is another kind of file, does not."""
+def test_cost_uses_the_results_of_sibling_sweeps(tmp_path, capsys, monkeypatch):
+    """Unreadable files and files of another kind are ignored."""
     folders = [tmp_path / name for name in ("mine", "other", "third", "fourth")]
     for folder in folders:
         folder.mkdir()
@@ -600,7 +597,7 @@ def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monke
     assert "vocab: about ?" in capsys.readouterr().out
     other = {**line, "digest": "b", "wall_seconds": 27.0}
     (folders[1] / "results.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
-    # Two sweeps may have a point in common.
+    # Two sweeps may share a point.
     (folders[2] / "results.jsonl").write_text(json.dumps(line) + '\n{"case": "another"}\n')
     (folders[3] / "results.jsonl").write_bytes(b"\xff{")
     assert cli.main(command) == 0
@@ -610,7 +607,7 @@ def test_what_was_measured_beside_a_sweep_tells_its_cost(tmp_path, capsys, monke
     assert "vocab: about 52 s" in capsys.readouterr().out
 
 
-def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
+def test_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
     file = file_of(WAITING)
     options = ["--data", str(tmp_path), "--runs", str(tmp_path / "runs"), "--dry-run"]
     assert cli.main(["sweep", str(file), *options]) == 0
@@ -635,7 +632,7 @@ def test_a_dry_run_runs_nothing(bench, tmp_path, file_of, capsys):
         (["--jobs", "0"], "--jobs 0: must be above 0"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(file_of, tmp_path, capsys, options, expected):
+def test_options_without_effect_are_rejected(file_of, tmp_path, capsys, options, expected):
     argv = ["sweep", str(file_of(WAITING)), "--data", str(tmp_path), *options]
     assert cli.main(argv) == cli.EXIT_USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
@@ -659,7 +656,7 @@ def get_points(args):
 
 
 @pytest.mark.slow
-def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
+def test_real_sweep_from_text_to_results(tmp_path, corpus, file_of):
     data = tmp_path / "data"
     data.mkdir()
     (data / "text.txt").write_text(corpus.read_text())
@@ -675,7 +672,7 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
     assert str(tmp_path) not in json.dumps([vocab, rows, model, seeds])
     assert '"$BERT_JAX_DATA/text.txt"' in rows["command"]
     assert f"--rows runs/sweeps/rows-{rows['digest']}/out " in model["command"]
-    # The commands can be run again, here in another folder.
+    # The recorded commands can be rerun, here in another folder.
     environment = os.environ | {"BERT_JAX_DATA": str(data), "PYTHONPATH": str(pathlib.Path.cwd())}
     environment["PATH"] = f"{pathlib.Path(sys.executable).parent}:{environment['PATH']}"
     for line in (vocab, rows):
@@ -704,7 +701,7 @@ def test_from_text_to_results_for_real(tmp_path, corpus, file_of):
 
 
 class Objective:
-    """A sweep's file that has something to search."""
+    """A stand-in for a sweep file that defines a search."""
 
     OBJECTIVE = "score"
 
@@ -716,7 +713,7 @@ class Objective:
         return self._make("n" * length, trial.number)
 
 
-def test_a_search_finds_and_remembers(bench, tmp_path, capsys):
+def test_search_reports_the_best_trial_and_resumes(bench, tmp_path, capsys):
     module = Objective(bench)
     status, results = go([], tmp_path, jobs=2, module=module, trials=5)
     assert status == 0
@@ -731,20 +728,20 @@ def test_a_search_finds_and_remembers(bench, tmp_path, capsys):
 
 
 class Drawn(Objective):
-    """Nothing of a trial is in its command but what was drawn."""
+    """A trial's command contains only the sampled value."""
 
     def get_trial(self, args, trial):
         return self._make("x", str(trial.suggest_float("length", 0.0, 1.0)))
 
 
-def test_a_search_that_goes_on_draws_anew(bench, tmp_path):
+def test_resumed_search_samples_new_values(bench, tmp_path):
     for trials in (2, 4):
         status, results = go([], tmp_path, module=Drawn(bench), trials=trials)
         assert status == 0
     assert len({line["facts"]["length"] for line in results}) == 4
 
 
-def test_an_error_in_a_searchs_function_is_one_line(bench, tmp_path):
+def test_get_trial_error_names_the_function(bench, tmp_path):
     import optuna
 
     module = Objective(bench)
@@ -757,7 +754,7 @@ def test_an_error_in_a_searchs_function_is_one_line(bench, tmp_path):
     assert trial.state == optuna.trial.TrialState.FAIL
 
 
-def test_a_trial_whose_search_was_killed_is_tried_again(bench, tmp_path):
+def test_trial_of_a_killed_search_is_retried(bench, tmp_path):
     import optuna
 
     module = Objective(bench)
@@ -773,6 +770,6 @@ def test_a_trial_whose_search_was_killed_is_tried_again(bench, tmp_path):
     assert [line["facts"]["length"] for line in results][1:] == [length]
 
 
-def test_a_search_of_a_sweep_that_has_none(bench, tmp_path):
+def test_search_without_get_trial_is_rejected(bench, tmp_path):
     with pytest.raises(UserError, match="defines no search: it must have get_trial"):
         go([], tmp_path, trials=1)

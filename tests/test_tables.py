@@ -1,4 +1,4 @@
-"""Tables: every format and compression gives the same records; malformed lines are reported by number."""
+"""Tables: every format and compression gives the same records; errors give the line number."""
 
 import bz2
 import csv
@@ -51,7 +51,7 @@ def write(path, data):
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", [".tsv", ".csv", ".jsonl"])
-def test_reads_every_format_compressed_or_not(tmp_path, kind, compression):
+def test_reads_every_format_and_compression(tmp_path, kind, compression):
     data = ("\ufeff" * (kind != ".jsonl") + content(kind)).encode()
     path = write(tmp_path / f"a.b{kind.upper()}{compression}", COMPRESSIONS[compression](data))
     read_bytes = []
@@ -86,7 +86,7 @@ def test_reads_parquet(tmp_path):
     assert list(only.fields) == ["text"]
 
 
-def test_header_and_quoting_are_arguments(tmp_path):
+def test_header_and_quoting_arguments(tmp_path):
     path = write(tmp_path / "a.tsv", '1\t"x\n2\ty"\r\n\n')
     plain = [r.fields for r in tables.read(path, ["b"], header=["a", "b"])]
     assert plain == [{"a": "1", "b": '"x'}, {"a": "2", "b": 'y"'}]
@@ -98,7 +98,7 @@ def test_header_and_quoting_are_arguments(tmp_path):
     assert next(tables.read(path, ["b"], quoting=False)).fields["b"] == '"x"'
 
 
-def test_fields_over_several_lines_count_as_lines(tmp_path):
+def test_multiline_fields_count_all_their_lines(tmp_path):
     path = write(tmp_path / "a.csv", 'text,label\n"one\ntwo\r\nthree",0\nfour,1\nfive\n')
     result = tables.read(path, ["text"])
     first, second = next(result), next(result)
@@ -108,11 +108,11 @@ def test_fields_over_several_lines_count_as_lines(tmp_path):
         next(result)
 
 
-def test_lines_of_text(tmp_path, monkeypatch):
+def test_plain_text_lines_and_standard_input(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one\ttwo\n\nthree\t\n")
     result = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
     assert result == ["one\ttwo", "", "three\t"]
-    with pytest.raises(UserError, match=r"a\.txt:3: 'b' is empty"):  # only texts may be
+    with pytest.raises(UserError, match=r"a\.txt:3: 'b' is empty"):  # only texts may be empty
         list(tables.read(path, ["a"], ["b"], header=["a", "b"], empty=True))
     pairs = [r.fields for r in tables.read(path, ["a", "b"], header=["a", "b"], empty=True)]
     assert pairs == [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]
@@ -124,7 +124,7 @@ def test_lines_of_text(tmp_path, monkeypatch):
         next(result)
 
 
-def test_rows_of_other_lengths_can_be_left_out(tmp_path):
+def test_rows_with_a_wrong_column_count_can_be_skipped(tmp_path):
     path = write(tmp_path / "a.tsv", "text\tlabel\na\t0\nb\nc\t1\t2\nd\t1\n")
     messages = []
     assert [r.fields["text"] for r in tables.read(path, ["text"], skip=messages.append)] == [
@@ -146,7 +146,7 @@ def test_rows_of_other_lengths_can_be_left_out(tmp_path):
         max_size=5,
     )
 )
-def test_any_csv_that_python_writes_is_read_back(tmp_path_factory, rows):
+def test_csv_written_by_python_is_read_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "a.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)
@@ -182,7 +182,7 @@ def test_any_csv_that_python_writes_is_read_back(tmp_path_factory, rows):
         ("a.tsv", None, "it does not exist"),
     ],
 )
-def test_malformed_tables_are_told_in_one_line(tmp_path, name, data, says):
+def test_malformed_table_error_is_one_line(tmp_path, name, data, says):
     if data is not None:
         write(tmp_path / name, data)
     with pytest.raises(UserError) as error:
@@ -201,7 +201,7 @@ def test_malformed_tables_are_told_in_one_line(tmp_path, name, data, says):
         ({"text": ["a", "b"], "label": [None, 1]}, "row 1: no 'label'"),
     ],
 )
-def test_malformed_parquet_is_told_in_one_line(tmp_path, columns, says):
+def test_malformed_parquet_error_is_one_line(tmp_path, columns, says):
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     with pytest.raises(UserError) as error:
         list(tables.read(tmp_path / "a.parquet", ["text"], ["label"]))
@@ -209,13 +209,13 @@ def test_malformed_parquet_is_told_in_one_line(tmp_path, columns, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_quoted_field_may_be_as_long_as_a_line(tmp_path):
+def test_long_quoted_field_is_read(tmp_path):
     path = write(tmp_path / "a.csv", f'text,label\n"{"x" * 200_000}",0\n')
     (record,) = tables.read(path, ["text"], ["label"])
     assert len(record.fields["text"]) == 200_000
 
 
-def test_long_lines_are_refused_and_half_characters_mended(tmp_path):
+def test_long_lines_are_refused_and_lone_surrogates_replaced(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a\\ud83d", "label": "\\udc00"}\n')
     (record,) = tables.read(path, ["text"], ["label"])
     assert record.fields == {"text": "a?", "label": "?"}
@@ -223,7 +223,7 @@ def test_long_lines_are_refused_and_half_characters_mended(tmp_path):
         list(tables.read(path, ["text"], line_bytes=20))
 
 
-def test_reading_stops_when_nobody_reads(tmp_path):
+def test_rows_are_read_lazily(tmp_path):
     path = write(tmp_path / "a.tsv", b"text\n" + b"good\n" * 10 + b"\xff\n")
     result = tables.read(path, ["text"])
     assert [next(result).fields["text"] for _ in range(10)] == ["good"] * 10

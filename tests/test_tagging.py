@@ -1,4 +1,4 @@
-"""Tagging: CoNLL's columns, conlleval's scores, sequences of words, predictions and files."""
+"""Tagging: CoNLL columns, conlleval scores, sequences of words, predictions and their files."""
 
 import gzip
 import io
@@ -23,7 +23,7 @@ VOCABULARY = Vocabulary((*SPECIAL, *LETTERS, *(f"##{c}" for c in LETTERS), ".", 
 
 
 def write(path, sentences, between=" ", documents=()):
-    """(word, tag) pairs in columns; a document begins before each sentence in `documents`."""
+    """Write (word, tag) pairs as columns; a document starts before each sentence in `documents`."""
     lines = []
     for i, sentence in enumerate(sentences):
         if i in documents:
@@ -40,7 +40,7 @@ def tagging(tmp_path, sentences, *, documents=(), labels=(), **fields):
 
 
 def perfect(problem, split="train"):
-    """Logits that are right wherever there is a label, and wrong elsewhere."""
+    """Return logits that are correct wherever there is a label, and wrong elsewhere."""
     logits = []
     for target in problem.splits[split].token_targets["label"]:
         each = np.zeros((len(target), len(problem.labels)), np.float32)
@@ -86,7 +86,7 @@ def test_columns_are_read_from_every_dialect(tmp_path, text, compress):
     assert [s.rows for s in result] == [[["ab", "O"], ["cd", "B-x"]], [["ef", "O"]]]
 
 
-def test_documents_lines_and_odd_spaces(tmp_path):
+def test_document_and_line_numbers_and_unusual_spaces(tmp_path):
     path = tmp_path / "x"
     path.write_text("a O\n\n-DOCSTART- -X- O\nb O\n\nc\u2028d O\n-DOCSTART-\ne\u00a0f O\n")
     result = conll_score.read(path)
@@ -108,13 +108,13 @@ def test_documents_lines_and_odd_spaces(tmp_path):
         (gzip.compress(b"a O\n" * 99, mtime=0)[:-9], "FILE: the compressed data"),
     ],
 )
-def test_damaged_columns_name_the_line(tmp_path, data, words):
+def test_invalid_columns_error_names_the_line(tmp_path, data, words):
     path = tmp_path / "x"
     path.write_bytes(data)
     assert errors(path, conll_score.read, path).startswith(words)
 
 
-def test_a_missing_file_is_one_line(tmp_path):
+def test_missing_file_gives_a_one_line_error(tmp_path):
     assert errors(tmp_path / "x", conll_score.read, tmp_path / "x").startswith("cannot read FILE")
 
 
@@ -133,14 +133,14 @@ def test_a_missing_file_is_one_line(tmp_path):
         ("", []),
     ],
 )
-def test_entities_by_hand(tags, expected):
+def test_entities_match_hand_computed_spans(tags, expected):
     assert conll_score.entities(tags.split()) == expected
 
 
-def test_scores_by_hand():
+def test_scores_match_hand_computed_values():
     gold = ["B-a I-a O B-b O".split(), "B-a O".split()]
     predicted = ["B-a I-a O B-a O".split(), "I-a I-a".split()]
-    # Right: the first. Type wrong: the second. Too long: the third.
+    # The first is correct, the second has the wrong type, and the third is too long.
     result = conll_score.score(gold, predicted, True)
     assert result == pytest.approx(
         {
@@ -170,7 +170,7 @@ pairs = st.lists(st.lists(st.tuples(tag, tag), min_size=1, max_size=8), min_size
 @settings(deadline=None)
 @given(pairs)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
-def test_scores_are_seqevals(pairs):
+def test_scores_match_seqeval(pairs):
     from seqeval import metrics
 
     gold, predicted = ([[pair[i] for pair in some] for some in pairs] for i in (0, 1))
@@ -187,7 +187,7 @@ def test_scores_are_seqevals(pairs):
 
 @settings(deadline=None)
 @given(pairs)
-def test_what_is_right_scores_1(pairs):
+def test_perfect_predictions_score_1(pairs):
     gold = [[pair[0] for pair in some] for some in pairs]
     result = conll_score.score(gold, gold, True)
     entities = any(tag != "O" for tags in gold for tag in tags)
@@ -195,7 +195,7 @@ def test_what_is_right_scores_1(pairs):
     assert {v for k, v in result.items() if k != "accuracy"} == {float(entities)}
 
 
-def test_files_are_scored_in_one_or_in_two(tmp_path):
+def test_tags_are_scored_from_one_file_or_two(tmp_path):
     data = write(tmp_path / "gold", TWO)
     tags = [["B-PER", "O", "O", "B-LOC"], ["O", "O", "B-LOC"]]
     three = write(
@@ -222,13 +222,13 @@ def test_files_are_scored_in_one_or_in_two(tmp_path):
         ("john O\nsmith E-x\nsaw O\nparis O\n\nhe O\nleft O\n. O\n", "FILE:2: the tag 'E-x'"),
     ],
 )
-def test_files_of_other_words_are_refused(tmp_path, text, words):
+def test_predictions_for_other_words_are_rejected(tmp_path, text, words):
     data, path = write(tmp_path / "gold", TWO), tmp_path / "other"
     path.write_text(text)
     assert errors(path, conll_score.score_file, data, str(path)).startswith(words)
 
 
-def test_one_file_needs_three_columns(tmp_path):
+def test_scoring_one_file_requires_three_columns(tmp_path):
     data = write(tmp_path / "gold", TWO)
     assert errors(data, conll_score.score_file, data).startswith("FILE:1: 2 columns")
 
@@ -261,7 +261,7 @@ texts = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(texts, st.integers(3, 14), st.booleans(), st.sets(st.integers(0, 4)))
-def test_every_word_is_labelled_once_and_nothing_is_lost(
+def test_every_word_is_labelled_exactly_once(
     tmp_path_factory, sentences, tokens, context, documents
 ):
     folder = tmp_path_factory.mktemp("x")
@@ -280,7 +280,7 @@ def test_every_word_is_labelled_once_and_nothing_is_lost(
         assert ids[0] == VOCABULARY.cls_id
         assert ids[-1] == VOCABULARY.sep_id
         pieces = [VOCABULARY.tokens[i] for i in ids]
-        assert not pieces[1].startswith("##")  # whole words, also of the context
+        assert not pieces[1].startswith("##")  # whole words, including the context
         for place in np.flatnonzero(target != NO_EXAMPLE):
             end = place + 1
             while pieces[end].startswith("##"):
@@ -295,11 +295,11 @@ def test_every_word_is_labelled_once_and_nothing_is_lost(
     assert result["f1"] == float(any(tag != "O" for tag in iob2))
 
 
-def test_context_is_the_document_and_no_more(tmp_path):
+def test_context_is_limited_to_the_document(tmp_path):
     sentences = [[(c * 2, "B-x"), (c, "O")] for c in "abcdef"]
     problem = tagging(tmp_path, sentences, documents=(0, 4), document_context=True, tokens=11)
     shown = [VOCABULARY.decode(ids) for ids in problem.splits["train"].tokens]
-    assert shown == [  # nine pieces: as many on both sides, and what one lacks on the other
+    assert shown == [  # nine pieces; room that one side cannot use goes to the other
         "[CLS] aa a bb b cc c [SEP]",
         "[CLS] aa a bb b cc c [SEP]",
         "[CLS] bb b cc c dd d [SEP]",
@@ -316,10 +316,10 @@ def test_context_is_the_document_and_no_more(tmp_path):
     assert [len(t) for t in alone.splits["train"].tokens] == [5] * 6
 
 
-def test_long_sentences_are_divided_evenly_and_it_is_said(tmp_path):
+def test_long_sentences_are_split_evenly_and_reported(tmp_path):
     problem = tagging(tmp_path, [[("a", "O")] * 11, [("b", "B-x")]], tokens=12)
     examples = problem.splits["train"]
-    # 6 and 5 words are labelled, and the rest of the room shows the sentence's other words.
+    # 6 and 5 words are labelled; the remaining room shows other words of the sentence.
     assert [(t >= 0).sum() for t in examples.token_targets["label"]] == [6, 5, 1]
     assert [len(t) for t in examples.tokens] == [12, 12, 3]
     assert "train: 1 sentences longer than 10 word pieces split" in problem.report
@@ -327,7 +327,7 @@ def test_long_sentences_are_divided_evenly_and_it_is_said(tmp_path):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=30), st.integers(6, 20))
-def test_chunks(lengths, room):
+def test_chunks_fit_and_cover_all_words(lengths, room):
     chunks = _chunks(lengths, room)
     assert sum(chunks) == len(lengths)
     assert all(chunks)
@@ -335,7 +335,7 @@ def test_chunks(lengths, room):
     assert all(sum(lengths[a:b]) <= room for a, b in itertools.pairwise(edges))
 
 
-def test_odd_words_keep_their_place(tmp_path):
+def test_unusual_words_keep_their_labels(tmp_path):
     sentences = [[("a", "B-x"), ("\u200d", "O"), ("b" * 30, "I-x"), ("日", "O")]]
     problem = tagging(tmp_path, sentences, tokens=12)
     assert "train: 1 words longer than that truncated" in problem.report
@@ -356,7 +356,7 @@ def test_iob1_is_read_as_bio(tmp_path):
     assert problem.labels == ("O", "B-x", "I-x", "B-y", "I-y")
 
 
-def test_plain_labels_are_measured_by_accuracy(tmp_path):
+def test_plain_labels_are_scored_by_accuracy(tmp_path):
     problem = tagging(tmp_path, [[("a", "NN"), ("b", "VB"), ("c", "O")]])
     assert problem.labels == ("NN", "O", "VB")
     assert problem.best_by == "accuracy"
@@ -365,7 +365,7 @@ def test_plain_labels_are_measured_by_accuracy(tmp_path):
     assert "VB\t1.0000\t1.0000\t1.0000\t1\t1\t1" in (tmp_path / "per_type.tsv").read_text()
 
 
-def test_bad_tags_name_the_line(tmp_path):
+def test_invalid_tag_error_names_the_line(tmp_path):
     path = tmp_path / "train.txt"
     message = errors(path, tagging, tmp_path, [*TWO, [("a", "O"), ("b", "S-PER")]])
     assert message.startswith("FILE:11: the tag 'S-PER' is not BIO")
@@ -389,7 +389,7 @@ def test_bad_tags_name_the_line(tmp_path):
     )
 
 
-def test_where_labels_come_from(tmp_path):
+def test_sources_of_the_label_set(tmp_path):
     train, dev = write(tmp_path / "a.txt", TWO), write(tmp_path / "b.txt", TWO[1:])
     config = TaskConfig(kind="tagging", train=train, dev=dev)
     only = TokenClassification(config, VOCABULARY, ["dev"])
@@ -406,7 +406,7 @@ def test_where_labels_come_from(tmp_path):
     assert TokenClassification(config, VOCABULARY, labels=("O", "B-z")).labels == ("O", "B-z")
 
 
-def test_columns_by_number(tmp_path):
+def test_columns_are_selected_by_number(tmp_path):
     path = tmp_path / "x"
     path.write_text("1 john NN B-PER\n2 saw VB O\n")
     config = TaskConfig(kind="tagging", train=str(path), text_a="2", label="3")
@@ -431,12 +431,12 @@ def test_columns_by_number(tmp_path):
         ({"train": "/nowhere"}, "/nowhere"),
     ],
 )
-def test_impossible_configurations(fields, words):
+def test_invalid_configuration_is_rejected(fields, words):
     with pytest.raises(UserError, match=words):
         TokenClassification(TaskConfig(kind="tagging", **fields), VOCABULARY)
 
 
-def test_folders(tmp_path):
+def test_splits_are_found_in_a_folder(tmp_path):
     write(tmp_path / "eng.train", TWO)
     (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"a O\n"))
     problem = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
@@ -456,7 +456,7 @@ def random_logits(problem, split):
     ]
 
 
-def test_files_give_the_scores_again(tmp_path):
+def test_written_files_reproduce_the_scores(tmp_path):
     sentences = TWO * 20
     problem = tagging(tmp_path, sentences, tokens=9)
     logits = random_logits(problem, "train")
@@ -479,15 +479,15 @@ def test_files_give_the_scores_again(tmp_path):
         assert line["predicted"] == [problem.labels[i] for i in table.argmax(0)]
 
 
-def test_predictions_go_to_their_words(tmp_path):
-    """By hand: the second sequence of a divided sentence, and a word of several pieces."""
+def test_predictions_are_assigned_to_their_words(tmp_path):
+    """Hand-computed, for a sentence split into two sequences and words of several pieces."""
     problem = tagging(tmp_path, [[("abc", "O"), ("d", "O"), ("ef", "B-x")]], tokens=6)
     first, second = problem.splits["train"].tokens
     assert VOCABULARY.decode(first) == "[CLS] abc d [SEP]"
     assert VOCABULARY.decode(second) == "[CLS] d ef [SEP]"
     logits = [np.zeros((len(first), 3)), np.zeros((len(second), 3))]
     logits[0][1] = [0, np.log(2), 0]  # abc
-    logits[0][2] = [0, 0, 50]  # ##b: nobody asks
+    logits[0][2] = [0, 0, 50]  # ##b: ignored
     logits[0][4] = [50, 0, 0]  # d as context
     logits[1][1] = [0, 0, np.log(2)]  # d
     logits[1][2] = [np.log(2), 0, 0]  # ef
@@ -522,7 +522,7 @@ def test_new_text_needs_no_tags(tmp_path, monkeypatch):
         assert not (out / "per_type.tsv").exists()
 
 
-def test_new_columns_are_known_by_their_tags_whatever_their_name(tmp_path):
+def test_column_files_are_recognized_by_their_tags(tmp_path):
     config, path = TaskConfig(kind="tagging"), tmp_path / "test.txt"
     for text, expected in (
         ("john B-x\nsaw O\n\nhe O\n", [["john", "saw"], ["he"]]),
@@ -536,7 +536,7 @@ def test_new_columns_are_known_by_their_tags_whatever_their_name(tmp_path):
         assert problem._sentences["new"].words == expected, text
 
 
-def test_a_test_file_may_lack_tags(tmp_path):
+def test_tags_are_optional_in_a_test_file(tmp_path):
     train, test = write(tmp_path / "a.txt", TWO), tmp_path / "b.txt"
     test.write_text("john\nsaw\n")
     with pytest.raises(UserError, match="1 columns"):
@@ -552,7 +552,7 @@ def test_a_test_file_may_lack_tags(tmp_path):
     assert (problem.splits["test"].token_targets["label"][0] == NO_EXAMPLE).all()
 
 
-def test_words_with_spaces_are_written_between_tabs(tmp_path):
+def test_words_with_spaces_are_written_tab_separated(tmp_path):
     path = tmp_path / "x"
     path.write_text("new york\tB-x\nis\tO\n")
     problem = TokenClassification(TaskConfig(kind="tagging", train=str(path)), VOCABULARY)
@@ -560,7 +560,7 @@ def test_words_with_spaces_are_written_between_tabs(tmp_path):
     assert conll_score.score_file(tmp_path / "predictions.conll")["f1"] == 1
 
 
-# The real files
+# Real data
 
 
 def test_wnut_17(shared_data):

@@ -1,4 +1,4 @@
-"""Trackers: what is sent to them, through stand-ins of the few functions that are used."""
+"""Trackers: the calls they receive, checked with fakes of the few functions used."""
 
 import sys
 import types
@@ -27,7 +27,7 @@ class FakeWandb(types.ModuleType):
 
 
 class FakeMLflow(types.ModuleType):
-    """An MLflow with one store, which keeps its runs between clients."""
+    """A fake MLflow with one store, which keeps runs across clients."""
 
     def __init__(self):
         super().__init__("mlflow")
@@ -76,7 +76,7 @@ def opened(names, folder):
     return trackers.open_trackers(Config(trackers=names), folder, "0123abcd", "8 TPU v4")
 
 
-def test_wandb_resumes_a_run_by_its_identity_and_counts_our_steps(monkeypatch, tmp_path):
+def test_wandb_resumes_by_run_id_and_uses_our_steps(monkeypatch, tmp_path):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (tracker,) = opened("wandb", tmp_path / "run")
@@ -91,7 +91,7 @@ def test_wandb_resumes_a_run_by_its_identity_and_counts_our_steps(monkeypatch, t
     assert fake.calls[-2:] == [("log", ({"step": 50, **VALUES},), {}), ("finish", (), {})]
 
 
-def test_mlflow_goes_on_with_a_run_that_it_knows(monkeypatch, tmp_path):
+def test_mlflow_resumes_an_existing_run(monkeypatch, tmp_path):
     fake = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -109,7 +109,7 @@ def test_mlflow_goes_on_with_a_run_that_it_knows(monkeypatch, tmp_path):
     assert parameters["phases.0.fraction"] == "1.0"
 
 
-def test_mistakes_are_a_line(monkeypatch, tmp_path):
+def test_unavailable_and_unknown_trackers_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"wandb is not installed: pip install 'bert-jax\[wandb\]'"):
         opened("wandb", tmp_path)
@@ -123,7 +123,7 @@ def test_mistakes_are_a_line(monkeypatch, tmp_path):
     validate(Config(trackers="wandb,mlflow"))
 
 
-def test_hyperparameters_are_in_tensorboard(tmp_path):
+def test_hyperparameters_are_written_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 

@@ -1,4 +1,4 @@
-"""The loop: exact resumption, any number of devices, what a run leaves behind, refused runs."""
+"""Training loop: exact resumption, device layouts, outputs of a run, and rejected configs."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ PHASES = (
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
+def test_killed_run_resumes_bitwise_identical(tmp_path, rows):
     both, options = [rows(32, 3), rows(64, 4)], {"phases": ",32,64"}
     changes = (*PHASES, "checkpoint.every_steps=7", "accumulation=2")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -56,7 +56,7 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
     rng, kills = random.Random(0), 0
     for lines in (8, 24):
         process = processes.Process(command(broken, both, *changes, **options), env=ONE_DEVICE)
-        # Killed once it has come a little further than the last time, at no particular moment.
+        # Kill at a random moment, once the run has got further than last time.
         path = broken / "metrics.jsonl"
         while process.poll() is None:
             if path.exists() and len(path.read_bytes().splitlines()) >= lines:
@@ -75,7 +75,7 @@ def test_killed_at_any_moment_ends_the_same(tmp_path, rows):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
+def test_sigterm_saves_and_the_same_command_resumes(tmp_path, rows):
     changes = ("steps=150", "checkpoint.every_steps=1000")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert pretrain(whole, [rows()], *changes).returncode == 0
@@ -95,7 +95,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, rows):
     assert_same_run(stopped, whole)
 
 
-# A line longer than a pipe takes, which nobody has read yet.
+# Writes a line longer than a pipe's buffer, which blocks until the test reads it.
 WRITING = """
 from bert_jax.progress import Progress
 from bert_jax.signals import catch_signals
@@ -105,7 +105,7 @@ with Progress("train", 1, "steps") as progress, catch_signals(progress) as inter
 """
 
 
-def test_sigterm_in_the_middle_of_a_line_is_heard():
+def test_sigterm_during_a_blocked_write_is_handled():
     process = subprocess.Popen(
         [sys.executable, "-c", WRITING],
         stdout=subprocess.PIPE,
@@ -120,12 +120,12 @@ def test_sigterm_in_the_middle_of_a_line_is_heard():
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_and_loses_nothing_saved(tmp_path, rows):
+def test_second_signal_exits_at_once_and_keeps_checkpoints(tmp_path, rows):
     changes = ("steps=150", "checkpoint.every_steps=40")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert pretrain(whole, [rows()], *changes).returncode == 0
     slow = command(stopped, [rows()], *changes)
-    # From the second save on, one takes longer than anybody waits for it here.
+    # From the second save on, a save takes longer than the test waits.
     slow[2] = (
         "import time; from bert_jax import checkpoint; seal, saves = checkpoint.seal, []; "
         "checkpoint.seal = lambda *a: (saves.append(time.sleep(600 * len(saves))), seal(*a)); "
@@ -166,7 +166,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def prepared(rows):
-    """A config and its phase, with dropout and masking as usual."""
+    """Return a config and its phase, with the usual dropout and masking."""
     config = load([*arguments("steps=20", "log_every_steps=1")])
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, _, (phase,) = pretraining.make_phases(config)
@@ -179,13 +179,13 @@ def on_one_device(prepared):
 
 
 @pytest.mark.parametrize(("count", "mesh"), LAYOUTS)
-def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mesh):
+def test_results_are_independent_of_the_device_layout(prepared, on_one_device, count, mesh):
     config, phase = prepared
     one, expected = on_one_device
     config = dataclasses.replace(config, mesh=mesh)
     many, result = run_steps(config, phase, jax.devices()[:count], 20)
     for a, b in zip(result, expected, strict=True):
-        # Which tokens are masked decides these two exactly.
+        # The fraction of tokens that are not padding is exact.
         assert a["real_fraction"] == b["real_fraction"]
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), many, one)
@@ -193,8 +193,8 @@ def test_any_number_of_devices_runs_the_same(prepared, on_one_device, count, mes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-def test_other_optimizers_on_a_mesh_and_from_a_checkpoint(prepared, tmp_path, optimizer):
-    """The same parameters on a mesh; a checkpoint holds their average and resumes bit for bit."""
+def test_other_optimizers_match_on_a_mesh_and_restore(prepared, tmp_path, optimizer):
+    """A mesh gives the same parameters; a checkpoint holds their average and restores bitwise."""
     config, phase = prepared
     changed = dataclasses.replace(config.optim, optimizer=optimizer, average_decay=0.5)
     config = dataclasses.replace(config, optim=changed)
@@ -217,7 +217,7 @@ def test_other_optimizers_on_a_mesh_and_from_a_checkpoint(prepared, tmp_path, op
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
+def test_checkpoint_restores_across_device_layouts(prepared, tmp_path):
     config, phase = prepared
     shapes = []
     for count, mesh in LAYOUTS:
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_any_layout_restores_in_any_other(prepared, tmp_path):
         folder.close()
 
 
-def test_batches_and_masks_are_bitwise_those_of_one_device(rows):
+def test_batches_and_masks_are_bitwise_equal_on_any_mesh(rows):
     config = load(arguments())
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, _, (phase,) = pretraining.make_phases(config)
@@ -257,7 +257,7 @@ def test_batches_and_masks_are_bitwise_those_of_one_device(rows):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_accumulation_is_the_whole_batch(rows):
+def test_accumulation_equals_the_whole_batch(rows):
     changes = ("model.dropout=0", "model.attention_dropout=0", "steps=10", "log_every_steps=1")
     results = []
     for parts in (1, 4):
@@ -271,7 +271,7 @@ def test_accumulation_is_the_whole_batch(rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, params_4)
 
 
-def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
+def test_end_to_end_run_learns_and_writes_its_outputs(tmp_path, rows, capsys):
     folder, text = tmp_path / "run", "The king [MASK] the [MASK]."
     done = pretrain(
         folder,
@@ -314,7 +314,7 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
         output = [c["probability"] for c in sampled]
         assert [c["probability"] for c in mask] == pytest.approx(output, rel=1e-4)
     assert [len(mask) for mask in answer["masks"]] == [5, 5]
-    # The grammar has few words for either place.
+    # The corpus grammar allows few words at either mask.
     assert answer["masks"][0][0]["probability"] > 0.05
     assert cli.main(["evaluate", "--workdir", str(folder), "--checkpoint", "latest", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
@@ -339,8 +339,8 @@ def test_end_to_end_learns_and_leaves_a_record(tmp_path, rows, capsys):
     assert checkpoint.load_model(folder)[0].model.attention == "xla", "trained on a TPU, used here"
 
 
-def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
-    """What it computed there would come after the steps that are under way."""
+def test_logging_runs_nothing_on_the_device(tmp_path, monkeypatch):
+    """Any computation on the device would queue behind the training steps in flight."""
     rates = OptimConfig(learning_rate=1e-3, warmup_steps=4)
     config = Config(steps=8, log_every_steps=3, optim=rates)
     asked = []
@@ -363,12 +363,12 @@ def test_logging_gives_the_device_nothing_to_do(tmp_path, monkeypatch):
     assert len(asked) == before
     lines = workdir.read_lines(tmp_path / "metrics.jsonl")
     results = [line["learning_rate"] for line in lines]
-    # Warm-up, then the decay that counts from step 0, of each line's last step: 2, 5 and 7.
+    # Rates of each line's last step (2, 5 and 7): warmup, then decay counted from step 0.
     expected = [5e-4, 3.75e-4, 1.25e-4]
     assert results == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys):
+def test_causal_model_learns_evaluates_and_exports(tmp_path, rows, capsys):
     folder, changes = tmp_path / "run", ("model.causal=true", "model.next_sentence=false")
     changes += ("steps=60", "evaluate_every_steps=30", "checkpoint.every_steps=30")
     argv = ["pretrain", *arguments(*changes, "optim.learning_rate=5e-3"), "--rows", str(rows())]
@@ -403,8 +403,8 @@ def test_a_left_to_right_model_learns_and_is_what_it_says(tmp_path, rows, capsys
     assert "`BertLMHeadModel`" in card
 
 
-def test_next_tokens_are_counted_in_the_formula(rows):
-    """P is all of a row but its last token."""
+def test_flops_count_next_token_predictions(rows):
+    """A causal model predicts at every position of a row but the last: P = T - 1."""
     counts = []
     for changes in ((), ("model.causal=true",)):
         config = load(arguments("model.next_sentence=false", *changes))
@@ -431,21 +431,23 @@ def test_next_tokens_are_counted_in_the_formula(rows):
         (["model.attention=flash"], "config.model.attention is 'flash': it must be one of 'auto'"),
     ],
 )
-def test_impossible_runs_are_refused_before_they_start(tmp_path, rows, capsys, changes, expected):
+def test_invalid_config_is_rejected_before_the_run_starts(
+    tmp_path, rows, capsys, changes, expected
+):
     chosen = arguments(*changes)
     result = refused(capsys, "pretrain", *chosen, "--rows", rows(), "--workdir", tmp_path / "w")
     assert expected in result
     assert not (tmp_path / "w").exists()
 
 
-def test_a_missing_accelerator_is_one_line(tmp_path, rows):
+def test_missing_accelerator_is_a_one_line_error(tmp_path, rows):
     done = pretrain(tmp_path / "w", [rows()], "platform=gpu")
     assert done.returncode == cli.EXIT_USER_ERROR
     assert "config.platform is 'gpu', but JAX finds no such device" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "w").exists()
 
 
-def test_damaged_shards_are_refused_by_name(tmp_path, rows, capsys):
+def test_damaged_shard_error_names_the_shard(tmp_path, rows, capsys):
     import shutil
 
     for damage, expected in (
@@ -463,7 +465,7 @@ def test_damaged_shards_are_refused_by_name(tmp_path, rows, capsys):
     assert not (tmp_path / "w").exists()
 
 
-def test_rows_of_two_vocabularies_are_refused(tmp_path, rows, corpus, capsys):
+def test_rows_with_different_vocabularies_are_rejected(tmp_path, rows, corpus, capsys):
     from bert_jax.data import prepare, wordpiece
 
     wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
@@ -484,7 +486,7 @@ def test_rows_of_two_vocabularies_are_refused(tmp_path, rows, corpus, capsys):
     assert "vocabulary" in result
 
 
-def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
+def test_workdir_rejects_a_changed_config(tmp_path, rows, capsys):
     folder = tmp_path / "run"
     assert pretrain(folder, [rows()], "steps=10").returncode == 0
     run = ("pretrain", "--rows", rows(), "--workdir", folder)
@@ -498,7 +500,7 @@ def test_a_workdir_belongs_to_one_run(tmp_path, rows, capsys):
     assert workdir.read_lines(folder / "metrics.jsonl")[-1]["step"] == 20
 
 
-def test_two_processes_on_one_workdir(tmp_path, rows):
+def test_workdir_in_use_is_rejected(tmp_path, rows):
     from bert_jax import files
 
     folder = tmp_path / "run"
@@ -508,7 +510,7 @@ def test_two_processes_on_one_workdir(tmp_path, rows):
     assert f"in use by another process (pid {os.getpid()}" in done.stderr.splitlines()[-1]
 
 
-def test_no_such_run(tmp_path, capsys):
+def test_missing_run_is_rejected(tmp_path, capsys):
     assert "holds no run" in refused(capsys, "evaluate", "--workdir", tmp_path)
     assert "no checkpoint: it has no config.json" in refused(
         capsys, "fill-mask", "--init", tmp_path
@@ -528,8 +530,8 @@ def test_config_round_trips_through_a_workdir(tmp_path):
     ("name", "old", "new"),
     [("vocab.txt", "[unused0]", "[unused_"), ("vocab.json", "true", "false")],
 )
-def test_a_run_knows_its_vocabulary(tmp_path, name, old, new):
-    """Any change is an error of whoever opens the model; older runs did not record it."""
+def test_changed_vocabulary_is_detected(tmp_path, name, old, new):
+    """Opening a model with a changed vocabulary fails, except in older runs that recorded none."""
     vocabulary = Vocabulary((*wordpiece.SPECIAL, "[unused0]", "cat"), True)
     config = Config(phases=(PhaseConfig(),))
     data = [{"digest": "a"}]
@@ -546,8 +548,8 @@ def test_a_run_knows_its_vocabulary(tmp_path, name, old, new):
     workdir.read_vocabulary(tmp_path)
 
 
-def test_garbage_is_collected_again_after_a_compilation():
-    """But not where it was not before."""
+def test_garbage_collection_is_restored_after_compilation():
+    """It stays disabled if it was disabled before."""
     assert gc.isenabled()
     with contextlib.suppress(ZeroDivisionError), cpu.no_garbage_collection():
         assert not gc.isenabled()
@@ -562,14 +564,14 @@ def test_garbage_is_collected_again_after_a_compilation():
         gc.enable()
 
 
-def test_commits_are_marked_for_changes_that_matter(tmp_path, monkeypatch):
+def test_commit_is_dirty_only_after_relevant_changes(tmp_path, monkeypatch):
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
     package, results, page = (tmp_path / name for name in ("package", "results.jsonl", "README.md"))
     package.mkdir()
     code = package / "code.py"
-    assert workdir.commit(package) is None  # no checkout
+    assert workdir.commit(package) is None  # not a checkout
     subprocess.run([*git, "init", "--quiet"], check=True)
-    assert workdir.commit(package) is None  # nothing in it
+    assert workdir.commit(package) is None  # no commits yet
     code.write_text("1")
     results.write_text("1")
     page.write_text("1")
@@ -588,6 +590,6 @@ def test_commits_are_marked_for_changes_that_matter(tmp_path, monkeypatch):
     code.write_text("2")
     assert workdir.commit(package) == f"{short}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert workdir.commit(package) is None  # no git
+    assert workdir.commit(package) is None  # git is not installed
     (tmp_path / "git").write_text("")
-    assert workdir.commit(package) is None  # none that may be run
+    assert workdir.commit(package) is None  # git is not executable

@@ -1,4 +1,4 @@
-"""WordPiece vocabularies and tokenizing, against Google's algorithm and Hugging Face's tokenizer."""
+"""WordPiece vocabularies and tokenization, against Google's and Hugging Face's tokenizers."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ def google_like() -> wordpiece.Vocabulary:
 
 
 def awkward(lowercase: bool) -> wordpiece.Vocabulary:
-    """Single characters of many scripts, and some pieces."""
+    """Return a vocabulary of single characters of many scripts and a few word pieces."""
     characters = "aàbcdeéfghi\u0131jklmnopqrstuvwxyzßñœ0123456789!?.,;:-_'\"()[]{}$%&@#^`~|<>=+*/\\中国日本한δщ€😀ा"
     tokens = [*wordpiece.SPECIAL, *characters, *("##" + c for c in characters)]
     tokens += ["the", "##ing", "un", "##able", "mask", "ab", "##ab", "a" * 100]
@@ -45,7 +45,7 @@ def awkward(lowercase: bool) -> wordpiece.Vocabulary:
 
 
 def google_tokenize(vocabulary: wordpiece.Vocabulary, text: str) -> list[int]:
-    """Google's tokenization.py (BasicTokenizer, then WordpieceTokenizer), in short."""
+    """Tokenize like Google's tokenization.py (BasicTokenizer, then WordpieceTokenizer)."""
 
     def is_cjk(c):
         ranges = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F)]
@@ -86,8 +86,8 @@ AWKWARD = st.lists(
     st.one_of(
         st.sampled_from("aàbcde\u0301AÉBZ\u0130ß '!.[]-_\t\n\0\u00a0\u200b\u200d\ufffd\u3000\u0915\u093e中国日𠀀한😀ıœ€$^"),
         st.sampled_from(["the", "The", "unable", "[MASK]", "[SEP]", "##ing", "a" * 99, "a" * 101]),
-        # Google's lower() knows a final sigma, and how young a character each of the two knows
-        # depends on their versions of Unicode; neither difference is of interest.
+        # Leave out two irrelevant differences: Google's lower() handles the final sigma, and the
+        # tokenizers use different versions of Unicode.
         st.characters(categories=("L", "Nd", "Sm", "Zs", "Mn"), exclude_characters="Σ", max_codepoint=0x24FF)
         .filter(lambda c: unicodedata.ucd_3_2_0.category(c) == unicodedata.category(c)),
         st.characters(categories=("P", "S"), max_codepoint=0x17F),
@@ -111,13 +111,13 @@ def references():
 @pytest.mark.parametrize("lowercase", [True, False])
 @settings(max_examples=300, deadline=None)
 @given(text=AWKWARD)
-def test_tokenizes_as_google_does(lowercase, text):
+def test_encode_matches_google_tokenizer(lowercase, text):
     vocabulary = awkward(lowercase)
     ids = vocabulary.encode(text)
     assert ids[1:-1] == google_tokenize(vocabulary, text)
 
 
-# All of Unicode: young scripts, emoji with joiners and skin tones, private and control characters.
+# All of Unicode: recent scripts, emoji with joiners and skin tones, private and control characters.
 ANY = st.one_of(
     AWKWARD,
     st.text(st.characters(exclude_categories=("Cs",)), max_size=30),
@@ -128,16 +128,16 @@ ANY = st.one_of(
 
 @settings(max_examples=600, deadline=None)
 @given(text=ANY, other=ANY, lowercase=st.booleans())
-def test_encodes_as_hugging_face_does(references, text, other, lowercase):
+def test_encode_matches_hugging_face(references, text, other, lowercase):
     vocabulary, reference = references[lowercase]
-    for special in wordpiece.SPECIAL:  # which it takes out of any text
+    for special in wordpiece.SPECIAL:  # the reference parses these in any text
         text, other = text.replace(special, ""), other.replace(special, "")
     assert vocabulary.encode(text) == reference(text)["input_ids"]
-    if other:  # an empty second text is none to it
+    if other:  # the reference ignores an empty second text
         assert vocabulary.encode(text, other) == reference(text, other)["input_ids"]
 
 
-def test_google_ids():
+def test_encode_with_google_ids():
     vocabulary = google_like()
     assert vocabulary.encode("Hello world") == [101, 7592, 2088, 102]
     assert vocabulary.encode("Great movie!") == [101, 2307, 3185, 999, 102]
@@ -145,7 +145,7 @@ def test_google_ids():
 
 
 @pytest.mark.parametrize("case", ["uncased", "cased"])
-def test_google_vocabularies(shared_data, case):
+def test_google_vocabularies_match_hugging_face(shared_data, case):
     vocabulary = wordpiece.load(shared_data(f"vocab/bert-base-{case}-vocab.txt"))
     official = {"uncased": "07eced375cec144d", "cased": "eeaa9875b23b04b4"}[case]
     assert vocabulary.lowercase == (case == "uncased")
@@ -167,7 +167,7 @@ def test_special_tokens_in_text_are_plain_text():
     assert not {0, 101, 102, 103, 8} & set(ids)
 
 
-def test_bytes_of_a_command_line_that_are_no_text():
+def test_undecodable_argument_bytes_become_question_marks():
     vocabulary = google_like()
     assert vocabulary.encode("\udcff cat") == vocabulary.encode("? cat")
 
@@ -178,7 +178,7 @@ def test_decode():
     assert vocabulary.decode(ids) == "[CLS] unaffable is [MASK]! [SEP] [PAD]"
 
 
-def test_continuation():
+def test_continuation_mask():
     vocabulary = google_like()
     expected = {i for token, i in GOOGLE_IDS.items() if token.startswith("##")}
     assert set(np.flatnonzero(vocabulary.continuation())) == expected
@@ -224,7 +224,7 @@ SPECIAL_LINES = "\n".join(wordpiece.SPECIAL).encode()
         (None, "no vocabulary at .*vocab.txt; train one"),
     ],
 )
-def test_bad_vocabularies_are_refused(tmp_path, content, message):
+def test_invalid_vocabularies_are_rejected(tmp_path, content, message):
     if content is not None:
         (tmp_path / "vocab.txt").write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
@@ -232,14 +232,14 @@ def test_bad_vocabularies_are_refused(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_bad_case_file_is_refused(tmp_path):
+def test_invalid_case_setting_is_rejected(tmp_path):
     (tmp_path / "vocab.txt").write_bytes(SPECIAL_LINES)
     (tmp_path / "vocab.json").write_text('{"lowercase": "yes"}')
     with pytest.raises(UserError, match=r"vocab\.json: no valid settings"):
         wordpiece.load(tmp_path)
 
 
-def test_reserved_tokens_as_in_google_files():
+def test_reserved_tokens_match_google_files():
     head = wordpiece.reserved(30_522)
     assert [head.index(t) for t in wordpiece.SPECIAL] == [0, 100, 101, 102, 103]
     assert (head[1], head[99], head[104], head[-1]) == (
@@ -265,7 +265,7 @@ def test_training(tmp_path, capsys):
     assert "##ing" in vocabulary.index or "##in" in vocabulary.index
     assert vocabulary.unk_id not in vocabulary.encode(TEXT)
     assert vocabulary.encode("cafés") == vocabulary.encode("CAFES")
-    for token in vocabulary.tokens[5:]:  # every piece is of use: it can be reached
+    for token in vocabulary.tokens[5:]:  # every piece is reachable
         if not token.startswith("##"):
             assert vocabulary.encode(token)[1:-1] == [vocabulary.index[token]]
     assert "yields only" not in capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_training_cased(tmp_path):
     assert any("é" in token for token in vocabulary.tokens)
 
 
-def test_training_says_when_the_text_is_too_small(tmp_path, capsys):
+def test_training_warns_if_the_text_is_too_small(tmp_path, capsys):
     vocabulary = train(tmp_path, size=5000)
     assert len(vocabulary) < 400
     warning = capsys.readouterr().err
@@ -287,7 +287,7 @@ def test_training_says_when_the_text_is_too_small(tmp_path, capsys):
 
 
 def test_training_is_deterministic(tmp_path):
-    """In processes of other hash seeds and thread counts; many ties among rare words."""
+    """Hash seeds and thread counts differ between processes; many rare words are tied."""
     words = np.random.default_rng(0).integers(97, 123, (3000, 6)).astype(np.uint8)
     (tmp_path / "text.txt").write_text(
         "\n".join(bytes(w).decode() for w in words) * 2 + "\n" + TEXT
@@ -304,19 +304,19 @@ def test_training_is_deterministic(tmp_path):
     assert len(digests) == 1
 
 
-def test_weights_and_samples_count(tmp_path):
+def test_training_applies_weights_and_sample_size(tmp_path):
     (tmp_path / "a.txt").write_text("zebra zebra\n")
     (tmp_path / "b.txt").write_text("panda panda\n\nkoala koala koala koala\n" * 3)
     sources = [f"google:{tmp_path}/a.txt@10", f"google:{tmp_path}/b.txt"]
     vocabulary = wordpiece.train(
         sources, tmp_path / "out", size=120, min_frequency=7, sample_bytes=5
     )
-    assert "zebra" in vocabulary.index  # 20 times
-    assert "panda" not in vocabulary.index  # of b.txt, only the first document is read
+    assert "zebra" in vocabulary.index  # weighted count 20
+    assert "panda" not in vocabulary.index  # only the first document of b.txt is read
     assert "koala" not in vocabulary.index
 
 
-def test_training_refuses_what_cannot_work(tmp_path):
+def test_training_rejects_small_size_and_empty_text(tmp_path):
     with pytest.raises(UserError, match="leaves 45 for word pieces"):
         train(tmp_path, size=50)
     with pytest.raises(UserError, match="contains no text"):
@@ -331,8 +331,8 @@ def test_rare_words_are_dropped_to_bound_memory():
     assert dict(wordpiece._frequent(counts, 3)) == {"x": 2, "y": 3, "z": 9}
 
 
-def test_a_vocabulary_in_use_is_not_replaced(tmp_path):
-    """A folder with other files, such as those of a run, is refused without --force."""
+def test_training_into_a_used_folder_requires_force(tmp_path):
+    """A folder with other files, such as those of a run, is rejected without --force."""
     source, out = tmp_path / "text.txt", tmp_path / "run"
     source.write_text("The cat saw the dog.\nThe dog saw the cow.\n" * 20)
     out.mkdir()

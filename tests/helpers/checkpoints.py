@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights: of transformers, and of runs without training."""
+"""Small checkpoints with random weights, of transformers models and of untrained runs."""
 
 import pathlib
 
@@ -32,7 +32,7 @@ CLASSES = {
 
 
 def torch_model(name="BertForPreTraining", seed=0, **changes):
-    """Return a model of a class of transformers with random weights, none of them 0 or 1."""
+    """Return a transformers model with random weights, none of which is 0 or 1."""
     values = dict(
         vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
         intermediate_size=20, max_position_embeddings=24,
@@ -47,7 +47,7 @@ def torch_model(name="BertForPreTraining", seed=0, **changes):
 
 
 def save_pretrained(model, folder, words=WORDS, **options):
-    """Save a model of transformers and its tokenizer, and return the folder."""
+    """Save a transformers model and its tokenizer, and return the folder."""
     model.save_pretrained(folder, **options)
     tokenizer = transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
     tokenizer.save_pretrained(folder)
@@ -55,14 +55,14 @@ def save_pretrained(model, folder, words=WORDS, **options):
 
 
 def random_params(config, seed=0):
-    """Return random parameters of a model, with zeros for the padding of the vocabulary."""
+    """Return random model parameters, with zeros in the vocabulary padding."""
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32),
         shapes(config),
     )
     extra = params["embeddings"]["word"]["embedding"][config.vocab_size :]
-    extra[:] = 0  # the padding of the vocabulary
+    extra[:] = 0  # vocabulary padding
     if config.masked_lm:
         if config.decoder_bias:
             params["masked_lm"]["bias"][config.vocab_size :] = 0
@@ -72,7 +72,7 @@ def random_params(config, seed=0):
 
 
 def write_run(folder, config, params, words=None):
-    """Write a run's folder with a checkpoint of `params`, and return the folder."""
+    """Write a run folder with a checkpoint of `params`, and return the folder."""
     words = words or [*SPECIAL, *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
     files.lock_folder(folder)
     Vocabulary(tuple(words), True).save(folder)
@@ -85,7 +85,7 @@ def write_run(folder, config, params, words=None):
 
 
 def refusal(folder, **options):
-    """Read a checkpoint that must be refused in one line, and return the line."""
+    """Read a checkpoint that must be rejected, and return the one-line error message."""
     with pytest.raises(UserError) as caught:
         source.read(str(folder), **options)
     message = str(caught.value)

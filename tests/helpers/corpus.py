@@ -1,4 +1,4 @@
-"""A small corpus in Google's format, with its vocabulary and rows."""
+"""A small corpus in Google's text format, with its vocabulary and rows."""
 
 import pathlib
 import random
@@ -7,14 +7,14 @@ from bert_jax.data import prepare, wordpiece
 
 
 def write(folder):
-    """Write 60 documents of sentences from a small grammar, and return the file."""
+    """Write 60 documents generated from a small grammar and return the file."""
     rng = random.Random(0)
     nouns = "king river mountain book child city teacher horse garden winter letter ship".split()
     verbs = "sees follows remembers leaves finds builds crosses describes".split()
     where = ["in the morning", "near the old bridge", "without a word", "after the war"]
     documents = []
     for _ in range(60):
-        # Few nouns per document, so that next-sentence prediction is possible.
+        # Each document has few nouns, so that next-sentence prediction is learnable.
         topic = rng.sample(nouns, 4)
         documents.append(
             "\n".join(
@@ -28,7 +28,7 @@ def write(folder):
 
 
 def write_rows(text, tokens=32, sequences=3):
-    """Prepare rows of a text in a folder beside it unless they exist, and return the folder."""
+    """Prepare rows of `text` in a sibling folder, unless it exists, and return the folder."""
     vocabulary = text.parent / "vocab"
     if not vocabulary.exists():
         wordpiece.train([str(text)], str(vocabulary), size=150)

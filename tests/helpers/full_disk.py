@@ -1,7 +1,7 @@
-"""Run verbs on file systems that are too small, in this process: `full_disk.py FOLDER ROWS RUN TEXT`.
+"""Run commands on file systems that are too small: `full_disk.py FOLDER ROWS RUN TEXT`.
 
-Needs its own mount namespace. Prints a JSON line per attempt: verb, bytes of the file system,
-exit status, standard error, and the files left.
+Commands run in this process, which needs its own mount namespace. Prints a JSON line per attempt:
+command, size of the file system in kB, exit status, standard error, and remaining files.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ SIZES = (4, 16, 64)
 
 
 def attempt(disk: pathlib.Path, size: int, verb: str, *options: str) -> None:
-    """Run a verb that writes to a new file system of `size` kB."""
+    """Run a command that writes to a new file system of `size` kB."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], check=True)
     error = io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
@@ -36,14 +36,14 @@ def attempt(disk: pathlib.Path, size: int, verb: str, *options: str) -> None:
 
 
 def main(folder: str, rows: str, run: str, text: str) -> None:
-    """Run every verb that writes at every size."""
+    """Run every command that writes files, at every size."""
     disk = pathlib.Path(folder)
     out = str(disk / "out")
     options = (*arguments("steps=4"), "--rows", rows, "--workdir", out)
     for size in SIZES:
         attempt(disk, size, "vocab", "--out", out, "--size", "120", text)
         attempt(disk, size, "prepare", "--vocab", rows, "--tokens", "32", "--out", out, text)
-        if size < 32:  # then before the first checkpoint, whose threads outlive a failed save
+        if size < 32:  # fails before the first save, whose threads outlive its failure
             attempt(disk, size, "pretrain", *options)
         attempt(disk, size, "export", "--init", run, "--out", out)
         attempt(disk, size, "embed", "--init", run, "--out", f"{out}.npy", text)

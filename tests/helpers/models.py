@@ -1,4 +1,4 @@
-"""Small models, packed batches and losses for tests of the model."""
+"""Small models, packed batches and losses for model tests."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from bert_jax.data import rows
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses
 
-# Compiling takes half as long with little optimization, which does not slow small models down.
+# Optimization level 0 halves the compile time and does not slow small models down.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -36,16 +36,16 @@ def make_config(size="L2-H32-A4", **changes) -> ModelConfig:
 
 
 def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
-    """Return random rows with sentence pairs of the given lengths (a list for each row)."""
+    """Return random rows of sentence pairs; `lengths` lists the pair lengths of each row."""
     slots = max(len(row) for row in lengths)
     length = np.array([row + [0] * (slots - len(row)) for row in lengths], np.int32)
     layout = rows.layout(length, np.where(length > 1, length // 2, length), tokens)
-    # Id 0 is only padding, since PyTorch's embedding gives it no gradient.
+    # Token id 0 is used only for padding: PyTorch's embedding gives it no gradient.
     ids = rng.integers(1, vocab, layout.segment_ids.shape) * (layout.segment_ids < slots)
     positions = np.zeros((len(lengths), predictions))
     weights = np.zeros((len(lengths), predictions))
     for i, used in enumerate(length.sum(1)):
-        count = min(predictions - i % 2, used)  # rows differ in how many predictions they have
+        count = min(predictions - i % 2, used)  # the number of predictions varies by row
         positions[i, :count] = np.sort(rng.choice(used, count, replace=False))
         weights[i, :count] = 1
     return Batch(
@@ -73,13 +73,13 @@ def random_params(config, rng):
 
     def draw(path, leaf):
         name = path[-1].key
-        # Wide enough that attention is far from uniform, not so wide that it amplifies rounding.
+        # Large enough that attention is far from uniform, small enough not to amplify rounding.
         attending = path[-2].key in ("query", "key") and name == "kernel"
         wide = 1.5 / config.hidden**0.5 if attending else 0.1
         value = (name == "scale") + wide * rng.standard_normal(leaf.shape, np.float32)
         if name == "embedding" and path[-2].key == "word":
             value[config.vocab_size :] = 0
-        if path[-2].key == "masked_lm":  # the decoder or its bias, the vocabulary last
+        if path[-2].key == "masked_lm":  # the decoder or its bias; the vocabulary axis is last
             value[..., config.vocab_size :] = 0
         return jnp.asarray(value)
 
@@ -87,7 +87,7 @@ def random_params(config, rng):
 
 
 def loss_of(config):
-    """Return a function of (params, batch, key) to the sum of both mean losses, and both heads' logits."""
+    """Return a function (params, batch, key) -> (sum of both mean losses, both heads' logits)."""
 
     def loss(params, batch, key=None):
         words, following = Bert(config).apply(
@@ -121,7 +121,7 @@ def assert_trees_close(actual, expected, tolerance):
 
 
 def one_sequence_a_row(packed: Batch) -> tuple[Batch, list[tuple[int, int]]]:
-    """Return packed sequences in one row each, and the row and slot that each comes from."""
+    """Put each packed sequence in its own row; also return the (row, slot) it comes from."""
     tokens = packed.tokens.shape[1]
     parts, origin = [], []
     for row in range(len(packed.tokens)):

@@ -1,4 +1,4 @@
-"""Real servers of object storage, behind a proxy that can simulate failures."""
+"""Local object storage servers behind a proxy that can simulate failures."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ class Proxy:
 
     Attributes:
         url: address of the proxy.
-        failures: statuses of the next responses, instead of the server's.
-        fail_every: every N-th response has status 503 or 429; 0 for none.
+        failures: HTTP statuses of the next responses, instead of the server's.
+        fail_every: every N-th response has status 503 or 429; 0 disables this.
         is_down: whether connections are closed without a response.
-        requests: method, path and first bytes of all requests.
+        requests: method, path and first bytes of the body of every request.
     """
 
     def __init__(self, target: str, port: int):
@@ -76,12 +76,12 @@ class Proxy:
 
 @dataclasses.dataclass
 class Server:
-    """A server of object storage with an empty bucket.
+    """An object storage server with an empty bucket.
 
     Attributes:
         url: URL of the bucket.
-        environment: variables that make programs use the server instead of the real one.
-        proxy: the proxy in front of it.
+        environment: environment variables that make clients use this server, not the real service.
+        proxy: proxy in front of the server.
     """
 
     url: str
@@ -100,7 +100,7 @@ def _wait_for(url: str) -> None:
 
 @contextlib.contextmanager
 def serve(scheme: str, folder: str) -> Iterator[Server]:
-    """Start a server: of Google Cloud Storage for "gs", of S3 for "s3"."""
+    """Start a server for Google Cloud Storage ("gs") or S3 ("s3")."""
     port, proxy_port = free_port(), free_port()
     address, url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{proxy_port}"
     if scheme == "gs":

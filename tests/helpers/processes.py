@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 
-# Modules that verbs import when they run.
+# Modules that CLI verbs import lazily.
 PRELOAD = (
     "bert_jax.cli",
     "bert_jax.evaluate",
@@ -30,14 +30,15 @@ PRELOAD = (
 
 
 class Process:
-    """A running Python command, with the part of `subprocess.Popen` that tests need.
+    """A running Python command with the subset of the `subprocess.Popen` API that tests need.
 
     Args:
-        command: `[sys.executable, "-c", code, *arguments]`, or with "-m" and a module's name, or with
-            the path of a script.
-        env: the environment. JAX was imported in this process's environment, so variables that it
-            reads then (`JAX_…`) have no effect; `XLA_FLAGS` has.
-        cwd: the working directory, this process's by default.
+        command: `[sys.executable, "-c", code, *arguments]`, `[sys.executable, "-m", module,
+            *arguments]` or `[sys.executable, script, *arguments]`.
+        env: environment variables; defaults to those of this process. JAX was already imported with
+            this process's environment, so variables read at import (`JAX_…`) have no effect;
+            `XLA_FLAGS` does.
+        cwd: working directory; defaults to that of this process.
 
     Attributes:
         stdout: text stream of the standard output.
@@ -62,11 +63,11 @@ class Process:
 
     @property
     def returncode(self):
-        """The exit status, the negative signal number if a signal ended it, or None while it runs."""
+        """Exit status, the negative signal number if killed by a signal, or None while running."""
         return self._process.exitcode
 
     def poll(self):
-        """Return the exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         return self.returncode
 
     def wait(self, timeout=None):
@@ -147,7 +148,7 @@ class _Child:
             os.dup2(descriptor, ours)
             os.close(descriptor)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-        # A server ignores the terminal's interrupts; a command does not.
+        # The fork server ignores SIGINT; a command must not.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(self.env)

@@ -1,4 +1,4 @@
-"""Small pretraining runs, as commands and as arguments, and comparisons between them."""
+"""Helpers that start small pretraining runs and compare their results."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ SMALL = (
 WORDS = (*SPECIAL, *(f"w{i}" for i in range(35)))
 VOCABULARY = Vocabulary(WORDS, True)
 
-# The environment of a process with one device: eight are slow on two cores.
+# Environment of a process with one simulated device: eight are slow on two cores.
 ONE_DEVICE = {
     **os.environ,
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace("count=8", "count=1"),
@@ -36,7 +36,7 @@ ONE_DEVICE = {
 
 
 def arguments(*changes, size="L1-H32-A2", phases=",32"):
-    """Return the config arguments of a small pretraining, with changes of config fields."""
+    """Return the config flags of a small pretraining run, with overrides of config fields."""
     return [
         f"--config={CONFIG}:{size}{phases}",
         *(f"--config.{change}" for change in [*SMALL, *changes]),
@@ -50,7 +50,7 @@ def python(*arguments):
 
 
 def command(folder, rows, *changes, options=(), size="L1-H32-A2", phases=",32"):
-    """Return the command line of a small pretraining in `folder` on folders of rows."""
+    """Return the command line of a small pretraining run in `folder`, on these folders of rows."""
     row_options = [part for path in rows for part in ("--rows", path)]
     return python(
         "pretrain",
@@ -63,14 +63,14 @@ def command(folder, rows, *changes, options=(), size="L1-H32-A2", phases=",32"):
 
 
 def pretrain(folder, rows, *changes, options=(), phases=",32"):
-    """Run a small pretraining in a separate process."""
+    """Pretrain a small model in a separate process."""
     return processes.run(
         command(folder, rows, *changes, options=options, phases=phases), env=ONE_DEVICE
     )
 
 
 def poisoned(phase, steps):
-    """Return the phase with sentence labels out of range, and so a loss of NaN, in some steps."""
+    """Return the phase with out-of-range sentence labels, and so a NaN loss, at the given steps."""
 
     def batches(first, end, process, processes):
         for step, batch in enumerate(phase.batches(first, end, process, processes), first):
@@ -82,11 +82,11 @@ def poisoned(phase, steps):
 
 
 def train_here(folder, rows, *changes, bad=(), compiled=None):
-    """Run a small pretraining in this process on rows of T=32.
+    """Pretrain a small model in this process on rows of T=32.
 
     Args:
-        bad: steps with a loss of NaN.
-        compiled: compiled training steps by shape, shared by runs of the same step.
+        bad: steps that get a NaN loss.
+        compiled: cache of compiled training steps by shape, shared by runs of the same step.
     """
     config = load(arguments(*changes))
     config.phases = (PhaseConfig(rows=str(rows())),)
@@ -111,9 +111,10 @@ def free_port():
 
 
 def start_processes(argv, count, **environment):
-    """Start one run in several processes; `argv` is its command line, or a function of the process.
+    """Start one run in several processes.
 
-    They are not forked, because Gloo chooses the same identity in all children of a process.
+    `argv` is the command line, or a function from process index to command line. The processes are
+    not forked, because Gloo gives all forked children of a process the same identity.
     """
     variables = {
         "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
@@ -133,14 +134,14 @@ def start_processes(argv, count, **environment):
 
 
 def wait_for_all(started):
-    """Wait for processes, and return their exit statuses and their standard errors."""
+    """Wait for processes to exit; return their exit statuses and standard error outputs."""
     errors = [process.communicate(timeout=240)[1] for process in started]
     return [process.returncode for process in started], errors
 
 
 def refused(capsys, *argv):
-    """Run a command in this process that must be refused in one line, and return the line."""
-    capsys.readouterr()  # discard the progress of preparing rows
+    """Assert that a command, run in this process, fails with a one-line error; return the line."""
+    capsys.readouterr()  # discard the progress output of row preparation
     status = cli.main([str(a) for a in argv])
     error = capsys.readouterr().err.strip()
     assert status == cli.EXIT_USER_ERROR, error
@@ -149,20 +150,20 @@ def refused(capsys, *argv):
 
 
 def _metrics(folder):
-    """Return the content of metrics.jsonl of a run, which may be on object storage."""
+    """Return the bytes of a run's metrics.jsonl; the run may be on object storage."""
     if storage.is_remote(folder):
         return storage.read(f"{folder}/metrics.jsonl")
     return (folder / "metrics.jsonl").read_bytes()
 
 
 def final_arrays(folder):
-    """Return the last step of a run, its parameters and its training state."""
+    """Return the last step of a run and the arrays of its parameters and training state."""
     _, _, params, step = checkpoint.load_model(folder, "latest")
     return step, jax.tree.leaves(jax.device_get(params)), _training_arrays(folder, step)
 
 
 def _training_arrays(folder, step):
-    """Return the arrays of the training state as Orbax reads them."""
+    """Return the arrays of the training state, read with Orbax."""
     import orbax.checkpoint as ocp
 
     run = epath.Path(folder) if storage.is_remote(folder) else pathlib.Path(folder).absolute()

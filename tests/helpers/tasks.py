@@ -1,4 +1,4 @@
-"""Small data sets for every kind of task, and the arguments of a small fine-tuning."""
+"""Small data sets for every kind of task, and the arguments of a small fine-tuning run."""
 
 import json
 import pathlib
@@ -10,7 +10,10 @@ CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 
 
 def write_table(folder):
-    """Write train.csv, dev.csv, test.csv and a vocabulary; the label is whether a text has w0 or w1."""
+    """Write train.csv, dev.csv, test.csv and a vocabulary.
+
+    The label is "no" for texts that contain w0 and "yes" for texts that contain w1.
+    """
     rng = random.Random(0)
     for name, count in (("train", 200), ("dev", 40)):
         lines = ["text,label"]
@@ -26,7 +29,7 @@ def write_table(folder):
 
 
 def arguments(data, workdir, *changes, init="none", options=()):
-    """Return the arguments of a small fine-tuning on the table in the folder `data`."""
+    """Return the arguments of a small fine-tuning run on the table in the folder `data`."""
     changes = (
         *("model.layers=2", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
         *("model.positions=32", "task.tokens=32", "model.initializer_stddev=0.2"),
@@ -43,7 +46,7 @@ def arguments(data, workdir, *changes, init="none", options=()):
 
 
 def squad_file(path):
-    """Write questions of SQuAD 2.0, eight of them without an answer."""
+    """Write SQuAD 2.0 questions: six answerable, eight unanswerable."""
     questions = [
         {
             "id": f"q{i}",
@@ -60,23 +63,23 @@ def squad_file(path):
 
 
 def conll_file(path):
-    """Write tagged sentences."""
+    """Write sentences with a tag per word, in CoNLL columns."""
     path.write_text("w1 B-a\nw2 I-a\nw3 O\n\nw4 O\nw5 B-b\n\n" * 5)
 
 
 def choice_file(path):
-    """Write a table of questions with two choices."""
+    """Write a table of two-choice questions."""
     lines = ["question,first,second,label", *["w1 w2,w3,w4 w5,0", "w6,w7 w8,w9,1"] * 6]
     path.write_text("\n".join(lines) + "\n")
 
 
 def labels_file(path):
-    """Write a table of texts with any number of labels each."""
+    """Write a table of texts with zero or more labels each."""
     lines = ["text,label", *["w1 w2,a", "w3,b|a", "w4 w5 w6,", "w2 w3,b"] * 6]
     path.write_text("\n".join(lines) + "\n")
 
 
 def scores_file(path):
-    """Write a table of texts with a number each."""
+    """Write a table of texts with one score each."""
     lines = ["text,label", *(f"w{i} w3,{i / 7:.3f}" for i in range(24))]
     path.write_text("\n".join(lines) + "\n")
