@@ -540,7 +540,6 @@ def test_processes_resume_from_the_same_intact_checkpoint(rows, copy):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_path):
     script = pathlib.Path(__file__).parent / "helpers" / "full_disk.py"
     (tmp_path / "disk").mkdir()

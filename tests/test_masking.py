@@ -152,7 +152,6 @@ def test_rounding_is_half_to_even():
 
 @pytest.mark.parametrize("split", [(0.8, 0.1, 0.1), (0.0, 0.2, 0.8), (1.0, 0.0, 0.0)])
 def test_replacement_of_selected_tokens(split):
-    vocab, total = VOCAB, 0
     masker = make_masker(
         sequences=1, rate=0.5,
         mask_fraction=split[0], same_fraction=split[1], random_fraction=split[2],
@@ -163,7 +162,7 @@ def test_replacement_of_selected_tokens(split):
     total = len(labels)
     assert total == 600 * 32
     # A random token is [MASK] with probability 1 / V, and the original with probability 1 / V.
-    reference = np.array([split[0] + split[2] / vocab, split[1] + split[2] / vocab])
+    reference = np.array([split[0] + split[2] / VOCAB, split[1] + split[2] / VOCAB])
     result = np.array([(after == MASK).mean(), (after == labels).mean()])
     sd = np.sqrt(reference * (1 - reference) / total)
     assert (np.abs(result - reference) <= 5 * sd).all(), (result, reference)
@@ -171,14 +170,14 @@ def test_replacement_of_selected_tokens(split):
         # Uniform over the whole vocabulary: chi-square over ids from 4, V - 5 degrees of freedom.
         other = after[(after != MASK) & (after != labels)]
         other = np.bincount(other[other < 4], minlength=4)[[0, 1, 2]]
-        expected = total * split[2] / vocab
+        expected = total * split[2] / VOCAB
         assert (np.abs(other - expected) < 5 * expected**0.5).all()
-        replaced = np.bincount(after[(after != MASK) & (after != labels)], minlength=vocab)[4:]
+        replaced = np.bincount(after[(after != MASK) & (after != labels)], minlength=VOCAB)[4:]
         chi = ((replaced - replaced.mean()) ** 2 / replaced.mean()).sum()
-        degrees = vocab - 5
+        degrees = VOCAB - 5
         assert abs(chi - degrees) < 5 * (2 * degrees) ** 0.5
-        assert after.max() == vocab - 1
-        assert abs(replaced.mean() - expected * (vocab - 5) / (vocab - 4)) < 5 * expected**0.5
+        assert after.max() == VOCAB - 1
+        assert abs(replaced.mean() - expected * (VOCAB - 5) / (VOCAB - 4)) < 5 * expected**0.5
 
 
 def test_positions_are_selected_uniformly():

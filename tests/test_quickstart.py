@@ -45,7 +45,6 @@ def _run(folder: pathlib.Path, *arguments: str, **environment: str) -> subproces
 
 def test_offline_error_is_one_line_with_a_workaround(tmp_path):
     # Without an index, pip fails as it does without a network, but does not wait for timeouts.
-    (tmp_path / "empty").mkdir()
     done = _run(
         tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_NO_INDEX="1", PIP_RETRIES="0"
     )
