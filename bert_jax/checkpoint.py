@@ -362,6 +362,7 @@ class Checkpoints:
         config: which checkpoints to keep.
         best_by: held-out metric that ranks checkpoints.
         highest: whether higher values of the metric are better.
+        since: rank only checkpoints from this step on (see `workdir.comparable_since`).
         identity: saved with every step and checked (see `workdir.read_identity`).
         read_only: neither create nor clean up the folder.
     """
@@ -372,6 +373,7 @@ class Checkpoints:
         config: CheckpointConfig,
         best_by: str = "",
         highest: bool = False,
+        since: int = 0,
         identity: Mapping[str, str] | None = None,
         read_only: bool = False,
     ):
@@ -379,7 +381,7 @@ class Checkpoints:
         logging.set_verbosity(logging.FATAL)
         self.folder = pathlib.Path(folder).absolute()
         self._read_only = read_only
-        self._best_by, self._sign = best_by, -1 if highest else 1
+        self._best_by, self._sign, self._since = best_by, -1 if highest else 1, since
         self._identity, self._facts = dict(identity or {}), {}
         keep: list[Any] = [managers.LatestN(config.keep_last)]
         if config.keep_best:
@@ -454,7 +456,8 @@ class Checkpoints:
         if metrics_checksum:
             self._facts[step]["metrics"] = metrics_checksum
         with self._errors(f"save step {step} to"):
-            self._manager.save(step, args=args, metrics=heldout, force=True)
+            metrics = heldout if step >= self._since else None
+            self._manager.save(step, args=args, metrics=metrics, force=True)
 
     def wait(self) -> None:
         """Wait until every save is committed.
@@ -494,13 +497,15 @@ class Checkpoints:
             return self._manager.restore(step, args=args)[PARAMS]
 
     def best_step(self) -> int:
-        """Return the step with the best held-out metric, or the newest if none was evaluated.
+        """Return the step with the best held-out metric, or the newest if none is ranked.
 
         Raises:
             UserError: the metrics of a step are damaged.
         """
         scored = []
         for step in self.steps():
+            if step < self._since:
+                continue
             self.verify(step, METRICS)
             if metrics := self._manager.metrics(step):
                 scored.append((self._sign * metrics[self._best_by], step))
@@ -581,7 +586,8 @@ def load_model(
 
     Args:
         folder: the workdir.
-        which: "best" (by the held-out metric of its task), "latest", or a step number.
+        which: "best" (by the held-out metric of its task, on the rows of the last phase), "latest",
+            or a step number.
 
     Returns:
         The config (with attention set to "xla", which runs anywhere), vocabulary, parameters (with

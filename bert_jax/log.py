@@ -208,6 +208,7 @@ class EarlyStopping:
     def __init__(self, config: TrainConfig, best: dict[str, Any], folder: pathlib.Path, step: int):
         self._evaluations = getattr(config, "patience", 0)
         self._metric, self._sign = best["best_by"], 1 if best["highest"] else -1
+        self._since = best["since"]
         self._values: list[float] = []
         self._steps: list[int] = []
         for line in workdir.read_steps(folder / "metrics.jsonl"):
@@ -215,8 +216,8 @@ class EarlyStopping:
                 self.add(line)
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Add the metrics of an evaluation."""
-        if self._metric in metrics:
+        """Add the metrics of an evaluation; those on other rows than the last phase's do not count."""
+        if self._metric in metrics and metrics["step"] >= self._since:
             self._values.append(self._sign * metrics[self._metric])
             self._steps.append(metrics["step"])
 

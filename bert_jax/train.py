@@ -102,6 +102,7 @@ def train(
     texts = [text for text in getattr(config, "sample_texts", "").split("|") if text.strip()]
     sampler = MaskSampler(config.model, vocabulary, texts, mesh) if texts else None
     best = {"best_by": metric.name, "highest": metric.higher_is_better}
+    ranking = best | {"since": workdir.comparable_since(config, data)}
 
     with contextlib.ExitStack() as stack:
         # ---- Workdir -----------------------------------------------------------------------------
@@ -116,13 +117,15 @@ def train(
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
         _share(folder)
         run = workdir.read_identity(folder)
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, **best, identity=run)
+        checkpoints = Checkpoints(
+            folder / "checkpoints", config.checkpoint, **ranking, identity=run
+        )
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
         step_guard.roll_back(checkpoints)
         step = max(checkpoints.steps(), default=0)
         distributed.check_same_on_all_processes({"the newest checkpoint in the workdir": step})
-        early_stopping = EarlyStopping(config, best, folder, step)
+        early_stopping = EarlyStopping(config, ranking, folder, step)
         if step >= config.steps or early_stopping.is_over:
             print(shown(f"{folder}: training is complete (step {step:,} of {config.steps:,})"))
             return
@@ -277,7 +280,7 @@ def train(
                     state = state_at(step)
                 log.rewind(step)
                 _share(folder)
-                early_stopping = EarlyStopping(config, best, folder, step)
+                early_stopping = EarlyStopping(config, ranking, folder, step)
 
         seconds = time.monotonic() - start_time
         best_step, best_value = early_stopping.best or (None, None)

@@ -28,7 +28,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -203,16 +203,35 @@ def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
     return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
+def comparable_since(config: TrainConfig, data: Sequence[Mapping[str, Any]]) -> int:
+    """Return the first step whose held-out metrics are comparable with those at the end of the run.
+
+    Losses on rows of different lengths are not: only the last phases on the same rows count. A step at
+    the end of a phase is evaluated on that phase's rows.
+
+    Args:
+        config: config of the run.
+        data: description of each phase's rows, as for `write_or_check_config`.
+    """
+    if not isinstance(config, config_lib.Config) or len(data) != len(config.phases):
+        return 0
+    starts = [0, *config_lib.phase_ends(config)]
+    i = len(data) - 1
+    while i and data[i - 1]["digest"] == data[-1]["digest"]:
+        i -= 1
+    return starts[i] + 1 if i else 0
+
+
 @storage.reads("folder")
 def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
-    """Return the metric that ranks checkpoints, as keyword arguments of `Checkpoints`.
+    """Return what ranks checkpoints, as keyword arguments of `Checkpoints`.
 
     Raises:
         UserError: config.json holds something else.
     """
     match _read_config_json(folder).get("best", {"best_by": "masked_lm_loss", "highest": False}):
         case {"best_by": str(), "highest": bool(), **more} as best if not more:
-            return best
+            return best | {"since": comparable_since(read_config(folder), read_data(folder))}
     raise UserError(f"{folder}/config.json does not say which metric is best; copy the run again")
 
 
@@ -338,7 +357,7 @@ def write_or_check_config(
         data: description of each phase's rows, independent of their location: a digest and their
             sources; for fine-tuning also `start`, a digest of the initial parameters; `objective` if
             it is the user's own.
-        best: metric that ranks checkpoints, as returned by `read_best_by`.
+        best: metric that ranks checkpoints, and whether higher is better.
         force: accept a changed config.
         vocabulary: vocabulary of the run.
 

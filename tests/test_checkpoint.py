@@ -382,6 +382,27 @@ def test_best_step_is_known_after_a_restart(tmp_path):
         assert reader.best_step() == best
 
 
+def test_checkpoints_of_earlier_phases_are_not_ranked(tmp_path):
+    """Losses on short rows, here before step 3, can be lower than those of a better model."""
+    options = {"best_by": "loss", "since": 3}
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1), **options)
+    best = []
+    for number, loss in enumerate((0.2, 0.1, 0.7, 0.6, 0.8), start=1):
+        save(checkpoints, number, heldout={"loss": loss})
+        checkpoints.wait()
+        best.append(checkpoints.best_step())
+    checkpoints.close()
+    assert best == [1, 2, 3, 4, 4]
+    assert steps(tmp_path) == [4, 5]
+    # A run of an older version has recorded the metrics of all phases.
+    old = Checkpoints(tmp_path / "old", CheckpointConfig(keep_last=9), best_by="loss")
+    for number, loss in ((2, 0.1), (4, 0.6), (5, 0.8)):
+        save(old, number, heldout={"loss": loss})
+    old.close()
+    reader = Checkpoints(tmp_path / "old", CheckpointConfig(), **options, read_only=True)
+    assert reader.best_step() == 4
+
+
 def test_checkpoint_of_older_version_is_verified_and_restored(tmp_path):
     """Older versions compressed with Orbax's standard handler and used SHA-256 in the manifest."""
     params, training = params_of(7), {"step": jnp.int32(7), "moments": PARAMS}

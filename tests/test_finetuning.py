@@ -799,7 +799,7 @@ def test_model_config_comes_from_the_checkpoint(change, expected):
 
 
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
-    best = {"best_by": "f1", "highest": True}
+    best = {"best_by": "f1", "highest": True, "since": 0}
     config = FinetuneConfig(patience=2)
     lines = [{"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1, 3, 2, 3, 4])]
     lines.insert(1, {"step": 0, "split": "train", "f1": 9})

@@ -388,7 +388,7 @@ def test_causal_model_learns_evaluates_and_exports(tmp_path, rows, capsys):
     assert last["next_token_loss"] == last["loss"] < 0.8 * first["next_token_loss"]
     assert last["next_token_perplexity"] == pytest.approx(np.exp(last["loss"]))
     assert 0.1 < last["next_token_accuracy"] < 1
-    best = {"best_by": "next_token_loss", "highest": False}
+    best = {"best_by": "next_token_loss", "highest": False, "since": 0}
     assert workdir.read_best_by(folder) == best
     evaluate_again = ["evaluate", "--workdir", str(folder), "--checkpoint", "latest", "--json"]
     assert cli.main(evaluate_again) == 0
@@ -524,6 +524,26 @@ def test_config_round_trips_through_a_workdir(tmp_path):
         tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, force=False
     )
     assert workdir.read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("digests", "fractions", "since"),
+    [
+        ("a", (1.0,), 0),
+        ("ab", (0.25, 0.75), 26),
+        ("aab", (0.25, 0.25, 0.5), 51),
+        ("abb", (0.25, 0.25, 0.5), 26),  # such as a larger batch on the same rows
+        ("aba", (0.25, 0.25, 0.5), 51),
+        ("aa", (0.25, 0.75), 0),
+    ],
+)
+def test_only_metrics_on_the_last_rows_rank_checkpoints(tmp_path, digests, fractions, since):
+    """The step at which a phase ends is evaluated on that phase's rows."""
+    phases = tuple(PhaseConfig(fraction=fraction) for fraction in fractions)
+    config, data = Config(phases=phases, steps=100), [{"digest": digest} for digest in digests]
+    best = {"best_by": "masked_lm_loss", "highest": False}
+    workdir.write_or_check_config(tmp_path, config, data, best, force=False)
+    assert workdir.read_best_by(tmp_path) == best | {"since": since}
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
         if interrupted or status not in plan.again:
             break
         if restart < plan.restarts:
-            say(f"exit status {status}: restarting ( {restart + 1} of {plan.restarts})")
+            say(f"exit status {status}: restarting ({restart + 1} of {plan.restarts})")
     if interrupted and plan.stop:  # the run is on other machines
         say("the run continues; the same command follows it again")
         return EXIT_INTERRUPTED

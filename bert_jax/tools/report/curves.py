@@ -71,6 +71,15 @@ class Recorded(NamedTuple):
         """Lines of held-out metrics."""
         return [line for line in self.metrics if line["split"] == "heldout"]
 
+    @property
+    def best_heldout(self) -> dict[str, Any] | None:
+        """The held-out metrics that rank first, which select the best checkpoint."""
+        by, sign = self.best["best_by"], 1 if self.best["highest"] else -1
+        ranked = [
+            line for line in self.heldout if by in line and line["step"] >= self.best["since"]
+        ]
+        return max(ranked, key=lambda line: sign * line[by], default=None)
+
 
 class Curve(NamedTuple):
     """A curve of a plot.

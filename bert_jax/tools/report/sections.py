@@ -23,10 +23,7 @@ def headlines(runs: list[Recorded]) -> str:
 def _headline(run: Recorded, named: bool) -> str:
     by, last = run.best["best_by"], run.metrics[-1]
     items: list[tuple[str, str]] = []
-    sign = 1 if run.best["highest"] else -1
-    evaluated = [line for line in run.heldout if by in line]
-    if evaluated:
-        best = max(evaluated, key=lambda line: sign * line[by])
+    if best := run.best_heldout:
         items.append((f"best held-out {curves.label(by)}", _number(best[by])))
         items += [
             (curves.label(name), f"{best[name]:.1%}")
@@ -133,14 +130,12 @@ def final(runs: list[Recorded]) -> str:
     """Return the last held-out metrics of each run, and those of its best checkpoint."""
     lines: list[tuple[str, dict[str, Any]]] = []
     for run in runs:
-        by, sign = run.best["best_by"], 1 if run.best["highest"] else -1
         if not run.heldout:
             lines.append((f"{run.name}, last (training)", run.metrics[-1]))
             continue
         lines.append((f"{run.name}, last", run.heldout[-1]))
-        candidates = [x for x in run.heldout if by in x]
-        if candidates:
-            lines.append((f"{run.name}, best {by}", max(candidates, key=lambda x: sign * x[by])))
+        if best := run.best_heldout:
+            lines.append((f"{run.name}, best {run.best['best_by']}", best))
     names = list(dict.fromkeys(name for _, line in lines for name in line))
     names = sorted(set(names) - {"step", "split"}, key=names.index)
     cells = [

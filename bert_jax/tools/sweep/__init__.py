@@ -16,7 +16,7 @@ contains:
 A point is a command of `bert-jax` ("python" for a script) that creates one folder, passed to it as
 --workdir or --out. Folder names contain a hash of the command and its dependencies, so that sweeps
 share points they have in common. The hash does not cover the contents of files: after changing data,
-a config file or a checkpoint in point_run, use another `--runs`. Inside it, NAME-HASH contains
+a config file or a checkpoint in place, use another `--runs`. Inside it, NAME-HASH contains
 
 out/             output of the command
 log              its standard output and error
