@@ -104,14 +104,14 @@ def page(r: dict) -> str:
     ours = r["losses"]
     return f"""# BERT-mini (L4 H256 A4) on Wikipedia and novels
 
-The config `mini` on all of the text. [`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and
-pretrains; [`record.py`](record.py) wrote this page from the run ([`results.json`](results.json)).
+The config `mini` on {ours["words"] / 1e6:.1f} million words of Wikipedia and novels. [`run.sh`](run.sh) trains a vocabulary
+of 8,192 word pieces, prepares rows and pretrains; [`record.py`](record.py) writes this page and
+[`results.json`](results.json) from the finished run. The run was started and resumed at these steps:
 
 {commands}
 
 {r["steps"]:,} steps of 2,048 tokens on rows of T={lengths}, in this order: {r["real_tokens"] / 1e6:.1f} million tokens
-in {r["training_minutes"]:.0f} minutes on {r["cores"]} CPU cores, which other work shared at times.{schedules} The text has
-{ours["words"] / 1e6:.1f} million words.
+in {r["training_minutes"]:.0f} minutes on {r["cores"]} CPU cores, which other work shared at times.{schedules}
 
 | held-out masked-LM loss, 15% masked | nats |
 |---|---|
@@ -125,7 +125,8 @@ in {r["training_minutes"]:.0f} minutes on {r["cores"]} CPU cores, which other wo
 |---|---|
 {masks}
 
-During training 40% of the tokens are masked. Each phase is evaluated on held-out rows of its own length:
+During training 40% of the tokens are masked. Each phase is evaluated on held-out rows of its own length, so losses of
+different phases are not comparable:
 
 | step | held-out loss, 40% masked | accuracy |
 |---|---|---|

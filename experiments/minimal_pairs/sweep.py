@@ -6,7 +6,7 @@ from bert_jax.tools.report.experiment import Claim, Column, Table
 from bert_jax.tools.sweep import Point
 
 BASE, CAUSAL = "base", "left-to-right, no NSP"
-# Pairs of each phenomenon at the small scale, of 1,000 (BLiMP) and 2,000 (Zorro).
+# Pairs of each paradigm at the small scale; there are 1,000 (BLiMP) and 2,000 (Zorro).
 PAIRS = 200
 COLUMNS = {"BLiMP": "blimp", "Zorro": "zorro"}
 
@@ -31,7 +31,7 @@ def get_points(args):
 
 
 def get_blocks(results):
-    """Return the table of both scales."""
+    """Return a table and claims for each scale."""
 
     def table(scale):
         own = [

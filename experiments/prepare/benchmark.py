@@ -361,6 +361,7 @@ def readme(results):
         "# prepare: text to rows",
         "",
         "Written by `benchmark.py` from results.jsonl; its docstring describes how to run it.",
+        "[experiments/speed](../speed/README.md) compares `prepare` with datasets.",
     ]
     for result in results:
         title = f"{result['what'].capitalize()}, {result['text']}, {result['machine']}"
@@ -373,11 +374,12 @@ def readme(results):
                 key=lambda name: statistics.median(speeds[name]),
             )
             lines += [
-                f"{result['megabytes']} MB of text, {len(speeds['prepare'])} rounds in turn, load "
-                f"average {result['load_average'][0]} to {result['load_average'][1]}. Medians and "
-                "ranges.",
+                f"{result['megabytes']} MB of text, {len(speeds['prepare'])} rounds in which the "
+                "candidates take turns. Medians and ranges. The load average was "
+                f"{result['load_average'][0]} to {result['load_average'][1]}; above the number of "
+                "cores, other work slows all candidates.",
                 "",
-                "| | MB/s | processor seconds a MB |",
+                "| | MB/s | processor seconds per MB |",
                 "|---|---|---|",
             ]
             lines += [f"| {n} | {spread(speeds[n])} | {spread(efforts[n])} |" for n in speeds]
@@ -386,13 +388,12 @@ def readme(results):
             )
             lines += [
                 "",
-                f"End to end, `prepare` reaches {by_clock['prepare'] / by_clock[fastest]:.0%} of "
-                f"the fastest tokenizer call by the clock "
-                f"({by_effort[fastest] / by_effort['prepare']:.0%} for the same processor time) "
-                f"and {by_clock['prepare'] / by_clock['plain Python']:.0f} times plain Python, "
-                f"which uses one core "
-                f"({by_effort['plain Python'] / by_effort['prepare']:.1f} times for the same "
-                "processor time).",
+                "`prepare`, from the file to the manifest, has "
+                f"{by_clock['prepare'] / by_clock[fastest]:.0%} of the throughput of the fastest "
+                f"tokenizer call ({by_effort[fastest] / by_effort['prepare']:.0%} per processor "
+                f"second) and {by_clock['prepare'] / by_clock['plain Python']:.0f} times that of "
+                f"plain Python on one core ({by_effort['plain Python'] / by_effort['prepare']:.1f} "
+                "times per processor second).",
             ]
         elif result["what"] == "memory":
             lines += ["Peak resident memory in MB.", "", "| text | parent | largest worker |", "|---|---|---|"]  # fmt: skip

@@ -107,7 +107,7 @@ def commands(data: pathlib.Path) -> dict[str, Callable[[pathlib.Path], list]]:
 
 
 def environment() -> dict[str, str]:
-    # Compiling takes most of the time of a start: optimize little, and use a separate cache.
+    # Starting a process mostly compiles: use little optimization, and a separate cache.
     flags = "--xla_backend_optimization_level=0"
     cache = os.path.join(tempfile.gettempdir(), "bert_jax_kills_cache")
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "BERT_JAX_CACHE": cache}
@@ -138,12 +138,12 @@ def names(folder: pathlib.Path) -> set[str]:
 
 
 def saving(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until a checkpoint is being written."""
+    """Return a predicate: a checkpoint is being written."""
     return lambda: any("tmp" in name for name in names(out / "checkpoints"))
 
 
 def sealed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until a checkpoint is written with its manifest but not yet renamed."""
+    """Return a predicate: a checkpoint is written with its manifest but not yet renamed."""
 
     def now() -> bool:
         tmp = (name for name in names(out / "checkpoints") if "tmp" in name)
@@ -153,13 +153,13 @@ def sealed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
 
 
 def committed(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until a checkpoint was renamed and an old one is about to be deleted."""
+    """Return a predicate: a new checkpoint has been renamed, and an old one is deleted next."""
     before = names(out / "checkpoints")
     return lambda: any(name.isdigit() for name in names(out / "checkpoints") - before)
 
 
 def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until an old checkpoint has lost a file."""
+    """Return a predicate: the folder of an old checkpoint has just disappeared."""
     folder, seen = out / "checkpoints", set()
 
     def now() -> bool:
@@ -172,7 +172,7 @@ def deleting(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
 
 
 def line_of(out: pathlib.Path, condition: Callable[[dict], bool]) -> Callable[[], bool]:
-    """Wait until a new line of metrics.jsonl satisfies a condition."""
+    """Return a predicate: the last line of metrics.jsonl is new and satisfies a condition."""
     path = out / "metrics.jsonl"
     begun = path.stat().st_size if path.exists() else 0
 
@@ -188,36 +188,36 @@ def line_of(out: pathlib.Path, condition: Callable[[dict], bool]) -> Callable[[]
 
 
 def evaluating(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until the last line before an evaluation has been written."""
+    """Return a predicate: the last line of metrics before an evaluation has been written."""
     return line_of(out, lambda line: line["split"] == "train" and line["step"] % 16 >= 11)
 
 
 def phase(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait for a step near a change of phase."""
+    """Return a predicate: the step is near a change of phase."""
     return line_of(out, lambda line: 135 <= line["step"] <= 150)
 
 
 def first_step(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until the run has started and no step is done."""
+    """Return a predicate: the run has recorded its start and is about to do its first step."""
     starts = out / "starts.jsonl"
     before = starts.stat().st_size if starts.exists() else 0
     return lambda: starts.exists() and starts.stat().st_size > before
 
 
 def any_time(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait for a random time after the start."""
+    """Return a predicate: a random time has passed."""
     at = time.monotonic() + rng.uniform(0, 12)
     return lambda: time.monotonic() > at
 
 
 def writing(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until a temporary folder exists next to the output."""
+    """Return a predicate: the temporary folder next to the output has files."""
     partial = out.parent / f".{out.name}.partial"
     return lambda: partial.exists() and any(name != "lock" for name in names(partial))
 
 
 def working(out: pathlib.Path, rng: random.Random) -> Callable[[], bool]:
-    """Wait until prepare has written another part of its output."""
+    """Return a predicate: `prepare` has written another part of its output."""
     partial = out / ".partial"
     before = names(partial)
     return lambda: bool(names(partial) - before)

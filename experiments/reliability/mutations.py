@@ -1,4 +1,4 @@
-"""Change one line at a time and see whether the tests notice.
+"""Change one expression at a time and see whether the tests notice.
 
     python experiments/reliability/mutations.py [--only NAME] [--jobs N]
 

@@ -217,7 +217,7 @@ def recipe_table(results, size, slices, predict_one, steps):
                 f"{milliseconds(both[0])} | {milliseconds(both[1])} | {hours} | {spent} | {how(both)} |"
             )
         crossovers = ", ".join(
-            f"T={tokens} from {chips:,} chips" if chips else f"T={tokens} not up to 1,024"
+            f"T={tokens} from {chips:,} chips" if chips else f"T={tokens} on no slice"
             for tokens, chips in first.items()
         )
         dominated.append(f"- {kind}: {crossovers}")
@@ -225,7 +225,7 @@ def recipe_table(results, size, slices, predict_one, steps):
 
 
 def write(results, path: pathlib.Path):
-    """Return the page."""
+    """Write the page."""
     import run as r
 
     def make(size, tokens, chips, run):
@@ -244,13 +244,13 @@ def write(results, path: pathlib.Path):
         "how to continue. The program is the training step in bfloat16 with scanned layers, S=1, batch size 256 and",
         "data parallelism (above 256 chips, chips/256 of them share a row by tensor parallelism). Memory is per",
         "chip. Times are rooflines, the maximum of compute, memory and network time at data-sheet rates: lower bounds",
-        "of the time of a step, not estimates. The run is the paper's million steps, 900,000 at T=128 and 100,000 at",
-        "T=512.",
+        "of the time of a step, not estimates. Hours are those of the paper's million steps, 900,000 at T=128 and",
+        "100,000 at T=512.",
         "",
         f"{len(compiled)} programs compiled so far"
         + (f" (JAX {compiled[-1]['jax']}, libtpu {compiled[-1]['libtpu']})" if compiled else "")
         + ". The last column shows which numbers come from a program compiled for that slice. `from X` is",
-        "extrapolated from the program compiled for X: formulas, scaled by their errors on that program.",
+        "extrapolated from the program compiled for X by formulas, scaled by their errors on that program.",
         "",
         *misses(results, make, r.apply),
     ]
@@ -305,9 +305,9 @@ def lamb_table(predict_one, r):
     least = flops / (r.LAMB_CHIPS * r.V3_FLOPS) / 60
     lines += [
         "",
-        f"The published run took {r.LAMB_MINUTES} minutes on 1,024 TPU v3 chips. Our formula counts "
-        f"{flops:.3g} FLOPs, {least:.1f} minutes at the 123 TFLOP/s of a v3 chip: that run used "
-        f"{least / r.LAMB_MINUTES:.0%} of the peak. This shows how far a real run may be from a roofline.",
+        f"The published run took {r.LAMB_MINUTES} minutes on 1,024 TPU v3 chips. Its {flops:.3g} FLOPs by "
+        f"bert_jax's formula take {least:.1f} minutes at the peak of 123 TFLOP/s of a v3 chip, so it reached "
+        f"{least / r.LAMB_MINUTES:.0%} of the peak: a real run may take several times its roofline.",
         "",
     ]
     return lines
@@ -356,9 +356,9 @@ def loops_table(results):
     lines = [
         "## Scanned and unrolled layers",
         "",
-        "Effect of compiling the layers as a loop: `small` (4 layers), T=128, batch size 256 on v5e:2x2. FLOPs",
-        "are those of matrix products, with loop bodies counted once per iteration; XLA's cost analysis counts",
-        "them once.",
+        "The effect of compiling the layers as a loop: `small` (4 layers), T=128, batch size 256 on v5e:2x2. FLOPs",
+        "are those of matrix products, with the body of a loop counted once per iteration; XLA's cost analysis",
+        "counts it once.",
         "",
         "| layers | remat | FLOPs formula | compiled | XLA's cost analysis | temporaries MiB | memory traffic GB | sent GB | compile s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -387,16 +387,16 @@ def step_table(results):
         for r in steps
     ]
     return [
-        "",
         "## The compiled step, by commit",
         "",
         f"The training step of {one['size']} in bfloat16, compiled for {one['target']}: "
         f"{one['batch_size']} rows of T={one['tokens']}, S={one['sequences']}, layers unrolled, XLA's "
-        "attention without dropout. Bytes and FLOPs are XLA's cost analysis, for one device.",
+        "attention without attention dropout. Bytes and FLOPs are XLA's cost analysis for one device.",
         "",
         "| commit | scatters | GB accessed | MiB of temporaries | GFLOP | compiled in s |",
         "|---|---|---|---|---|---|",
         *rows,
+        "",
     ]
 
 
@@ -408,10 +408,10 @@ def memory_table(results):
     lines = [
         "## Memory, predicted and measured",
         "",
-        "Measured on a CPU: the memory of a step according to the compiler (arguments and temporaries), and the",
-        "peak growth of the process during three steps (float32, scanned, T=128). If it is a small share of the",
-        "machine's memory, memory freed by a step is retained for the next, up to three times the temporaries",
-        "(device.py).",
+        "On a CPU: the memory of a step according to the compiler (arguments and temporaries), and the peak growth",
+        "of the process during three steps (float32, scanned, T=128). A process that needs a small share of the",
+        "machine's memory retains what a step frees for the next one, up to three times the temporaries (cpu.py), so",
+        "small programs can use more than predicted.",
         "",
         "| model | settings | arguments MiB | temporaries MiB | predicted MiB | measured MiB | measured / predicted |",
         "|---|---|---|---|---|---|---|",

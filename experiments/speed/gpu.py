@@ -18,8 +18,8 @@ bert_jax, installed or not. What a row measures, by its kind:
     profile    where the time of a step goes (`bert_jax.tools.profile`)
 
 Each process measures the rows of one (size, T) and reuses the data; a crash costs the row it happened
-in. Each result is appended to DIR/gpu.jsonl at once. A row that does not fit into the remaining time
-is recorded as not run. Speeds count real tokens: padding is not work done.
+in. Each result is appended to DIR/gpu.jsonl immediately. A row that does not fit into the remaining
+time is recorded as not run. Speeds count real tokens, without padding.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = "gpu.jsonl"
-# What identifies a row.
+# Keys that identify a row.
 KEYS = ("kind", "size", "tokens", "rows", "attention", "attention_dropout", "deterministic")
 VOCABULARY, PREDICTED = 30_522, 0.15
 # At most this many sequences share a row.
@@ -50,7 +50,7 @@ SEQUENCES = {128: 4, 512: 16}
 # process of the last row is killed.
 START, MEASURE, GRACE = 14, 6, 20
 COMPILE = {"base": 25, "large": 50}
-COLD = 16  # the first compilation on a fresh machine takes this much longer
+COLD = 16  # additional seconds of the first compilation on a fresh machine
 ROUNDS, ROUND_SECONDS, WARM_STEPS = 3, 1.5, 3
 
 
@@ -102,7 +102,7 @@ def plan(smoke: bool = False) -> list[Job]:
         Job(fixed, [
             step(*base, paper, deterministic),
             step(*base, xla, deterministic),
-            # JAX 0.11.2 fails to compile it, at once.
+            # JAX 0.11.2 fails to compile this, within seconds.
             row("step", 15, *base, cudnn, deterministic),
         ]),
         Job(default, [step("large", 512, 64, kernel, more=4)]),
@@ -135,7 +135,7 @@ def describe_plan() -> str:
 
 
 def key_of(row: dict) -> tuple:
-    """Return what identifies a row, also in a line of the results."""
+    """Return the key of a row, or of a line of the results."""
     return tuple(row.get(key) for key in KEYS)
 
 
@@ -194,7 +194,7 @@ def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict
             rows = [(seconds, row) for seconds, row in job.rows if key_of(row) not in done]
             while rows:
                 unfinished = run(job._replace(rows=rows), out, deadline, smoke, cache, keep)
-                # The process ended in the first of them: the others get another process.
+                # The process ended in the first remaining row: start another one for the others.
                 if unfinished:
                     keep(unfinished)
                 measured = set(map(key_of, results))
@@ -203,10 +203,10 @@ def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict
 
 
 def run(job, out, deadline, smoke, cache, keep) -> dict | None:
-    """Measure the rows of a job in a process and `keep` each line as it comes.
+    """Measure the rows of a job in a process, and pass each line to `keep` as soon as it is read.
 
     Returns:
-        A line for the row in which the process ended, None where it measured all.
+        A line for the row in which the process ended; None if it measured all rows.
     """
     rows = [row for _, row in job.rows]
     left = deadline - time.time()
@@ -223,7 +223,7 @@ def run(job, out, deadline, smoke, cache, keep) -> dict | None:
         **job.environment,
     }
     task = {"rows": job.rows, "deadline": deadline, "round_seconds": 0 if smoke else ROUND_SECONDS}
-    # Twice the estimate, so that a row that hangs does not cost all others.
+    # Twice the estimate, so that a row that hangs does not take the time of all others.
     limit = min(2 * (START + sum(seconds for seconds, _ in job.rows)), left + GRACE)
     killed = threading.Event()
     with open(out / "gpu.log", "a") as log:
@@ -295,7 +295,7 @@ def ceilings(row, out):
 
 
 def phase_at_step(row, dtype="bfloat16"):
-    """Return the config of a row and its phase, as if there were files of rows."""
+    """Return the config and the phase of a row; no files of rows are needed."""
     from bert_jax.config import Config, PhaseConfig, model_size
     from bert_jax.objectives import pretraining
 
@@ -328,7 +328,7 @@ def sequences_of(tokens, count):
 
 @functools.cache
 def packed_batches(tokens, rows, sequences, count=4):
-    """Return `count` batches of packed rows, each with rows from all of the packing."""
+    """Return `count` batches of packed rows, shuffled so that all batches are alike."""
     import numpy as np
 
     from bert_jax.data.rows import RowFormat
@@ -341,7 +341,7 @@ def packed_batches(tokens, rows, sequences, count=4):
 
 
 def random_params(shapes):
-    """Return parameters with the distribution that BERT starts from.
+    """Return parameters with the distribution of BERT's initial values.
 
     Compiling the jitted `init` takes most of a minute on a GPU; NumPy takes a second.
     """

@@ -37,7 +37,7 @@ OBJECTIVE = "dev.accuracy"
 def get_points(args):
     """Return the grid of each model and task, and a submission for each model."""
     choices = GRID[args.scale]
-    if args.scale == "small" and args.init:  # the small models' rates are too high for it
+    if args.scale == "small" and args.init:  # the small models' rates are too high for larger ones
         choices = {"rate": GRID["paper"]["rate"]}
     for model, start in recipes.starts(args).items():
         points = []

@@ -29,7 +29,7 @@ def features_of(model):
     if model == recipes.RANDOM or "large" in model:
         return {}
     names = dict(FEATURES)
-    if model == recipes.PRETRAINED:  # its last four layers are all
+    if model == recipes.PRETRAINED:  # it has only four layers
         del names["weighted-all"]
     return names
 
@@ -44,7 +44,7 @@ def get_points(args):
 
 
 def get_blocks(results):
-    """Return the table of F1 on the dev and test set, and the order of features in the paper."""
+    """Return the table of F1 on the dev and test set, and the paper's order of features as claims."""
 
     def table_and_claims(scale, columns, first, other):
         rows, paper = {}, {}

@@ -5,7 +5,8 @@
     python experiments/test_suite/run.py stress --times 10  # make test under load
 
 Each run appends a line to results.jsonl, from which the tables of README.md are written. The quickstart's
-answers and loss curve go to the project's README. Only committed files are used. Packages come from pip's cache or the network.
+answers are written to the project's README, and its loss curve to this folder. `first` clones the
+repository, so it uses only committed files; packages come from pip's cache or the network.
 """
 
 import argparse
