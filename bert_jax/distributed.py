@@ -1,6 +1,6 @@
 """Multi-process runs: startup, agreement between processes, and detection of lost processes.
 
-Environment variables, set by `bert-jax launch` or by hand, for `pretrain` and `finetune` alike:
+Environment variables, set by `bert-jax launch` or by hand, for `pretrain` (fine-tuning runs in one process):
 
 BERT_JAX_COORDINATOR, BERT_JAX_PROCESSES, BERT_JAX_PROCESS
     HOST:PORT of process 0, number of processes, index of this process

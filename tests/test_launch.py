@@ -35,6 +35,7 @@ ON = pytest.mark.parametrize("on", launch.ENGINES)
 
 
 PREPARE = "prepare --vocab gs://b/vocab gs://b/text/* --out".split()
+FINETUNE = "finetune --config configs/glue.py:rte --init gs://b/base --workdir".split()
 
 
 def flags(on):
@@ -861,6 +862,13 @@ def test_missing_program_error_gives_advice(on, program, advice, tmp_path, monke
         (["--on", "slurm", "--nodes=2", "--", *PREPARE, "/s/rows"], "prepare runs on one machine"),
         (["--on", "local", "--processes=2", "--", *PREPARE, "/s/rows"], "prepare runs in one process"),
         (["--on", "sky", "--", *PREPARE, "rows"], "give a folder on object storage"),
+        (["--on", "tpu-vm", "--zone=z", "--accelerator=v5e:4x4", "--", *FINETUNE, "gs://b/r"], "finetune runs on one machine, of at most 8 chips"),
+        (["--on", "tpu-vm", "--zone=z", "--accelerator=v5e:2x2,slices=2", "--", *FINETUNE, "gs://b/r"], "finetune runs on one machine"),
+        (["--on", "tpu-vm", "--zone=z", "--accelerator=v4:2x2x2", "--", *FINETUNE, "gs://b/r"], "of at most 4 chips"),
+        (["--on", "sky", "--accelerator=tpu-v5litepod-16", "--", *FINETUNE, "gs://b/r"], "finetune runs on one machine"),
+        (["--on", "gke", "--image=i", "--accelerator=v5e:4x4", "--", *FINETUNE, "gs://b/r"], "finetune runs on one machine"),
+        (["--on", "gke", "--image=i", "--", *FINETUNE, "gs://b/r"], "--on gke needs --accelerator for finetune"),
+        (["--on", "slurm", "--nodes=2", "--", *FINETUNE, "/s/r"], "finetune runs on one machine"),
         (["--on", "gke", *flags("gke"), "--", "sweep", "experiments/table8_masking", "--runs", "/s"], "sweep runs on one machine"),
     ],
 )  # fmt: skip
@@ -906,12 +914,26 @@ def test_job_names(on):
 def test_single_process_verbs_are_not_distributed(on, capsys):
     """If the variables of distributed runs were set, they would wait for other processes."""
     sweep = ["sweep", "experiments/table8_masking", "--runs", "/shared/runs"]
-    for run in ([*PREPARE, "gs://b/rows"], sweep):
-        assert cli.main(["launch", "--on", on, "--dry-run", "--", *run]) == 0
+    finetune = [*FINETUNE, "gs://b/run"]
+    for run in ([*PREPARE, "gs://b/rows"], sweep, finetune):
+        options = (
+            {"slurm": ["--gpus=8"], "sky": ["--accelerator=H100:8"]} if run is finetune else {}
+        )
+        assert cli.main(["launch", "--on", on, *options.get(on, []), "--dry-run", "--", *run]) == 0
         text = capsys.readouterr().out
         assert "BERT_JAX" not in text
         assert run[-1] in text
         assert on != "slurm" or "--ntasks-per-node=1" in text
+        assert on != "local" or "[1]" not in text
+
+
+@pytest.mark.parametrize("accelerator", ["v5e:2x4", "v5litepod-4", "v4:2x2x1"])
+def test_fine_tuning_runs_on_a_tpu_slice_with_one_machine(accelerator, capsys):
+    for options in (["tpu-vm", "--zone=z"], ["sky"]):
+        name = accelerator if options == ["tpu-vm", "--zone=z"] else "tpu-v5litepod-8"
+        arguments = ["--on", *options, f"--accelerator={name}", "--dry-run", "--"]
+        assert cli.main(["launch", *arguments, *FINETUNE, "gs://b/run"]) == 0
+        assert "finetune" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)

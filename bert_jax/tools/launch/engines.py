@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHECKOUT = pathlib.Path(__file__).resolve().parents[3]
 SCRIPTS = CHECKOUT / "launch"
 # Verbs that run in one process, on one machine.
-ONE_PROCESS = ("prepare", "sweep")
+ONE_PROCESS = ("finetune", "prepare", "sweep")
 
 # Kind of TPU as preflight names it: gcloud's accelerator type, its runtime version.
 _TPU_VMS = {
@@ -42,6 +42,7 @@ _GKE_TPUS = {
     "tpu7x": "tpu7x",
 }
 _CHIPS_PER_VM = 4
+_MOST_CHIPS_PER_VM = {"v5e": 8, "v6e": 8}  # of a slice with one VM
 # Between slices, a host's own network is faster than that of Kubernetes.
 _HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
@@ -214,6 +215,7 @@ def tpu_vm(
         UserError: unknown accelerator.
     """
     topology = _topology(accelerator, _TPU_VMS)
+    _check_machines(job, accelerator, topology)
     kind, default_runtime = _TPU_VMS[topology.kind]
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     location = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
@@ -261,11 +263,20 @@ def tpu_vm(
 
 
 def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
-    if job.is_distributed and not accelerator:
+    if job.command[0] in ("pretrain", "finetune") and not accelerator:
         raise UserError(f"--on {on} needs --accelerator for {job.command[0]}")
     if job.command[0] == "prepare" and accelerator:
         raise UserError(
             f"--accelerator {accelerator}: prepare runs in one process, on CPUs; remove it"
+        )
+
+
+def _check_machines(job: Job, accelerator: str, topology: "Topology") -> None:
+    """Check that the slice of a command in one process has one machine."""
+    most = _MOST_CHIPS_PER_VM.get(topology.kind, _CHIPS_PER_VM)
+    if max(topology.chips / most, topology.slices) > 1 and not job.is_distributed:
+        raise UserError(
+            f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most {most} chips"
         )
 
 
@@ -473,7 +484,9 @@ def sky_task(
     if accelerator:
         resources["accelerators"] = accelerator
     if is_tpu:  # SkyPilot's default runtime is wrong for some slices
-        _, runtime = _TPU_VMS[_topology(accelerator, _TPU_VMS).kind]
+        topology = _topology(accelerator, _TPU_VMS)
+        _check_machines(job, accelerator, topology)
+        _, runtime = _TPU_VMS[topology.kind]
         resources["accelerator_args"] = {"runtime_version": runtime}
     processes = ""
     if job.is_distributed:

@@ -145,8 +145,8 @@ def _is_here(path: str) -> bool:
 
 
 def _check_tpu_vm(request: Request) -> None:
-    """Check that the verb runs on all workers, and that they receive what is in the checkout."""
-    if request.command[0] in engines.ONE_PROCESS:
+    """Check that the verb runs on workers, and that they receive what is in the checkout."""
+    if request.command[0] in ("prepare", "sweep"):
         raise UserError(
             f"--on tpu-vm starts a process on every machine, and {request.command[0]} runs in one: "
             "use --on sky, gke or slurm"
