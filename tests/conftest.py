@@ -32,7 +32,9 @@ install_import_hook("bert_jax", "beartype.beartype")
 
 # Draw the same examples every time, so that a new failure comes from a change of the code;
 # `make soak` draws others.
-hypothesis.settings.register_profile("fixed", derandomize="BERT_JAX_SOAK" not in os.environ)
+hypothesis.settings.register_profile(
+    "fixed", derandomize="BERT_JAX_SOAK" not in os.environ, deadline=None
+)
 hypothesis.settings.load_profile("fixed")
 
 
