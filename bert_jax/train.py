@@ -102,7 +102,7 @@ def train(
     texts = [text for text in getattr(config, "sample_texts", "").split("|") if text.strip()]
     sampler = MaskSampler(config.model, vocabulary, texts, mesh) if texts else None
     best = {"best_by": metric.name, "highest": metric.higher_is_better}
-    ranking = best | {"since": workdir.comparable_since(config, data)}
+    ranking: dict[str, Any] = best | {"since": workdir.comparable_since(config, data)}
 
     with contextlib.ExitStack() as stack:
         # ---- Workdir -----------------------------------------------------------------------------
