@@ -807,6 +807,10 @@ def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
     over = [EarlyStopping(config, best, tmp_path, step).is_over for step in range(5)]
     assert over == [False, False, False, True, False]
     assert not EarlyStopping(Config(), best, tmp_path, 3).is_over
+    # Evaluations on the rows of earlier phases do not count.
+    assert EarlyStopping(config, best, tmp_path, 3).best == (1, 3)
+    assert EarlyStopping(config, best | {"since": 2}, tmp_path, 2).best == (2, 2)
+    assert not EarlyStopping(config, best | {"since": 2}, tmp_path, 3).is_over
 
 
 def test_multiple_processes_are_rejected(monkeypatch, tmp_path):

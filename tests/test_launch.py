@@ -927,13 +927,19 @@ def test_single_process_verbs_are_not_distributed(on, capsys):
         assert on != "local" or "[1]" not in text
 
 
-@pytest.mark.parametrize("accelerator", ["v5e:2x4", "v5litepod-4", "v4:2x2x1"])
-def test_fine_tuning_runs_on_a_tpu_slice_with_one_machine(accelerator, capsys):
-    for options in (["tpu-vm", "--zone=z"], ["sky"]):
-        name = accelerator if options == ["tpu-vm", "--zone=z"] else "tpu-v5litepod-8"
-        arguments = ["--on", *options, f"--accelerator={name}", "--dry-run", "--"]
-        assert cli.main(["launch", *arguments, *FINETUNE, "gs://b/run"]) == 0
-        assert "finetune" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("options", "accelerator"),
+    [
+        (["tpu-vm", "--zone=z"], "v5e:2x4"),
+        (["tpu-vm", "--zone=z"], "v4:2x2x1"),
+        (["sky"], "tpu-v5litepod-8"),
+        (["gke", "--image=i"], "v5e:2x2"),
+    ],
+)
+def test_fine_tuning_runs_on_a_tpu_slice_with_one_machine(options, accelerator, capsys):
+    arguments = ["--on", *options, f"--accelerator={accelerator}", "--dry-run", "--"]
+    assert cli.main(["launch", *arguments, *FINETUNE, "gs://b/run"]) == 0
+    assert "finetune" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)

@@ -271,9 +271,9 @@ def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
         )
 
 
-def _check_machines(job: Job, accelerator: str, topology: "Topology") -> None:
-    """Check that the slice of a command in one process has one machine."""
-    most = _MOST_CHIPS_PER_VM.get(topology.kind, _CHIPS_PER_VM)
+def _check_machines(job: Job, accelerator: str, topology: "Topology", most: int = 0) -> None:
+    """Check that the slice of a command in one process has one machine, of at most `most` chips."""
+    most = most or _MOST_CHIPS_PER_VM.get(topology.kind, _CHIPS_PER_VM)
     if max(topology.chips / most, topology.slices) > 1 and not job.is_distributed:
         raise UserError(
             f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most {most} chips"
@@ -358,11 +358,7 @@ def jobset(
         chips, slices = topology.chips // topology.slices, topology.slices
         on_a_machine = min(chips, _CHIPS_PER_VM)
         machines = chips // on_a_machine
-        if machines * slices > 1 and not job.is_distributed:
-            raise UserError(
-                f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most "
-                f"{_CHIPS_PER_VM} chips"
-            )
+        _check_machines(job, accelerator, topology, _CHIPS_PER_VM)
         variables["BERT_JAX_DISTRIBUTED"] = "auto"
         nodes = {
             "cloud.google.com/gke-tpu-accelerator": _GKE_TPUS[topology.kind],
