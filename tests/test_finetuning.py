@@ -801,7 +801,9 @@ def test_model_config_comes_from_the_checkpoint(change, expected):
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
     best = {"best_by": "f1", "highest": True, "since": 0}
     config = FinetuneConfig(patience=2)
-    lines = [{"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1, 3, 2, 3, 4])]
+    lines = [
+        {"step": i, "split": "heldout", "f1": f1} for i, f1 in enumerate([1.0, 3.0, 2.0, 3.0, 4.0])
+    ]
     lines.insert(1, {"step": 0, "split": "train", "f1": 9})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     over = [EarlyStopping(config, best, tmp_path, step).is_over for step in range(5)]
