@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bert_jax import checkpoint, cli, workdir
-from bert_jax.config import FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
+from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.model.flops import parameter_count
@@ -265,6 +265,16 @@ def test_final_metrics_table(report, folders, visit):
     best = min(heldout, key=lambda x: x["masked_lm_loss"])
     assert result["one, best masked_lm_loss"]["masked_lm_loss"] == f"{best['masked_lm_loss']:.5g}"
     assert result["one, last"]["loss"] == f"{heldout[-1]['loss']:.5g}"
+
+
+def test_best_metrics_are_on_the_rows_of_the_last_phase(tmp_path):
+    losses = enumerate((2.0, 5.0, 4.0, 4.5), start=1)
+    lines = [{"step": step, "split": "heldout", "loss": loss} for step, loss in losses]
+    best = {"best_by": "loss", "highest": False, "since": 2}
+    run = curves.Recorded("run", tmp_path, Config(), lines, [], [], [], best, [], [])
+    assert run.best_heldout == lines[2]
+    assert run._replace(best=best | {"since": 0}).best_heldout == lines[0]
+    assert run._replace(best=best | {"since": 5}).best_heldout is None
 
 
 def test_page_of_a_run_that_has_just_started(tmp_path, visit):
