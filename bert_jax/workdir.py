@@ -229,9 +229,13 @@ def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
     Raises:
         UserError: config.json holds something else.
     """
-    match _read_config_json(folder).get("best", {"best_by": "masked_lm_loss", "highest": False}):
+    content = _read_config_json(folder)
+    match content.get("best", {"best_by": "masked_lm_loss", "highest": False}):
         case {"best_by": str(), "highest": bool(), **more} as best if not more:
-            return best | {"since": comparable_since(read_config(folder), read_data(folder))}
+            config = read_config(folder)
+            has_phases = isinstance(config, config_lib.Config) and "data" in content
+            since = comparable_since(config, read_data(folder)) if has_phases else 0
+            return best | {"since": since}
     raise UserError(f"{folder}/config.json does not say which metric is best; copy the run again")
 
 

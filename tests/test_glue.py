@@ -1,6 +1,9 @@
 """GLUE: each task's files and their quirks, scores, submission; TFDS."""
 
+import errno
 import gzip
+import pathlib
+import re
 import sys
 import zipfile
 
@@ -370,6 +373,17 @@ def test_submission(folder, tmp_path):
     with pytest.raises(UserError, match=r"no CoLA\.tsv, SST-2\.tsv, MRPC\.tsv, … below"):
         glue.submission([tmp_path / "nothing"], tmp_path / "glue.zip")
     assert (tmp_path / "glue.zip").read_bytes() == first
+
+
+def test_submission_reports_a_folder_that_vanishes(tmp_path, monkeypatch):
+    """As happens below /proc, and in a folder that another process cleans up."""
+
+    def vanish(self, pattern):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", f"{self}/gone")
+
+    monkeypatch.setattr(pathlib.Path, "rglob", vanish)
+    with pytest.raises(UserError, match=f"^cannot read {re.escape(str(tmp_path))}: "):
+        glue.submission([tmp_path], tmp_path / "glue.zip")
 
 
 # --- Invalid input --------------------------------------------------------------------------------

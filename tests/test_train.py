@@ -544,6 +544,11 @@ def test_only_metrics_on_the_last_rows_rank_checkpoints(tmp_path, digests, fract
     best = {"best_by": "masked_lm_loss", "highest": False}
     workdir.write_or_check_config(tmp_path, config, data, best, force=False)
     assert workdir.read_best_by(tmp_path) == best | {"since": since}
+    # Older versions did not record the rows.
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["data"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert workdir.read_best_by(tmp_path) == best | {"since": 0}
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,9 @@ def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -
     """
     paths: dict[str, pathlib.Path] = {}
     for folder in map(pathlib.Path, folders):
-        for path in sorted(folder.rglob("*.tsv")):
+        with files.one_line_errors(f"cannot read {folder}"):
+            predictions = sorted(folder.rglob("*.tsv"))
+        for path in predictions:
             if path.name not in SUBMISSION:
                 continue
             if path.name in paths and not path.samefile(paths[path.name]):
