@@ -615,8 +615,10 @@ def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     assert "Traceback" not in done.stderr, done.stderr
     output = done.stderr.splitlines()
     (full,) = [line for line in output if "the disk is full" in line]
-    # Reported by the next save, which names its step, or by the final wait on a busy machine.
-    assert "cannot save " in full
+    # Reported by the next save, which names its step, by the final wait on a busy machine, or by
+    # the events of TensorBoard if those are the first to find no space.
+    assert full.startswith(("bert-jax pretrain: cannot save ", "bert-jax pretrain: cannot write "))
+    assert "free some space" in full
     kept = steps(tmp_path / "full" / "checkpoints")
     assert kept
     for number in kept:
