@@ -42,21 +42,33 @@ MASK_ONLY = {
     "masking.same_fraction": 0.0,
     "masking.random_fraction": 0.0,
 }
+MUON, WIDE = {"optim.optimizer": "muon"}, {"model.initializer_stddev": 0.05}
 # What the paper does not vary. Large batches have as many tokens in all.
 OTHERS = {
     "T=16, 20% masked": {"masking.rate": 0.2},
     "T=16, rate 1e-3": {"optim.learning_rate": 1e-3},
     "T=16, [MASK] only": MASK_ONLY,
     "T=16, [MASK] only, rate 1e-3": MASK_ONLY | {"optim.learning_rate": 1e-3},
-    "T=16, stddev 0.05": {"model.initializer_stddev": 0.05},
+    "T=16, stddev 0.05": WIDE,
     "T=16, stddev 0.1": {"model.initializer_stddev": 0.1},
-    "T=16, Muon": {"optim.optimizer": "muon"},
+    "T=16, Muon": MUON,
     "T=16, 4,096 tokens per step": {
         "batch_size": 4 * recipes.STEP_TOKENS // 16,
         "steps": STEPS // 4,
         "optim.warmup_steps": 50,
         "evaluate_every_steps": 25,
     },
+}
+# What helps at T=16, combined, on longer rows, and with a curriculum.
+COMBINED = {
+    "T=16, rate 1e-3, stddev 0.05": ({16: 1}, {"optim.learning_rate": 1e-3} | WIDE),
+    "T=16, Muon, stddev 0.05": ({16: 1}, MUON | WIDE),
+    "T=32, Muon": ({32: 1}, MUON),
+    "T=32, stddev 0.05": ({32: 1}, WIDE),
+    "T=128, Muon": ({128: 1}, MUON),
+    "T=8 to 128, Muon": (CURRICULA[1], MUON),
+    "T=8 to 128, stddev 0.05": (CURRICULA[1], WIDE),
+    "T=8 to 128, Muon, stddev 0.05": (CURRICULA[1], MUON | WIDE),
 }
 
 
@@ -66,6 +78,8 @@ def get_points(args):
         yield _run(args, shares)
     for name, changes in (CHANGES | OTHERS).items():
         yield _run(args, {16: 1}, name, changes, "nsp" if "next" in name else "none")
+    for name, (shares, changes) in COMBINED.items():
+        yield _run(args, shares, name, changes)
     for seed in SEEDS:
         for shares in SEEDED:
             yield _run(args, shares, seed=seed)
@@ -77,7 +91,7 @@ def _name(shares):
 
 def _names():
     lengths = [f"T={tokens}" for tokens in LENGTHS]
-    return [*lengths, *map(_name, CURRICULA), *CHANGES, *OTHERS]
+    return [*lengths, *map(_name, CURRICULA), *CHANGES, *OTHERS, *COMBINED]
 
 
 def _rows(args, tokens, pairs="none"):
@@ -134,4 +148,5 @@ def get_blocks(results):
         "lengths": curves("lengths", lengths),
         "changes": curves("changes", ["T=16", *CHANGES]),
         "others": curves("others", ["T=16", *OTHERS]),
+        "combined": curves("combined", [_name(CURRICULA[1]), *COMBINED]),
     }
