@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, Key
 
 from bert_jax import config_flags, device, downstream, files
 from bert_jax.benchmarks import tables
-from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, validate
+from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig
+from bert_jax.config_checks import validate
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
 from bert_jax.data import wordpiece

@@ -1,12 +1,11 @@
 """Settings of a run: typed dataclasses with their defaults and constraints.
 
 A config file (`configs/*.py`) returns a `Config`; the command line overrides single fields
-(`--config.optim.learning_rate=2e-4`), see `config_flags`. Defaults are defined only here. Model
-sizes are named by layers, hidden size and attention heads: `base`, `L6-H768-A3`.
+(`--config.optim.learning_rate=2e-4`), see `config_flags`. Defaults are defined only here, and the
+constraints of single fields beside them; those of several fields are in `config_checks`.
 """
 
 import dataclasses
-import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -613,113 +612,6 @@ class FinetuneConfig(TrainConfig):
     )
 
 
-SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)
-    "tiny": (2, 128, 2),
-    "mini": (4, 256, 4),
-    "small": (4, 512, 8),
-    "medium": (8, 512, 8),
-    "base": (12, 768, 12),
-    "large": (24, 1024, 16),
-}
-_PRE_NORM: dict[str, Any] = {
-    "norm_position": "pre",
-    "final_norm": True,
-    "position_kind": "rope",
-    "gated_feed_forward": True,
-    "bias": False,
-    "segments": 0,
-    "next_sentence": False,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-}
-# ModernBERT (Warner et al., arXiv 2412.13663): GeGLU, and local attention in two of three layers.
-_MODERN: dict[str, Any] = _PRE_NORM | {
-    "family": "modernbert",
-    "norm": "layer_norm_no_bias",
-    "layer_norm_epsilon": 1e-5,
-    "rope_theta": 160_000.0,
-    "local_rope_theta": 10_000.0,
-    "local_window": 128,
-    "positions": 8192,
-    "vocab_multiple": 64,
-    "head_layer": "transform",
-}
-# ELECTRA (Clark et al., arXiv 2003.10555, table 6).
-_ELECTRA: dict[str, Any] = {
-    "family": "electra",
-    "masked_lm": False,
-    "next_sentence": False,
-    "replaced_token": True,
-}
-# Models that differ from BERT in more than size.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "teaching": {
-        "layers": 3,
-        "hidden": 192,
-        "heads": 4,
-        "feed_forward": 768,
-        "positions": 64,
-        "segments": 0,
-        "activation": "relu",
-        "final_norm": True,
-        "transform": False,
-        "tied_decoder": False,
-        "next_sentence": False,
-    },
-    "modern-base": {**_MODERN, "layers": 22, "feed_forward": 1152},
-    "modern-large": {**_MODERN, "layers": 28, "hidden": 1024, "heads": 16, "feed_forward": 2624},
-    # After NeoBERT (Le Breton et al., arXiv 2502.19587): SwiGLU and RMSNorm.
-    "neo-base": {
-        **_PRE_NORM,
-        "layers": 28,
-        "feed_forward": 2048,
-        "activation": "silu",
-        "norm": "rms_norm",
-        "layer_norm_epsilon": 1e-6,
-        "embedding_norm": False,
-        "positions": 4096,
-        "transform": False,
-        "tied_decoder": False,
-    },
-    "electra-small": {
-        **_ELECTRA,
-        "hidden": 256,
-        "heads": 4,
-        "feed_forward": 1024,
-        "embedding_size": 128,
-        "generator_hidden": 64,
-    },
-    "electra-base": {**_ELECTRA, "generator_hidden": 256},
-    "electra-large": {
-        **_ELECTRA,
-        "layers": 24,
-        "hidden": 1024,
-        "heads": 16,
-        "feed_forward": 4096,
-        "generator_hidden": 256,
-    },
-}
-
-
-def model_size(name: str) -> ModelConfig:
-    """Return the config of a name of `SIZES` or `ARCHITECTURES`, or of a shape like `L6-H768-A3`.
-
-    Raises:
-        UserError: unknown size; the message lists the known ones.
-    """
-    if name in ARCHITECTURES:
-        return ModelConfig(**ARCHITECTURES[name])
-    shape = re.fullmatch(r"L(\d+)[-_]H(\d+)[-_]A(\d+)", name)
-    if shape:
-        layers, hidden, heads = map(int, shape.groups())
-    elif name in SIZES:
-        layers, hidden, heads = SIZES[name]
-    else:
-        known = ", ".join([*ARCHITECTURES, *SIZES])
-        raise UserError(f"unknown model size {name!r}: choose {known}, or a shape like L6-H768-A3")
-    return ModelConfig(layers=layers, hidden=hidden, heads=heads, feed_forward=4 * hidden)
-
-
 def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> list[int]:
     """Return the indices of the hidden states selected by a setting.
 
@@ -755,194 +647,6 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
                 f"to {count}, or {-count} to -1 from the end"
             )
     return [number + (count + 1) * (number < 0) for number in numbers]
-
-
-# The benchmarks of each kind of task; "" for the user's own data.
-GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
-_NAMES = {
-    "classification": ("", *GLUE),
-    "choice": ("", "swag"),
-    "tagging": ("",),
-    "squad": ("", "squad1", "squad2"),
-    "pairs": ("",),
-}
-
-
-def validate(config: TrainConfig) -> None:
-    """Check the fields of a config, alone and in combination.
-
-    Raises:
-        UserError: names the first invalid field, its value and the valid ones.
-    """
-    flat = flatten(config)
-
-    def require(holds: bool, key: str, requirement: str) -> None:
-        if not holds:
-            raise UserError(f"config.{key} is {flat[key]!r}: it must be {requirement}")
-
-    for key, value in flat.items():
-        if isinstance(value, float):
-            require(math.isfinite(value), key, "finite")
-        if isinstance(value, int) and key != "seed":  # steps and shapes are counted in int32
-            require(abs(value) < 2**31, key, "below 2**31")
-    for key, field, value in _leaves(config):
-        if "holds" in field.metadata:
-            require(field.metadata["holds"](value), key, field.metadata["requirement"])
-    require(config.seed < 2**32, "seed", "below 2**32")
-
-    model = config.model
-    require(model.hidden % model.heads == 0, "model.heads", f"a divisor of hidden={model.hidden}")
-    if model.position_kind == "rope":
-        is_even = model.hidden // model.heads % 2 == 0
-        require(
-            is_even, "model.heads", "such that hidden / heads is even with position_kind='rope'"
-        )
-    fixed = HEADS[model.head].labels
-    num_labels = max(len(model.labels), 1) if fixed is None else len(fixed)
-    require(len(model.labels) == num_labels, "model.labels", f"{num_labels} names for this head")
-    if model.base_hidden:
-        requirement = "'adam' or 'adamw' with config.model.base_hidden"
-        require(config.optim.optimizer in ("adam", "adamw"), "optim.optimizer", requirement)
-    axes = dataclasses.astuple(config.mesh)
-    if min(axes) < -1 or 0 in axes or axes.count(-1) > 1:
-        raise UserError(
-            f"config.mesh (data, fsdp, tensor) is {axes}: sizes must be above 0, at most one -1"
-        )
-    if isinstance(config, Config):
-        _validate_pretraining(config, require)
-    _validate_distillation(config, require)
-    if isinstance(config, FinetuneConfig):
-        require(config.task.tokens >= 8, "task.tokens", "8 or more")
-        names = _NAMES[config.task.kind]
-        require(config.task.name in names, "task.name", "one of " + ", ".join(map(repr, names)))
-        if model.features:
-            reason = f"because config.model.features={model.features!r} freezes the encoder"
-            for name in ("frozen_layers", "reset_layers"):
-                require(getattr(config, name) == 0, name, f"0, {reason}")
-            require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, {reason}")
-        if config.lora.rank:
-            _validate_lora(config, require)
-        if config.task.kind == "pairs":
-            _validate_pairs(config, require)
-        # Else the model's size is not known until a checkpoint is read.
-        if model.head or model.vocab_size:
-            limit = model.positions
-            require(config.task.tokens <= limit, "task.tokens", f"8 to {limit}")
-            if model.features:
-                _ = model.feature_layers  # raises if the model has too few layers
-            for name, limit in (
-                ("frozen_layers", model.layers),
-                ("reset_layers", model.layers - config.frozen_layers),
-            ):
-                requirement = f"at most {limit}, the number of layers"
-                if name == "reset_layers" and config.frozen_layers:
-                    requirement += " that are not frozen: reinitialized layers must be trained"
-                require(getattr(config, name) <= limit, name, requirement)
-    profiled_steps(config)
-
-
-def _validate_lora(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
-    targets = config.lora.targets
-    known = bool(targets) and {*targets} <= {*LORA_TARGETS}
-    require(known, "lora.targets", f"one or more of {', '.join(map(repr, LORA_TARGETS))}")
-    for name, default in (("frozen_layers", 0), ("reset_layers", 0), ("model.features", "")):
-        value = config.model.features if name == "model.features" else getattr(config, name)
-        requirement = (
-            f"{default!r}, because config.lora.rank={config.lora.rank} freezes the encoder"
-        )
-        require(value == default, name, requirement)
-
-
-def _validate_pairs(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
-    model, task, embed = config.model, config.task, config.embed
-    for name, default in (("lstm_layers", 0), ("features", "")):
-        requirement = f"{default!r} with config.task.kind='pairs', which has no head"
-        require(getattr(model, name) == default, f"model.{name}", requirement)
-    require(embed.layers == "last", "embed.layers", "'last' with config.task.kind='pairs'")
-    poolings = ("mean",) if model.causal else ("mean", "cls")
-    requirement = " or ".join(map(repr, poolings)) + " with config.task.kind='pairs'"
-    require(embed.pooling in poolings, "embed.pooling", requirement)
-    requirement = "three columns: two texts and their similarity"
-    require(len(task.similarity) == 3, "task.similarity", requirement)
-    if not task.text_b:
-        requirement = "above 0 without config.task.text_b, as dropout makes the pairs"
-        require(model.dropout > 0, "model.dropout", requirement)
-
-
-def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, str], None]) -> None:
-    model, distill, default = config.model, config.distill, DistillConfig()
-    if not distill.teacher:
-        requirement = "0: it is set in distillation of a teacher of another hidden size"
-        require(model.teacher_hidden == 0, "model.teacher_hidden", requirement)
-        for name, value in dataclasses.asdict(default).items():
-            requirement = f"{value!r}, the default, without a teacher (--teacher SOURCE)"
-            require(getattr(distill, name) == value, f"distill.{name}", requirement)
-        return
-    for name in ("hidden", "relations"):
-        requirement = f"0 with config.model.features={model.features!r}, which trains no encoder"
-        require(not (model.features and getattr(distill, name)), f"distill.{name}", requirement)
-    require(not model.span_boundary, "model.span_boundary", "false with a teacher")
-    require(not model.generator_hidden, "model.generator_hidden", "0 with a teacher")
-    requirement = "0 with config.model.causal=true"
-    require(not (distill.relations and model.causal), "distill.relations", requirement)
-    for name in ("relation_layer", "relation_heads"):
-        is_used = bool(distill.relations) or getattr(distill, name) == 0
-        require(is_used, f"distill.{name}", "0 without config.distill.relations")
-    weights = (distill.labels, distill.logits, distill.hidden, distill.relations)
-    if not any(weights):
-        raise UserError("config.distill: every weight is 0: set at least one of logits, hidden, …")
-
-
-def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:
-    model, masking = config.model, config.masking
-    for name, default in dataclasses.asdict(LoraConfig()).items():
-        requirement = f"{default!r} in pretraining: adapters are for fine-tuning"
-        require(getattr(model.lora, name) == default, f"model.lora.{name}", requirement)
-    for name, default in (("lstm_layers", 0), ("features", "")):
-        requirement = f"{default!r} in pretraining; it applies to fine-tuning heads only"
-        require(getattr(model, name) == default, f"model.{name}", requirement)
-    if model.generator_hidden:
-        require(model.replaced_token, "model.replaced_token", "true with a generator")
-        for name in ("masked_lm", "next_sentence", "span_boundary", "causal"):
-            requirement = f"false with config.model.generator_hidden={model.generator_hidden}"
-            require(not getattr(model, name), f"model.{name}", requirement)
-        requirement = "0 with config.model.generator_hidden"
-        require(not model.base_hidden, "model.base_hidden", requirement)
-    if model.causal:
-        requirement = "false with config.model.causal=true, where [CLS] attends only to itself"
-        require(not model.next_sentence, "model.next_sentence", requirement)
-        requirement = "false with config.model.causal=true, which masks nothing"
-        require(not model.span_boundary, "model.span_boundary", requirement)
-        for name, value in dataclasses.asdict(MaskingConfig()).items():
-            requirement = (
-                f"{value!r}, the default, with config.model.causal=true, which masks nothing"
-            )
-            require(getattr(masking, name) == value, f"masking.{name}", requirement)
-    require(config.checkpoint.every_steps > 0, "checkpoint.every_steps", "above 0")
-    require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
-    split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
-    if min(split) < 0 or abs(sum(split) - 1) > 1e-6:
-        raise UserError(
-            f"config.masking: mask, same and random fractions are {split}: they must sum to 1"
-        )
-    if not config.phases:
-        raise UserError("config.phases is empty: add at least one phase")
-    if abs(sum(phase.fraction for phase in config.phases) - 1) > 1e-6:
-        raise UserError("config.phases: the fractions must sum to 1")
-    for i, phase in enumerate(config.phases):
-        key = f"phases[{i}]"
-        require(
-            phase.tokens <= model.positions,
-            f"{key}.tokens",
-            f"at most {model.positions}, config.model.positions",
-        )
-        batch_size = phase.batch_size or config.batch_size
-        accumulation = phase.accumulation or config.accumulation
-        if batch_size % accumulation:
-            raise UserError(
-                f"config.batch_size {batch_size} is not divisible by accumulation {accumulation} "
-                f"(phase {i})"
-            )
 
 
 def phase_ends(config: Config) -> list[int]:
@@ -985,17 +689,18 @@ def profiled_steps(config: TrainConfig) -> range:
 
 def flatten(config: Any) -> dict[str, Any]:
     """Return the leaves by dotted path: `optim.learning_rate`, `phases[0].rows`."""
-    return {path: value for path, _, value in _leaves(config)}
+    return {path: value for path, _, value in leaves(config)}
 
 
-def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yield the dotted path, field and value of every leaf."""
     for field in dataclasses.fields(config):
         value, path = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{path}.")
+            yield from leaves(value, f"{path}.")
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             for i, item in enumerate(value):
-                yield from _leaves(item, f"{path}[{i}].")
+                yield from leaves(item, f"{path}[{i}].")
         else:
             yield path, field, value
 

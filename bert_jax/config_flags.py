@@ -10,21 +10,18 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from bert_jax.architectures import ARCHITECTURES, SIZES, model_size
 from bert_jax.config import (
-    ARCHITECTURES,
-    GLUE,
     RENAMED,
-    SIZES,
     Config,
     FinetuneConfig,
     LoraConfig,
     TrainConfig,
     flatten,
     from_dict,
-    model_size,
     to_dict,
-    validate,
 )
+from bert_jax.config_checks import GLUE, validate
 from bert_jax.errors import UserError, did_you_mean, nearest
 
 # Keys that fine-tuning derives from other settings, so setting them would have no effect.

@@ -28,6 +28,7 @@ ELECTRA (Clark et al. 2020, table 6) is pretrained at one length, small at T=128
 the masked tokens 85% become [MASK] and the others are kept, as in google-research/electra.
 """
 
+from bert_jax.architectures import model_size
 from bert_jax.config import (
     CheckpointConfig,
     Config,
@@ -35,7 +36,6 @@ from bert_jax.config import (
     ModelConfig,
     OptimConfig,
     PhaseConfig,
-    model_size,
 )
 
 # Lengths of rows with their shares of the steps, unless given: 8, 16, 32, 64, 128.

@@ -8,6 +8,7 @@ import pytest
 
 from bert_jax import config as configs
 from bert_jax import config_flags, sharding
+from bert_jax.architectures import model_size
 from bert_jax.config import (
     Config,
     FinetuneConfig,
@@ -18,6 +19,7 @@ from bert_jax.config import (
     PhaseConfig,
     TaskConfig,
 )
+from bert_jax.config_checks import validate
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 
@@ -99,11 +101,11 @@ def refusal(call, *arguments) -> str:
     ],
 )
 def test_validate_names_the_invalid_setting(config, key):
-    assert key in refusal(configs.validate, config)
+    assert key in refusal(validate, config)
 
 
 def test_defaults_are_valid_and_match_bert():
-    configs.validate(Config())
+    validate(Config())
     assert dataclasses.astuple(Config().masking)[:1] == (0.15,)
     optim = Config().optim
     assert (optim.learning_rate, optim.warmup_steps, optim.beta2) == (1e-4, 10_000, 0.999)
@@ -156,18 +158,18 @@ def test_finetune_rejects_derived_and_invalid_settings(file, arguments, says):
 
 def test_frozen_features_reject_encoder_training_settings():
     model = ModelConfig(features="weighted-last4")
-    configs.validate(FinetuneConfig(model=model))
+    validate(FinetuneConfig(model=model))
     for changes in (
         {"frozen_layers": 1},
         {"reset_layers": 1},
         {"optim": OptimConfig(layer_decay=0.9)},
     ):
-        output = refusal(configs.validate, FinetuneConfig(model=model, **changes))
+        output = refusal(validate, FinetuneConfig(model=model, **changes))
         assert "config.model.features='weighted-last4' freezes the encoder" in output
-        configs.validate(FinetuneConfig(**changes))
+        validate(FinetuneConfig(**changes))
     shallow = dataclasses.replace(model, layers=3, head="sequence", labels=("a", "b"))
     assert "config.model.features is 'last4': the model has no layer -4" in (
-        refusal(configs.validate, FinetuneConfig(model=shallow))
+        refusal(validate, FinetuneConfig(model=shallow))
     )
 
 
@@ -181,14 +183,14 @@ def test_config_without_newer_fields_gets_their_defaults():
 def test_model_limits_are_checked_once_the_model_is_known():
     """A large checkpoint has more layers than the default model, so the check must wait for it."""
     changes = dict(frozen_layers=20, task=TaskConfig(tokens=1024))
-    configs.validate(FinetuneConfig(**changes))
+    validate(FinetuneConfig(**changes))
     large = ModelConfig(layers=24, positions=1024, head="sequence", labels=("a", "b"))
-    configs.validate(FinetuneConfig(model=large, reset_layers=4, **changes))
+    validate(FinetuneConfig(model=large, reset_layers=4, **changes))
     assert "config.reset_layers is 5: it must be at most 4, the number of layers that are not " in (
-        refusal(configs.validate, FinetuneConfig(model=large, reset_layers=5, **changes))
+        refusal(validate, FinetuneConfig(model=large, reset_layers=5, **changes))
     )
     assert "config.frozen_layers is 25" in (
-        refusal(configs.validate, FinetuneConfig(model=large, frozen_layers=25))
+        refusal(validate, FinetuneConfig(model=large, frozen_layers=25))
     )
 
 
@@ -273,13 +275,13 @@ def test_config_of_incompatible_version_is_rejected():
     ],
 )
 def test_model_sizes(name, shape):
-    model = configs.model_size(name)
+    model = model_size(name)
     assert (model.layers, model.hidden, model.heads, model.feed_forward) == shape
 
 
 @pytest.mark.parametrize("name", ["huge", "L6-H768", "xL1-H8-A2", "L1-H8-A2x", ""])
 def test_unknown_size_error_lists_valid_sizes(name):
-    message = refusal(configs.model_size, name)
+    message = refusal(model_size, name)
     assert all(size in message for size in ("tiny", "base", "teaching", "L6-H768-A3"))
 
 

@@ -10,15 +10,9 @@ import torch
 
 from bert_jax import config_flags, optim, sharding
 from bert_jax import step as step_lib
-from bert_jax.config import (
-    Config,
-    DistillConfig,
-    MaskingConfig,
-    MeshConfig,
-    PhaseConfig,
-    model_size,
-    validate,
-)
+from bert_jax.architectures import model_size
+from bert_jax.config import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.config_checks import validate
 from bert_jax.data import wordpiece
 from bert_jax.data.rows import Layout, RowFormat, layout
 from bert_jax.errors import UserError

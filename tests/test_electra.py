@@ -12,7 +12,9 @@ import torch
 import transformers
 
 from bert_jax import cli
-from bert_jax.config import Config, MaskingConfig, ModelConfig, model_size, validate
+from bert_jax.architectures import model_size
+from bert_jax.config import Config, MaskingConfig, ModelConfig
+from bert_jax.config_checks import validate
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows

@@ -29,6 +29,7 @@ from bert_jax.benchmarks import conll_score, glue, score, squad, squad_score
 from bert_jax.benchmarks import swag as choice
 from bert_jax.benchmarks import tables as classification
 from bert_jax.config import Config, FinetuneConfig, TaskConfig
+from bert_jax.config_checks import validate
 from bert_jax.convert import huggingface, pytorch, source
 from bert_jax.data import compressed, corpus, tables, texts, wordpiece
 from bert_jax.data.loader import Rows
@@ -239,7 +240,7 @@ def read_run(folder):
     workdir.holds_run(folder)
     config = workdir.read_config(folder)
     workdir.read_best_by(folder)
-    configs.validate(config)
+    validate(config)
     return config
 
 

@@ -20,8 +20,8 @@ from bert_jax.config import (
     ModelConfig,
     OptimConfig,
     TaskConfig,
-    validate,
 )
+from bert_jax.config_checks import validate
 from bert_jax.convert.export import export
 from bert_jax.data import rows
 from bert_jax.errors import UserError

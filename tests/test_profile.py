@@ -12,6 +12,7 @@ from bert_jax import config as configs
 from bert_jax import tracing
 from bert_jax import train as loop
 from bert_jax.config import Config, FinetuneConfig, PhaseConfig
+from bert_jax.config_checks import validate
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
 from bert_jax.tools import hlo, profile
@@ -186,7 +187,7 @@ def test_only_the_first_process_prints_the_table(tmp_path, rows):
 )
 def test_invalid_profile_steps_are_refused(config, says):
     with pytest.raises(UserError) as error:
-        configs.validate(config)
+        validate(config)
     assert str(error.value).startswith("config.profile_steps is ")
     assert says in str(error.value)
 
@@ -195,10 +196,10 @@ def test_valid_profile_steps_are_accepted():
     assert configs.profiled_steps(Config()) == range(0)
     assert configs.profiled_steps(Config(profile_steps="0:10", steps=10)) == range(10)
     # The number of fine-tuning steps depends on data that have not been read yet.
-    configs.validate(FinetuneConfig(profile_steps="5:11"))
+    validate(FinetuneConfig(profile_steps="5:11"))
     phases = (PhaseConfig(fraction=0.9), PhaseConfig(fraction=0.1))
     for steps in ("7:9", "9:10"):
-        configs.validate(Config(profile_steps=steps, steps=10, phases=phases))
+        validate(Config(profile_steps=steps, steps=10, phases=phases))
 
 
 def test_time_is_divided_among_concurrent_operations():

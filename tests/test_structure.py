@@ -16,7 +16,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 LAYERS = (
     {"errors", "files", "progress", "cpu"},
     {"storage"},
-    {"config", "config_flags"},
+    {"architectures", "config", "config_checks", "config_flags"},
     {"device", "distributed", "sharding"},
     {"data"},
     {"model", "workdir"},

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from bert_jax import summary
-from bert_jax.config import Config, FinetuneConfig, OptimConfig, PhaseConfig, model_size
+from bert_jax.architectures import model_size
+from bert_jax.config import Config, FinetuneConfig, OptimConfig, PhaseConfig
 from bert_jax.log import _short
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase

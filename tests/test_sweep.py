@@ -17,7 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from bert_jax import cli, workdir
-from bert_jax.config import Config, PhaseConfig, model_size
+from bert_jax.architectures import model_size
+from bert_jax.config import Config, PhaseConfig
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError

@@ -6,7 +6,8 @@ import types
 import pytest
 
 from bert_jax import log, trackers
-from bert_jax.config import Config, validate
+from bert_jax.config import Config
+from bert_jax.config_checks import validate
 from bert_jax.errors import UserError
 
 VALUES = {"train/loss": 2.5, "train/accuracy": 0.5}

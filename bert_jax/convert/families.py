@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config import ARCHITECTURES, HEADS, ModelConfig
+from bert_jax.architectures import ARCHITECTURES
+from bert_jax.config import HEADS, ModelConfig
 from bert_jax.convert import modernbert
 
 Settings = dict[str, Any]

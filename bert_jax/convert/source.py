@@ -22,6 +22,7 @@ import numpy as np
 from bert_jax import checkpoint, files, storage, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
+from bert_jax.config_checks import validate
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.convert.families import FAMILIES
 from bert_jax.data import vocabulary as vocabularies
@@ -304,7 +305,7 @@ def _refuse_unexpected(names: list[str]) -> None:
 def _config(model: ModelConfig, folder: Traversable, allow_unexpected: Collection[str]) -> Config:
     embed = _embed_config(folder, model.positions, allow_unexpected)
     config = Config(model=model, embed=embed)
-    config_lib.validate(config)
+    validate(config)
     return config
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from bert_jax import config as config_lib
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
+from bert_jax.config_checks import validate
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -190,7 +191,7 @@ def make_phase(
     config.optim.warmup_steps = int(config.steps * config.warmup_fraction)
     config.evaluate_every_steps = config.evaluate_every_steps or steps_per_epoch
     config.checkpoint.every_steps = config.checkpoint.every_steps or config.evaluate_every_steps
-    config_lib.validate(config)
+    validate(config)
     multiple = rows_multiple * config.accumulation
     plan = Plan(
         examples,

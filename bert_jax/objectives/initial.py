@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax import config as config_lib
 from bert_jax.config import Config, ModelConfig
+from bert_jax.config_checks import validate
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten
@@ -172,7 +172,7 @@ def open_start(
     )
     model.positions = positions
     config = dataclasses.replace(copy.deepcopy(config), model=model)
-    config_lib.validate(config)
+    validate(config)
     for i, phase in enumerate(config.phases):
         if phase.rows:
             _check_vocabulary(i, phase.rows, vocabulary, init)

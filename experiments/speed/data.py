@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bert_jax import config_flags
-from bert_jax.config import SIZES, Config
+from bert_jax.architectures import SIZES
+from bert_jax.config import Config
 from bert_jax.data import corpus, prepare
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from bert_jax.config import ModelConfig, model_size
+from bert_jax.architectures import model_size
+from bert_jax.config import ModelConfig
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_jax import files
-from bert_jax.config import model_size
+from bert_jax.architectures import model_size
 from bert_jax.errors import UserError
 from bert_jax.tools.report.experiment import Column, Curves, Line, Runs, Table
 from bert_jax.tools.sweep import Point, grid
