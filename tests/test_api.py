@@ -29,7 +29,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tuned(run, tmp_path_factory):
+def finetuned(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned") / "run"
     rows = [{"text": f"bread {n}", "label": "ab"[n % 2]} for n in range(60)]
     splits = {"train": rows[:40], "dev": rows[40:]}
@@ -70,8 +70,8 @@ def test_changed_parameters_are_saved_and_exported(run, tmp_path):
         assert loaded.vocabulary.tokens == run.vocabulary.tokens
 
 
-def test_predict_matches_the_predict_command(tuned, tmp_path):
-    metrics, folder = tuned
+def test_predict_matches_the_predict_command(finetuned, tmp_path):
+    metrics, folder = finetuned
     assert metrics == json.loads((folder / "metrics.json").read_text())
     texts = ["bread 3", "the river runs"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")

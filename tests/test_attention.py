@@ -163,7 +163,7 @@ def test_splash_gradients_on_a_mesh_match_xla(monkeypatch):
     )
 
 
-class Watching(pretraining.MaskedLM):
+class MeshRecorder(pretraining.MaskedLM):
     """Objective that records the mesh under which it is traced."""
 
     seen: ClassVar[list[dict[str, int]]] = []
@@ -199,13 +199,13 @@ def small_run(rows, **changes):
 
 def test_train_and_eval_steps_are_traced_under_the_mesh(rows):
     config, phase = small_run(rows)
-    phase.objective.__class__ = Watching
+    phase.objective.__class__ = MeshRecorder
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
     init, shapes = step_lib.initial_state(config, phase, mesh)
-    Watching.seen.clear()
+    MeshRecorder.seen.clear()
     measure = step_lib.compile_phase(config, phase, mesh, shapes).evaluate
     measure(init(jnp.uint32(0)).params)
-    assert Watching.seen == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
+    assert MeshRecorder.seen == [{"data": 1, "fsdp": 2, "tensor": 2}] * 2
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ CHANGES = (
 )
 
 
-def cut(path):
+def truncate(path):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
 
@@ -65,7 +65,7 @@ def delete(path):
     path.unlink()
 
 
-DAMAGES = (cut, flip, zero, delete)
+DAMAGES = (truncate, flip, zero, delete)
 # Every kind of file in a checkpoint, as globs that match at least one file each.
 KINDS = sorted(
     [
@@ -351,7 +351,7 @@ def test_readers_reject_damage_without_falling_back(run, copy, tmp_path, capsys)
     assert refused(capsys, *verb).endswith("there is no other step")
     flip(data)  # undo the damage
     assert checkpoint.load_model(copy, "latest")[3] == 6, "what is not read does not matter"
-    cut(step(copy) / "metrics" / "metrics")
+    truncate(step(copy) / "metrics" / "metrics")
     assert checkpoint.load_model(copy, "latest")[3] == 6
     assert "metrics/metrics has" in refused(capsys, "evaluate", "--workdir", copy)
 

@@ -43,7 +43,7 @@ def values(params):
 
 
 @pytest.fixture(scope="module")
-def released(rows, tmp_path_factory):
+def pretrained(rows, tmp_path_factory):
     """A run whose model has the vocabulary of the rows, 32 positions and random weights."""
     words = wordpiece.load(rows(32, 3)).tokens
     model = ModelConfig(
@@ -155,8 +155,8 @@ def test_single_position_can_be_interpolated():
 
 
 @pytest.mark.parametrize("kind", ["run", "folder", "tokenizer", "google", "vocab.txt"])
-def test_vocabulary_is_read_from_any_source(released, corpus, tmp_path, kind):
-    place, theirs = released, wordpiece.load(released)
+def test_vocabulary_is_read_from_any_source(pretrained, corpus, tmp_path, kind):
+    place, theirs = pretrained, wordpiece.load(pretrained)
     if kind in ("folder", "tokenizer"):
         place = save_pretrained(torch_model(), tmp_path / "theirs")
         settings = json.loads((place / "tokenizer_config.json").read_text())
@@ -170,7 +170,7 @@ def test_vocabulary_is_read_from_any_source(released, corpus, tmp_path, kind):
         place = TF1
         theirs = wordpiece.load(TF1)
     elif kind == "vocab.txt":
-        place = released / "vocab.txt"
+        place = pretrained / "vocab.txt"
     assert source.open_vocabulary(str(place)) == theirs
     assert source.open_vocabulary(str(place), lowercase=True).lowercase
     if kind == "tokenizer":
@@ -184,55 +184,57 @@ def test_missing_vocabulary_gives_one_line_error(tmp_path, capsys):
     assert "train one with `bert-jax vocab`" in result
 
 
-def test_vocabulary_mismatch_error_gives_the_prepare_command(released, corpus, tmp_path, capsys):
+def test_vocabulary_mismatch_error_gives_the_prepare_command(pretrained, corpus, tmp_path, capsys):
     wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
     other = tmp_path / "rows of others"
     prepare.prepare(
         [str(corpus)], str(tmp_path / "v"), str(other), tokens=16, sequences=2, pairs="none",
         passes=2, heldout_fraction=0.1, workers=1,
     )  # fmt: skip
-    argv = ["pretrain", "--config=continued:16", "--init", released, "--workdir", tmp_path / "w"]
+    argv = ["pretrain", "--config=continued:16", "--init", pretrained, "--workdir", tmp_path / "w"]
     result = refused(capsys, *argv, "--config.model.next_sentence=false", "--rows", other)
     assert (
-        f"phase 0: {other} was prepared with another vocabulary than that of {released}" in result
+        f"phase 0: {other} was prepared with another vocabulary than that of {pretrained}" in result
     )
     words = shlex.split(result[result.index("bert-jax prepare") :])
     assert cli.main([*words[1:], "--workers=1"]) == 0
     made = f"{other}-model"
-    _, start = open_start(config(made, next_sentence=False), str(released))
+    _, start = open_start(config(made, next_sentence=False), str(pretrained))
     assert start.params
     manifest = read_manifest(made)
-    assert manifest.vocab_sha256 == wordpiece.load(released).sha256
+    assert manifest.vocab_sha256 == wordpiece.load(pretrained).sha256
     changing = {"source_bytes"}
     assert {k: v for k, v in manifest.settings.items() if k not in changing} == {
         k: v for k, v in read_manifest(other).settings.items() if k not in changing
     }
 
-    cased = dataclasses.replace(wordpiece.load(released), lowercase=False)
+    cased = dataclasses.replace(wordpiece.load(pretrained), lowercase=False)
     prepare.prepare([str(corpus)], cased, str(tmp_path / "cased"), tokens=16, workers=1)
     with pytest.raises(UserError, match="prepared with other settings of the vocabulary"):
-        open_start(config(tmp_path / "cased"), str(released))
+        open_start(config(tmp_path / "cased"), str(pretrained))
 
 
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def test_pretrain_with_init_copies_weights_and_keeps_checkpoints(released, rows, tmp_path, capsys):
+def test_pretrain_with_init_copies_weights_and_keeps_checkpoints(
+    pretrained, rows, tmp_path, capsys
+):
     folder = tmp_path / "run"
     argv = ["pretrain", *arguments("steps=4", *RUN[1:]), "--rows", str(rows(32, 3))]
     argv += ["--config.checkpoint.keep_every_steps=3", "--workdir", str(folder)]
-    assert cli.main([*argv, "--init", str(released)]) == 0
+    assert cli.main([*argv, "--init", str(pretrained)]) == 0
     output = capsys.readouterr().err
-    assert f"encoder, masked_lm, next_sentence, pooler from {released} (step 7)\n" in output
+    assert f"encoder, masked_lm, next_sentence, pooler from {pretrained} (step 7)\n" in output
     assert "positions: 32 extended to 64, copied\n" in output
     (data,) = workdir.read_data(folder)
-    assert (data["init"]["source"], data["init"]["step"]) == (str(released), 7)
+    assert (data["init"]["source"], data["init"]["step"]) == (str(pretrained), 7)
 
     steps = sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
     assert steps == [0, 3, 4]
     first, originals = (
         values(checkpoint.load_model(run, which)[2])
-        for run, which in ((folder, "0"), (released, "7"))
+        for run, which in ((folder, "0"), (pretrained, "7"))
     )
     positions = first.pop(POSITIONS)
     np.testing.assert_array_equal(positions[:32], originals.pop(POSITIONS))
@@ -243,23 +245,23 @@ def test_pretrain_with_init_copies_weights_and_keeps_checkpoints(released, rows,
     assert not np.array_equal(last[POSITIONS], positions)
 
     assert "another checkpoint (--init)" in refused(capsys, *argv)
-    other = write_run(tmp_path / "other", *source_of(released, seed=1))
+    other = write_run(tmp_path / "other", *source_of(pretrained, seed=1))
     assert "another checkpoint (--init)" in refused(capsys, *argv, "--init", other)
     assert "--checkpoint 7: it is one of --init" in refused(capsys, *argv, "--checkpoint", "7")
     assert "has no checkpoint '5'" in refused(
-        capsys, *argv, "--init", released, "--checkpoint", "5"
+        capsys, *argv, "--init", pretrained, "--checkpoint", "5"
     )
 
 
-def source_of(released, seed):
-    saved, vocabulary, _, _ = checkpoint.load_model(released)
+def source_of(pretrained, seed):
+    saved, vocabulary, _, _ = checkpoint.load_model(pretrained)
     return saved.model, random_params(saved.model, seed), vocabulary.tokens
 
 
 @pytest.mark.slow
-def test_resume_after_sigkill_is_bitwise_identical(released, rows, tmp_path):
+def test_resume_after_sigkill_is_bitwise_identical(pretrained, rows, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    chosen = {"options": ("--init", str(released))}
+    chosen = {"options": ("--init", str(pretrained))}
     done = pretrain(whole, [rows(32, 3)], *RUN, **chosen)
     assert done.returncode == 0, done.stderr
     process = processes.Process(command(broken, [rows(32, 3)], *RUN, **chosen), env=ONE_DEVICE)
@@ -279,22 +281,22 @@ def test_resume_after_sigkill_is_bitwise_identical(released, rows, tmp_path):
         }
 
 
-def test_python_api_pretrains_on_texts(released, tmp_path, monkeypatch):
+def test_python_api_pretrains_on_texts(pretrained, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr(api, "train", lambda *run, start: runs.append((run, start)))
-    loaded = api.load(released)
+    loaded = api.load(pretrained)
     monkeypatch.setattr(api, "load", lambda folder: loaded)
     texts = [f"The king sees river {n}.\nHe follows it.\nThe city is old." for n in range(40)]
     changes = {"steps": 1, "model.next_sentence": False}
-    bert_jax.pretrain("continued:32", tmp_path / "run", texts, init=released, changes=changes)
+    bert_jax.pretrain("continued:32", tmp_path / "run", texts, init=pretrained, changes=changes)
     (((settings, vocabulary, (data,), _, folder), start),) = runs
     assert (settings.model.hidden, settings.model.next_sentence) == (32, False)
-    assert vocabulary == wordpiece.load(released)
+    assert vocabulary == wordpiece.load(pretrained)
     assert data["init"]["left_out"] == ["next_sentence", "pooler"]
     assert folder == tmp_path / "run"
-    originals = values(checkpoint.load_model(released)[2])
+    originals = values(checkpoint.load_model(pretrained)[2])
     for path, value in values(start).items():
         np.testing.assert_array_equal(value, originals[path], err_msg=path)
     changes["model.layers"] = 3
     with pytest.raises(UserError, match=r"config.model.layers is 3"):
-        bert_jax.pretrain("continued:32", tmp_path / "run", init=released, changes=changes)
+        bert_jax.pretrain("continued:32", tmp_path / "run", init=pretrained, changes=changes)

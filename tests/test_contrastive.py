@@ -30,7 +30,7 @@ MODEL = ModelConfig(
 BATCH, SCALE = 9, 7.0
 
 
-class Made(Pairs):
+class RandomPairs(Pairs):
     """A dataset of random token sequences."""
 
     best_by, report = "spearman", []
@@ -78,7 +78,7 @@ def reference(texts_per_example, pooling):
     Returns:
         The loss, the number of correctly ranked anchors, and the gradients by parameter name.
     """
-    dataset = Made(texts_per_example)
+    dataset = RandomPairs(texts_per_example)
     config = transformers.BertConfig(
         vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
         intermediate_size=20, max_position_embeddings=64, attn_implementation="eager",
@@ -109,7 +109,7 @@ def reference(texts_per_example, pooling):
     [(2, "mean", 1, False), (2, "mean", 8, True), (3, "cls", 8, False)],
 )
 def test_loss_and_gradients_match_sentence_transformers(texts, pooling, devices, one_a_row):
-    dataset, params = Made(texts), random_params(MODEL)
+    dataset, params = RandomPairs(texts), random_params(MODEL)
     plan = plan_of(dataset, rows_multiple=devices, one_a_row=one_a_row)
     batch = plan.batch(1, 0)
     assert (batch["example"].max(1) == NO_EXAMPLE).any() == (devices > 1)  # padding rows
@@ -124,7 +124,7 @@ def test_loss_and_gradients_match_sentence_transformers(texts, pooling, devices,
 
 def test_simcse_dropout_separates_identical_texts():
     """Each example holds the same text twice, as in SimCSE."""
-    dataset = Made(2)
+    dataset = RandomPairs(2)
     examples = dataset.splits["train"]
     examples.tokens[1::2] = examples.tokens[::2]
     examples.a_length[1::2] = examples.a_length[::2]
@@ -136,7 +136,7 @@ def test_simcse_dropout_separates_identical_texts():
 
 
 def test_gradient_accumulation_is_rejected():
-    dataset = Made(2)
+    dataset = RandomPairs(2)
     dataset.splits["dev"] = Examples(dataset.splits["train"].tokens, [], {"label": np.zeros(40)})
     config = FinetuneConfig(
         model=MODEL, task=TaskConfig(kind="pairs", text_b="b", tokens=20), batch_size=BATCH,

@@ -89,7 +89,7 @@ def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
     return path
 
 
-def fails(spec, message: str) -> None:
+def assert_read_fails(spec, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         read(spec)
     assert "\n" not in str(error.value)
@@ -161,9 +161,9 @@ def test_reads_parquet(tmp_path):
     assert "data.parquet:2: a text is empty (2 in" in report.warnings[0]
 
     parquet.write_table(table.rename_columns(["n", "body"]), tmp_path / "other.parquet")
-    fails(tmp_path / "other.parquet", r'no column "text" \(it has: n, body\)')
+    assert_read_fails(tmp_path / "other.parquet", r'no column "text" \(it has: n, body\)')
     data = (tmp_path / "data.parquet").read_bytes()
-    fails(write(tmp_path / "cut.parquet", data[:-9]), "not a complete Parquet file")
+    assert_read_fails(write(tmp_path / "cut.parquet", data[:-9]), "not a complete Parquet file")
 
 
 def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
@@ -191,7 +191,9 @@ def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
     assert len(corpus.sentences(documents[0])) == 2
     assert report.documents == 300
     assert corpus.total_bytes([corpus.parse_source("tfds:tiny")]) is None
-    fails("tfds:nothing_of_that_name/en", "source 'tfds:nothing_of_that_name/en': .*TFDS_DATA_DIR")
+    assert_read_fails(
+        "tfds:nothing_of_that_name/en", "source 'tfds:nothing_of_that_name/en': .*TFDS_DATA_DIR"
+    )
     assert "tensorflow" not in sys.modules
 
 
@@ -210,7 +212,7 @@ def test_folders_and_globs_expand_in_sorted_order(tmp_path):
     assert corpus.parse_source(f"{tmp_path}/we@3").weight == 1
     assert corpus.parse_source(f"{tmp_path}/we@3/x.txt@3").weight == 3
     (tmp_path / "none").mkdir()
-    fails(tmp_path / "none", "the folder .* contains no files")
+    assert_read_fails(tmp_path / "none", "the folder .* contains no files")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_folders_and_globs_expand_in_sorted_order(tmp_path):
     ],
 )
 def test_invalid_source_specs_are_refused(spec, message):
-    fails(spec, message)
+    assert_read_fails(spec, message)
 
 
 def test_source_weight_sets_the_copies_of_documents(tmp_path):
@@ -256,7 +258,7 @@ def test_damaged_compressed_data_is_refused(tmp_path, compression, damage):
     else:
         data[len(data) // 2] ^= 0xFF
     path = write(tmp_path / "file", bytes(data))
-    fails(path, "file: the compressed data is damaged or truncated")
+    assert_read_fails(path, "file: the compressed data is damaged or truncated")
 
 
 @pytest.mark.parametrize(
@@ -282,12 +284,12 @@ def test_damaged_compressed_data_is_refused(tmp_path, compression, damage):
     ],
 )  # fmt: skip
 def test_non_text_and_malformed_files_are_refused(tmp_path, content, message):
-    fails(write(tmp_path / "file", content), message)
+    assert_read_fails(write(tmp_path / "file", content), message)
 
 
 def test_utf16_error_suggests_iconv_for_a_compressed_file(tmp_path):
     path = write(tmp_path / "t.txt.bz2", bz2.compress("Text is here.".encode("utf-16")))
-    fails(path, rf"e.g. bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
+    assert_read_fails(path, rf"e.g. bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
 
 
 def test_invalid_bytes_are_replaced_with_a_warning(tmp_path):
@@ -536,7 +538,7 @@ def test_huge_pages_words_and_tags_in_dumps(tmp_path, monkeypatch):
     for text in ("a" * 1_000_000, "ab=" * 300_000, "<a" * 300_000):
         document = corpus.RawDocument(f"It is. {text}\n\nThe end.", "mediawiki", "f", 1)
         assert corpus.sentences(document)[-1] == "The end."
-    fails(
+    assert_read_fails(
         write(tmp_path / "tag.xml", f'<mediawiki a="{"x" * 6_000_000}"><page/></mediawiki>'),
         "tag.xml:1: a tag longer than",
     )

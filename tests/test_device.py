@@ -36,7 +36,7 @@ print(faults[50:])
 """
 
 
-def faults(argument):
+def page_faults(argument):
     result = subprocess.run(
         [sys.executable, "-c", FAULTS, argument],
         env=ONE_DEVICE, capture_output=True, text=True, check=True, timeout=120,
@@ -46,7 +46,7 @@ def faults(argument):
 
 @pytest.mark.slow
 def test_freed_memory_is_reused_by_the_next_step():
-    assert faults("start") < 100 < faults("as it is") / 10
+    assert page_faults("start") < 100 < page_faults("as it is") / 10
 
 
 PRODUCT = """

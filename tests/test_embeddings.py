@@ -19,7 +19,7 @@ from tests.helpers.runs import refused
 STS, PAIR = ("sentence1", "sentence2", "score"), ("anchor", "positive")
 
 
-def made(queries=9, documents=40, seed=0):
+def random_retrieval(queries=9, documents=40, seed=0):
     rng = np.random.default_rng(seed)
     relevant = [
         {int(i): float(rng.integers(1, 4)) for i in rng.permutation(documents)[: rng.integers(1, 15)]}
@@ -31,7 +31,7 @@ def made(queries=9, documents=40, seed=0):
 
 
 def test_retrieval_metrics_match_scikit_learn():
-    data, vectors = made()
+    data, vectors = random_retrieval()
     scores = cosine_similarity(vectors[:9], vectors[9:])
     truth = np.array([[grades.get(i, 0.0) for i in range(40)] for grades in data.relevant])
     result = data.score(vectors)
@@ -53,7 +53,7 @@ def test_retrieval_metrics_with_fewer_documents_than_k():
 
 
 def test_chunked_ranking_excludes_the_query_document(monkeypatch):
-    data, vectors = made()
+    data, vectors = random_retrieval()
     expected = data.rank(vectors)
     monkeypatch.setattr(embeddings, "_CHUNK_SCORES", 80)  # two queries per chunk
     for (ranked, scores), (documents, _) in zip(data.rank(vectors), expected, strict=True):

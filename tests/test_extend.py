@@ -92,7 +92,7 @@ def tokens_of(vocabulary, words):
     return sum(n * len(new_pieces.split(word, vocabulary)) for word, n in words.items())
 
 
-def merged_plainly(vocabulary, words, count):
+def reference_merges(vocabulary, words, count):
     """Merge the most frequent pair `count` times, recounting all pairs each time."""
     splits = {word: new_pieces.split(word, vocabulary) for word in words}
     new = []
@@ -125,9 +125,9 @@ def test_corpus_pieces_equal_a_naive_pair_merge(tmp_path, capsys):
         chosen = new_pieces.merge(vocabulary, words, count, 2)
         assert len(chosen) == count
         merges = next(
-            n for n in range(count, 200) if len(merged_plainly(vocabulary, words, n)) >= count
+            n for n in range(count, 200) if len(reference_merges(vocabulary, words, n)) >= count
         )
-        assert chosen == merged_plainly(vocabulary, words, merges)
+        assert chosen == reference_merges(vocabulary, words, merges)
         larger = Vocabulary((*vocabulary.tokens, *chosen), lowercase=True)
         assert tokens_of(larger, words) < tokens_of(vocabulary, words)
     text = "\n".join(f"{word.upper()}." for word in words.elements())

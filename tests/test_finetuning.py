@@ -68,7 +68,7 @@ def random_examples(head, objective="class", count=23, seed=0, longest=20):
     return result
 
 
-class Made:
+class RandomExamples:
     """A `FinetuneDataset` of random examples."""
 
     best_by = "score"
@@ -134,7 +134,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_batch_contains_exactly_its_examples(head, objective):
-    problem = Made(head, objective)
+    problem = RandomExamples(head, objective)
     examples = problem.splits["train"]
     packed, single = plans(problem)
     # The choices of a question share a row even without packing.
@@ -177,7 +177,7 @@ def test_every_seed_and_epoch_has_a_different_order():
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    plan = plans(Made("sequence"))[0]
+    plan = plans(RandomExamples("sequence"))[0]
     whole = list(plan.batches(1, 0, 5))
     assert len(whole) == 5
     for a, b in zip(whole[3:], plan.batches(1, 3, 5), strict=True):
@@ -186,7 +186,7 @@ def test_batches_are_a_function_of_seed_and_step():
 
 
 def test_processes_split_the_rows_of_a_batch():
-    plan = plans(Made("sequence"), rows_multiple=4)[0]
+    plan = plans(RandomExamples("sequence"), rows_multiple=4)[0]
     assert plan.shape.rows % 4 == 0
     (whole,) = plan.batches(0, 0, 1)
     parts = [next(plan.batches(0, 0, 1, i, 4)) for i in range(4)]
@@ -294,7 +294,7 @@ ABOVE = [
     [*((*problem, {}) for problem in PROBLEMS), *((head, "class", c) for head, c in ABOVE)],
 )
 def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
-    problem = Made(head, objective)
+    problem = RandomExamples(head, objective)
     config = model_config(problem, **changes)
     params = random_params(config)
     packed, single = plans(problem)
@@ -314,7 +314,7 @@ def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
     """The weight stays equal too. With dropout, the same units are dropped."""
-    problem = Made(head, objective)
+    problem = RandomExamples(head, objective)
     config = model_config(problem, dropout=dropout, attention_dropout=dropout)
     params, plan = random_params(config), plans(problem)[0]
     task = make_objective(config, problem, "train", plan)
@@ -344,7 +344,7 @@ def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
 
 def test_accumulated_step_does_not_depend_on_row_count():
     """With dropout, rows dealt to accumulation parts, and each part split over devices."""
-    problem = Made("sequence", count=50)
+    problem = RandomExamples("sequence", count=50)
     problem.splits["dev"] = problem.splits["train"]
     config = FinetuneConfig(
         model=model_config(problem, dropout=0.2, attention_dropout=0.2),
@@ -412,7 +412,7 @@ def torch_inputs(problem, members):
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_losses_and_logits_match_transformers(head, objective):
     """Transformers gets one batch, padded to its longest sequence; ours is packed."""
-    problem = Made(head, objective, count=7)
+    problem = RandomExamples(head, objective, count=7)
     config = model_config(problem)
     params = random_params(config)
     model = torch_model(problem, config, params).eval()
@@ -447,7 +447,7 @@ def test_losses_and_logits_match_transformers(head, objective):
 
 def test_training_run_matches_pytorch():
     """Every loss of six epochs: packing, weights, clipping, AdamW, decay exclusions, schedule."""
-    problem = Made("sequence", count=30)
+    problem = RandomExamples("sequence", count=30)
     problem.splits["dev"] = problem.splits["train"]
     optimizer = OptimConfig(optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
     config = FinetuneConfig(
@@ -491,7 +491,7 @@ def test_training_run_matches_pytorch():
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_unlabelled_examples_have_no_weight(head, objective):
-    problem = Made(head, objective, count=7)
+    problem = RandomExamples(head, objective, count=7)
     config, plan = model_config(problem), Plan(problem.splits["train"], 7, 1)
     task, params = make_objective(config, problem, "train", plan), random_params(config)
     key = jax.random.key(0)
@@ -509,10 +509,10 @@ def test_unlabelled_examples_have_no_weight(head, objective):
 
 
 def test_encoder_and_pooler_are_restored_without_heads():
-    start = model_config(Made("sequence"), masked_lm=True, next_sentence=True)
+    start = model_config(RandomExamples("sequence"), masked_lm=True, next_sentence=True)
     params = random_params(start)
     assert "classifier" in params  # of another task with the same number of labels
-    config = FinetuneConfig(model=model_config(Made("sequence")), reset_layers=1)
+    config = FinetuneConfig(model=model_config(RandomExamples("sequence")), reset_layers=1)
     taken, new = finetuning.restored(config, start, params)
     assert new == ["encoder/layer_1", "classifier"]
     flat = traverse_util.flatten_dict(taken, sep="/")
@@ -522,21 +522,21 @@ def test_encoder_and_pooler_are_restored_without_heads():
     )
     assert "pooler/kernel" in flat
     assert "encoder/layer_0/attention/query/kernel" in flat
-    config = FinetuneConfig(model=model_config(Made("token")))
+    config = FinetuneConfig(model=model_config(RandomExamples("token")))
     taken, new = finetuning.restored(config, start, params)
     assert new == ["classifier"]
     assert "pooler" not in taken
     bare = dataclasses.replace(start, next_sentence=False, head="", labels=())
-    config = FinetuneConfig(model=model_config(Made("sequence")))
+    config = FinetuneConfig(model=model_config(RandomExamples("sequence")))
     assert finetuning.restored(config, bare, params)[1] == ["classifier", "pooler"]
 
 
 def test_head_transform_is_initialized_from_the_masked_lm():
     transform = {"head_layer": "transform", "head_pooling": "mean"}
-    start = model_config(Made("sequence"), masked_lm=True, head="", labels=())
+    start = model_config(RandomExamples("sequence"), masked_lm=True, head="", labels=())
     params = random_params(start)
     model = finetuning.model_config(
-        FinetuneConfig(model=ModelConfig(**transform)), start, Made("sequence")
+        FinetuneConfig(model=ModelConfig(**transform)), start, RandomExamples("sequence")
     )
     assert (model.head_layer, model.head_pooling) == ("transform", "mean")
     taken, new = finetuning.restored(FinetuneConfig(model=model), start, params)
@@ -544,7 +544,7 @@ def test_head_transform_is_initialized_from_the_masked_lm():
     assert taken["head"] == {name: params["masked_lm"][name] for name in ("transform", "norm")}
     assert {*shapes(model)} - {*taken} == {"classifier"}
     # The checkpoint's head layer is kept unless the config sets another.
-    kept = finetuning.model_config(FinetuneConfig(), model, Made("token"))
+    kept = finetuning.model_config(FinetuneConfig(), model, RandomExamples("token"))
     assert kept.head_layer == "transform"
     bare = dataclasses.replace(start, masked_lm=False)
     assert finetuning.restored(FinetuneConfig(model=model), bare, params)[1] == [
@@ -557,16 +557,16 @@ def test_head_transform_is_initialized_from_the_masked_lm():
 
 
 def test_modules_above_the_encoder_are_reinitialized():
-    start = model_config(Made("sequence"), lstm_layers=2, features="weighted-all")
+    start = model_config(RandomExamples("sequence"), lstm_layers=2, features="weighted-all")
     asked = FinetuneConfig(model=ModelConfig(lstm_layers=1))
-    model = finetuning.model_config(asked, start, Made("sequence"))
+    model = finetuning.model_config(asked, start, RandomExamples("sequence"))
     assert (model.lstm_layers, model.features) == (1, "")  # from the config, not the checkpoint
     for changes, new in (
         ({"lstm_layers": 2, "features": "weighted-all"}, ["classifier", "features", "lstm"]),
         ({"features": "last"}, ["classifier"]),
         ({}, ["classifier", "pooler"]),
     ):
-        config = FinetuneConfig(model=model_config(Made("sequence"), **changes))
+        config = FinetuneConfig(model=model_config(RandomExamples("sequence"), **changes))
         taken, result = finetuning.restored(config, start, random_params(start))
         assert result == new
         assert taken.keys() == {"embeddings", "encoder"}
@@ -574,13 +574,15 @@ def test_modules_above_the_encoder_are_reinitialized():
 
 
 def test_causal_checkpoint_stays_causal():
-    start = model_config(Made("sequence"), causal=True)
-    assert finetuning.model_config(FinetuneConfig(), start, Made("token")).causal
+    start = model_config(RandomExamples("sequence"), causal=True)
+    assert finetuning.model_config(FinetuneConfig(), start, RandomExamples("token")).causal
     asked = FinetuneConfig(model=ModelConfig(causal=True))
     with pytest.raises(
         UserError, match=r"config\.model\.causal is True, the checkpoint's is False"
     ):
-        finetuning.model_config(asked, model_config(Made("sequence")), Made("sequence"))
+        finetuning.model_config(
+            asked, model_config(RandomExamples("sequence")), RandomExamples("sequence")
+        )
 
 
 def states_and_logits(config, params, length):
@@ -598,7 +600,7 @@ def test_pooled_token_is_the_first_or_the_last_if_causal(causal):
     length = np.array([[5, 9], [12, 3]])
     places = length.cumsum(1) - 1 if causal else length.cumsum(1) - length
     for changes in ({}, {"lstm_layers": 1}, {"features": "second-to-last"}):
-        config = model_config(Made("sequence"), causal=causal, **changes)
+        config = model_config(RandomExamples("sequence"), causal=causal, **changes)
         params = random_params(config)
         states, logits, layout = states_and_logits(config, params, length)
         assert ("pooler" in params) == (not changes)
@@ -614,7 +616,7 @@ def test_pooled_token_is_the_first_or_the_last_if_causal(causal):
 
 @pytest.mark.parametrize("name", FEATURES[1:])
 def test_features_are_those_of_the_configured_layers(name):
-    config = model_config(Made("token"), layers=5, features=name)
+    config = model_config(RandomExamples("token"), layers=5, features=name)
     params = random_params(config)
     states, logits, _ = states_and_logits(config, params, np.array([[7]]))
     if name.startswith("weighted-"):
@@ -630,7 +632,7 @@ def test_features_are_those_of_the_configured_layers(name):
 
 
 def test_weighted_features_are_initialized_to_the_mean():
-    config = model_config(Made("token"), features="weighted-all")
+    config = model_config(RandomExamples("token"), features="weighted-all")
     start = init_params(config, jax.random.key(0))["features"]
     assert start.keys() == {"weights", "scale"}
     np.testing.assert_array_equal(start["weights"], np.zeros(2))
@@ -639,7 +641,7 @@ def test_weighted_features_are_initialized_to_the_mean():
 
 @pytest.mark.parametrize("head", ["token", "sequence"])
 def test_feature_encoder_has_no_dropout_and_no_gradient(head):
-    problem = Made(head)
+    problem = RandomExamples(head)
     plan = plans(problem)[0]
     config = model_config(problem, features="weighted-all", dropout=0.5, attention_dropout=0.5)
     params = random_params(config)
@@ -674,7 +676,7 @@ def test_feature_encoder_has_no_dropout_and_no_gradient(head):
 
 
 def test_frozen_layers_and_layer_wise_learning_rate_decay():
-    model = model_config(Made("sequence"))
+    model = model_config(RandomExamples("sequence"))
     params = random_params(model)
     config = FinetuneConfig(
         model=model, steps=10, frozen_layers=1,
@@ -691,7 +693,7 @@ def test_frozen_layers_and_layer_wise_learning_rate_decay():
     np.testing.assert_allclose(
         flat["encoder/layer_1/attention/norm/bias"].mean(), top / 2, rtol=1e-5
     )
-    problem = Made("sequence")
+    problem = RandomExamples("sequence")
     plan = plans(problem)[0]
     task = make_objective(model, problem, "train", plan)
 
@@ -716,7 +718,9 @@ def test_frozen_layers_do_not_decay_without_layer_decay():
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 def test_feature_encoder_has_no_weight_decay(optimizer):
-    model = model_config(Made("sequence"), features="last", final_norm=True, lstm_layers=1)
+    model = model_config(
+        RandomExamples("sequence"), features="last", final_norm=True, lstm_layers=1
+    )
     params = random_params(model)
     optimizer = OptimConfig(optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
     config = FinetuneConfig(model=model, steps=10, optim=optimizer)
@@ -727,7 +731,7 @@ def test_feature_encoder_has_no_weight_decay(optimizer):
 
 
 def phased(**changes):
-    problem = Made("sequence")
+    problem = RandomExamples("sequence")
     problem.splits["test"] = random_examples("sequence", count=3)
     problem.splits["dev"] = random_examples("sequence", count=10, seed=1)
     config = FinetuneConfig(
@@ -764,7 +768,7 @@ def test_profile_spanning_several_programs_is_rejected(monkeypatch):
 
 
 def test_dropout_is_used_only_in_training():
-    problem = Made("sequence")
+    problem = RandomExamples("sequence")
     plan = plans(problem)[0]
     task = make_objective(model_config(problem, dropout=0.5), problem, "train", plan)
     params = random_params(task.model.config)
@@ -783,7 +787,7 @@ def test_dropout_is_used_only_in_training():
     ],
 )
 def test_model_config_comes_from_the_checkpoint(change, expected):
-    problem = Made("sequence")
+    problem = RandomExamples("sequence")
     start = model_config(problem, head="", labels=())
     config = FinetuneConfig(model=ModelConfig(**change))
     if expected:

@@ -93,13 +93,13 @@ def change_bytes(content: bytes, kind, at, value) -> bytes:
     return value if kind == "all" else content
 
 
-def spots(value, holder=None, key=None):
+def nested_values(value, holder=None, key=None):
     """Yield (container, key) of every value nested in a JSON value."""
     if holder is not None:
         yield holder, key
     items = value.items() if isinstance(value, dict) else ()
     for inside, each in enumerate(value) if isinstance(value, list) else items:
-        yield from spots(each, value, inside)
+        yield from nested_values(each, value, inside)
 
 
 def change_value(content: bytes, kind, at, value) -> bytes:
@@ -108,7 +108,7 @@ def change_value(content: bytes, kind, at, value) -> bytes:
     line = at % len(lines)
     try:
         parsed = json.loads(lines[line])
-        result = list(spots(parsed))
+        result = list(nested_values(parsed))
     except (ValueError, RecursionError):
         return content
     if not result:

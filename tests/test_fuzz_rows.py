@@ -72,7 +72,7 @@ def damage(path, opened, number, part):
         flip(path, path.read_bytes().index(every[number]) + {"payload": 5, "frame": -15}[part])
 
 
-def same_but(clean, actual, empty):
+def assert_same_except(clean, actual, empty):
     """Assert that batches are equal except for the rows `empty`, which must be padding."""
     for name, values in clean.items():
         expected = values.copy()
@@ -93,8 +93,8 @@ def test_damaged_record_is_rejected_or_skipped_and_named(folder, part, split):
         loader.Rows(folder, split).verify()
     messages = []
     skipping = loader.Rows(folder, split, messages.append)
-    same_but(clean, all_rows(skipping), 3)
-    same_but(clean, all_rows(skipping), 3)
+    assert_same_except(clean, all_rows(skipping), 3)
+    assert_same_except(clean, all_rows(skipping), 3)
     (line,) = messages
     assert line.startswith(f"record 3 of the shard {path} is damaged")
     skipping.verify()
@@ -125,7 +125,7 @@ def test_skipping_a_row_does_not_move_other_rows(folder):
     hit = [place for place, row in enumerate(order) if row == 3]
     assert hit
     for step in range(steps):
-        same_but(
+        assert_same_except(
             clean[step], result[step], [place - 8 * step for place in hit if place // 8 == step]
         )
     assert len(messages) == 1
@@ -169,7 +169,7 @@ def test_damaged_rows_policy(folder, policy, capsys):
     _, _, _, (phase,) = pretraining.make_phases(config)
     for _ in range(2):
         (result,) = phase.batches(0, 1, 0, 1)
-        same_but(clean, result, 5)
+        assert_same_except(clean, result, 5)
     output = capsys.readouterr().err.splitlines()
     assert [line.startswith("warning: ") for line in output] == [True, True]
     assert "fails its checksum" in output[0]
@@ -221,7 +221,7 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
             continue
         result = all_rows(skipping)
         empty = [int(line.split()[1]) for line in messages]
-        same_but(clean, result, empty)
+        assert_same_except(clean, result, empty)
         outcomes["skipped" if messages else "no difference"] += 1
     assert {"refused", "skipped", "no difference"} <= {*outcomes}, outcomes
 

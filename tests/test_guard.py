@@ -48,7 +48,7 @@ def skipped(folder):
     return json.loads((folder / "skipped.json").read_text())["steps"]
 
 
-def trained(folder):
+def training_steps(folder):
     """Return the steps of the training lines in metrics.jsonl."""
     lines = workdir.read_lines(folder / "metrics.jsonl")
     return [line["step"] for line in lines if line["split"] == "train"]
@@ -71,12 +71,12 @@ def test_stop_keeps_the_weights_before_the_bad_step(tmp_path, rows):
     shutil.rmtree(tmp_path / "good" / "checkpoints" / "30")
     for a, b in zip(*map(final_arrays, (tmp_path / "bad", tmp_path / "good")), strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
-    assert trained(tmp_path / "bad") == [5, 10, 15]
+    assert training_steps(tmp_path / "bad") == [5, 10, 15]
     # A second start stops at the same step; with another policy it continues from there.
     with pytest.raises(UserError, match=f"step {BAD}: non-finite value"):
         run(tmp_path / "bad", rows)
     run(tmp_path / "bad", rows, "guard.nonfinite=skip")
-    assert trained(tmp_path / "bad") == [5, 10, 15, 20, 25, 30]
+    assert training_steps(tmp_path / "bad") == [5, 10, 15, 20, 25, 30]
 
 
 def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
@@ -135,7 +135,7 @@ def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
 
 def test_skip_equals_training_without_the_bad_batch(skipping, rows):
     assert skipped(skipping) == [BAD]
-    assert trained(skipping) == [5, 10, 15, 20, 25, 30]
+    assert training_steps(skipping) == [5, 10, 15, 20, 25, 30]
     config = load(arguments(*SHORT))
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, _, (phase,) = pretraining.make_phases(config)
@@ -172,7 +172,7 @@ def test_rollback_also_skips_preceding_steps(tmp_path, rows):
     shutil.copy(back / "skipped.json", known)
     run(known, rows)
     assert_same_run(back, known)
-    assert trained(back) == [5, 10, 15, 20, 25, 30]
+    assert training_steps(back) == [5, 10, 15, 20, 25, 30]
 
 
 def test_interrupted_rollback_is_completed_on_resume(tmp_path, rows, monkeypatch):
@@ -180,7 +180,7 @@ def test_interrupted_rollback_is_completed_on_resume(tmp_path, rows, monkeypatch
     run(tmp_path / "whole", rows, *changes)
     with monkeypatch.context() as patch:
         # The process is interrupted right after the decision is written.
-        patch.setattr(guard.Guard, "skip", killed_after(guard.Guard.skip))
+        patch.setattr(guard.Guard, "skip", interrupted_after(guard.Guard.skip))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "killed", rows, *changes)
     assert (tmp_path / "killed" / "checkpoints" / "10").exists()
@@ -188,7 +188,7 @@ def test_interrupted_rollback_is_completed_on_resume(tmp_path, rows, monkeypatch
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
-def killed_after(call):
+def interrupted_after(call):
     """Return a function that calls `call` and then raises KeyboardInterrupt."""
 
     def wrapped(*arguments, **options):
@@ -201,7 +201,7 @@ def killed_after(call):
 def test_rollback_to_step_zero(tmp_path, rows):
     run(tmp_path, rows, "guard.nonfinite=rollback", bad=(3,))
     assert skipped(tmp_path) == [0, 1, 2, 3]
-    assert trained(tmp_path) == [5, 10, 15, 20, 25, 30]
+    assert training_steps(tmp_path) == [5, 10, 15, 20, 25, 30]
 
 
 def test_too_many_incidents_end_the_run(tmp_path, rows):
@@ -289,7 +289,7 @@ def test_probe_leaves_the_run_unchanged_and_detects_a_fault(tmp_path, rows, monk
         run(tmp_path / "fault", rows, *changes, bad=(), compiled={})
     assert "=skip" not in str(error.value)  # skipping a batch does not fix hardware
     monkeypatch.undo()
-    assert trained(tmp_path / "fault") == [4, 8]  # no metrics of earlier steps are lost
+    assert training_steps(tmp_path / "fault") == [4, 8]  # no metrics of earlier steps are lost
     assert cli.main(["replay", str(tmp_path / "fault")]) == 0
     assert "probe" in capsys.readouterr().out
 

@@ -227,7 +227,7 @@ def test_chip_data_by_device_kind():
     assert device.chip("cpu") is None
 
 
-def miniature(**model):
+def small_config(**model):
     return Config(
         model=ModelConfig(
             layers=2, hidden=128, heads=2, feed_forward=512, vocab_size=1024, positions=128, **model
@@ -239,7 +239,7 @@ def miniature(**model):
 
 
 def test_abstract_phases_match_phases_with_rows(rows):
-    config = miniature(layer_loop="scanned")
+    config = small_config(layer_loop="scanned")
     config.model.vocab_size = 0
     config.phases[0].tokens = 32
     config.phases[0].rows = str(rows(32, 3))
@@ -372,13 +372,13 @@ def test_invalid_arguments_give_one_line_errors(capsys, arguments, message):
 def test_missing_libtpu_error_names_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'bert-jax\[tpu\]'"):
-        preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
+        preflight.preflight(small_config(), preflight.parse_topology("v5e:2x2"))
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """The config and phase report of the miniature model, compiled for v5e:2x2."""
-    config = miniature(layer_loop="scanned")
+    config = small_config(layer_loop="scanned")
     config.mesh.fsdp = 2
     report = preflight.preflight(config, preflight.parse_topology("v5e:2x2"))
     return config, report["phases"][0]
@@ -396,7 +396,7 @@ def test_compiler_failure_gives_a_one_line_error(monkeypatch):
         r"failed to compile the step of T=128 for v5e:2x2 \(RES.*: E1001: Ran out .* vmem\): try .*"
     )
     with pytest.raises(UserError, match=f"^libtpu {result}$"):
-        preflight.preflight(miniature(), preflight.parse_topology("v5e:2x2"))
+        preflight.preflight(small_config(), preflight.parse_topology("v5e:2x2"))
 
 
 @pytest.mark.tpu
@@ -425,7 +425,7 @@ def test_compile_for_tpu7x():
         with pytest.raises(UserError, match=r"which needs JAX 0\.12 and libtpu 0\.0\.50"):
             preflight.tpu_devices(topology)
         return
-    report = preflight.preflight(miniature(layer_loop="scanned"), topology)
+    report = preflight.preflight(small_config(layer_loop="scanned"), topology)
     assert (report["chips"], report["devices"]) == (4, 8)
     assert report["mesh"]["data"] == 8
     assert report["expected_chip_hours"] == pytest.approx(4 * report["expected_hours"])

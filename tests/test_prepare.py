@@ -126,7 +126,7 @@ def test_no_token_is_lost_without_truncation(documents, seed):
         assert seen == list(range(bounds[0], bounds[-1]))
 
 
-def plain_whole_sentences(documents, room, crossing):
+def reference_whole_sentences(documents, room, crossing):
     """Pack sentences one at a time, as a reference; a document is a list of lists of tokens."""
     results, current = [], []
     for document in documents:
@@ -153,7 +153,7 @@ def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
         [[*range(a + 10, b + 10)] for a, b in itertools.pairwise(bounds)]
         for bounds in memory.bounds
     ]
-    expected = plain_whole_sentences(texts, tokens - 2, crossing)
+    expected = reference_whole_sentences(texts, tokens - 2, crossing)
     assert [example.tokens.tolist() for example in examples] == [
         [CLS, *sentences, SEP] for sentences in expected
     ]
@@ -217,7 +217,7 @@ def test_truncation_removes_from_both_ends():
     assert np.var(fronts) == pytest.approx(5, abs=0.5)
 
 
-def plain_instances(documents, number, tokens, short_fraction, rng):
+def reference_instances(documents, number, tokens, short_fraction, rng):
     """Google's algorithm, implemented one sentence and one token at a time."""
     document, room = documents[number], tokens - 3
     target = rng.randint(2, room) if rng.random() < short_fraction else room
@@ -272,7 +272,7 @@ def test_distributions_match_the_plain_algorithm():
     random_ours, random_plain = random.Random(11), random.Random(12)
     for number in list(range(60)) * 12:
         ours = [(*segments(e), e.label) for e in instances.of(number, random_ours)]
-        plain = plain_instances(plain_documents, number, 64, 0.1, random_plain)
+        plain = reference_instances(plain_documents, number, 64, 0.1, random_plain)
         for name, result in (("ours", ours), ("plain", plain)):
             features[name].append(
                 [

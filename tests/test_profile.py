@@ -44,7 +44,7 @@ def profiled(tmp_path_factory, rows):
     return folder
 
 
-def made(folder):
+def only_profile(folder):
     """Return the name and the table of the only profile of a run."""
     (place,) = (folder / tracing.FOLDER).iterdir()
     assert len(list(place.rglob("*.xplane.pb"))) == 1
@@ -56,7 +56,7 @@ def test_profiling_does_not_change_the_run(plain, profiled):
 
 
 def test_parts_are_listed_once_and_sum_to_the_step_time(profiled):
-    name, table = made(profiled)
+    name, table = only_profile(profiled)
     assert (name, table["steps"]) == ("steps_8_12", 4)
     rows = {row["part"]: row for row in table["parts"]}
     assert [row["part"] for row in table["parts"]] == list(PARTS)
@@ -75,7 +75,7 @@ def test_parts_are_listed_once_and_sum_to_the_step_time(profiled):
 
 def test_operation_counts_match_the_formula(profiled):
     """L1-H32-A2 on 8 rows of T=32: a backward pass costs two forward passes; biases cost extra."""
-    _, table = made(profiled)
+    _, table = only_profile(profiled)
     counted = {row["part"]: row["operations"] for row in table["parts"]}
     rows, tokens, layers, d, f = 8, 32, 1, 32, 128
     dense = 3 * layers * rows * tokens * (8 * d * d + 4 * d * f)
@@ -115,7 +115,7 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
     if steps == "12:14":
         (killed / "half").unlink()
         killed.rmdir()
-    name, table = made(tmp_path)
+    name, table = only_profile(tmp_path)
     assert (name, table["steps"]) == (f"steps_{steps.replace(':', '_')}", rest)
 
 
@@ -124,7 +124,7 @@ def test_trace_restarts_at_a_skipped_step(tmp_path, rows):
     for folder, changes in (("without", ()), ("with", ("profile_steps=5:12",))):
         run(tmp_path / folder, rows, "guard.nonfinite=skip", *changes, bad=[7])
     assert_same_run(tmp_path / "with", tmp_path / "without")
-    _, table = made(tmp_path / "with")
+    _, table = only_profile(tmp_path / "with")
     assert table["steps"] == 5  # 7 to 11, as the loop restarts at the skipped step
 
 
@@ -133,7 +133,7 @@ def test_earlier_trace_is_replaced(tmp_path, rows, plain):
     old.mkdir(parents=True)
     (old / "of old").touch()
     run(tmp_path, rows, "profile_steps=8:12")
-    assert made(tmp_path)[1]["steps"] == 4
+    assert only_profile(tmp_path)[1]["steps"] == 4
     assert not (old / "of old").exists()
 
 
@@ -163,7 +163,7 @@ def test_only_the_first_process_prints_the_table(tmp_path, rows):
     status, output = wait_for_all(start_processes(argv, 2))
     assert status == [0, 0], output
     assert ["steps in float32" in text for text in output] == [True, False]
-    assert made(tmp_path / "w")[1]["steps"] == 2
+    assert only_profile(tmp_path / "w")[1]["steps"] == 2
 
 
 @pytest.mark.parametrize(

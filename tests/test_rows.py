@@ -117,7 +117,7 @@ def test_equal_examples_pack_to_equal_bytes():
     assert form.pack(examples).tobytes() == form.pack(iter(examples)).tobytes()
 
 
-def plain_layout(length, a_length, tokens):
+def reference_layout(length, a_length, tokens):
     """Compute `rows.layout` one token at a time, as a reference."""
     slots = len(length[0])
     sequence, position, segment, cls = [], [], [], []
@@ -149,7 +149,7 @@ def test_layout_matches_a_reference_loop(data):
             left -= n
         length.append(ns + [0] * (slots - len(ns)))
         a_length.append([data.draw(st.integers(1, n)) if n else 0 for n in length[-1]])
-    expected = plain_layout(length, a_length, tokens)
+    expected = reference_layout(length, a_length, tokens)
     for array in (
         lambda x: np.array(x, np.int16),
         lambda x: jnp.asarray(x, jnp.int32),

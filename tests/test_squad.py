@@ -367,7 +367,7 @@ def test_misplaced_answers_are_dropped_from_training_only(tmp_path):
 # Predictions
 
 
-def naive(problem, split, logits):
+def reference_predictions(problem, split, logits):
     """Predict like run_squad.py's write_predictions, in plain loops, with slices of the context."""
     windows, config = problem._windows[split], problem.config
     result = {}
@@ -451,7 +451,7 @@ def test_predictions_equal_a_naive_search(
     ]
     for each in logits:
         each[0] += silence
-    expected = naive(problem, "test", logits)
+    expected = reference_predictions(problem, "test", logits)
     for name, result in problem.predict("test", logits).items():
         mine = [tuple(c) for c in result.n_best]
         assert mine == (expected[name] or [("", 0, 0)])
@@ -490,7 +490,7 @@ def test_predicted_text_is_a_slice_of_the_context(tmp_path, context, word):
     assert problem.score("dev", [logits])["exact"] == 100
 
 
-def both_kinds(n=30, seed=0):
+def mixed_questions(n=30, seed=0):
     rng = random.Random(seed)
     questions = []
     for i in range(n):
@@ -502,7 +502,7 @@ def both_kinds(n=30, seed=0):
 
 
 def test_prediction_files_reproduce_the_scores(tmp_path):
-    questions = both_kinds()
+    questions = mixed_questions()
     problem = squad(tmp_path, questions)
     assert problem.unanswerable  # without a name, inferred from the answers
     rng = np.random.default_rng(0)
@@ -549,7 +549,7 @@ def test_version_1_writes_no_null_odds(tmp_path):
 
 
 def test_perfect_logits_score_100(tmp_path):
-    problem = squad(tmp_path, both_kinds(40, 1), name="squad2")
+    problem = squad(tmp_path, mixed_questions(40, 1), name="squad2")
     examples = problem.splits["dev"]
     logits = []
     for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
@@ -562,7 +562,7 @@ def test_perfect_logits_score_100(tmp_path):
 
 def test_prediction_needs_no_gold_answers(tmp_path):
     for answers in (None, ()):
-        asked = [q._replace(answers=answers) for q in both_kinds(5)]
+        asked = [q._replace(answers=answers) for q in mixed_questions(5)]
         path = save(tmp_path / "new.json", layout(asked))
         config = TaskConfig(kind="squad", name="squad1", tokens=32, question_tokens=8)
         problem = Squad(config, VOCABULARY, new=path)

@@ -57,14 +57,14 @@ def url(server, request):
 
 
 @pytest.fixture(scope="module")
-def far_rows(server, rows):
+def remote_rows(server, rows):
     """Return the URL of rows of T=32 on the server."""
     put(rows(), f"{server.url}/rows")
     return f"{server.url}/rows"
 
 
 @pytest.fixture(scope="module")
-def whole(rows, tmp_path_factory):
+def uninterrupted(rows, tmp_path_factory):
     """Return the folder of the same run on the local disk, without interruptions."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = processes.run(command(folder, [rows()], *STEPS), env=ONE_DEVICE)
@@ -282,11 +282,11 @@ def wait_for_copies(opened):
 
 
 @pytest.mark.parametrize("gigabytes", ["0", "1"])
-def test_remote_rows_equal_local_rows(far_rows, rows, tmp_path, monkeypatch, gigabytes):
+def test_remote_rows_equal_local_rows(remote_rows, rows, tmp_path, monkeypatch, gigabytes):
     """Rows are read by range requests if the cache has no room, else from the cache."""
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", gigabytes)
-    far, near = loader.Rows(far_rows, "train"), loader.Rows(rows(), "train")
+    far, near = loader.Rows(remote_rows, "train"), loader.Rows(rows(), "train")
     order = np.random.default_rng(0).permutation(len(near))
     if gigabytes == "1":
         wait_for_copies(far)
@@ -320,7 +320,7 @@ def test_altered_rows_are_detected(server, url, rows, tmp_path, monkeypatch):
         loader.Rows(url, "train")
 
 
-def test_cache_size_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
+def test_cache_size_is_bounded(server, remote_rows, rows, tmp_path, monkeypatch):
     """The least recently used rows are evicted."""
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
     size = sum(shard.bytes for shard in read_manifest(rows()).train.shards)
@@ -329,7 +329,7 @@ def test_cache_size_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
     (old / "shard").write_bytes(bytes(size))
     os.utime(old, (1, 1))
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
-    wait_for_copies(loader.Rows(far_rows, "train"))
+    wait_for_copies(loader.Rows(remote_rows, "train"))
     assert not old.exists()
 
 
@@ -337,10 +337,10 @@ def test_cache_size_is_bounded(server, far_rows, rows, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_bitwise_identical(server, url, far_rows, whole):
+def test_killed_run_resumes_bitwise_identical(server, url, remote_rows, uninterrupted):
     rng = random.Random(0)
     for number in (1, 4):
-        process = start(server, url, far_rows)
+        process = start(server, url, remote_rows)
         wait_for(
             lambda count=number: len(storage.listing(f"{url}/checkpoints")) >= 8 * count, process
         )
@@ -348,31 +348,31 @@ def test_killed_run_resumes_bitwise_identical(server, url, far_rows, whole):
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     elsewhere = {"BERT_JAX_STORAGE_CACHE": server.environment["BERT_JAX_STORAGE_CACHE"] + "2"}
-    finish(server, url, far_rows, **elsewhere)
+    finish(server, url, remote_rows, **elsewhere)
     starts = storage.read(f"{url}/starts.jsonl").splitlines()
     assert len(starts) >= 2
-    assert_same_run(url, whole)
+    assert_same_run(url, uninterrupted)
 
 
 @pytest.mark.slow
-def test_preempted_run_resumes_on_another_machine(server, url, far_rows, whole):
-    process = start(server, url, far_rows)
+def test_preempted_run_resumes_on_another_machine(server, url, remote_rows, uninterrupted):
+    process = start(server, url, remote_rows)
     wait_for(lambda: saved(url), process)
     process.terminate()
     _, result = process.communicate(timeout=120)
     assert process.returncode == cli.EXIT_INTERRUPTED, result
     step = int(re.search(rf"saved step (\d+) of 40 in {url}", result)[1])
     elsewhere = server.environment["BERT_JAX_STORAGE_CACHE"] + "3"
-    result = finish(server, url, far_rows, cache=elsewhere)
+    result = finish(server, url, remote_rows, cache=elsewhere)
     assert f"resuming at step {step} of 40" in result
     assert list(pathlib.Path(elsewhere).rglob("*.arrayrecord"))
-    assert_same_run(url, whole)
+    assert_same_run(url, uninterrupted)
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_set_aside(server, url, far_rows, whole):
+def test_damaged_checkpoints_are_set_aside(server, url, remote_rows, uninterrupted):
     """Checkpoints have a truncated object, a missing object, or no manifest (never committed)."""
-    finish(server, url, far_rows, "checkpoint.keep_last=9")
+    finish(server, url, remote_rows, "checkpoint.keep_last=9")
     checkpoints = f"{url}/checkpoints"
     stats = storage.listing(checkpoints)
 
@@ -383,19 +383,19 @@ def test_damaged_checkpoints_are_set_aside(server, url, far_rows, whole):
 
     storage.write(largest(40), storage.read(largest(40))[:-10])
     storage.delete([largest(35), f"{checkpoints}/30/manifest.json"])
-    result = finish(server, url, far_rows, "checkpoint.keep_last=9")
+    result = finish(server, url, remote_rows, "checkpoint.keep_last=9")
     assert re.search(r"checkpoint of step 40 is damaged \(params/\S+ has", result)
     assert re.search(r"checkpoint of step 35 is damaged \(params/\S+ is missing", result)
     assert "resuming at step 25 of 40" in result
     assert any(name.startswith("40/") for name in storage.listing(f"{url}/damaged"))
-    assert_same_run(url, whole)
+    assert_same_run(url, uninterrupted)
 
 
 @pytest.mark.slow
-def test_second_writer_is_rejected(server, url, far_rows):
-    first = start(server, url, far_rows, "steps=100000")
+def test_second_writer_is_rejected(server, url, remote_rows):
+    first = start(server, url, remote_rows, "steps=100000")
     wait_for(lambda: saved(url), first)
-    second = start(server, url, far_rows, "steps=100000")
+    second = start(server, url, remote_rows, "steps=100000")
     _, result = second.communicate(timeout=120)
     assert second.returncode == cli.EXIT_USER_ERROR
     assert re.search(rf"{url} is in use by another process \(pid {first.pid} on", result)
@@ -405,11 +405,11 @@ def test_second_writer_is_rejected(server, url, far_rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_run_survives_transient_server_errors(server, url, far_rows, whole):
+def test_run_survives_transient_server_errors(server, url, remote_rows, uninterrupted):
     server.proxy.fail_every = 25
-    finish(server, url, far_rows, "checkpoint.keep_every_steps=15")
+    finish(server, url, remote_rows, "checkpoint.keep_every_steps=15")
     server.proxy.fail_every = 0
-    assert_same_run(url, whole)
+    assert_same_run(url, uninterrupted)
     kept = {int(re.search(r"(\d+)/manifest.json$", name)[1]) for name in saved(url)}
     assert kept == {0, 15, 30, 35, 40}
     assert checkpoint.load_model(url, "15")[3] == 15
@@ -417,8 +417,8 @@ def test_run_survives_transient_server_errors(server, url, far_rows, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)  # takes two minutes
-def test_run_resumes_after_a_server_outage(server, url, far_rows, whole):
-    process = start(server, url, far_rows)
+def test_run_resumes_after_a_server_outage(server, url, remote_rows, uninterrupted):
+    process = start(server, url, remote_rows)
     wait_for(lambda: saved(url), process)
     server.proxy.is_down = True
     _, result = process.communicate(timeout=300)
@@ -426,19 +426,19 @@ def test_run_resumes_after_a_server_outage(server, url, far_rows, whole):
     assert process.returncode == cli.EXIT_INTERRUPTED, result
     assert "Traceback" not in result
     assert "the storage does not answer" in result
-    finish(server, url, far_rows)
-    assert_same_run(url, whole)
+    finish(server, url, remote_rows)
+    assert_same_run(url, uninterrupted)
 
 
 @pytest.mark.slow
-def test_two_processes_match_one_process(server, url, far_rows, whole):
+def test_two_processes_match_one_process(server, url, remote_rows, uninterrupted):
     def argv(process):
-        return command(url, [far_rows], *STEPS)
+        return command(url, [remote_rows], *STEPS)
 
     codes, errors = wait_for_all(start_processes(argv, 2, **server.environment))
     assert codes == [0, 0], errors
     (_, _, params, step), (_, _, params_of_one, step_of_one) = (
-        checkpoint.load_model(folder, "latest") for folder in (url, whole)
+        checkpoint.load_model(folder, "latest") for folder in (url, uninterrupted)
     )
     assert step == step_of_one
     for a, b in zip(*map(jax.tree.leaves, (params, params_of_one)), strict=True):

@@ -728,7 +728,7 @@ def test_search_reports_the_best_trial_and_resumes(bench, tmp_path, capsys):
     assert len(bench.calls()) == 7
 
 
-class Drawn(Objective):
+class SampledLength(Objective):
     """A trial's command contains only the sampled value."""
 
     def get_trial(self, args, trial):
@@ -737,7 +737,7 @@ class Drawn(Objective):
 
 def test_resumed_search_samples_new_values(bench, tmp_path):
     for trials in (2, 4):
-        status, results = go([], tmp_path, module=Drawn(bench), trials=trials)
+        status, results = go([], tmp_path, module=SampledLength(bench), trials=trials)
         assert status == 0
     assert len({line["facts"]["length"] for line in results}) == 4
 

@@ -34,7 +34,7 @@ def google_like() -> wordpiece.Vocabulary:
     return wordpiece.Vocabulary(tuple(tokens), True)
 
 
-def awkward(lowercase: bool) -> wordpiece.Vocabulary:
+def many_scripts(lowercase: bool) -> wordpiece.Vocabulary:
     """Return a vocabulary of single characters of many scripts and a few word pieces."""
     characters = "aàbcdeéfghi\u0131jklmnopqrstuvwxyzßñœ0123456789!?.,;:-_'\"()[]{}$%&@#^`~|<>=+*/\\中国日本한δщ€😀ा"
     tokens = [*wordpiece.SPECIAL, *characters, *("##" + c for c in characters)]
@@ -105,14 +105,14 @@ def hugging_face(vocabulary: wordpiece.Vocabulary):
 
 @pytest.fixture(scope="module")
 def references():
-    return {case: (awkward(case), hugging_face(awkward(case))) for case in (True, False)}
+    return {case: (many_scripts(case), hugging_face(many_scripts(case))) for case in (True, False)}
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
 @settings(max_examples=300, deadline=None)
 @given(text=AWKWARD)
 def test_encode_matches_google_tokenizer(lowercase, text):
-    vocabulary = awkward(lowercase)
+    vocabulary = many_scripts(lowercase)
     ids = vocabulary.encode(text)
     assert ids[1:-1] == google_tokenize(vocabulary, text)
 
