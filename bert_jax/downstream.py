@@ -46,7 +46,7 @@ def load_dataset(
         task: the task and where its data are.
         vocabulary: the model's vocabulary.
         labels: labels of a model that is already fine-tuned.
-        options: further arguments of the problem's class.
+        options: further arguments of the dataset's class.
 
     Raises:
         UserError: the data are malformed; names the row.
@@ -141,21 +141,21 @@ def finetune(
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, vocab_size=len(vocabulary))
         )
-    problem = load_dataset(config.task, vocabulary)
-    config.model = finetuning.model_config(config, start, problem)
+    dataset = load_dataset(config.task, vocabulary)
+    config.model = finetuning.model_config(config, start, dataset)
     if config.task.kind == "pairs":
         config.embed = finetuning.embed_config(config, source_embed)
     attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
     config, data, plan, phase = finetuning.make_phase(
-        config, problem, all_seeds, sharding.num_row_shards(mesh), vocabulary
+        config, dataset, all_seeds, sharding.num_row_shards(mesh), vocabulary
     )
     init_params, new = {}, ["everything"]
     if start is not None and params is not None:
         init_params, new = finetuning.restored(config, start, params)
     data[0]["start"] = initial.params_digest(init_params)
-    _print_run(problem, config, phase, init, new)
+    _print_run(dataset, config, phase, init, new)
     compiled: dict[int, Any] = {}
     results = []
     for seed in all_seeds:
@@ -175,7 +175,7 @@ def finetune(
             compiled,
             summarize_trace,
         )
-        results.append(evaluate_run(seed_folder, problem, MeshConfig()))
+        results.append(evaluate_run(seed_folder, dataset, MeshConfig()))
     summary = results[0] if seeds == 1 else _over_seeds(results)
     if seeds > 1:
         files.write_json(folder / METRICS, summary)
@@ -197,12 +197,12 @@ def _require_same_kind(folder: pathlib.Path, seeds: int) -> None:
 
 
 def _print_run(
-    problem: FinetuneDataset, config: FinetuneConfig, phase, init: str, new: Sequence[str]
+    dataset: FinetuneDataset, config: FinetuneConfig, phase, init: str, new: Sequence[str]
 ) -> None:
-    counts = ", ".join(f"{len(e):,} {name}" for name, e in problem.splits.items())
-    outputs = f"; {len(problem.labels)} outputs: {_abbreviate(problem.labels)}"
-    print(f"{counts} examples{outputs if problem.labels else ''}")
-    for line in problem.report:
+    counts = ", ".join(f"{len(e):,} {name}" for name, e in dataset.splits.items())
+    outputs = f"; {len(dataset.labels)} outputs: {_abbreviate(dataset.labels)}"
+    print(f"{counts} examples{outputs if dataset.labels else ''}")
+    for line in dataset.report:
         print(f"  {line}")
     row_counts = " or ".join(map(str, [*phase.smaller_batch_sizes, phase.batch_size]))
     print(
@@ -218,14 +218,14 @@ def _abbreviate(names: Sequence[str], max_names: int = 6) -> str:
 
 @storage.mirrors("folder")
 def evaluate_run(
-    folder: str | pathlib.Path, problem: FinetuneDataset | None = None, mesh: MeshConfig | None = None,
+    folder: str | pathlib.Path, dataset: FinetuneDataset | None = None, mesh: MeshConfig | None = None,
     which: str = "best",
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's checkpoint on every split except training, and write its predictions.
 
     Args:
         folder: the workdir.
-        problem: the run's data; None reads them again.
+        dataset: the run's data; None reads them again.
         mesh: the devices to use.
         which: as in `checkpoint.load_model`.
 
@@ -235,25 +235,25 @@ def evaluate_run(
     folder = pathlib.Path(folder)
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, FinetuneConfig)
-    if problem is None:
-        problem = load_dataset(config.task, vocabulary, config.model.labels)
-    results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": problem.best_by}
-    for split, examples in problem.splits.items():
+    if dataset is None:
+        dataset = load_dataset(config.task, vocabulary, config.model.labels)
+    results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": dataset.best_by}
+    for split, examples in dataset.splits.items():
         if split != "train" and len(examples):
-            logits = predict(config, params, problem, split, mesh or MeshConfig())
-            metrics = problem.score(split, logits) if has_labels(examples) else {}
-            if split == "dev" and _tuned(problem, metrics) is not problem:
-                problem = _tuned(problem, metrics)
-                metrics = problem.score(split, logits)
+            logits = predict(config, params, dataset, split, mesh or MeshConfig())
+            metrics = dataset.score(split, logits) if has_labels(examples) else {}
+            if split == "dev" and _tuned(dataset, metrics) is not dataset:
+                dataset = _tuned(dataset, metrics)
+                metrics = dataset.score(split, logits)
             results[split] = metrics
-            problem.write(split, logits, _make_folder(folder / PREDICTIONS / split))
+            dataset.write(split, logits, _make_folder(folder / PREDICTIONS / split))
     files.write_json(folder / METRICS, results)
     return results
 
 
-def _tuned(problem: FinetuneDataset, dev: dict[str, float]) -> FinetuneDataset:
-    """Return the problem with the null threshold tuned on dev (SQuAD 2.0), others unchanged."""
-    return problem.tuned(dev) if isinstance(problem, Squad) else problem
+def _tuned(dataset: FinetuneDataset, dev: dict[str, float]) -> FinetuneDataset:
+    """Return the dataset with the null threshold tuned on dev (SQuAD 2.0), others unchanged."""
+    return dataset.tuned(dev) if isinstance(dataset, Squad) else dataset
 
 
 def _make_folder(folder: pathlib.Path) -> pathlib.Path:
@@ -271,13 +271,13 @@ def has_labels(examples: Examples) -> bool:
 
 
 def predict(
-    config: FinetuneConfig, params: Params, problem: FinetuneDataset, split: str, mesh: MeshConfig
+    config: FinetuneConfig, params: Params, dataset: FinetuneDataset, split: str, mesh: MeshConfig
 ) -> Logits:
     """Return the logits of all examples of a split, in order."""
     device_mesh = sharding.make_mesh(mesh)
-    examples = problem.splits[split]
+    examples = dataset.splits[split]
     plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
-    task = finetuning.make_objective(config.model, problem, split, plan, config.embed)
+    task = finetuning.make_objective(config.model, dataset, split, plan, config.embed)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
         batches_and_outputs = []
         for result in predictions(task, params, plan.batches(0, 0, plan.steps), device_mesh):
@@ -300,11 +300,11 @@ def predict_new(
         source: new data, as for `predict_file`.
         folder: the workdir, whose metrics.json has the threshold of SQuAD 2.0.
     """
-    problem = load_dataset(config.task, vocabulary, config.model.labels, new=source)
+    dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
     metrics_path = pathlib.Path(folder) / METRICS
     if metrics_path.exists():
-        problem = _tuned(problem, json.loads(metrics_path.read_text()).get("dev", {}))
-    return problem, predict(config, params, problem, "new", MeshConfig())
+        dataset = _tuned(dataset, json.loads(metrics_path.read_text()).get("dev", {}))
+    return dataset, predict(config, params, dataset, "new", MeshConfig())
 
 
 @storage.reads("folder", "source")
@@ -316,7 +316,7 @@ def predict_file(
 
     Args:
         folder: the workdir.
-        source: new data in a format that the problem's class reads; "-" for standard input.
+        source: new data in a format that the dataset's class reads; "-" for standard input.
         out: the new folder.
         which: as in `checkpoint.load_model`.
 
@@ -327,11 +327,11 @@ def predict_file(
     config, vocabulary, params, _ = checkpoint.load_model(folder, which)
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
-    problem, logits = predict_new(config, vocabulary, params, source, folder)
-    for line in problem.report:
+    dataset, logits = predict_new(config, vocabulary, params, source, folder)
+    for line in dataset.report:
         print(line, flush=True)
     with files.new_folder(out) as new_folder:
-        problem.write("new", logits, new_folder)
+        dataset.write("new", logits, new_folder)
 
 
 def _over_seeds(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

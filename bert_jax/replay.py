@@ -53,9 +53,9 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         phase = pretraining.phase_at_step(config, vocabulary, incident.batch, incident.step)
     else:
         assert isinstance(config, FinetuneConfig)
-        problem = load_dataset(config.task, vocabulary, config.model.labels)
+        dataset = load_dataset(config.task, vocabulary, config.model.labels)
         phase = finetuning.make_phase(
-            config, problem, [config.seed], sharding.num_row_shards(mesh), vocabulary
+            config, dataset, [config.seed], sharding.num_row_shards(mesh), vocabulary
         )[-1]
     _, shapes = initial_state(config, phase, mesh)
     checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)

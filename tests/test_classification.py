@@ -61,38 +61,38 @@ def refused(config, says, *rest, **more):
 
 
 def test_single_label_table(tmp_path):
-    problem = Classification(task(tmp_path, dev=["w5 ,w6\tyes"]), VOCABULARY)
-    assert isinstance(problem, FinetuneDataset)
-    assert (problem.head, problem.objective, problem.best_by) == ("sequence", "class", "accuracy")
-    assert problem.labels == ("no", "yes")
-    train, dev = problem.splits["train"], problem.splits["dev"]
+    dataset = Classification(task(tmp_path, dev=["w5 ,w6\tyes"]), VOCABULARY)
+    assert isinstance(dataset, FinetuneDataset)
+    assert (dataset.head, dataset.objective, dataset.best_by) == ("sequence", "class", "accuracy")
+    assert dataset.labels == ("no", "yes")
+    train, dev = dataset.splits["train"], dataset.splits["dev"]
     assert train.targets["label"].tolist() == [1, 0, 0]
     assert train.targets["label"].dtype == np.int32
     assert [words(x) for x in train.tokens][1] == "[CLS] w2 w3 [SEP]"
     assert words(dev.tokens[0]) == "[CLS] w5 [UNK] w6 [SEP]"
     assert train.a_length == [3, 4, 3]
-    assert problem.report == ["train: 3 examples", "dev: 1 examples"]
+    assert dataset.report == ["train: 3 examples", "dev: 1 examples"]
 
 
 def test_text_pairs_are_truncated_longest_first(tmp_path):
     rows = ["w1 w1 w1 w1 w1\tw2 w2\t0", "w1\tw2\t1", "w1 w1 w1\tw2 w2 w2\t1"]
     config = task(tmp_path, rows, header="a\tb\tlabel", text_a="a", text_b="b", tokens=8)
-    problem = Classification(config, VOCABULARY)
-    tokens = [words(x) for x in problem.splits["train"].tokens]
+    dataset = Classification(config, VOCABULARY)
+    tokens = [words(x) for x in dataset.splits["train"].tokens]
     assert tokens == [
         "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]",
         "[CLS] w1 [SEP] w2 [SEP]",
         "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]",
     ]
-    assert problem.splits["train"].a_length == [5, 3, 5]
-    assert problem.report == ["train: 3 examples, 2 sequences cut to 8 tokens (3 tokens lost)"]
+    assert dataset.splits["train"].a_length == [5, 3, 5]
+    assert dataset.report == ["train: 3 examples, 2 sequences cut to 8 tokens (3 tokens lost)"]
 
 
 def test_numeric_labels_are_sorted_by_value(tmp_path):
     rows = [f"w1\t{label}" for label in ["10", "9", "-1", "2.5", "9"]]
-    problem = Classification(task(tmp_path, rows), VOCABULARY)
-    assert problem.labels == ("-1", "2.5", "9", "10")
-    assert problem.splits["train"].targets["label"].tolist() == [3, 2, 0, 1, 2]
+    dataset = Classification(task(tmp_path, rows), VOCABULARY)
+    assert dataset.labels == ("-1", "2.5", "9", "10")
+    assert dataset.splits["train"].targets["label"].tolist() == [3, 2, 0, 1, 2]
 
 
 def test_json_and_parquet_labels_become_strings(tmp_path):
@@ -103,18 +103,18 @@ def test_json_and_parquet_labels_become_strings(tmp_path):
     parquet.write_table(
         pyarrow.table({"text": ["w1", "w2"], "label": [1.0, 0.0]}), tmp_path / "a.parquet"
     )
-    problem = Classification(TaskConfig(train=str(tmp_path / "a.parquet")), VOCABULARY)
-    assert problem.labels == ("0", "1")
-    assert problem.splits["train"].targets["label"].tolist() == [1, 0]
+    dataset = Classification(TaskConfig(train=str(tmp_path / "a.parquet")), VOCABULARY)
+    assert dataset.labels == ("0", "1")
+    assert dataset.splits["train"].targets["label"].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_label_names_from_config_or_file(tmp_path, as_file):
     names = write(tmp_path / "names.txt", ["yes", "no", "maybe"]) if as_file else "yes, no, maybe"
-    problem = Classification(task(tmp_path, labels=names), VOCABULARY)
-    assert problem.labels == ("yes", "no", "maybe")
-    assert problem.splits["train"].targets["label"].tolist() == [0, 1, 1]
-    assert problem.report[-1] == "no training example of: maybe"
+    dataset = Classification(task(tmp_path, labels=names), VOCABULARY)
+    assert dataset.labels == ("yes", "no", "maybe")
+    assert dataset.splits["train"].targets["label"].tolist() == [0, 1, 1]
+    assert dataset.report[-1] == "no training example of: maybe"
 
 
 def test_multilabel_table(tmp_path):
@@ -127,12 +127,12 @@ def test_multilabel_table(tmp_path):
     config = TaskConfig(
         train=write(tmp_path / "a.jsonl", map(json.dumps, rows)), objective="classes"
     )
-    problem = Classification(config, VOCABULARY)
-    assert problem.labels == ("a, c", "b", "d")
-    targets = problem.splits["train"].targets["label"]
+    dataset = Classification(config, VOCABULARY)
+    assert dataset.labels == ("a, c", "b", "d")
+    targets = dataset.splits["train"].targets["label"]
     assert targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 0, 1]]
     assert targets.dtype == np.float32
-    assert "'a, c' is read as one label" in problem.report[0]
+    assert "'a, c' is read as one label" in dataset.report[0]
     cells = Classification(
         task(tmp_path, ["w1\ta|b", "w2\t", "w3\tb"], objective="classes"), VOCABULARY
     )
@@ -156,16 +156,16 @@ def test_multilabel_table(tmp_path):
 
 def test_regression_table(tmp_path):
     rows = ["w1\t1", "w2\t-2.5", "w3\t1e1"]
-    problem = Classification(
+    dataset = Classification(
         task(tmp_path, rows, objective="number", header="text\tgrade", label="grade"), VOCABULARY
     )
-    assert problem.labels == ("grade",)
-    assert problem.splits["train"].targets["label"].dtype == np.float32
+    assert dataset.labels == ("grade",)
+    assert dataset.splits["train"].targets["label"].dtype == np.float32
     logits = [np.array([x], np.float32) for x in (2.0, 0.0, 3.0)]
-    score = problem.score("train", logits)
+    score = dataset.score("train", logits)
     assert score["spearman"] == pytest.approx(1)
     assert score["mean_squared_error"] == pytest.approx((1 + 6.25 + 49) / 3)
-    problem.write("train", logits, tmp_path / "new" / "folder")
+    dataset.write("train", logits, tmp_path / "new" / "folder")
     out = tmp_path / "new" / "folder"
     assert (out / "predictions.tsv").read_text() == "index\tgrade\n0\t2\n1\t0\n2\t3\n"
     assert (out / "scatter.png").read_bytes().startswith(PNG)
@@ -174,46 +174,46 @@ def test_regression_table(tmp_path):
 def test_test_split_may_lack_labels(tmp_path):
     config = task(tmp_path, dev=["w9\tno"])
     config.test = write(tmp_path / "test.tsv", ["text", "w5", "w6"])
-    problem = Classification(config, VOCABULARY)
-    assert problem.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
-    assert problem.score("test", list(np.zeros((2, 2)))) == {}
-    problem.write("test", list(np.zeros((2, 2))), tmp_path / "out")
+    dataset = Classification(config, VOCABULARY)
+    assert dataset.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
+    assert dataset.score("test", list(np.zeros((2, 2)))) == {}
+    dataset.write("test", list(np.zeros((2, 2))), tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
     # Only labelled examples are scored.
     config.test = write(tmp_path / "test.tsv", ["text\tlabel", "w5\tno", "w6\t", "w7\tno"])
-    problem = Classification(config, VOCABULARY, ["test"])
-    assert problem.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
-    assert list(problem.splits) == ["test"]
-    assert problem.labels == ("no", "yes")  # still read from the training data
+    dataset = Classification(config, VOCABULARY, ["test"])
+    assert dataset.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
+    assert list(dataset.splits) == ["test"]
+    assert dataset.labels == ("no", "yes")  # still read from the training data
 
 
 @pytest.mark.parametrize("objective", ["class", "classes", "number"])
 def test_unlabelled_test_split_for_every_objective(tmp_path, objective):
     config = TaskConfig(objective=objective, test=write(tmp_path / "t.tsv", ["text", "w1"]))
     labels = ("label",) if objective == "number" else ("a", "b", "c")
-    problem = Classification(config, VOCABULARY, labels=labels)
+    dataset = Classification(config, VOCABULARY, labels=labels)
     logits = list(np.zeros((1, len(labels))))
-    assert problem.score("test", logits) == {}
-    problem.write("test", logits, tmp_path / "out")
+    assert dataset.score("test", logits) == {}
+    dataset.write("test", logits, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
 
 
 def test_new_texts_from_csv_stdin_and_txt(tmp_path, monkeypatch):
     labels = ("x", "y")
     table = write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"])
-    problem = Classification(TaskConfig(), VOCABULARY, labels=labels, new=table)
-    assert list(problem.splits) == ["new"]
-    assert [words(x) for x in problem.splits["new"].tokens][1:] == [
+    dataset = Classification(TaskConfig(), VOCABULARY, labels=labels, new=table)
+    assert list(dataset.splits) == ["new"]
+    assert [words(x) for x in dataset.splits["new"].tokens][1:] == [
         "[CLS] w2 w3 [SEP]",
         "[CLS] [SEP]",
     ]
-    assert problem.splits["new"].targets["label"].tolist() == [1, NO_EXAMPLE, 0]
+    assert dataset.splits["new"].targets["label"].tolist() == [1, NO_EXAMPLE, 0]
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"w1\tw2\n\nw3\n")))
-    problem = Classification(TaskConfig(), VOCABULARY, labels=labels, new="-")
-    assert [len(x) for x in problem.splits["new"].tokens] == [4, 2, 3]
+    dataset = Classification(TaskConfig(), VOCABULARY, labels=labels, new="-")
+    assert [len(x) for x in dataset.splits["new"].tokens] == [4, 2, 3]
     pairs = write(tmp_path / "new.txt", ["w1\tw2 w3", "w4\t"])
-    problem = Classification(TaskConfig(text_b="b"), VOCABULARY, labels=labels, new=pairs)
-    assert [words(x) for x in problem.splits["new"].tokens] == [
+    dataset = Classification(TaskConfig(text_b="b"), VOCABULARY, labels=labels, new=pairs)
+    assert [words(x) for x in dataset.splits["new"].tokens] == [
         "[CLS] w1 [SEP] w2 w3 [SEP]",
         "[CLS] w4 [SEP] [SEP]",
     ]
@@ -221,8 +221,8 @@ def test_new_texts_from_csv_stdin_and_txt(tmp_path, monkeypatch):
 
 def test_dev_split_may_lack_labels_after_fine_tuning(tmp_path):
     config = TaskConfig(dev=write(tmp_path / "dev.tsv", ["text", "w1"]))
-    problem = Classification(config, VOCABULARY, labels=("x", "y"))
-    assert problem.splits["dev"].targets["label"].tolist() == [NO_EXAMPLE]
+    dataset = Classification(config, VOCABULARY, labels=("x", "y"))
+    assert dataset.splits["dev"].targets["label"].tolist() == [NO_EXAMPLE]
     refused(config, "dev.tsv:2: no 'label' (columns: text)")
     config = TaskConfig(test=config.dev)
     refused(config, "no labels in the training data (there is none)")
@@ -283,11 +283,11 @@ def test_missing_split_error_names_the_split(tmp_path):
 def test_empty_splits_are_rejected_except_new_texts(tmp_path):
     refused(task(tmp_path, dev=[]), "dev.tsv (dev) holds no rows")
     (tmp_path / "new.txt").write_text("")
-    problem = Classification(
+    dataset = Classification(
         TaskConfig(), VOCABULARY, labels=("x", "y"), new=str(tmp_path / "new.txt")
     )
-    assert problem.score("new", []) == {}
-    problem.write("new", [], tmp_path)
+    assert dataset.score("new", []) == {}
+    dataset.write("new", [], tmp_path)
     assert len((tmp_path / "predictions.tsv").read_text().splitlines()) == 1
     write(tmp_path / "a.csv", [SWAG_HEADER])
     with pytest.raises(UserError, match=r"a\.csv \(train\) holds no rows"):
@@ -374,12 +374,12 @@ def test_probabilities_do_not_overflow():
 
 
 def test_write_saves_probabilities_and_confusion_plot(tmp_path):
-    problem = Classification(task(tmp_path), VOCABULARY)
+    dataset = Classification(task(tmp_path), VOCABULARY)
     logits = [np.array(x, np.float32) for x in ([0.0, 1.0], [2.0, 0.0], [0.0, 0.5])]
-    score = problem.score("train", logits)
+    score = dataset.score("train", logits)
     assert score["accuracy"] == pytest.approx(2 / 3)
     assert score["f1"] == pytest.approx(2 / 3)
-    problem.write("train", logits, tmp_path / "out")
+    dataset.write("train", logits, tmp_path / "out")
     header, *rows = (tmp_path / "out" / "predictions.tsv").read_text().splitlines()
     assert header == "index\tlabel\tprobability:no\tprobability:yes"
     assert [row.split("\t")[:2] for row in rows] == [["0", "yes"], ["1", "no"], ["2", "yes"]]
@@ -387,7 +387,7 @@ def test_write_saves_probabilities_and_confusion_plot(tmp_path):
     assert (tmp_path / "out" / "confusion.png").read_bytes().startswith(PNG)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write predictions to"):
-        problem.write("train", logits, tmp_path / "file")
+        dataset.write("train", logits, tmp_path / "file")
 
 
 def test_confusion_matrix_rows_are_true_labels(tmp_path, monkeypatch):
@@ -395,8 +395,8 @@ def test_confusion_matrix_rows_are_true_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "bert_jax.benchmarks.tables.draw_confusion", lambda counts, *_: seen.append(counts)
     )
-    problem = Classification(task(tmp_path), VOCABULARY)
-    problem.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)
+    dataset = Classification(task(tmp_path), VOCABULARY)
+    dataset.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)
     assert seen[0].tolist() == [[1, 1], [0, 1]]  # one of two "no" predicted as "yes"
 
 
@@ -430,10 +430,10 @@ def test_swag(tmp_path):
     write(tmp_path / "val.csv", [SWAG_HEADER, SWAG[1]])
     no_labels = [line.rpartition(",")[0] for line in [SWAG_HEADER, *SWAG]]
     write(tmp_path / "test.csv", no_labels)
-    problem = MultipleChoice(TaskConfig(kind="choice", name="swag", data=str(tmp_path)), VOCABULARY)
-    assert isinstance(problem, FinetuneDataset)
-    assert (problem.head, problem.objective, len(problem.labels)) == ("choice", "class", 1)
-    train = problem.splits["train"]
+    dataset = MultipleChoice(TaskConfig(kind="choice", name="swag", data=str(tmp_path)), VOCABULARY)
+    assert isinstance(dataset, FinetuneDataset)
+    assert (dataset.head, dataset.objective, len(dataset.labels)) == ("choice", "class", 1)
+    train = dataset.splits["train"]
     assert (len(train), train.group, len(train.tokens)) == (2, 4, 8)
     assert [words(x) for x in train.tokens[2:5]] == [
         "[CLS] w0 [SEP] w1 w4 [SEP]",
@@ -442,17 +442,17 @@ def test_swag(tmp_path):
     ]
     assert train.a_length == [3] * 4 + [5] * 4
     assert train.targets["label"].tolist() == [3, 0]
-    assert list(problem.splits) == ["train", "dev", "test"]
-    assert problem.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
+    assert list(dataset.splits) == ["train", "dev", "test"]
+    assert dataset.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
     logits = [np.array([0, 0, 0, 1.0]), np.array([0, 2.0, 0, 0])]
-    assert problem.score("train", logits) == {"accuracy": 0.5}
-    assert problem.score("test", logits) == {}
-    problem.write("test", logits, tmp_path / "out")
+    assert dataset.score("train", logits) == {"accuracy": 0.5}
+    assert dataset.score("test", logits) == {}
+    dataset.write("test", logits, tmp_path / "out")
     assert (tmp_path / "out" / "predictions.csv").read_text() == ",pred\n0,3\n1,1\n"
     chances = list(csv.reader((tmp_path / "out" / "probabilities.csv").open()))
     assert chances[0] == ["index", "ending0", "ending1", "ending2", "ending3"]
     assert float(chances[1][4]) == pytest.approx(np.e / (np.e + 3), abs=1e-6)
-    assert problem.report[0] == "train: 2 questions"
+    assert dataset.report[0] == "train: 2 questions"
 
 
 def test_multiple_choice_with_custom_columns(tmp_path):
@@ -466,11 +466,11 @@ def test_multiple_choice_with_custom_columns(tmp_path):
         choices=("yes", "no, sir"),
         tokens=8,
     )
-    problem = MultipleChoice(config, VOCABULARY)
-    train = problem.splits["train"]
+    dataset = MultipleChoice(config, VOCABULARY)
+    train = dataset.splits["train"]
     assert (train.group, train.targets["label"].tolist()) == (2, [1, 0])
     assert words(train.tokens[2]) == "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]"
-    assert problem.report == ["train: 2 questions, 1 sequences cut to 8 tokens (1 tokens lost)"]
+    assert dataset.report == ["train: 2 questions, 1 sequences cut to 8 tokens (1 tokens lost)"]
     for label, result in ((0.5, "0.5"), (math.inf, "inf")):
         half = TaskConfig(
             train=write(tmp_path / "half.jsonl", [json.dumps({**rows[0], "label": label})]),
@@ -481,14 +481,14 @@ def test_multiple_choice_with_custom_columns(tmp_path):
             MultipleChoice(half, VOCABULARY)
     with pytest.raises(UserError, match="each once"):
         MultipleChoice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)
-    problem.write("train", list(np.eye(2)), tmp_path)
+    dataset.write("train", list(np.eye(2)), tmp_path)
     header = next(csv.reader((tmp_path / "probabilities.csv").open()))
     assert header == ["index", "yes", "no, sir"]
     new = write(
         tmp_path / "new.jsonl", [json.dumps({k: v for k, v in rows[0].items() if k != "label"})]
     )
-    problem = MultipleChoice(config, VOCABULARY, labels=("score",), new=new)
-    assert problem.splits["new"].targets["label"].tolist() == [NO_EXAMPLE]
+    dataset = MultipleChoice(config, VOCABULARY, labels=("score",), new=new)
+    assert dataset.splits["new"].targets["label"].tolist() == [NO_EXAMPLE]
 
 
 @pytest.mark.parametrize(
@@ -529,8 +529,8 @@ def test_banking77(shared_data):
         tokens=64,
     )
     vocabulary = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt"))
-    problem = Classification(config, vocabulary)
-    assert len(problem.labels) == 77
-    assert [len(problem.splits[name]) for name in ("train", "dev")] == [10_003, 3_080]
-    text = vocabulary.decode(problem.splits["dev"].tokens[0])
+    dataset = Classification(config, vocabulary)
+    assert len(dataset.labels) == 77
+    assert [len(dataset.splits[name]) for name in ("train", "dev")] == [10_003, 3_080]
+    text = vocabulary.decode(dataset.splits["dev"].tokens[0])
     assert text == "[CLS] how do i locate my card? [SEP]"

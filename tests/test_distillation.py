@@ -23,7 +23,7 @@ from bert_jax.objectives.distillation import Distilled, Teacher
 from bert_jax.objectives.finetuning import make_objective
 from tests.helpers.checkpoints import random_params, write_run
 from tests.helpers.runs import arguments
-from tests.test_finetuning import Made, model_config, plans
+from tests.test_finetuning import RandomExamples, model_config, plans
 
 VOCAB, T = 40, 32
 STUDENT = dataclasses.replace(
@@ -238,10 +238,10 @@ def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     ("head", "kind"), [("sequence", "class"), ("sequence", "number"), ("token", "class")]
 )
 def test_finetuning_logit_loss_matches_pytorch(head, kind):
-    problem = Made(head, kind)
-    config, teacher = model_config(problem, layers=1), model_config(problem)
-    (packed, _), distill = plans(problem), DistillConfig(teacher="x", labels=0.5, temperature=2.0)
-    objective = make_objective(config, problem, "train", packed)
+    dataset = RandomExamples(head, kind)
+    config, teacher = model_config(dataset, layers=1), model_config(dataset)
+    (packed, _), distill = plans(dataset), DistillConfig(teacher="x", labels=0.5, temperature=2.0)
+    objective = make_objective(config, dataset, "train", packed)
     params, teacher_params = (
         jax.tree.map(jnp.asarray, random_params(m)) for m in (config, teacher)
     )
@@ -273,17 +273,17 @@ def test_finetuning_logit_loss_matches_pytorch(head, kind):
 
 def test_finetuning_hidden_and_relation_losses():
     """Both losses cover the tokens of packed examples and leave the other terms unchanged."""
-    problem = Made("sequence", "class")
-    teacher = dataclasses.replace(model_config(problem), layers=2, hidden=24, heads=3)
-    config = dataclasses.replace(model_config(problem, layers=1, dropout=0.1), teacher_hidden=24)
-    packed, _ = plans(problem)
+    dataset = RandomExamples("sequence", "class")
+    teacher = dataclasses.replace(model_config(dataset), layers=2, hidden=24, heads=3)
+    config = dataclasses.replace(model_config(dataset, layers=1, dropout=0.1), teacher_hidden=24)
+    packed, _ = plans(dataset)
     distill = DistillConfig(
         teacher="x", hidden=0.5, relations=2.0, relation_layer=1, relation_heads=4
     )
     params, teacher_params = (
         jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((config, teacher))
     )
-    objective, plain = (make_objective(config, problem, "train", packed) for _ in range(2))
+    objective, plain = (make_objective(config, dataset, "train", packed) for _ in range(2))
     for one, settings in ((objective, distill), (plain, DistillConfig(teacher="x"))):
         one.distill(settings, Teacher(teacher, teacher_params))
     inputs = objective.prepare(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
@@ -314,13 +314,13 @@ def test_finetuning_hidden_and_relation_losses():
     for name in (distillation.HIDDEN, distillation.RELATIONS):
         assert terms[name][1] == normalizers[name] == real.sum()
     assert terms[distillation.RELATIONS][0] > 0
-    deep = make_objective(dataclasses.replace(config, layers=3), problem, "train", packed)
+    deep = make_objective(dataclasses.replace(config, layers=3), dataset, "train", packed)
     with pytest.raises(UserError, match="2 layers must be a multiple of the student's 3"):
         deep.distill(distill, Teacher(teacher, teacher_params))
 
 
 def test_span_task_cannot_be_distilled():
-    problem = Made("span")
-    objective = make_objective(model_config(problem), problem, "train", plans(problem)[0])
+    dataset = RandomExamples("span")
+    objective = make_objective(model_config(dataset), dataset, "train", plans(dataset)[0])
     with pytest.raises(UserError, match="this task cannot be distilled, only classification"):
         objective.distill(DistillConfig(teacher="x"), Teacher(TEACHER, {}))

@@ -86,12 +86,12 @@ class RandomExamples:
         (folder / "done").touch()
 
 
-def model_config(problem, **changes):
+def model_config(dataset, **changes):
     values = dict(
         layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
         attention_dropout=0.0, masked_lm=False, next_sentence=False,
     )  # fmt: skip
-    return ModelConfig(**{**values, "head": problem.head, "labels": problem.labels, **changes})
+    return ModelConfig(**{**values, "head": dataset.head, "labels": dataset.labels, **changes})
 
 
 def random_params(config, seed=0):
@@ -99,15 +99,15 @@ def random_params(config, seed=0):
     return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes(config))
 
 
-def plans(problem, batch_size=7, steps=5, **options):
-    examples = problem.splits["train"]
+def plans(dataset, batch_size=7, steps=5, **options):
+    examples = dataset.splits["train"]
     packed = Plan(examples, batch_size, steps, (0, 1), **options)
     return packed, Plan(examples, batch_size, steps, (0, 1), one_a_row=True, **options)
 
 
-def loss_and_grads(problem, plan, params, config, steps=(0,)):
+def loss_and_grads(dataset, plan, params, config, steps=(0,)):
     """Yield the loss, its weight and the gradients of each step's batch."""
-    task = make_objective(config, problem, "train", plan)
+    task = make_objective(config, dataset, "train", plan)
 
     @jax.jit
     def run(params, batch):
@@ -134,9 +134,9 @@ PROBLEMS = [
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_batch_contains_exactly_its_examples(head, objective):
-    problem = RandomExamples(head, objective)
-    examples = problem.splits["train"]
-    packed, single = plans(problem)
+    dataset = RandomExamples(head, objective)
+    examples = dataset.splits["train"]
+    packed, single = plans(dataset)
     # The choices of a question share a row even without packing.
     assert packed.shape.rows < single.shape.rows or head == "choice"
     seen = []
@@ -291,16 +291,16 @@ ABOVE = [
 
 @pytest.mark.parametrize(
     ("head", "objective", "changes"),
-    [*((*problem, {}) for problem in PROBLEMS), *((head, "class", c) for head, c in ABOVE)],
+    [*((*dataset, {}) for dataset in PROBLEMS), *((head, "class", c) for head, c in ABOVE)],
 )
 def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
-    problem = RandomExamples(head, objective)
-    config = model_config(problem, **changes)
+    dataset = RandomExamples(head, objective)
+    config = model_config(dataset, **changes)
     params = random_params(config)
-    packed, single = plans(problem)
+    packed, single = plans(dataset)
     for (one, weight, grads), (other, other_weight, other_grads) in zip(
-        loss_and_grads(problem, packed, params, config, (0, 3)),
-        loss_and_grads(problem, single, params, config, (0, 3)),
+        loss_and_grads(dataset, packed, params, config, (0, 3)),
+        loss_and_grads(dataset, single, params, config, (0, 3)),
         strict=True,
     ):
         assert weight == other_weight > 0
@@ -314,10 +314,10 @@ def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
     """The weight stays equal too. With dropout, the same units are dropped."""
-    problem = RandomExamples(head, objective)
-    config = model_config(problem, dropout=dropout, attention_dropout=dropout)
-    params, plan = random_params(config), plans(problem)[0]
-    task = make_objective(config, problem, "train", plan)
+    dataset = RandomExamples(head, objective)
+    config = model_config(dataset, dropout=dropout, attention_dropout=dropout)
+    params, plan = random_params(config), plans(dataset)[0]
+    task = make_objective(config, dataset, "train", plan)
     key = generator_key(jax.random.key(1), "hash") if dropout else None
 
     @jax.jit
@@ -344,14 +344,14 @@ def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
 
 def test_accumulated_step_does_not_depend_on_row_count():
     """With dropout, rows dealt to accumulation parts, and each part split over devices."""
-    problem = RandomExamples("sequence", count=50)
-    problem.splits["dev"] = problem.splits["train"]
+    dataset = RandomExamples("sequence", count=50)
+    dataset.splits["dev"] = dataset.splits["train"]
     config = FinetuneConfig(
-        model=model_config(problem, dropout=0.2, attention_dropout=0.2),
+        model=model_config(dataset, dropout=0.2, attention_dropout=0.2),
         task=TaskConfig(tokens=20), batch_size=16, accumulation=2, steps=3,
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
-    config, _, plan, phase = finetuning.make_phase(config, problem, [0], 2)
+    config, _, plan, phase = finetuning.make_phase(config, dataset, [0], 2)
     init, shapes = step_lib.initial_state(config, phase, mesh)
     batch, results = plan.batch(0, 0), []
     for rows_ in (phase.batch_size, phase.batch_size + 4):
@@ -364,19 +364,19 @@ def test_accumulated_step_does_not_depend_on_row_count():
         np.testing.assert_allclose(results[1][name], value, rtol=2e-6, err_msg=name)
 
 
-def torch_model(problem, config, params):
+def torch_model(dataset, config, params):
     """Return Transformers' model with the same head and weights."""
     name = {
         "sequence": "BertForSequenceClassification", "choice": "BertForMultipleChoice",
         "token": "BertForTokenClassification", "span": "BertForQuestionAnswering",
-    }[problem.head]  # fmt: skip
+    }[dataset.head]  # fmt: skip
     kind = {"number": "regression", "classes": "multi_label_classification"}
-    labels = {} if problem.head in ("choice", "span") else {"num_labels": len(problem.labels)}
+    labels = {} if dataset.head in ("choice", "span") else {"num_labels": len(dataset.labels)}
     model = getattr(transformers, name)(
         transformers.BertConfig(
             vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
             intermediate_size=20, max_position_embeddings=config.positions, hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0, problem_type=kind.get(problem.objective), **labels,
+            attention_probs_dropout_prob=0, problem_type=kind.get(dataset.objective), **labels,
         )
     )  # fmt: skip
     tensors = {k: torch.tensor(v) for k, v in to_huggingface(params, config).items()}
@@ -384,9 +384,9 @@ def torch_model(problem, config, params):
     return model
 
 
-def torch_inputs(problem, members):
+def torch_inputs(dataset, members):
     """Return training examples as inputs of Transformers' model, padded to the longest."""
-    examples, head = problem.splits["train"], problem.head
+    examples, head = dataset.splits["train"], dataset.head
     sequences = [i * examples.group + j for i in members for j in range(examples.group)]
     longest = max(len(examples.tokens[i]) for i in sequences)
     ids, mask, types = (np.zeros((len(sequences), longest), int) for _ in range(3))
@@ -406,19 +406,19 @@ def torch_inputs(problem, members):
     label = torch.tensor(examples.targets["label"][members])
     if head == "span":
         return inputs | {"start_positions": label[:, 0].long(), "end_positions": label[:, 1].long()}
-    return inputs | {"labels": label.long() if problem.objective == "class" else label}
+    return inputs | {"labels": label.long() if dataset.objective == "class" else label}
 
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_losses_and_logits_match_transformers(head, objective):
     """Transformers gets one batch, padded to its longest sequence; ours is packed."""
-    problem = RandomExamples(head, objective, count=7)
-    config = model_config(problem)
+    dataset = RandomExamples(head, objective, count=7)
+    config = model_config(dataset)
     params = random_params(config)
-    model = torch_model(problem, config, params).eval()
-    plan = plans(problem, 7, 1)[0]
-    examples, members = problem.splits["train"], plan.members(0, 0)
-    inputs = torch_inputs(problem, members)
+    model = torch_model(dataset, config, params).eval()
+    plan = plans(dataset, 7, 1)[0]
+    examples, members = dataset.splits["train"], plan.members(0, 0)
+    inputs = torch_inputs(dataset, members)
     with torch.no_grad():
         out = model(**inputs)
         if head == "span":  # Transformers also scores padding; ours has none
@@ -428,10 +428,10 @@ def test_losses_and_logits_match_transformers(head, objective):
             expected = sum(map(torch.nn.functional.cross_entropy, theirs, label)) / 2
         else:
             expected = out.loss
-    ((loss, _, _),) = loss_and_grads(problem, plan, params, config)
+    ((loss, _, _),) = loss_and_grads(dataset, plan, params, config)
     assert abs(loss - float(expected)) <= 1e-5
 
-    task = make_objective(config, problem, "train", plan)
+    task = make_objective(config, dataset, "train", plan)
     batch = plan.batch(0, 0)
     inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
     logits = task.predict(params, inputs)
@@ -447,23 +447,23 @@ def test_losses_and_logits_match_transformers(head, objective):
 
 def test_training_run_matches_pytorch():
     """Every loss of six epochs: packing, weights, clipping, AdamW, decay exclusions, schedule."""
-    problem = RandomExamples("sequence", count=30)
-    problem.splits["dev"] = problem.splits["train"]
+    dataset = RandomExamples("sequence", count=30)
+    dataset.splits["dev"] = dataset.splits["train"]
     optimizer = OptimConfig(optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
     config = FinetuneConfig(
-        model=model_config(problem, positions=128),
+        model=model_config(dataset, positions=128),
         batch_size=7,
         epochs=6.0,
         log_every_steps=1,
         optim=optimizer,
     )
-    config, _, plan, phase = finetuning.make_phase(config, problem, [config.seed], 1)
+    config, _, plan, phase = finetuning.make_phase(config, dataset, [config.seed], 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     init, shapes = step_lib.initial_state(config, phase, mesh)
     step = step_lib.compile_step(config, phase, mesh, shapes)
     state = init(jnp.uint32(config.seed))
 
-    model = torch_model(problem, config.model, jax.device_get(state.params))
+    model = torch_model(dataset, config.model, jax.device_get(state.params))
     bare = [name.endswith("bias") or "LayerNorm" in name for name, _ in model.named_parameters()]
     groups = [
         {"params": [w for w, b in zip(model.parameters(), bare, strict=True) if b is kind], "weight_decay": decay}
@@ -475,7 +475,7 @@ def test_training_run_matches_pytorch():
     for number, batch in enumerate(phase.batches(0, config.steps, 0, 1)):
         state, sums, _ = step(state, shard_batch(batch, mesh))
         result = float(sums["loss"][0] / sums["loss"][1])
-        loss = model(**torch_inputs(problem, plan.members(number, config.seed))).loss
+        loss = model(**torch_inputs(dataset, plan.members(number, config.seed))).loss
         assert result == pytest.approx(loss.item(), abs=1e-4), number
         reference.zero_grad()
         loss.backward()
@@ -491,9 +491,9 @@ def test_training_run_matches_pytorch():
 
 @pytest.mark.parametrize(("head", "objective"), PROBLEMS)
 def test_unlabelled_examples_have_no_weight(head, objective):
-    problem = RandomExamples(head, objective, count=7)
-    config, plan = model_config(problem), Plan(problem.splits["train"], 7, 1)
-    task, params = make_objective(config, problem, "train", plan), random_params(config)
+    dataset = RandomExamples(head, objective, count=7)
+    config, plan = model_config(dataset), Plan(dataset.splits["train"], 7, 1)
+    task, params = make_objective(config, dataset, "train", plan), random_params(config)
     key = jax.random.key(0)
     measure = jax.jit(lambda batch: task.loss_terms(params, task.prepare(batch, key), None)["loss"])
     _, whole = measure(plan.batch(0, 0))
@@ -501,7 +501,7 @@ def test_unlabelled_examples_have_no_weight(head, objective):
     unknown = np.nan if label.dtype == np.float32 else NO_EXAMPLE
     nothing, weight = measure({**plan.batch(0, 0), "label": np.full_like(label, unknown)})
     assert (float(nothing), float(weight)) == (0, 0)
-    assert whole == (sum(np.sum(x >= 0) for x in problem.splits["train"].token_targets["label"])
+    assert whole == (sum(np.sum(x >= 0) for x in dataset.splits["train"].token_targets["label"])
                      if head == "token" else 7)  # fmt: skip
 
 
@@ -641,12 +641,12 @@ def test_weighted_features_are_initialized_to_the_mean():
 
 @pytest.mark.parametrize("head", ["token", "sequence"])
 def test_feature_encoder_has_no_dropout_and_no_gradient(head):
-    problem = RandomExamples(head)
-    plan = plans(problem)[0]
-    config = model_config(problem, features="weighted-all", dropout=0.5, attention_dropout=0.5)
+    dataset = RandomExamples(head)
+    plan = plans(dataset)[0]
+    config = model_config(dataset, features="weighted-all", dropout=0.5, attention_dropout=0.5)
     params = random_params(config)
     run = FinetuneConfig(model=config)
-    task = make_objective(config, problem, "train", plan)
+    task = make_objective(config, dataset, "train", plan)
     inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
     for frozen in (optim.stop_frozen_gradients, lambda _, params: params):
 
@@ -693,9 +693,9 @@ def test_frozen_layers_and_layer_wise_learning_rate_decay():
     np.testing.assert_allclose(
         flat["encoder/layer_1/attention/norm/bias"].mean(), top / 2, rtol=1e-5
     )
-    problem = RandomExamples("sequence")
-    plan = plans(problem)[0]
-    task = make_objective(model, problem, "train", plan)
+    dataset = RandomExamples("sequence")
+    plan = plans(dataset)[0]
+    task = make_objective(model, dataset, "train", plan)
 
     def loss(params):
         inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
@@ -731,13 +731,13 @@ def test_feature_encoder_has_no_weight_decay(optimizer):
 
 
 def phased(**changes):
-    problem = RandomExamples("sequence")
-    problem.splits["test"] = random_examples("sequence", count=3)
-    problem.splits["dev"] = random_examples("sequence", count=10, seed=1)
+    dataset = RandomExamples("sequence")
+    dataset.splits["test"] = random_examples("sequence", count=3)
+    dataset.splits["dev"] = random_examples("sequence", count=10, seed=1)
     config = FinetuneConfig(
-        model=model_config(problem), task=TaskConfig(tokens=20), batch_size=4, **changes
+        model=model_config(dataset), task=TaskConfig(tokens=20), batch_size=4, **changes
     )
-    return finetuning.make_phase(config, problem, [3, 4], 2)
+    return finetuning.make_phase(config, dataset, [3, 4], 2)
 
 
 def test_number_of_steps_and_evaluation_interval():
@@ -768,9 +768,9 @@ def test_profile_spanning_several_programs_is_rejected(monkeypatch):
 
 
 def test_dropout_is_used_only_in_training():
-    problem = RandomExamples("sequence")
-    plan = plans(problem)[0]
-    task = make_objective(model_config(problem, dropout=0.5), problem, "train", plan)
+    dataset = RandomExamples("sequence")
+    plan = plans(dataset)[0]
+    task = make_objective(model_config(dataset, dropout=0.5), dataset, "train", plan)
     params = random_params(task.model.config)
     inputs = task.prepare(jax.device_put(plan.batch(0, 0)), jax.random.key(0))
     loss = jax.jit(lambda key: task.loss_terms(params, inputs, key)["loss"][0])
@@ -787,19 +787,19 @@ def test_dropout_is_used_only_in_training():
     ],
 )
 def test_model_config_comes_from_the_checkpoint(change, expected):
-    problem = RandomExamples("sequence")
-    start = model_config(problem, head="", labels=())
+    dataset = RandomExamples("sequence")
+    start = model_config(dataset, head="", labels=())
     config = FinetuneConfig(model=ModelConfig(**change))
     if expected:
         with pytest.raises(UserError, match=expected):
-            finetuning.model_config(config, start, problem)
+            finetuning.model_config(config, start, dataset)
     else:
-        result = finetuning.model_config(config, start, problem)
+        result = finetuning.model_config(config, start, dataset)
         # Dropout is a setting of the run, even if the model was pretrained without dropout.
         assert (start.attention_dropout, result.attention_dropout) == (0.0, 0.1)
         assert (result.dropout, result.layers) == (0.3, 2)
         assert (result.attention, start.attention) == ("splash", "auto")
-        assert result.labels == problem.labels
+        assert result.labels == dataset.labels
 
 
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):

@@ -115,7 +115,7 @@ def folder(tmp_path):
     return root
 
 
-def problem(folder, name, **more):
+def dataset(folder, name, **more):
     return Glue(TaskConfig(name=name, data=str(folder)), VOCABULARY, **more)
 
 
@@ -125,7 +125,7 @@ def words(examples, i):
 
 def refused(says, *args, **more):
     with pytest.raises(UserError) as error:
-        problem(*args, **more)
+        dataset(*args, **more)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -180,7 +180,7 @@ def refused(says, *args, **more):
     ],
 )
 def test_every_task_is_read(folder, name, labels, targets, first, best_by, splits):
-    result = problem(folder, name)
+    result = dataset(folder, name)
     assert isinstance(result, FinetuneDataset)
     assert result.labels == tuple(labels.split())
     train = result.splits["train"]
@@ -197,28 +197,28 @@ def test_every_task_is_read(folder, name, labels, targets, first, best_by, split
         else:
             logits = [np.ones(len(result.labels))] * len(result.splits[split])
             assert best_by in result.score(split, logits)
-    own = problem(folder / glue.TASKS[name].folder, name)  # the task's own folder works too
+    own = dataset(folder / glue.TASKS[name].folder, name)  # the task's own folder works too
     assert len(own.splits["train"]) == len(train)
 
 
 def test_quotes_are_literal_and_empty_questions_are_kept(folder):
-    result = problem(folder, "qqp")
+    result = dataset(folder, "qqp")
     assert words(result.splits["train"], 1) == "[CLS] w1 [SEP] [SEP]"
     assert words(result.splits["test"], 0) == '[CLS] w1 [SEP] " w2 [SEP]'
     assert len(result.splits["test"]) == 2
     left_out = f"train: 2 rows skipped for missing columns, the first {folder}/QQP/train.tsv:4: 4"
     assert result.report[0].startswith(left_out)
-    cola = problem(folder, "cola").splits
+    cola = dataset(folder, "cola").splits
     assert words(cola["train"], 1) == '[CLS] w3 " w4 [SEP]'
     assert (len(cola["train"]), len(cola["test"])) == (3, 2)
 
 
 def test_mnli_matched_and_mismatched_are_separate_splits(folder):
-    result = problem(folder, "mnli")
+    result = dataset(folder, "mnli")
     assert result.splits["dev"].targets["label"].tolist() == [2]
     assert result.splits["dev_mismatched"].targets["label"].tolist() == [1]
     assert result.splits["ax"].targets["label"].tolist() == [NO_EXAMPLE]
-    assert list(problem(folder, "mnli", splits=["dev_mismatched"]).splits) == ["dev_mismatched"]
+    assert list(dataset(folder, "mnli", splits=["dev_mismatched"]).splits) == ["dev_mismatched"]
 
 
 def test_original_mrpc_files(tmp_path):
@@ -235,7 +235,7 @@ def test_original_mrpc_files(tmp_path):
     named = Glue(TaskConfig(name="mrpc", **names), VOCABULARY)
     assert [len(named.splits[split]) for split in ("train", "dev")] == [5, 1]
     write(root / "dev_ids.tsv", (3, 103), (0, 100), (102, 2))
-    result = problem(tmp_path, "mrpc")
+    result = dataset(tmp_path, "mrpc")
     assert [words(result.splits["dev"], i) for i in (0, 1)] == [
         '[CLS] w0 [SEP] " w9 [SEP]',
         '[CLS] w3 [SEP] " w9 [SEP]',
@@ -274,7 +274,7 @@ def test_scores_match_glue_definitions(folder):
     root = folder / "MRPC"
     truth = rng.integers(0, 2, 60)
     write(root / "dev.tsv", MRPC, *((y, i, i, "w1", "w2") for i, y in enumerate(truth)))
-    result = problem(folder, "mrpc")
+    result = dataset(folder, "mrpc")
     logits = rng.normal(size=(60, 2))
     logits[np.arange(60), truth] += 1
     predicted = logits.argmax(1)
@@ -284,7 +284,7 @@ def test_scores_match_glue_definitions(folder):
     assert score["f1"] == pytest.approx(f1)
     assert score["accuracy_f1"] == pytest.approx(((truth == predicted).mean() + f1) / 2)
 
-    result = problem(folder, "stsb")
+    result = dataset(folder, "stsb")
     values = [4.0, 1.0, 2.0, 9.0]
     score = result.score("dev", [np.array([x]) for x in values])
     truth = [5, 0, 2.5, 4]
@@ -296,7 +296,7 @@ def test_scores_match_glue_definitions(folder):
 
 def test_cola_matthews_correlation(folder):
     write(folder / "CoLA" / "dev.tsv", *(("s", y, "", "w1") for y in (1, 1, 1, 0, 0, 0, 0, 0)))
-    result = problem(folder, "cola")
+    result = dataset(folder, "cola")
     logits = [np.array([0.0, 1.0]) if y else np.array([1.0, 0.0]) for y in (1, 1, 0, 1, 0, 0, 0, 0)]
     assert result.score("dev", logits)["matthews"] == pytest.approx(7 / 15)
 
@@ -307,10 +307,10 @@ def test_prediction_files_are_scored(folder, tmp_path):
         tmp_path / "p.tsv", ("index", "prediction"), (3, 9.0), (0, 4.0), (1, 1.0), (2, "2")
     )
     logits = [np.array([x]) for x in (4.0, 1.0, 2.0, 9.0)]
-    own = problem(folder, "stsb")
+    own = dataset(folder, "stsb")
     assert glue.score("stsb", data, str(path)) == pytest.approx(own.score("dev", logits))
     for name, width in (("mnli", 3), ("cola", 2), ("rte", 2), ("stsb", 1)):
-        own = problem(folder, name, splits=["dev"])
+        own = dataset(folder, name, splits=["dev"])
         task = glue.TASKS[name].folder
         data = folder / task / ("dev_matched.tsv" if name == "mnli" else "dev.tsv")
         logits = list(np.random.default_rng(1).normal(size=(len(own.splits["dev"]), width)))
@@ -345,7 +345,7 @@ def test_invalid_predictions_give_a_one_line_error(folder, tmp_path, rows, says)
 
 def test_submission(folder, tmp_path):
     for name in glue.TASKS:
-        result = problem(folder, name)
+        result = dataset(folder, name)
         for split, examples in result.splits.items():
             logits = [np.linspace(2, -1, len(result.labels)) * 4 for _ in range(len(examples))]
             result.write(split, logits, tmp_path / "runs" / name / split)
@@ -420,8 +420,8 @@ def test_invalid_files_give_a_one_line_error(folder):
 
 def test_lines_of_text_pairs_need_no_column_names(tmp_path):
     lines = write(tmp_path / "new.txt", ("w3", "w4"))
-    problem = Glue(TaskConfig(name="qnli"), VOCABULARY, labels=("a", "b"), new=str(lines))
-    assert VOCABULARY.decode(problem.splits["new"].tokens[0]) == "[CLS] w3 [SEP] w4 [SEP]"
+    dataset = Glue(TaskConfig(name="qnli"), VOCABULARY, labels=("a", "b"), new=str(lines))
+    assert VOCABULARY.decode(dataset.splits["new"].tokens[0]) == "[CLS] w3 [SEP] w4 [SEP]"
 
 
 # --- TensorFlow Datasets --------------------------------------------------------------------------
@@ -470,14 +470,14 @@ def prepared(tmp_path, monkeypatch):
 
 def test_tfds(prepared, tmp_path):
     for name, labels in (("rte", ("entailment", "not_entailment")), ("mrpc", ("0", "1"))):
-        result = problem("tfds", name)
+        result = dataset("tfds", name)
         assert list(result.splits) == ["train", "dev", "test"]
         assert result.labels == labels
         # TFDS shuffles; the order of GLUE is restored.
         assert result.splits["dev"].targets["label"].tolist() == [i % 2 for i in range(20)]
         assert words(result.splits["train"], 13) == "[CLS] w13 [SEP] [UNK] [SEP]"
         assert result.score("test", [np.zeros(2)] * 20) == {}
-    result = problem("tfds", "stsb", splits=["train", "test"])
+    result = dataset("tfds", "stsb", splits=["train", "test"])
     assert result.splits["train"].targets["label"].tolist() == [i % 2 for i in range(20)]
     assert np.isnan(result.splits["test"].targets["label"]).all()
     result.write("test", [np.array([float(i)]) for i in range(20)], tmp_path)

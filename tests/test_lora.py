@@ -33,7 +33,7 @@ from bert_jax.objectives import finetuning
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.runs import refused
-from tests.test_finetuning import Made
+from tests.test_finetuning import RandomExamples
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=LORA_TARGETS)
 BASE = ModelConfig(
@@ -153,16 +153,16 @@ def test_only_adapters_and_head_are_trained_and_have_moments(optimizer):
 
 
 def test_sharded_steps_match_single_device():
-    problem = Made("sequence", count=30)
+    dataset = RandomExamples("sequence", count=30)
     model = dataclasses.replace(
-        MODEL, hidden=8, heads=2, feed_forward=16, labels=tuple(problem.labels)
+        MODEL, hidden=8, heads=2, feed_forward=16, labels=tuple(dataset.labels)
     )
-    problem.splits["dev"] = problem.splits["train"]
+    dataset.splits["dev"] = dataset.splits["train"]
     results = []
     for mesh_config in (MeshConfig(1, 1, 1), MeshConfig(2, 2, 2)):
         config = config_of(model=model, batch_size=8, mesh=mesh_config)
         mesh = sharding.make_mesh(mesh_config, jax.devices()[: 8 if mesh_config.tensor > 1 else 1])
-        config, _, plan, phase = finetuning.make_phase(config, problem, [0], 4)
+        config, _, plan, phase = finetuning.make_phase(config, dataset, [0], 4)
         init, abstract = step_lib.initial_state(config, phase, mesh)
         step = step_lib.compile_step(config, phase, mesh, abstract)
         state = init(jnp.uint32(0))

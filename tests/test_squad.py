@@ -313,11 +313,11 @@ def test_answers_map_to_token_spans(tmp_path, context, answer, expected):
     if start < 0:
         start = context.find(answer.split()[0])
     q = Question("q", "who", context, (Answer(answer, start),))
-    problem = squad(tmp_path, [q], "train")
-    ((first, last),) = problem.splits["train"].targets["label"].tolist()
-    logits = [np.zeros((len(problem.splits["train"].tokens[0]), 2), np.float32)]
+    dataset = squad(tmp_path, [q], "train")
+    ((first, last),) = dataset.splits["train"].targets["label"].tolist()
+    logits = [np.zeros((len(dataset.splits["train"].tokens[0]), 2), np.float32)]
     logits[0][first, 0] = logits[0][last, 1] = 9
-    assert problem.predict("train", logits)["q"].answer == expected
+    assert dataset.predict("train", logits)["q"].answer == expected
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_answers_map_to_token_spans(tmp_path, context, answer, expected):
 def test_windows_match_the_layout_in_the_paper(tmp_path, answer, targets):
     context = " ".join("abcdefghijklmnopqrstuvwx")
     q = Question("q", "who was john smith", context, (Answer(answer, context.find(answer)),))
-    problem = squad(tmp_path, [q], "train", tokens=16, question_tokens=3, stride_tokens=5)
-    examples = problem.splits["train"]
+    dataset = squad(tmp_path, [q], "train", tokens=16, question_tokens=3, stride_tokens=5)
+    examples = dataset.splits["train"]
     shown = [VOCABULARY.decode(ids) for ids in examples.tokens]
     assert shown == [
         "[CLS] who was john [SEP] a b c d e f g h i j [SEP]",
@@ -343,7 +343,7 @@ def test_windows_match_the_layout_in_the_paper(tmp_path, answer, targets):
     assert examples.a_length == [5] * 4
     assert examples.targets["label"].tolist() == targets
     assert examples.targets["label"].dtype == np.int32
-    assert problem.report == ["train: 1 questions, 4 windows", "train: 1 questions cut to 3 tokens"]
+    assert dataset.report == ["train: 1 questions, 4 windows", "train: 1 questions cut to 3 tokens"]
 
 
 def test_misplaced_answers_are_dropped_from_training_only(tmp_path):
@@ -353,13 +353,13 @@ def test_misplaced_answers_are_dropped_from_training_only(tmp_path):
         question("b3")._replace(answers=(Answer("paris", -1),)),
         question("b4")._replace(answers=(Answer("", 3),)),
     ]
-    problem = squad(tmp_path, [question("good"), *bad], "train")
-    assert len(problem.splits["train"]) == 1
-    assert any("4 questions dropped" in line and "'b1'" in line for line in problem.report)
-    problem = squad(tmp_path, [question("good"), *bad], "dev")
-    assert problem.splits["dev"].targets["label"].tolist()[1:] == [[-1, -1]] * 4
-    logits = [np.zeros((len(t), 2), np.float32) for t in problem.splits["dev"].tokens]
-    assert problem.score("dev", logits)["total"] == 5
+    dataset = squad(tmp_path, [question("good"), *bad], "train")
+    assert len(dataset.splits["train"]) == 1
+    assert any("4 questions dropped" in line and "'b1'" in line for line in dataset.report)
+    dataset = squad(tmp_path, [question("good"), *bad], "dev")
+    assert dataset.splits["dev"].targets["label"].tolist()[1:] == [[-1, -1]] * 4
+    logits = [np.zeros((len(t), 2), np.float32) for t in dataset.splits["dev"].tokens]
+    assert dataset.score("dev", logits)["total"] == 5
     with pytest.raises(UserError, match="no question has its answer"):
         squad(tmp_path, bad, "train")
 
@@ -367,9 +367,9 @@ def test_misplaced_answers_are_dropped_from_training_only(tmp_path):
 # Predictions
 
 
-def reference_predictions(problem, split, logits):
+def reference_predictions(dataset, split, logits):
     """Predict like run_squad.py's write_predictions, in plain loops, with slices of the context."""
-    windows, config = problem._windows[split], problem.config
+    windows, config = dataset._windows[split], dataset.config
     result = {}
     for i, q in enumerate(windows.questions):
         results, null = [], None
@@ -396,7 +396,7 @@ def reference_predictions(problem, split, logits):
                     end += q.context[end : end + 1] == "\u0301"
                     text = q.context[spans[s - at + first, 0] : end]
                     results.append((text, scores[s][0], scores[e][1]))
-        if problem.unanswerable:
+        if dataset.unanswerable:
             results.append(("", *null))
         results.sort(key=lambda c: c[1] + c[2], reverse=True)
         n_best, seen = [], set()
@@ -404,7 +404,7 @@ def reference_predictions(problem, split, logits):
             if len(n_best) < config.n_best and candidate[0] not in seen:
                 n_best.append(candidate)
                 seen.add(candidate[0])
-        if problem.unanswerable and "" not in seen:
+        if dataset.unanswerable and "" not in seen:
             n_best.append(("", *null))
         result[q.id] = n_best
     return result
@@ -433,7 +433,7 @@ def test_predictions_equal_a_naive_search(
 ):
     folder = tmp_path_factory.mktemp("x")
     questions = [Question(str(i), "who was" * (i + 1), text, ()) for i, text in enumerate(contexts)]
-    problem = squad(
+    dataset = squad(
         folder,
         questions,
         "test",
@@ -447,12 +447,12 @@ def test_predictions_equal_a_naive_search(
     rng = np.random.default_rng(seed)
     logits = [  # multiples of 1/2, so that ties occur
         rng.integers(-6, 6, (len(t), 2)).astype(np.float32) / 2
-        for t in problem.splits["test"].tokens
+        for t in dataset.splits["test"].tokens
     ]
     for each in logits:
         each[0] += silence
-    expected = reference_predictions(problem, "test", logits)
-    for name, result in problem.predict("test", logits).items():
+    expected = reference_predictions(dataset, "test", logits)
+    for name, result in dataset.predict("test", logits).items():
         mine = [tuple(c) for c in result.n_best]
         assert mine == (expected[name] or [("", 0, 0)])
         assert all(text in contexts[int(name)] for text, _, _ in mine)
@@ -481,13 +481,13 @@ def test_predicted_text_is_a_slice_of_the_context(tmp_path, context, word):
     q = Question("q", "who", context, (Answer(word, context.find(word)),))
     path = save(tmp_path / "x.json", layout([q]))
     config = TaskConfig(kind="squad", name="squad1", tokens=80, question_tokens=9, dev=path)
-    problem = Squad(config, vocabulary)
-    ((first, last),) = problem.splits["dev"].targets["label"].tolist()
+    dataset = Squad(config, vocabulary)
+    ((first, last),) = dataset.splits["dev"].targets["label"].tolist()
     assert first > 0
-    logits = np.zeros((len(problem.splits["dev"].tokens[0]), 2), np.float32)
+    logits = np.zeros((len(dataset.splits["dev"].tokens[0]), 2), np.float32)
     logits[first, 0] = logits[last, 1] = 9
-    assert problem.predict("dev", [logits])["q"].answer == word
-    assert problem.score("dev", [logits])["exact"] == 100
+    assert dataset.predict("dev", [logits])["q"].answer == word
+    assert dataset.score("dev", [logits])["exact"] == 100
 
 
 def mixed_questions(n=30, seed=0):
@@ -503,20 +503,20 @@ def mixed_questions(n=30, seed=0):
 
 def test_prediction_files_reproduce_the_scores(tmp_path):
     questions = mixed_questions()
-    problem = squad(tmp_path, questions)
-    assert problem.unanswerable  # without a name, inferred from the answers
+    dataset = squad(tmp_path, questions)
+    assert dataset.unanswerable  # without a name, inferred from the answers
     rng = np.random.default_rng(0)
-    examples = problem.splits["dev"]
+    examples = dataset.splits["dev"]
     logits = []
     for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
         each = rng.normal(size=(len(tokens), 2)).astype(np.float32)
         each[first, 0] += rng.choice([0, 3])
         each[last, 1] += 2
         logits.append(each)
-    result = problem.score("dev", logits)
+    result = dataset.score("dev", logits)
     out = tmp_path / "out"
     out.mkdir()
-    problem.write("dev", logits, out)
+    dataset.write("dev", logits, out)
     data = tmp_path / "dev.json"
     again = squad_score.score_file(data, out / "predictions.json", 2)
     assert {k: result[k] for k in again} == again
@@ -526,8 +526,8 @@ def test_prediction_files_reproduce_the_scores(tmp_path):
     best = {k: v for k, v in result.items() if k.startswith("best")}
     assert {k: searched[k] for k in best} == best
     assert result["best_f1"] >= result["f1"]
-    assert problem.tuned(result).score("dev", logits)["f1"] == pytest.approx(result["best_f1"])
-    assert problem.score("dev", logits) == result  # `tuned` leaves the original unchanged
+    assert dataset.tuned(result).score("dev", logits)["f1"] == pytest.approx(result["best_f1"])
+    assert dataset.score("dev", logits) == result  # `tuned` leaves the original unchanged
     for name, entries in json.loads((out / "nbest_predictions.json").read_text()).items():
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
         assert "" in {entry["text"] for entry in entries}
@@ -537,26 +537,26 @@ def test_prediction_files_reproduce_the_scores(tmp_path):
 
 
 def test_version_1_writes_no_null_odds(tmp_path):
-    problem = squad(tmp_path, [question()], name="squad1")
-    logits = [np.zeros((len(t), 2), np.float32) for t in problem.splits["dev"].tokens]
+    dataset = squad(tmp_path, [question()], name="squad1")
+    logits = [np.zeros((len(t), 2), np.float32) for t in dataset.splits["dev"].tokens]
     logits[0][0] = 50  # [CLS] is not an answer in version 1.1
     out = tmp_path / "out"
     out.mkdir()
-    problem.write("dev", logits, out)
+    dataset.write("dev", logits, out)
     assert sorted(p.name for p in out.iterdir()) == ["nbest_predictions.json", "predictions.json"]
     assert json.loads((out / "predictions.json").read_text())["q"] != ""
-    assert set(problem.score("dev", logits)) == {"exact", "f1", "total", "missing"}
+    assert set(dataset.score("dev", logits)) == {"exact", "f1", "total", "missing"}
 
 
 def test_perfect_logits_score_100(tmp_path):
-    problem = squad(tmp_path, mixed_questions(40, 1), name="squad2")
-    examples = problem.splits["dev"]
+    dataset = squad(tmp_path, mixed_questions(40, 1), name="squad2")
+    examples = dataset.splits["dev"]
     logits = []
     for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
         each = np.zeros((len(tokens), 2), np.float32)
         each[first, 0] = each[last, 1] = 9
         logits.append(each)
-    result = problem.score("dev", logits)
+    result = dataset.score("dev", logits)
     assert result["exact"] == result["f1"] == result["best_f1"] == 100
 
 
@@ -565,12 +565,12 @@ def test_prediction_needs_no_gold_answers(tmp_path):
         asked = [q._replace(answers=answers) for q in mixed_questions(5)]
         path = save(tmp_path / "new.json", layout(asked))
         config = TaskConfig(kind="squad", name="squad1", tokens=32, question_tokens=8)
-        problem = Squad(config, VOCABULARY, new=path)
-        examples = problem.splits["new"]
+        dataset = Squad(config, VOCABULARY, new=path)
+        examples = dataset.splits["new"]
         assert (examples.targets["label"] == -1).all()
         logits = [np.zeros((len(t), 2), np.float32) for t in examples.tokens]
-        assert problem.score("new", logits) == {}
-        predictions = problem.predict("new", logits)
+        assert dataset.score("new", logits) == {}
+        predictions = dataset.predict("new", logits)
         assert all(predictions[q.id].answer in q.context for q in asked)
         assert all(predictions[q.id].answer for q in asked)
 
@@ -582,9 +582,9 @@ def test_splits_are_read_from_a_data_folder(tmp_path):
     )
     config = TaskConfig(kind="squad", name="squad2", data=str(tmp_path))
     assert set(Squad(config, VOCABULARY).splits) == {"train", "dev"}
-    problem = Squad(config, VOCABULARY, ["dev"], ("start", "end"))
-    assert set(problem.splits) == {"dev"}
-    assert problem.labels == ("start", "end")
+    dataset = Squad(config, VOCABULARY, ["dev"], ("start", "end"))
+    assert set(dataset.splits) == {"dev"}
+    assert dataset.labels == ("start", "end")
     with pytest.raises(UserError, match="'test'"):
         Squad(config, VOCABULARY, ["test"])
 
@@ -613,8 +613,8 @@ def test_missing_answers_are_refused_except_for_prediction(tmp_path):
             squad(tmp_path, unanswered, split)
     path = str(tmp_path / "dev.json")
     config = TaskConfig(kind="squad", name="squad2", dev=path)
-    problem = Squad(config, VOCABULARY, labels=Squad.labels)  # prediction with a fine-tuned model
-    assert problem.score("dev", [np.zeros((len(problem.splits["dev"].tokens[0]), 2))]) == {}
+    dataset = Squad(config, VOCABULARY, labels=Squad.labels)  # prediction with a fine-tuned model
+    assert dataset.score("dev", [np.zeros((len(dataset.splits["dev"].tokens[0]), 2))]) == {}
 
 
 # Official dev set
@@ -640,17 +640,17 @@ def test_official_gold_answers_score_100(dev, tmp_path):
 def test_window_count_of_the_official_dev_set(dev, shared_data):
     vocab = shared_data("vocab/bert-base-uncased-vocab.txt")
     config = TaskConfig(kind="squad", name="squad1", tokens=384, dev=str(dev))
-    problem = Squad(config, wordpiece.load(vocab))
-    examples = problem.splits["dev"]
+    dataset = Squad(config, wordpiece.load(vocab))
+    examples = dataset.splits["dev"]
     # As many windows as run_squad.py creates; no question is lost.
-    assert problem.report == ["dev: 10,570 questions, 10,833 windows"]
+    assert dataset.report == ["dev: 10,570 questions, 10,833 windows"]
     assert max(map(len, examples.tokens)) == 384
     logits = []
     for tokens, (first, last) in zip(examples.tokens, examples.targets["label"], strict=True):
         each = np.zeros((len(tokens), 2), np.float32)
         each[first, 0] = each[last, 1] = 9 * (first > 0)
         logits.append(each)
-    result = problem.score("dev", logits)
+    result = dataset.score("dev", logits)
     # The rest are answers that are part of a token, or longer than 30 tokens.
     assert result["exact"] > 98.5
     assert result["f1"] > 99

@@ -39,11 +39,11 @@ def tagging(tmp_path, sentences, *, documents=(), labels=(), **fields):
     return TokenClassification(config, VOCABULARY, labels=labels)
 
 
-def perfect(problem, split="train"):
+def perfect(dataset, split="train"):
     """Return logits that are correct wherever there is a label, and wrong elsewhere."""
     logits = []
-    for target in problem.splits[split].token_targets["label"]:
-        each = np.zeros((len(target), len(problem.labels)), np.float32)
+    for target in dataset.splits[split].token_targets["label"]:
+        each = np.zeros((len(target), len(dataset.labels)), np.float32)
         each[:, -1] = 5
         each[np.arange(len(target)), np.maximum(target, 0)] += 9
         logits.append(each)
@@ -237,10 +237,10 @@ def test_scoring_one_file_requires_three_columns(tmp_path):
 
 
 def test_first_pieces_are_labelled(tmp_path):
-    problem = tagging(tmp_path, TWO, tokens=32)
-    assert problem.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
-    assert (problem.head, problem.objective, problem.best_by) == ("token", "class", "f1")
-    examples = problem.splits["train"]
+    dataset = tagging(tmp_path, TWO, tokens=32)
+    assert dataset.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    assert (dataset.head, dataset.objective, dataset.best_by) == ("token", "class", "f1")
+    examples = dataset.splits["train"]
     assert VOCABULARY.decode(examples.tokens[0]) == "[CLS] john smith saw paris [SEP]"
     label = examples.token_targets["label"][0]
     assert label.dtype == np.int32
@@ -248,7 +248,7 @@ def test_first_pieces_are_labelled(tmp_path):
     expected[[1, 5, 10, 13]] = [3, 4, 0, 1]
     np.testing.assert_array_equal(label, expected)
     assert examples.a_length == [19, 7 + 2]
-    assert problem.report == ["train: 2 sentences of 7 words"]
+    assert dataset.report == ["train: 2 sentences of 7 words"]
 
 
 words = st.text(st.sampled_from("abc"), min_size=1, max_size=7)
@@ -265,7 +265,7 @@ def test_every_word_is_labelled_exactly_once(
     tmp_path_factory, sentences, tokens, context, documents
 ):
     folder = tmp_path_factory.mktemp("x")
-    problem = tagging(
+    dataset = tagging(
         folder,
         sentences,
         tokens=tokens,
@@ -273,7 +273,7 @@ def test_every_word_is_labelled_exactly_once(
         documents=documents,
         labels=("O", "B-x", "I-x"),
     )
-    examples = problem.splits["train"]
+    examples = dataset.splits["train"]
     seen = []
     for ids, target in zip(examples.tokens, examples.token_targets["label"], strict=True):
         assert len(ids) == len(target) <= tokens
@@ -286,19 +286,19 @@ def test_every_word_is_labelled_exactly_once(
             while pieces[end].startswith("##"):
                 end += 1
             word = "".join(piece.removeprefix("##") for piece in pieces[place:end])
-            seen.append((word, problem.labels[target[place]]))
-    iob2 = [tag for tags in problem._sentences["train"].tags for tag in tags]
+            seen.append((word, dataset.labels[target[place]]))
+    iob2 = [tag for tags in dataset._sentences["train"].tags for tag in tags]
     flat = [word[: tokens - 2] for sentence in sentences for word, _ in sentence]
     assert seen == list(zip(flat, iob2, strict=True))
-    result = problem.score("train", perfect(problem))
+    result = dataset.score("train", perfect(dataset))
     assert result["accuracy"] == 1
     assert result["f1"] == float(any(tag != "O" for tag in iob2))
 
 
 def test_context_is_limited_to_the_document(tmp_path):
     sentences = [[(c * 2, "B-x"), (c, "O")] for c in "abcdef"]
-    problem = tagging(tmp_path, sentences, documents=(0, 4), document_context=True, tokens=11)
-    shown = [VOCABULARY.decode(ids) for ids in problem.splits["train"].tokens]
+    dataset = tagging(tmp_path, sentences, documents=(0, 4), document_context=True, tokens=11)
+    shown = [VOCABULARY.decode(ids) for ids in dataset.splits["train"].tokens]
     assert shown == [  # nine pieces; room that one side cannot use goes to the other
         "[CLS] aa a bb b cc c [SEP]",
         "[CLS] aa a bb b cc c [SEP]",
@@ -307,22 +307,22 @@ def test_context_is_limited_to_the_document(tmp_path):
         "[CLS] ee e ff f [SEP]",
         "[CLS] ee e ff f [SEP]",
     ]
-    labelled = [np.flatnonzero(t >= 0) for t in problem.splits["train"].token_targets["label"]]
+    labelled = [np.flatnonzero(t >= 0) for t in dataset.splits["train"].token_targets["label"]]
     np.testing.assert_array_equal(labelled, [[1, 3], [4, 6], [4, 6], [7, 9], [1, 3], [4, 6]])
-    assert not any("one document" in line for line in problem.report)
-    problem = tagging(tmp_path, sentences, document_context=True)
-    assert any("the file is read as one document" in line for line in problem.report)
+    assert not any("one document" in line for line in dataset.report)
+    dataset = tagging(tmp_path, sentences, document_context=True)
+    assert any("the file is read as one document" in line for line in dataset.report)
     alone = tagging(tmp_path, sentences, documents=(0, 4), tokens=11)
     assert [len(t) for t in alone.splits["train"].tokens] == [5] * 6
 
 
 def test_long_sentences_are_split_evenly_and_reported(tmp_path):
-    problem = tagging(tmp_path, [[("a", "O")] * 11, [("b", "B-x")]], tokens=12)
-    examples = problem.splits["train"]
+    dataset = tagging(tmp_path, [[("a", "O")] * 11, [("b", "B-x")]], tokens=12)
+    examples = dataset.splits["train"]
     # 6 and 5 words are labelled; the remaining room shows other words of the sentence.
     assert [(t >= 0).sum() for t in examples.token_targets["label"]] == [6, 5, 1]
     assert [len(t) for t in examples.tokens] == [12, 12, 3]
-    assert "train: 1 sentences longer than 10 word pieces split" in problem.report
+    assert "train: 1 sentences longer than 10 word pieces split" in dataset.report
 
 
 @settings(deadline=None)
@@ -337,12 +337,12 @@ def test_chunks_fit_and_cover_all_words(lengths, room):
 
 def test_unusual_words_keep_their_labels(tmp_path):
     sentences = [[("a", "B-x"), ("\u200d", "O"), ("b" * 30, "I-x"), ("日", "O")]]
-    problem = tagging(tmp_path, sentences, tokens=12)
-    assert "train: 1 words longer than that truncated" in problem.report
-    assert any("1 words without any valid character" in line for line in problem.report)
-    targets = problem.splits["train"].token_targets["label"]
+    dataset = tagging(tmp_path, sentences, tokens=12)
+    assert "train: 1 words longer than that truncated" in dataset.report
+    assert any("1 words without any valid character" in line for line in dataset.report)
+    targets = dataset.splits["train"].token_targets["label"]
     assert sum((t >= 0).sum() for t in targets) == 4
-    assert problem.score("train", perfect(problem))["accuracy"] == 1
+    assert dataset.score("train", perfect(dataset))["accuracy"] == 1
 
 
 # Labels
@@ -350,18 +350,18 @@ def test_unusual_words_keep_their_labels(tmp_path):
 
 def test_iob1_is_read_as_bio(tmp_path):
     tags = ["I-x", "I-x", "B-x", "O", "I-y"]
-    problem = tagging(tmp_path, [[("a", tag) for tag in tags]])
-    assert problem._sentences["train"].tags == [["B-x", "I-x", "B-x", "O", "B-y"]]
-    assert any("1 sentences with entities beginning with I-" in line for line in problem.report)
-    assert problem.labels == ("O", "B-x", "I-x", "B-y", "I-y")
+    dataset = tagging(tmp_path, [[("a", tag) for tag in tags]])
+    assert dataset._sentences["train"].tags == [["B-x", "I-x", "B-x", "O", "B-y"]]
+    assert any("1 sentences with entities beginning with I-" in line for line in dataset.report)
+    assert dataset.labels == ("O", "B-x", "I-x", "B-y", "I-y")
 
 
 def test_plain_labels_are_scored_by_accuracy(tmp_path):
-    problem = tagging(tmp_path, [[("a", "NN"), ("b", "VB"), ("c", "O")]])
-    assert problem.labels == ("NN", "O", "VB")
-    assert problem.best_by == "accuracy"
-    assert problem.score("train", perfect(problem)) == {"accuracy": 1}
-    problem.write("train", perfect(problem), tmp_path)
+    dataset = tagging(tmp_path, [[("a", "NN"), ("b", "VB"), ("c", "O")]])
+    assert dataset.labels == ("NN", "O", "VB")
+    assert dataset.best_by == "accuracy"
+    assert dataset.score("train", perfect(dataset)) == {"accuracy": 1}
+    dataset.write("train", perfect(dataset), tmp_path)
     assert "VB\t1.0000\t1.0000\t1.0000\t1\t1\t1" in (tmp_path / "per_type.tsv").read_text()
 
 
@@ -410,9 +410,9 @@ def test_columns_are_selected_by_number(tmp_path):
     path = tmp_path / "x"
     path.write_text("1 john NN B-PER\n2 saw VB O\n")
     config = TaskConfig(kind="tagging", train=str(path), text_a="2", label="3")
-    problem = TokenClassification(config, VOCABULARY)
-    assert problem.labels == ("NN", "VB")
-    assert problem._sentences["train"].words == [["john", "saw"]]
+    dataset = TokenClassification(config, VOCABULARY)
+    assert dataset.labels == ("NN", "VB")
+    assert dataset._sentences["train"].words == [["john", "saw"]]
     config.label = "7"
     assert errors(path, TokenClassification, config, VOCABULARY).startswith(
         "FILE:1: 4 columns, expected at l"
@@ -439,8 +439,8 @@ def test_invalid_configuration_is_rejected(fields, words):
 def test_splits_are_found_in_a_folder(tmp_path):
     write(tmp_path / "eng.train", TWO)
     (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"a O\n"))
-    problem = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
-    assert set(problem.splits) == {"train", "dev"}
+    dataset = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
+    assert set(dataset.splits) == {"train", "dev"}
     with pytest.raises(UserError, match="'test'"):
         TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY, ["test"])
 
@@ -448,24 +448,24 @@ def test_splits_are_found_in_a_folder(tmp_path):
 # Predictions
 
 
-def random_logits(problem, split):
+def random_logits(dataset, split):
     rng = np.random.default_rng(0)
     return [
-        rng.normal(size=(len(t), len(problem.labels))).astype(np.float32)
-        for t in problem.splits[split].tokens
+        rng.normal(size=(len(t), len(dataset.labels))).astype(np.float32)
+        for t in dataset.splits[split].tokens
     ]
 
 
 def test_written_files_reproduce_the_scores(tmp_path):
     sentences = TWO * 20
-    problem = tagging(tmp_path, sentences, tokens=9)
-    logits = random_logits(problem, "train")
-    for each, right in zip(logits, perfect(problem), strict=True):
+    dataset = tagging(tmp_path, sentences, tokens=9)
+    logits = random_logits(dataset, "train")
+    for each, right in zip(logits, perfect(dataset), strict=True):
         each += 0.15 * right
     out = tmp_path / "out"
     out.mkdir()
-    problem.write("train", logits, out)
-    result = problem.score("train", logits)
+    dataset.write("train", logits, out)
+    result = dataset.score("train", logits)
     assert 0.2 < result["f1"] < 0.98
     assert conll_score.score_file(out / "predictions.conll") == result
     assert conll_score.score_file(tmp_path / "train.txt", out / "predictions.conll") == result
@@ -474,15 +474,15 @@ def test_written_files_reproduce_the_scores(tmp_path):
     lines = [json.loads(line) for line in (out / "probabilities.jsonl").open()]
     assert [line["words"] for line in lines] == [[w for w, _ in s] for s in sentences]
     for line in lines:
-        table = np.array([line["probabilities"][label] for label in problem.labels])
+        table = np.array([line["probabilities"][label] for label in dataset.labels])
         np.testing.assert_allclose(table.sum(0), 1, atol=1e-5)
-        assert line["predicted"] == [problem.labels[i] for i in table.argmax(0)]
+        assert line["predicted"] == [dataset.labels[i] for i in table.argmax(0)]
 
 
 def test_predictions_are_assigned_to_their_words(tmp_path):
     """Hand-computed, for a sentence split into two sequences and words of several pieces."""
-    problem = tagging(tmp_path, [[("abc", "O"), ("d", "O"), ("ef", "B-x")]], tokens=6)
-    first, second = problem.splits["train"].tokens
+    dataset = tagging(tmp_path, [[("abc", "O"), ("d", "O"), ("ef", "B-x")]], tokens=6)
+    first, second = dataset.splits["train"].tokens
     assert VOCABULARY.decode(first) == "[CLS] abc d [SEP]"
     assert VOCABULARY.decode(second) == "[CLS] d ef [SEP]"
     logits = [np.zeros((len(first), 3)), np.zeros((len(second), 3))]
@@ -491,7 +491,7 @@ def test_predictions_are_assigned_to_their_words(tmp_path):
     logits[0][4] = [50, 0, 0]  # d as context
     logits[1][1] = [0, 0, np.log(2)]  # d
     logits[1][2] = [np.log(2), 0, 0]  # ef
-    (result,) = problem.predict("train", logits)
+    (result,) = dataset.predict("train", logits)
     np.testing.assert_allclose(result, [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
 
 
@@ -506,13 +506,13 @@ def test_new_text_needs_no_tags(tmp_path, monkeypatch):
     columns = tmp_path / "x.conll"
     columns.write_text("john\nsaw\nparis\n\nhe\nleft\n")
     for source in (lines, records, "-", columns):
-        problem = TokenClassification(config, VOCABULARY, labels=labels, new=str(source))
-        assert set(problem.splits) == {"new"}
-        logits = random_logits(problem, "new")
-        assert problem.score("new", logits) == {}
+        dataset = TokenClassification(config, VOCABULARY, labels=labels, new=str(source))
+        assert set(dataset.splits) == {"new"}
+        logits = random_logits(dataset, "new")
+        assert dataset.score("new", logits) == {}
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
-        problem.write("new", logits, out)
+        dataset.write("new", logits, out)
         results = [json.loads(line)["words"] for line in (out / "probabilities.jsonl").open()]
         kept = [["john", "saw", "paris"], [], ["he", "left"]]
         assert results == [some for some in kept if some or source != columns]
@@ -532,8 +532,8 @@ def test_column_files_are_recognized_by_their_tags(tmp_path):
         ("one\n\ntwo\n", [["one"], [], ["two"]]),  # lines, one of them empty
     ):
         path.write_text(text)
-        problem = TokenClassification(config, VOCABULARY, labels=("O", "B-x", "I-x"), new=str(path))
-        assert problem._sentences["new"].words == expected, text
+        dataset = TokenClassification(config, VOCABULARY, labels=("O", "B-x", "I-x"), new=str(path))
+        assert dataset._sentences["new"].words == expected, text
 
 
 def test_tags_are_optional_in_a_test_file(tmp_path):
@@ -541,22 +541,22 @@ def test_tags_are_optional_in_a_test_file(tmp_path):
     test.write_text("john\nsaw\n")
     with pytest.raises(UserError, match="1 columns"):
         TokenClassification(TaskConfig(kind="tagging", train=train, dev=str(test)), VOCABULARY)
-    problem = TokenClassification(
+    dataset = TokenClassification(
         TaskConfig(kind="tagging", dev=str(test)), VOCABULARY, labels=("O", "B-x")
     )
-    assert problem.score("dev", random_logits(problem, "dev")) == {}
-    problem = TokenClassification(
+    assert dataset.score("dev", random_logits(dataset, "dev")) == {}
+    dataset = TokenClassification(
         TaskConfig(kind="tagging", train=train, test=str(test)), VOCABULARY
     )
-    assert problem.score("test", random_logits(problem, "test")) == {}
-    assert (problem.splits["test"].token_targets["label"][0] == NO_EXAMPLE).all()
+    assert dataset.score("test", random_logits(dataset, "test")) == {}
+    assert (dataset.splits["test"].token_targets["label"][0] == NO_EXAMPLE).all()
 
 
 def test_words_with_spaces_are_written_tab_separated(tmp_path):
     path = tmp_path / "x"
     path.write_text("new york\tB-x\nis\tO\n")
-    problem = TokenClassification(TaskConfig(kind="tagging", train=str(path)), VOCABULARY)
-    problem.write("train", perfect(problem), tmp_path)
+    dataset = TokenClassification(TaskConfig(kind="tagging", train=str(path)), VOCABULARY)
+    dataset.write("train", perfect(dataset), tmp_path)
     assert conll_score.score_file(tmp_path / "predictions.conll")["f1"] == 1
 
 
@@ -570,16 +570,16 @@ def test_wnut_17(shared_data):
         "test": shared_data("ner/emerging.test.annotated.gz"),
     }
     config = TaskConfig(kind="tagging", tokens=64, **{k: str(v) for k, v in paths.items()})
-    problem = TokenClassification(config, VOCABULARY)
-    assert len(problem.labels) == 13
-    sizes = {k: (len(v.words), sum(map(len, v.words))) for k, v in problem._sentences.items()}
+    dataset = TokenClassification(config, VOCABULARY)
+    assert len(dataset.labels) == 13
+    sizes = {k: (len(v.words), sum(map(len, v.words))) for k, v in dataset._sentences.items()}
     assert sizes == {"train": (3394, 62730), "dev": (1009, 15733), "test": (1287, 23394)}
     entities = {"train": 1975, "dev": 836, "test": 1079}
     for split, n in entities.items():
-        tags = problem._sentences[split].tags
+        tags = dataset._sentences[split].tags
         assert sum(c.gold for c in conll_score.count(tags, tags, True).values()) == n
-        targets = problem.splits[split].token_targets["label"]
+        targets = dataset.splits[split].token_targets["label"]
         assert sum((t != NO_EXAMPLE).sum() for t in targets) == sizes[split][1]
-        result = problem.score(split, perfect(problem, split))
+        result = dataset.score(split, perfect(dataset, split))
         assert result["f1"] == result["accuracy"] == 1
-    assert not any("IOB1" in line for line in problem.report)
+    assert not any("IOB1" in line for line in dataset.report)

@@ -72,9 +72,9 @@ def embed_config(config: FinetuneConfig, start: EmbedConfig) -> EmbedConfig:
 
 
 def model_config(
-    config: FinetuneConfig, start: ModelConfig | None, problem: FinetuneDataset
+    config: FinetuneConfig, start: ModelConfig | None, dataset: FinetuneDataset
 ) -> ModelConfig:
-    """Return the model to fine-tune: the checkpoint's or config's encoder with the problem's head.
+    """Return the model to fine-tune: the checkpoint's or config's encoder with the dataset's head.
 
     Raises:
         UserError: the config asks for an encoder that differs from the checkpoint's.
@@ -97,8 +97,8 @@ def model_config(
         replaced_token=False,
         generator_hidden=0,
         pooler=False,
-        head=problem.head,
-        labels=tuple(problem.labels),
+        head=dataset.head,
+        labels=tuple(dataset.labels),
         lora=config.lora,
     )
 
@@ -149,7 +149,7 @@ def restored(
 
 def make_phase(
     config: FinetuneConfig,
-    problem: FinetuneDataset,
+    dataset: FinetuneDataset,
     seeds: Sequence[int],
     rows_multiple: int,
     vocabulary: Vocabulary | None = None,
@@ -158,7 +158,7 @@ def make_phase(
 
     Args:
         config: with the model to fine-tune.
-        problem: the data.
+        dataset: the data.
         seeds: all seeds that will be run, so that they share compiled programs; the phase is that
             of the first.
         rows_multiple: number of devices that share a batch.
@@ -176,10 +176,10 @@ def make_phase(
     teacher = open_teacher(config, vocabulary) if config.distill.teacher else None
     if teacher:
         config.model.teacher_hidden = teacher_hidden(config, teacher)
-    examples = problem.splits.get("train")
+    examples = dataset.splits.get("train")
     if not examples:
         raise UserError("there are no training examples: set config.task.data or config.task.train")
-    split = evaluated_split(problem)
+    split = evaluated_split(dataset)
     steps_per_epoch = max(len(examples) // config.batch_size, 1)
     # Rounded as in run_classifier.py.
     config.steps = config.steps or int(len(examples) / config.batch_size * config.epochs)
@@ -207,10 +207,10 @@ def make_phase(
             f"config.profile_steps is {config.profile_steps!r}: from step {FIRST_STEPS} on, batches "
             f"have {len(plan.shapes)} row counts, each with its own program; profile earlier steps"
         )
-    objective = make_objective(config.model, problem, split, plan, config.embed)
+    objective = make_objective(config.model, dataset, split, plan, config.embed)
     if teacher:
         objective.distill(config.distill, teacher)
-    held_out = evaluation_plan(config, problem.splits[split], rows_multiple)
+    held_out = evaluation_plan(config, dataset.splits[split], rows_multiple)
     phase = Phase(
         objective=objective,
         tokens=plan.shape.tokens,
@@ -223,8 +223,8 @@ def make_phase(
         heldout=functools.partial(held_out.batches, 0, 0, held_out.steps),
         smaller_batch_sizes=tuple(shape.rows for shape in plan.shapes[:-1]),
     )
-    counts = {name: len(examples) for name, examples in problem.splits.items()}
-    data: dict[str, Any] = {"digest": digest(problem), "examples": counts}
+    counts = {name: len(examples) for name, examples in dataset.splits.items()}
+    data: dict[str, Any] = {"digest": digest(dataset), "examples": counts}
     if not config.model.head:  # elsewhere, settings of `embed` do not affect training
         data["objective"] = f"contrastive, {config.embed.pooling} pooling"
     if teacher:
@@ -238,13 +238,13 @@ def _cost_tokens(model: ModelConfig) -> int:
     return int(8 * model.hidden + 4 * wide) // 4
 
 
-def evaluated_split(problem: FinetuneDataset) -> str:
+def evaluated_split(dataset: FinetuneDataset) -> str:
     """Return the split that selects the best checkpoint: the first dev split.
 
     Raises:
         UserError: there is none.
     """
-    for name in problem.splits:
+    for name in dataset.splits:
         if name.startswith("dev"):
             return name
     raise UserError("there is nothing to evaluate on: set config.task.data or config.task.dev")
@@ -264,11 +264,11 @@ def evaluation_plan(config: FinetuneConfig, examples: Examples, rows_multiple: i
     )
 
 
-def digest(problem: FinetuneDataset) -> str:
+def digest(dataset: FinetuneDataset) -> str:
     """Return a digest of the training and evaluation data."""
     sha256 = hashlib.sha256()
-    for name, examples in problem.splits.items():
-        sha256.update(f"{name} {len(examples)} {problem.head} {problem.labels}".encode())
+    for name, examples in dataset.splits.items():
+        sha256.update(f"{name} {len(examples)} {dataset.head} {dataset.labels}".encode())
         for tokens in examples.tokens:
             sha256.update(tokens.tobytes())
         for target in examples.targets.values():
