@@ -26,7 +26,7 @@ Summarize = Callable[[pathlib.Path, Any, int, str], str]
 
 @contextlib.contextmanager
 def record(
-    place: pathlib.Path,
+    folder: pathlib.Path,
     program: Any,
     steps: int,
     dtype: str,
@@ -36,24 +36,24 @@ def record(
     """Trace the block into a new folder, replacing an earlier trace. Nothing remains on an error.
 
     Args:
-        place: the folder to create.
+        folder: the folder to create.
         program: the compiled program that the block executes.
         steps: how often it is executed; the device must be idle before the first and after the last.
         dtype: dtype that it computes in.
         say: prints a line.
         summarize: called with the finished trace; may add files to its folder.
     """
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every call of a Python function would be a span
-    with files.new_folder(place) as temporary:
+    with files.new_folder(folder) as temporary:
         trace = jax.profiler.trace(temporary, profiler_options=options)
         with trace, jax.profiler.TraceAnnotation(STEPS):
             yield
         summary = (
             summarize(temporary, program, steps, dtype) if summarize else f"traced {steps} steps "
         )
-    say(f"{summary}in {place}")
+    say(f"{summary}in {folder}")
 
 
 class _Discarded(Exception):

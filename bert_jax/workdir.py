@@ -11,7 +11,7 @@ checkpoints/      checkpoints by step
 damaged/          damaged checkpoints, moved here when a run resumed
 skipped.json      steps whose batches are skipped (`bert_jax.guard`)
 incidents/        batch and statistics of bad steps (`bert_jax.guard`)
-log.txt           what the run said, with the time
+log.txt           what the run printed, with the time
 tensorboard/      the same curves as TensorBoard events
 profile/          traces of steps and a breakdown of their time (`bert_jax.tools.profile`)
 lock              lock file, held while a process trains here

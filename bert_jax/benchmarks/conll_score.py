@@ -122,17 +122,17 @@ class Counts(NamedTuple):
 
     Attributes:
         gold: number in the gold labels.
-        found: number predicted.
+        predicted: number predicted.
         correct: number in both.
     """
 
     gold: int
-    found: int
+    predicted: int
     correct: int
 
     @property
     def precision(self) -> float:
-        return self.correct / self.found if self.found else 0.0
+        return self.correct / self.predicted if self.predicted else 0.0
 
     @property
     def recall(self) -> float:
@@ -140,7 +140,7 @@ class Counts(NamedTuple):
 
     @property
     def f1(self) -> float:
-        total = self.gold + self.found
+        total = self.gold + self.predicted
         return 2 * self.correct / total if total else 0.0
 
 
@@ -192,7 +192,7 @@ def table(counts: dict[str, Counts]) -> str:
     lines = ["type\tprecision\trecall\tf1\tgold\tfound\tcorrect"]
     for kind, row in {**counts, "all": overall(counts)}.items():
         values = f"{row.precision:.4f}\t{row.recall:.4f}\t{row.f1:.4f}"
-        lines.append(f"{kind}\t{values}\t{row.gold}\t{row.found}\t{row.correct}")
+        lines.append(f"{kind}\t{values}\t{row.gold}\t{row.predicted}\t{row.correct}")
     return "\n".join(lines) + "\n"
 
 

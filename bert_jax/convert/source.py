@@ -237,7 +237,7 @@ def read(
         unexpected = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
         allowed = [n for n in unexpected if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
         refused = [name for name in unexpected if name not in allowed]
-        # All that is wrong is said at once.
+        # Report all errors at once.
         attempts = Attempts()
         attempts.call(_refuse_unexpected, refused)
         params = attempts.call(huggingface.from_huggingface, canonical, model, names)

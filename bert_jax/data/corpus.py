@@ -253,8 +253,8 @@ def parse_source(spec: str) -> Source:
 
 def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
     if storage.is_remote(pattern):
-        if found := storage.find(pattern):
-            return tuple(found)
+        if paths := storage.find(pattern):
+            return tuple(paths)
         raise UserError(
             f"source {spec!r}: nothing matches {pattern!r}; check the bucket and the path"
         )

@@ -503,9 +503,9 @@ def _heldout_ends(
     for document, times in zip(documents, copies.tolist(), strict=True):
         if left <= 0 and len(tails) > 1:
             break
-        wanted = max(left if tails else target // 2, 1) / times
+        budget = max(left if tails else target // 2, 1) / times
         count, total = int(document["sentences"]), int(document["tokens"])
-        if total > wanted:
+        if total > budget:
             bounds = np.fromfile(
                 job.chunk(int(document["chunk"])), "<u4", count + 1, offset=int(document["at"])
             )
@@ -514,7 +514,7 @@ def _heldout_ends(
             )  # of the ends after 1, 2, … sentences
             if not len(sizes):
                 continue
-            first = 1 + int(np.abs(sizes - wanted).argmin())
+            first = 1 + int(np.abs(sizes - budget).argmin())
             count, total = count - first, int(sizes[first - 1])
         tails[int(document["hash"])] = count, total
         left -= total * times

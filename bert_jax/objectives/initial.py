@@ -231,9 +231,9 @@ def extend_positions(
     count = len(table)
     if how == "copied":
         return table[np.arange(positions) % count]
-    place = np.linspace(0, count - 1, positions)
-    below = place.astype(int)
-    weight = (place - below)[:, None].astype(table.dtype)
+    index = np.linspace(0, count - 1, positions)
+    below = index.astype(int)
+    weight = (index - below)[:, None].astype(table.dtype)
     return table[below] * (1 - weight) + table[np.minimum(below + 1, count - 1)] * weight
 
 

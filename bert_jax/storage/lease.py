@@ -76,7 +76,7 @@ class Lease:
 
     def _wait(self) -> int:
         """Wait until the newest lease has expired, and return the number of the next one."""
-        first, since, said = None, 0.0, False
+        first, since, reported = None, 0.0, False
         while names := sorted(objects.listing(self._folder)):
             url = f"{self._folder}/{names[-1]}"
             try:
@@ -99,8 +99,8 @@ class Lease:
                 )
             if time.monotonic() - since > EXPIRY_SECONDS:
                 return int(names[-1]) + 1
-            if not said:
-                said = True
+            if not reported:
+                reported = True
                 print(
                     f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether pid {owner.get('pid')} on "
                     f"{owner.get('host')}, which wrote to {self._folder.removesuffix('/lease')}, is alive",

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
         status: command that shows the state of the job; () if only this process knows it.
         logs: command that follows its output; () if it is that of this process.
         stop: commands that stop the job after this process has ended.
-        remains: told at the end, if something remains that costs money.
+        remains: printed at the end, if something remains that costs money.
     """
 
     files: dict[str, str] = {}  # noqa: RUF012
