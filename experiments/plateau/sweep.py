@@ -137,6 +137,7 @@ def _first_below(curve, level):
 def get_blocks(results):
     """Return the table of steps, and the loss curves by length and by hyperparameter."""
     lengths = [f"T={tokens}" for tokens in LENGTHS] + [_name(shares) for shares in CURRICULA]
+    curricula = [name for name, (shares, _) in COMBINED.items() if len(shares) > 1]
     axes = ("steps", "held-out masked-LM loss (nats)")
 
     def curves(name, labels):
@@ -148,5 +149,6 @@ def get_blocks(results):
         "lengths": curves("lengths", lengths),
         "changes": curves("changes", ["T=16", *CHANGES]),
         "others": curves("others", ["T=16", *OTHERS]),
-        "combined": curves("combined", [_name(CURRICULA[1]), *COMBINED]),
+        "combined": curves("combined", [name for name in COMBINED if name not in curricula]),
+        "curricula": curves("curricula", [_name(CURRICULA[1]), *curricula]),
     }
