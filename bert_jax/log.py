@@ -1,5 +1,6 @@
 """Write the metrics of a run to files, TensorBoard and the terminal."""
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -13,9 +14,12 @@ import numpy as np
 from bert_jax import config as config_lib
 from bert_jax import device, files, optim, trackers, workdir
 from bert_jax.config import TrainConfig
+from bert_jax.errors import UserError
 from bert_jax.evaluate import means
 from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
+
+_CANNOT_WRITE_EVENTS = "cannot write TensorBoard events"
 
 
 class Log:
@@ -65,14 +69,16 @@ class Log:
     def __enter__(self) -> "Log":
         return self
 
-    def __exit__(self, *error) -> None:
-        self._close()
+    def __exit__(self, kind: type[BaseException] | None, *error) -> None:
+        # On a full disk closing fails too; it must not hide the error that ended the run.
+        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
+            self._close()
         for tracker in self._trackers:
             tracker.close()
 
     def _close(self) -> None:
         if self._writes:
-            with files.one_line_errors("cannot write TensorBoard events"):
+            with files.one_line_errors(_CANNOT_WRITE_EVENTS):
                 self._board.close()
 
     def hyperparameters(self, metric: str) -> None:
@@ -137,7 +143,8 @@ class Log:
         """Sync all lines written so far to disk; return the checksum of metrics.jsonl, if it is ours."""
         if not self._writes:
             return None
-        self._board.flush()
+        with files.one_line_errors(_CANNOT_WRITE_EVENTS):
+            self._board.flush()
         return self._metrics.sync()
 
     def _log_speed(self, step: int, summary: dict[str, float], rows_per_step: float) -> str:

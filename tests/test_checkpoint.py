@@ -3,6 +3,7 @@
 Damaged checkpoints are never used, and intact ones are never lost.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig
 from bert_jax.config_flags import load
 from bert_jax.errors import UserError
+from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from bert_jax.tools.report import curves
 from tests.helpers import processes
@@ -583,6 +586,24 @@ def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_pa
     assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
 
 
+def test_closing_the_log_does_not_hide_the_error_that_ended_the_run():
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def make_log():
+        log = Log.__new__(Log)
+        log._writes, log._trackers = True, ()
+        log._board = types.SimpleNamespace(close=fail, flush=fail)
+        return log
+
+    with pytest.raises(UserError, match="cannot save step 8"), make_log():
+        raise UserError("cannot save step 8: the disk is full")
+    with pytest.raises(UserError, match="cannot write TensorBoard events"), make_log():
+        pass
+    with pytest.raises(UserError, match="cannot write TensorBoard events"):
+        make_log().sync()
+
+
 def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     mounted = tmp_path / "small"
     mounted.mkdir()
@@ -615,8 +636,8 @@ def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):
     assert "Traceback" not in done.stderr, done.stderr
     output = done.stderr.splitlines()
     (full,) = [line for line in output if "the disk is full" in line]
-    # Reported by the next save, which names its step, by the final wait on a busy machine, or by
-    # the events of TensorBoard if those are the first to find no space.
+    # Reported by the next save, which names its step, or by the final wait on a busy machine. A save
+    # that fails in the background is reported later than a log file that finds no space either.
     assert full.startswith(("bert-jax pretrain: cannot save ", "bert-jax pretrain: cannot write "))
     assert "free some space" in full
     kept = steps(tmp_path / "full" / "checkpoints")

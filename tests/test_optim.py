@@ -23,7 +23,7 @@ def rate_at(step):
     return RATE * step / 2 if step < 2 else RATE * (1 - step / STEPS)
 
 
-def dataset(seed=0):
+def params_and_gradients(seed=0):
     """Return parameters and successive gradients, whose global norms fall from above 1 to below."""
     rng = np.random.default_rng(seed)
     shapes = {"dense": {"kernel": (4, 3), "bias": (3,)}, "norm": {"scale": (3,), "bias": (3,)}}
@@ -90,7 +90,7 @@ def corrected(m, v, step):
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_bert_adam(clip):
     """`AdamWeightDecayOptimizer`: no bias correction, decoupled decay of kernels only."""
-    params, gradients = dataset()
+    params, gradients = params_and_gradients()
     expected = by_formula(
         params,
         gradients,
@@ -103,7 +103,7 @@ def test_bert_adam(clip):
 def test_adamw_matches_pytorch():
     import torch
 
-    params, gradients = dataset(1)
+    params, gradients = params_and_gradients(1)
     leaves = {
         path: torch.nn.Parameter(torch.tensor(x))
         for path, x in traverse_util.flatten_dict(params).items()
@@ -125,7 +125,7 @@ def test_adamw_matches_pytorch():
 
 def test_lamb():
     """You et al., algorithm 2: a layer's update has the norm of its weights, times the rate."""
-    params, gradients = dataset(2)
+    params, gradients = params_and_gradients(2)
     params["dense"]["zero"] = {"kernel": np.zeros((2, 2), np.float32)}
     for grads in gradients:
         grads["dense"]["zero"] = {"kernel": np.full((2, 2), 0.01, np.float32)}
@@ -317,7 +317,7 @@ def test_adafactor_matches_pytorch():
 
 
 def test_exponential_moving_average_of_parameters():
-    params, gradients = dataset(5)
+    params, gradients = params_and_gradients(5)
     config = Config(optim=make_config(average_decay=0.75), steps=STEPS)
     optimizer = optim.make_optimizer(config)
     params = average = jax.tree.map(jnp.asarray, params)
@@ -327,7 +327,7 @@ def test_exponential_moving_average_of_parameters():
         params = jax.tree.map(jnp.add, params, updates)
         average = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * x, average, params)
     assert_close(optim.average_of(state), average)
-    assert_close(params, train(make_config(), *dataset(5)))
+    assert_close(params, train(make_config(), *params_and_gradients(5)))
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 40), (10, 100)])

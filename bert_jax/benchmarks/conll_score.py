@@ -122,7 +122,7 @@ class Counts(NamedTuple):
 
     Attributes:
         gold: number in the gold labels.
-        predicted: number predicted.
+        predicted: number in the predictions.
         correct: number in both.
     """
 
