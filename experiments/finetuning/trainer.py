@@ -27,6 +27,7 @@ from sklearn.metrics import accuracy_score, matthews_corrcoef
 HERE = pathlib.Path(__file__).parent
 BATCH, TOKENS = 32, 128
 IGNORED = -100
+ENTAILMENT = ("entailment", "not_entailment")
 
 
 def lines(path):
@@ -34,9 +35,30 @@ def lines(path):
         return file.read()
 
 
-def cola(split):
-    rows = [line.split("\t") for line in lines(f"glue/CoLA/{split}.tsv.gz").splitlines()]
-    return [row[3] for row in rows], [int(row[1]) for row in rows]
+def glue(path, columns, label, names=None, header=True):
+    """Return a reader of a task of GLUE.
+
+    Args:
+        path: path of a split, with {split} for its name.
+        columns: the one or two text columns, by number.
+        label: column of the label.
+        names: the labels in order of their numbers; None if the file has numbers.
+        header: whether the first line has the names of the columns.
+    """
+
+    def read(split):
+        table = [line.split("\t") for line in lines(path.format(split=split)).splitlines()]
+        rows = table[header:]
+        labels = [names.index(row[label]) if names else int(row[label]) for row in rows]
+        return [tuple(row[column] for column in columns) for row in rows], labels
+
+    return read
+
+
+def qnli(split):
+    """Return 8,999 of the training examples, or the dev set."""
+    name = {"train": "train_sample_8999", "dev": "dev"}[split]
+    return glue(f"glue/QNLI/{name}.tsv.gz", (1, 2), 3, ENTAILMENT)(split)
 
 
 def banking77(split):
@@ -44,7 +66,7 @@ def banking77(split):
     text = lines(f"intent/banking77_{name}.csv.gz")
     rows = list(csv.DictReader(text.splitlines(keepends=True)))
     names = sorted({row["category"] for row in rows})
-    return [row["text"] for row in rows], [names.index(row["category"]) for row in rows]
+    return [(row["text"],) for row in rows], [names.index(row["category"]) for row in rows]
 
 
 def wnut17(split):
@@ -61,12 +83,19 @@ def wnut17(split):
     return [w for w in words if w], [t for t in tags if t]
 
 
-READERS = {"cola": cola, "banking77": banking77, "wnut17": wnut17}
+READERS = {
+    "sst2": glue("glue/SST-2/{split}.tsv.gz", (0,), 1),
+    "cola": glue("glue/CoLA/{split}.tsv.gz", (3,), 1, header=False),
+    "rte": glue("glue/RTE/{split}.tsv.gz", (1, 2), 3, ENTAILMENT),
+    "qnli": qnli,
+    "banking77": banking77,
+    "wnut17": wnut17,
+}
 
 
 def texts_of(tokenizer, split, read):
     texts, labels = read(split)
-    encoded = tokenizer(texts, truncation=True, max_length=TOKENS)
+    encoded = tokenizer(*zip(*texts, strict=True), truncation=True, max_length=TOKENS)
     return [
         {**{key: encoded[key][i] for key in encoded}, "labels": label}
         for i, label in enumerate(labels)
