@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax.data import compressed, corpus, formats, wordpiece
+from bert_jax.data.sentences import SENTENCE_CHARACTERS, split_sentences
 from bert_jax.errors import UserError
 
 PROSE = (
@@ -139,7 +140,7 @@ def test_reads_every_kind(tmp_path, kind, named, compression):
         data = compress(data[:half]) + compress(data[half:])
     path = write(tmp_path / "file", data)
     documents, report = read(f"{kind}:{path}" if named else path)
-    assert [corpus.sentences(d) for d in documents] == expected
+    assert [split_sentences(d) for d in documents] == expected
     assert {d.kind for d in documents} == {kind}
     assert report.bytes_read == len(data) == report.sources[0]["bytes"]
     assert report.documents == len(expected)
@@ -155,7 +156,7 @@ def test_reads_parquet(tmp_path):
     parquet.write_table(table, tmp_path / "data.parquet", row_group_size=100)
     documents, report = read(tmp_path / "data.parquet")
     assert len(documents) == 601
-    assert corpus.sentences(documents[0]) == SENTENCES
+    assert split_sentences(documents[0]) == SENTENCES
     assert documents[1][1:4] == ("parquet", str(tmp_path / "data.parquet"), 4)
     assert report.bytes_read == (tmp_path / "data.parquet").stat().st_size
     assert "data.parquet:2: a text is empty (2 in" in report.warnings[0]
@@ -188,7 +189,7 @@ def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
     documents, report = read("tfds:tiny")
     assert {d.text for d in documents} == {f"Numéro {i}. Hello." for i in range(300)}
     assert [d.line for d in documents] == list(range(1, 301))
-    assert len(corpus.sentences(documents[0])) == 2
+    assert len(split_sentences(documents[0])) == 2
     assert report.documents == 300
     assert corpus.total_bytes([corpus.parse_source("tfds:tiny")]) is None
     assert_read_fails(
@@ -369,8 +370,8 @@ def test_memory_does_not_grow_with_file_size(tmp_path):
 
 def test_long_sentences_are_split_between_words():
     text = "word " * 5000 + "x" * 25_000
-    result = corpus.sentences(corpus.RawDocument(text, "google", "f", 1))
-    assert max(map(len, result)) <= corpus.SENTENCE_CHARACTERS
+    result = split_sentences(corpus.RawDocument(text, "google", "f", 1))
+    assert max(map(len, result)) <= SENTENCE_CHARACTERS
     assert "".join(result).replace(" ", "") == text.replace(" ", "")
     assert all(set(s.split()) == {"word"} for s in result[:2])
 
@@ -383,7 +384,7 @@ def test_long_sentences_are_split_between_words():
     kind=st.sampled_from([k for k in formats.KINDS if k != "mediawiki"]),
 )
 def test_sentence_splitting_loses_no_text(text, kind):
-    result = corpus.sentences(corpus.RawDocument(text, kind, "f", 1))
+    result = split_sentences(corpus.RawDocument(text, kind, "f", 1))
     for sentence in result:
         assert sentence == " ".join(sentence.split())
         assert sentence
@@ -418,7 +419,7 @@ def test_sentence_splitting_loses_no_text(text, kind):
     )
 )
 def test_malformed_wiki_markup_is_stripped(parts):  # fmt: skip
-    for sentence in corpus.sentences(corpus.RawDocument("".join(parts), "mediawiki", "f", 1)):
+    for sentence in split_sentences(corpus.RawDocument("".join(parts), "mediawiki", "f", 1)):
         assert "[[" not in sentence
         assert "{{" not in sentence
         assert "<ref" not in sentence
@@ -440,7 +441,7 @@ def test_malformed_wiki_markup_is_stripped(parts):  # fmt: skip
 )
 def test_wiki_markup_is_converted_to_plain_text(markup, plain):
     document = corpus.RawDocument(markup, "mediawiki", "f", 1)
-    assert " ".join(corpus.sentences(document)) == plain
+    assert " ".join(split_sentences(document)) == plain
 
 
 @pytest.mark.parametrize(
@@ -472,7 +473,7 @@ def test_real_wikipedia_and_books_are_split_into_sentences(shared_data):
         documents = [next(stream) for _ in range(3)]
         assert {d.kind for d in documents} == {kind}
         for document in documents:
-            result = corpus.sentences(document)
+            result = split_sentences(document)
             assert 40 < sum(map(len, result)) / len(result) < 200
             assert sum(map(len, result)) > 0.97 * len(document.text)
 
@@ -481,7 +482,7 @@ def test_articles_of_paragraphs_become_documents(tmp_path):
     text = "One is. Two is.\nThree is. Four is.\n \t\nFive is. Six is.\nSeven is. Eight is.\n\n" * 3
     documents, _ = read(write(tmp_path / "t.txt", text))
     assert [d.kind for d in documents] == ["paragraphs"] * 6
-    assert corpus.sentences(documents[1]) == ["Five is.", "Six is.", "Seven is.", "Eight is."]
+    assert split_sentences(documents[1]) == ["Five is.", "Six is.", "Seven is.", "Eight is."]
     assert [d.line for d in documents] == [1, 4, 7, 10, 13, 16]
 
 
@@ -493,11 +494,11 @@ def test_wikitext_tokenization_is_undone(tmp_path):
     )
     documents, _ = read(write(tmp_path / "wiki.train.tokens", text))
     assert [d.kind for d in documents] == ["wikitext"] * 2
-    assert corpus.sentences(documents[0]) == [
+    assert split_sentences(documents[0]) == [
         "He was well-known .", f"He had 1,000 {corpus.UNKNOWN_WORD} at 2.5 .",
         "In 2000 he rose .", "He fell .", "He sat .",
     ]  # fmt: skip
-    assert corpus.sentences(documents[1]) == ["A poet was he .", "He sang ."]
+    assert split_sentences(documents[1]) == ["A poet was he .", "He sang ."]
     vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
     assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
 
@@ -516,14 +517,14 @@ def test_wikitext_tokenization_is_undone(tmp_path):
     ],
 )  # fmt: skip
 def test_direct_speech_is_split_into_sentences(text, split):
-    result = corpus.sentences(corpus.RawDocument(text, "jsonl", "f", 1))
+    result = split_sentences(corpus.RawDocument(text, "jsonl", "f", 1))
     assert " ".join(result) == text
     assert len(result) == split
 
 
 def test_line_breaks_in_wiki_paragraphs_become_spaces():
     markup = "It is a town\nin the east.\n\n* a list\n\nIt lies on\nthe river.\n== H ==\nA lake."
-    result = corpus.sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
+    result = split_sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
     assert result == ["It is a town in the east.", "It lies on the river.", "A lake."]
 
 
@@ -537,7 +538,7 @@ def test_huge_pages_words_and_tags_in_dumps(tmp_path, monkeypatch):
     assert "a document is longer than" in report.warnings[0]
     for text in ("a" * 1_000_000, "ab=" * 300_000, "<a" * 300_000):
         document = corpus.RawDocument(f"It is. {text}\n\nThe end.", "mediawiki", "f", 1)
-        assert corpus.sentences(document)[-1] == "The end."
+        assert split_sentences(document)[-1] == "The end."
     assert_read_fails(
         write(tmp_path / "tag.xml", f'<mediawiki a="{"x" * 6_000_000}"><page/></mediawiki>'),
         "tag.xml:1: a tag longer than",

@@ -34,6 +34,7 @@ from bert_jax.convert import huggingface, pytorch, source
 from bert_jax.data import compressed, corpus, tables, texts, wordpiece
 from bert_jax.data.loader import Rows
 from bert_jax.data.rows import read_manifest
+from bert_jax.data.sentences import split_sentences
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 
@@ -199,7 +200,7 @@ def read_corpus(folder, kind=None):
     spec = f"{kind}:{folder}" if kind else str(folder)
     report = corpus.Report()
     for document in corpus.read(corpus.parse_source(spec), report):
-        corpus.sentences(document)
+        split_sentences(document)
     return report.warnings
 
 

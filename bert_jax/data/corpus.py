@@ -1,8 +1,7 @@
-"""Read text sources of common formats into documents, and split documents into sentences.
+"""Read text sources of common formats into raw documents.
 
-Reading has two parts, as one must be sequential and the other is expensive. `read` streams raw
-documents in file order, cheaply and in bounded memory. `sentences` turns one raw document into
-sentences (removes markup, joins wrapped lines, splits sentences) and can run in any process. A
+`read` streams documents in file order, cheaply and in bounded memory, because reading is sequential.
+Splitting a document into sentences is expensive, can run in any process, and is in `sentences`. A
 `Report` collects statistics and warnings.
 """
 
@@ -20,7 +19,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from xml.parsers import expat
 
@@ -29,14 +28,12 @@ from bert_jax.data.compressed import damage, decompressed
 from bert_jax.data.formats import (
     KINDS,
     WIKITEXT_HEADING,
-    WRAPPED_CHARACTERS,
     check_is_text,
     head_of,
     incomplete_end,
     kind_of_text,
     marked_kind,
 )
-from bert_jax.data.mediawiki import plain_text
 from bert_jax.errors import UserError, did_you_mean, missing
 from bert_jax.files import one_line_errors
 
@@ -44,16 +41,12 @@ from bert_jax.files import one_line_errors
 DOCUMENT_CHARACTERS = 8 << 20
 # A line of JSON is parsed as a whole.
 _JSON_CHARACTERS = 1 << 28
-# Far beyond the T tokens of any row; longer ones are text without punctuation.
-SENTENCE_CHARACTERS = 10_000
 _BLOCK_BYTES = 1 << 20
 # Stands for a word that is lost: a word of its own that is in no vocabulary, and so becomes [UNK].
 UNKNOWN_WORD = "\ufffc"
 # Expat parses a tag again from its start for every block that it spans.
 _XML_TAG_BYTES = 4 << 20
 _MAX_WEIGHT = 1000
-_QUOTE = re.compile("[\"'\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb]")
-_SENTENCE_END = re.compile(r"[.!?\u2026]\W*\s\W*\w")
 _REPEATED_LINE = "a long line repeats an earlier one"
 
 
@@ -338,83 +331,6 @@ def read_files(
             entry["documents"] += 1
             yield document._replace(copies=copies)
     entry["bytes"] = report.bytes_read - before
-
-
-def sentences(document: RawDocument, language: str = "en") -> list[str]:
-    """Return the sentences of a document in order, without markup, none empty or with line breaks.
-
-    Google's format is already split and is left as is. Sentences longer than
-    `SENTENCE_CHARACTERS` are split between words.
-
-    Args:
-        document: a document from `read`.
-        language: two-letter language code for the sentence splitter.
-    """
-    text = document.text
-    if document.kind == "google":
-        segments = text.split("\n")
-    else:
-        import sentencex
-
-        if document.kind == "mediawiki":
-            text = plain_text(text)
-        elif document.kind.startswith("wikiextractor") and "&" in text:
-            text = html.unescape(text)  # some versions escape, others do not
-        paragraphs = _paragraphs(text) if document.kind == "books" else text.split("\n")
-        segment = functools.partial(sentencex.segment, language)
-        segments = itertools.chain.from_iterable(
-            _split_speech(part, segment) for paragraph in paragraphs for part in segment(paragraph)
-        )
-    return [
-        part for segment in segments for part in _split_long_sentence(" ".join(segment.split()))
-    ]
-
-
-def _split_speech(text: str, segment: Callable[[str], list[str]]) -> Iterator[str]:
-    """Split what `segment` keeps together between two quotation marks or apostrophes.
-
-    A verb after a quotation stays with its last sentence: ['"Wait.', 'It is he!" said Tom.'].
-    """
-    parts = []
-    if _QUOTE.search(text) and _SENTENCE_END.search(text):
-        parts = segment(_QUOTE.sub(" ", text))
-    if sum(map(len, parts)) != len(text):
-        parts = [text]
-    start = offset = 0
-    for part in parts[:-1]:
-        end, offset = offset + len(part.rstrip()), offset + len(part)
-        if not _QUOTE.match(text, end):  # a quotation ends here
-            opening = _QUOTE.search(text, end, offset)
-            cut = opening.start() if opening else offset
-            yield text[start:cut]
-            start = cut
-    yield text[start:]
-
-
-def _split_long_sentence(sentence: str) -> Iterator[str]:
-    while len(sentence) > SENTENCE_CHARACTERS:
-        space = sentence.rfind(" ", 1, SENTENCE_CHARACTERS)
-        end = space if space > 0 else SENTENCE_CHARACTERS
-        yield sentence[:end]
-        sentence = sentence[end:].lstrip()
-    if sentence:
-        yield sentence
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    lines: list[str] = []
-    for line in text.split("\n"):
-        line = line.strip()
-        if line and len(line) <= WRAPPED_CHARACTERS:
-            lines.append(line)
-            continue
-        if lines:
-            yield " ".join(lines)
-            lines = []
-        if line:
-            yield line
-    if lines:
-        yield " ".join(lines)
 
 
 def _uniform_hash(text: str) -> float:

@@ -74,7 +74,7 @@ def of_corpus(
         sources: text sources, as specified for `corpus.parse_source`.
         count: number of pieces; fewer are returned if the text has no more.
         min_frequency: minimum number of occurrences of a piece.
-        language: language code for `corpus.sentences`.
+        language: language code for `split_sentences`.
 
     Raises:
         UserError: reading fails as in `corpus.read`.

@@ -26,6 +26,7 @@ from bert_jax import files
 from bert_jax.data import corpus, wordpiece
 from bert_jax.data.instances import Instances
 from bert_jax.data.rows import RowFormat
+from bert_jax.data.sentences import split_sentences
 from bert_jax.data.vocabulary import TokenizerVocabulary
 
 # A worker holds one chunk (1 MB of text) or one window of sequences in memory at a time.
@@ -231,7 +232,7 @@ class Worker:
         size = job.token_type.itemsize
         for document in documents:
             start, first = len(tokens), len(bounds) - 1
-            for sentence in corpus.sentences(document, job.language):
+            for sentence in split_sentences(document, job.language):
                 ids = self._encode(sentence, len(tokens) == start)
                 if ids:
                     tokens += ids

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 from bert_jax import files, storage
 from bert_jax.data import corpus
 from bert_jax.data.compressed import whole
+from bert_jax.data.sentences import split_sentences
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 
@@ -337,7 +338,7 @@ def train(
         min_frequency: minimum number of occurrences of a piece.
         unused: number of unused tokens; None for the default of `reserved`.
         sample_bytes: stop reading each source after this much text; None for no limit.
-        language: language code for `corpus.sentences`.
+        language: language code for `split_sentences`.
         force: write to a folder that contains other files, such as those of a run.
 
     Raises:
@@ -399,7 +400,7 @@ def count_words(
     for source in sources:
         remaining_bytes, bytes_before = sample_bytes, report.bytes_read
         for document in corpus.read(source, report):
-            for sentence in corpus.sentences(document, language):
+            for sentence in split_sentences(document, language):
                 for _ in range(document.copies):
                     chunks.update(sentence.split())
             if len(chunks) > _MAX_WORDS:

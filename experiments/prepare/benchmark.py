@@ -33,6 +33,7 @@ import psutil
 
 from bert_jax.data import corpus, wordpiece
 from bert_jax.data.prepare import prepare
+from bert_jax.data.sentences import split_sentences
 
 HERE = pathlib.Path(__file__).parent
 PLAIN_BYTES = 500_000
@@ -226,7 +227,7 @@ def measure_speed(text, vocab, rounds):
     megabytes = text.stat().st_size / 1e6
     documents = documents_of(text)
     paragraphs = [line for document in documents for line in document.text.split("\n")]
-    sentences = [corpus.sentences(document) for document in documents]
+    sentences = [split_sentences(document) for document in documents]
     flat = [sentence for document in sentences for sentence in document]
     part, size = [], 0
     for document in sentences:
