@@ -22,8 +22,8 @@ from bert_jax.objectives import distillation, pretraining
 from bert_jax.objectives.distillation import Distilled, Teacher
 from bert_jax.objectives.finetuning import make_objective
 from tests.helpers.checkpoints import random_params, write_run
+from tests.helpers.examples import RandomExamples, model_config, plans
 from tests.helpers.runs import arguments
-from tests.test_finetuning import RandomExamples, model_config, plans
 
 VOCAB, T = 40, 32
 STUDENT = dataclasses.replace(

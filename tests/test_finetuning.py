@@ -1,8 +1,7 @@
-"""Fine-tuning: batches, packing, equivalence with PyTorch, and which parameters are trained."""
+"""Fine-tuning: packing, equivalence with PyTorch, and which parameters are trained."""
 
 import dataclasses
 import functools
-import itertools
 import json
 
 import jax
@@ -12,8 +11,6 @@ import pytest
 import torch
 import transformers
 from flax import traverse_util
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bert_jax import optim, sharding
 from bert_jax import step as step_lib
@@ -21,7 +18,7 @@ from bert_jax.config import FEATURES, Config, FinetuneConfig, ModelConfig, Optim
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
-from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan, pair, row_counts
+from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.downstream import _over_seeds, _statistics, finetune
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
@@ -32,77 +29,14 @@ from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.finetuning import make_objective
-from tests.helpers.runs import VOCABULARY
-
-LABELS = {
-    "sequence": ("no", "maybe", "yes"), "choice": ("score",), "token": ("O", "B", "I"),
-    "span": ("start", "end"),
-}  # fmt: skip
-
-
-def random_examples(head, objective="class", count=23, seed=0, longest=20):
-    rng = np.random.default_rng(seed)
-    group = 3 if head == "choice" else 1
-    tokens = [
-        np.array([2, *rng.integers(5, 40, rng.integers(1, longest - 2)), 3], np.int32)
-        for _ in range(count * group)
-    ]
-    a_length = [int(rng.integers(2, len(t) + 1)) for t in tokens]
-    result = Examples(tokens, a_length, group=group)
-    if head == "token":
-        result.token_targets["label"] = [
-            np.where(rng.random(len(t)) < 0.3, NO_EXAMPLE, rng.integers(0, 3, len(t))).astype(
-                np.int32
-            )
-            for t in tokens
-        ]
-    elif head == "span":
-        label = [sorted(rng.integers(0, len(t), 2)) for t in tokens]
-        result.targets["label"] = np.array(label, np.int32)
-    elif objective == "number":
-        result.targets["label"] = rng.normal(size=count).astype(np.float32)
-    elif objective == "classes":
-        result.targets["label"] = rng.integers(0, 2, (count, 3)).astype(np.float32)
-    else:
-        result.targets["label"] = rng.integers(0, 3, count).astype(np.int32)
-    return result
-
-
-class RandomExamples:
-    """A `FinetuneDataset` of random examples."""
-
-    best_by = "score"
-
-    def __init__(self, head, objective="class", **options):
-        self.head, self.objective = head, objective
-        self.labels = ("value",) if objective == "number" else LABELS[head]
-        self.splits = {"train": random_examples(head, objective, **options)}
-        self.report = []
-
-    def score(self, split, logits):
-        return {"score": float(np.mean([np.mean(x) for x in logits]))}
-
-    def write(self, split, logits, folder):
-        (folder / "done").touch()
-
-
-def model_config(dataset, **changes):
-    values = dict(
-        layers=2, hidden=12, heads=3, feed_forward=20, vocab_size=40, positions=64, dropout=0.0,
-        attention_dropout=0.0, masked_lm=False, next_sentence=False,
-    )  # fmt: skip
-    return ModelConfig(**{**values, "head": dataset.head, "labels": dataset.labels, **changes})
-
-
-def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes(config))
-
-
-def plans(dataset, batch_size=7, steps=5, **options):
-    examples = dataset.splits["train"]
-    packed = Plan(examples, batch_size, steps, (0, 1), **options)
-    return packed, Plan(examples, batch_size, steps, (0, 1), one_a_row=True, **options)
+from tests.helpers.examples import (
+    HEADS,
+    RandomExamples,
+    model_config,
+    plans,
+    random_examples,
+    random_params,
+)
 
 
 def loss_and_grads(dataset, plan, params, config, steps=(0,)):
@@ -123,158 +57,6 @@ def loss_and_grads(dataset, plan, params, config, steps=(0,)):
         yield float(loss), float(weight), jax.device_get(grads)
 
 
-PROBLEMS = [
-    ("sequence", "class"), ("sequence", "number"), ("sequence", "classes"), ("choice", "class"),
-    ("token", "class"), ("span", "class"),
-]  # fmt: skip
-
-
-# --- Batches --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
-def test_batch_contains_exactly_its_examples(head, objective):
-    dataset = RandomExamples(head, objective)
-    examples = dataset.splits["train"]
-    packed, single = plans(dataset)
-    # The choices of a question share a row even without packing.
-    assert packed.shape.rows < single.shape.rows or head == "choice"
-    seen = []
-    for step in range(packed.steps):
-        members = packed.members(step, 0)
-        assert len(members) == 7
-        seen += members
-        for plan in (packed, single):
-            batch = plan.batch(step, 0)
-            assert {k: v.shape for k, v in batch.items()} == {
-                k: v.shape for k, v in plan.empty().items()
-            }
-            results = []
-            for row in range(plan.shape.rows):
-                start = 0
-                for slot in np.flatnonzero(batch["length"][row]):
-                    end = start + batch["length"][row, slot]
-                    results.append(
-                        (batch["example"][row, slot], tuple(batch["tokens"][row, start:end]))
-                    )
-                    start = end
-                assert not batch["tokens"][row, start:].any()
-                assert (np.diff(np.flatnonzero(batch["length"][row])) == 1).all()
-            group = examples.group
-            expected = [
-                (i, tuple(examples.tokens[i * group + j])) for i in members for j in range(group)
-            ]
-            assert sorted(results) == sorted(expected)
-    # In the first epoch and a half, every example occurs once before any is repeated.
-    assert sorted(seen[:23]) == list(range(23))
-
-
-def test_every_seed_and_epoch_has_a_different_order():
-    plan = Plan(random_examples("sequence"), 23, 0)
-    orders = {tuple(plan.members(epoch, seed)) for seed in range(5) for epoch in range(5)}
-    assert len(orders) == 25
-    assert {tuple(sorted(order)) for order in orders} == {tuple(range(23))}
-
-
-def test_batches_are_a_function_of_seed_and_step():
-    plan = plans(RandomExamples("sequence"))[0]
-    whole = list(plan.batches(1, 0, 5))
-    assert len(whole) == 5
-    for a, b in zip(whole[3:], plan.batches(1, 3, 5), strict=True):
-        for name in a:
-            np.testing.assert_array_equal(a[name], b[name])
-
-
-def test_processes_split_the_rows_of_a_batch():
-    plan = plans(RandomExamples("sequence"), rows_multiple=4)[0]
-    assert plan.shape.rows % 4 == 0
-    (whole,) = plan.batches(0, 0, 1)
-    parts = [next(plan.batches(0, 0, 1, i, 4)) for i in range(4)]
-    for name, value in whole.items():
-        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), value)
-
-
-def test_evaluation_packs_every_example_exactly_once():
-    examples = random_examples("sequence", count=50)
-    plan = Plan(examples, 8, 7, shuffle=False, rows_multiple=2)
-    batches = list(plan.batches(0, 0, plan.steps))
-    assert len(batches) == plan.steps <= 7
-    assert {batch["tokens"].shape for batch in batches} == {plan.shape[:2]}
-    result = np.concatenate([batch["example"][batch["example"] != NO_EXAMPLE] for batch in batches])
-    assert sorted(result) == list(range(50))
-    packed = rows.pack_lengths(examples.lengths().tolist(), plan.shape.tokens, rows.SLOTS_UNBOUNDED)
-    assert sum(batch["tokens"].any(1).sum() for batch in batches) == len(packed)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 3))
-def test_row_counts_minimize_padding(needs, most):
-    counts, total = row_counts(np.array(needs), most)
-
-    def least(number):  # brute force over all row counts up to the largest
-        some = itertools.combinations(range(1, max(needs) + 1), number)
-        return min(
-            sum(min((r for r in each if r >= need), default=10**6) for need in needs)
-            for each in some
-        )
-
-    possible = min(most, len(set(needs)))
-    assert sorted(set(counts)) == list(counts)
-    assert counts[-1] == max(needs)
-    assert total == least(len(counts))
-    if len(counts) > 1:
-        assert total <= 0.98 * least(len(counts) - 1)
-    if len(counts) < possible:
-        assert least(len(counts) + 1) > 0.98 * total
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 9), st.integers(2, 20), st.integers(1, 3), st.integers(4, 40))
-def test_long_runs_use_the_smallest_sufficient_row_count(seed, batch_size, multiple, longest):
-    examples = random_examples("sequence", count=40, seed=seed, longest=longest)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examples_lib, "LONG_RUN_STEPS", 12)
-        patch.setattr(examples_lib, "FIRST_STEPS", 4)
-        short, long, again = (
-            Plan(examples, batch_size, steps, (0, 1), rows_multiple=multiple)
-            for steps in (11, 12, 12)
-        )
-        assert len(short.shapes) == 1
-        assert long.shapes == again.shapes
-        assert 1 <= len(long.shapes) <= 3
-        assert {shape[1:] for shape in long.shapes} == {long.shape[1:]}
-        counts = [shape.rows for shape in long.shapes]
-        assert counts == sorted(set(counts))
-        assert all(count % multiple == 0 for count in counts)
-        lengths = examples.lengths()
-        for run in (0, 1):
-            for step in range(12):
-                members = long.members(step, run)
-                need = len(rows.pack_lengths(lengths[members].tolist(), long.shape.tokens, 10**6))
-                fitting = [count for count in counts if count >= need]
-                batch = long.batch(step, run)
-                assert len(batch["tokens"]) == (counts[-1] if step < 4 else min(fitting))
-                assert sorted(batch["example"][batch["length"] > 0]) == sorted(members)
-                assert batch["tokens"][:need].any(1).all()
-        parts = [next(long.batches(0, 11, 12, i, multiple)) for i in range(multiple)]
-        for name, value in long.batch(11, 0).items():
-            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 30), st.integers(0, 30), st.integers(5, 30))
-def test_pairs_are_truncated_as_in_google_bert(n_a, n_b, most):
-    a, b = list(range(100, 100 + n_a)), list(range(200, 200 + n_b))
-    tokens, a_length, cut = pair(VOCABULARY, a, b, most)
-    while len(a) + len(b) > most - 3:  # run_classifier.py, _truncate_seq_pair
-        (a if len(a) > len(b) else b).pop()
-    assert tokens.tolist() == [2, *a, 3, *b, 3]
-    assert (a_length, cut) == (len(a) + 2, n_a + n_b - len(a) - len(b))
-    alone, length, cut = pair(VOCABULARY, a, None, 6)
-    assert alone.tolist() == [2, *a[:4], 3]
-    assert (length, cut) == (len(alone), max(len(a) - 4, 0))
-
-
 # --- Objectives -----------------------------------------------------------------------------------
 
 
@@ -291,7 +73,7 @@ ABOVE = [
 
 @pytest.mark.parametrize(
     ("head", "objective", "changes"),
-    [*((*dataset, {}) for dataset in PROBLEMS), *((head, "class", c) for head, c in ABOVE)],
+    [*((*dataset, {}) for dataset in HEADS), *((head, "class", c) for head, c in ABOVE)],
 )
 def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
     dataset = RandomExamples(head, objective)
@@ -311,7 +93,7 @@ def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+@pytest.mark.parametrize(("head", "objective"), HEADS)
 def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
     """The weight stays equal too. With dropout, the same units are dropped."""
     dataset = RandomExamples(head, objective)
@@ -409,7 +191,7 @@ def torch_inputs(dataset, members):
     return inputs | {"labels": label.long() if dataset.objective == "class" else label}
 
 
-@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+@pytest.mark.parametrize(("head", "objective"), HEADS)
 def test_losses_and_logits_match_transformers(head, objective):
     """Transformers gets one batch, padded to its longest sequence; ours is packed."""
     dataset = RandomExamples(head, objective, count=7)
@@ -489,7 +271,7 @@ def test_training_run_matches_pytorch():
         np.testing.assert_allclose(value, theirs[name], rtol=0, atol=2e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(("head", "objective"), PROBLEMS)
+@pytest.mark.parametrize(("head", "objective"), HEADS)
 def test_unlabelled_examples_have_no_weight(head, objective):
     dataset = RandomExamples(head, objective, count=7)
     config, plan = model_config(dataset), Plan(dataset.splits["train"], 7, 1)

@@ -32,8 +32,8 @@ from bert_jax.model.layers import merge_lora
 from bert_jax.objectives import finetuning
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
+from tests.helpers.examples import RandomExamples
 from tests.helpers.runs import refused
-from tests.test_finetuning import RandomExamples
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=LORA_TARGETS)
 BASE = ModelConfig(
