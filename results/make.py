@@ -1,4 +1,4 @@
-"""Write README.md, every claim of the project with its number, and its first lines on the front page.
+"""Write README.md, the main claims of the project with their numbers, and its first lines on the front page.
 
     python results/make.py
 
@@ -31,14 +31,15 @@ FRONT = 10
 # What measures the numbers of a page, where it is no sweep.
 COMMANDS = {
     "test_suite": "python experiments/test_suite/run.py first",
-    "finetuning": "python experiments/finetuning/run.py",
     "mini": "experiments/mini/run.sh",
     "speed": "make bench",
-    "prepare": "python experiments/prepare/benchmark.py",
+    "prepare": "python experiments/prepare/benchmark.py --text FILE --vocab DIR --fill",
     "reliability": "make soak",
 }
+GPU = "python experiments/speed/gpu.py --out DIR"
 NOT_RUN = "not run"
 SHEET = "data sheet: 989 TFLOP/s"
+PATCHED = "patched: embeddings without bf16 scatters (probe)"
 Line = dict[str, Any]
 
 
@@ -52,7 +53,8 @@ class Row:
         reference: what it is compared with, with its number and source.
         hardware: what it ran on.
         commit: commit of the program, where it was recorded.
-        page: folder in experiments/ whose page has the command.
+        page: folder in experiments/ whose page has the details.
+        command: what measures it; "" for that of the page.
     """
 
     claim: str
@@ -61,13 +63,14 @@ class Row:
     hardware: str
     commit: str
     page: str
+    command: str = ""
 
     def markdown(self, prefix: str) -> str:
         """Return the row; `prefix` leads from the page to the root of the repository."""
         link = f"[{self.page}]({prefix}experiments/{self.page}/README.md)"
-        command = COMMANDS.get(self.page, f"bert-jax sweep experiments/{self.page}")
+        default = COMMANDS.get(self.page, f"bert-jax sweep experiments/{self.page}")
         cells = [self.claim, self.ours, self.reference, self.hardware, self.commit, link]
-        return f"| {' | '.join(cells)}: `{command}` |"
+        return f"| {' | '.join(cells)}: `{self.command or default}` |"
 
     def short(self) -> str:
         """Return the row of the project's own page, without commit and command."""
@@ -100,6 +103,7 @@ def commits(lines: Iterable[Line]) -> str:
 
 def learning() -> Iterator[Row]:
     """What models learn from scratch, beside the loss of word frequencies."""
+    levels = json.loads((EXPERIMENTS / "plateau" / "levels.json").read_text())
     lines = read("plateau/results.jsonl")
     for model in ("T=128", "8, 16, 32, 64, 128"):
         own = [line for line in lines if line["facts"].get("model") == model]
@@ -108,31 +112,37 @@ def learning() -> Iterator[Row]:
         yield Row(
             f"masked-LM loss of L4-H128 after 3,000 steps, {start} (nats)",
             f"{statistics.median(losses):.2f} ({count(len(losses), 'seed')})",
-            "word frequencies alone: about 6.6",
+            _frequencies(levels["plateau"]),
             "1 CPU core",
             commits(own),
             "plateau",
         )
     mini = json.loads((EXPERIMENTS / "mini" / "results.json").read_text())
     yield Row(
-        "masked-LM loss of L4-H256 (`mini`), 22 million words, 15% masked (nats)",
+        f"masked-LM loss of L4-H256 (`mini`), {mini['losses']['words'] / 1e6:.1f} million words, 15% masked (nats)",
         f"{mini['losses']['per_piece']:.2f} (1 seed)",
-        "word frequencies alone: about 6.6",
+        _frequencies(levels["small"]),
         cores(mini),
         commits(mini["starts"]),
         "mini",
     )
     commands = read("test_suite/results.jsonl")
     lines = [line for line in commands if line["command"] == "make quickstart"]
-    line, minutes = lines[-1], [line["seconds"] / 60 for line in lines]
+    minutes = [(line["install_seconds"] + line["seconds"]) / 60 for line in lines]
     yield Row(
-        "`make quickstart`: from nothing to a pretrained model",
-        f"{minutes[-1]:.1f} minutes ({min(minutes):.1f} to {max(minutes):.1f} in {len(minutes)} runs)",
+        "`make quickstart` in a fresh clone, with installation",
+        f"{statistics.median(minutes):.1f} minutes (median; {min(minutes):.1f} to {max(minutes):.1f} "
+        f"in {len(minutes)} runs)",
         "",
-        cores(line),
-        line["commit"],
+        cores(lines[-1]),
+        commits(lines),
         "test_suite",
     )
+
+
+def _frequencies(levels: Line) -> str:
+    """Return the loss of word frequencies, of which a tenth of the targets, kept, is visible."""
+    return f"word frequencies alone: {0.9 * levels['unigram']:.2f}"
 
 
 def miniberta() -> Iterator[Row]:
@@ -170,54 +180,61 @@ def fine_tuning() -> Iterator[Row]:
             "2 CPU cores",
             line.get("commit", ""),
             "finetuning",
+            f"python experiments/finetuning/run.py {line['set']} --seeds {len(line['values'])}",
         )
 
 
 def speeds() -> Iterator[Row]:
     """Speed beside other implementations."""
     lines = read("speed/results.jsonl")
-    for workload, name, contender, baseline in speed.FRONT:
-        line = speed._of(lines, name, contender)
-        if line is None:
-            yield Row(f"speed, {workload}", NOT_RUN, baseline, "", "", "speed")
-            continue
-        first = speed._of(lines, name, next(iter(speed.CASES[name].contenders)))
-        times = statistics.median(speed.ratios(line, first, speed.CASES[name].measure))
-        own = commits([first])
-        yield Row(f"speed, {workload}", f"{times:.2g} times", baseline, cores(line), own, "speed")
+    for comparison in speed.FRONT:
+        claim = f"speed, {comparison.workload}"
+        own, times = speed.speed_up(lines, comparison)
+        if own is None:
+            yield Row(claim, NOT_RUN, comparison.baseline, "", "", "speed")
+        else:
+            ours = f"{times:.2g} times"
+            yield Row(claim, ours, comparison.baseline, cores(own), commits([own]), "speed")
 
 
 def gpu() -> Iterator[Row]:
-    """Speed on a GPU, before and after the change that its measurement suggested."""
+    """Speed on a GPU, before and after replacing scatters in bfloat16."""
     lines = read("speed/gpu_h100.jsonl")
     device, peak = lines[0]["device"], lines[0]["sheet_operations_per_second"]
-    steps = [
-        line for line in lines if line["kind"] == "step" and not {"status", "variant"} & line.keys()
-    ]
-    for program in dict.fromkeys(line["program"] for line in steps):
-        own = [line for line in steps if line["program"] == program]
-        times = [t for line in own if (t := speed._gpu_speedup(line, lines))]
-        shares = [
-            line["real_tokens_per_second"] * line["operations_per_token"] / peak for line in own
-        ]
-        commit = lines[0]["commit"]
-        version = program.replace("as committed", f"commit {commit}")
+    commit = lines[0]["commit"]
+    labels = {
+        ("as committed", "scanned"): f"commit {commit}, layers scanned",
+        (PATCHED, "scanned"): "with embeddings without scatters (probe), layers scanned",
+        (
+            PATCHED,
+            "unrolled",
+        ): "also with unrolled layers, and predicted positions gathered by a product",
+    }
+    for (program, layers), label in labels.items():
+        times, line = max(
+            ((speed.gpu_speedup(line, lines) or 0, line) for line in lines
+             if (line["program"], line.get("layer_loop")) == (program, layers)
+             and line["kind"] == "step" and not {"status", "variant"} & line.keys()),
+            key=lambda pair: pair[0],
+        )  # fmt: skip
+        share = line["real_tokens_per_second"] * line["operations_per_token"] / peak
         yield Row(
-            f"pretraining speed of base, T=128: {version.replace('patched: ', 'the same with ')}",
-            f"{max(times):.2f} times, {max(shares):.0%} of the bfloat16 peak",
+            f"pretraining speed of base, T=128, {line['rows']} rows: {label}",
+            f"{times:.2f} times, {share:.0%} of the bfloat16 peak",
             f"transformers with torch.compile; {SHEET}",
             device,
             commit,
             "speed",
+            GPU,
         )
-    now = (EXPERIMENTS / "speed" / "gpu.jsonl").exists()
-    if not now:
+    if not (EXPERIMENTS / "speed" / "gpu.jsonl").exists():
         claim = "pretraining speed of base, T=128: this version"
-        yield Row(claim, NOT_RUN, "transformers with torch.compile", "GPU", "", "speed")
+        baseline = "transformers with torch.compile"
+        yield Row(claim, NOT_RUN, baseline, "GPU", "", "speed", GPU)
 
 
 def paper() -> Iterator[Row]:
-    """Comparisons that the paper makes, by experiment and scale."""
+    """Comparisons between models, by experiment and scale."""
     for path in sorted(EXPERIMENTS.glob("*/sweep.py")):
         name, module = path.parent.name, sweep.module_of(path)
         results = current(Results(path.parent).read())
@@ -239,18 +256,19 @@ def paper() -> Iterator[Row]:
             )
             total = sum(outcomes.values())
             ours = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+            is_run = outcomes["not run"] < total
             yield Row(
                 f"{title}: {count(total, 'comparison')}, {block.scale} scale",
-                NOT_RUN if outcomes["not run"] == total else ours,
+                ours if is_run else NOT_RUN,
                 "Devlin et al. 2018" if re.match("table|figure", name) else "",
-                cores(own[0]) if own and "cores" in own[0] else "",
-                commits(own),
+                cores(own[0]) if is_run and "cores" in own[0] else "",
+                commits(own) if is_run else "",
                 name,
             )
 
 
 def reliability() -> Iterator[Row]:
-    """What happened to runs that were disturbed."""
+    """Robustness."""
     kills = read("reliability/kills.jsonl")
     differ = sum(bool(line["differs"]) for line in kills)
     fuzz = read("reliability/fuzz.jsonl")
@@ -258,15 +276,19 @@ def reliability() -> Iterator[Row]:
     for claim, ours, reference in (
         ("runs killed by SIGKILL and restarted", f"{len(kills)} kills, {differ} ended differently",
          "the same bits as an undisturbed run"),
-        ("damaged and exchanged inputs", f"{inputs:,} inputs, {failed} failed", "one line of advice"),
+        ("fuzzed inputs", f"{inputs:,} inputs, {failed} failed", "read correctly, or a one-line error"),
     ):  # fmt: skip
         yield Row(claim, ours, reference, "2 CPU cores", "", "reliability")
-    for name, what in (("attacks", "situations survived"), ("mutations", "mutations noticed")):
+    for name, what in (
+        ("attacks", "fault-injection scenarios passed"),
+        ("mutations", "mutations detected by tests"),
+    ):
         if (EXPERIMENTS / "reliability" / f"{name}.jsonl").exists():
             lines = read(f"reliability/{name}.jsonl")
             good = sum(line.get("noticed", True) for line in lines)
             ours = f"{good} of {len(lines)}"
-            yield Row(what, ours, "", "2 CPU cores", "", "reliability")
+            command = f"python experiments/reliability/{name}.py"
+            yield Row(what, ours, "", "2 CPU cores", "", "reliability", command)
 
 
 def text() -> Iterator[Row]:
@@ -298,10 +320,10 @@ def table(rows: Iterable[Row], prefix: str) -> str:
 def page() -> str:
     """Return the page of all claims."""
     parts = [
-        "# Where numbers stand",
-        "Every claim of the project with its number, written by `python results/make.py` from the "
-        'results files. "Not run" is what nobody has measured. The linked page has the command, the '
-        "spread and what it does not show.",
+        "# Results",
+        "The main claims of the project with their numbers, written by `python results/make.py` from "
+        'the results files. "Not run" marks claims without a measurement. The linked pages give all '
+        "numbers, their spread and their limitations.",
     ]
     for group in GROUPS:
         parts += [f"## {group.__doc__.rstrip('.')}", table(group(), "../")]

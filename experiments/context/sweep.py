@@ -42,7 +42,7 @@ def _table(model, metrics):
         ]
         name = "0, the embeddings" if layer == 0 else layer
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    for name, key in (("chance", "chance"), ("chance, 95 in 100 below", "chance_high")):
+    for name, key in (("chance", "chance"), ("95th percentile of chance", "chance_high")):
         cells = [f"{100 * metrics[word][key]:.0f}%" for word in WORDS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

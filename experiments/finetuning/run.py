@@ -24,6 +24,8 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from bert_jax.tools.report.experiment import welch
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 RUNS = ROOT / "runs" / "finetuning"
@@ -223,17 +225,21 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
         *("", verdict(results), ""),
         "`trainer.py` fine-tunes `minilm` with transformers' Trainer, which reads, tokenizes, pads and",
         "scores on its own; both follow Google's learning-rate schedule. With the same batches and without",
-        "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py), so differences",
-        "here are those between seeds:",
+        "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py). Here seeds, dropout",
+        "and batches differ; p is that of Welch's test over seeds:",
         "",
-        "| dataset | metric | bert_jax | Trainer | difference |",
-        "|---|---|---|---|---|",
+        "| dataset | metric | bert_jax | Trainer | difference | p |",
+        "|---|---|---|---|---|---|",
     ]
     for ours, theirs in itertools.product(results, trainer):
         if same_schedule(ours, theirs):
             difference = statistics.fmean(percents(ours)) - statistics.fmean(percents(theirs))
             scores = f"{spread(ours)} | {spread(theirs)}"
-            lines.append(f"| {ours['set']} | {ours['metric']} | {scores} | {difference:+.1f} |")
+            several = min(len(ours["values"]), len(theirs["values"])) > 1
+            p = f"{welch(percents(ours), percents(theirs)):.2g}" if several else "not tested"
+            lines.append(
+                f"| {ours['set']} | {ours['metric']} | {scores} | {difference:+.1f} | {p} |"
+            )
     columns = "dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start"
     lines += ["", f"| {columns} |", f"|{'---|' * (columns.count('|') + 1)}"]
     for r in results:

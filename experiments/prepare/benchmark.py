@@ -387,12 +387,14 @@ def readme(results):
             by_clock, by_effort = (
                 {n: statistics.median(v) for n, v in table.items()} for table in (speeds, efforts)
             )
+            rounds = [a / b for a, b in zip(speeds["prepare"], speeds[fastest], strict=True)]
             lines += [
                 "",
                 "`prepare`, from the file to the manifest, has "
                 f"{by_clock['prepare'] / by_clock[fastest]:.0%} of the throughput of the fastest "
-                f"tokenizer call ({by_effort[fastest] / by_effort['prepare']:.0%} per processor "
-                f"second) and {by_clock['prepare'] / by_clock['plain Python']:.0f} times that of "
+                f"tokenizer call ({min(rounds):.0%} to {max(rounds):.0%} in single rounds; "
+                f"{by_effort[fastest] / by_effort['prepare']:.0%} per processor "
+                f"second) and {by_clock['prepare'] / by_clock['plain Python']:.1f} times that of "
                 f"plain Python on one core ({by_effort['plain Python'] / by_effort['prepare']:.1f} "
                 "times per processor second).",
             ]

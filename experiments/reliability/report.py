@@ -58,7 +58,7 @@ def leaks(lines):
     end = lines[-1]["step"]
     warm = [line for line in lines if line["step"] >= WARM * end]
     tenth = max(len(warm) // 10, 1)
-    table = [f"| | steps {warm[0]['step']:,} to {warm[tenth - 1]['step']:,} | the same number at the end | maximum |",
+    table = [f"| | steps {warm[0]['step']:,} to {warm[tenth - 1]['step']:,} | as many at the end | maximum |",
              "|---|---|---|---|"]  # fmt: skip
     for key, (name, unit) in RESOURCES.items():
         values = [line[key] / unit for line in warm]
@@ -84,7 +84,7 @@ def fuzz(lines):
         for line in lines
     ]
     return [
-        f"{inputs:,} inputs, {lines[0]['times']} times the usual suite's, drawn by hypothesis "
+        f"{inputs:,} inputs, {lines[0]['times']} times as many as in the test suite, drawn by hypothesis "
         f"{lines[0]['hypothesis']}; {failed} tests failed.",
         "",
         "| | inputs |",

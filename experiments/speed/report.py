@@ -5,7 +5,7 @@ import pathlib
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cases import CASES
@@ -56,35 +56,49 @@ TIMES = {
     ("pretrain-base-128", "gathered, packed"): 1.0,
 }
 
-# Rows of the table in docs/speed.md: workload, case, contender, name of the baseline.
+
+class Comparison(NamedTuple):
+    """A row of the table in docs/speed.md.
+
+    Attributes:
+        workload: what is measured.
+        case: name of the case.
+        contender: name of the contender that is the baseline.
+        baseline: name of the baseline in the table.
+        own: name of the contender that is bert_jax; "" for the case's first.
+    """
+
+    workload: str
+    case: str
+    contender: str
+    baseline: str
+    own: str = ""
+
+
+PACKED = "PyTorch, packed, logits of masked tokens only"
 FRONT = (
     *(
-        (f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", contender, baseline)
-        for size, tokens in (
-            ("teaching", 128),
-            ("mini", 128),
-            ("base", 128),
-            ("mini", 512),
-            ("base", 512),
-        )
-        for contender, baseline in (
-            ("transformers", "transformers"),
-            ("gathered, packed", "PyTorch, packed, logits of masked tokens only"),
-        )
+        Comparison(f"pretraining, {size}, T={tokens}", f"pretrain-{size}-{tokens}", name, baseline)
+        for tokens in (128, 512)
+        for size in ("teaching", "mini", "base")
+        for name, baseline in (("transformers", "transformers"), ("gathered, packed", PACKED))
     ),
     *(
-        (f"fine-tuning, {name}", f"finetune-{case}", contender, baseline)
+        Comparison(f"fine-tuning, {name}", f"finetune-{case}", contender, baseline)
         for name, case in (("SST-2", "sst2"), ("QNLI", "qnli"), ("SQuAD 1.1", "squad1"))
         for contender, baseline in (
             ("trainer", "transformers Trainer"),
             ("grouped", "Trainer, batches grouped by length"),
         )
     ),
-    ("text embedding, MiniLM-L6", "embed", "sorted", "transformers, texts sorted by length"),
-    ("loading rows", "loader", "DataLoader", "PyTorch DataLoader with masking"),
-    ("first step of base, cold start", "start", "transformers", "transformers"),
-    ("saving a checkpoint with checksums", "save", "torch.save", "torch.save"),
-    ("restoring a checkpoint", "restore", "torch.load", "torch.load"),
+    Comparison(
+        "text embedding, MiniLM-L6", "embed", "sorted", "transformers, texts sorted by length"
+    ),
+    Comparison("loading rows", "loader", "DataLoader", "PyTorch DataLoader with masking"),
+    Comparison("first step of base, cached program", "start", "transformers", "transformers"),
+    Comparison("first step of base, cold start", "start", "transformers", "transformers", "cold"),
+    Comparison("saving a checkpoint with checksums", "save", "torch.save", "torch.save"),
+    Comparison("restoring a checkpoint", "restore", "torch.load", "torch.load"),
 )
 
 
@@ -322,15 +336,25 @@ def conditions(lines: Sequence[Line]) -> list[str]:
     return shown
 
 
+def speed_up(lines: Sequence[Line], comparison: Comparison) -> tuple[Line | None, float]:
+    """Return bert_jax's line and its median speed-up; None and 0 if it was not run."""
+    case = CASES[comparison.case]
+    other = _of(lines, comparison.case, comparison.contender)
+    own = _of(lines, comparison.case, comparison.own or next(iter(case.contenders)))
+    if own is None or other is None:
+        return None, 0.0
+    return own, statistics.median(ratios(other, own, case.measure))
+
+
 def summary(lines: Sequence[Line]) -> list[str]:
     """Return the table of docs/speed.md: median speed-up over each baseline."""
     rows = []
-    for workload, name, contender, baseline in FRONT:
-        if line := _of(lines, name, contender):
-            first = _of(lines, name, next(iter(CASES[name].contenders)))
-            times = statistics.median(ratios(line, first, CASES[name].measure))
-            hardware = f"{line['cores']} CPU cores ({line['processor']})"
-            rows.append(f"| {workload} | {baseline} | {times:.2g} | {hardware} |")
+    for comparison in FRONT:
+        own, times = speed_up(lines, comparison)
+        if own is not None:
+            hardware = f"{own['cores']} CPU cores ({own['processor']})"
+            cells = (comparison.workload, comparison.baseline, f"{times:.2g}", hardware)
+            rows.append(f"| {' | '.join(cells)} |")
     return ["| workload | baseline | speed-up | hardware |", "|---|---|---|---|", *rows]
 
 
@@ -482,7 +506,7 @@ def _gpu_targets(lines: Sequence[Line], peak: float | None) -> list[str]:
             time
             for line in steps
             if line["program"] == program and (line["size"], line["tokens"]) == ("base", 128)
-            if (time := _gpu_speedup(line, lines))
+            if (time := gpu_speedup(line, lines))
         ]
         cells.append(cell(times, GPU_SPEEDUP, ".2f"))
     shown.append(f"| {title} | {' | '.join(cells)} |")
@@ -502,7 +526,7 @@ def _gpu_targets(lines: Sequence[Line], peak: float | None) -> list[str]:
     return shown
 
 
-def _gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
+def gpu_speedup(line: Line, lines: Sequence[Line]) -> float | None:
     """Return the real tokens/s relative to the baseline with the same rows."""
     for other in lines:
         if (
@@ -542,7 +566,7 @@ def _gpu_speeds(lines: Sequence[Line], peak: float | None) -> list[str]:
         else:
             speed = line["real_tokens_per_second"]
             share = f"{speed * line['operations_per_token'] / peak:.1%}" if peak else "unknown"
-            times = _gpu_speedup(line, lines) if line["kind"] == "step" else None
+            times = gpu_speedup(line, lines) if line["kind"] == "step" else None
             cells += [spread([1e3 * each for each in line["seconds"]]), f"{speed:,.0f}", share]
             cells.append(f"{times:.2f}" if times else "")
         rule = "|---" * (head.count("|") - 1) + "|"

@@ -162,14 +162,14 @@ class Claims:
         if min(len(above), len(below)) < 2:
             outcome = "yes" if gap > 0 else "no"
             return f"{text}: {outcome}, by {abs(gap):.{column.digits}f} (one seed; not tested)."
-        p = _welch(above, below)
+        p = welch(above, below)
         difference = f"{abs(gap):.{column.digits}f}, p = {p:.2g}"
         if p >= _SIGNIFICANCE:
             return f"{text}: not significant (difference {difference})."
         return f"{text}: **{'yes' if gap > 0 else 'the opposite'}**, by {difference}."
 
 
-def _welch(one: Sequence[float], other: Sequence[float]) -> float:
+def welch(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the p-value of Welch's two-sided t-test."""
     from scipy import stats
 
