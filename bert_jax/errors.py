@@ -72,6 +72,10 @@ class Unavailable(UserError):
     """Object storage that does not answer, after retries; the same command may succeed later."""
 
 
+class InUse(UserError):
+    """A folder whose lock another process holds."""
+
+
 def missing(purpose: str, extra: str) -> UserError:
     """Return the error for a package that is not installed, given the extra that installs it."""
     return UserError(f"{purpose}: pip install 'bert-jax[{extra}]'")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from bert_jax.errors import UserError
+from bert_jax.errors import InUse, UserError
 
 LOCK = "lock"
 # Errors of the machine or of a given path, wherever they occur.
@@ -210,7 +210,8 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
     process that inherits the yielded file descriptor shares the lock.
 
     Raises:
-        UserError: another process holds the lock; the message names that process.
+        InUse: another process holds the lock; the message names that process.
+        UserError: the folder cannot be created or locked.
     """
     folder = pathlib.Path(folder)
     with one_line_errors(f"cannot use the folder {folder}"):
@@ -219,13 +220,15 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):  # EACCES on some network file systems
             file.seek(0)
             owner = file.read().strip() or "unknown"
-            raise UserError(
+            raise InUse(
                 f"{folder} is in use by another process ({owner}); "
                 "wait for it, stop it, or choose another folder"
             ) from None
+        except OSError as error:
+            raise UserError(f"cannot lock the folder {folder}: {describe(error)}") from error
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -1,9 +1,12 @@
 """Sweeps: order, shared points, kills, failures, job queues, cost estimates and searches."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import pathlib
+import re
 import signal
 import statistics
 import subprocess
@@ -16,7 +19,7 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, workdir
+from bert_jax import cli, files, workdir
 from bert_jax.architectures import model_size
 from bert_jax.config import Config, PhaseConfig
 from bert_jax.data.rows import read_manifest
@@ -24,10 +27,11 @@ from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import pretraining
+from bert_jax.summary import duration
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import Point, SweepArgs, scheduler
 from bert_jax.tools.sweep import results as results_lib
-from bert_jax.tools.sweep.cost import cost, duration
+from bert_jax.tools.sweep.cost import cost
 from bert_jax.tools.sweep.display import note_of
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.run import run
@@ -364,7 +368,7 @@ def test_killed_sweep_resumes_with_the_same_command(bench, tmp_path, file_of):
     assert [line["point"] for line in Results(file.parent).read()] == ["a", "b"]
 
 
-def test_orphaned_process_of_a_killed_sweep_is_waited_for(bench, tmp_path, file_of):
+def test_orphaned_process_of_a_killed_sweep_is_waited_for(bench, tmp_path, file_of, capsys):
     file = file_of(WAITING)
     process = background(tmp_path, file, "--data", str(tmp_path))
     wait_for(lambda: (tmp_path / "calls").exists() and "b" in bench.calls(), process)
@@ -376,10 +380,46 @@ def test_orphaned_process_of_a_killed_sweep_is_waited_for(bench, tmp_path, file_
     for _ in range(3):
         queue.update()
         assert queue.state == {"a": "done", "b": "waiting"}  # b's process holds the lock
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"b: waiting: .*/b-.* is in use by another process \(pid {process.pid} ", line)
     (tmp_path / "go").touch()
     wait_for(lambda: queue.update() or queue.is_over)
     assert queue.state == {"a": "done", "b": "done"}
     assert bench.calls() == ["a", "b", "b"]  # the second call finds the first one's output
+
+
+def lock_is_a_folder(folder, monkeypatch):
+    (folder / files.LOCK).mkdir()
+
+
+def locks_are_unavailable(folder, monkeypatch):
+    flock = fcntl.flock
+
+    def fail(file, operation):
+        if operation & fcntl.LOCK_NB:
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lock_is_a_folder, "cannot use the folder .*/a-.*: it is a folder"),
+        (locks_are_unavailable, "cannot lock the folder .*/a-.*: No locks available"),
+    ],
+)
+def test_folder_that_cannot_be_locked_is_an_error(bench, tmp_path, monkeypatch, damage, expected):
+    """Only a lock that another process holds is waited for."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    queue = Queue(runs, SweepArgs(data=tmp_path), Engine(), False, print)
+    queue.add([bench("a")])
+    queue.point_runs["a"].create_folder()
+    damage(queue.point_runs["a"].folder, monkeypatch)
+    with pytest.raises(UserError, match=expected):
+        queue.update()
 
 
 def test_sigterm_is_forwarded_to_running_points(bench, tmp_path, file_of):
@@ -408,8 +448,9 @@ def test_concurrent_sweeps_run_a_shared_point_once(bench, tmp_path, file_of):
         assert [line["point"] for line in lines] == ["a", "b"]
 
 
-def test_time_left_covers_all_seeds(tmp_path):
-    point_run = PointRun(Point("m", ("finetune", "--seeds", 3)), tmp_path, tmp_path)
+@pytest.mark.parametrize("options", [("--seeds", 3), ("--seeds=3",)])
+def test_time_left_covers_all_seeds(tmp_path, options):
+    point_run = PointRun(Point("m", ("finetune", *options)), tmp_path, tmp_path)
     for seed in range(2):
         run_ = point_run.out / f"seed_{seed}"
         run_.mkdir(parents=True)
@@ -451,10 +492,10 @@ def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch, 
     )
     assert point_run.is_submitted
     # Slurm has no such job and the workdir is incomplete: it failed and is rerun next time.
-    (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (programs / "squeue").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queries\n')
     (programs / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", ONE_DEVICE["PATH"])
-    monkeypatch.setattr(scheduler, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "_QUERY_SECONDS", 0.01)
     engine = Engine("slurm", ("--gpus=4",))
     queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), engine, False, print)
     queue.add([point_run.point])
@@ -466,10 +507,10 @@ def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch, 
         queue.update()
     assert queue.state == {"m": "failed"}
     assert (
-        point_run.last_words()
+        point_run.last_log_line()
         == f"{folder.name} left the queue before it was complete: see slurm-JOB.out"
     )
-    assert (tmp_path / "asked").read_text().count(f"--name={folder.name} ") == 2
+    assert (tmp_path / "queries").read_text().count(f"--name={folder.name} ") == 2
     assert not point_run.is_submitted
     (programs / "squeue").write_text("#!/bin/sh\necho PENDING\n")
     assert engine.is_queued(point_run)
@@ -554,7 +595,7 @@ def test_finetune_cost_depends_on_the_initial_model(tmp_path):
     )
 
     def estimate(init, task=None, results=()):
-        settings = [f"--config.task.train={file}", "--config.epochs=2", *init, "--seeds", 3]
+        settings = [f"--config.task.train={file}", "--config.epochs=2", *init, "--seeds=3"]
         facts = {"task": task} if task else {}
         point = Point("f", ("finetune", "--config", "configs/table.py", *settings), facts)
         return cost(point, SweepArgs(), results, speed=1e12).flops
@@ -740,6 +781,30 @@ def test_resumed_search_samples_new_values(bench, tmp_path):
         status, results = go([], tmp_path, module=SampledLength(bench), trials=trials)
         assert status == 0
     assert len({line["facts"]["length"] for line in results}) == 4
+
+
+class TwoPoints(Objective):
+    """A trial depends on another point, whose command may contain the sampled value."""
+
+    def __init__(self, make, is_shared):
+        super().__init__(make)
+        self._is_shared = is_shared
+
+    def get_trial(self, args, trial):
+        rate = str(trial.suggest_float("rate", 0.0, 1.0))
+        return self._make("x", rate, self._make("model", "" if self._is_shared else rate))
+
+
+def test_trials_share_a_dependency(bench, tmp_path):
+    status, _ = go([], tmp_path, module=TwoPoints(bench, True), trials=2)
+    assert status == 0
+    assert bench.calls() == ["model", "x", "x"]
+
+
+def test_dependencies_that_differ_between_trials_need_different_names(bench, tmp_path):
+    with pytest.raises(UserError, match=r"get_trial: two different points have the name 'model'"):
+        go([], tmp_path, module=TwoPoints(bench, False), trials=2)
+    assert bench.calls() == ["model", "x"]
 
 
 def test_get_trial_error_names_the_function(bench, tmp_path):

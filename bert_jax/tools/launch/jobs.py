@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bert_jax import files
-from bert_jax.errors import EXIT_USER_ERROR, UserError
+from bert_jax.errors import EXIT_USER_ERROR, InUse, UserError
 from bert_jax.tools.launch.engines import SUBMITTED, python_command, state_folder
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
 
@@ -54,7 +54,7 @@ def _owned(folder: pathlib.Path, name: str) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         try:
             stack.enter_context(files.lock_folder(folder))
-        except UserError:
+        except InUse:
             raise UserError(
                 f"a launcher of {name} is running: see `bert-jax launch status {name}`, or choose "
                 "another --name"
@@ -113,7 +113,7 @@ def _is_running(folder: pathlib.Path) -> bool:
     try:
         with files.lock_folder(folder):
             return False
-    except UserError:
+    except InUse:
         return True
 
 

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import itertools
 import pathlib
 import shlex
 import statistics
@@ -21,6 +20,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives.masking import max_predictions_per_sequence
 from bert_jax.objectives.pretraining import DEFAULT_VOCAB_SIZE
+from bert_jax.summary import duration
 from bert_jax.tools.sweep.points import Point, Sweep, SweepArgs
 from bert_jax.tools.sweep.results import RESULTS, Results, key, verb
 from bert_jax.tools.sweep.scheduler import LAUNCHED, Engine, PointRun
@@ -59,7 +59,7 @@ def cost(point: Point, args: SweepArgs, results: Sequence[dict[str, Any]], speed
         seconds = [r["wall_seconds"] for r in before]
         return Cost(0.0, statistics.median(seconds) if seconds else None)
     kind = Config if point.verb == "pretrain" else FinetuneConfig
-    config, options = _read(point, kind)
+    config, seeds = _config(point, kind), int(point.options.get("--seeds", 1))
     model = config.model
     if kind is Config:
         ends = [0, *config_lib.phase_ends(config)]
@@ -74,14 +74,14 @@ def cost(point: Point, args: SweepArgs, results: Sequence[dict[str, Any]], speed
             num_rows = (end - begin) * (phase.batch_size or config.batch_size)
             flops += num_rows * flops_per_row(model, tokens, 1, predictions)
     else:
-        model = _started_from(point, options.get("--init", "")) or model
+        model = _started_from(point, point.options.get("--init", "")) or model
         tokens = _tokens_before(point, args, before)
         tokens = tokens or _training_bytes(config, args) / _BYTES_A_TOKEN * config.epochs
         row_tokens = config.task.tokens
         flops = tokens / row_tokens * flops_per_row(model, row_tokens, 1, 0)
-        flops *= int(options.get("--seeds", 1))
+        flops *= seeds
     measured, startup = _speed_and_startup(before)
-    speed, seeds = speed or measured or _CORE_FLOPS * cores(), int(options.get("--seeds", 1))
+    speed = speed or measured or _CORE_FLOPS * cores()
     return Cost(flops, flops / speed + startup * seeds if flops else None)
 
 
@@ -120,18 +120,18 @@ def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
     return list(kept.values())
 
 
-def _read(point: Point, kind: type = Config) -> tuple[Any, dict[str, str]]:
-    """Return the config of a command, and its other options by name."""
+def _config(point: Point, kind: type) -> Any:
+    """Return the config of a command."""
     parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
-    settings, rest = config_flags.split(parts)
-    return (config_flags.load(settings, kind) if settings else None), dict(itertools.pairwise(rest))
+    settings, _ = config_flags.split(parts)
+    return config_flags.load(settings, kind)
 
 
 def _started_from(point: Point, init: str) -> ModelConfig | None:
     """Return the model that is fine-tuned; None if it is random or on the hub."""
     for start in point.needs:
         if start.verb == "pretrain":
-            return _read(start, Config)[0].model
+            return _config(start, Config).model
     return _model_of(init) if init and pathlib.Path(init).exists() else None
 
 
@@ -156,11 +156,11 @@ def _tokens_before(point: Point, args: SweepArgs, before: Sequence[dict[str, Any
 def _vocab_size(rows: Sequence[Point]) -> int:
     """Return the vocabulary size of rows; 0 if unknown."""
     vocabs = [part for each in rows[:1] for part in each.needs if part.verb == "vocab"]
-    return int(_read(vocabs[0])[1].get("--size", DEFAULT_VOCAB_SIZE)) if vocabs else 0
+    return int(vocabs[0].options.get("--size", DEFAULT_VOCAB_SIZE)) if vocabs else 0
 
 
 def _tokens_of(rows: Point | None) -> int:
-    return int(_read(rows)[1].get("--tokens", 128)) if rows else 128
+    return int(rows.options.get("--tokens", 128)) if rows else 128
 
 
 def _training_bytes(config: FinetuneConfig, args: SweepArgs) -> float:
@@ -177,17 +177,6 @@ def _training_bytes(config: FinetuneConfig, args: SweepArgs) -> float:
     return sum(sizes, 0.0)
 
 
-def duration(seconds: float | None) -> str:
-    """Format a duration."""
-    if seconds is None:
-        return "?"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
 def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.0) -> str:
     """Return what `--dry-run` prints: the command and estimated cost of every point."""
     results = _measured(sweep.path.parent)
@@ -202,7 +191,8 @@ def describe(sweep: Sweep, runs: pathlib.Path, engine: Engine, speed: float = 0.
         unknown += estimate.seconds is None
         total += estimate.seconds or 0
         flops = f", {estimate.flops:.2g} FLOPs" if estimate.flops else ""
-        lines.append(f"{point.name}: about {duration(estimate.seconds)}{flops}")
+        seconds = "?" if estimate.seconds is None else duration(estimate.seconds)
+        lines.append(f"{point.name}: about {seconds}{flops}")
         lines.append(f"  {shlex.join(engine.command(point, point_runs))}")
     left = sum(not point_run.is_done for point_run in point_runs.values())
     rest = f"; {unknown} of unknown duration" if unknown else ""

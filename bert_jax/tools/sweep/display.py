@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from bert_jax import workdir
-from bert_jax.tools.sweep.cost import duration
+from bert_jax.summary import duration
 from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
 _STYLES = {"running": "bold", "done": "green", "failed": "red", "blocked": "red", "stopped": "yellow"}  # fmt: skip
@@ -18,7 +18,7 @@ def note_of(point_run: PointRun, now: float) -> dict[str, str]:
     runs = sorted(point_run.out.glob("seed_*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     path = runs[-1] if runs else point_run.out / "metrics.jsonl"
     if not path.exists() or not (path.parent / "config.json").exists():
-        return {"note": point_run.last_words()[-60:]}
+        return {"note": point_run.last_log_line()[-60:]}
     with open(path, "rb") as file:
         file.seek(max(path.stat().st_size - 4096, 0))
         lines = file.read().decode(errors="replace").splitlines()
@@ -32,7 +32,8 @@ def note_of(point_run: PointRun, now: float) -> dict[str, str]:
     start_time = starts.stat().st_mtime
     seconds_per_step = (now - start_time) / done if done > 0 else None
     # The remaining seeds of a point have as many steps each.
-    remaining = steps * (_seeds(point_run) - len(runs)) if runs else 0
+    seeds = int(point_run.point.options.get("--seeds", 1))
+    remaining = steps * (seeds - len(runs)) if runs else 0
     left = (steps - line["step"] + remaining) * seconds_per_step if seconds_per_step else None
     loss = next((v for k, v in line.items() if k.endswith("loss")), None)
     return {
@@ -41,11 +42,6 @@ def note_of(point_run: PointRun, now: float) -> dict[str, str]:
         "left": duration(left) if left is not None else "",
         "note": path.parent.name if runs else "",
     }
-
-
-def _seeds(point_run: PointRun) -> int:
-    parts = list(map(str, point_run.point.command))
-    return int(parts[parts.index("--seeds") + 1]) if "--seeds" in parts else 1
 
 
 class Display:
@@ -110,7 +106,7 @@ class Display:
             running = states[name] == "running"
             note = note_of(self._scheduler.point_runs[name], now) if running else {}
             if states[name] == "failed":
-                note = {"note": self._scheduler.point_runs[name].last_words()[-80:]}
+                note = {"note": self._scheduler.point_runs[name].last_log_line()[-80:]}
             cells = [note.get(key, "") for key in ("step", "loss", "left", "note")]
             shown.add_row(name, text.Text(states[name], _STYLES.get(states[name], "dim")), *cells)
         return shown

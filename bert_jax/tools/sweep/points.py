@@ -71,6 +71,15 @@ class Point:
         """The points that the command contains."""
         return [part for part in self.command if isinstance(part, Point)]
 
+    @property
+    def options(self) -> dict[str, str]:
+        """Values of options by name, from `--name VALUE` and `--name=VALUE`; "" for points."""
+        words = []
+        for part in self.command[1:]:
+            word = "" if isinstance(part, Point) else str(part)
+            words += word.split("=", 1) if word.startswith("--") else [word]
+        return dict(itertools.pairwise(words))
+
     def display_command(self, data: pathlib.Path | str) -> list[str]:
         """Return the command with names for points and $BERT_JAX_DATA for the data folder."""
         return [

@@ -87,7 +87,7 @@ def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) ->
     }
     for name in by["failed"]:
         point_run = scheduler.point_runs[name]
-        print(f"{name} failed: {point_run.last_words()} ({point_run.log})", file=sys.stderr)
+        print(f"{name} failed: {point_run.last_log_line()} ({point_run.log})", file=sys.stderr)
     if by["blocked"]:
         print(f"not run because a dependency failed: {', '.join(by['blocked'])}", file=sys.stderr)
     print(f"{len(by['done'])} of {len(scheduler.state)} points done", file=sys.stderr)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from bert_jax import files, workdir
 from bert_jax.config import Config
 from bert_jax.data.workers import cores
-from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.errors import EXIT_INTERRUPTED, InUse
 from bert_jax.tools import launch
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
@@ -27,7 +27,7 @@ LAUNCHED = ("pretrain", "finetune")
 # Engines that queue a job and return; the workdir shows when it has ended.
 ASYNCHRONOUS = ("slurm", "gke", "sky")
 # Interval between queries of a queue; a job that is missing twice is gone.
-_ASK_SECONDS = 60.0
+_QUERY_SECONDS = 60.0
 # Maximum number of restarts of a preempted run (exit status 75).
 _RESTARTS = 100
 
@@ -87,7 +87,7 @@ class PointRun:
         attempts = self.attempts()
         return bool(attempts) and attempts[-1]["status"] is None and not self.is_done
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last line of the log."""
         try:
             lines = self.log.read_text(errors="replace").replace("\r", "\n").splitlines()
@@ -160,10 +160,10 @@ def _job(point_run: PointRun) -> str:
 class _Running(NamedTuple):
     point_run: PointRun
     process: subprocess.Popen | None  # None for a submitted job
-    begun: float
+    start_time: float
     lock: contextlib.ExitStack
-    asked: float = 0.0  # time of the last query of the queue
-    missed: int = 0  # number of queries in a row that did not find it
+    query_time: float = 0.0  # time of the last query of the queue
+    num_misses: int = 0  # number of queries in a row that did not find it
 
 
 class Scheduler:
@@ -195,6 +195,7 @@ class Scheduler:
         self._resubmit = resubmit
         self._running: dict[str, _Running] = {}
         self._restarts: dict[str, int] = {}
+        self._in_use: set[str] = set()  # points reported as waiting for another process
         self._stopping = False
 
     def add(self, points: Iterable[Point]) -> None:
@@ -237,7 +238,7 @@ class Scheduler:
                 if running.point_run.is_done:
                     self._release(name, "done")
                 else:
-                    self._ask(name, running)
+                    self._query_queue(name, running)
             elif running.process.poll() is not None:
                 self._ended(name, running, launch.exit_status(running.process))
         if self._stopping:
@@ -256,8 +257,11 @@ class Scheduler:
         lock = contextlib.ExitStack()
         try:
             held = lock.enter_context(files.lock_folder(point_run.folder))
-        except UserError:
-            return  # another sweep, or a process that a killed one left, runs it: wait
+        except InUse as error:  # by another sweep, or a process that a killed one left
+            if name not in self._in_use:
+                self._in_use.add(name)
+                print(f"{name}: waiting: {error}", file=sys.stderr, flush=True)
+            return
         if point_run.is_done:
             lock.close()
             self._finish(point_run)
@@ -301,14 +305,14 @@ class Scheduler:
         else:
             self._release(name, "failed")
 
-    def _ask(self, name: str, running: _Running) -> None:
+    def _query_queue(self, name: str, running: _Running) -> None:
         """Check whether a job is still queued; its workdir may become visible after its end."""
         now, point_run = time.time(), running.point_run
-        if now - running.asked < _ASK_SECONDS:
+        if now - running.query_time < _QUERY_SECONDS:
             return
-        missed = 0 if self._engine.is_queued(point_run) else running.missed + 1
-        self._running[name] = running._replace(asked=now, missed=missed)
-        if missed < 2:
+        num_misses = 0 if self._engine.is_queued(point_run) else running.num_misses + 1
+        self._running[name] = running._replace(query_time=now, num_misses=num_misses)
+        if num_misses < 2:
             return
         with open(point_run.log, "a") as log:
             log.write(
@@ -318,10 +322,10 @@ class Scheduler:
         self._release(name, "failed")
 
     def _record(self, running: _Running, status: int | None) -> None:
-        begun = datetime.datetime.fromtimestamp(running.begun, datetime.UTC)
+        start = datetime.datetime.fromtimestamp(running.start_time, datetime.UTC)
         running.point_run.add(
-            begun=begun.isoformat(timespec="seconds"),
-            seconds=round(time.time() - running.begun, 1),
+            begun=start.isoformat(timespec="seconds"),
+            seconds=round(time.time() - running.start_time, 1),
             status=status,
             on=self._engine.on,
             load=round(os.getloadavg()[0], 2),

@@ -68,24 +68,28 @@ class Search:
             if scheduler.is_stopping:
                 return
             trial = self._study.ask()
-            point = self._point(trial)
-            point = dataclasses.replace(point, name=f"trial_{trial.number}")
-            point.facts.update(trial=trial.number, **trial.params)
-            scheduler.add(
-                p
-                for p in ordered(self._sweep.path, [point], self._sweep.args.data)
-                if p.name not in scheduler.point_runs
-            )
-            self._open[point.name] = trial
+            try:
+                points = self._points(trial, scheduler.point_runs)
+            except UserError:
+                self._study.tell(trial, state=self._states.FAIL)
+                raise
+            scheduler.add(p for p in points if p.name not in scheduler.point_runs)
+            self._open[points[-1].name] = trial
 
-    def _point(self, trial: Any) -> Point:
-        """Return the point of a trial."""
+    def _points(self, trial: Any, point_runs: dict[str, PointRun]) -> list[Point]:
+        """Return the point of a trial after its dependencies, which may be among `point_runs`."""
         path, args = self._sweep.path, self._sweep.args
-        try:
-            return call(path, lambda: self._get(args, trial), "get_trial")
-        except UserError:
-            self._study.tell(trial, state=self._states.FAIL)
-            raise
+        point = call(path, lambda: self._get(args, trial), "get_trial")
+        point = dataclasses.replace(point, name=f"trial_{trial.number}")
+        point.facts.update(trial=trial.number, **trial.params)
+        points = ordered(path, [point], args.data)
+        for p in points:
+            if p.name in point_runs and point_runs[p.name].digest != p.digest(args.data):
+                raise UserError(
+                    f"{path}: get_trial: two different points have the name {p.name!r}; "
+                    "add trial.number to the name"
+                )
+        return points
 
     def _value(self, point_run: PointRun) -> float:
         metrics = [line["metrics"] for line in lines_of(point_run, self._sweep.args)]
