@@ -222,7 +222,7 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
             cells = [spread(by_start[s]) if s in by_start else "not run" for s in starts]
             lines.append(f"| {name} | {dataset.metric} | {' | '.join(cells)} |")
     lines += [
-        *("", verdict(results), ""),
+        *("", verdict(results), *unequal(results), ""),
         "`trainer.py` fine-tunes `minilm` with transformers' Trainer, which reads, tokenizes, pads and",
         "scores on its own; both follow Google's learning-rate schedule. With the same batches and without",
         "dropout, all losses of a run equal PyTorch's to 1e-4 (tests/test_finetuning.py). Here seeds, dropout",
@@ -259,6 +259,16 @@ def verdict(results: list[dict[str, Any]]) -> str:
         if start != "none" and (name, "none") in means and mean <= means[name, "none"]
     ]
     return "Not better than random parameters: " + ("; ".join(worse) or "none") + "."
+
+
+def unequal(results: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence about datasets whose starts were trained for different numbers of epochs."""
+    found = []
+    for name in SETS:
+        epochs = {r["start"]: r["epochs"] for r in results if r["set"] == name}
+        if len(set(epochs.values())) > 1:
+            found.append(f"{name} ({', '.join(f'{s} {n:g}' for s, n in epochs.items())})")
+    return [f"Unequal numbers of epochs: {'; '.join(found)}."] if found else []
 
 
 def main() -> None:
