@@ -180,6 +180,9 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
                 f"{value!r}, the default, with config.model.causal=true, which masks nothing"
             )
             require(getattr(masking, name) == value, f"masking.{name}", requirement)
+    if model.span_boundary:
+        requirement = f"0 or hidden={model.hidden} with config.model.span_boundary=true"
+        require(model.embedding_width == model.hidden, "model.embedding_size", requirement)
     require(config.checkpoint.every_steps > 0, "checkpoint.every_steps", "above 0")
     require(0 < masking.rate < 1, "masking.rate", "in (0, 1)")
     split = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)

@@ -140,7 +140,7 @@ class MaskSampler:
         top: number of candidates for each mask.
 
     Raises:
-        UserError: a text has no mask or is too long, or the model is causal.
+        UserError: a text has no mask or is too long, or the model is causal or ELECTRA.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class MaskSampler:
         mesh: jax.sharding.Mesh,
         top: int = 5,
     ):
-        if model.causal:
+        if model.causal or not model.masked_lm:
             raise UserError(
-                "config.sample_texts: a causal model does not fill in masks; set it to ''"
+                "config.sample_texts: a causal model or ELECTRA does not fill in masks; set it to ''"
             )
         inputs = jax.device_get(inputs_of(vocabulary, texts, model.positions))
         is_mask = inputs.tokens == vocabulary.mask_id

@@ -80,6 +80,10 @@ def refusal(call, *arguments) -> str:
             "config.model.features is 'last': it must be ''",
         ),
         (Config(model=ModelConfig(features="first")), "config.model.features is 'first'"),
+        (
+            Config(model=ModelConfig(span_boundary=True, embedding_size=128)),
+            "config.model.embedding_size is 128: it must be 0 or hidden=768 with",
+        ),
         (Config(masking=MaskingConfig(mask_fraction=0.9)), "config.masking"),
         (
             Config(masking=MaskingConfig(mask_fraction=1.1, same_fraction=-0.2)),

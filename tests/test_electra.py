@@ -11,15 +11,16 @@ import scipy.stats
 import torch
 import transformers
 
-from bert_jax import cli
+from bert_jax import cli, sharding
 from bert_jax.architectures import model_size
-from bert_jax.config import Config, MaskingConfig, ModelConfig
+from bert_jax.config import Config, MaskingConfig, MeshConfig, ModelConfig
 from bert_jax.config_checks import validate
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
-from bert_jax.data.wordpiece import SPECIAL
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.inference import MaskSampler
 from bert_jax.model.bert import Bert, flatten, shapes, split_generator
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import electra
@@ -226,6 +227,12 @@ def test_generator_hidden_must_be_a_multiple_of_head_size():
         ReplacedTokens(
             model, MaskingConfig(), rows.RowFormat(T, 1, VOCAB), 3, np.zeros(VOCAB, bool)
         )
+
+
+def test_sample_texts_are_rejected():
+    vocabulary = Vocabulary((*SPECIAL, "a"), True)
+    with pytest.raises(UserError, match=r"config\.sample_texts: .* ELECTRA does not fill in masks"):
+        MaskSampler(MODEL, vocabulary, ["a [MASK]"], sharding.make_mesh(MeshConfig()))
 
 
 def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):

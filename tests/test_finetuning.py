@@ -333,6 +333,14 @@ def test_head_transform_is_initialized_from_the_masked_lm():
         "classifier",
         "head",
     ]
+    # The masked-LM head of a model with smaller embeddings has another shape.
+    small = dataclasses.replace(start, embedding_size=start.hidden // 2)
+    model_of_small = dataclasses.replace(model, embedding_size=small.embedding_size)
+    taken, new = finetuning.restored(
+        FinetuneConfig(model=model_of_small), small, random_params(small)
+    )
+    assert new == ["classifier", "head"]
+    assert "head" not in taken
     taken, new = finetuning.restored(FinetuneConfig(model=kept), model, random_params(model))
     assert "head" in taken
     assert new == ["classifier"]

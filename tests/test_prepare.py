@@ -695,6 +695,15 @@ def test_too_few_documents_for_pairs_or_heldout(tmp_path):
     manifest = prepare([one], vocab, tmp_path / "one", workers=1, heldout_fraction=0.2)
     assert manifest.heldout.documents == 0
     assert any("too few or too short to hold out" in warning for warning in manifest.warnings)
+    # Of these documents only the first can be divided, and pairs need two in each split.
+    sentences = "d1w1 d1w2 d1w3\n" * 120
+    (tmp_path / "long.txt").write_text(f"{sentences}\nd2w1 d2w2\n\nd3w1 d3w2\n")
+    long = f"google:{tmp_path}/long.txt"
+    manifest = prepare([long], vocab, tmp_path / "long", tokens=32, workers=1)
+    assert manifest.heldout.documents == 0
+    assert any("too few or too short to hold out" in warning for warning in manifest.warnings)
+    manifest = prepare([long], vocab, tmp_path / "single", tokens=32, pairs="none", workers=1)
+    assert manifest.heldout.documents == 1
     text, vocab = write_corpus(tmp_path, 4)
     with pytest.raises(UserError, match="heldout_fraction"):
         prepare([text], vocab, tmp_path / "none", workers=1, heldout_fraction=0.999999)

@@ -172,6 +172,7 @@ def test_layout_under_jit():
     assert np.array(got.position_ids).tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]
     assert np.array(got.token_type_ids).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
     assert np.array(got.cls)[0, :2].tolist() == [0, 5]
+    assert np.array(rows.is_real(got)).tolist() == [[True] * 9 + [False] * 2]
 
 
 # --- The manifest ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bert_jax.data import rows
+from bert_jax.data.instances import truncated_lengths
 from bert_jax.data.loader import Batch
 from bert_jax.data.shuffle import shuffled
 from bert_jax.data.wordpiece import Vocabulary
@@ -74,15 +75,10 @@ def pair(
         return np.array([*cls, *kept, *sep], np.int32), len(kept) + 2, len(a) - len(kept)
     between = vocabulary.separator_ids
     room = max_tokens - 2 - len(between)
-    n_a, n_b = len(a), len(b)
-    excess = max(n_a + n_b - room, 0)
-    # Equivalent to removing one token at a time: first the difference, then by turns.
-    from_longer = min(excess, abs(n_a - n_b))
-    rest = excess - from_longer
-    cut_a = (from_longer if n_a > n_b else 0) + rest // 2
-    cut_b = (from_longer if n_b >= n_a else 0) + rest - rest // 2
-    tokens = [*cls, *a[: n_a - cut_a], *between, *b[: n_b - cut_b], *sep]
-    return np.array(tokens, np.int32), n_a - cut_a + 1 + len(between), excess
+    n_a, n_b = truncated_lengths(len(a), len(b), room)
+    tokens = [*cls, *a[:n_a], *between, *b[:n_b], *sep]
+    removed = len(a) + len(b) - n_a - n_b
+    return np.array(tokens, np.int32), n_a + 1 + len(between), removed
 
 
 class Shape(NamedTuple):

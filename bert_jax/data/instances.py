@@ -122,6 +122,7 @@ class Instances:
     ) -> np.ndarray:
         """Return random consecutive sentences of another document, until they reach `target`."""
         documents = self._documents
+        assert len(documents) > 1
         for _ in range(_TRIES):
             other = _draw(rng, len(documents) - 1)
             entry = documents.entry(other + (other >= number))

@@ -433,12 +433,15 @@ def _plan(
 
     # How many tokens at the end of a document are held out, by its hash, where it is not all.
     tails: dict[int, tuple[int, int]] = {}
+    # A random next sentence comes from another document of the same split.
+    min_documents = 2 if job.pairs == "nsp" else 1
     target = math.ceil(heldout_fraction * tokens)
     enough = len(lowest) > 1 and lowest["hash"][1] < threshold
     if target and not (enough and target / 2 <= heldout_tokens <= 2 * target):
         threshold = np.uint64(0)
         tails = _heldout_ends(job, lowest, copies, target)
-        if not tails:
+        if len(tails) < min_documents:
+            tails = {}
             warnings.append(
                 f"the corpus has {documents:,} documents, too few or too short to hold out a part"
             )
@@ -469,7 +472,7 @@ def _plan(
                 size[split], unit[split] = int(ends[-1]), int(units[-1])
     for split in starts:
         starts[split].append(count[split])
-    if count["train"] < (2 if job.pairs == "nsp" else 1):
+    if count["train"] < min_documents:
         raise UserError(
             f"heldout_fraction {heldout_fraction} leaves fewer than two documents to train on; lower it"
         )

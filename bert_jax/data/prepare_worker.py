@@ -92,7 +92,7 @@ class Unit(NamedTuple):
     """Documents [first, end) of a split, to be written to the shard `name`."""
 
     split: str
-    turn: int  # index of the pass over the corpus
+    pass_index: int  # pass over the corpus, from 0
     first: int
     end: int
     name: str
@@ -285,7 +285,7 @@ class Worker:
         from array_record.python.array_record_module import ArrayRecordWriter
 
         job = self._job
-        rng = random.Random(f"{job.seed} {unit.split} {unit.turn} {unit.first}")
+        rng = random.Random(f"{job.seed} {unit.split} {unit.pass_index} {unit.first}")
         instances = Instances(
             _Documents(job, unit.split),
             job.vocabulary,

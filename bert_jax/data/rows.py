@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from bert_jax import storage
 from bert_jax.config import build
@@ -224,6 +224,11 @@ def layout(length: Int[Any, "B S"], a_length: Int[Any, "B S"], tokens: int) -> L
     cls = (end - length).clip(0, tokens - 1)
     # NumPy sums int32 to int64, JAX to int32.
     return Layout(*(x.astype("int32") for x in (sequence, position, segment, cls)))
+
+
+def is_real(layout: Layout) -> Bool[Any, "B T"]:
+    """Return whether each token is not padding."""
+    return layout.segment_ids < layout.cls.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,11 +93,11 @@ def token_inputs(config: ModelConfig, layout: Layout) -> Tokens:
     if config.position_kind != "rope":
         return Tokens(layout.segment_ids, None)
     head_size, theta = config.hidden // config.heads, config.rope_theta
-    everywhere, nearby = (
+    global_rotation, local_rotation = (
         rotation(layout.position_ids, head_size, base)
         for base in (theta, config.local_rope_theta or theta)
     )
-    return Tokens(layout.segment_ids, (everywhere, nearby))
+    return Tokens(layout.segment_ids, (global_rotation, local_rotation))
 
 
 class LayerKind(NamedTuple):

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config import DistillConfig, ModelConfig, TrainConfig
+from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
@@ -53,9 +54,12 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
     from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
 
     source = config.distill.teacher
-    teacher, theirs, params, _ = open_model(source, "best")
-    same = len(theirs) == config.model.vocab_size if vocabulary is None else theirs == vocabulary
-    if not same:
+    teacher, teacher_vocabulary, params, _ = open_model(source, "best")
+    if vocabulary is None:
+        is_same = len(teacher_vocabulary) == config.model.vocab_size
+    else:
+        is_same = teacher_vocabulary == vocabulary
+    if not is_same:
         raise UserError(
             f"the teacher {source} has another vocabulary than the student: prepare rows with its "
             "vocab.txt, or choose another teacher"
@@ -193,7 +197,16 @@ class Distilled(MaskedLM):
     """
 
     def __init__(self, distill: DistillConfig, teacher: Teacher, *args: Any):
-        """The last arguments are those of `MaskedLM`."""
+        """Initialize for rows of one format.
+
+        Args:
+            distill: weights and settings of the losses.
+            teacher: the teacher.
+            *args: arguments of `MaskedLM`, with the student's config.
+
+        Raises:
+            UserError: the teacher does not fit.
+        """
         super().__init__(*args)
         student, self._distill, self.teacher = self.model.config, distill, teacher.params
         self._teacher_model = Bert(teacher.model)
@@ -213,10 +226,8 @@ class Distilled(MaskedLM):
         normalizers = super().normalizers(inputs)
         if self._distill.logits:
             normalizers[LOGITS] = jnp.sum(inputs.masked.weights)
-        return normalizers | dict.fromkeys(self._states.names, jnp.sum(self._is_real(inputs)))
-
-    def _is_real(self, inputs: Inputs) -> Bool[Array, "B T"]:
-        return inputs.layout.segment_ids < self.masker.sequences
+        real_tokens = jnp.sum(rows.is_real(inputs.layout))
+        return normalizers | dict.fromkeys(self._states.names, real_tokens)
 
     def loss_terms(
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
@@ -224,20 +235,21 @@ class Distilled(MaskedLM):
         """Return losses and metrics as (sum, weight); the student's dropout is on if `key` is given."""
         masked, layout = inputs.masked, inputs.layout
         args = (masked.tokens, layout, masked.positions)
-        own, theirs = self._states.layers
+        student_layer, teacher_layer = self._states.layers
         student: Any = self.model.apply(
-            {"params": params}, *args, key, own, method=Bert.for_distillation
+            {"params": params}, *args, key, student_layer, method=Bert.for_distillation
         )
         teacher: Any = self._teacher_model.apply(
-            {"params": params["teacher"]}, *args, None, theirs, method=Bert.for_distillation
+            {"params": params["teacher"]}, *args, None, teacher_layer, method=Bert.for_distillation
         )
         loss_terms = self.logit_terms(inputs, *student[0])
         if self._distill.logits:
             vocab = self.model.config.vocab_size  # without the padding
-            ours, others = (outputs[0][0][..., :vocab] for outputs in (student, teacher))
-            temperature = self._distill.temperature
-            loss_terms[LOGITS] = logit_loss(ours, others, masked.weights, temperature)
-        is_real = self._is_real(inputs)
+            student_logits, teacher_logits = (x[0][0][..., :vocab] for x in (student, teacher))
+            loss_terms[LOGITS] = logit_loss(
+                student_logits, teacher_logits, masked.weights, self._distill.temperature
+            )
+        is_real = rows.is_real(layout)
         return loss_terms | self._states(student[1:], teacher[1:], layout.segment_ids, is_real)
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:

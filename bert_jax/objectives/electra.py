@@ -1,8 +1,8 @@
 """ELECTRA: replaced-token detection (Clark et al. 2020, arXiv 2003.10555, section 3).
 
 A small generator, trained as a masked LM, replaces the masked tokens by samples of its predictions. The
-discriminator, which is the model that one keeps, decides of every token whether it was replaced. Both
-share the embeddings and are trained together; no gradient flows through the samples.
+discriminator, which is the final model, predicts for each token whether it was replaced. Both share the
+embeddings and are trained together; no gradient flows through the samples.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config import ModelConfig
+from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.model.layers import fold_in
@@ -69,11 +70,8 @@ class ReplacedTokens(MaskedLM):
 
     def normalizers(self, inputs: Inputs) -> dict[str, Float[Array, ""]]:  # pyright: ignore
         """Return the normalizer of each loss for a whole batch, before it is split into parts."""
-        is_real = self._is_real(inputs)
+        is_real = rows.is_real(inputs.masked_lm.layout)
         return super().normalizers(inputs.masked_lm) | {LOSS: jnp.sum(is_real.astype(jnp.float32))}
-
-    def _is_real(self, inputs: Inputs) -> Bool[Array, "B T"]:
-        return inputs.masked_lm.layout.segment_ids < self.masker.sequences
 
     def loss_terms(  # pyright: ignore
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
@@ -93,7 +91,7 @@ class ReplacedTokens(MaskedLM):
             method=Bert.replaced_token_logits,
         )  # fmt: skip
         terms = self.logit_terms(inputs.masked_lm, generated, None)
-        return terms | detection_terms(detected, is_replaced, self._is_real(inputs))
+        return terms | detection_terms(detected, is_replaced, rows.is_real(layout))
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the weighted sum of the losses, and the generator's perplexity."""

@@ -124,7 +124,8 @@ def restored(
     if model.has_pooler and not start.has_pooler:
         new.append("pooler")
     if model.has_head_transform and not start.has_head_transform:
-        if start.masked_lm and start.transform:  # as in transformers, where they have one name
+        if start.masked_lm and start.transform and start.embedding_width == model.hidden:
+            # As in transformers, where both layers have the same name.
             params = params | {"head": {k: params["masked_lm"][k] for k in ("transform", "norm")}}
         else:
             new.append("head")

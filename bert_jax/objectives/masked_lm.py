@@ -133,7 +133,7 @@ class MaskedLM:
             span_args = (span_logits, masked.labels, _span_weights(masked))
             loss_terms["span_boundary_loss"] = losses.cross_entropy(*span_args)
             loss_terms["span_boundary_accuracy"] = losses.accuracy(*span_args)
-        real = inputs.layout.segment_ids < self.masker.sequences
+        real = rows.is_real(inputs.layout)
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
 

@@ -2,8 +2,9 @@
 
 Masking runs on the device and is different in every step. Of a sequence's n tokens, round(rate * n)
 are selected, at least 1 and at most a maximum, never [CLS] or [SEP]. By default 80% of these become
-[MASK], 10% are kept and 10% become a random token. With `MaskingConfig.span`, the selected tokens form
-spans, of which this is decided (SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1).
+[MASK], 10% are kept and 10% become a random token. With `MaskingConfig.span`, tokens are selected in
+spans, and one of the three replacements is drawn per span (SpanBERT: Joshi et al. 2019, arXiv
+1907.10529, section 3.1).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bert_jax.config import MaskingConfig
-from bert_jax.data.rows import Layout
+from bert_jax.data.rows import Layout, is_real
 
 
 class MaskedBatch(NamedTuple):
@@ -183,10 +184,10 @@ class Masker:
             | (layout.position_ids == n - 1)
         )
         # Sequences across documents ("full-sentences") have a [SEP] in between. Every sequence ends in
-        # [SEP], so the first one's last token tells its id.
+        # [SEP], so the id of [SEP] is read from the last token of the first sequence.
         separator = jnp.take_along_axis(tokens, jnp.maximum(length[:, :1] - 1, 0), 1)
         special |= tokens == separator
-        candidate = (layout.segment_ids < self.sequences) & ~special
+        candidate = is_real(layout) & ~special
         num_predictions = per_token(num_predictions)
         same_sequence = layout.segment_ids[:, :, None] == layout.segment_ids[:, None, :]
 
@@ -321,11 +322,11 @@ def spans(masked: MaskedBatch) -> Spans:
 
     [CLS] and [SEP] are never selected, so no span crosses a sequence and both neighbors exist.
     """
-    positions, is_real = masked.positions, masked.weights > 0
-    follows = (positions[:, 1:] == positions[:, :-1] + 1) & is_real[:, 1:]
+    positions, is_prediction = masked.positions, masked.weights > 0
+    follows = (positions[:, 1:] == positions[:, :-1] + 1) & is_prediction[:, 1:]
     is_first = jnp.pad(~follows, ((0, 0), (1, 0)), constant_values=True)
     is_last = jnp.pad(~follows, ((0, 0), (0, 1)), constant_values=True)
-    first = jax.lax.cummax(jnp.where(is_first & is_real, positions, 0), axis=1)
+    first = jax.lax.cummax(jnp.where(is_first & is_prediction, positions, 0), axis=1)
     end = jnp.iinfo(positions.dtype).max
-    last = jax.lax.cummin(jnp.where(is_last & is_real, positions, end), axis=1, reverse=True)
+    last = jax.lax.cummin(jnp.where(is_last & is_prediction, positions, end), axis=1, reverse=True)
     return Spans(first - 1, last + 1, positions - first)

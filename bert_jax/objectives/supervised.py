@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.config import DistillConfig, EmbedConfig, ModelConfig
@@ -130,7 +130,7 @@ class Supervised:
         total = jnp.sum(self.loss_weights(inputs))
         if not self.teacher:
             return {"loss": total}
-        states = dict.fromkeys(self._states.names, jnp.sum(_is_real(inputs)))
+        states = dict.fromkeys(self._states.names, jnp.sum(rows.is_real(inputs.layout)))
         return {"loss": total, LOGITS: total, **states}
 
     def loss_terms(
@@ -142,7 +142,7 @@ class Supervised:
         else:
             logits, loss_terms = self._logits(params, inputs, key), {}
         loss_terms |= self.losses(logits, inputs, self.loss_weights(inputs))
-        real = _is_real(inputs)
+        real = rows.is_real(inputs.layout)
         loss_terms["real_fraction"] = (jnp.sum(real.astype(jnp.float32)), jnp.float32(real.size))
         return loss_terms
 
@@ -151,29 +151,30 @@ class Supervised:
     ) -> tuple[Any, dict[str, WeightedSum]]:
         """Return the logits, and the losses against the teacher."""
         args, weights, terms = (inputs.tokens, inputs.layout), self.loss_weights(inputs), {}
-        models = ((self.model, params, key), (self._teacher_model, params["teacher"], None))
-        outputs: Any
+        logits: Any
+        teacher_logits: Any
         if self._states.names:
-            outputs = [
-                model.apply(
-                    {"params": own}, *args, None, own_key, layer, method=Bert.for_distillation
-                )
-                for (model, own, own_key), layer in zip(models, self._states.layers, strict=True)
-            ]
-            ours, theirs = (output[1:] for output in outputs)
-            terms |= self._states(ours, theirs, inputs.layout.segment_ids, _is_real(inputs))
-            outputs = [output[0] for output in outputs]
+            student_layer, teacher_layer = self._states.layers
+            student: Any = self.model.apply(
+                {"params": params}, *args, None, key, student_layer, method=Bert.for_distillation
+            )
+            teacher: Any = self._teacher_model.apply(
+                {"params": params["teacher"]}, *args, None, None, teacher_layer,
+                method=Bert.for_distillation,
+            )  # fmt: skip
+            logits, teacher_logits = student[0], teacher[0]
+            is_real = rows.is_real(inputs.layout)
+            terms |= self._states(student[1:], teacher[1:], inputs.layout.segment_ids, is_real)
         else:
-            outputs = [
-                model.apply({"params": own}, *args, own_key, method=Bert.classify)
-                for model, own, own_key in models
-            ]
-        logits, teacher = outputs
+            logits = self._logits(params, inputs, key)
+            teacher_logits = self._teacher_model.apply(
+                {"params": params["teacher"]}, *args, None, method=Bert.classify
+            )
         if getattr(self.dataset, "objective", "class") == "number":
-            error = (logits[..., 0] - teacher[..., 0]) ** 2
+            error = (logits[..., 0] - teacher_logits[..., 0]) ** 2
             terms[LOGITS] = (jnp.sum(error * weights), jnp.sum(weights))
         else:
-            terms[LOGITS] = logit_loss(logits, teacher, weights, self._temperature)
+            terms[LOGITS] = logit_loss(logits, teacher_logits, weights, self._temperature)
         return logits, terms
 
     def predict(self, params: Params, inputs: Inputs) -> dict[str, Array]:
@@ -213,11 +214,6 @@ class Supervised:
         shown = [name for name in (self.best_metric.name, "accuracy") if name in summary][:1]
         shown = [name for name in ("loss", *shown) if name in summary]
         return " ".join(f"{name} {summary[name]:.4g}" for name in shown)
-
-
-def _is_real(inputs: Inputs) -> Bool[Array, "B T"]:
-    """Return whether each token is not padding."""
-    return inputs.layout.segment_ids < inputs.example.shape[1]
 
 
 def label_losses(

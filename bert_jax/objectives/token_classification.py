@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from bert_jax.data.examples import NO_EXAMPLE
+from bert_jax.data.rows import is_real
 from bert_jax.objectives.supervised import Inputs, Supervised
 
 
@@ -15,8 +16,7 @@ class TokenClassification(Supervised):
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B T"]:
         """Return 1 for each labeled token, else 0."""
-        real = inputs.layout.segment_ids < inputs.example.shape[1]
-        return (real & (inputs.label != NO_EXAMPLE)).astype(jnp.float32)
+        return (is_real(inputs.layout) & (inputs.label != NO_EXAMPLE)).astype(jnp.float32)
 
     def unpack(
         self, logits: Float[np.ndarray, "T C"], lengths: Int[np.ndarray, " S"], slot: int
