@@ -417,7 +417,7 @@ class GuardConfig:
     sigmas: float = _positive(10.0)
     rollback_steps: int = _not_negative(16)
     # The run stops after more than this many bad steps. Of spikes that are only reported, at most
-    # this many are recorded.
+    # this many are recorded and printed.
     max_incidents: int = _not_negative(100)
     # Compute a step twice every this many steps and stop the run if the results differ (faulty
     # hardware or a race condition). 0 disables the check.

@@ -31,8 +31,8 @@ from bert_jax.tracing import Summarize
 from bert_jax.train import train
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"
-# Settings of a task that are paths.
-_PLACES = ("data", "train", "dev", "test")
+# Fields of a task that are paths.
+_PATH_FIELDS = ("data", "train", "dev", "test")
 # Value of `init` for random weights instead of a checkpoint.
 SCRATCH = "none"
 
@@ -61,8 +61,8 @@ def load_dataset(
             f"lines from standard input do not suffice for a task of kind {task.kind!r}: pass a file "
             "in the layout of the fine-tuning data"
         )
-    places = {name: str(storage.local(getattr(task, name))) for name in _PLACES}
-    task = dataclasses.replace(task, **places)
+    local_paths = {name: str(storage.local(getattr(task, name))) for name in _PATH_FIELDS}
+    task = dataclasses.replace(task, **local_paths)
     if task.kind == "squad":
         kind = Squad
     elif task.kind == "pairs":
@@ -223,6 +223,9 @@ def evaluate_run(
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's checkpoint on every split except training, and write its predictions.
 
+    The files are metrics.json and predictions/; of a checkpoint that was chosen by `which`, they are
+    metrics_STEP.json and predictions_STEP/, so that the run's own results stay as they are.
+
     Args:
         folder: the workdir.
         dataset: the run's data; None reads them again.
@@ -230,30 +233,27 @@ def evaluate_run(
         which: as in `checkpoint.load_model`.
 
     Returns:
-        The content of the workdir's metrics.json: the step, and the metrics by split.
+        The content of the metrics' file: the step, and the metrics by split.
     """
     folder = pathlib.Path(folder)
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, FinetuneConfig)
     if dataset is None:
         dataset = load_dataset(config.task, vocabulary, config.model.labels)
+    suffix = "" if which == "best" else f"_{step}"
     results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": dataset.best_by}
     for split, examples in dataset.splits.items():
         if split != "train" and len(examples):
             logits = predict(config, params, dataset, split, mesh or MeshConfig())
             metrics = dataset.score(split, logits) if has_labels(examples) else {}
-            if split == "dev" and _tuned(dataset, metrics) is not dataset:
-                dataset = _tuned(dataset, metrics)
-                metrics = dataset.score(split, logits)
+            if split == "dev" and isinstance(dataset, Squad):
+                tuned = dataset.tuned(metrics)
+                if tuned is not dataset:
+                    dataset, metrics = tuned, tuned.score(split, logits)
             results[split] = metrics
-            dataset.write(split, logits, _make_folder(folder / PREDICTIONS / split))
-    files.write_json(folder / METRICS, results)
+            dataset.write(split, logits, _make_folder(folder / f"{PREDICTIONS}{suffix}" / split))
+    files.write_json(folder / f"metrics{suffix}.json", results)
     return results
-
-
-def _tuned(dataset: FinetuneDataset, dev: dict[str, float]) -> FinetuneDataset:
-    """Return the dataset with the null threshold tuned on dev (SQuAD 2.0), others unchanged."""
-    return dataset.tuned(dev) if isinstance(dataset, Squad) else dataset
 
 
 def _make_folder(folder: pathlib.Path) -> pathlib.Path:
@@ -292,18 +292,23 @@ def predict_new(
     params: Params,
     source: str,
     folder: str | pathlib.Path,
+    step: int,
 ) -> tuple[FinetuneDataset, Logits]:
     """Return new data and the logits of a fine-tuned model for its only split, "new".
 
     Args:
         config, vocabulary, params: the model.
         source: new data, as for `predict_file`.
-        folder: the workdir, whose metrics.json has the threshold of SQuAD 2.0.
+        folder: the workdir, whose metrics have the threshold of SQuAD 2.0.
+        step: step of the parameters.
     """
     dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
-    metrics_path = pathlib.Path(folder) / METRICS
-    if metrics_path.exists():
-        dataset = _tuned(dataset, json.loads(metrics_path.read_text()).get("dev", {}))
+    for name in (METRICS, f"metrics_{step}.json"):
+        path = pathlib.Path(folder) / name
+        if isinstance(dataset, Squad) and path.exists():
+            metrics = json.loads(path.read_text())
+            if metrics.get("step") == step:
+                dataset = dataset.tuned(metrics.get("dev", {}))
     return dataset, predict(config, params, dataset, "new", MeshConfig())
 
 
@@ -324,10 +329,10 @@ def predict_file(
         UserError: the workdir is not a fine-tuning run, or the source is malformed.
     """
     files.check_new(out)
-    config, vocabulary, params, _ = checkpoint.load_model(folder, which)
+    config, vocabulary, params, step = checkpoint.load_model(folder, which)
     if not isinstance(config, FinetuneConfig):
         raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
-    dataset, logits = predict_new(config, vocabulary, params, source, folder)
+    dataset, logits = predict_new(config, vocabulary, params, source, folder, step)
     for line in dataset.report:
         print(line, flush=True)
     with files.new_folder(out) as new_folder:

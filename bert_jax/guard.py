@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from bert_jax import distributed, files, optim
+from bert_jax import distributed, files, optim, storage
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, GuardConfig
 from bert_jax.data.loader import Batch
@@ -192,34 +192,35 @@ class Guard:
                 raise UserError(
                     f"{path} is damaged: it does not hold the skipped steps; restore it"
                 )
+        self._spikes = set(incidents(folder, KINDS[SPIKE]))
 
     def policy(self, kind: int) -> str:
         """Return the configured policy for a kind of bad step."""
         return {NOT_FINITE: self._config.nonfinite, SPIKE: self._config.spike}.get(kind, "stop")
 
-    def record(self, bad_step: BadStep, batch: Batch) -> pathlib.Path:
+    def record(self, bad_step: BadStep, read_batch: Callable[[], Batch]) -> pathlib.Path:
         """Write an incident and return its folder; an incident of an earlier start is kept.
 
-        At most `GuardConfig.max_incidents` of each kind are written. Beyond that, spikes that are
-        only reported are no longer written.
+        Args:
+            bad_step: the bad step.
+            read_batch: function that returns its global batch; called only if the incident is written.
 
         Raises:
-            UserError: there are more than that, and the policy is not "report".
+            UserError: there are more than `GuardConfig.max_incidents` of this kind.
         """
         step, kind, stats = bad_step
         incident = self._folder / INCIDENTS / f"step_{step}"
-        max_incidents, report_only = self._config.max_incidents, self.policy(kind) == "report"
+        max_incidents = self._config.max_incidents
 
         def write() -> None:
-            count = len(incidents(self._folder, KINDS[kind]))
-            if not incident.exists() and not (report_only and count >= max_incidents):
+            if not incident.exists():
                 with files.new_folder(incident) as folder:
-                    np.savez_compressed(folder / _BATCH, allow_pickle=False, **batch)
+                    np.savez_compressed(folder / _BATCH, allow_pickle=False, **read_batch())
                     files.write_json(
                         folder / _INCIDENT, {"step": step, "kind": KINDS[kind], **stats}
                     )
-                count += 1
-            if count > max_incidents and not report_only:
+            count = len(incidents(self._folder, KINDS[kind]))
+            if count > max_incidents:
                 raise UserError(
                     f"{count} bad steps exceed config.guard.max_incidents={max_incidents}, the "
                     f"last being {bad_step}; inspect {incident.parent}"
@@ -228,10 +229,27 @@ class Guard:
         distributed.first("recording an incident", write)
         return incident
 
+    def report(self, bad_step: BadStep, read_batch: Callable[[], Batch]) -> str | None:
+        """Record a spike that is only reported, and return a line about it.
+
+        After the first `GuardConfig.max_incidents` spikes of a run, nothing is recorded and None is
+        returned.
+        """
+        max_incidents = self._config.max_incidents
+        if len(self._spikes) >= max_incidents:
+            return None
+        self.record(bad_step, read_batch)
+        self._spikes.add(bad_step.step)
+        if len(self._spikes) < max_incidents:
+            return str(bad_step)
+        return f"{bad_step}; later spikes are not reported (config.guard.max_incidents={max_incidents})"
+
     def save_state(self, incident: pathlib.Path, step: int, params: Params, training: Any) -> None:
         """Save the state before an incident's step, unless enough other incidents store theirs."""
-        others = [path for path in incident.parent.glob(f"*/{_STATE}") if path.parent != incident]
-        if len(others) < _MAX_STATES:
+        others = _with_state(incident.parent) - {incident.name}
+        # All processes save or none does, so process 0 decides.
+        counts = distributed.gather("counting the states of incidents", str(len(others)))
+        if int(counts[0]) < _MAX_STATES:
             checkpoints = Checkpoints(incident / _STATE, CheckpointConfig(keep_best=0))
             if step not in checkpoints.steps():
                 checkpoints.save(step, params, training)
@@ -323,6 +341,14 @@ def incidents(folder: str | pathlib.Path, kind: str | None = None) -> list[int]:
         for path in paths
         if kind is None or _read_json(path)["kind"] == kind
     )
+
+
+def _with_state(folder: pathlib.Path) -> set[str]:
+    """Return the names of the incidents that store a state, which local copies leave out."""
+    if url := storage.remote(folder):
+        names = storage.listing(url)
+        return {name.split("/")[0] for name in names if f"/{_STATE}/" in name}
+    return {path.parent.name for path in folder.glob(f"*/{_STATE}")}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

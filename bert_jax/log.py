@@ -186,15 +186,14 @@ class Log:
             self._board.add_scalar(name, value, step)
         for tracker in self._trackers:
             tracker.log(step, named)
-        self._print({**values, "step": step, "split": split})
+        if self._writes:
+            print_json({**values, "step": step, "split": split})
 
-    def _print(self, line: dict[str, Any]) -> None:
-        if self._writes and self._progress.json_lines:
-            print(json.dumps(line), file=self._progress.json_lines, flush=True)
 
-    def end(self, values: dict[str, Any]) -> None:
-        """Tell the reader of `--json` how the run ended."""
-        self._print({"split": "end", **values})
+def print_json(line: dict[str, Any]) -> None:
+    """Print a line for the reader of `--json`, if there is one."""
+    if Progress.shown and Progress.json_lines:
+        print(json.dumps(line), file=Progress.json_lines, flush=True)
 
 
 def _short(number: float) -> str:

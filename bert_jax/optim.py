@@ -184,6 +184,17 @@ def with_average(state: Any, average: Params) -> Any:
     return (*state[:-1], AverageState(average))
 
 
+def skip_update(state: Any) -> Any:
+    """Return an optimizer's state after a skipped step: only the schedule advances."""
+
+    def is_schedule(x):
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda x: x._replace(count=x.count + 1) if is_schedule(x) else x, state, is_leaf=is_schedule
+    )
+
+
 def _depth(path: tuple, layers: int) -> int:
     """Return a parameter's depth: 0 for embeddings, 1 to `layers`, and `layers` + 1 for heads."""
     name = "/".join(str(key.key) for key in path)

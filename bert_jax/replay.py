@@ -1,5 +1,6 @@
 """Replay a bad step from its recorded incident (`bert_jax.guard`)."""
 
+import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -43,13 +44,19 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
     """
     incident = guard.read_incident(folder, step)
     config, vocabulary = workdir.read_config(folder), workdir.read_vocabulary(folder)
-    if not incident.state.exists():
+    checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
+    if incident.step not in checkpoints.steps():
         raise UserError(
             f"{incident.state} does not exist: only the batch of step {incident.step} was saved; "
             "replay another incident with --step"
         )
     mesh = sharding.make_mesh(config.mesh)
     if isinstance(config, Config):
+        if objective := workdir.read_data(folder)[0].get("objective"):
+            raise UserError(
+                f"{folder} was trained with the objective {objective}, which the run does not contain: "
+                f"replay cannot compute its steps; inspect {incident.state.parent}"
+            )
         phase = pretraining.phase_at_step(config, vocabulary, incident.batch, incident.step)
     else:
         assert isinstance(config, FinetuneConfig)
@@ -57,12 +64,18 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         phase = finetuning.make_phase(
             config, dataset, [config.seed], sharding.num_row_shards(mesh), vocabulary
         )[-1]
+    # Other seeds of the run may have given its rows another shape than this plan.
+    phase = dataclasses.replace(
+        phase,
+        tokens=incident.batch["tokens"].shape[1],
+        batch_size=len(incident.batch["tokens"]),
+        batch_shape=jax.eval_shape(lambda batch: batch, incident.batch),
+        smaller_batch_sizes=(),
+    )
     _, shapes = initial_state(config, phase, mesh)
-    checkpoints = Checkpoints(incident.state, CheckpointConfig(), read_only=True)
     state = restore(checkpoints, incident.step, shapes, config.seed)
     state = place_teacher(state, phase.objective, shapes)
     checkpoints.close()
-    phase = phase.with_rows(len(incident.batch["tokens"]))
     compiled, batch = compile_phase(config, phase, mesh, shapes), shard_batch(incident.batch, mesh)
     with jax.set_mesh(mesh):
         first, second = (jax.device_get(compiled.fingerprint(state, batch)) for _ in range(2))

@@ -169,7 +169,7 @@ def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
 def make_skip_step(config: TrainConfig, phase: Phase):
     """Return a function state -> (state, sums) that skips a batch.
 
-    It advances the step counter without updating the parameters.
+    It advances the step counter and the learning-rate schedule without updating the parameters.
     """
 
     def skip(state: State) -> tuple[State, dict[str, Any]]:
@@ -177,7 +177,9 @@ def make_skip_step(config: TrainConfig, phase: Phase):
         recent = guard.reset_at_phase_start(state.recent, state.step == phase.first_step)._replace(
             halted=jnp.array(False)
         )
-        return state._replace(step=state.step + 1, sums=sums, recent=recent), sums
+        optimizer = optim.skip_update(state.optimizer)
+        state = state._replace(step=state.step + 1, optimizer=optimizer, sums=sums, recent=recent)
+        return state, sums
 
     return skip
 

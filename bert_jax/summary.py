@@ -97,7 +97,7 @@ class End(NamedTuple):
         seconds: duration of the last start, with compilation and evaluations.
         metric: name of the held-out metric that selects the best checkpoint.
         best_step, best: step and value of its best evaluation; None if there was none.
-        checkpoint: folder of the checkpoint of that step or, if it was not saved, the last.
+        checkpoint: folder of the best checkpoint that is kept, or of the last if none has metrics.
     """
 
     step: int

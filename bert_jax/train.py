@@ -35,7 +35,7 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
 from bert_jax.evaluate import shard_batch
 from bert_jax.inference import MaskSampler
-from bert_jax.log import EarlyStopping, Log
+from bert_jax.log import EarlyStopping, Log, print_json
 from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
@@ -128,6 +128,8 @@ def train(
         early_stopping = EarlyStopping(config, ranking, folder, step)
         if step >= config.steps or early_stopping.is_over:
             print(shown(f"{folder}: training is complete (step {step:,} of {config.steps:,})"))
+            end = _end(step, 0.0, metric.name, early_stopping, checkpoints, folder)
+            print_json({"split": "end", **end._asdict()})
             return
         distributed.first(
             "writing starts.jsonl", lambda: workdir.record_start(folder, step, mesh, config)
@@ -185,8 +187,9 @@ def train(
                 if bad_step and step_guard.policy(bad_step.kind) != "report":
                     return bad_step
                 if bad_step:
-                    step_guard.record(bad_step, _read_batch(phases, bad_step.step))
-                    progress.say(str(bad_step))
+                    read_batch = functools.partial(_read_batch, phases, bad_step.step)
+                    if line := step_guard.report(bad_step, read_batch):
+                        progress.say(line)
                 if step == first_step + 1:
                     log.first(step, sums)
                 if step % config.log_every_steps == 0 or step == config.steps:
@@ -255,7 +258,7 @@ def train(
                         )
                         early_stopping.add({"step": step, **metrics})
                         if sampler:
-                            log.samples(step, sampler(state.params))
+                            log.samples(step, sampler(evaluated_params(state)))
                     if should_save or early_stopping.is_over:
                         # Metrics must be on disk before the checkpoint that a restart resumes from.
                         checksum = log.sync()
@@ -283,14 +286,10 @@ def train(
                 early_stopping = EarlyStopping(config, ranking, folder, step)
 
         seconds = time.monotonic() - start_time
-        best_step, best_value = early_stopping.best or (None, None)
-        saved = checkpoints.steps()
-        kept = best_step if best_step in saved else max(saved)
-        newest = shown(str(folder / "checkpoints" / str(kept)))
-        end = summary.End(step, round(seconds, 1), metric.name, best_step, best_value, newest)
+        end = _end(step, seconds, metric.name, early_stopping, checkpoints, folder)
         for line in end.lines():
             progress.say(line)
-        log.end(end._asdict())
+        print_json({"split": "end", **end._asdict()})
         if interrupted():  # a signal after the last step must still stop the runs that follow
             raise Interrupted(_saved(step, config, folder))
 
@@ -317,7 +316,7 @@ def handle_bad_step(
     step, policy = bad_step.step, step_guard.policy(bad_step.kind)
     halted = jax.device_put(np.bool_(False), state.recent.halted.sharding)
     state = state._replace(recent=state.recent._replace(halted=halted))
-    incident = step_guard.record(bad_step, _read_batch(phases, step))
+    incident = step_guard.record(bad_step, functools.partial(_read_batch, phases, step))
     step_guard.save_state(incident, step, *checkpoint_parts(state))
     if policy == "skip":
         step_guard.skip([step])
@@ -334,6 +333,21 @@ def handle_bad_step(
         checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
     checkpoints.wait()
     raise guard.stop_error(bad_step, incident, folder)
+
+
+def _end(
+    step: int,
+    seconds: float,
+    metric: str,
+    early_stopping: EarlyStopping,
+    checkpoints: Checkpoints,
+    folder: pathlib.Path,
+) -> summary.End:
+    """Describe a finished run."""
+    best_step, best_value = early_stopping.best or (None, None)
+    checkpoints.wait()
+    kept = shown(str(folder / "checkpoints" / str(checkpoints.best_step())))
+    return summary.End(step, round(seconds, 1), metric, best_step, best_value, kept)
 
 
 def _own(folder: str | pathlib.Path, stack: contextlib.ExitStack) -> pathlib.Path:

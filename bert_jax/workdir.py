@@ -47,7 +47,7 @@ _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 LOG, SAMPLES = "log.txt", "samples.jsonl"
 
-# Config keys (prefixes) that may change between starts of the same run.
+# Config keys that may change between starts of the same run; with a final ".", all keys below.
 _FREE = (
     "platform", "deterministic", "mesh.", "model.attention", "checkpoint.", "embed.", "guard.",
     "damaged_rows", "profile_steps", "sample_texts", "trackers",
@@ -341,7 +341,11 @@ def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None
 def identity(config: TrainConfig, data: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what must be the same in all processes of a run, by descriptive names."""
     settings = {f"config.{key}": value for key, value in config_lib.flatten(config).items()}
-    digests = {f"data of phase {i}": rows["digest"] for i, rows in enumerate(data)}
+    digests = {
+        f"{name} of phase {i}": rows.get(key)
+        for i, rows in enumerate(data)
+        for key, name in (("digest", "data"), ("teacher", "teacher"))
+    }
     return {**settings, **digests, **versions(), "commit": commit()}
 
 
@@ -360,7 +364,7 @@ def write_or_check_config(
         config: config of this start.
         data: description of each phase's rows, independent of their location: a digest and their
             sources; for fine-tuning also `start`, a digest of the initial parameters; `objective` if
-            it is the user's own.
+            it is the user's own; `teacher`, a digest of the teacher's parameters.
         best: metric that ranks checkpoints, and whether higher is better.
         force: accept a changed config.
         vocabulary: vocabulary of the run.
@@ -383,8 +387,12 @@ def write_or_check_config(
         saved_data = read_data(workdir)
         if [rows["digest"] for rows in saved_data] != [rows["digest"] for rows in data]:
             differ.append("the rows are not those that the run began with")
-        if [rows.get("objective") for rows in saved_data] != [d.get("objective") for d in data]:
-            differ.append("it began with another objective")
+        for key, problem in (
+            ("objective", "it began with another objective"),
+            ("teacher", "its teacher had other parameters"),
+        ):
+            if [rows.get(key) for rows in saved_data] != [rows.get(key) for rows in data]:
+                differ.append(problem)
         starts = zip(saved_data, data, strict=False)
         if any(
             ("start" in old or "init" in new) and old.get("start") != new.get("start")
@@ -415,7 +423,8 @@ def write_or_check_config(
 
 def _matters(key: str) -> bool:
     """Whether a config key must be the same in all starts of a run."""
-    return not key.startswith(_FREE) and not key.endswith(".rows")
+    free = any(key.startswith(name) if name.endswith(".") else key == name for name in _FREE)
+    return not free and not key.endswith(".rows")
 
 
 def record_start(

@@ -160,6 +160,13 @@ def test_evaluate_and_predict_after_training(run, data, tmp_path, capsys):
     assert cli.main(["evaluate", "--workdir", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(before)
     assert (run / "metrics.json").read_text() == before
+    # Another checkpoint's results do not replace the run's.
+    step = checkpoint.Checkpoints(run / "checkpoints", CheckpointConfig()).steps()[0]
+    assert cli.main(["evaluate", "--workdir", str(run), "--checkpoint", str(step), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == step
+    assert (run / "metrics.json").read_text() == before
+    assert json.loads((run / f"metrics_{step}.json").read_text())["step"] == step
+    assert (run / f"predictions_{step}" / "dev" / "predictions.tsv").exists()
     new = tmp_path / "new.txt"
     new.write_text("w5 w0 w7\nw9 w1 w3\n")
     assert cli.main(["predict", "--workdir", str(run), "--out", str(tmp_path / "p"), str(new)]) == 0

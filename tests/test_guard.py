@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import cli, guard, replay, sharding, workdir
+from bert_jax import cli, guard, optim, replay, sharding, workdir
 from bert_jax import step as step_lib
 from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
@@ -19,6 +19,7 @@ from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
+from tests.helpers import tasks
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 
 BAD = 17  # the step whose batch is poisoned
@@ -128,6 +129,11 @@ def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
     assert math.isfinite(result.stats["loss"])
     assert cli.main(["replay", str(folder), "--json"]) == cli.EXIT_NEGATIVE
     assert json.loads(capsys.readouterr().out)["same"] is False
+    run_config = json.loads((folder / "config.json").read_text())
+    run_config["data"][0]["objective"] = "Custom"
+    (folder / "config.json").write_text(json.dumps(run_config))
+    with pytest.raises(UserError, match="was trained with the objective Custom, which"):
+        replay.replay(folder)
     shutil.rmtree(place / "state")
     assert cli.main(["replay", str(folder)]) == cli.EXIT_USER_ERROR
     assert cli.main(["replay", str(folder), "--step", "3"]) == cli.EXIT_USER_ERROR
@@ -145,7 +151,8 @@ def test_skip_equals_training_without_the_bad_batch(skipping, rows):
     state = init(jnp.uint32(config.seed))
     for step, batch in enumerate(phase.batches(0, 30, 0, 1)):
         if step == BAD:
-            state = state._replace(step=state.step + 1)
+            optimizer = optim.skip_update(state.optimizer)
+            state = state._replace(step=state.step + 1, optimizer=optimizer)
         else:
             state, *_ = compiled.step(state, shard_batch(batch, mesh))
     result = final_arrays(skipping)[1]
@@ -211,6 +218,42 @@ def test_too_many_incidents_end_the_run(tmp_path, rows):
     assert guard.incidents(tmp_path) == [12, 13, 14, 15, 16]
     # Only some incidents store the state, which is as large as a checkpoint.
     assert len(list(tmp_path.glob("incidents/*/state"))) == 3
+
+
+@pytest.mark.slow
+def test_replay_of_one_of_several_seeds(tmp_path, capsys):
+    """A batch has as many rows as that of either seed needs: 11, where seed 1 needs 8."""
+    data = tasks.write_table(tmp_path)
+    changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "epochs=1", "seed=1")
+    argv = tasks.arguments(data, tmp_path / "runs", *changes, options=("--seeds", "2"))
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    folder = tmp_path / "runs" / "seed_1"
+    assert guard.read_incident(folder).batch["tokens"].shape == (11, 16)
+    capsys.readouterr()
+    assert cli.main(["replay", str(folder)]) == 0, capsys.readouterr().err
+
+
+def test_reported_spikes_are_limited(tmp_path):
+    figures = {"loss": 2.0, "gradient_norm": 3.0}
+    stats = {**figures, "mean": figures, "deviation": figures}
+    config, reads = GuardConfig(spike="report", max_incidents=2), []
+
+    def read_batch():
+        reads.append(1)
+        return {"tokens": np.ones((1, 4))}
+
+    def report(step_guard, *steps):
+        spikes = (guard.BadStep(step, guard.SPIKE, stats) for step in steps)
+        return [step_guard.report(spike, read_batch) for spike in spikes]
+
+    (first,) = report(guard.Guard(config, tmp_path), 3)
+    assert first == "step 3: spike: loss 2 (mean 2 ± 2), gradient norm 3 (mean 3 ± 3)"
+    again, last, *later = report(guard.Guard(config, tmp_path), 3, 5, 6, 7)  # after a restart
+    assert again == first
+    assert last.endswith("; later spikes are not reported (config.guard.max_incidents=2)")
+    assert later == [None, None]
+    assert guard.incidents(tmp_path) == [3, 5]
+    assert len(reads) == 2
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from flax import traverse_util
 
 from bert_jax import optim
 from bert_jax.architectures import model_size
-from bert_jax.config import Config, OptimConfig
+from bert_jax.config import Config, LoraConfig, OptimConfig
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert, flatten, init_params, shapes
 
@@ -328,6 +328,32 @@ def test_exponential_moving_average_of_parameters():
         average = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * x, average, params)
     assert_close(optim.average_of(state), average)
     assert_close(params, train(make_config(), *params_and_gradients(5)))
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "lamb", "muon", "adafactor"])
+def test_skipped_update_advances_only_the_schedule(optimizer, lora):
+    """The next update has the next learning rate, and else is the one that was skipped."""
+    rng = np.random.default_rng(6)
+    layer = {"kernel": (4, 3), "bias": (3,), "lora_a": (4, 2), "lora_b": (2, 3)}
+    shapes = {"encoder": {"layer_0": {"dense": layer}}, "classifier": {"kernel": (3, 2)}}
+
+    def draw(shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    params, *gradients = (
+        jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(3)
+    )
+    config = Config(
+        optim=make_config(optimizer=optimizer, average_decay=0.75, layer_decay=0.9), steps=STEPS
+    )
+    config.model.lora = LoraConfig(rank=lora)
+    transform = optim.make_optimizer(config)
+    _, state = transform.update(gradients[0], transform.init(params), params)
+    skipped = optim.skip_update(optim.skip_update(state))
+    updates, later = (transform.update(gradients[1], s, params)[0] for s in (state, skipped))
+    assert_close(later, jax.tree.map(lambda x: x * rate_at(3) / rate_at(1), updates))
+    assert all(x.any() for x in jax.tree.leaves(updates["classifier"]))
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 40), (10, 100)])

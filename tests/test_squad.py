@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bert_jax import downstream
 from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.squad import Squad, _slide
 from bert_jax.benchmarks.squad_score import Answer, Question
-from bert_jax.config import TaskConfig
+from bert_jax.config import FinetuneConfig, TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -573,6 +574,19 @@ def test_prediction_needs_no_gold_answers(tmp_path):
         predictions = dataset.predict("new", logits)
         assert all(predictions[q.id].answer in q.context for q in asked)
         assert all(predictions[q.id].answer for q in asked)
+
+
+def test_new_data_get_the_threshold_of_the_same_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(downstream, "predict", lambda *_: [])
+    path = save(tmp_path / "new.json", layout(mixed_questions(5)))
+    task = TaskConfig(kind="squad", name="squad2", tokens=32, question_tokens=8)
+    for name, step, threshold in (("metrics", 8, -1.0), ("metrics_4", 4, -3.0)):
+        metrics = {"step": step, "dev": {"best_f1_thresh": threshold}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(metrics))
+    for step, expected in ((8, -1.0), (4, -3.0), (6, 0.0)):
+        config = FinetuneConfig(task=task)
+        dataset, _ = downstream.predict_new(config, VOCABULARY, {}, str(path), tmp_path, step)
+        assert dataset.null_threshold == expected
 
 
 def test_splits_are_read_from_a_data_folder(tmp_path):

@@ -281,6 +281,7 @@ def test_end_to_end_run_learns_and_writes_its_outputs(tmp_path, rows, capsys):
         "evaluate_every_steps=100",
         "checkpoint.every_steps=100",
         "optim.learning_rate=5e-3",
+        "optim.average_decay=0.99",
         "checkpoint.keep_last=1",
     )
     assert done.returncode == 0, done.stderr
@@ -328,6 +329,7 @@ def test_end_to_end_run_learns_and_writes_its_outputs(tmp_path, rows, capsys):
         "evaluate_every_steps=100",
         "checkpoint.every_steps=100",
         "optim.learning_rate=5e-3",
+        "optim.average_decay=0.99",
         "checkpoint.keep_last=1",
     )
     assert finished.returncode == 0
@@ -372,6 +374,7 @@ def test_causal_model_learns_evaluates_and_exports(tmp_path, rows, capsys):
     folder, changes = tmp_path / "run", ("model.causal=true", "model.next_sentence=false")
     changes += ("steps=60", "evaluate_every_steps=30", "checkpoint.every_steps=30")
     argv = ["pretrain", *arguments(*changes, "optim.learning_rate=5e-3"), "--rows", str(rows())]
+    capsys.readouterr()  # what preparing the rows printed
     assert cli.main([*argv, "--workdir", str(folder), "--json"]) == 0
     printed = capsys.readouterr()
     assert "held-out next token " in printed.err
@@ -382,6 +385,9 @@ def test_causal_model_learns_evaluates_and_exports(tmp_path, rows, capsys):
     assert end["split"] == "end"
     assert (end["best_step"], end["best"]) == (60, lines[-1]["loss"])
     assert end["checkpoint"] == str(folder / "checkpoints" / "60")
+    # A finished run only tells its result again.
+    assert cli.main([*argv, "--workdir", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**end, "seconds": 0.0}
     assert not [name for line in lines for name in line if "masked" in name]
     first, *_, last = lines
     assert last["split"] == "heldout"
@@ -516,6 +522,25 @@ def test_missing_run_is_rejected(tmp_path, capsys):
         capsys, "fill-mask", "--init", tmp_path
     )
     assert "is not a run" in refused(capsys, "report", tmp_path)
+
+
+def test_resumed_run_must_have_the_same_settings_and_teacher(tmp_path):
+    config, data = Config(phases=(PhaseConfig(),)), [{"digest": "a", "teacher": "t"}]
+    workdir.write_or_check_config(tmp_path, config, data, {}, force=False)
+    faster = dataclasses.replace(config.model, attention="cudnn")
+    free = dataclasses.replace(config, model=faster, mesh=MeshConfig(fsdp=2))
+    workdir.write_or_check_config(tmp_path, free, data, {}, force=False)
+    no_dropout = dataclasses.replace(config.model, attention_dropout=0.0)
+    for changed, rows, problem in (
+        (
+            dataclasses.replace(config, model=no_dropout),
+            data,
+            r"model\.attention_dropout: was 0\.1",
+        ),
+        (config, [{"digest": "a", "teacher": "u"}], "its teacher had other parameters"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            workdir.write_or_check_config(tmp_path, changed, rows, {}, force=False)
 
 
 def test_config_round_trips_through_a_workdir(tmp_path):

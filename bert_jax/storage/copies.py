@@ -20,8 +20,8 @@ from bert_jax.errors import UserError
 from bert_jax.storage import objects
 from bert_jax.storage.lease import Lease
 
-# Entries of a run's folder that local copies leave out.
-NOT_COPIED = ("checkpoints", "damaged", "lease", "profile")
+# Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.
+NOT_COPIED = re.compile(r"(checkpoints|damaged|lease|profile|incidents/[^/]+/state)/")
 # Local paths that stand for remote ones.
 _urls: dict[pathlib.Path, str] = {}
 
@@ -103,7 +103,7 @@ def _fetched(url: str, only: tuple[str, ...]) -> pathlib.Path:
     else:
         names = list(objects.listing(url))
         if any(name.startswith("checkpoints/") for name in names):  # a run
-            names = [name for name in names if name.split("/")[0] not in NOT_COPIED]
+            names = [name for name in names if not NOT_COPIED.match(name)]
     if not names:
         raise UserError(f"{url} does not exist or is empty; check the bucket and the path")
     objects.download([f"{url}/{name}" for name in names], [copy / name for name in names])

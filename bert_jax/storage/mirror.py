@@ -34,9 +34,7 @@ class _Mirror:
     def pull(self) -> None:
         """Make the local folder equal to the remote one."""
         with self._lock:
-            names = [
-                n for n in objects.listing(self.url) if n.split("/")[0] not in copies.NOT_COPIED
-            ]
+            names = [n for n in objects.listing(self.url) if not copies.NOT_COPIED.match(n)]
             if self.folder.exists():
                 shutil.rmtree(self.folder)
             self.folder.mkdir(parents=True)
