@@ -543,6 +543,21 @@ def test_resumed_run_must_have_the_same_settings_and_teacher(tmp_path):
             workdir.write_or_check_config(tmp_path, changed, rows, {}, force=False)
 
 
+def test_phases_on_the_same_rows_continue_their_epoch(rows):
+    half = [PhaseConfig(rows=str(rows()), fraction=0.5, batch_size=size) for size in (1, 2)]
+    config = Config(phases=tuple(half), steps=8, batch_size=2, model=dataclasses.replace(
+        Config().model, positions=64))  # fmt: skip
+    _, _, data, phases = pretraining.make_phases(config)
+    read = [
+        row.tobytes()
+        for phase in phases
+        for batch in phase.batches(0, 4, 0, 1)
+        for row in batch["tokens"]
+    ]
+    assert len(read) == 12 < data[0]["train"]["rows"]
+    assert len(set(read)) == 12
+
+
 def test_config_round_trips_through_a_workdir(tmp_path):
     config = Config(phases=(PhaseConfig(fraction=0.5), PhaseConfig(fraction=0.5)))
     workdir.write_or_check_config(

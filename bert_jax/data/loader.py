@@ -210,11 +210,18 @@ class _Batches:
     """Random-access source of this process's slice of every batch, for Grain's prefetching."""
 
     def __init__(
-        self, rows: Rows, batch_size: int, seed: int, steps: int, process: int, processes: int
+        self,
+        rows: Rows,
+        batch_size: int,
+        seed: int,
+        steps: int,
+        process: int,
+        processes: int,
+        offset: int,
     ):
         self._rows, self._seed, self._steps = rows, seed, steps
         self._batch_size, self._local = batch_size, batch_size // processes
-        self._first = process * self._local
+        self._first = offset + process * self._local
 
     def __len__(self) -> int:
         return self._steps
@@ -233,6 +240,7 @@ def batches(
     end_step: int,
     process: int = 0,
     processes: int = 1,
+    offset: int = 0,
 ) -> Iterator[Batch]:
     """Iterate over this process's slice of the batches of steps [first_step, end_step).
 
@@ -242,12 +250,13 @@ def batches(
         rows: rows to read.
         batch_size: global batch size, a multiple of `processes`.
         seed: seed of the data order.
-        first_step, end_step: range of steps, counted from the start of the rows' first epoch.
+        first_step, end_step: range of steps.
         process, processes: index of this process and number of processes.
+        offset: number of rows, from the start of their first epoch, that come before step 0.
     """
     import grain
 
-    source = _Batches(rows, batch_size, seed, end_step, process, processes)
+    source = _Batches(rows, batch_size, seed, end_step, process, processes, offset)
     dataset = grain.MapDataset.source(source)[first_step:]
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
 

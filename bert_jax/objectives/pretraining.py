@@ -1,5 +1,6 @@
 """The phases of a pretraining run: its rows, their checks, and the objective of each phase."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -61,6 +62,7 @@ def make_phases(
         raise UserError("config.distill.teacher: it does not apply to an objective of one's own")
     teacher = None
     vocabulary: Any = None
+    rows_read: collections.Counter[str] = collections.Counter()  # by digest
     for i, phase_config in enumerate(config.phases):
         if not phase_config.rows:
             raise UserError(
@@ -97,7 +99,14 @@ def make_phases(
                     config,
                     phase,
                     manifest.tokens,
-                    functools.partial(batches, train, phase.batch_size, config.seed),
+                    # Phases on the same rows, such as for a batch-size warm-up, continue their epoch.
+                    functools.partial(
+                        batches,
+                        train,
+                        phase.batch_size,
+                        config.seed,
+                        offset=rows_read[manifest.digest],
+                    ),
                 ),
                 # No more rows than one accumulation part, which is known to fit the device.
                 heldout=functools.partial(
@@ -108,6 +117,7 @@ def make_phases(
                 ),
             )
         )
+        rows_read[manifest.digest] += phase.batch_size * (phase.end_step - phase.first_step)
     if start is not None:
         data[0] |= start.describe()
     return config, vocabulary, data, phases
