@@ -7,7 +7,8 @@ BERT_JAX_COORDINATOR, BERT_JAX_PROCESSES, BERT_JAX_PROCESS
 BERT_JAX_DISTRIBUTED=auto
     instead of these three, on Slurm, Cloud TPU and GKE, where JAX detects them
 BERT_JAX_JOIN_SECONDS, BERT_JAX_LOST_SECONDS, BERT_JAX_STUCK_SECONDS
-    timeouts: for all processes to start, for a heartbeat of a process, for a step
+    timeouts (300, 60, 1800): for all processes to start; for a heartbeat of a process; for a step with
+    the evaluation, save or compilation that follows it, so longer than an evaluation takes
 """
 
 import collections
@@ -265,7 +266,7 @@ class Heartbeat:
     thread therefore exits this process with status 75, which asks for the run to be restarted.
 
     Attributes:
-        step: last step that this process has completed.
+        step: number of training steps that this process has dispatched.
     """
 
     def __init__(self) -> None:

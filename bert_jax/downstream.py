@@ -277,13 +277,13 @@ def predict(
     device_mesh = sharding.make_mesh(mesh)
     examples = dataset.splits[split]
     plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
-    task = finetuning.make_objective(config.model, dataset, split, plan, config.embed)
+    objective = finetuning.make_objective(config.model, dataset, split, plan, config.embed)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
         batches_and_outputs = []
-        for result in predictions(task, params, plan.batches(0, 0, plan.steps), device_mesh):
+        for result in predictions(objective, params, plan.batches(0, 0, plan.steps), device_mesh):
             batches_and_outputs.append(result)
             progress.advance()
-        return task.logits(split, batches_and_outputs)
+        return objective.logits(split, batches_and_outputs)
 
 
 def predict_new(

@@ -35,12 +35,12 @@ def make_evaluate(phase: Phase, mesh: jax.sharding.Mesh) -> Callable[[Params], d
     It compiles once. Masks depend only on the index of the batch, so two evaluations differ only in
     their parameters.
     """
-    task = phase.objective
+    objective = phase.objective
 
     @jax.jit
     def measure(params, batch, key):
-        inputs = task.prepare(batch, key)
-        return task.loss_terms(params, inputs, None), task.predict(params, inputs)
+        inputs = objective.prepare(batch, key)
+        return objective.loss_terms(params, inputs, None), objective.predict(params, inputs)
 
     def evaluate(params: Params) -> dict[str, float]:
         total, batches_and_outputs = None, []
@@ -51,18 +51,18 @@ def make_evaluate(phase: Phase, mesh: jax.sharding.Mesh) -> Callable[[Params], d
             total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
             if outputs:
                 batches_and_outputs.append((_to_hosts(batch), _to_hosts(outputs)))
-        return {**means(total), **task.score(batches_and_outputs)} if total else {}
+        return {**means(total), **objective.score(batches_and_outputs)} if total else {}
 
     return evaluate
 
 
 def predictions(
-    task: Objective, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
+    objective: Objective, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
 ) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
-    """Yield each batch with the task's outputs for it, both on the host."""
+    """Yield each batch with the objective's outputs for it, both on the host."""
     predict = jax.jit(
-        lambda params, batch: task.predict(
-            params, task.prepare(batch, jax.random.key(HELDOUT_SEED))
+        lambda params, batch: objective.predict(
+            params, objective.prepare(batch, jax.random.key(HELDOUT_SEED))
         )
     )
     params = jax.device_put(params, sharding.replicated(mesh))

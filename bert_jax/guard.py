@@ -286,15 +286,15 @@ class Guard:
             self.skip([])
 
 
-def describe(seen: StepStats) -> dict[str, Any]:
+def describe(stats: StepStats) -> dict[str, Any]:
     """Convert the statistics of a step to plain Python values."""
-    seen = jax.device_get(seen)
+    stats = jax.device_get(stats)
     pair = functools.partial(zip, ("loss", "gradient_norm"), strict=True)
     return {
-        **{name: float(value) for name, value in pair(seen.loss_and_grad_norm)},
-        "mean": {name: float(value) for name, value in pair(seen.mean)},
-        "deviation": {name: float(value) for name, value in pair(seen.deviation)},
-        "gradient_norms": {name: float(value) for name, value in sorted(seen.norms.items())},
+        **{name: float(value) for name, value in pair(stats.loss_and_grad_norm)},
+        "mean": {name: float(value) for name, value in pair(stats.mean)},
+        "deviation": {name: float(value) for name, value in pair(stats.deviation)},
+        "gradient_norms": {name: float(value) for name, value in sorted(stats.norms.items())},
     }
 
 

@@ -117,7 +117,7 @@ class Log:
         self._progress.say(f"step {step:,}: {text}")
 
     def heldout(self, step: int, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Evaluate, write the held-out metrics and return them as the task summarizes them.
+        """Evaluate, write the held-out metrics and return them as the objective summarizes them.
 
         The time that `evaluate` takes does not count as training time. All dispatched steps must be
         finished.

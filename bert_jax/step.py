@@ -86,13 +86,13 @@ def make_step(config: TrainConfig, phase: Phase):
     A bad step leaves the state unchanged, and so do later ones until `make_skip_step`'s function is called.
     """
     optimizer = optim.make_optimizer(config)
-    task, accumulation = phase.objective, phase.accumulation
+    objective, accumulation = phase.objective, phase.accumulation
 
-    scales = getattr(task, "loss_scales", {})
+    scales = getattr(objective, "loss_scales", {})
 
     def loss_fn(params, teacher, inputs, key, normalizers):
         params = with_teacher(optim.stop_frozen_gradients(config, params), teacher)
-        loss_terms = task.loss_terms(params, inputs, key)
+        loss_terms = objective.loss_terms(params, inputs, key)
         loss = sum(
             scales.get(name, 1) * loss_terms[name][0] / jnp.maximum(normalizer, 1)
             for name, normalizer in normalizers.items()
@@ -106,8 +106,8 @@ def make_step(config: TrainConfig, phase: Phase):
         input_key, dropout_key = jax.random.split(key)
         dropout_key = generator_key(dropout_key, config.model.dropout_generator)
         with jax.named_scope("inputs"):
-            inputs = task.prepare(batch, input_key)
-            normalizers = task.normalizers(inputs)
+            inputs = objective.prepare(batch, input_key)
+            normalizers = objective.normalizers(inputs)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accumulation == 1:
             grads, loss_terms = grad_fn(
@@ -140,14 +140,14 @@ def make_step(config: TrainConfig, phase: Phase):
             )
         loss, _ = loss_terms.pop("_loss")
         with jax.named_scope("optimizer"):
-            recent, seen = guard.check_step(
+            recent, stats = guard.check_step(
                 config.guard,
                 guard.reset_at_phase_start(state.recent, state.step == phase.first_step),
                 state.step,
                 loss,
                 grads,
             )
-            loss_terms["gradient_norm"] = (seen.loss_and_grad_norm[1], jnp.float32(1))
+            loss_terms["gradient_norm"] = (stats.loss_and_grad_norm[1], jnp.float32(1))
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             sums = jax.tree.map(jnp.add, _window_sums(config, state), loss_terms)
@@ -155,7 +155,7 @@ def make_step(config: TrainConfig, phase: Phase):
             teacher, state = state.teacher, state._replace(teacher=None)
             state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, new_state)
         recent = state.recent._replace(halted=recent.halted)
-        return state._replace(recent=recent, teacher=teacher), sums, seen
+        return state._replace(recent=recent, teacher=teacher), sums, stats
 
     return step
 
@@ -191,11 +191,13 @@ def initial_state(
 
     The shapes include the teacher, the state of the function does not (`place_teacher`).
     """
-    task, optimizer = phase.objective, optim.make_optimizer(config)
-    params = jax.eval_shape(task.init, jax.random.key(0))
-    teacher = jax.eval_shape(lambda: getattr(task, "teacher", None))
+    objective, optimizer = phase.objective, optim.make_optimizer(config)
+    params = jax.eval_shape(objective.init, jax.random.key(0))
+    teacher = jax.eval_shape(lambda: getattr(objective, "teacher", None))
     loss_terms = jax.eval_shape(
-        lambda params, batch, key: task.loss_terms(params, task.prepare(batch, key), None),
+        lambda params, batch, key: objective.loss_terms(
+            params, objective.prepare(batch, key), None
+        ),
         with_teacher(params, teacher),
         phase.batch_shape,
         jax.random.key(0),
@@ -203,7 +205,7 @@ def initial_state(
     loss_terms["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
 
     def init(seed: UInt[Array, ""]) -> State:
-        params = task.init(jax.random.key(seed))
+        params = objective.init(jax.random.key(seed))
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss_terms)
         return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.begin())
 

@@ -76,7 +76,7 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Steps from `first_step` up to `end_step` on one task.
+    """Steps from `first_step` up to `end_step` with one objective.
 
     Attributes:
         objective: what to train.
