@@ -64,7 +64,7 @@ class Output(NamedTuple):
 
     Attributes:
         hidden: hidden states of the last layer.
-        pooled: the pooled [CLS]; None without a pooler.
+        pooled: output of the pooler, of [CLS] or, in causal models, the last token; None without one.
         masked_lm: logits over the vocabulary at every token; None without that head.
         next_sentence: logits of "is next" and "is random"; None without that head.
         head: logits of the fine-tuned head, [N, C] or for tokens [N, T, C]; None without one.
@@ -98,7 +98,7 @@ class Model:
         source: where it was loaded from.
         checkpoint: which checkpoint of a run.
         config: config of the run, or of the imported model.
-        vocabulary: its WordPiece vocabulary.
+        vocabulary: its vocabulary: WordPiece, byte-level BPE or SentencePiece.
         params: the parameters, a tree of arrays.
         step: training step of the checkpoint; 0 unless the source is a run.
     """
@@ -295,7 +295,7 @@ def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
         checkpoint: of a run: "best", "latest" or a step number.
 
     Raises:
-        UserError: there is no such model, or it is not a BERT.
+        UserError: there is no such model, or its architecture is not supported.
     """
     device.start("")
     return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))

@@ -41,7 +41,7 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "Settings of a run and their defaults, from `bert_jax/config.py`. Change them on the command "
-        "line: `--config.optim.learning_rate=5e-4`, `--config.phases[0].batch_size=64`.",
+        "line: `--config.optim.learning_rate=5e-4`, `'--config.phases[0].batch_size=64'`.",
     ]
     for node in ast.parse(source).body:
         if not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")):

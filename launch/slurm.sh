@@ -7,7 +7,7 @@
 #   --module=NAME     environment module to load; repeatable
 #   --srun=ARGUMENT   argument of srun, such as --srun=--container-image=IMAGE; repeatable
 #
-# One task per GPU, as JAX's Slurm support expects. Slurm itself requeues preempted jobs
+# One task per GPU, as JAX's Slurm support expects, or one task for all. Slurm itself requeues preempted jobs
 # (PreemptMode=REQUEUE). This script requeues after status 75 (state saved after SIGTERM, which Slurm
 # sends before the time limit) and after a process was killed.
 #SBATCH --requeue
@@ -26,11 +26,11 @@ while [ "$1" != -- ]; do
   shift
 done
 shift
-export BERT_JAX_DISTRIBUTED=auto
 
 # srun returns the highest status of its tasks. User errors (2) and tracebacks (1) are mapped above
 # the statuses of tasks that were stopped because of them. The trap lets the command finish saving.
-task='trap : INT TERM; "$@"; status=$?; exit $((status == 1 || status == 2 ? 256 - status : status))'
+# A single task uses all GPUs of its machine; with BERT_JAX_DISTRIBUTED, JAX would give it one.
+task='[ "${SLURM_STEP_NUM_TASKS:-1}" = 1 ] || export BERT_JAX_DISTRIBUTED=auto; trap : INT TERM; "$@"; status=$?; exit $((status == 1 || status == 2 ? 256 - status : status))'
 srun --kill-on-bad-exit=1 ${options[@]+"${options[@]}"} bash -c "$task" task "$@"
 status=$?
 if [ "$status" -ge 254 ]; then

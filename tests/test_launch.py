@@ -338,8 +338,10 @@ def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, ben
     monkeypatch.setenv("TASKS", " ".join(map(str, tasks)))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarted))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(len(tasks)))
     script = ["bash", ROOT / "launch" / "slurm.sh", "--restarts=3", "--", "bash", "-c"]
-    check = 'test "$BERT_JAX_DISTRIBUTED" = auto && exit "$S"'
+    expected = "auto" if len(tasks) > 1 else ""
+    check = f'test "$BERT_JAX_DISTRIBUTED" = "{expected}" && exit "$S"'
     done = subprocess.run([*script, check], capture_output=True, text=True, timeout=60)
     assert done.returncode == ends, done.stderr
     assert bench.calls("scontrol") == ([["scontrol", "requeue", "17"]] if requeues else [])

@@ -24,10 +24,10 @@ def add_sweep(verbs: Verbs) -> None:
         "run the points of an experiment, locally or on a cluster",
         "  bert-jax sweep experiments/table6_model_size --dry-run\n"
         "  bert-jax sweep experiments/table6_model_size --data ../data --jobs 2\n"
-        "  bert-jax sweep --grid optim.learning_rate=1e-4,3e-4 --grid model=L2-H128-A2,L4-H256-A4 \\\n"
+        "  bert-jax sweep --grid optim.learning_rate=5e-4,1e-3 --grid model=tiny,mini \\\n"
         "    -- pretrain --config mini,128 --rows rows128 --config.steps=2000\n"
         "  bert-jax sweep experiments/table1_glue --init google-bert/bert-base-uncased \\\n"
-        "    --on slurm --launch=--gpus=8 --jobs 20 --runs /shared/runs\n\n"
+        "    --on slurm --launch=--gpus=1 --jobs 20 --runs /shared/runs\n\n"
         "Finished points are skipped, interrupted points resumed. Each point appends a line to the\n"
         "experiment's results.jsonl. exit status: 0 all done, 1 a point failed, 75 interrupted",
     )

@@ -29,7 +29,7 @@ def add_launch(verbs: Verbs) -> None:
         "  bert-jax launch logs base\n"
         "  bert-jax launch --on slurm --nodes 4 --gpus 8 --extra=--partition=long -- pretrain …\n"
         "  bert-jax launch --on gke --accelerator v6e:16x16,slices=2 --image IMAGE --dry-run -- pretrain …\n\n"
-        "Options of another engine are errors. Every engine restarts the command after exit status 75.",
+        "Options of another engine are errors. Engines restart the command after exit status 75.",
     )
     sub.add_argument(
         "job", nargs="*", metavar="status|logs|stop NAME", help="show, follow or stop a job"
@@ -50,7 +50,10 @@ def add_launch(verbs: Verbs) -> None:
     # No defaults: each engine has its own, for options that are not given.
     engine = sub.add_argument_group("options of engines", argument_default=argparse.SUPPRESS)
     engine.add_argument(
-        "--restarts", type=int, metavar="N", help="maximum number of restarts (not sky)"
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="maximum number of restarts (default 100; local: 0; not sky)",
     )
     engine.add_argument(
         "--extra",
@@ -190,7 +193,7 @@ def add_preflight(verbs: Verbs) -> None:
     sub = verbs.add(
         "preflight",
         _preflight,
-        "estimate memory, time and cost of a run on other hardware",
+        "estimate memory, time and cost of a pretraining run on other hardware",
         "  bert-jax preflight --config configs/pretrain.py:large --topology v5p:4x4x4\n"
         "  bert-jax preflight --config configs/pretrain.py:base --topology v5e:4x4 --topology v6e:2x2 \\\n"
         "    --config.model.dtype=bfloat16 --dollars-per-chip-hour 1.20\n\n"

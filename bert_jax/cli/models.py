@@ -152,7 +152,7 @@ def add_blimp(verbs: Verbs) -> None:
     sub = verbs.add(
         "blimp",
         _blimp,
-        "test a model's grammar on minimal pairs: BLiMP, Zorro or files of one's own",
+        "test a model's grammar on minimal pairs: BLiMP, Zorro or your own files",
         "  bert-jax blimp --init runs/mini --data blimp\n"
         "  bert-jax blimp --init runs/mini --data Zorro --pairs 200 --json",
     )

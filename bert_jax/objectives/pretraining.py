@@ -59,7 +59,7 @@ def make_phases(
     phases: list[Phase] = []
     data: list[dict[str, Any]] = []
     if objective is not None and config.distill.teacher:
-        raise UserError("config.distill.teacher: it does not apply to an objective of one's own")
+        raise UserError("config.distill.teacher: it is not supported with an objective of your own")
     teacher = None
     vocabulary: Any = None
     rows_read: collections.Counter[str] = collections.Counter()  # by digest
