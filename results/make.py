@@ -165,7 +165,7 @@ def miniberta() -> Iterator[Row]:
 
 
 def fine_tuning() -> Iterator[Row]:
-    """Fine-tuning beside transformers' Trainer, from the same weights."""
+    """Fine-tuning compared with transformers' Trainer, from the same weights."""
     trainer = read("finetuning/trainer.jsonl")
     pairs = [
         (line, next((other for other in trainer if finetuning.same_schedule(line, other)), None))
@@ -189,12 +189,12 @@ def speeds() -> Iterator[Row]:
     lines = read("speed/results.jsonl")
     for comparison in speed.FRONT:
         claim = f"speed, {comparison.workload}"
-        own, times = speed.speed_up(lines, comparison)
-        if own is None:
+        line, times = speed.speed_up(lines, comparison)
+        if line is None:
             yield Row(claim, NOT_RUN, comparison.baseline, "", "", "speed")
         else:
             ours = f"{times:.2g} times"
-            yield Row(claim, ours, comparison.baseline, cores(own), commits([own]), "speed")
+            yield Row(claim, ours, comparison.baseline, cores(line), commits([line]), "speed")
 
 
 def gpu() -> Iterator[Row]:

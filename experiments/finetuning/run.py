@@ -263,12 +263,12 @@ def verdict(results: list[dict[str, Any]]) -> str:
 
 def unequal(results: list[dict[str, Any]]) -> list[str]:
     """Return a sentence about datasets whose starts were trained for different numbers of epochs."""
-    found = []
+    names = []
     for name in SETS:
         epochs = {r["start"]: r["epochs"] for r in results if r["set"] == name}
         if len(set(epochs.values())) > 1:
-            found.append(f"{name} ({', '.join(f'{s} {n:g}' for s, n in epochs.items())})")
-    return [f"Unequal numbers of epochs: {'; '.join(found)}."] if found else []
+            names.append(f"{name} ({', '.join(f'{s} {n:g}' for s, n in epochs.items())})")
+    return [f"Unequal numbers of epochs: {'; '.join(names)}."] if names else []
 
 
 def main() -> None:

@@ -65,14 +65,14 @@ class Comparison(NamedTuple):
         case: name of the case.
         contender: name of the contender that is the baseline.
         baseline: name of the baseline in the table.
-        own: name of the contender that is bert_jax; "" for the case's first.
+        variant: name of the contender that is bert_jax; "" for the case's first.
     """
 
     workload: str
     case: str
     contender: str
     baseline: str
-    own: str = ""
+    variant: str = ""
 
 
 PACKED = "PyTorch, packed, logits of masked tokens only"
@@ -339,20 +339,20 @@ def conditions(lines: Sequence[Line]) -> list[str]:
 def speed_up(lines: Sequence[Line], comparison: Comparison) -> tuple[Line | None, float]:
     """Return bert_jax's line and its median speed-up; None and 0 if it was not run."""
     case = CASES[comparison.case]
-    other = _of(lines, comparison.case, comparison.contender)
-    own = _of(lines, comparison.case, comparison.own or next(iter(case.contenders)))
-    if own is None or other is None:
+    baseline = _of(lines, comparison.case, comparison.contender)
+    line = _of(lines, comparison.case, comparison.variant or next(iter(case.contenders)))
+    if line is None or baseline is None:
         return None, 0.0
-    return own, statistics.median(ratios(other, own, case.measure))
+    return line, statistics.median(ratios(baseline, line, case.measure))
 
 
 def summary(lines: Sequence[Line]) -> list[str]:
     """Return the table of docs/speed.md: median speed-up over each baseline."""
     rows = []
     for comparison in FRONT:
-        own, times = speed_up(lines, comparison)
-        if own is not None:
-            hardware = f"{own['cores']} CPU cores ({own['processor']})"
+        line, times = speed_up(lines, comparison)
+        if line is not None:
+            hardware = f"{line['cores']} CPU cores ({line['processor']})"
             cells = (comparison.workload, comparison.baseline, f"{times:.2g}", hardware)
             rows.append(f"| {' | '.join(cells)} |")
     return ["| workload | baseline | speed-up | hardware |", "|---|---|---|---|", *rows]
