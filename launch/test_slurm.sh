@@ -145,8 +145,8 @@ until_counted() {
   until [ -s "$work/$1.1" ] && [ "$(wc -l <"$work/$1.1")" -ge "$2" ]; do sleep 0.1; done
 }
 
-# counted NAME: check that every task counted to 60 without gaps or repetitions.
-counted() {
+# check_counted NAME: check that every task counted to 60 without gaps or repetitions.
+check_counted() {
   local i
   for i in 0 1; do
     seq 0 59 | cmp - "$work/$1.$i" || fail "$1: task $i did not resume where it stopped"
@@ -154,8 +154,8 @@ counted() {
   say "  both tasks counted from 0 to 59, each number once"
 }
 
-# ended RESTARTS [EXIT-CODE]: check how the job ended.
-ended() {
+# check_ended RESTARTS [EXIT-CODE]: check how the job ended.
+check_ended() {
   local actual
   actual="$(field "$job" Restarts) $(field "$job" ExitCode)"
   [ "$actual" = "$1 ${2:-0:0}" ] || fail "job $job: restarts and status are $actual"
@@ -239,8 +239,8 @@ prepare.prepare([str(work / "text.txt")], str(work / "vocab"), str(work / "rows"
 EOF
 }
 
-# same FOLDER: check that the run equals the uninterrupted one, bit for bit.
-same() {
+# check_same FOLDER: check that the run equals the uninterrupted one, bit for bit.
+check_same() {
   "$python" - "$work/run-whole" "$1" <<'EOF' || fail "$1: it differs from the uninterrupted run"
 import pathlib, sys, jax, numpy as np
 from bert_jax import checkpoint, storage
@@ -258,16 +258,16 @@ daemons
 
 count whole
 until_state "$job" COMPLETED
-ended 0
-counted whole
+check_ended 0
+check_counted whole
 
 count stopped
 until_counted stopped 10
 scancel --signal=TERM "$job"
 say "  SIGTERM to its tasks"
 until_state "$job" COMPLETED
-ended 1
-counted stopped
+check_ended 1
+check_counted stopped
 
 count preempted
 until_counted preempted 10
@@ -275,16 +275,16 @@ urgent=$(sbatch --parsable --partition=high --output=/dev/null --wrap="sleep 1")
 say "  preempted by job $urgent"
 until_state "$urgent" COMPLETED
 until_state "$job" COMPLETED
-ended 1
-counted preempted
+check_ended 1
+check_counted preempted
 
 count killed kill # the other task is stopped; both resume
 until_state "$job" COMPLETED
-ended 1
+check_ended 1
 
 count mistaken 2 # the other task is stopped and ends with 75
 until_state "$job" FAILED
-ended 0 2:0
+check_ended 0 2:0
 
 count cancelled
 until_counted cancelled 10
@@ -304,9 +304,9 @@ if [ -n "$train" ]; then
   scancel --signal=TERM "$job"
   say "  SIGTERM after $(wc -l <"$work/run-stopped/metrics.jsonl") lines of metrics"
   until_state "$job" COMPLETED
-  ended 1
+  check_ended 1
   grep -h "launch: status 75" "$work/run-stopped-$job.out" | while read -r line; do say "  $line"; done
-  same "$work/run-stopped"
+  check_same "$work/run-stopped"
 
   pretrain run-preempted "$work"
   until_lines run-preempted 20
@@ -314,8 +314,8 @@ if [ -n "$train" ]; then
   say "  preempted by job $urgent after $(wc -l <"$work/run-preempted/metrics.jsonl") lines of metrics"
   until_state "$urgent" COMPLETED
   until_state "$job" COMPLETED
-  ended 1
-  same "$work/run-preempted"
+  check_ended 1
+  check_same "$work/run-preempted"
 
   objects
   pretrain run-moved "$bucket" # stopped, and started again on another machine, with no local copies
@@ -325,12 +325,12 @@ if [ -n "$train" ]; then
   until [ "$(field "$job" JobState)" = PENDING ]; do sleep 0.2; done
   rm -rf "$BERT_JAX_STORAGE_CACHE"
   until_state "$job" COMPLETED
-  ended 1
-  same "$bucket/run-moved"
+  check_ended 1
+  check_same "$bucket/run-moved"
 
   pretrain run-mistaken "$work" --config.batch_size=7 # not divisible by two tasks
   until_state "$job" FAILED
-  ended 0 2:0
+  check_ended 0 2:0
 fi
 
 say "all tests passed"

@@ -22,6 +22,8 @@ queued() {
 
 created="" shown=""
 while true; do
+  # Without the launcher, nothing would delete the slice.
+  [ "$(ps -o ppid= -p $$ 2>/dev/null || echo "$PPID")" -eq "$PPID" ] || exit 2
   state=$(queued describe --format='value(state.state)' 2>/dev/null || true)
   if [ "$state" != "$shown" ]; then
     echo "launch: $name: ${state:-does not exist}" >&2

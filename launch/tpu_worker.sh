@@ -2,7 +2,8 @@
 # Runs on each worker of a Cloud TPU slice, in the home folder, next to code.bundle and job.sh.
 #
 #   tpu_worker.sh start LOGS   install, start job.sh as a service, unless it is running; its output is
-#                              copied to the folder LOGS on object storage, unless that is empty
+#                              copied to the folder LOGS on object storage, unless that is empty;
+#                              exit status 3: another job.sh is running
 #   tpu_worker.sh follow       print its output and return its exit status
 #   tpu_worker.sh stop         stop it, and wait until it has saved
 #
@@ -15,7 +16,9 @@ start() {
   set -E
   trap 'exit 2' ERR
   if systemctl is-active --quiet bert-jax; then
-    return
+    cmp --quiet job.sh started.sh && return
+    echo "launch: another command is running: stop it with \`bert-jax launch stop NAME\` first" >&2
+    exit 3
   fi
   local commit uv="$HOME/.local/bin/uv"
   commit=$(git bundle list-heads code.bundle | cut -d ' ' -f 1)
@@ -26,8 +29,9 @@ start() {
   # The system's Python may be too old for JAX; uv installs one.
   python3 -m pip install --quiet --user uv
   [ -d venv ] || "$uv" venv --quiet --python 3.12 venv
-  "$uv" pip install --quiet --python venv/bin/python --editable 'bert_jax[tpu,gcs,s3]'
+  "$uv" pip install --quiet --python venv/bin/python --editable 'bert_jax[tpu,gcs,s3,tfds,wiki,wandb,mlflow]'
   rm -f job.status
+  cp job.sh started.sh
   sudo systemctl reset-failed bert-jax 2>/dev/null || true
   sudo systemd-run --quiet --unit=bert-jax --uid="$(id -u)" --gid="$(id -g)" \
     --setenv=HOME="$HOME" --property=LimitMEMLOCK=infinity --property=TimeoutStopSec=180 \

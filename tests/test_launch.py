@@ -1,5 +1,6 @@
 """Launching: commands of each engine, arguments that reach workers, restarts and errors."""
 
+import json
 import os
 import pathlib
 import re
@@ -20,106 +21,23 @@ from hypothesis import strategies as st
 from bert_jax import cli
 from bert_jax.errors import UserError
 from bert_jax.tools import launch
-from bert_jax.tools.launch import engines, request
+from bert_jax.tools.launch import engines
+from tests.helpers.launch import (
+    COMMAND,
+    FINETUNE,
+    ON,
+    PREPARE,
+    ROOT,
+    enter_checkout,
+    flags,
+    make_bench,
+    make_checkout,
+    plan,
+)
 
-ROOT = pathlib.Path(__file__).parent.parent
-COMMAND = "pretrain --config configs/pretrain.py:mini,128 --rows /shared/rows --workdir".split()
-OPTIONS = {
-    "tpu-vm": {"accelerator": "v5litepod-16", "zone": "us-west4-a"},
-    "gke": {"accelerator": "v5e:4x4", "image": "registry/image"},
-    "slurm": {"nodes": 2, "gpus": 4},
-    "sky": {"accelerator": "H100:8"},
-    "local": {},
-}
-ON = pytest.mark.parametrize("on", launch.ENGINES)
-
-
-PREPARE = "prepare --vocab gs://b/vocab gs://b/text/* --out".split()
-FINETUNE = "finetune --config configs/glue.py:rte --init gs://b/base --workdir".split()
-
-
-def flags(on):
-    return [f"--{key}={value}" for key, value in OPTIONS[on].items()]
-
-
-def plan(on, *arguments, workdir="/shared/runs/one", name=None, env=(), command=(), **options):
-    command = [*(command or COMMAND), workdir, *arguments]
-    asked = launch.Request(command, workdir, "configs/pretrain.py", (), env, name)
-    return launch.make_plan(on, asked, {**OPTIONS[on], **options})[1]
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """Return a Git checkout with a few committed files."""
-    folder = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    (folder / ".gitignore").write_text("__pycache__/\n")
-    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def in_checkout(checkout, monkeypatch, tmp_path):
-    monkeypatch.setattr(engines, "CHECKOUT", checkout)
-    monkeypatch.setenv("BERT_JAX_LAUNCH", str(tmp_path / "jobs"))
-    monkeypatch.chdir(checkout)
-    # Only /tmp counts as a temporary folder here, whatever TMPDIR is.
-    monkeypatch.setattr(request.tempfile, "gettempdir", lambda: "/tmp")
-
-
-class Bench:
-    """Fake programs, first on the PATH, that record the arguments of their calls."""
-
-    def __init__(self, folder):
-        self.bin, self.home = folder / "bin", folder / "home"
-        self.calls_file = folder / "calls"
-        self.bin.mkdir()
-        self.home.mkdir()
-        self.environment = {
-            **os.environ,
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "CALLS": str(self.calls_file),
-            "BENCH": str(folder),
-            "WORKER_HOME": str(self.home),
-        }
-
-    def program(self, name, body="", records=True):
-        path = self.bin / name
-        record = f"{{ printf '%s\\0' {name} \"$@\"; printf '\\036\\0'; }} >> \"$CALLS\"\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{record if records else ''}{body}\n")
-        path.chmod(0o755)
-        return path
-
-    def calls(self, name=""):
-        """Return the recorded argument lists, oldest first, and clear the record."""
-        text = self.calls_file.read_bytes().decode() if self.calls_file.exists() else ""
-        self.calls_file.unlink(missing_ok=True)
-        results = [call.split("\0")[:-1] for call in text.split("\036\0")[:-1]]
-        return [call for call in results if call[0] == name] if name else results
-
-    def bash(self, text, cwd=None):
-        return subprocess.run(
-            ["bash", "-c", text],
-            env={**self.environment, "HOME": str(self.home)},
-            cwd=cwd or self.home,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-
-
-@pytest.fixture
-def bench(tmp_path, monkeypatch):
-    result = Bench(tmp_path)
-    for key, value in result.environment.items():
-        monkeypatch.setenv(key, value)
-    return result
-
+checkout = pytest.fixture(scope="module")(make_checkout)
+in_checkout = pytest.fixture(autouse=True)(enter_checkout)
+bench = pytest.fixture(make_bench)
 
 # Commands of each engine.
 
@@ -185,7 +103,7 @@ def test_slurm_arguments(bench):
 
 
 def test_slurm_containers_and_modules(bench):
-    made = plan("slurm", image="i.sqsh", mounts=["/shared", "/a:/b"], modules=["cuda/13", "gcc"])
+    made = plan("slurm", image="i.sqsh", mount=["/shared", "/a:/b"], module=["cuda/13", "gcc"])
     bench.program("srun", "exit 0")
     bench.program("module")
     (submit,) = made.before
@@ -305,6 +223,13 @@ def test_unprintable_characters_are_rejected(before, character, after):
         assert str(refusal.value).isprintable()
 
 
+def test_sky_runs_in_the_folder_of_the_image_with_its_configs():
+    (text,) = plan("sky", image="i").files.values()
+    run = yaml.safe_load(text)["run"]
+    assert run.splitlines()[-1].startswith("cd /opt/bert_jax && exec bert-jax pretrain ")
+    assert "WORKDIR /opt/bert_jax\n" in (ROOT / "launch" / "Dockerfile").read_text()
+
+
 @pytest.mark.parametrize("value", ["a b'c", "$x", 'q"\\', "@name"])
 def test_option_values_survive_yaml_quoting(value):
     (text,) = plan("sky", accelerator=value, name="x1").files.values()
@@ -361,165 +286,6 @@ def test_slurm_task_waits_for_the_final_save(bench):
     assert task.stdout.readline() == b"up\n"
     os.killpg(task.pid, signal.SIGTERM)
     assert task.wait(timeout=60) == 75
-
-
-# Cloud TPU VMs, simulated on this machine with a fake gcloud script.
-
-GCLOUD = r"""
-state=$BENCH/state
-case "$*" in
-  *"queued-resources describe"*)
-    [ -s "$state" ] || exit 1
-    head -n 1 "$state"
-    [ "$(wc -l < "$state")" -le 1 ] || sed -i 1d "$state" ;;
-  *"queued-resources create"*) [ ! -e "$BENCH/no-quota" ] || exit 1; cp "$BENCH/new" "$state" ;;
-  *"queued-resources delete"*) : > "$state" ;;
-  *"queued-resources scp"*)
-    for part in "$@"; do case $part in /*) cp "$part" "$WORKER_HOME" ;; esac; done ;;
-  *"queued-resources ssh"*)
-    for part in "$@"; do case $part in --command=*) does=${part#--command=} ;; esac; done
-    # As the real one does: split at spaces, joined again by ssh, read by the login shell.
-    IFS=' ' read -r -a words <<< "$does"
-    if [[ $does == *follow ]] && [ -s "$BENCH/lose" ]; then
-      cp "$BENCH/lose" "$state"; : > "$BENCH/lose"; exit 255
-    fi
-    cd "$WORKER_HOME" && HOME=$WORKER_HOME bash -c "${words[*]}" ;;
-esac
-"""
-
-
-@pytest.fixture
-def cloud(bench, monkeypatch):
-    """Return a function that launches on a fake slice of one worker; runs exit with `ends`."""
-    folder = bench.bin.parent
-    bench.program("gcloud", GCLOUD)
-    bench.program("sudo", 'exec "$@"', records=False)
-    # The fake service runs to completion before its log is followed.
-    service = 'while [[ $1 == --* ]]; do shift; done; "$@" >> "$WORKER_HOME/job.log" 2>&1 || true'
-    bench.program("systemd-run", service)
-    bench.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
-    bench.program("python3", records=False)  # the real one installs uv
-    uv = bench.program("uv", "", records=False)
-    (bench.home / ".local" / "bin").mkdir(parents=True)
-    shutil.move(uv, bench.home / ".local" / "bin" / "uv")
-    (bench.home / "venv" / "bin").mkdir(parents=True)
-    run = bench.program(
-        "run",
-        'echo "commit $(git rev-parse HEAD)"; s=$(head -n 1 "$BENCH/ends"); sed -i 1d "$BENCH/ends"; exit $s',
-    )
-    shutil.move(run, bench.home / "venv" / "bin" / "bert-jax")
-    monkeypatch.setenv("TPU_SLICE_POLL_SECONDS", "0")
-    (folder / "new").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
-
-    def go(*ends, lose="", state="", **options):
-        (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
-        (folder / "lose").write_text(lose)
-        (folder / "state").write_text(state)
-        status = launch.run(plan("tpu-vm", **options))
-        calls = bench.calls()
-        verbs = [c[4] for c in calls if c[0] == "gcloud" and c[3] == "queued-resources"]
-        runs = sum(c[0] == "run" for c in calls)
-        return status, [verb for verb in verbs if verb in ("create", "delete")], runs, calls
-
-    return go
-
-
-def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
-    status, verbs, runs, calls = cloud(0, spot=True, project="p", extra=["--reserved"])
-    assert (status, verbs, runs) == (0, ["create", "delete"], 1)
-    create = next(call for call in calls if "create" in call)
-    assert (
-        create[4:]
-        == (
-            "create one --zone=us-west4-a --project=p --node-id=one --accelerator-type=v5litepod-16 "
-            "--runtime-version=v2-alpha-tpuv5-lite --spot --reserved"
-        ).split()
-    )
-    assert [call[1:] for call in calls if call[0] == "run"] == [[*COMMAND, "/shared/runs/one"]]
-    commit = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
-    assert f"commit {commit}" in capfd.readouterr().out  # from the worker's log
-
-
-@pytest.mark.parametrize(
-    ("ends", "options", "expected"),
-    [
-        ((75, 75, 0), {}, (0, ["create", "delete"], 3)),
-        ((137, 0), {}, (0, ["create", "delete"], 2)),
-        ((2,), {}, (2, ["create", "delete"], 1)),
-        ((1,), {}, (70, ["create", "delete"], 1)),
-        ((75, 75), {"restarts": 1}, (75, ["create", "delete"], 2)),
-        ((0,), {"keep": True}, (0, ["create"], 1)),
-        ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
-        ((0,), {"state": "SUSPENDING\nSUSPENDED\n"}, (0, ["delete", "create", "delete"], 1)),
-        ((0,), {"state": "FAILED\n"}, (0, ["delete", "create", "delete"], 1)),
-        # The slice is preempted during the run; then, only the connection is lost.
-        ((75, 0), {"lose": "SUSPENDED\n"}, (0, ["create", "delete", "create", "delete"], 2)),
-        ((75, 0), {"lose": "ACTIVE\n"}, (0, ["create", "delete"], 2)),
-    ],
-)
-def test_tpu_slice_resumes_after_interruption_and_preemption(ends, options, expected, cloud):
-    assert cloud(*ends, **options)[:3] == expected
-
-
-def test_tpu_slice_creation_failure_is_reported(cloud, bench):
-    (bench.bin.parent / "new").write_text("PROVISIONING\nFAILED\n")
-    with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
-        cloud(0)
-    (bench.bin.parent / "no-quota").touch()
-    with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
-        cloud(0)
-
-
-def test_tpu_worker_does_not_restart_a_running_job(cloud, bench):
-    cloud(0)
-    bench.program("systemctl", "exit 0")
-    done = bench.bash("bash tpu_worker.sh start ''")
-    assert done.returncode == 0, done.stderr
-    assert [call[1] for call in bench.calls()] == ["is-active"]
-
-
-def test_tpu_vm_rejects_uncommitted_changes(checkout):
-    (checkout / "configs" / "pretrain.py").open("a").write("\n")
-    try:
-        with pytest.raises(UserError, match=r"uncommitted changes \(configs/pretrain.py"):
-            plan("tpu-vm")
-        plan("sky")
-    finally:
-        subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "."], check=True)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "expected"),
-    [
-        ("v5e:4x4,slices=2", "--node-count=2 --node-prefix=one --accelerator-type=v5litepod-16"),
-        ("v4-8", "--node-id=one --accelerator-type=v4-8"),
-        ("v5p:2x2x1", "--node-id=one --accelerator-type=v5p-8"),
-        ("v5p:4x4x8", "--node-id=one --accelerator-type=v5p-256"),
-        ("v5p:2x4x8", "--node-id=one --type=v5p --topology=2x4x8"),
-        ("v6e:16x16", "--node-id=one --accelerator-type=v6e-256"),
-    ],
-)
-def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):
-    made = plan("tpu-vm", accelerator=accelerator)
-    create = made.before[0]
-    assert set(expected.split()) <= set(create)
-    assert ("--node-id=one" in create) == ("slices" not in accelerator)
-    for command in [*made.before[2:], made.processes[0].command]:
-        assert {"queued-resources", "--worker=all", "--node=all"} <= set(command)
-
-
-def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
-    """The log is copied every COPY_SECONDS and at the end."""
-    monkeypatch.setenv("COPY_SECONDS", "0.05")
-    python = bench.program(
-        "venv-python", 'cat "$2" >> "$BENCH/copied"; echo "$3" > "$BENCH/copied_to"'
-    )
-    shutil.move(python, bench.home / "venv" / "bin" / "python")
-    cloud(0, workdir="gs://mine/runs/one")
-    folder = bench.bin.parent
-    assert "commit" in (folder / "copied").read_text()
-    host = subprocess.check_output("hostname", text=True).strip()
-    assert (folder / "copied_to").read_text() == f"gs://mine/runs/one/logs/{host}.log\n"
 
 
 # Validation against the schemas of SkyPilot and Kubernetes.
@@ -614,8 +380,14 @@ def test_dockerfile_files_and_extras_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert {*re.findall(r"--extra (\w+)", text)} == {"gcs", "s3"}
-    assert {"gcs", "s3", "tpu", "cuda"} <= set(extras)
+    installed = {"gcs", "s3", "tfds", "wiki", "wandb", "mlflow"}
+    assert {*re.findall(r"--extra (\w+)", text)} == installed
+    assert {*installed, "tpu", "cuda"} <= set(extras)
+    worker = (ROOT / "launch" / "tpu_worker.sh").read_text()
+    (task,) = plan("sky").files.values()
+    for script, device in ((worker, "tpu"), (task, "cuda")):
+        (names,) = re.findall(r"--editable '(?:bert_jax|\.)\[(.*)\]'", script)
+        assert {*names.split(",")} == {*installed, device}
 
 
 # Jobs managed by name.
@@ -642,11 +414,44 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
     assert re.search(r"one: on local since .*, launcher running \(pid \d+\)", output)
     assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 2
     assert "a launcher of one is running" in capsys.readouterr().err
+    bench.program("tail", "exit 1")  # some lack --pid
+    logs = threading.Thread(target=launch.show_logs, args=("one",))
+    logs.start()
     assert cli.main(["launch", "stop", "one"]) == 0
-    capsys.readouterr()
+    logs.join()
+    assert re.search(r"\[0\] up\n(.*\n)*\[0\] saved\n", capsys.readouterr().out)
     assert cli.main(["launch", "status", "one"]) == 0
     assert "launcher ended with status 75" in capsys.readouterr().out
-    assert "[0] saved" in log.read_text()
+    assert cli.main(["launch", "logs", "one"]) == 0
+    assert "[0] saved" in capsys.readouterr().out
+
+
+def test_active_slurm_job_keeps_its_name(bench, capsys):
+    """Otherwise `stop` would cancel the jobs of both folders."""
+    bench.program("sbatch")
+    bench.program("squeue", "cat $BENCH/queue")
+    command = ["launch", "--on", "slurm", "--", *COMMAND]
+    assert cli.main([*command, "/a/base"]) == 0
+    (bench.bin.parent / "queue").write_text("17 base\n")
+    bench.calls()
+    assert cli.main([*command, "/a/base"]) == 0
+    assert cli.main([*command, "/b/base"]) == 2
+    assert "a job base that writes to /a/base is queued or running" in capsys.readouterr().err
+    assert len(bench.calls("sbatch")) == 1
+    (bench.bin.parent / "queue").write_text("")
+    assert cli.main([*command, "/b/base"]) == 0
+
+
+@pytest.mark.parametrize("ssh_status", [0, 1])
+def test_stop_runs_every_command_and_returns_the_worst_status(ssh_status, bench):
+    """A slice that is not active, and refuses connections, is deleted."""
+    bench.program("gcloud", f'[[ "$*" != *" ssh "* ]] || exit {ssh_status}')
+    job = {"on": "tpu-vm", "began": "", "launcher": 0, "ended": 75, "stop": plan("tpu-vm").stop}
+    folder = engines.state_folder("one")
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps(job))
+    assert cli.main(["launch", "stop", "one"]) == ssh_status
+    assert [call[4] for call in bench.calls()] == ["ssh", "delete"]
 
 
 def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
@@ -677,13 +482,6 @@ def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, ca
         assert call[: len(expected)] == expected
     assert cli.main([*command[:1], "--detach", *command[1:]]) == 2
     assert "queues the job and returns" in capsys.readouterr().err
-
-
-def test_tpu_job_is_stopped_before_its_slice_is_deleted():
-    made = plan("tpu-vm")
-    assert made.stop[0][-1] == "--command=bash tpu_worker.sh stop"
-    assert made.stop[1] == made.after[0]
-    assert plan("tpu-vm", keep=True).stop == made.stop[:1]
 
 
 # Several local processes.
@@ -799,14 +597,28 @@ def test_local_run_restarts_after_interruption(statuses, restarts, last, runs, b
 
 def test_launch_command_runs_two_real_processes(tmp_path):
     """`bert-jax launch` starts real `python -m bert_jax` processes; a user error ends both."""
-    command = [*COMMAND, tmp_path / "run", "--rows=/one/too/many"]
-    started = [sys.executable, "-m", "bert_jax", "launch", "--on", "local", "--", *command]
+    command = [*COMMAND, tmp_path / "run"]
+    options = ["--on", "local", "--env", "BERT_JAX_JOIN_SECONDS=soon"]
+    started = [sys.executable, "-m", "bert_jax", "launch", *options, "--", *command]
     done = subprocess.run(started, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 2, done.stderr
     assert re.search(r"^\[[01]\] bert-jax pretrain: ", done.stderr, re.MULTILINE), done.stderr
 
 
 # User errors.
+
+TABLE = [
+    *(
+        "finetune",
+        "--config",
+        "configs/table.py",
+        "--init",
+        "gs://b/base",
+        "--workdir",
+        "gs://b/run",
+    ),
+    *("--config.task.train=gs://b/train.csv", "--config.task.dev=gs://b/dev.csv"),
+]
 
 
 @pytest.mark.parametrize(
@@ -854,7 +666,7 @@ def test_missing_program_error_gives_advice(on, program, advice, tmp_path, monke
         (["--on", "tpu-vm", *flags("tpu-vm"), "--", *COMMAND, "runs/one"], "give a folder on object storage"),
         (["--on", "gke", *flags("gke"), "--", *COMMAND, os.path.expanduser("~/runs")], "give a folder on object storage"),
         (["--on", "sky", *flags("sky"), "--", *COMMAND, "/tmp/run"], "give a folder on object storage"),
-        (["--on", "sky", *flags("sky"), "--", *COMMAND, "gs://b/run", "--rows=configs"], "configs is on this machine only"),
+        (["--on", "sky", *flags("sky"), "--", *COMMAND[:3], "--rows=configs", "--workdir=gs://b/run"], "configs is on this machine only"),
         (["--on", "tpu-vm", "--zone=z", "--accelerator=v99-8", "--", *COMMAND, "/w"], "unknown accelerator type"),
         (["--on", "tpu-vm", "--zone=z", "--accelerator=tpu7x:2x2x1", "--", *COMMAND, "/w"], "choose from v4, v5e, v5p, v6e"),
         (["--on", "gke", "--image=i", "--accelerator=h100:8", "--", *COMMAND, "gs://b/r"], "choose from v4"),
@@ -871,7 +683,16 @@ def test_missing_program_error_gives_advice(on, program, advice, tmp_path, monke
         (["--on", "gke", "--image=i", "--accelerator=v5e:4x4", "--", *FINETUNE, "gs://b/r"], "finetune runs on one machine"),
         (["--on", "gke", "--image=i", "--", *FINETUNE, "gs://b/r"], "--on gke needs --accelerator for finetune"),
         (["--on", "slurm", "--nodes=2", "--", *FINETUNE, "/s/r"], "finetune runs on one machine"),
-        (["--on", "gke", *flags("gke"), "--", "sweep", "experiments/table8_masking", "--runs", "/s"], "sweep runs on one machine"),
+        *((["--on", on, *flags(on), "--", "sweep", "experiments/table8_masking", "--runs=/s"], f"`bert-jax sweep --on {on}`") for on in ("gke", "sky", "tpu-vm")),
+        (["--on", "slurm", "--", "sweep", "experiments/table8_masking", "--runs=gs://b/runs"], "--runs gs://b/runs: a sweep needs a local folder"),
+        (["--on", "slurm", "--", "sweep", "experiments/table8_masking", "--data=s3://b/data"], "--data s3://b/data: a sweep needs a local folder"),
+        (["--on", "slurm", "--", *COMMAND, "/w", "--rows=/s/more"], "2 --rows for the config's 1 phases"),
+        (["--on", "slurm", "--project", "p", "--", *COMMAND, "/w"], "takes --nodes, --gpus, --image, --mount, --module, --restarts, --extra"),
+        (["--on", "local", "--project", "p", "--", *COMMAND, "/w"], "takes --processes, --devices, --restarts\n"),
+        (["--on", "sky", *flags("sky"), "--", *COMMAND, "gs://b/r", "--teacher=configs"], "configs is on this machine only"),
+        (["--on", "sky", *flags("sky"), "--", *COMMAND, "gs://b/r", "--config.distill.teacher=configs"], "configs is on this machine only"),
+        *((["--on", "sky", *flags("sky"), "--", *TABLE, f"--config.task.{key}=configs/glue.py"], "configs/glue.py is on this machine only") for key in ("train", "dev", "test", "labels")),
+        (["--on", "sky", "--", *PREPARE[:-1], "books:configs/*.py@0.5", "--out=gs://b/rows"], "configs/*.py is on this machine only"),
     ],
 )  # fmt: skip
 def test_user_errors_are_one_line(arguments, message, capsys):
@@ -880,6 +701,27 @@ def test_user_errors_are_one_line(arguments, message, capsys):
     assert message in output, output
     assert output.count("\n") == 1
     assert "hf_" not in output
+
+
+def test_slurm_without_its_script_is_rejected(monkeypatch, tmp_path):
+    monkeypatch.setattr(engines, "SCRIPTS", tmp_path)  # as in a wheel
+    for options in ({}, {"image": "i"}):
+        with pytest.raises(UserError, match="run from a checkout"):
+            plan("slurm", **options)
+    plan("gke")
+
+
+def test_abbreviated_options_are_rejected(capsys):
+    """The launcher in the background would start another, if --detach were not removed."""
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--on", "local", "--deta", "--dry-run", "--", *COMMAND, "/w"])
+    assert "--deta: unknown option; did you mean --detach?" in capsys.readouterr().err
+
+
+def test_sweep_of_a_command_can_be_launched(capsys):
+    sweep = ["sweep", "--grid=optim.learning_rate=1e-3,1e-4", "--runs=/s", "--", *COMMAND[:-1]]
+    assert cli.main(["launch", "--on", "slurm", "--dry-run", "--", *sweep]) == 0
+    assert shlex.join(sweep) in capsys.readouterr().out
 
 
 def test_gke_rejects_a_config_outside_the_checkout(tmp_path, capsys):
@@ -917,7 +759,7 @@ def test_single_process_verbs_are_not_distributed(on, capsys):
     """If the variables of distributed runs were set, they would wait for other processes."""
     sweep = ["sweep", "experiments/table8_masking", "--runs", "/shared/runs"]
     finetune = [*FINETUNE, "gs://b/run"]
-    for run in ([*PREPARE, "gs://b/rows"], sweep, finetune):
+    for run in ([*PREPARE, "gs://b/rows"], *([] if on == "sky" else [sweep]), finetune):
         options = (
             {"slurm": ["--gpus=8"], "sky": ["--accelerator=H100:8"]} if run is finetune else {}
         )

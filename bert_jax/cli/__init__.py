@@ -9,7 +9,7 @@ import shtab
 
 from bert_jax import files, storage
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
-from bert_jax.cli.common import Parser, Verbs, complete_paths
+from bert_jax.cli.common import Parser, Verbs, complete_paths, split_command
 from bert_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_NEGATIVE,
@@ -56,8 +56,12 @@ _abrupt = threading.Event()  # whether `console` leaves threads and exit handler
 def console() -> None:
     """Run `main` as the `bert-jax` command and exit without output of libraries' exit handlers."""
     _install_hooks()
-    status = main()
-    sys.stdout.flush()
+    status = 0
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stderr.flush()
     if status == EXIT_USER_ERROR or _abrupt.is_set():
         if "bert_jax.distributed" in sys.modules:
@@ -98,10 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     75: stopped by a signal, state saved, or object storage does not answer. 130: interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = []
-    if arguments[:1] in (["launch"], ["sweep"]) and "--" in arguments:  # a command follows
-        index = arguments.index("--")
-        arguments, command = arguments[:index], arguments[index + 1 :]
+    arguments, command = split_command(arguments)
     from bert_jax.config_flags import split
 
     config, rest = split(arguments)
@@ -124,14 +125,11 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_USER_ERROR
         _abrupt.set()  # threads of Orbax would wait for the save that failed
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        sys.stderr.close()
-        return 0
     except OSError as error:
         if error.errno not in files.USER_ERRORS:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"bert-jax {options.verb}: {place}{files.describe(error)}", file=sys.stderr)
+        path = f"{error.filename}: " if error.filename else ""
+        print(f"bert-jax {options.verb}: {path}{files.describe(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)

@@ -25,6 +25,9 @@ class Parser(argparse.ArgumentParser):
 
     verbs: Mapping[str, "Parser"] = MappingProxyType({})
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
     def error(self, message: str) -> NoReturn:
         text = str(UserError(f"{self.prog}: {message} (see {self.prog} --help)"))
         self.exit(EXIT_USER_ERROR, text + "\n")
@@ -34,8 +37,16 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
             option = argument.partition("=")[0]
-            if option.startswith("--") and not any(name.startswith(option) for name in known):
+            if option.startswith("--") and option not in known:
                 self.error(f"{option}: unknown option{did_you_mean(option, known)}")
+
+
+def split_command(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split arguments of launch or sweep at --, which the command to run follows."""
+    if arguments[:1] in (["launch"], ["sweep"]) and "--" in arguments:
+        index = arguments.index("--")
+        return arguments[:index], arguments[index + 1 :]
+    return arguments, []
 
 
 class Verbs:

@@ -2,19 +2,31 @@
 
 import argparse
 import json
+import re
 from typing import Any
 
 from bert_jax import storage
-from bert_jax.cli.common import Verbs, add_config, add_start, open_start, take_rows
+from bert_jax.cli.common import (
+    Verbs,
+    add_config,
+    add_start,
+    open_start,
+    split_command,
+    take_rows,
+)
 from bert_jax.errors import EXIT_NEGATIVE, UserError
 
-# What of a launched verb's arguments are paths: the folder that it writes to, and what it reads.
+# Arguments of the verbs that can be launched: the folder that is written, and paths that are read.
 _PATHS = {
-    "pretrain": ("workdir", ("rows", "init")),
-    "finetune": ("workdir", ("init", "vocab", "data")),
+    "pretrain": ("workdir", ("init",)),
+    "finetune": ("workdir", ("init", "vocab")),
     "prepare": ("out", ("vocab", "sources")),
-    "sweep": ("runs", ("data", "init")),
+    "sweep": ("runs", ()),
 }
+# Keys of configs that are paths.
+_CONFIG_PATHS = re.compile(
+    r"distill\.teacher|phases\[\d+\]\.rows|task\.(data|train|dev|test|labels)"
+)
 _JOBS = ("status", "logs", "stop")
 
 
@@ -84,14 +96,12 @@ def add_launch(verbs: Verbs) -> None:
     engine.add_argument(
         "--mount",
         action="append",
-        dest="mounts",
         metavar="PATH[:PATH]",
         help="folder of the machine to mount in the container; repeatable (slurm)",
     )
     engine.add_argument(
         "--module",
         action="append",
-        dest="modules",
         metavar="NAME",
         help="environment module to load; repeatable (slurm)",
     )
@@ -99,6 +109,7 @@ def add_launch(verbs: Verbs) -> None:
         "--processes", type=int, metavar="N", help="number of processes, default 2 (local)"
     )
     engine.add_argument("--devices", type=int, metavar="N", help="CPU devices per process (local)")
+    sub.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
 
 def _launch(options) -> int | None:
@@ -111,19 +122,9 @@ def _launch(options) -> int | None:
             "give --on ENGINE and a command after --, or status, logs or stop and a NAME"
         )
     request = _request(options)
-    kept = ("on", "dry_run", "detach", "name", "env")
-    general = (
-        "verb",
-        "run",
-        "takes_config",
-        "quiet",
-        "config",
-        "arguments",
-        "command",
-        "job",
-        *kept,
-    )
-    engine_options = {key: value for key, value in vars(options).items() if key not in general}
+    engine_options = {
+        key: value for key, value in vars(options).items() if key in options.engine_options
+    }
     name, plan = launch.make_plan(options.on, request, engine_options)
     if options.dry_run:
         print(launch.script(plan))
@@ -163,21 +164,38 @@ def _request(options) -> Any:
             "--workdir …"
         )
     storage.check(options.command)
-    config, rest = config_flags.split(options.command)
+    command, _ = split_command(options.command)
+    settings, rest = config_flags.split(command)
     launched = parse(rest)
-    kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
-    file = ""
-    if launched.verb in kinds:
-        config_flags.load(config, kinds[launched.verb])
-        value = next(a for a in config if a.startswith("--config=")).removeprefix("--config=")
-        file = value if config_flags.is_path(value) else ""
-    elif config:
-        raise UserError(f"{launched.verb} does not take --config")
     folder, inputs = _PATHS[launched.verb]
     paths = []
     for key in inputs:
         value = getattr(launched, key)
         paths += value if isinstance(value, list) else [str(value)] if value else []
+    kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
+    file = ""
+    if launched.verb in kinds:
+        if launched.teacher:
+            settings.append(f"--config.distill.teacher={launched.teacher}")
+        config = config_flags.load(settings, kinds[launched.verb])
+        if launched.verb == "pretrain":
+            take_rows(config, launched.rows)
+        elif launched.data:
+            config.task.data = launched.data
+        paths += [
+            value
+            for key, value in config_lib.flatten(config).items()
+            if _CONFIG_PATHS.fullmatch(key)
+        ]
+        value = next(a for a in settings if a.startswith("--config=")).removeprefix("--config=")
+        file = value if config_flags.is_path(value) else ""
+    elif settings:
+        raise UserError(f"{launched.verb} does not take --config")
+    for key in ("runs", "data") if launched.verb == "sweep" else ():
+        if storage.is_remote(path := getattr(launched, key)):
+            raise UserError(
+                f"--{key} {path}: a sweep needs a local folder, or one on a shared disk"
+            )
     return launch.Request(
         options.command,
         getattr(launched, folder),

@@ -1,7 +1,7 @@
 """Engines: functions from a job and options (their keyword arguments) to a `Plan`.
 
-In every engine, a command that exits with status 75 (stopped by a signal, state saved) or is killed is
-run again; one that exits with 0, 1 or 2 is not.
+In every engine, a command that exits with status 75 (stopped by a signal, state saved) or whose machine
+is preempted is run again, and, except with sky, one that is killed; one that exits with 0, 1 or 2 is not.
 """
 
 import os
@@ -42,7 +42,9 @@ _GKE_TPUS = {
     "tpu7x": "tpu7x",
 }
 _CHIPS_PER_VM = 4
-_MOST_CHIPS_PER_VM = {"v5e": 8, "v6e": 8}  # of a slice with one VM
+_MAX_CHIPS_PER_VM = {"v5e": 8, "v6e": 8}  # of a slice with one VM
+# Extras that workers install, besides that of their accelerator; also in tpu_worker.sh and the Dockerfile.
+_EXTRAS = ("gcs", "s3", "tfds", "wiki", "wandb", "mlflow")
 # Between slices, a host's own network is faster than that of Kubernetes.
 _HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
@@ -85,7 +87,6 @@ def local(
     processes: int = 0,
     devices: int | None = None,
     restarts: int = 0,
-    port: int | None = None,
 ) -> Plan:
     """Plan several processes on this machine.
 
@@ -94,12 +95,11 @@ def local(
         processes: number of processes; 0 for 2, or 1 for verbs that run in one.
         devices: CPU devices per process; None for JAX's default of one.
         restarts: maximum number of restarts.
-        port: port of process 0 for the others; None for a free one.
     """
     processes = processes or (2 if job.is_distributed else 1)
     if processes > 1 and not job.is_distributed:
         raise UserError(f"--processes {processes}: {job.command[0]} runs in one process")
-    coordinator = f"127.0.0.1:{port or _free_port()}"
+    coordinator = f"127.0.0.1:{_free_port()}"
 
     def environment(i: int) -> dict[str, str]:
         variables = dict(job.environment)
@@ -137,8 +137,8 @@ def slurm(
     nodes: int = 1,
     gpus: int = 0,
     image: str = "",
-    mounts: Sequence[str] = (),
-    modules: Sequence[str] = (),
+    mount: Sequence[str] = (),
+    module: Sequence[str] = (),
     restarts: int = 100,
     extra: Sequence[str] = (),
 ) -> Plan:
@@ -149,8 +149,8 @@ def slurm(
         nodes: number of nodes.
         gpus: GPUs per node; 0 starts one process per node.
         image: container image with bert-jax, for the plugin Pyxis; "" runs this Python.
-        mounts: folders to mount in the container, PATH or PATH:PATH.
-        modules: environment modules to load.
+        mount: folders to mount in the container, PATH or PATH:PATH.
+        module: environment modules to load.
         restarts: maximum number of times that the job requeues itself.
         extra: arguments of sbatch: --partition, --time, --account, …
     """
@@ -163,9 +163,9 @@ def slurm(
     output = f"{job.name}-%j.out"
     submit = ["sbatch", f"--job-name={job.name}", f"--output={output}", *sizes, *extra]
     options = [f"--restarts={restarts}"]
-    options += [f"--module={module}" for module in modules]
+    options += [f"--module={name}" for name in module]
     options += [f"--srun=--container-image={image}"] if image else []
-    options += [f"--srun=--container-mounts={','.join(mounts)}"] if mounts else []
+    options += [f"--srun=--container-mounts={','.join(mount)}"] if mount else []
     command = ["bert-jax"] if image else python_command()
     if job.environment:
         command = ["env", *_assignments(job), *command]
@@ -175,6 +175,7 @@ def slurm(
         status=["squeue", f"--name={job.name}"],
         logs=["bash", "-c", f"exec tail -n 100 -F {logs}"],
         stop=[["scancel", f"--name={job.name}"]],
+        active=["squeue", "--me", "--noheader", f"--name={job.name}"],
     )
 
 
@@ -258,7 +259,8 @@ def tpu_vm(
         status=[*queued, "describe", job.name, *location, "--format=value(state.state)"],
         logs=on_workers(f"bash {worker.name} follow"),
         stop=[on_workers(f"bash {worker.name} stop"), *([] if keep else [delete])],
-        remains="" if not keep else f"the slice remains until you delete it: {shlex.join(delete)}",
+        remains="the slice costs money while it exists; to delete it: "
+        + (shlex.join(delete) if keep else f"bert-jax launch stop {job.name}"),
     )
 
 
@@ -271,12 +273,13 @@ def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
         )
 
 
-def _check_machines(job: Job, accelerator: str, topology: "Topology", most: int = 0) -> None:
-    """Check that the slice of a command in one process has one machine, of at most `most` chips."""
-    most = most or _MOST_CHIPS_PER_VM.get(topology.kind, _CHIPS_PER_VM)
-    if max(topology.chips / most, topology.slices) > 1 and not job.is_distributed:
+def _check_machines(job: Job, accelerator: str, topology: "Topology", max_chips: int = 0) -> None:
+    """Check that the slice of a command in one process has one machine, of at most `max_chips`."""
+    max_chips = max_chips or _MAX_CHIPS_PER_VM.get(topology.kind, _CHIPS_PER_VM)
+    if max(topology.chips / max_chips, topology.slices) > 1 and not job.is_distributed:
         raise UserError(
-            f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most {most} chips"
+            f"--accelerator {accelerator}: {job.command[0]} runs on one machine, of at most "
+            f"{max_chips} chips"
         )
 
 
@@ -449,7 +452,7 @@ def sky(
         job: the job.
         accelerator: such as H100:8 or tpu-v6e-8; "" for a machine without one.
         nodes: number of such machines (a TPU slice counts as one).
-        image: container image with bert-jax; "" installs this checkout.
+        image: container image built from launch/Dockerfile; "" installs this checkout.
         spot: use preemptible capacity.
         extra: arguments of `sky jobs launch`: --infra, --cpus, --memory, …
     """
@@ -492,13 +495,15 @@ def sky_task(
         task["envs"] = job.environment
     if image:
         resources["image_id"] = f"docker:{image}"
+        start = "cd /opt/bert_jax && exec"  # SkyPilot starts in its own folder
         program = "bert-jax"
     else:
-        extras = ["gcs", "s3", *(["tpu"] if is_tpu else ["cuda"] if accelerator else [])]
+        start = "exec"
+        extras = [*_EXTRAS, *(["tpu"] if is_tpu else ["cuda"] if accelerator else [])]
         task["workdir"] = str(CHECKOUT)
         task["setup"] = _SKY_SETUP.format(extras=",".join(extras))
         program = "venv/bin/bert-jax"
-    task["run"] = f"{processes}exec {shlex.join([program, *job.command])}\n"
+    task["run"] = f"{processes}{start} {shlex.join([program, *job.command])}\n"
     return task
 
 

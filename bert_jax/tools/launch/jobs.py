@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -23,14 +24,17 @@ def start(on: str, name: str, plan: Plan) -> int:
     """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job.
 
     Raises:
-        UserError: another process runs a job of this name, or the plan fails.
+        UserError: another process runs a job of this name, a job of this name writes to another
+            folder, or the plan fails.
     """
     folder = state_folder(name)
     with _owned(folder, name):
+        _check_name(folder, name, plan)
         job: dict[str, Any] = {
             "on": on,
             "began": datetime.datetime.now().isoformat(" ", "seconds"),
             "launcher": os.getpid(),
+            "folder": plan.folder,
             "status": plan.status,
             "logs": plan.logs,
             "stop": plan.stop,
@@ -60,6 +64,20 @@ def _owned(folder: pathlib.Path, name: str) -> Iterator[None]:
                 "another --name"
             ) from None
         yield
+
+
+def _check_name(folder: pathlib.Path, name: str, plan: Plan) -> None:
+    """Check that no active job of this name writes to another folder: `stop` would end both."""
+    if not plan.active or not (folder / _FILE).exists():
+        return
+    other = json.loads((folder / _FILE).read_text()).get("folder")
+    if other in (None, plan.folder) or not shutil.which(plan.active[0]):
+        return
+    if subprocess.run(plan.active, capture_output=True, check=False).stdout.strip():
+        raise UserError(
+            f"a job {name} that writes to {other} is queued or running: choose another --name, or "
+            f"stop it with `bert-jax launch stop {name}`"
+        )
 
 
 def detach(on: str, name: str, arguments: Sequence[str]) -> int:
@@ -139,10 +157,17 @@ def show_logs(name: str) -> int:
         return _call(job["logs"])
     if not (folder / _LOG).exists():
         raise UserError(f"the output of {name} is in the terminal that launched it")
-    follow = ["tail", "-n", "100"]
-    if _is_running(folder):
-        follow += ["-F", f"--pid={job['launcher']}"]
-    return _call([*follow, str(folder / _LOG)])
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        open(folder / _LOG, errors="replace", newline="\n") as log,
+    ):
+        print(end="".join(log.readlines()[-100:]), flush=True)
+        is_running = True
+        while is_running:
+            is_running = _is_running(folder)  # before the last read
+            print(end=log.read(), flush=True)
+            time.sleep(0.2 if is_running else 0)
+    return 0
 
 
 def stop(name: str) -> int:
@@ -156,10 +181,8 @@ def stop(name: str) -> int:
             if time.monotonic() > deadline:
                 raise UserError(f"the launcher of {name} (pid {job['launcher']}) does not end")
             time.sleep(0.2)
-    for command in job["stop"]:
-        if status := _call(command):
-            return status
-    return 0
+    # A slice that cannot be reached must be deleted all the same.
+    return max([_call(command) for command in job["stop"]], default=0)
 
 
 def _call(command: Sequence[str]) -> int:

@@ -19,6 +19,8 @@ from bert_jax.errors import EXIT_INTERRUPTED, UserError
 STOP_SECONDS = 180.0
 
 KILLED = range(129, 256)
+# Exit status of a command of `before`: the machines run another command, so they must not be deleted.
+EXIT_BUSY = 3
 
 _INSTALL = {
     "gcloud": "install the Google Cloud CLI and run `gcloud auth login`",
@@ -48,15 +50,18 @@ class Plan(NamedTuple):
 
     Attributes:
         files: content by absolute path, written first.
-        before: idempotent commands before every run.
+        before: idempotent commands before every run; the first creates the machines.
         processes: parallel processes of a run; empty if `before` submits a job.
-        after: commands after the last run.
+        after: commands after the last run, also after one that could not start; they delete the machines.
         again: exit statuses after which the run is repeated.
         restarts: maximum number of repetitions.
         status: command that shows the state of the job; () if only this process knows it.
         logs: command that follows its output; () if it is that of this process.
         stop: commands that stop the job after this process has ended.
-        remains: printed at the end, if something remains that costs money.
+        active: command that prints something while a job of this name is queued or runs; () if
+            there is none.
+        folder: folder that the job writes to.
+        remains: printed at the end, if machines may remain that cost money.
     """
 
     files: dict[str, str] = {}  # noqa: RUF012
@@ -68,6 +73,8 @@ class Plan(NamedTuple):
     status: Sequence[str] = ()
     logs: Sequence[str] = ()
     stop: Sequence[Sequence[str]] = ()
+    active: Sequence[str] = ()
+    folder: str = ""
     remains: str = ""
 
 
@@ -93,6 +100,8 @@ def script(plan: Plan) -> str:
 def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
     """Execute a plan and return the exit status of its last run; 0 for a submitted job.
 
+    SIGINT and SIGTERM end it. Machines then remain, because the run on them continues.
+
     Args:
         plan: the plan.
         stop_seconds: time between SIGTERM and SIGKILL.
@@ -111,30 +120,37 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             files.write(path, content)
 
-    status, interrupted = 0, False
-    for restart in range(plan.restarts + 1):
-        command, status = _first_failure(plan.before)
-        if status and status not in plan.again:
-            raise UserError(f"{shlex.join(command)} exited with status {status}")
-        if not status:
-            status, interrupted = run_processes(plan.processes, stop_seconds)
-        if interrupted or status not in plan.again:
-            break
-        if restart < plan.restarts:
-            say(f"exit status {status}: restarting ({restart + 1} of {plan.restarts})")
-    if interrupted and plan.stop:  # the run is on other machines
-        say("the run continues; the same command follows it again")
-        return EXIT_INTERRUPTED
-    command, failure = _first_failure(plan.after)
+    status, interrupted, errors = 0, False, []
+    after = plan.after
+    with signals() as received:  # between commands, which `run_processes` forwards signals to
+        for restart in range(plan.restarts + 1):
+            command, status, interrupted = _first_failure(plan.before, stop_seconds)
+            if status and status not in plan.again and not interrupted:
+                errors.append(f"{shlex.join(command)} exited with status {status}")
+                if status == EXIT_BUSY or command == plan.before[0]:
+                    after = ()
+            elif not status and not interrupted:
+                status, interrupted = run_processes(plan.processes, stop_seconds)
+            interrupted = interrupted or bool(received)
+            if interrupted or status not in plan.again:
+                break
+            if restart < plan.restarts:
+                say(f"exit status {status}: restarting ({restart + 1} of {plan.restarts})")
+        if interrupted and plan.stop and (status or plan.processes):  # the run is on other machines
+            say("a run that has started continues; the same command follows it again")
+            status, after = EXIT_INTERRUPTED, ()
+        command, failure, _ = _first_failure(after, stop_seconds)
     if failure:
-        raise UserError(f"{shlex.join(command)} exited with status {failure}: run it again")
-    if plan.remains:
+        errors.append(f"{shlex.join(command)} exited with status {failure}: run it again")
+    if plan.remains and not after:
         say(plan.remains)
+    if errors:
+        raise UserError("; ".join(errors))
     return status
 
 
 def run_processes(
-    processes: Sequence[Process], stop_seconds: float = STOP_SECONDS
+    processes: Sequence[Process], stop_seconds: float = STOP_SECONDS, groups: bool = False
 ) -> tuple[int, bool]:
     """Run processes in parallel until all have exited.
 
@@ -144,6 +160,7 @@ def run_processes(
     Args:
         processes: the processes.
         stop_seconds: time between SIGTERM and SIGKILL.
+        groups: start every process in a session of its own, and send signals to all processes in it.
 
     Returns:
         The exit status (128 + N after signal N): 2 if any process exited with 2, else that of the
@@ -156,7 +173,7 @@ def run_processes(
         forwarded, deadline = 0, float("inf")
         try:
             for process in processes:
-                running.append(_start(process))
+                running.append(_start(process, groups))
                 pumps += _pump(running[-1], process.prefix)
             while running:
                 exited = [child for child in running if child.poll() is not None]
@@ -166,19 +183,19 @@ def run_processes(
                     say(
                         f"a process exited with status {bad[-1]}: stopping the other {len(running)}"
                     )
-                    _send(running, signal.SIGTERM)
+                    _send(running, signal.SIGTERM, groups)
                     deadline = min(deadline, time.monotonic() + stop_seconds)
                 # Of several that failed at once, a killed one explains the errors of the others.
                 failed += reversed(bad)
                 if len(received) > forwarded:
-                    _send(running, received[-1])
+                    _send(running, received[-1], groups)
                     forwarded = len(received)
                     deadline = min(deadline, time.monotonic() + stop_seconds)
                 if time.monotonic() > deadline:
-                    _send(running, signal.SIGKILL)
+                    _send(running, signal.SIGKILL, groups)
                 time.sleep(0.05)
         finally:
-            _send(running, signal.SIGKILL)
+            _send(running, signal.SIGKILL, groups)
         for pump in pumps:
             pump.join(timeout=5)  # a grandchild may keep the pipe open
     status = 2 if 2 in failed else (failed[0] if failed else 0)
@@ -200,7 +217,7 @@ def signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _start(process: Process) -> subprocess.Popen:
+def _start(process: Process, new_session: bool) -> subprocess.Popen:
     pipe = subprocess.PIPE if process.prefix else None
     with files.one_line_errors(f"cannot start {process.command[0]}"):
         return subprocess.Popen(
@@ -209,7 +226,7 @@ def _start(process: Process) -> subprocess.Popen:
             stdout=pipe,
             stderr=pipe,
             # Otherwise Ctrl-C would reach it twice, from the terminal and from this process.
-            start_new_session=bool(process.prefix),
+            start_new_session=new_session or bool(process.prefix),
         )
 
 
@@ -229,10 +246,13 @@ def _pump(child: subprocess.Popen, prefix: str) -> list[threading.Thread]:
     return pumps
 
 
-def _send(children: Sequence[subprocess.Popen], number: int) -> None:
+def _send(children: Sequence[subprocess.Popen], number: int, groups: bool) -> None:
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            child.send_signal(number)
+            if groups:
+                os.killpg(child.pid, number)
+            else:
+                child.send_signal(number)
 
 
 def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
@@ -240,13 +260,21 @@ def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _first_failure(commands: Sequence[Sequence[str]]) -> tuple[Sequence[str], int]:
-    """Run commands until one fails; return it and its status, or () and 0."""
+def _first_failure(
+    commands: Sequence[Sequence[str]], stop_seconds: float
+) -> tuple[Sequence[str], int, bool]:
+    """Run commands until one fails or a signal is received.
+
+    Returns:
+        The last command and its exit status, or () and 0 without one; and whether a signal was received.
+    """
+    command, status, interrupted = (), 0, False
     for command in commands:
         say("$ " + shlex.join(command))
-        if status := exit_status(subprocess.run(command, check=False)):
-            return command, status
-    return (), 0
+        status, interrupted = run_processes([Process(command)], stop_seconds, groups=True)
+        if status or interrupted:
+            break
+    return command, status, interrupted
 
 
 def say(line: str) -> None:

@@ -1,5 +1,6 @@
 """From the command line of `bert-jax launch` to a plan: checks before any machine is requested."""
 
+import glob
 import inspect
 import os
 import pathlib
@@ -84,8 +85,13 @@ def make_plan(on: str, request: Request, options: dict[str, Any]) -> tuple[str, 
             raise UserError(f"--env {part}: it must be NAME=VALUE")
         _check_value(f"--env {name}", value)
         environment[name] = value
+    needs_checkout = on != "local" and (on == "slurm" or not options.get("image"))
+    if needs_checkout and not (engines.SCRIPTS / "slurm.sh").exists():
+        raise UserError(
+            f"{engines.SCRIPTS} does not exist: run from a checkout, installed by pip install -e"
+        )
     if on in REMOTE:
-        _check_remote(on, request, options)
+        _check_remote(on, request)
     if on == "tpu-vm":
         _check_tpu_vm(request)
     name = request.name
@@ -94,7 +100,10 @@ def make_plan(on: str, request: Request, options: dict[str, Any]) -> tuple[str, 
             f"--name {name}: use up to 40 lowercase letters, digits and hyphens, starting with a letter"
         )
     name = name or job_name(request.folder.rstrip("/").rpartition("/")[2])
-    return name, engine(Job(request.command, name, request.folder, environment), **options)
+    job = Job(request.command, name, request.folder, environment)
+    folder = request.folder
+    folder = folder if storage.is_remote(folder) else os.path.abspath(folder)
+    return name, engine(job, **options)._replace(folder=folder)
 
 
 def _check_value(name: str, value: str) -> None:
@@ -109,11 +118,12 @@ def _check_value(name: str, value: str) -> None:
         )
 
 
-def _check_remote(on: str, request: Request, options: dict[str, Any]) -> None:
+def _check_remote(on: str, request: Request) -> None:
     """Check that the paths exist on other machines, which have the checkout or an image."""
-    if not (engines.SCRIPTS / "slurm.sh").exists() and not options.get("image"):
+    if request.command[0] == "sweep":
         raise UserError(
-            f"{engines.SCRIPTS} does not exist: run from a checkout, installed by pip install -e"
+            f"--on {on}: the results of a sweep would be lost with the disk of the worker: use "
+            f"`bert-jax sweep --on {on}`, which launches each point"
         )
     config = request.config
     if config and (os.path.isabs(config) or not (engines.CHECKOUT / config).exists()):
@@ -127,8 +137,10 @@ def _check_remote(on: str, request: Request, options: dict[str, Any]) -> None:
             "storage, gs://BUCKET/… or s3://BUCKET/…, or on a disk that the machines share"
         )
     for path in request.inputs:
-        local = path.partition(":")[2] or path  # prefix of a kind of text
-        if not storage.is_remote(path) and os.path.exists(local) and _is_here(local):
+        # Sources of text are [KIND:]GLOB[@WEIGHT].
+        local = re.sub(r"@[\d.]+$", "", path.partition(":")[2] or path)
+        exists = os.path.exists(local) or glob.glob(local, recursive=True)
+        if not storage.is_remote(path) and exists and _is_here(local):
             raise UserError(
                 f"{local} is on this machine only: copy it, as in `gcloud storage cp -r {local} "
                 "gs://BUCKET/`, and give its new path"
@@ -139,23 +151,19 @@ def _is_here(path: str) -> bool:
     """Whether a path is on a disk that other machines certainly do not have."""
     if storage.is_remote(path):
         return False
-    place = pathlib.PurePosixPath(path)
+    posix_path = pathlib.PurePosixPath(path)
     folders = (pathlib.Path.home(), pathlib.Path(tempfile.gettempdir()), engines.CHECKOUT)
-    return not place.is_absolute() or any(place.is_relative_to(folder) for folder in folders)
+    return not posix_path.is_absolute() or any(posix_path.is_relative_to(f) for f in folders)
 
 
 def _check_tpu_vm(request: Request) -> None:
     """Check that the verb runs on workers, and that they receive what is in the checkout."""
-    if request.command[0] in ("prepare", "sweep"):
+    if request.command[0] == "prepare":
         raise UserError(
-            f"--on tpu-vm starts a process on every machine, and {request.command[0]} runs in one: "
-            "use --on sky, gke or slurm"
+            "--on tpu-vm starts a process on every machine, and prepare runs in one: use --on sky, "
+            "gke or slurm"
         )
-    git = ["git", "-C", str(engines.CHECKOUT), "status", "--porcelain", "--untracked-files=no"]
-    try:
-        result = subprocess.run(git, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UserError("git is not on the PATH: install git") from None
+    result = _git("status", "--porcelain", "--untracked-files=no")
     if result.returncode:
         raise UserError(
             f"{engines.CHECKOUT} is not a git checkout: --on tpu-vm sends the workers a commit"
@@ -166,6 +174,19 @@ def _check_tpu_vm(request: Request) -> None:
             f"{engines.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
             "commit: commit or stash them"
         )
+    if request.config and _git("ls-files", "--error-unmatch", request.config).returncode:
+        raise UserError(
+            f"--config {request.config} is not committed, and workers receive the commit: add and "
+            "commit it"
+        )
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(engines.CHECKOUT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError("git is not on the PATH: install git") from None
 
 
 def job_name(text: str, max_length: int = 40) -> str:

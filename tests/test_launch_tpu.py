@@ -1,0 +1,249 @@
+"""Launching on Cloud TPU VMs, simulated on this machine with a fake gcloud script."""
+
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bert_jax import cli
+from bert_jax.errors import UserError
+from bert_jax.tools import launch
+from tests.helpers.launch import (
+    COMMAND,
+    ROOT,
+    enter_checkout,
+    flags,
+    make_bench,
+    make_checkout,
+    plan,
+)
+
+checkout = pytest.fixture(scope="module")(make_checkout)
+in_checkout = pytest.fixture(autouse=True)(enter_checkout)
+bench = pytest.fixture(make_bench)
+
+GCLOUD = r"""
+state=$BENCH/state
+case "$*" in
+  *"queued-resources describe"*)
+    [ -s "$state" ] || exit 1
+    head -n 1 "$state"
+    [ "$(wc -l < "$state")" -le 1 ] || sed -i 1d "$state" ;;
+  *"queued-resources create"*) [ ! -e "$BENCH/no-quota" ] || exit 1; cp "$BENCH/new" "$state" ;;
+  *"queued-resources delete"*) : > "$state" ;;
+  *"queued-resources scp"*)
+    for part in "$@"; do case $part in /*) cp "$part" "$WORKER_HOME" ;; esac; done ;;
+  *"queued-resources ssh"*)
+    for part in "$@"; do case $part in --command=*) does=${part#--command=} ;; esac; done
+    # As the real one does: split at spaces, joined again by ssh, read by the login shell.
+    IFS=' ' read -r -a words <<< "$does"
+    if [[ $does == *follow ]] && [ -s "$BENCH/lose" ]; then
+      cp "$BENCH/lose" "$state"; : > "$BENCH/lose"; exit 255
+    fi
+    cd "$WORKER_HOME" && HOME=$WORKER_HOME bash -c "${words[*]}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def cloud(bench, monkeypatch):
+    """Return a function that launches on a fake slice of one worker; runs exit with `ends`."""
+    folder = bench.bin.parent
+    bench.program("gcloud", GCLOUD)
+    bench.program("sudo", 'exec "$@"', records=False)
+    # The fake service runs to completion before its log is followed.
+    service = 'while [[ $1 == --* ]]; do shift; done; "$@" >> "$WORKER_HOME/job.log" 2>&1 || true'
+    bench.program("systemd-run", service)
+    bench.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
+    bench.program("python3", records=False)  # the real one installs uv
+    uv = bench.program("uv", "", records=False)
+    (bench.home / ".local" / "bin").mkdir(parents=True)
+    shutil.move(uv, bench.home / ".local" / "bin" / "uv")
+    (bench.home / "venv" / "bin").mkdir(parents=True)
+    run = bench.program(
+        "run",
+        'echo "commit $(git rev-parse HEAD)"; s=$(head -n 1 "$BENCH/ends"); sed -i 1d "$BENCH/ends"; exit $s',
+    )
+    shutil.move(run, bench.home / "venv" / "bin" / "bert-jax")
+    monkeypatch.setenv("TPU_SLICE_POLL_SECONDS", "0")
+    (folder / "new").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
+
+    def go(*ends, lose="", state="", **options):
+        (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
+        (folder / "lose").write_text(lose)
+        (folder / "state").write_text(state)
+        status = launch.run(plan("tpu-vm", **options))
+        calls = bench.calls()
+        verbs = [c[4] for c in calls if c[0] == "gcloud" and c[3] == "queued-resources"]
+        runs = sum(c[0] == "run" for c in calls)
+        return status, [verb for verb in verbs if verb in ("create", "delete")], runs, calls
+
+    return go
+
+
+def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
+    status, verbs, runs, calls = cloud(0, spot=True, project="p", extra=["--reserved"])
+    assert (status, verbs, runs) == (0, ["create", "delete"], 1)
+    create = next(call for call in calls if "create" in call)
+    assert (
+        create[4:]
+        == (
+            "create one --zone=us-west4-a --project=p --node-id=one --accelerator-type=v5litepod-16 "
+            "--runtime-version=v2-alpha-tpuv5-lite --spot --reserved"
+        ).split()
+    )
+    assert [call[1:] for call in calls if call[0] == "run"] == [[*COMMAND, "/shared/runs/one"]]
+    commit = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
+    assert f"commit {commit}" in capfd.readouterr().out  # from the worker's log
+
+
+@pytest.mark.parametrize(
+    ("ends", "options", "expected"),
+    [
+        ((75, 75, 0), {}, (0, ["create", "delete"], 3)),
+        ((137, 0), {}, (0, ["create", "delete"], 2)),
+        ((2,), {}, (2, ["create", "delete"], 1)),
+        ((1,), {}, (70, ["create", "delete"], 1)),
+        ((75, 75), {"restarts": 1}, (75, ["create", "delete"], 2)),
+        ((0,), {"keep": True}, (0, ["create"], 1)),
+        ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
+        ((0,), {"state": "SUSPENDING\nSUSPENDED\n"}, (0, ["delete", "create", "delete"], 1)),
+        ((0,), {"state": "FAILED\n"}, (0, ["delete", "create", "delete"], 1)),
+        # The slice is preempted during the run; then, only the connection is lost.
+        ((75, 0), {"lose": "SUSPENDED\n"}, (0, ["create", "delete", "create", "delete"], 2)),
+        ((75, 0), {"lose": "ACTIVE\n"}, (0, ["create", "delete"], 2)),
+    ],
+)
+def test_tpu_slice_resumes_after_interruption_and_preemption(ends, options, expected, cloud):
+    assert cloud(*ends, **options)[:3] == expected
+
+
+def verbs(bench):
+    return [call[4] for call in bench.calls("gcloud")]
+
+
+def test_tpu_slice_creation_failure_is_reported(cloud, bench, capsys):
+    (bench.bin.parent / "new").write_text("PROVISIONING\nFAILED\n")
+    with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
+        cloud(0)
+    (bench.bin.parent / "no-quota").touch()
+    with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
+        cloud(0)
+    assert "delete" not in verbs(bench)
+    assert capsys.readouterr().err.count("to delete it: bert-jax launch stop one\n") == 2
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_tpu_slice_is_deleted_after_a_failed_start(keep, cloud, bench, capsys):
+    bench.program("python3", "exit 1", records=False)
+    with pytest.raises(UserError, match=r"ssh .* start .* exited with status 2$"):
+        cloud(0, keep=keep)
+    assert ("delete" in verbs(bench)) == (not keep)
+    assert ("to delete it: gcloud" in capsys.readouterr().err) == keep
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signal_stops_the_wait_for_a_slice(number, bench):
+    """No process goes on, which would create the slice again after it was deleted."""
+    # Ends by itself, if nothing ends it.
+    bench.program("gcloud", """
+[ "$4" = describe ] || exit 0
+echo >> "$BENCH/polls"
+[ "$(wc -l < "$BENCH/polls")" -lt 500 ] && echo WAITING_FOR_RESOURCES || echo ACTIVE
+""")  # fmt: skip
+    code = "from bert_jax.tools.launch import *; import sys; sys.exit(run(eval(sys.argv[1])))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, repr(plan("tpu-vm"))],
+        env={**bench.environment, "TPU_SLICE_POLL_SECONDS": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as launcher:
+        while "WAITING_FOR_RESOURCES" not in launcher.stderr.readline():
+            pass
+        launcher.send_signal(number)
+        rest = launcher.stderr.read()  # until no process is left that could write
+    assert "ACTIVE" not in rest
+    assert "delete" not in verbs(bench)
+    if number != signal.SIGKILL:
+        assert launcher.returncode == 75
+        assert "to delete it: bert-jax launch stop one\n" in rest
+
+
+def test_tpu_worker_does_not_restart_a_running_job(cloud, bench, capfd):
+    cloud(0, keep=True)
+    bench.program("systemctl", '[ "$1" != show ] || echo 0')
+    assert cloud(keep=True, state="ACTIVE\n")[2] == 0
+    assert "another command" not in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"exited with status 3$"):  # another command
+        cloud(workdir="/shared/runs/other", name="one", state="ACTIVE\n")
+    assert not {"run", "systemd-run"} & {call[0] for call in bench.calls()}
+    output = capfd.readouterr().err
+    assert "another command is running" in output
+    assert "to delete it: bert-jax launch stop one\n" in output
+
+
+def test_tpu_vm_rejects_an_uncommitted_config(checkout, capsys):
+    shutil.copy(checkout / "configs" / "pretrain.py", checkout / "configs" / "mine.py")
+    command = ["pretrain", "--config=configs/mine.py:mini,128", "--workdir=gs://b/r"]
+    try:
+        assert (
+            cli.main(["launch", "--dry-run", "--on", "tpu-vm", *flags("tpu-vm"), "--", *command])
+            == 2
+        )
+        assert "--config configs/mine.py is not committed" in capsys.readouterr().err
+    finally:
+        (checkout / "configs" / "mine.py").unlink()
+
+
+def test_tpu_vm_rejects_uncommitted_changes(checkout):
+    (checkout / "configs" / "pretrain.py").open("a").write("\n")
+    try:
+        with pytest.raises(UserError, match=r"uncommitted changes \(configs/pretrain.py"):
+            plan("tpu-vm")
+        plan("sky")
+    finally:
+        subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "."], check=True)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        ("v5e:4x4,slices=2", "--node-count=2 --node-prefix=one --accelerator-type=v5litepod-16"),
+        ("v4-8", "--node-id=one --accelerator-type=v4-8"),
+        ("v5p:2x2x1", "--node-id=one --accelerator-type=v5p-8"),
+        ("v5p:4x4x8", "--node-id=one --accelerator-type=v5p-256"),
+        ("v5p:2x4x8", "--node-id=one --type=v5p --topology=2x4x8"),
+        ("v6e:16x16", "--node-id=one --accelerator-type=v6e-256"),
+    ],
+)
+def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):
+    made = plan("tpu-vm", accelerator=accelerator)
+    create = made.before[0]
+    assert set(expected.split()) <= set(create)
+    assert ("--node-id=one" in create) == ("slices" not in accelerator)
+    for command in [*made.before[2:], made.processes[0].command]:
+        assert {"queued-resources", "--worker=all", "--node=all"} <= set(command)
+
+
+def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
+    """The log is copied every COPY_SECONDS and at the end."""
+    monkeypatch.setenv("COPY_SECONDS", "0.05")
+    python = bench.program(
+        "venv-python", 'cat "$2" >> "$BENCH/copied"; echo "$3" > "$BENCH/copied_to"'
+    )
+    shutil.move(python, bench.home / "venv" / "bin" / "python")
+    cloud(0, workdir="gs://mine/runs/one")
+    folder = bench.bin.parent
+    assert "commit" in (folder / "copied").read_text()
+    host = subprocess.check_output("hostname", text=True).strip()
+    assert (folder / "copied_to").read_text() == f"gs://mine/runs/one/logs/{host}.log\n"
+
+
+def test_tpu_job_is_stopped_before_its_slice_is_deleted():
+    made = plan("tpu-vm")
+    assert made.stop[0][-1] == "--command=bash tpu_worker.sh stop"
+    assert made.stop[1] == made.after[0]
+    assert plan("tpu-vm", keep=True).stop == made.stop[:1]
