@@ -243,7 +243,8 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
     columns = "dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start"
     lines += ["", f"| {columns} |", f"|{'---|' * (columns.count('|') + 1)}"]
     for r in results:
-        numbers = [r["epochs"], r["learning_rate"], r["minutes"], r["load_average"]]
+        load = "not recorded" if r["load_average"] is None else r["load_average"]
+        numbers = [r["epochs"], r["learning_rate"], r["minutes"], load]
         cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", *map(str, numbers)]
         lines.append(f"| {r['set']} | {r['start']} | {' | '.join(cells)} |")
     lines += ["", "Commands:", "", "```sh", *(r["command"] for r in results), "```", ""]
@@ -287,8 +288,8 @@ def main() -> None:
         for start in arguments.starts:
             result = run(name, start, arguments.seeds, arguments.change)
             key = (result["set"], result["start"])
-            for before in results:  # finished runs are only read again
-                if (before["set"], before["start"]) == key:
+            for before in results:  # a finished run is only read again
+                if before | {"load_average": 0} == result | {"load_average": 0}:
                     result["load_average"] = before["load_average"]
             results = [r for r in read_lines(path) if (r["set"], r["start"]) != key] + [result]
             path.write_text("".join(json.dumps(r) + "\n" for r in results))

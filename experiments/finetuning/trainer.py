@@ -107,10 +107,10 @@ def words_of(tokenizer, split, names):
     examples = []
     for words, tags in zip(*wnut17(split), strict=True):
         encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=TOKENS)
-        places = encoded.word_ids()
+        word_ids = encoded.word_ids()
         labels = [
-            IGNORED if word is None or word == before else names.index(tags[word])
-            for before, word in zip([None, *places], places, strict=False)
+            IGNORED if word is None or word == previous else names.index(tags[word])
+            for previous, word in zip([None, *word_ids], word_ids, strict=False)
         ]
         examples.append({**{key: encoded[key] for key in encoded}, "labels": labels})
     return examples
@@ -170,9 +170,9 @@ def run(name, seed):
             train_dataset=train,
             data_collator=collator,
         )
-        begun = time.monotonic()
+        start = time.monotonic()
         trainer.train()
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         output = trainer.predict(dev)
     predicted, labels = output.predictions.argmax(-1), output.label_ids
     if metric == "f1":
@@ -197,25 +197,25 @@ def main():
     path = HERE / "trainer.jsonl"
     for name in arguments.sets:
         rate = SETS[name].rate
-        before = next(
+        result = next(
             (r for r in read_lines(path) if (r["set"], r["learning_rate"]) == (name, rate)),
             {"values": [], "minutes": 0},
         )
-        for seed in range(len(before["values"]), arguments.seeds):
+        for seed in range(len(result["values"]), arguments.seeds):
             load = os.getloadavg()[0]
             value, seconds, steps = run(name, seed)
             versions = ("torch", "transformers", "accelerate", "scikit-learn", "seqeval")
-            before = {
+            result = {
                 "set": name,
                 "metric": SETS[name].metric,
-                "values": [*before["values"], value],
+                "values": [*result["values"], value],
                 "steps": steps,
                 "learning_rate": rate,
-                "minutes": round(before["minutes"] + seconds / 60, 1),
+                "minutes": round(result["minutes"] + seconds / 60, 1),
                 "load_average": round(load, 2),
                 **{package: importlib.metadata.version(package) for package in versions},
             }
-            results = [r for r in read_lines(path) if r["set"] != name] + [before]
+            results = [r for r in read_lines(path) if r["set"] != name] + [result]
             path.write_text("".join(json.dumps(r) + "\n" for r in results))
 
 
