@@ -499,6 +499,8 @@ class Checkpoints:
     def best_step(self) -> int:
         """Return the step with the best held-out metric, or the newest if none is ranked.
 
+        Of tied steps it is the newest, which `BestN` keeps.
+
         Raises:
             UserError: the metrics of a step are damaged.
         """
@@ -508,8 +510,8 @@ class Checkpoints:
                 continue
             self.verify(step, METRICS)
             if metrics := self._manager.metrics(step):
-                scored.append((self._sign * metrics[self._best_by], step))
-        return min(scored)[1] if scored else self.steps()[-1]
+                scored.append((-self._sign * metrics[self._best_by], step))
+        return max(scored)[1] if scored else self.steps()[-1]
 
     def delete_after(self, step: int) -> None:
         """Delete all steps after `step`."""

@@ -256,9 +256,17 @@ def check_deterministic(config: TrainConfig, platform: str) -> None:
     """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true.
 
     Raises:
-        UserError: `start` was not called with `deterministic`, or `$XLA_FLAGS` contradicts it.
+        UserError: `start` was not called with `deterministic`, or `$XLA_FLAGS` contradicts it; or
+            kernels are not deterministic, but steps are to be computed twice and compared.
     """
-    if platform != "gpu" or not config.deterministic:
+    if platform != "gpu":
+        return
+    if not config.deterministic:
+        if config.guard.probe_every_steps:
+            raise UserError(
+                f"config.guard.probe_every_steps is {config.guard.probe_every_steps}, which needs kernels "
+                "that compute the same bits twice: set config.deterministic to true, or it to 0"
+            )
         return
     flags = os.environ.get("XLA_FLAGS", "").split()
     values = [flag for flag in flags if flag.partition("=")[0] == f"--{_DETERMINISTIC}"]

@@ -28,7 +28,7 @@ from jax._src.distributed import global_state  # JAX has no public API for its k
 
 from bert_jax import sharding
 from bert_jax.config import MeshConfig
-from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.errors import EXIT_INTERRUPTED, Unavailable, UserError
 from bert_jax.progress import Progress
 
 _SECONDS = {"JOIN": 300.0, "LOST": 60.0, "STUCK": 1800.0}
@@ -195,17 +195,19 @@ def first(what: str, action: Callable[[], None]) -> None:
         action: function to run.
 
     Raises:
-        UserError: `action` raised it on process 0; all processes raise the same error.
+        UserError: `action` raised it on process 0; all processes raise the same error, `Unavailable`
+            if it was that.
     """
-    message = ""
+    error: UserError | None = None
     if jax.process_index() == 0:
         try:
             action()
-        except UserError as error:
-            message = str(error)
-    message = gather(what, message)[0]
+        except UserError as raised:
+            error = raised
+    kind = Unavailable if isinstance(error, Unavailable) else UserError
+    name, _, message = gather(what, f"{kind.__name__}: {error or ''}")[0].partition(": ")
     if message:
-        raise UserError(message)
+        raise (Unavailable if name == Unavailable.__name__ else UserError)(message) from error
 
 
 def check_same_on_all_processes(settings: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from bert_jax import checkpoint, sharding
 from bert_jax.config import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
+from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Objective, Phase
@@ -96,6 +97,9 @@ def evaluate_workdir(
 
     Returns:
         The step and its held-out metrics.
+
+    Raises:
+        UserError: there are no held-out rows.
     """
     config, _, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, Config)
@@ -108,4 +112,8 @@ def evaluate_workdir(
     )
     _, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    return step, phase.objective.summarize(make_evaluate(phase, mesh)(params))
+    if metrics := make_evaluate(phase, mesh)(params):
+        return step, phase.objective.summarize(metrics)
+    raise UserError(
+        f"{phase_config.rows} has no held-out rows: prepare them with --heldout-fraction, or pass --rows"
+    )

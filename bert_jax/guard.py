@@ -215,7 +215,8 @@ class Guard:
         def write() -> None:
             if not incident.exists():
                 with files.new_folder(incident) as folder:
-                    np.savez_compressed(folder / _BATCH, allow_pickle=False, **read_batch())
+                    batch: dict[str, Any] = read_batch()
+                    np.savez_compressed(folder / _BATCH, **batch)
                     files.write_json(
                         folder / _INCIDENT, {"step": step, "kind": KINDS[kind], **stats}
                     )

@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -51,10 +51,10 @@ class Log:
         self._rates = np.asarray(optim.schedule(config.optim, config.steps)(ends - 1))
         self._clock = (step, time.monotonic())
         self._folder, self._writes = folder, jax.process_index() == 0
-        self._trackers: list[trackers.Tracker] = []
+        self._trackers: dict[str, trackers.Tracker] = {}
         if self._writes and config.trackers:
             devices = f"{mesh.size} {mesh.devices.flat[0].device_kind}"
-            run = workdir.read_identity(folder)["run"]
+            run = workdir.first_start(folder)
             self._trackers = trackers.open_trackers(config, folder, run, devices)
         self._open(step)
 
@@ -63,8 +63,10 @@ class Log:
             self._metrics = workdir.JsonlFile(self._folder / "metrics.jsonl", step)
             self._speed = workdir.JsonlFile(self._folder / "speed.jsonl", step)
             self._board = _board(self._folder / "tensorboard", step)
+            self._files = [self._metrics, self._speed]
             if getattr(self._config, "sample_texts", ""):
                 self._samples = workdir.JsonlFile(self._folder / workdir.SAMPLES, step)
+                self._files.append(self._samples)
 
     def __enter__(self) -> "Log":
         return self
@@ -73,11 +75,14 @@ class Log:
         # On a full disk closing fails too; it must not hide the error that ended the run.
         with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
             self._close()
-        for tracker in self._trackers:
-            tracker.close()
+        for name, tracker in list(self._trackers.items()):
+            with self._dropped_if_failing(name):
+                tracker.close(failed=kind is not None)
 
     def _close(self) -> None:
         if self._writes:
+            for file in self._files:
+                file.close()
             with files.one_line_errors(_CANNOT_WRITE_EVENTS):
                 self._board.close()
 
@@ -96,7 +101,13 @@ class Log:
         self._phase, self._clock = phase, (step, time.monotonic())
 
     def training(self, step: int, sums: dict[str, Any]) -> None:
-        """Write the means of the window that ends with `step`, which must be finished."""
+        """Write the means of the window that ends with `step`, which must be finished.
+
+        Nothing is written if all its steps were skipped.
+        """
+        sums = jax.device_get(sums)
+        if not any(weight for _, weight in sums.values()):
+            return
         summary = self._phase.objective.summarize(means(sums))
         # The learning rate of the window's last step.
         summary["learning_rate"] = float(self._rates[(step - 1) // self._config.log_every_steps])
@@ -160,10 +171,10 @@ class Log:
             "seconds": seconds,
             "steps_per_second": (step - last_step) / seconds,
             "tokens_per_second": tokens,
-            "real_tokens_per_second": tokens * summary["real_fraction"],
+            "real_tokens_per_second": tokens * summary.get("real_fraction", 1.0),
             "flops_per_second": rows * self._phase.objective.flops_per_row / seconds,
         }
-        note = f" {_short(tokens * summary['real_fraction'])} tok/s"
+        note = f" {_short(speed['real_tokens_per_second'])} tok/s"
         peak = device.peak_flops()
         if peak:
             mfu = speed["flops_per_second"] / (peak * self._devices)
@@ -184,10 +195,22 @@ class Log:
         named = {f"{split}/{name}": value for name, value in values.items() if name != "step"}
         for name, value in named.items():
             self._board.add_scalar(name, value, step)
-        for tracker in self._trackers:
-            tracker.log(step, named)
-        if self._writes:
-            print_json({**values, "step": step, "split": split})
+        for name, tracker in list(self._trackers.items()):
+            with self._dropped_if_failing(name):
+                tracker.log(step, named)
+        print_json({**values, "step": step, "split": split})
+
+    @contextlib.contextmanager
+    def _dropped_if_failing(self, name: str) -> Iterator[None]:
+        """Drop a tracker that raises an error, so that the run continues."""
+        try:
+            yield
+        except Exception as error:  # packages of others raise what they like
+            del self._trackers[name]
+            self._progress.say(
+                f"warning: config.trackers: {name} failed ({' '.join(str(error).split())[:200]}) and gets "
+                f"no more metrics until the run resumes; {self._folder / 'metrics.jsonl'} has all"
+            )
 
 
 def print_json(line: dict[str, Any]) -> None:
@@ -229,11 +252,11 @@ class EarlyStopping:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best evaluation; None before the first."""
+        """Step and value of the best evaluation, the last if tied; None before the first."""
         if not self._values:
             return None
-        value = max(self._values)
-        return self._steps[self._values.index(value)], value * self._sign
+        value, step = max(zip(self._values, self._steps, strict=True))
+        return step, value * self._sign
 
     @property
     def reason(self) -> str:

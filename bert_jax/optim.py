@@ -38,7 +38,10 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
             return peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(step, max(warmup, 1)))
 
     elif config.schedule == "constant":
-        decay = optax.constant_schedule(peak)
+
+        def decay(step):
+            return jnp.full(jnp.shape(step), peak)
+
     else:
         power = 1.0 if config.schedule == "linear" else config.power
         decay = optax.polynomial_schedule(peak, end, power, steps)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.downstream import load_dataset
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
+from bert_jax.model import attention
 from bert_jax.objectives import finetuning, pretraining
 from bert_jax.step import compile_phase, initial_state, place_teacher, restore
 
@@ -51,6 +53,10 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
             "replay another incident with --step"
         )
     mesh = sharding.make_mesh(config.mesh)
+    name, platform = config.model.attention, mesh.devices.flat[0].platform
+    if (kernel := attention.KERNELS.get(name)) and kernel.platform != platform:
+        print(f"attention: xla, since {name} runs on a {kernel.platform} only", file=sys.stderr)
+        config.model.attention = "xla"
     if isinstance(config, Config):
         if objective := workdir.read_data(folder)[0].get("objective"):
             raise UserError(

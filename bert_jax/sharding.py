@@ -175,12 +175,25 @@ def specs(tree: Any) -> Any:
 
 
 def shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
-    """Return the `NamedSharding` of every leaf of a tree of parameters or optimizer state."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs(tree),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    """Return the `NamedSharding` of every leaf of a tree of parameters or optimizer state.
+
+    Raises:
+        UserError: the mesh does not divide an axis of a leaf.
+    """
+
+    def sharding(path, leaf, spec):
+        named = NamedSharding(mesh, spec)
+        try:
+            named.shard_shape(np.shape(leaf))
+        except ValueError as error:
+            name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+            raise UserError(
+                f"config.mesh does not divide {name} of shape {np.shape(leaf)}: choose other fsdp and "
+                "tensor sizes (--config.model.vocab_multiple=128 pads the vocabulary)"
+            ) from error
+        return named
+
+    return jax.tree_util.tree_map_with_path(sharding, tree, specs(tree))
 
 
 def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -83,7 +83,7 @@ def make_step(config: TrainConfig, phase: Phase):
     """Return the training step.
 
     The step is a function (state, batch) -> (state, metric sums since the last log, `guard.StepStats`).
-    A bad step leaves the state unchanged, and so do later ones until `make_skip_step`'s function is called.
+    A bad step leaves the state unchanged, and so do later ones until `recent.halted` is cleared.
     """
     optimizer = optim.make_optimizer(config)
     objective, accumulation = phase.objective, phase.accumulation
@@ -169,17 +169,21 @@ def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
 def make_skip_step(config: TrainConfig, phase: Phase):
     """Return a function state -> (state, sums) that skips a batch.
 
-    It advances the step counter and the learning-rate schedule without updating the parameters.
+    It advances the step counter and the learning-rate schedule without updating the parameters. Like
+    a step, it leaves the state unchanged after a bad step.
     """
 
     def skip(state: State) -> tuple[State, dict[str, Any]]:
-        sums = _window_sums(config, state)
-        recent = guard.reset_at_phase_start(state.recent, state.step == phase.first_step)._replace(
-            halted=jnp.array(False)
-        )
-        optimizer = optim.skip_update(state.optimizer)
-        state = state._replace(step=state.step + 1, optimizer=optimizer, sums=sums, recent=recent)
-        return state, sums
+        skipped = {
+            "step": state.step + 1,
+            "optimizer": optim.skip_update(state.optimizer),
+            "sums": _window_sums(config, state),
+            "recent": guard.reset_at_phase_start(state.recent, state.step == phase.first_step),
+        }
+        unchanged = {name: getattr(state, name) for name in skipped}
+        select = functools.partial(jnp.where, state.recent.halted)
+        state = state._replace(**jax.tree.map(select, unchanged, skipped))
+        return state, state.sums
 
     return skip
 

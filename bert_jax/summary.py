@@ -1,4 +1,4 @@
-"""What a run says of itself: lines at its start, warnings about its settings, and its end."""
+"""Lines printed at the start and end of a run, and warnings about its settings."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -43,10 +43,13 @@ def start_lines(
     if isinstance(config, Config):
         if "init" in data[0]:
             yield from map(shown, initial.describe_start(data[0]["init"]))
-        tokens = sum(rows["train"]["real_tokens"] for rows in data)
-        heldout = sum(rows["heldout"]["rows"] for rows in data)
+        different = {rows["digest"]: rows for rows in data}.values()  # phases may share rows
+        train, tokens, heldout = (
+            sum(rows[split][key] for rows in different)
+            for split, key in (("train", "rows"), ("train", "real_tokens"), ("heldout", "rows"))
+        )
         yield (
-            f"data: {sum(rows['train']['rows'] for rows in data):,} rows with {tokens:,} real tokens, "
+            f"data: {train:,} rows with {tokens:,} real tokens, "
             f"{_count(sum(_epochs(phases, data)))} epochs; {heldout:,} rows held out"
         )
     sizes = [f"{p.batch_size:,} rows of T={p.tokens} ({p.batch_size * p.tokens:,} tokens)" for p in phases]  # fmt: skip
@@ -79,7 +82,10 @@ def warnings(
             f"warning: the run sees all rows {epochs:,.0f} times: it will overfit; lower config.steps "
             "or prepare more text"
         )
-    targets = min(rows["heldout"]["real_tokens"] for rows in data)
+    targets = min(
+        rows["heldout"]["real_tokens"] * _evaluated_fraction(config, rows["heldout"]["rows"])
+        for rows in data
+    )
     if not config.model.causal:
         targets *= config.masking.final_rate or config.masking.rate
     if targets < _MIN_HELDOUT_TARGETS:
@@ -121,6 +127,13 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _evaluated_fraction(config: Config, heldout_rows: int) -> float:
+    """Return the fraction of the held-out rows that evaluations during the run use."""
+    if not config.evaluate_rows or not heldout_rows:  # 0 means all
+        return 1.0
+    return min(config.evaluate_rows / heldout_rows, 1.0)
 
 
 def _count(number: float) -> str:

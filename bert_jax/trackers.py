@@ -1,7 +1,7 @@
 """Send the metrics of a run to experiment trackers: Weights & Biases and MLflow.
 
 Both work offline: with WANDB_MODE=offline a run is written to its workdir, for `wandb sync`; MLflow
-writes to a folder or a server (MLFLOW_TRACKING_URI). A run that is resumed goes on as the same run.
+writes to a folder or a server (MLFLOW_TRACKING_URI). A resumed run continues the same tracker run.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ class Tracker(Protocol):
         """Send the metrics of a step, by names such as train/loss."""
         ...
 
-    def close(self) -> None:
-        """Send what is left, and mark the run as finished."""
+    def close(self, failed: bool) -> None:
+        """Send what is left, and mark the run as finished, or as failed."""
         ...
 
 
 def open_trackers(
     config: TrainConfig, folder: pathlib.Path, run: str, devices: str
-) -> list[Tracker]:
-    """Open the trackers of `config.trackers`.
+) -> dict[str, Tracker]:
+    """Open the trackers of `config.trackers`, by name.
 
     Args:
         config: config of the run.
@@ -47,10 +47,10 @@ def open_trackers(
     """
     makers: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _MLflow}
     settings = {**flatten(config), "devices": devices}
-    trackers = []
+    trackers = {}
     for name in filter(None, config.trackers.split(",")):
         with _one_line_errors(name):
-            trackers.append(makers[name](settings, folder, run))
+            trackers[name] = makers[name](settings, folder, run)
     return trackers
 
 
@@ -93,8 +93,8 @@ class _Wandb:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class _MLflow:
@@ -122,7 +122,7 @@ class _MLflow:
         tags = {"bert_jax_run": run}
         self._id = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
         parameters = [self._entities.Param(key.replace("[", ".").replace("]", ""), str(value)[:500]) for key, value in settings.items()]  # fmt: skip
-        for begin in range(0, len(parameters), 100):  # the most of a request
+        for begin in range(0, len(parameters), 100):  # maximum per request
             self._client.log_batch(self._id, params=parameters[begin : begin + 100])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -130,5 +130,5 @@ class _MLflow:
         metrics = [self._entities.Metric(name, float(x), now, step) for name, x in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")

@@ -8,6 +8,7 @@ and ends with the same bits as an uninterrupted run.
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import time
@@ -117,9 +118,11 @@ def train(
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
         _share(folder)
         run = workdir.read_identity(folder)
-        checkpoints = Checkpoints(
-            folder / "checkpoints", config.checkpoint, **ranking, identity=run
-        )
+        keep = config.checkpoint
+        if "rollback" in (config.guard.nonfinite, config.guard.spike):
+            # A rollback may discard the newest.
+            keep = dataclasses.replace(keep, keep_last=max(keep.keep_last, 2))
+        checkpoints = Checkpoints(folder / "checkpoints", keep, **ranking, identity=run)
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
         step_guard.roll_back(checkpoints)

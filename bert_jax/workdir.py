@@ -76,6 +76,10 @@ class JsonlFile:
             self._file.flush()
         self._content.update(content)
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
     def sync(self) -> str:
         """Sync all lines written so far to disk, and return the checksum of the whole file."""
         with files.one_line_errors(f"cannot write {self._file.name}"):
@@ -185,6 +189,12 @@ def holds_run(folder: str | pathlib.Path) -> bool:
         return "config" in _read_config_json(folder)
     except UserError:
         return False
+
+
+def first_start(folder: pathlib.Path) -> str:
+    """Return a digest of the first line of starts.jsonl, which no two runs have in common."""
+    line = (folder / "starts.jsonl").read_bytes().partition(b"\n")[0]
+    return hashlib.sha256(line).hexdigest()[:16]
 
 
 @storage.reads("folder")

@@ -385,6 +385,18 @@ def test_best_step_is_known_after_a_restart(tmp_path):
         assert reader.best_step() == best
 
 
+@pytest.mark.parametrize("highest", [False, True])
+def test_newest_of_tied_checkpoints_is_kept_and_best(tmp_path, highest):
+    config = CheckpointConfig(keep_last=2)
+    checkpoints = Checkpoints(tmp_path, config, best_by="f1", highest=highest)
+    for number, f1 in enumerate((0.5, 0.5, 0.5, 0.7 - highest, 0.7 - highest), start=1):
+        save(checkpoints, number, heldout={"f1": f1})
+        checkpoints.wait()
+        assert checkpoints.best_step() == min(number, 3)
+    checkpoints.close()
+    assert steps(tmp_path) == [3, 4, 5]
+
+
 def test_checkpoints_of_earlier_phases_are_not_ranked(tmp_path):
     """Losses on short rows, here before step 3, can be lower than those of a better model."""
     options = {"best_by": "loss", "since": 3}
@@ -592,7 +604,7 @@ def test_closing_the_log_does_not_hide_the_error_that_ended_the_run():
 
     def make_log():
         log = Log.__new__(Log)
-        log._writes, log._trackers = True, ()
+        log._writes, log._trackers, log._files = True, {}, []
         log._board = types.SimpleNamespace(close=fail, flush=fail)
         return log
 

@@ -1,5 +1,7 @@
 """Multi-process runs: parity, kills, changed process counts, and missing processes."""
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -13,8 +15,11 @@ import numpy as np
 import pytest
 
 from bert_jax import checkpoint, cli, distributed, guard, sharding, workdir
-from bert_jax.config import Config, MeshConfig
-from bert_jax.errors import UserError
+from bert_jax.architectures import model_size
+from bert_jax.config import Config, MeshConfig, PhaseConfig
+from bert_jax.errors import Unavailable, UserError
+from bert_jax.objectives import pretraining
+from bert_jax.step import initial_state
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
@@ -180,11 +185,13 @@ def test_default_is_a_single_process():
     assert not distributed.StopFlag(2)(False)
     distributed.check_same_on_all_processes({"a": 1})
 
-    def refuse():
-        raise UserError("no")
+    def refuse(error):
+        raise error
 
-    with pytest.raises(UserError, match="no"):
-        distributed.first("x", refuse)
+    for error in (UserError("no"), Unavailable("no: answer")):  # the second ends with status 75
+        with pytest.raises(UserError, match=f"^{error}$") as caught:
+            distributed.first("x", functools.partial(refuse, error))
+        assert type(caught.value) is type(error)
 
 
 def test_each_process_loads_one_contiguous_row_shard(monkeypatch):
@@ -237,6 +244,17 @@ def test_fsdp_and_tensor_axes_stay_within_a_slice(monkeypatch):
     monkeypatch.delenv("MEGASCALE_NUM_SLICES")
     assert {sharding.slice_of(d) for d in virtual} == {0}
     assert {sharding.slice_of(d) for d in tpus} == {0, 1}
+
+
+@pytest.mark.parametrize(("vocab_size", "tensor"), [(30_522, 4), (30_720, 8)])
+def test_mesh_that_does_not_divide_a_parameter_is_rejected(vocab_size, tensor):
+    """Base's vocabulary is not divisible by 4, and 12 heads are not by 8."""
+    model = dataclasses.replace(model_size("L1-H48-A12"), vocab_size=vocab_size)
+    config = Config(model=model, phases=(PhaseConfig(tokens=32),))
+    (phase,) = pretraining.abstract_phases(config, 1)[1]
+    mesh = jax.sharding.AbstractMesh((1, 1, tensor), sharding.AXES)
+    with pytest.raises(UserError, match=r"config.mesh does not divide params/\S+ of shape"):
+        initial_state(config, phase, mesh)
 
 
 def test_run_identity_covers_config_data_and_versions():

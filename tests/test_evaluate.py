@@ -1,13 +1,17 @@
 """Held-out evaluation: every row is used once, and every batch has its own masks."""
 
+import types
+
 import jax
 import numpy as np
+import pytest
 
 from bert_jax import evaluate, sharding
 from bert_jax.config import MeshConfig, PhaseConfig
 from bert_jax.config_flags import load
 from bert_jax.data import loader
 from bert_jax.data.shuffle import shuffled
+from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from tests.helpers.runs import arguments
 
@@ -41,6 +45,17 @@ def test_metrics_are_means_over_all_rows(rows):
     np.testing.assert_allclose(result["next_sentence_accuracy"], (labels == 0).mean(), rtol=1e-6)
     whole = np.concatenate([b["label"][b["length"] > 0] for b in batches[:2]])
     assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch changes the mean
+
+
+def test_rows_without_heldout_rows_are_refused(monkeypatch, rows):
+    config = load(arguments())
+    config.phases = (PhaseConfig(rows="rows"),)
+    phase = types.SimpleNamespace(objective=None)
+    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, None, {}, 3))
+    monkeypatch.setattr(pretraining, "make_phases", lambda config: (config, None, [], [phase]))
+    monkeypatch.setattr(evaluate, "make_evaluate", lambda *_: lambda params: {})
+    with pytest.raises(UserError, match="rows has no held-out rows: prepare them with --heldout-"):
+        evaluate.evaluate_workdir("run")
 
 
 def test_means_with_weights_below_one():

@@ -124,12 +124,15 @@ def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
     healthy = {**incident.batch, "label": np.zeros_like(incident.batch["label"])}
     place = folder / "incidents" / f"step_{BAD}"
     np.savez_compressed(place / "batch.npz", **healthy)
+    run_config = json.loads((folder / "config.json").read_text())
+    run_config["config"]["model"]["attention"] = "splash"  # as a run on TPUs
+    (folder / "config.json").write_text(json.dumps(run_config))
     result = replay.replay(folder)
+    assert "attention: xla, since splash runs on a tpu only" in capsys.readouterr().err
     assert not result.same
     assert math.isfinite(result.stats["loss"])
     assert cli.main(["replay", str(folder), "--json"]) == cli.EXIT_NEGATIVE
     assert json.loads(capsys.readouterr().out)["same"] is False
-    run_config = json.loads((folder / "config.json").read_text())
     run_config["data"][0]["objective"] = "Custom"
     (folder / "config.json").write_text(json.dumps(run_config))
     with pytest.raises(UserError, match="was trained with the objective Custom, which"):
@@ -160,6 +163,18 @@ def test_skip_equals_training_without_the_bad_batch(skipping, rows):
         np.testing.assert_array_equal(a, b)
 
 
+def test_skipping_after_a_bad_step_leaves_the_state_unchanged(rows):
+    """Steps are dispatched ahead: one that is skipped may follow a bad one that is not handled yet."""
+    config = load(arguments(*SHORT))
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    config, _, _, (phase,) = pretraining.make_phases(config)
+    init, _ = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
+    state = init(jnp.uint32(0))
+    state = state._replace(recent=state.recent._replace(halted=jnp.array(True)))
+    after, _ = jax.jit(step_lib.make_skip_step(config, phase))(state)
+    assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y, True), state, after))
+
+
 @pytest.mark.parametrize("nonfinite", ["skip", "stop"])
 def test_resuming_before_a_skipped_step_skips_it_again(skipping, tmp_path, rows, nonfinite):
     folder = tmp_path / "run"
@@ -173,7 +188,9 @@ def test_resuming_before_a_skipped_step_skips_it_again(skipping, tmp_path, rows,
 
 def test_rollback_also_skips_preceding_steps(tmp_path, rows):
     back, known = tmp_path / "back", tmp_path / "known"
-    run(back, rows, "guard.nonfinite=rollback", "guard.rollback_steps=4")
+    few = ("checkpoint.every_steps=5", "checkpoint.keep_last=1", "checkpoint.keep_best=0")
+    run(back, rows, "guard.nonfinite=rollback", "guard.rollback_steps=4", *few)
+    assert "rolling back to step 10 and" in (back / "log.txt").read_text()
     assert skipped(back) == [13, 14, 15, 16, 17]
     known.mkdir()
     shutil.copy(back / "skipped.json", known)

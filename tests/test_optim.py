@@ -394,6 +394,18 @@ def test_constant_schedule():
     assert [float(rate(jnp.asarray(step))) for step in (0, 2, 4, 10)] == [0, 1, 2, 2]
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["linear", "linear_from_warmup", "polynomial", "cosine", "wsd", "inverse_sqrt", "constant"],
+)
+def test_schedules_take_arrays_of_steps(name, warmup):
+    rate = optim.schedule(OptimConfig(warmup_steps=warmup, schedule=name), 10)
+    steps = np.arange(10)
+    assert np.shape(rate(steps)) == (10,)
+    np.testing.assert_allclose(rate(steps), [float(rate(step)) for step in steps], rtol=1e-6)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_mup_scales_by_width(tied):
     """Table 8 of arXiv 2203.03466: matrices scale with fan-in; vectors and input weights do not."""

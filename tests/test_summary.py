@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import jax
 import pytest
 
-from bert_jax import summary
+from bert_jax import sharding, summary
 from bert_jax.architectures import model_size
-from bert_jax.config import Config, FinetuneConfig, OptimConfig, PhaseConfig
+from bert_jax.config import Config, FinetuneConfig, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.log import _short
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
@@ -17,7 +18,11 @@ def phases(config: Config) -> list[Phase]:
 
 
 def rows(train: int = 800, heldout_tokens: int = 100_000) -> dict:
-    return {"train": {"rows": train}, "heldout": {"real_tokens": heldout_tokens}}
+    return {
+        "digest": "",
+        "train": {"rows": train, "real_tokens": 32 * train},
+        "heldout": {"rows": 2_000, "real_tokens": heldout_tokens},
+    }
 
 
 def config(steps: int = 1_000, warmup: int = 60, lengths: int = 1, **changes) -> Config:
@@ -45,12 +50,19 @@ def test_sensible_settings_have_no_warning():
         (config(99), rows(), "sees 99% of the rows"),
         (config(10_100), rows(), "sees all rows 101 times"),
         (config(), rows(heldout_tokens=3_000), "means over 450 tokens"),
+        (dataclasses.replace(config(), evaluate_rows=40), rows(), "means over 300 tokens"),
     ],
 )
 def test_likely_mistakes_give_a_warning(settings, data, words):
     (line,) = summary.warnings(settings, phases(settings), [data])
     assert line.startswith("warning: ")
     assert words in line
+
+
+def test_rows_of_several_phases_count_once(tmp_path):
+    settings, mesh = config(lengths=2), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    lines = summary.start_lines(settings, mesh, phases(settings), [rows()] * 2, {}, tmp_path)
+    assert "data: 800 rows with 25,600 real tokens, 10 epochs; 2,000 rows held out" in list(lines)
 
 
 def test_causal_model_predicts_all_heldout_tokens():

@@ -1,14 +1,17 @@
 """Trackers: the calls they receive, checked with fakes of the few functions used."""
 
+import pathlib
 import sys
 import types
 
+import jax
 import pytest
 
-from bert_jax import log, trackers
-from bert_jax.config import Config
+from bert_jax import log, sharding, trackers, workdir
+from bert_jax.config import Config, MeshConfig
 from bert_jax.config_checks import validate
 from bert_jax.errors import UserError
+from bert_jax.progress import Progress
 
 VALUES = {"train/loss": 2.5, "train/accuracy": 0.5}
 
@@ -69,12 +72,12 @@ class FakeMLflow(types.ModuleType):
         self.metrics += [(name, *metric) for metric in metrics]
         self.parameters += params
 
-    def set_terminated(self, name):
-        self.runs[name].status = "FINISHED"
+    def set_terminated(self, name, status):
+        self.runs[name].status = status
 
 
 def opened(names, folder):
-    return trackers.open_trackers(Config(trackers=names), folder, "0123abcd", "8 TPU v4")
+    return trackers.open_trackers(Config(trackers=names), folder, "0123abcd", "8 TPU v4").values()
 
 
 def test_wandb_resumes_by_run_id_and_uses_our_steps(monkeypatch, tmp_path):
@@ -82,14 +85,17 @@ def test_wandb_resumes_by_run_id_and_uses_our_steps(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (tracker,) = opened("wandb", tmp_path / "run")
     tracker.log(50, VALUES)
-    tracker.close()
+    tracker.close(failed=True)
     name, settings = fake.calls[0]
     assert name == "init"
     assert (settings["id"], settings["resume"], settings["name"]) == ("0123abcd", "allow", "run")
     assert settings["config"]["optim.learning_rate"] == 1e-4
     assert settings["config"]["devices"] == "8 TPU v4"
     assert ("define_metric", ("*",), {"step_metric": "step"}) in fake.calls
-    assert fake.calls[-2:] == [("log", ({"step": 50, **VALUES},), {}), ("finish", (), {})]
+    assert fake.calls[-2:] == [
+        ("log", ({"step": 50, **VALUES},), {}),
+        ("finish", (), {"exit_code": 1}),
+    ]
 
 
 def test_mlflow_resumes_an_existing_run(monkeypatch, tmp_path):
@@ -100,8 +106,8 @@ def test_mlflow_resumes_an_existing_run(monkeypatch, tmp_path):
         (tracker,) = opened("mlflow", tmp_path / "run")
         assert fake.runs["id-run"].status == "RUNNING"
         tracker.log(step, VALUES)
-        tracker.close()
-        assert fake.runs["id-run"].status == "FINISHED"
+        tracker.close(failed=step == 100)
+        assert fake.runs["id-run"].status == ("FAILED" if step == 100 else "FINISHED")
     assert fake.uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
     results = [(name, key, value, step) for name, key, value, _, step in fake.metrics]
     assert results == [("id-run", key, x, step) for step in (50, 100) for key, x in VALUES.items()]
@@ -122,6 +128,53 @@ def test_unavailable_and_unknown_trackers_are_rejected(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"config.trackers is 'wandb,neptune'"):
         validate(Config(trackers="wandb,neptune"))
     validate(Config(trackers="wandb,mlflow"))
+
+
+def test_run_continues_without_a_tracker_that_fails(capfd):
+    """Neither an error of a tracker nor that of closing it replaces how the run ends."""
+    received = []
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route to host")
+
+    writer = log.Log.__new__(log.Log)
+    writer._writes, writer._files, writer._folder = True, [], pathlib.Path("run")
+    writer._board = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    writer._progress = Progress("train", 9, "steps")
+    writer._trackers = {
+        "wandb": types.SimpleNamespace(log=unreachable),
+        "mlflow": types.SimpleNamespace(
+            log=lambda step, values: received.append(step), close=unreachable
+        ),
+    }
+    for step in (5, 10):
+        writer._send(step, "train", {"loss": 2.5})
+    with pytest.raises(UserError, match="stopped"), writer:
+        raise UserError("stopped")
+    assert received == [5, 10]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "warning: config.trackers: wandb failed",
+        "warning: config.trackers: mlflow failed",
+    ]
+
+
+def test_runs_of_one_config_have_different_tracker_runs(tmp_path):
+    names = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["bert-jax", "pretrain", "--workdir", folder])
+            workdir.record_start(tmp_path / folder, 0, mesh, Config())
+            names.append(workdir.first_start(tmp_path / folder))
+            workdir.record_start(tmp_path / folder, 7, mesh, Config())
+        assert workdir.first_start(tmp_path / folder) == names[-1]
+    assert names[0] != names[1]
+
+
+def test_windows_of_skipped_steps_are_not_written():
+    log.Log.__new__(log.Log).training(5, {"loss": (0.0, 0.0)})
 
 
 def test_hyperparameters_are_written_to_tensorboard(tmp_path):

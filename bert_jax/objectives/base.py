@@ -26,7 +26,9 @@ class Objective(Protocol):
     """Inputs, losses and metrics for rows of one shape.
 
     An objective may also have `loss_scales`, weights of losses by name (1 for others), and `teacher`,
-    frozen parameters that the training step passes to `loss_terms` as `params["teacher"]`.
+    frozen parameters that the training step passes to `loss_terms` as `params["teacher"]`. A metric
+    "real_fraction", the fraction of tokens that are not padding, makes the speed count these only; it
+    is required if steps have different numbers of rows (`Phase.smaller_batch_sizes`).
     """
 
     # Held-out metric that selects the best checkpoint.
