@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # The command line starts without JAX. `finetune` is also a module of the package.
+    # The command line starts without JAX.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from bert_jax import api

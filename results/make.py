@@ -94,8 +94,8 @@ def cores(line: Line) -> str:
 
 def commits(lines: Iterable[Line]) -> str:
     """Return the commits of lines, or the first and last of many."""
-    found = list(dict.fromkeys(line["commit"] for line in lines if line.get("commit")))
-    return ", ".join(found if len(found) < 3 else [found[0], "…", found[-1]])
+    names = list(dict.fromkeys(line["commit"] for line in lines if line.get("commit")))
+    return ", ".join(names if len(names) < 3 else [names[0], "…", names[-1]])
 
 
 # --- Claims ---------------------------------------------------------------------------------------
@@ -106,15 +106,15 @@ def learning() -> Iterator[Row]:
     levels = json.loads((EXPERIMENTS / "plateau" / "levels.json").read_text())
     lines = read("plateau/results.jsonl")
     for model in ("T=128", "8, 16, 32, 64, 128"):
-        own = [line for line in lines if line["facts"].get("model") == model]
-        losses = [line["metrics"]["masked_lm_loss"] for line in own]
+        runs = [line for line in lines if line["facts"].get("model") == model]
+        losses = [line["metrics"]["masked_lm_loss"] for line in runs]
         start = "rows of T=128" if model == "T=128" else "T=8, 16, 32, 64, then 128"
         yield Row(
             f"masked-LM loss of L4-H128 after 3,000 steps, {start} (nats)",
             f"{statistics.median(losses):.2f} ({count(len(losses), 'seed')})",
             _frequencies(levels["plateau"]),
             "1 CPU core",
-            commits(own),
+            commits(runs),
             "plateau",
         )
     mini = json.loads((EXPERIMENTS / "mini" / "results.json").read_text())
@@ -150,16 +150,16 @@ def miniberta() -> Iterator[Row]:
     results = current(Results(EXPERIMENTS / "miniberta").read())
     for scale, sizes in sweep.module_of(EXPERIMENTS / "miniberta" / "sweep.py").SIZES.items():
         for size in sizes:
-            own = [r for r in results if r["scale"] == scale and r["facts"].get("of") == size]
-            losses = own[-1]["metrics"] if own else None
+            runs = [r for r in results if r["scale"] == scale and r["facts"].get("of") == size]
+            losses = runs[-1]["metrics"] if runs else None
             yield Row(
                 f"{size} on 10M words, held-out masked-LM loss",
                 f"{losses['per_piece']:.2f} nats per piece, {losses['per_word']:.2f} per word"
                 if losses
                 else NOT_RUN,
                 "roberta-base-10M: 2.38 nats per BPE token (Zhang et al. 2020)",
-                cores(own[-1]) if own else "",
-                commits(own),
+                cores(runs[-1]) if runs else "",
+                commits(runs),
                 "miniberta",
             )
 
@@ -242,7 +242,7 @@ def paper() -> Iterator[Row]:
         for block in module.get_blocks(results).values():
             if not isinstance(getattr(block, "block", None), Claims):
                 continue
-            own = [line for line in results if line["scale"] == block.scale and "step" in line]
+            runs = [line for line in results if line["scale"] == block.scale and "step" in line]
             outcomes = collections.Counter(
                 next(
                     (
@@ -261,8 +261,8 @@ def paper() -> Iterator[Row]:
                 f"{title}: {count(total, 'comparison')}, {block.scale} scale",
                 ours if is_run else NOT_RUN,
                 "Devlin et al. 2018" if re.match("table|figure", name) else "",
-                cores(own[0]) if is_run and "cores" in own[0] else "",
-                commits(own) if is_run else "",
+                cores(runs[0]) if is_run and "cores" in runs[0] else "",
+                commits(runs) if is_run else "",
                 name,
             )
 

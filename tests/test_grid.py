@@ -1,6 +1,7 @@
 """`bert-jax sweep --grid`: points, output files, and the results page."""
 
 import json
+import tempfile
 
 import pytest
 
@@ -54,17 +55,20 @@ def test_model_size_replaces_the_one_in_the_config(given, expected):
         ([], "give a sweep.py or its folder"),
     ],
 )
-def test_invalid_arguments_are_rejected_before_anything_runs(
-    arguments, message, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_invalid_arguments_are_rejected_before_anything_is_written(
+    options, arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["sweep", "--dry-run", *arguments]) == 2
+    assert cli.main(["sweep", *options, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert cli.main(["sweep", "--dry-run", *GRID, "--", *COMMAND]) == 0
     out = capsys.readouterr().out
     assert "4 points" in out

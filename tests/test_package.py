@@ -78,6 +78,26 @@ def test_command_line_error_is_one_line(capsys, arguments, message):
     assert message in line
 
 
+@pytest.mark.parametrize(("size", "status"), [(1, 0), (100_000, 0), (1, 2)])
+def test_closed_pipe_ends_the_command_quietly(size, status):
+    """The output exceeds the buffer of standard output, or is written at the end of the command."""
+    code = (
+        "from bert_jax import cli\n"
+        "cli.main = lambda: print('x' * int(argv[0])) or int(argv[1])\n"
+        "cli.console()"
+    )
+    code = f"argv = {[str(size), str(status)]}\n{code}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    argv = [sys.executable, "-c", code]
+    process = subprocess.run(
+        argv, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (status, "")
+
+
 def test_bash_completion_lists_verbs_and_options(capsys):
     from bert_jax import cli
 

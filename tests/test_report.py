@@ -15,6 +15,7 @@ from bert_jax.config import Config, FinetuneConfig, ModelConfig, OptimConfig, Ta
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.model.flops import parameter_count
+from bert_jax.storage import copies
 from bert_jax.tools.report import curves, page, plots, runs, sections
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
@@ -163,7 +164,7 @@ def test_clock_of_a_killed_and_resumed_run(tmp_path):
         {"step": 20, "seconds": 3600.0, "steps_per_second": 4 / 3600, "real_tokens_per_second": 3.0},
     ]  # fmt: skip
     (run,) = curves.read([str(hand_written(tmp_path / "run", metrics, speed))])
-    at = curves.clock(run)
+    at = curves.clock(run.speed)
     assert at["step"].tolist() == [0, 10, 20]
     assert at["hours"] == pytest.approx([0, 1, 3.5])
     assert at["tokens"] == pytest.approx([0, 7200, 7200 + 2.5 * 3600 * 3])
@@ -179,6 +180,17 @@ def test_downsampling_keeps_endpoints_and_extremes():
     for i in (0, 3_333, 7_777, -1):
         assert points[i].tolist() in result.tolist()
     assert len(curves.downsample(points[:400])) == 400
+
+
+def test_remote_runs_are_named_by_their_urls(tmp_path, monkeypatch):
+    """Their files are read from local copies."""
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    urls = ("gs://bucket/a/base", "gs://bucket/b/base", "s3://bucket/b/base")
+    folders = [copies.copy_of(url, "runs") for url in urls]
+    for folder in folders:
+        hand_written(folder, [{"step": 1, "split": "train", "loss": 1.0}])
+    result = curves.read([*map(str, folders)])
+    assert [run.name for run in result] == ["a/base", *urls[1:]]
 
 
 def test_run_names_are_unique(tmp_path):

@@ -1,15 +1,20 @@
 """Sweep results: the lines of results.jsonl, and the tables and curves of a README."""
 
+import dataclasses
 import json
 import pathlib
 import sys
 
 import pytest
 
-from bert_jax import cli
+from bert_jax import cli, workdir
+from bert_jax.architectures import model_size
+from bert_jax.config import Config, PhaseConfig
 from bert_jax.tools.report import experiment
 from bert_jax.tools.report.experiment import Claim, Claims, Column, Curves, Table
-from bert_jax.tools.sweep.results import Results, current
+from bert_jax.tools.sweep import Point, SweepArgs
+from bert_jax.tools.sweep.results import Results, current, lines_of
+from bert_jax.tools.sweep.scheduler import PointRun
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE
 
@@ -141,13 +146,56 @@ def test_concurrent_writers_store_each_result_once(tmp_path):
     assert sorted(result["seed"] for result in Results(tmp_path).read()) == list(range(150))
 
 
+def result_of_run(tmp_path, metrics, speed=()):
+    """Return the result of a pretraining point, given the lines of its metrics and speed."""
+    point_run = PointRun(Point("m", ("pretrain", "--rows", "r")), tmp_path, tmp_path)
+    out = point_run.out
+    out.mkdir(parents=True)
+    config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=400)
+    best = {"best_by": "masked_lm_loss", "highest": False}
+    workdir.write_or_check_config(out, config, [{"digest": ""}], best, False)
+    start = {"step": 0, "commit": "c", "devices": "1 cpu", "versions": {}}
+    for name, lines in (("metrics", metrics), ("speed", speed), ("starts", [start])):
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (result,) = lines_of(point_run, SweepArgs(data=tmp_path))
+    return result
+
+
+def test_results_without_heldout_rows_are_those_of_training(tmp_path):
+    lines = [{"step": step, "split": "train", "masked_lm_loss": 9.0 - step} for step in (2, 4)]
+    result = result_of_run(tmp_path, lines)
+    assert result["metrics"] == {"train.masked_lm_loss": 5.0}
+    assert result["step"] == 4
+    assert not any(result["curve"].values())
+
+
+def test_results_of_a_resumed_run_count_all_steps(tmp_path):
+    """A run that was stopped at step 290 logs steps 201 to 300 with the time of the last ten."""
+    rates = {"steps_per_second": 2.0, "real_tokens_per_second": 30.0, "flops_per_second": 7.0}
+    seconds = {100: 50.0, 200: 50.0, 300: 5.0, 400: 50.0}
+    speed = [{"step": step, "seconds": each, **rates} for step, each in seconds.items()]
+    metrics = [{"step": step, "split": "heldout", "masked_lm_loss": 1.0} for step in (250, 400)]
+    result = result_of_run(tmp_path, metrics, speed)
+    assert (result["step_seconds"], result["real_tokens"], result["flops"]) == (200, 6000, 1400)
+    assert result["curve"] == {
+        "step": [250, 400],
+        "real_tokens": [3750, 6000],
+        "seconds": [125, 200],
+        "loss": [1.0, 1.0],
+    }
+
+
 def test_curves_show_means_over_seeds(tmp_path):
-    results = [
-        {**line(0, i, kind="x"), "curve": {"step": [1, 2], "loss": [3.0 + i, 2.0 + i]}}
-        for i in range(2)
-    ]
+    def curve(seed):
+        """Return the curve of a seed: packed rows have slightly different numbers of tokens."""
+        losses = {"step": [1, 2], "loss": [3.0 + seed, 2.0 + seed]}
+        return {**losses, "real_tokens": [10 + 4 * seed, 20 + 8 * seed]}
+
+    results = [{**line(0, seed, kind="x"), "curve": curve(seed)} for seed in range(2)]
     curves = Curves("c.svg", {"x": {"kind": "x"}}, "step", "loss", ("step", "loss"))
     assert curves.points(results, {"kind": "x"}) == [(1, 3.5), (2, 2.5)]
+    by_tokens = dataclasses.replace(curves, x="real_tokens")
+    assert by_tokens.points(results, {"kind": "x"}) == [(12, 3.5), (24, 2.5)]
     assert curves.markdown(results, tmp_path) == "![loss by step](c.svg)"
     first = (tmp_path / "c.svg").read_bytes()
     curves.markdown(results, tmp_path)
@@ -185,3 +233,11 @@ def test_report_updates_only_the_blocks_of_a_readme(file_of, capsys):
         readme.write_text(wrong)
         assert cli.main(["report", str(folder)]) == cli.EXIT_USER_ERROR
         assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--pictures"])
+def test_options_of_runs_are_rejected_for_an_experiment(file_of, capsys, option):
+    folder = file_of(BLOCKS).parent
+    assert cli.main(["report", str(folder), option, "x"]) == cli.EXIT_USER_ERROR
+    (output,) = capsys.readouterr().err.splitlines()
+    assert f"{option} x: applies to runs" in output

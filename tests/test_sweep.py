@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import sys
 import time
 
 import pytest
+import rich.console
 import transformers
 from hypothesis import given as for_all
 from hypothesis import settings
@@ -32,7 +34,7 @@ from bert_jax.tools import sweep
 from bert_jax.tools.sweep import Point, SweepArgs, scheduler
 from bert_jax.tools.sweep import results as results_lib
 from bert_jax.tools.sweep.cost import cost
-from bert_jax.tools.sweep.display import note_of
+from bert_jax.tools.sweep.display import Display, note_of
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.run import run
 from bert_jax.tools.sweep.scheduler import Engine, PointRun
@@ -93,7 +95,7 @@ def go(points, tmp_path, jobs=1, **options):
     """Run points in this process and return the exit status and the results."""
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
-    args = SweepArgs(data=tmp_path / "data")
+    args = SweepArgs(data=tmp_path / "data")._replace(**options.pop("args", {}))
     result = sweep.Sweep(
         folder / "sweep.py",
         args,
@@ -101,7 +103,8 @@ def go(points, tmp_path, jobs=1, **options):
         options.pop("module", None),
     )
     engine = options.pop("engine", Engine(jobs=jobs))
-    status = run(result, tmp_path / "runs", engine, **options)
+    runs = tmp_path / options.pop("runs", "runs")
+    status = run(result, runs, engine, **options)
     return status, Results(folder).read()
 
 
@@ -463,6 +466,23 @@ def test_time_left_covers_all_seeds(tmp_path, options):
     assert note_of(point_run, began + 20)["left"] == duration(180.0)
 
 
+def test_table_shows_names_and_logs_literally(tmp_path):
+    """Log lines are not markup: an unknown closing tag would be an error."""
+    (tmp_path / "runs").mkdir()
+    queue = Queue(tmp_path / "runs", SweepArgs(data=tmp_path), Engine(), False, print)
+    queue.add([Point("[bold]m", ("pretrain", "--rows", "r"))])
+    ((name, point_run),) = queue.point_runs.items()
+    point_run.create_folder()
+    point_run.log.write_text("cannot open one of [/data/a, /data/b] [errno 2]\n")
+    queue.state[name] = "failed"
+    output = rich.console.Console(width=100, file=io.StringIO())
+    output.print(Display(queue)._table())
+    (cells,) = output.file.getvalue().splitlines()[1:]
+    assert re.fullmatch(
+        r"\[bold\]m +failed +cannot open one of \[/data/a, /data/b\] \[errno 2\] *", cells
+    )
+
+
 def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch, file_of):
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -769,6 +789,18 @@ def test_search_reports_the_best_trial_and_resumes(bench, tmp_path, capsys):
     assert len(bench.calls()) == 7
 
 
+def study_of(tmp_path):
+    """Open the only study of a search."""
+    import optuna
+
+    backend = optuna.storages.journal.JournalFileBackend(
+        str(tmp_path / "experiment" / "study.journal")
+    )
+    storage = optuna.storages.JournalStorage(backend)
+    (name,) = optuna.get_all_study_names(storage)
+    return optuna.load_study(study_name=name, storage=storage)
+
+
 class SampledLength(Objective):
     """A trial's command contains only the sampled value."""
 
@@ -795,6 +827,21 @@ class TwoPoints(Objective):
         return self._make("x", rate, self._make("model", "" if self._is_shared else rate))
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"args": args} for args in ({"init": "b"}, {"seeds": 2}, {"data": pathlib.Path("b")})),
+        {"runs": "others"},
+    ],
+)
+def test_search_with_other_arguments_is_another_study(bench, tmp_path, other):
+    module = SampledLength(bench)
+    module.get_trial = lambda args, trial: bench("x", args, trial.suggest_int("length", 1, 9))
+    for options, num_trials in (({}, 1), (other, 2), ({}, 2)):
+        go([], tmp_path, module=module, trials=1, **options)
+        assert len(bench.calls()) == num_trials
+
+
 def test_trials_share_a_dependency(bench, tmp_path):
     status, _ = go([], tmp_path, module=TwoPoints(bench, True), trials=2)
     assert status == 0
@@ -814,23 +861,14 @@ def test_get_trial_error_names_the_function(bench, tmp_path):
     module.get_trial = lambda args, trial: 1 / 0
     with pytest.raises(UserError, match="get_trial: ZeroDivisionError: division by zero"):
         go([], tmp_path, module=module, trials=1)
-    study = tmp_path / "experiment" / "study.journal"
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(study)))
-    (trial,) = optuna.load_study(study_name="experiment-small", storage=storage).trials
+    (trial,) = study_of(tmp_path).trials
     assert trial.state == optuna.trial.TrialState.FAIL
 
 
 def test_trial_of_a_killed_search_is_retried(bench, tmp_path):
-    import optuna
-
     module = Objective(bench)
     go([], tmp_path, module=module, trials=1)
-    journal = optuna.storages.journal
-    backend = journal.JournalFileBackend(str(tmp_path / "experiment" / "study.journal"))
-    study = optuna.load_study(
-        study_name="experiment-small", storage=optuna.storages.JournalStorage(backend)
-    )
-    killed = study.ask()
+    killed = study_of(tmp_path).ask()
     length = killed.suggest_int("length", 1, 9)
     _, results = go([], tmp_path, module=module, trials=2)
     assert [line["facts"]["length"] for line in results][1:] == [length]

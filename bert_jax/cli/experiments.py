@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,36 +120,38 @@ def _sweep(options) -> int | None:
             )
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
-    if options.grid:
-        choices = grid.parse(options.grid)
-        options.file = options.file or f"sweeps/{grid.name(choices)}"
-        folder = tempfile.mkdtemp() if options.dry_run else options.file
-        grid.write(pathlib.Path(folder), options.command, choices)
+    # Without --data, a dry run shows the name of the environment variable.
+    data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
+    scale = options.scale or ("paper" if options.init else "small")
+    args = sweep.SweepArgs(scale, data, options.init, options.seeds)
+    choices = grid.parse(options.grid)
+    if choices:
+        path = pathlib.Path(options.file or f"sweeps/{grid.name(choices)}", "sweep.py")
+        points = sweep.ordered("--grid", grid.points(options.command, choices), data)
+        loaded = sweep.Sweep(path, args, points, module=None)
     elif options.command:
         raise UserError("a command after -- needs --grid KEY=VALUE,VALUE,…")
     elif not options.file:
         raise UserError("give a sweep.py or its folder, or --grid KEY=VALUE,VALUE,… -- pretrain …")
     else:
-        folder = options.file
-    # Without --data, a dry run shows the name of the environment variable.
-    data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
-    scale = options.scale or ("paper" if options.init else "small")
-    args = sweep.SweepArgs(scale, data, options.init, options.seeds)
-    selected = sweep.select(sweep.load(folder, args), options.only)
+        loaded = sweep.load(options.file, args)
+    selected = sweep.select(loaded, options.only)
     for point in selected.points:
-        shown = point.display_command(data)
-        if not options.data and not options.dry_run and any(_DATA in part for part in shown):
+        words = point.display_command(data)
+        if not options.data and not options.dry_run and any(_DATA in word for word in words):
             raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
         command = [
             part.name if isinstance(part, sweep.Point) else str(part) for part in point.command
         ]
         command += [sweep.FOLDER_OPTION[point.verb], "x"]
-        _check(f"{selected.path}: {point.name}", command)
+        _check(f"{'--grid' if choices else selected.path}: {point.name}", command)
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
         print(cost.describe(selected, runs.absolute(), engine, _speed(options.topology)))
         return None
+    if choices:
+        grid.write(selected.path.parent, options.command, choices)
     return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
@@ -201,7 +202,6 @@ def add_report(verbs: Verbs) -> None:
     )
     sub.add_argument(
         "--out",
-        default="report.html",
         metavar="FILE",
         help="HTML page (default report.html), or only the loss curve as .png, .svg or .pdf",
     )
@@ -222,11 +222,17 @@ def _report(options) -> None:
 
     # os.path returns False for names that no file can have; pathlib raises.
     experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]
+    for name in ("out", "pictures"):
+        if getattr(options, name) and len(experiments) == len(options.folders):
+            raise UserError(
+                f"--{name} {getattr(options, name)}: applies to runs; an experiment's tables and "
+                "pictures are written to its folder"
+            )
     for folder in experiments:
         print(experiment.write_readme(folder))
     if len(experiments) < len(options.folders):
         folders = [folder for folder in options.folders if folder not in experiments]
-        for path in runs.write(folders, options.out, options.pictures):
+        for path in runs.write(folders, options.out or "report.html", options.pictures):
             print(shown(str(path)))
 
 

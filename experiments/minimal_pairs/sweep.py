@@ -34,12 +34,12 @@ def get_blocks(results):
     """Return a table and claims for each scale."""
 
     def table(scale):
-        own = [
+        models = [
             line["facts"]["of"]
             for line in results
             if line["scale"] == scale and "of" in line["facts"]
         ]
-        labels = list(dict.fromkeys([BASE, CAUSAL, *own]))
+        labels = list(dict.fromkeys([BASE, CAUSAL, *models]))
         columns = {name: Column(metric) for name, metric in COLUMNS.items()}
         rows = {label: {"of": label} for label in labels}
         return Table(rows, columns, title="model")

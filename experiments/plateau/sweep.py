@@ -119,11 +119,11 @@ class Steps:
             "|---|" + "---|" * (len(LEVELS) + 1),
         ]
         for name in _names():
-            own = [line["curve"] for line in results if line["facts"]["model"] == name]
-            if not own:
+            curves = [line["curve"] for line in results if line["facts"]["model"] == name]
+            if not curves:
                 continue
-            cells = [", ".join(_first_below(curve, level) for curve in own) for level in LEVELS]
-            last = ", ".join(f"{curve['loss'][-1]:.2f}" for curve in own)
+            cells = [", ".join(_first_below(curve, level) for curve in curves) for level in LEVELS]
+            last = ", ".join(f"{curve['loss'][-1]:.2f}" for curve in curves)
             lines.append(f"| {name} | {' | '.join(cells)} | {last} |")
         return "\n".join(lines) if len(lines) > 2 else "not run"
 

@@ -65,10 +65,10 @@ function paint(canvas, weights, side, [red, green, blue]) {
   canvas.width = canvas.height = side;
   const context = canvas.getContext("2d");
   const image = context.createImageData(side, side);
-  const place = Array.from(tokens, (_, i) => Math.floor((i * side) / T));
+  const pixel = Array.from(tokens, (_, i) => Math.floor((i * side) / T));
   for (let i = 0; i < T; i++) {
     for (let j = 0; j < T; j++) {
-      const at = 4 * (place[i] * side + place[j]);
+      const at = 4 * (pixel[i] * side + pixel[j]);
       image.data[at] = red;
       image.data[at + 1] = green;
       image.data[at + 2] = blue;
@@ -99,10 +99,10 @@ function grid(table, count, titles, cell) {
     make("tbody", {}, ...Array.from({ length: layers }, (_, layer) =>
       make("tr", {}, make("th", { scope: "row" }, `layer ${layer + 1}`),
         ...Array.from({ length: count }, (_, column) => {
-          const made = cell(layer, column);
-          Object.assign(made.dataset, { layer, column });
-          made.setAttribute("role", "gridcell");
-          return made;
+          const td = cell(layer, column);
+          Object.assign(td.dataset, { layer, column });
+          td.setAttribute("role", "gridcell");
+          return td;
         })))),
   );
   table.addEventListener("click", (event) => {
@@ -176,8 +176,8 @@ function drawLines(weights, row) {
   // and hide each other.
   const opacity = (q) => (row ? q / 255 : weight(q));
   const least = row ? 0 : T > 128 ? 4 / T : 1 / 255;
-  const shown = overlaid.size ? [...overlaid] : [chosen.column];
-  for (const column of shown) {
+  const selected = overlaid.size ? [...overlaid] : [chosen.column];
+  for (const column of selected) {
     const drawn = overlaid.size ? map(chosen.layer, column) : weights;
     context.strokeStyle = `rgb(${rgb(column)})`;
     const paths = new Map(); // one path for all lines of the same style
@@ -277,8 +277,8 @@ function buildLegend() {
 
 function build() {
   for (const share of [0.01, 0.1, 0.25, 0.5, 1]) {
-    const place = `left: ${100 * Math.sqrt(share)}%`;
-    find("scale").append(make("span", { style: place }, `${100 * share}%`));
+    const style = `left: ${100 * Math.sqrt(share)}%`;
+    find("scale").append(make("span", { style }, `${100 * share}%`));
   }
   find("maps").setAttribute("aria-label", "attention of every layer and head");
   grid(find("maps"), columns.length, columns, (layer, column) =>

@@ -152,8 +152,8 @@ def picture(maps: AttentionMaps, source: str, rolled: bool = False) -> "matplotl
     # Placed manually, in inches: matplotlib would take a minute to lay out 400 axes.
     side, gap = float(np.clip(0.085 * tokens, 1.1, 2.2)), 0.1
     points = min(8.0, 0.85 * 72 * side / tokens)
-    shown = maps.tokens if points >= 4 else []
-    edge = 0.62 * points / 72 * max(map(len, shown), default=0) + 0.1
+    labels = maps.tokens if points >= 4 else []
+    edge = 0.62 * points / 72 * max(map(len, labels), default=0) + 0.1
     left, bottom, top = 0.35 + edge, 0.1 + edge, 0.8
     width = left + len(names) * (side + gap) + 0.1
     height = bottom + len(layers) * (side + gap) + top
@@ -178,13 +178,13 @@ def picture(maps: AttentionMaps, source: str, rolled: bool = False) -> "matplotl
                 color="0.7",
                 lw=0.5,
             )
-        for i, token in enumerate(shown):
+        for i, token in enumerate(labels):
             y = below + side * (1 - (i + 0.5) / tokens)
             write(left - 0.04, y, token, points, ha="right", va="center")
     for column, name in enumerate(names):
         x = left + column * (side + gap)
         write(x + side / 2, height - top + 0.02, name, 9, ha="center", va="bottom")
-        for i, token in enumerate(shown):
+        for i, token in enumerate(labels):
             across = x + side * (i + 0.5) / tokens
             write(across, bottom - 0.04, token, points, ha="center", va="top", rotation=90)
     room = int((width - 0.2) * 72 / 6.5)  # characters of the title

@@ -4,12 +4,13 @@ import itertools
 import os
 import pathlib
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax import guard, workdir
+from bert_jax import guard, storage, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
@@ -43,7 +44,7 @@ class Recorded(NamedTuple):
     """Contents of a run's workdir.
 
     Attributes:
-        name: shortest suffix of the workdir's path that is unique among the runs.
+        name: shortest suffix of the workdir's path or URL that is unique among the runs.
         folder: the workdir.
         config: config of the run.
         metrics: lines of metrics.jsonl.
@@ -126,13 +127,14 @@ def read(folders: list[str]) -> list[Recorded]:
 
 
 def _names(paths: dict[pathlib.Path, int]) -> dict[pathlib.Path, str]:
-    """Return a unique suffix of each path, of at least the given number of parts."""
-    parts = dict(paths)
-    for _ in range(max(len(path.parts) for path in paths)):
-        names = {path: "/".join(path.parts[-count:]) for path, count in parts.items()}
+    """Return a unique suffix of each path or URL, of at least the given number of parts."""
+    counts = dict(paths)
+    parts = {path: (storage.remote(path) or str(path)).split("/") for path in paths}
+    for _ in range(max(map(len, parts.values()))):
+        names = {path: "/".join(parts[path][-count:]) for path, count in counts.items()}
         taken = list(names.values())
         for path, name in names.items():
-            parts[path] += taken.count(name) > 1
+            counts[path] += taken.count(name) > 1
     return names
 
 
@@ -150,11 +152,7 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
     ]
     if not metrics:
         raise UserError(f"{folder} has no metrics yet: metrics.jsonl has no complete line")
-    speed = [
-        line
-        for line in workdir.read_steps(folder / "speed.jsonl")
-        if _is_number(line.get(SPEED)) and _is_number(rate := line.get("steps_per_second")) and rate
-    ]
+    speed = read_speed(folder)
     starts, best = workdir.read_steps(folder / "starts.jsonl"), workdir.read_best_by(folder)
     # The name of a folder may contain bytes that are not UTF-8.
     name = name.encode("utf-8", "replace").decode()
@@ -172,13 +170,22 @@ def _read(folder: pathlib.Path, name: str) -> Recorded:
     )
 
 
+def read_speed(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's speed.jsonl that can be plotted; [] if there is none."""
+    return [
+        line
+        for line in workdir.read_steps(folder / "speed.jsonl")
+        if _is_number(line.get(SPEED)) and _is_number(rate := line.get("steps_per_second")) and rate
+    ]
+
+
 def _is_number(value: Any) -> bool:
     """Whether a value can be plotted: a finite number whose differences are finite."""
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e300
 
 
-def clock(run: Recorded) -> dict[str, Float[np.ndarray, " n"]]:
-    """Return the progress of a run at each line of its speed.jsonl.
+def clock(speed: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, " n"]]:
+    """Return the progress of a run at each line of its speed.jsonl (see `read_speed`).
 
     The first line after a restart covers only part of its steps; the steps before are assumed to
     have had the same speed. Evaluations and the time between starts are not counted.
@@ -188,7 +195,7 @@ def clock(run: Recorded) -> dict[str, Float[np.ndarray, " n"]]:
         there is no speed.jsonl.
     """
     points = [(0.0, 0.0, 0.0)]
-    for line in run.speed:
+    for line in speed:
         step, tokens, hours = points[-1]
         seconds = max(line["step"] - step, 0) / line["steps_per_second"]
         points.append((line["step"], tokens + seconds * line[SPEED], hours + seconds / 3600))
@@ -197,7 +204,7 @@ def clock(run: Recorded) -> dict[str, Float[np.ndarray, " n"]]:
 
 def positions(run: Recorded, steps: Float[np.ndarray, " n"]) -> dict[str, Float[np.ndarray, " n"]]:
     """Return steps on each of `AXES`; on "step" alone if there is no speed.jsonl."""
-    at = clock(run)
+    at = clock(run.speed)
     axes = AXES if len(at["step"]) > 1 else ("step",)
     return {
         axis: np.interp(steps, at["step"], at[axis]) if axis != "step" else steps for axis in axes

@@ -200,14 +200,20 @@ class Curves:
         self, results: Sequence[Line], facts: Mapping[str, Any]
     ) -> list[tuple[float, float]]:
         """Return the points of a series: means over seeds."""
-        values: dict[float, list[float]] = {}
+        # By step or fact, since seeds reach a step with slightly different tokens and seconds.
+        values: dict[float, list[tuple[float, float]]] = {}
         for line in matching(results, facts):
             if "curve" in line and self.y == "loss":
-                for x, y in zip(line["curve"][self.x], line["curve"]["loss"], strict=True):
-                    values.setdefault(x, []).append(y)
+                curve = line["curve"]
+                for step, x, y in zip(curve["step"], curve[self.x], curve["loss"], strict=True):
+                    values.setdefault(step, []).append((x, y))
             elif self.x in line["facts"] and self.y in line["metrics"]:
-                values.setdefault(line["facts"][self.x], []).append(line["metrics"][self.y])
-        return [(float(x), statistics.fmean(values[x])) for x in sorted(values)]
+                x = line["facts"][self.x]
+                values.setdefault(x, []).append((x, line["metrics"][self.y]))
+        return sorted(
+            (statistics.fmean(x for x, _ in each), statistics.fmean(y for _, y in each))
+            for each in values.values()
+        )
 
     def markdown(self, results: Sequence[Line], folder: pathlib.Path) -> str:
         """Draw the plot, and return a link to it."""

@@ -85,13 +85,8 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
         choices: values by config key; `model` stands for the size in --config.
 
     Raises:
-        UserError: the command cannot be swept, or the folder holds another sweep.
+        UserError: the folder holds another sweep, or cannot be written.
     """
-    if command[:1] not in (["pretrain"], ["finetune"]):
-        raise UserError("--grid needs a pretrain or finetune command after --")
-    if any(part.partition("=")[0] == "--workdir" for part in command):
-        raise UserError("the command after -- has --workdir, which the sweep chooses: remove it")
-    points(list(command), choices)  # checks `model`
     text = _SWEEP.format(command=pprint.pformat(list(command)), choices=pprint.pformat(dict(choices), sort_dicts=False))  # fmt: skip
     path = folder / "sweep.py"
     if path.exists():
@@ -112,7 +107,15 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
 
 
 def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Point]:
-    """Return a point for every combination, whose facts are its settings."""
+    """Return a point for every combination, whose facts are its settings.
+
+    Raises:
+        UserError: the command cannot be swept.
+    """
+    if command[:1] not in (["pretrain"], ["finetune"]):
+        raise UserError("--grid needs a pretrain or finetune command after --")
+    if any(part.partition("=")[0] == "--workdir" for part in command):
+        raise UserError("the command after -- has --workdir, which the sweep chooses: remove it")
     return [
         Point(_label(facts), (*_with(command, facts),), dict(facts)) for facts in grid(**choices)
     ]

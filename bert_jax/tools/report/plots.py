@@ -104,8 +104,8 @@ def draw_levels(axes: Any, levels: Mapping[str, float]) -> None:
     """Draw labeled horizontal lines, behind the curves."""
     for label, value in levels.items():
         axes.axhline(value, color="black", lw=0.8, ls=":", alpha=0.7, zorder=1)
-        place = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-        axes.text(0.995, value, f"{label} {value:.2f}", fontsize=7, **place)
+        position = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.text(0.995, value, f"{label} {value:.2f}", fontsize=7, **position)
 
 
 def draw_lengths(histogram: Int[np.ndarray, " L"]) -> Any:

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 240, LEFT = 50, RIGHT = 8, TOP = 12, BOTTOM = 36;
 const figures = [...document.querySelectorAll("figure[data-plot]")];
 const control = (name) => document.querySelector(`input[name=${name}]`);
-const shown = (run) => run === null || document.querySelector(`input[name=run][value="${run}"]`).checked;
+const isShown = (run) => run === null || document.querySelector(`input[name=run][value="${run}"]`).checked;
 const plotOf = (figure) => data.plots[figure.dataset.plot];
 const colorOf = (run) => data.colors[run ?? 0];
 const views = new Map(); // what is drawn in each figure
@@ -17,10 +17,10 @@ function axisOf(plot) {
 }
 
 function add(parent, name, attributes, text) {
-  const made = name.startsWith("svg:") ? document.createElementNS(SVG, name.slice(4)) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return parent.appendChild(made);
+  const element = name.startsWith("svg:") ? document.createElementNS(SVG, name.slice(4)) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  return parent.appendChild(element);
 }
 
 function number(value) {
@@ -87,7 +87,7 @@ function view(figure) {
   const logX = !bars && control("logx").checked, logY = !bars && (plot.log || control("logy").checked);
   const width = Math.max(figure.clientWidth, 200);
   const lines = plot.lines
-    .filter((line) => axis in line.x && shown(line.run))
+    .filter((line) => axis in line.x && isShown(line.run))
     .map((line) => ({ ...line, points: line.x[axis].map((x, i) => [x, line.y[i]]).filter(([x, y]) => (!logX || x > 0) && (!logY || y > 0)) }))
     .filter((line) => line.points.length);
   if (!lines.length) return null;
@@ -155,7 +155,7 @@ function draw(figure) {
   }
   if (v.bars) return;
   for (const [run, incidents] of data.incidents.entries())
-    for (const incident of shown(run) ? incidents : []) {
+    for (const incident of isShown(run) ? incidents : []) {
       const x = incident.x[v.axis];
       if (x === undefined || x < x0 || x > x1) continue;
       const mark = add(svg, "svg:g", { class: "incident", "data-run": run });
@@ -185,14 +185,14 @@ function read(figure, x) {
   forget(figure);
   const v = views.get(figure);
   if (!v) return;
-  const found = v.lines.map((line) => { const [x_, y] = line.points[nearest(line.points, x)]; return { line, x: x_, y }; });
-  const at = found.map((point) => point.x).reduce((a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a));
+  const points = v.lines.map((line) => { const [x_, y] = line.points[nearest(line.points, x)]; return { line, x: x_, y }; });
+  const at = points.map((point) => point.x).reduce((a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a));
   const marks = add(figure.querySelector("svg"), "svg:g", { class: "marks" });
   const across = v.x(at), [left, top, wide, high] = v.box;
   add(marks, "svg:line", { x1: across, x2: across, y1: top, y2: top + high, stroke: "currentColor", "stroke-opacity": 0.5 });
   const box = figure.querySelector(".reading");
   add(box, "strong", {}, `${data.axes[v.axis]} ${number(at)}`);
-  for (const { line, x: where, y } of found) {
+  for (const { line, x: where, y } of points) {
     const color = colorOf(line.run);
     if (where >= v.limits[0] && where <= v.limits[1]) add(marks, "svg:circle", { cx: v.x(where), cy: v.y(y), r: 3.5, fill: color });
     const row = add(box, "span", {});

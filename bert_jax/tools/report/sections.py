@@ -34,7 +34,7 @@ def _headline(run: Recorded, named: bool) -> str:
     elif "loss" in last:
         items.append(("training loss", _number(last["loss"])))
     items.append(("steps", f"{max(line['step'] for line in run.metrics):,}"))
-    progress = curves.clock(run)
+    progress = curves.clock(run.speed)
     if len(progress["step"]) > 1:
         tokens, hours = progress["tokens"][-1], progress["hours"][-1]
         items += [
@@ -105,7 +105,7 @@ def overview(runs: list[Recorded], shapes: list[dict[str, jax.ShapeDtypeStruct]]
     """Return a table with a row per run."""
     lines = []
     for run, each in zip(runs, shapes, strict=True):
-        last, progress = run.starts[-1] if run.starts else {}, curves.clock(run)
+        last, progress = run.starts[-1] if run.starts else {}, curves.clock(run.speed)
         step = max(line["step"] for line in run.metrics)
         known = len(progress["step"]) > 1
         lines.append(

@@ -86,27 +86,29 @@ class Display:
         self._before = dict(state)
 
     def _table(self) -> Any:
-        from rich import table, text
+        from rich.table import Table
+        from rich.text import Text
 
-        shown = table.Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         for title, side in (
             ("point", "left"), ("state", "left"), ("step", "right"), ("loss", "right"),
             ("left", "right"), ("", "left"),
         ):  # fmt: skip
-            shown.add_column(title, justify="right" if side == "right" else "left", no_wrap=True)
+            table.add_column(title, justify="right" if side == "right" else "left", no_wrap=True)
         states = self._scheduler.state
         # Finished points come first, and are hidden if the terminal is too small.
         max_rows = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)
         names = sorted(states, key=lambda name: states[name] != "done")
         hidden = max(len(names) - max_rows, 0)
         if hidden:
-            shown.add_row(f"… {hidden} more")
+            table.add_row(f"… {hidden} more")
         now = time.time()
         for name in names[hidden:]:
             running = states[name] == "running"
             note = note_of(self._scheduler.point_runs[name], now) if running else {}
             if states[name] == "failed":
                 note = {"note": self._scheduler.point_runs[name].last_log_line()[-80:]}
+            state = Text(states[name], _STYLES.get(states[name], "dim"))
             cells = [note.get(key, "") for key in ("step", "loss", "left", "note")]
-            shown.add_row(name, text.Text(states[name], _STYLES.get(states[name], "dim")), *cells)
-        return shown
+            table.add_row(Text(name), state, *map(Text, cells))  # plain strings would be markup
+        return table

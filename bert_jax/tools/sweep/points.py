@@ -96,8 +96,8 @@ class Point:
         """
         if str(data) not in self._digests:
             parts = [
-                part.digest(data) if isinstance(part, Point) else shown
-                for part, shown in zip(self.command, self.display_command(data), strict=True)
+                part.digest(data) if isinstance(part, Point) else text
+                for part, text in zip(self.command, self.display_command(data), strict=True)
             ]
             if self.verb == "python" and pathlib.Path(self.command[1]).is_file():
                 parts.append(files.sha256(str(self.command[1])))

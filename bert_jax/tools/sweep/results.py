@@ -12,12 +12,16 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from bert_jax import config as config_lib
 from bert_jax import files, workdir
 from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
+from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
 from bert_jax.tools.sweep.scheduler import ASYNCHRONOUS, LAUNCHED, PointRun
 
@@ -81,7 +85,8 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     """Return settings, tokens, time and metrics of a workdir."""
     config = workdir.read_config(folder)
     lines = workdir.read_steps(folder / "metrics.jsonl")
-    speed = workdir.read_steps(folder / "speed.jsonl")
+    speed = curves.read_speed(folder)
+    clock = curves.clock(speed)
     starts = workdir.read_steps(folder / "starts.jsonl")
     defaults = config_lib.flatten(type(config)())
     flat = config_lib.flatten(config)
@@ -103,19 +108,20 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
         }
         step = summary["step"]
     else:
-        heldout = [line for line in lines if line["split"] == "heldout"][-1]
-        metrics = {k: v for k, v in heldout.items() if k not in ("step", "split")}
-        step = heldout["step"]
-        extra["curve"] = _curve(lines, speed, workdir.read_best_by(folder)["best_by"])
-    tokens = sum(line["real_tokens_per_second"] * line["seconds"] for line in speed)
-    flops = sum(line["flops_per_second"] * line["seconds"] for line in speed)
+        heldout = [line for line in lines if line["split"] == "heldout"]
+        last, prefix = (heldout[-1], "") if heldout else (lines[-1], "train.")
+        metrics = {f"{prefix}{k}": v for k, v in last.items() if k not in ("step", "split")}
+        step = last["step"]
+        extra["curve"] = _curve(heldout, clock, workdir.read_best_by(folder)["best_by"])
+    seconds = 3600 * np.diff(clock["hours"])
+    flops = sum(line["flops_per_second"] * each for line, each in zip(speed, seconds, strict=True))
     return {
         "seed": config.seed,
         "step": step,
         "metrics": metrics,
-        "step_seconds": round(sum(line["seconds"] for line in speed), 1),
-        "real_tokens": round(tokens),
-        "flops": flops,
+        "step_seconds": round(float(seconds.sum()), 1),
+        "real_tokens": round(clock["tokens"][-1]),
+        "flops": float(flops),
         "config": json.loads(content),
         "config_hash": hashlib.sha256(content.encode()).hexdigest()[:10],
         "commit": starts[-1]["commit"],
@@ -131,8 +137,8 @@ def _shell_command(point_run: PointRun, data: pathlib.Path) -> str:
     The data folder is $BERT_JAX_DATA, and other absolute paths are shortened to their last two names.
     """
     words = [] if point_run.point.verb == "python" else ["bert-jax"]
-    shown = zip(point_run.point.command, point_run.point.display_command(data), strict=True)
-    for part, text in shown:
+    parts = zip(point_run.point.command, point_run.point.display_command(data), strict=True)
+    for part, text in parts:
         if isinstance(part, Point):
             words.append(shlex.quote(_out(point_run.of(part))))
         elif "$BERT_JAX_DATA" in text:
@@ -149,21 +155,17 @@ def _out(point_run: PointRun) -> str:
 
 
 def _curve(
-    lines: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]], loss: str
+    heldout: Sequence[dict[str, Any]], clock: dict[str, Float[np.ndarray, " n"]], loss: str
 ) -> dict[str, list]:
-    """Return the held-out loss by step, real tokens and seconds of training."""
-    curve: dict[str, list] = {"step": [], "real_tokens": [], "seconds": [], "loss": []}
-    for line in lines:
-        if line["split"] != "heldout":
-            continue
-        before = [s for s in speed if s["step"] <= line["step"]]
-        curve["step"].append(line["step"])
-        curve["real_tokens"].append(
-            round(sum(s["real_tokens_per_second"] * s["seconds"] for s in before))
-        )
-        curve["seconds"].append(round(sum(s["seconds"] for s in before), 1))
-        curve["loss"].append(line[loss])
-    return curve
+    """Return the held-out loss by step, real tokens and seconds of training (`curves.clock`)."""
+    steps = [line["step"] for line in heldout]
+    tokens, hours = (np.interp(steps, clock["step"], clock[axis]) for axis in ("tokens", "hours"))
+    return {
+        "step": steps,
+        "real_tokens": [round(each) for each in tokens.tolist()],
+        "seconds": [round(3600 * each, 1) for each in hours.tolist()],
+        "loss": [line[loss] for line in heldout],
+    }
 
 
 def key(line: dict[str, Any]) -> tuple:

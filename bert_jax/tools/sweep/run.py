@@ -58,7 +58,7 @@ def run(
     scheduler = Scheduler(runs, args, engine, resubmit, done)
     with files.one_line_errors(f"cannot use the folder {runs}"):
         runs.mkdir(parents=True, exist_ok=True)
-    search = Search(sweep, trials, engine.jobs) if trials else None
+    search = Search(sweep, runs, trials, engine.jobs) if trials else None
     if not search:
         scheduler.add(sweep.points)
     with contextlib.ExitStack() as stack:

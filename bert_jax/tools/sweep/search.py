@@ -1,6 +1,9 @@
 """Hyperparameter search with Optuna."""
 
 import dataclasses
+import hashlib
+import json
+import pathlib
 import statistics
 from typing import Any
 
@@ -11,9 +14,12 @@ from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 
 
 class Search:
-    """Optuna's trials as points; the study is stored next to the sweep, in study.journal."""
+    """Optuna's trials as points; the study is stored next to the sweep, in study.journal.
 
-    def __init__(self, sweep: Sweep, trials: int, jobs: int):
+    Searches with other arguments or another folder of runs are other studies.
+    """
+
+    def __init__(self, sweep: Sweep, runs: pathlib.Path, trials: int, jobs: int):
         get_trial, self._objective = (
             getattr(sweep.module, name, None) for name in ("get_trial", "OBJECTIVE")
         )
@@ -31,9 +37,11 @@ class Search:
         self._get, self._sweep, self._trials, self._jobs = get_trial, sweep, trials, jobs
         self._states = optuna.trial.TrialState
         storage = journal.JournalFileBackend(str(sweep.path.parent / "study.journal"))
+        identity = json.dumps([*map(str, sweep.args), str(runs)])
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(storage),
-            study_name=f"{sweep.path.parent.name}-{sweep.args.scale}",
+            study_name=f"{sweep.path.parent.name}-{sweep.args.scale}-{digest}",
             direction="minimize" if self._objective.startswith("-") else "maximize",
             load_if_exists=True,
         )
