@@ -177,7 +177,7 @@ def fine_tuning() -> Iterator[Row]:
             f"{line['set']}, {line['metric']} in percent, all-MiniLM-L6-v2 fine-tuned",
             finetuning.spread(line),
             f"transformers' Trainer: {finetuning.spread(other) if other else NOT_RUN}",
-            "2 CPU cores",
+            cores(line),
             line.get("commit", ""),
             "finetuning",
             f"python experiments/finetuning/run.py {line['set']} --seeds {len(line['values'])}",

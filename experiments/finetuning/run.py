@@ -24,6 +24,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from bert_jax.tools.report import curves
 from bert_jax.tools.report.experiment import welch
 
 HERE = pathlib.Path(__file__).parent
@@ -151,7 +152,7 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
     metrics = json.loads((folder / "metrics.json").read_text())
     value = metrics["dev"][dataset.metric]
     runs = [folder / f"seed_{seed}" for seed in metrics["seeds"]] if seeds > 1 else [folder]
-    seconds = [line["seconds"] for r in runs for line in read_lines(r / "speed.jsonl")]
+    hours = sum(curves.clock(curves.read_speed(r))["hours"][-1] for r in runs)
     saved = json.loads((runs[0] / "config.json").read_text())
     names = ("bert-jax", "jax", "flax", "optax", "numpy")
     return {
@@ -163,7 +164,7 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
         "steps": saved["config"]["steps"],
         "epochs": saved["config"]["epochs"],
         "learning_rate": saved["config"]["optim"]["learning_rate"],
-        "minutes": round(sum(seconds) / 60, 1),
+        "minutes": round(60 * float(hours), 1),
         "load_average": round(load, 2),
         "commit": read_lines(runs[0] / "starts.jsonl")[-1]["commit"],
         "command": " ".join(command)

@@ -18,7 +18,7 @@ import subset  # noqa: E402
 
 from bert_jax import workdir  # noqa: E402
 from bert_jax.data.rows import read_manifest  # noqa: E402
-from bert_jax.tools.report import runs  # noqa: E402
+from bert_jax.tools.report import curves, runs  # noqa: E402
 
 TEXT = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""), "text")
 TEXTS = (
@@ -63,7 +63,7 @@ def main() -> None:
     folder = pathlib.Path(options.workdir)
     config = workdir.read_config(folder)
     lines = workdir.read_lines(folder / "metrics.jsonl")
-    speed = workdir.read_lines(folder / "speed.jsonl")
+    progress = curves.clock(curves.read_speed(folder))
     rows = [phase.rows for phase in config.phases]
     results = {
         "starts": workdir.read_lines(folder / "starts.jsonl"),
@@ -73,8 +73,8 @@ def main() -> None:
             {"tokens": m.tokens, "train_rows": m.train.rows, "heldout_rows": m.heldout.rows}
             for m in map(read_manifest, rows)
         ],
-        "training_minutes": sum(line["seconds"] for line in speed) / 60,
-        "real_tokens": sum(line["real_tokens_per_second"] * line["seconds"] for line in speed),
+        "training_minutes": 60 * progress["hours"][-1],
+        "real_tokens": progress["tokens"][-1],
         "heldout": [line for line in lines if line["split"] == "heldout"],
         "losses": losses(options.workdir, rows[-1]),
         "fill_mask": fill_masks(options.workdir),
