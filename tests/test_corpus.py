@@ -437,6 +437,15 @@ def test_malformed_wiki_markup_is_stripped(parts):  # fmt: skip
         ("One.\n#REDIRECT\n: Indented.\n; Term : x\nTwo.", "One. Two."),
         ("[[Image:a.png|frame|A [[b]] {{c}}\nd]] After.", "After."),
         ("| leftover = 3\n! head\nText.", "Text."),
+        ("It is &#xD800; so.", "It is ? so."),
+        ("Вид [[Москва|Москвы]].\n[[Категория:Города России]]", "Вид Москвы."),
+        ("[[Файл:A.jpg|мини|слева|Вид]] После.", "После."),
+        ("भारत।\n[[श्रेणी:भारत]]", "भारत।"),
+        (
+            "A [[wikt:perfidious|perfidious]] king of [[:fr:Nice|Nice]].",
+            "A perfidious king of Nice.",
+        ),
+        ("It is so. [[w-x:A|a]][[fr:A]][[2001: B|b]]", "It is so. b"),
     ],
 )
 def test_wiki_markup_is_converted_to_plain_text(markup, plain):
@@ -501,6 +510,10 @@ def test_wikitext_tokenization_is_undone(tmp_path):
     assert split_sentences(documents[1]) == ["A poet was he .", "He sang ."]
     vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
     assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
+    trained = wordpiece.train(
+        [str(tmp_path / "wiki.train.tokens")], tmp_path / "vocab", size=150, min_frequency=1
+    )
+    assert corpus.UNKNOWN_WORD not in "".join(trained.tokens)
 
 
 @pytest.mark.parametrize(

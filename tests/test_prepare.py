@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from bert_jax import files
 from bert_jax.data import prepare as module
 from bert_jax.data import prepare_worker, wordpiece
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import Instances, _trim, truncated_lengths
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
@@ -675,11 +676,11 @@ def test_existing_rows_are_reused_unless_settings_differ(tmp_path, capsys, monke
 
 def test_locked_folder_is_rejected(tmp_path):
     text, vocab = write_corpus(tmp_path)
-    with (
-        files.lock_folder(tmp_path / "rows" / ".partial"),
-        pytest.raises(UserError, match="in use"),
-    ):
-        prepare([text], vocab, tmp_path / "rows", workers=1)
+    partial = tmp_path / "rows" / ".partial"
+    with files.lock_folder(partial):
+        with pytest.raises(UserError, match="in use"):
+            prepare([text], vocab, tmp_path / "rows", workers=1)
+        assert [path.name for path in partial.iterdir()] == [files.LOCK]
 
 
 def test_too_few_documents_for_pairs_or_heldout(tmp_path):
@@ -711,8 +712,11 @@ def test_too_few_documents_for_pairs_or_heldout(tmp_path):
 
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize(("documents", "fraction"), [(2, 0.05), (3, 0.3), (4, 0.02), (40, 0.01)])
-def test_few_documents_hold_out_their_last_sentences(tmp_path, documents, fraction, copies):
+def test_few_documents_hold_out_their_last_sentences(
+    tmp_path, monkeypatch, documents, fraction, copies
+):
     """Held-out text has about the requested size, spans 2 or more documents and is not in train."""
+    monkeypatch.setattr(module, "_LOWEST_DOCUMENTS", 3)  # of different documents
     rng = random.Random(documents)
     words = [[f"d{i}s{n}" for n in range(60)] for i in range(documents)]
     lines = [[" ".join([word] * rng.randint(3, 9)) for word in own] for own in words]
@@ -740,6 +744,46 @@ def test_few_documents_hold_out_their_last_sentences(tmp_path, documents, fracti
     total = sum(len(line.split()) for own in lines for line in own)
     assert abs(real[0] / sum(real) - fraction) < 20 / total + 0.1 * fraction
     assert not manifest.warnings
+
+
+def test_weighted_sources_are_held_out_in_proportion(tmp_path):
+    """Which documents a fractional weight selects is independent of which are held out."""
+    wordpiece.Vocabulary((*SPECIAL, "a", "b", "1", "##0", "##1"), True).save(tmp_path / "vocab")
+    for name in "ab":
+        text = "".join(f"{name} {i:b}\n\n" for i in range(1, 2001))
+        (tmp_path / f"{name}.txt").write_text(text)
+    sources = [f"google:{tmp_path}/a.txt@0.1", f"google:{tmp_path}/b.txt"]
+    out = tmp_path / "rows"
+    prepare(sources, tmp_path / "vocab", out, pairs="none", heldout_fraction=0.1, workers=1)
+    tokens = [sequence[1] for sequence, _, _ in sequences_of(out, "heldout")]
+    a, b = (tokens.count(len(SPECIAL) + i) for i in range(2))
+    assert a + b == pytest.approx(220, rel=0.2)
+    assert a < 0.2 * b
+
+
+def test_too_little_heldout_text_gives_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOWEST_DOCUMENTS", 2)  # the short ones
+    _, vocab = write_corpus(tmp_path)
+    long = "\n".join(f"d0w{i % 8} d1w{i % 7}" for i in range(300))
+    short = "".join(f"d{i}w1 d{i}w2\n\n" for i in range(20))
+    (tmp_path / "text.txt").write_text(f"{short}{long}\n")
+    source = f"google:{tmp_path}/text.txt"
+    manifest = prepare(
+        [source], vocab, tmp_path / "rows", pairs="none", heldout_fraction=0.3, workers=1
+    )
+    assert "0.6% of the tokens are held out, not 30.0%" in manifest.warnings[-1]
+
+
+def test_vocabulary_of_another_kind_replaces_the_files_of_the_first(tmp_path):
+    text, vocab = write_corpus(tmp_path, 4)
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *"abdw0123456789ĠĊ", "<mask>"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    contents = {"vocab.json": json.dumps(ids).encode(), "merges.txt": b"#version: 0.2\n"}
+    out, byte_level = tmp_path / "rows", vocabularies.from_files(contents)
+    for vocabulary in (vocab, byte_level, vocab):
+        manifest = prepare([text], vocabulary, out, pairs="none", force=True, workers=1)
+        assert vocabularies.load(out).sha256 == manifest.vocab_sha256
+    assert not (out / vocabularies.TOKENIZER).exists()
 
 
 def test_text_with_many_unknown_tokens_gives_a_warning(tmp_path, capsys):

@@ -1,13 +1,18 @@
 """`bert-jax rows`: the output matches the contents of the rows."""
 
+import dataclasses
+import json
 import re
 
+import numpy as np
 import pytest
 
 from bert_jax import cli
-from bert_jax.data import wordpiece
+from bert_jax.data import vocabulary, wordpiece
 from bert_jax.data.loader import Rows
+from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
+from bert_jax.tools import show_rows
 
 
 def test_rows_are_shown_as_text(rows, capsys):
@@ -53,6 +58,35 @@ def test_split_statistics(rows, capsys):
     total = sum(n * count for n, count in enumerate(manifest.length_histogram))
     assert f"mean {total / train.sequences:.1f}, quartiles " in output
     assert "sequence 0" not in output
+
+
+def test_lengths_of_any_number_of_sequences(rows, monkeypatch):
+    folder = str(rows(32, 3))
+    manifest = read_manifest(folder)
+    lengths = np.repeat(np.arange(33), manifest.length_histogram)
+    quartiles = np.percentile(lengths, (0, 25, 50, 75, 100), method="lower")
+    expected = f"mean {lengths.mean():.1f}, quartiles {', '.join(map(str, quartiles))}"
+    assert expected in "".join(show_rows.describe(folder))
+    many = tuple(10**12 * count for count in manifest.length_histogram)
+    monkeypatch.setattr(
+        show_rows.rows_lib,
+        "read_manifest",
+        lambda _: dataclasses.replace(manifest, length_histogram=many),
+    )
+    assert f"mean {lengths.mean():.1f}, " in "".join(show_rows.describe(folder))
+
+
+def test_random_tokens_may_be_padding_of_the_vocabulary(tmp_path, capsys):
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *"abcĠĊ", "<mask>"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    padded = vocabulary.from_files(
+        {"vocab.json": json.dumps(ids).encode(), "merges.txt": b"#version: 0.2\n"}
+    ).resized(5000)
+    (tmp_path / "text.txt").write_text("a b c\n" * 200)
+    out = tmp_path / "rows"
+    prepare([f"google:{tmp_path}/text.txt"], padded, out, tokens=64, pairs="none", workers=1)
+    assert cli.main(["rows", str(out), "--show", "5"]) == 0
+    assert "-> [row" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Object storage on real GCS and S3 servers, with outages, transient errors and damaged objects."""
 
+import errno
 import hashlib
 import json
 import math
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -18,10 +20,12 @@ import pytest
 
 from bert_jax import checkpoint, cli, files, guard, storage
 from bert_jax.config import CheckpointConfig, GuardConfig
-from bert_jax.data import loader
+from bert_jax.data import loader, wordpiece
+from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
-from bert_jax.errors import UserError
+from bert_jax.errors import Unavailable, UserError
 from bert_jax.storage import lease as lease_lib
+from bert_jax.tools import show_rows
 from tests.helpers import processes
 from tests.helpers.objects import serve
 from tests.helpers.runs import (
@@ -142,6 +146,15 @@ def test_transient_server_errors_are_retried(server, url):
         assert server.proxy.failures == []
 
 
+def test_full_local_disk_is_not_reported_as_an_outage():
+    with (
+        pytest.raises(UserError, match="cannot read gs://b/x: the disk is full") as error,
+        storage.errors_of("cannot read gs://b/x"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not isinstance(error.value, Unavailable)
+
+
 # --- The lease ------------------------------------------------------------------------------------
 
 
@@ -157,23 +170,67 @@ def test_lease_has_one_owner(url, monkeypatch):
     with monkeypatch.context() as patched:
         other_machine(patched)
         owner = storage.Lease(url).__enter__()
-
-    def renewed(url, read=storage.objects.read):
-        owner.renew()
-        return read(url)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage.objects, "read", renewed)
-        with pytest.raises(UserError, match=r"in use by another process \(pid 1 on other\)"):
-            storage.Lease(url).__enter__()
+    with pytest.raises(UserError, match=r"in use by another process \(pid 1 on other\)"):
+        storage.Lease(url).__enter__()
     assert owner.is_ours()
+    owner._released.set()  # stops its thread, like a suspended process
     with storage.Lease(url) as second:  # the first has expired
         assert second.is_ours()
         assert not owner.is_ours()
+        owner._released.clear()
         owner.renew()
         owner.__exit__()  # too late: the expired owner changes nothing
         assert second.is_ours()
     assert storage.listing(url) == {}
+
+
+def test_suspended_owner_does_not_renew_a_later_lease(url, monkeypatch):
+    """Another process took over, finished and released the lease, whose numbers begin at 1 again."""
+    with monkeypatch.context() as patched:
+        other_machine(patched)
+        first = storage.Lease(url).__enter__()
+    storage.delete([f"{url}/lease/000001"])
+    with storage.Lease(url) as later:
+        assert list(storage.listing(url)) == ["lease/000001"]
+        first.renew()
+        assert later.is_ours()
+        assert not first.is_ours()
+        first.__exit__()
+        assert later.is_ours()
+    assert storage.listing(url) == {}
+
+
+def test_lease_is_renewed_until_it_is_released(url, monkeypatch):
+    monkeypatch.setattr(lease_lib, "HEARTBEAT_SECONDS", 0.05)
+    with storage.Lease(url) as lease:
+        for _ in range(200):
+            if json.loads(storage.read(f"{url}/lease/000001"))["beats"] > 1:
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail("the lease was not renewed")
+    lease.renew()
+    assert storage.listing(url) == {}
+
+
+def test_output_is_not_completed_after_another_process_takes_over(url, monkeypatch):
+    upload = storage.objects.upload
+
+    def write():
+        with storage.output(f"{url}/out") as folder:
+            folder.mkdir(parents=True)
+            for name in ("config.json", "model"):
+                (folder / name).write_text(name)
+
+    def take_over(paths, urls):
+        upload(paths, urls)
+        storage.write(f"{url}/out/lease/000009", b"{}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage.objects, "upload", take_over)
+        with pytest.raises(UserError, match=f"{url}/out was taken over by another process"):
+            write()
+    assert list(storage.listing(f"{url}/out"))[-1] == "model"
 
 
 def test_dead_local_process_loses_its_lease(url):
@@ -217,6 +274,48 @@ def test_outputs_are_written_atomically(url, tmp_path):
     assert sorted(p.name for p in copy.iterdir()) == ["config.json", "model"]
     assert storage.remote(copy / "model") == f"{url}/out/model"
     assert str(UserError(f"cannot read {copy}/model")) == f"cannot read {url}/out/model"
+
+
+def test_manifest_of_deleted_rows_is_forgotten(url):
+    def fail():
+        with storage.output(url, resumable=True) as folder:
+            assert (folder / "manifest.json").exists()
+            (folder / "finished").write_text("work")
+            raise ZeroDivisionError
+
+    storage.write(f"{url}/manifest.json", b"{}")
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    storage.delete([f"{url}/manifest.json"])
+    with storage.output(url, resumable=True) as folder:
+        assert [path.name for path in folder.iterdir()] == ["finished"]
+    assert list(storage.listing(url)) == ["finished"]
+
+
+def test_warnings_about_sources_name_their_urls(url, tmp_path):
+    line = "This sentence is longer than forty characters, it is."
+    storage.write(f"{url}/text.txt", f"{line}\nOne.\n\n{line}\nTwo.\n".encode())
+    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "one"), True)
+    manifest = prepare([f"google:{url}/text.txt"], vocabulary, tmp_path / "rows", workers=1)
+    where = [warning.split(" ")[0] for warning in manifest.warnings]
+    assert where[:2] == [f"{url}/text.txt:4:", f"{url}/text.txt:"]
+
+
+def test_local_copy_of_a_run_has_no_checkpoints(url):
+    """Each seed of a fine-tuning has a run in a folder of its own."""
+    left_out = ("checkpoints/3/x", "profile/x", "incidents/step_1/state/x")
+    for name in ("", "seed_0/", "seed_10/"):
+        for file in ("metrics.jsonl", "incidents/step_1/incident.json", *left_out):
+            storage.write(f"{url}/seeds/{name}{file}", b"")
+    copy = storage.local(f"{url}/seeds")
+    assert {path.name for path in copy.rglob("*") if path.is_file()} == {
+        "metrics.jsonl",
+        "incident.json",
+    }
+    storage.write(f"{url}/only/seed_0/checkpoints/3/x", b"")
+    storage.write(f"{url}/only/seed_0/metrics.jsonl", b"")
+    (file,) = (path for path in storage.local(f"{url}/only").rglob("*") if path.is_file())
+    assert file.name == "metrics.jsonl"
 
 
 def test_manifest_is_uploaded_last(server, url):
@@ -333,6 +432,76 @@ def test_cache_size_is_bounded(server, remote_rows, rows, tmp_path, monkeypatch)
     monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
     wait_for_copies(loader.Rows(remote_rows, "train"))
     assert not old.exists()
+
+
+def test_shards_are_copied_once(remote_rows, tmp_path, monkeypatch):
+    """Phases with the same rows, and the processes of a host, share the copies."""
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    both_open, copied, download = threading.Event(), [], storage.download
+
+    def wait(urls, paths):
+        copied.extend(urls)
+        assert both_open.wait(30)
+        download(urls, paths)
+
+    monkeypatch.setattr(storage, "download", wait)
+    both = [loader.Rows(remote_rows, "train") for _ in range(2)]
+    both_open.set()
+    for opened in both:
+        wait_for_copies(opened)
+    assert len(copied) == len(both[0]._shards)
+
+
+def test_rows_in_use_stay_in_the_cache(remote_rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    opened = loader.Rows(remote_rows, "train")
+    wait_for_copies(opened)
+    size = sum(shard.bytes for shard in opened._shards)
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", str(1.5 * size / 1e9))
+    other = tmp_path / "rows" / "other"
+    other.mkdir()
+    assert not storage.make_room(other, size)
+    copies = list(tmp_path.rglob("*.arrayrecord"))
+    assert len(copies) == len(opened._shards)
+
+    # If copies are deleted nevertheless, batches are read from the storage, each at once.
+    expected = opened.read(range(8))
+    for path in copies:
+        path.unlink()
+    opened._file.cache_clear()
+    requests, read_ranges = [], storage.read_ranges
+    monkeypatch.setattr(
+        storage, "read_ranges", lambda parts: (requests.append(len(parts)), read_ranges(parts))[1]
+    )
+    opened.read(range(8))
+    requests.clear()
+    for name, values in opened.read(range(8)).items():
+        np.testing.assert_array_equal(values, expected[name])
+    assert requests == [8]
+
+
+def test_unreadable_rows_are_not_skipped_as_damaged(url, rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE_GB", "0")
+    put(rows(), url)
+    opened = loader.Rows(url, "train", pytest.fail)
+    storage.delete([f"{url}/{shard.name}" for shard in opened._shards])
+    for read in (opened.read, lambda indices: opened._read_or_skip(*indices)):
+        with pytest.raises(UserError, match="it does not exist; check the bucket"):
+            read([0])
+
+
+def test_describing_remote_rows_reads_few_of_them(remote_rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(show_rows, "_REMOTE_SAMPLE", 5)
+    requests, read_ranges = [], storage.read_ranges
+    monkeypatch.setattr(
+        storage, "read_ranges", lambda parts: (requests.extend(parts), read_ranges(parts))[1]
+    )
+    list(show_rows.describe(remote_rows))
+    list(show_rows.show(remote_rows, "train", [0]))
+    assert len(requests) == 2 * 5 + 1
+    assert not list(tmp_path.rglob("*.arrayrecord*"))
 
 
 # --- Runs -----------------------------------------------------------------------------------------

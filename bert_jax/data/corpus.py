@@ -34,7 +34,7 @@ from bert_jax.data.formats import (
     kind_of_text,
     marked_kind,
 )
-from bert_jax.errors import UserError, did_you_mean, missing
+from bert_jax.errors import UserError, did_you_mean, missing, shown
 from bert_jax.files import one_line_errors
 
 # Longer than any book or article; a longer document would not fit a worker's memory once tokenized.
@@ -87,7 +87,7 @@ class Source:
     files: tuple[pathlib.Path, ...] = ()
 
 
-class _SeenLines:
+class RepeatedLineDetector:
     """Detector of repeated lines: a hash table of fixed size (16 MB).
 
     Colliding entries overwrite each other, so some repetitions among many millions of lines are
@@ -132,7 +132,7 @@ class Report:
     documents: int = 0
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _problems: dict[tuple[str, str], list[Any]] = dataclasses.field(default_factory=dict)
-    _seen: _SeenLines | None = None
+    _seen: RepeatedLineDetector | None = None
     # Of the last source: documents, those with a single sentence, and the location of the first.
     _read: int = 0
     _singles: int = 0
@@ -154,7 +154,7 @@ class Report:
         if not self._read:
             raise UserError(f"source {spec!r} contains no text; check its files")
         if self._singles > 1 and self._singles > 0.5 * self._read:
-            self.tell(
+            self.warn(
                 spec,
                 "a blank line follows a single line, so most documents have one sentence",
                 "their next sentences will be random; put blank lines between documents only",
@@ -174,31 +174,31 @@ class Report:
         self._singles += part._singles
         self._single = self._single or part._single
         for (source, problem), (where, count, consequence) in part._problems.items():
-            self.tell(source, problem, consequence, where, count)
+            self.warn(source, problem, consequence, where, count)
 
-    def look(self, file: str, lines: Iterable[tuple[int, int]]) -> None:
+    def check_repeated_lines(self, file: str, lines: Iterable[tuple[int, int]]) -> None:
         """Warn of lines of a file (from `long_lines`) that occurred before, in any source."""
-        self._seen = self._seen or _SeenLines()
+        self._seen = self._seen or RepeatedLineDetector()
         for number in self._seen.repeated(lines):
-            self.tell(self.sources[-1]["spec"], _REPEATED_LINE, "kept it", f"{file}:{number}")
+            self.warn(self.sources[-1]["spec"], _REPEATED_LINE, "kept it", f"{file}:{number}")
 
     def count(self, size: int) -> None:
         """Add to the number of bytes read."""
         self.bytes_read += size
 
-    def tell(self, source: str, problem: str, consequence: str, where: str, count: int = 1) -> None:
+    def warn(self, source: str, problem: str, consequence: str, where: str, count: int = 1) -> None:
         """Record a warning; repetitions in a source are counted and keep the first location."""
         entry = self._problems.setdefault((source, problem), [where, 0, consequence])
         entry[1] += count
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line per problem: first location, problem, count, and consequence.
+        """One line per problem: first location (a URL on object storage), problem, count, consequence.
 
         Repeated lines come last, because readers that process files in parallel find them last.
         """
         return tuple(
-            f"{where}: {problem} ({count:,} in {source}); {consequence}"
+            f"{shown(where)}: {problem} ({count:,} in {source}); {consequence}"
             for (source, problem), (where, count, consequence) in sorted(
                 self._problems.items(), key=lambda item: item[0][1] == _REPEATED_LINE
             )
@@ -296,7 +296,7 @@ def read(source: Source, report: Report) -> Iterator[RawDocument]:
     """
     report.begin(source)
     for document in read_files(source, source.files, report):
-        report.look(document.file, long_lines(document))
+        report.check_repeated_lines(document.file, long_lines(document))
         yield document
     report.end()
 
@@ -315,7 +315,7 @@ def read_files(
     """
     entry = report.sources[-1]
     before = report.bytes_read
-    whole, fraction = divmod(source.weight, 1)
+    whole_copies, fraction = divmod(source.weight, 1)
     documents = _Reader(source, report).documents(files)
     for document in _split_long_documents(documents, source.spec, report):
         if document.kind not in entry["kinds"]:
@@ -325,7 +325,7 @@ def read_files(
         if document.kind == "google" and "\n" not in document.text:
             report._single = report._single or f"{document.file}:{document.line}"
             report._singles += 1
-        copies = int(whole) + (fraction > 0 and _uniform_hash(document.text) < fraction)
+        copies = int(whole_copies) + (fraction > 0 and _uniform_hash(document.text) < fraction)
         if copies:
             report.documents += 1
             entry["documents"] += 1
@@ -334,8 +334,8 @@ def read_files(
 
 
 def _uniform_hash(text: str) -> float:
-    """Map a text to a number in [0, 1) by its hash."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    """Map a text to a number in [0, 1), independent of the hash that selects held-out documents."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"weight").digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
@@ -346,7 +346,7 @@ def _split_long_documents(
     for document in documents:
         text = document.text
         if len(text) > DOCUMENT_CHARACTERS:
-            report.tell(
+            report.warn(
                 spec,
                 f"a document is longer than {DOCUMENT_CHARACTERS:,} characters",
                 "split it into several documents",
@@ -381,32 +381,30 @@ class _Reader:
             return
         kind = self._source.kind or marked_kind(path, head) or self._text_kind
         if kind == "parquet":
-            documents = self._parquet(path)
-        else:
-            check_is_text(path, head)
-            with decompressed(path, self._report.count) as stream:
-                read = {
-                    "google": self._google,
-                    "paragraphs": self._google,
-                    "wikitext": self._wikitext,
-                    "books": self._books,
-                    "wikiextractor": self._wikiextractor,
-                    "wikiextractor-json": self._json,
-                    "jsonl": self._json,
-                    "mediawiki": self._mediawiki,
-                }[kind]
-                any_text = False
-                for line, text in read(path, stream):
-                    any_text = True
-                    yield RawDocument(text, kind, str(path), line)
-            if not any_text:
-                self._warn(path, 1, f"a file of kind {kind} contains no text", "skipped it")
+            for line, text in self._parquet(path):
+                yield RawDocument(text, kind, str(path), line)
             return
-        for line, text in documents:
-            yield RawDocument(text, kind, str(path), line)
+        check_is_text(path, head)
+        with decompressed(path, self._report.count) as stream:
+            read = {
+                "google": self._google,
+                "paragraphs": self._google,
+                "wikitext": self._wikitext,
+                "books": self._books,
+                "wikiextractor": self._wikiextractor,
+                "wikiextractor-json": self._json,
+                "jsonl": self._json,
+                "mediawiki": self._mediawiki,
+            }[kind]
+            any_text = False
+            for line, text in read(path, stream):
+                any_text = True
+                yield RawDocument(text, kind, str(path), line)
+        if not any_text:
+            self._warn(path, 1, f"a file of kind {kind} contains no text", "skipped it")
 
     def _warn(self, path, line: int, problem: str, consequence: str) -> None:
-        self._report.tell(self._source.spec, problem, consequence, f"{path}:{line}")
+        self._report.warn(self._source.spec, problem, consequence, f"{path}:{line}")
 
     @functools.cached_property
     def _text_kind(self) -> str:
@@ -435,7 +433,7 @@ class _Reader:
                 line = data.decode()
             except UnicodeDecodeError as error:
                 line = data.decode(errors="replace")
-                self._report.tell(
+                self._report.warn(
                     self._source.spec,
                     "a line is not UTF-8",
                     "replaced invalid bytes with U+FFFD",
@@ -446,7 +444,7 @@ class _Reader:
                 self._warn(
                     path, number, "a line contains NUL characters", "replaced them with spaces"
                 )
-            yield number, line.rstrip("\r\n").removeprefix("\ufeff" if number == 1 else "\n")
+            yield number, line.rstrip("\r\n").removeprefix("\ufeff" if number == 1 else "")
             number += ended
             offset += len(data)
 

@@ -19,7 +19,7 @@ from bert_jax import files, storage
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
 from bert_jax.data.shards import ShardCache, ShardFile
 from bert_jax.data.shuffle import shuffled
-from bert_jax.errors import Unavailable, UserError
+from bert_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
@@ -41,6 +41,7 @@ class Rows:
         folder: str | pathlib.Path,
         split: str,
         skip: Callable[[str], None] | None = None,
+        copy: bool = True,
     ):
         """Open a split.
 
@@ -49,6 +50,7 @@ class Rows:
             split: "train" or "heldout".
             skip: called with a message once for each damaged record, from any reading thread; the
                 record is replaced with a row of padding. Without it a damaged record is an error.
+            copy: whether to copy shards on object storage to the cache, in the background.
 
         Raises:
             UserError: not a folder of rows, or a shard is missing, truncated or unreadable.
@@ -64,7 +66,7 @@ class Rows:
         if self._url:
             self._check_remote_sizes()
             self._cache = ShardCache(
-                self._url, self.manifest.digest, self._shards, self._format.dtype.itemsize
+                self._url, self.manifest.digest, self._shards, self._format.dtype.itemsize, copy
             )
             self._folder = self._cache.folder
         else:
@@ -122,24 +124,30 @@ class Rows:
             ) from None
 
     def _open_directly(self, shard: int) -> ShardFile:
-        return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
+        try:
+            return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
+        except FileNotFoundError:
+            if self._url:
+                self._cache.forget_missing()
+            raise
 
     def _records(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> list[bytes]:
         """Read records at their computed positions, without checking them."""
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
         locations = list(zip(shards.tolist(), numbers.tolist(), strict=True))
-        far = [at for at in locations if self._url and not self._cache.is_local(at[0])]
-        fetched = dict(zip(far, self._cache.fetch(far), strict=True)) if far else {}
+        remote = [at for at in locations if self._url and not self._cache.is_local(at[0])]
+        fetched = dict(zip(remote, self._cache.fetch(remote), strict=True)) if remote else {}
         for shard, number in locations:
             if (shard, number) not in fetched:
-                self._file(shard).expect(number)
+                self._file(shard).prefetch(number)
         return [fetched.get(at) or self._file(at[0]).read(at[1]) for at in locations]
 
     def verify(self) -> None:
         """Read every shard once and compare its SHA-256 with the manifest's.
 
-        On object storage, a shard is verified when it is copied to the cache. If damaged records are skipped, an altered shard of the right size is only reported.
+        On object storage, a shard is verified when it is copied to the cache. If damaged records are
+        skipped, an altered shard of the right size is only reported.
 
         Raises:
             UserError: a shard was altered; the message names it.
@@ -183,7 +191,7 @@ class Rows:
             if self._url:
                 return self._decode(self._cache.fetch([(number, record)]))
             return self._decode([self._source[index]])
-        except Unavailable:
+        except UserError:  # the storage does not answer, or the shard cannot be read
             raise
         except Exception as error:
             if not self._url:

@@ -32,6 +32,14 @@ _LEFTOVERS = [
 _NON_PROSE_LINE = re.compile(
     r"^[|!]|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|</?\w{1,50}\b[^>]{0,999}>|thumb\||\b\w{1,50}=\S{1,999}\|"
 )
+# Links that are not shown where they stand: files, categories, articles in other languages.
+_HIDDEN_LINK = re.compile(r"[^\W\d][^\s:]*:\S")
+# Links to sister projects, which are part of the sentence.
+_SISTER_LINK = re.compile(
+    r"(wikt|wiktionary|w|wikipedia|s|wikisource|q|wikiquote|b|wikibooks|n|wikinews|v|wikiversity|"
+    r"voy|wikivoyage|c|commons|d|wikidata|m|meta|species|wikispecies|mw):",
+    re.IGNORECASE,
+)
 # Longer words are [UNK], whatever their rest is (`max_input_chars_per_word` of WordPiece is 100).
 _LONG_WORD = re.compile(r"(\w{200})\w+")
 
@@ -57,7 +65,8 @@ def plain_text(markup: str) -> str:
     kept = [line if not _NON_PROSE_LINE.search(line) else "" for line in lines]
     # A blank line ends a paragraph; a single line break does not.
     groups = itertools.groupby(kept, key=bool)
-    return "\n".join(" ".join(group) for has_text, group in groups if has_text)
+    text = "\n".join(" ".join(group) for has_text, group in groups if has_text)
+    return text.encode(errors="replace").decode()  # entities may stand for lone surrogates
 
 
 def _render(code) -> str:
@@ -85,8 +94,8 @@ def _render(code) -> str:
 def _render_node(node, nodes) -> str:
     if isinstance(node, nodes.Wikilink):
         title = str(node.title).strip()
-        # File:, Category:, links to other languages; a leading colon marks an ordinary link.
-        if re.match(r"[A-Za-z-]+:\S", title):
+        # A leading colon marks an ordinary link.
+        if _HIDDEN_LINK.match(title) and not _SISTER_LINK.match(title):
             return ""
         return _render(node.text) if node.text is not None else title.lstrip(":")
     if isinstance(node, nodes.ExternalLink):

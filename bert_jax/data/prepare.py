@@ -163,10 +163,11 @@ def prepare(
     )
     if not job.folder.exists() and (manifest := _finished(out, settings, vocabulary, force)):
         return manifest
+    is_new = not out.exists()
     with (
-        _removed_if_unused(job, not out.exists()),
         files.one_line_errors(f"cannot write to {out}"),
         files.lock_folder(job.folder),
+        _removed_if_unused(job, is_new),
     ):
         # Another process may have finished, or a previous run may have stopped before cleaning up.
         if manifest := _finished(out, settings, vocabulary, force):
@@ -185,10 +186,13 @@ def prepare(
 
 @contextlib.contextmanager
 def _removed_if_unused(job: prepare_worker.Job, is_new: bool) -> Iterator[None]:
-    """Remove the working folder, and the output folder if new, after an error before any work."""
+    """Remove the working folder, and the output folder if new, after an error before any work.
+
+    The caller holds the lock of the working folder.
+    """
     try:
         yield
-    except UserError:
+    except (UserError, OSError):
         if job.folder.exists() and not any(job.folder.glob("*.tokens")):
             shutil.rmtree(job.folder)
             if is_new:
@@ -361,7 +365,7 @@ def _tokenize_batches(
             first = batch.number * prepare_worker.BATCH_CHUNKS
             for chunk in range(first, end):
                 for file, *columns in pickle.loads(job.lines(chunk).read_bytes()):
-                    report.look(file, zip(*columns, strict=True))
+                    report.check_repeated_lines(file, zip(*columns, strict=True))
             chunks += range(first, end)
         report.end()
     return chunks
@@ -391,7 +395,8 @@ def _plan(
     """
     documents = tokens = heldout_tokens = 0
     threshold = np.uint64(heldout_fraction * 2**64)
-    lowest = np.zeros(0, prepare_worker.DOCUMENT)  # the documents with the lowest hashes
+    # The documents with the lowest hashes, each once, and how many copies the corpus has of them.
+    lowest, copies = np.zeros(0, prepare_worker.DOCUMENT), np.zeros(0, np.int64)
     unknown: collections.Counter[str] = collections.Counter()
     mostly_unknown: list[tuple[float, str]] = []
     by_file = (
@@ -411,9 +416,10 @@ def _plan(
         tokens += int(table["tokens"].sum())
         heldout_tokens += int(table["tokens"][table["hash"] < threshold].sum())
         lowest = np.concatenate([lowest, table])
-        lowest = lowest[np.argsort(lowest["hash"], kind="stable")][:_LOWEST_DOCUMENTS]
-    _, first, copies = np.unique(lowest["hash"], return_index=True, return_counts=True)
-    lowest = lowest[first]
+        copies = np.concatenate([copies, np.ones(len(table), np.int64)])
+        _, first, groups = np.unique(lowest["hash"], return_index=True, return_inverse=True)
+        copies = np.bincount(groups, copies)[:_LOWEST_DOCUMENTS].astype(np.int64)
+        lowest = lowest[first[:_LOWEST_DOCUMENTS]]
 
     warnings = []
     if not documents:
@@ -426,7 +432,7 @@ def _plan(
     if mostly_unknown:
         fraction, file = max(mostly_unknown)
         warnings.append(
-            f"{file}: {fraction:.0%} of its tokens are unknown to the vocabulary "
+            f"{shown(file)}: {fraction:.0%} of its tokens are unknown to the vocabulary "
             f"({len(mostly_unknown):,} such files, {unknown['missed'] / unknown['tokens']:.0%} of "
             "the corpus); check that the vocabulary matches the language and case of the text"
         )
@@ -477,10 +483,14 @@ def _plan(
             f"heldout_fraction {heldout_fraction} leaves fewer than two documents to train on; lower it"
         )
     share = size["heldout"] / sum(size.values())
-    if share > 2 * heldout_fraction:
+    if share > 2 * heldout_fraction or 0 < share < heldout_fraction / 2:
+        reason = (
+            f"the corpus has few documents ({documents:,})"
+            if share > heldout_fraction
+            else f"of {documents:,} documents, those with the lowest hashes are short"
+        )
         warnings.append(
-            f"{share:.1%} of the tokens are held out, not {heldout_fraction:.1%}: the corpus has few "
-            f"documents ({documents:,})"
+            f"{share:.1%} of the tokens are held out, not {heldout_fraction:.1%}: {reason}"
         )
     return {"starts": starts, "warnings": warnings}
 
@@ -502,11 +512,11 @@ def _heldout_ends(
         document has if it is held out whole.
     """
     tails: dict[int, tuple[int, int]] = {}
-    left = target
-    for document, times in zip(documents, copies.tolist(), strict=True):
-        if left <= 0 and len(tails) > 1:
+    remaining_tokens = target
+    for document, num_copies in zip(documents, copies.tolist(), strict=True):
+        if remaining_tokens <= 0 and len(tails) > 1:
             break
-        budget = max(left if tails else target // 2, 1) / times
+        budget = max(remaining_tokens if tails else target // 2, 1) / num_copies
         count, total = int(document["sentences"]), int(document["tokens"])
         if total > budget:
             bounds = np.fromfile(
@@ -520,7 +530,7 @@ def _heldout_ends(
             first = 1 + int(np.abs(sizes - budget).argmin())
             count, total = count - first, int(sizes[first - 1])
         tails[int(document["hash"])] = count, total
-        left -= total * times
+        remaining_tokens -= total * num_copies
     return tails
 
 
@@ -607,6 +617,8 @@ def _finish(
             path.unlink()
     files.sync_folder(out)
     job.vocabulary.save(out)
+    for name in {wordpiece.VOCAB, wordpiece.SETTINGS, *vocabularies.FILES} - job.vocabulary.names:
+        (out / name).unlink(missing_ok=True)  # of a vocabulary of another kind
     lengths = {
         split: sum(
             (np.array(statistics[unit.name]["lengths"]) for unit in units[split]),

@@ -6,9 +6,11 @@ of a shard have one size, their positions can be computed, and rows have their o
 (`RowFormat.decode`). If a checksum fails, callers fall back to the library.
 """
 
+import fcntl
 import os
 import pathlib
 import threading
+import weakref
 from collections.abc import Sequence
 
 from bert_jax import files, storage
@@ -77,7 +79,7 @@ class ShardFile(ShardLayout):
         if hasattr(self, "_file"):
             os.close(self._file)
 
-    def expect(self, number: int) -> None:
+    def prefetch(self, number: int) -> None:
         """Ask the system to prefetch a record, so that those of a batch are read concurrently."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             start, _ = self._locate(number)
@@ -93,31 +95,45 @@ class ShardCache:
     """Local copies of the shards of a folder on object storage, made in the background.
 
     Copies are verified when they are made, kept for other runs, and bounded in size together. The
-    records of shards without a copy are read from the storage, those of a batch together.
+    processes of a machine share them, and none deletes those that another has open. The records of
+    shards without a copy are read from the storage, those of a batch together.
 
     Args:
         url: folder of the shards.
         digest: what identifies their content.
         shards: the shards.
         record_bytes: size of a record.
+        copy: whether to copy the shards; otherwise only existing copies are used.
 
     Attributes:
         altered: names of shards that are not what their manifest says.
     """
 
-    def __init__(self, url: str, digest: str, shards: Sequence[Shard], record_bytes: int):
+    def __init__(
+        self, url: str, digest: str, shards: Sequence[Shard], record_bytes: int, copy: bool = True
+    ):
         self._url, self._shards, self._layout = url, shards, ShardLayout(record_bytes)
         self.folder = storage.cache_folder() / "rows" / digest
         self.altered: list[str] = []
         with files.one_line_errors(f"cannot write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        os.utime(self.folder)
+            lock = os.open(self.folder / files.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # `make_room` keeps the folder
+            os.utime(self.folder)
         self._copied = [(self.folder / shard.name).exists() for shard in shards]
-        threading.Thread(target=self._copy_all, daemon=True).start()
+        if copy:
+            threading.Thread(target=self._copy_all, daemon=True).start()
 
     def is_local(self, shard: int) -> bool:
         """Whether a shard has a local copy."""
         return self._copied[shard]
+
+    def forget_missing(self) -> None:
+        """Read the shards whose copies were deleted from the storage again."""
+        for index, shard in enumerate(self._shards):
+            if not (self.folder / shard.name).exists():
+                self._copied[index] = False
 
     def fetch(self, records: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return records, given by shard and number, from the storage."""
@@ -135,18 +151,21 @@ class ShardCache:
         for index, shard in enumerate(self._shards):
             if self._copied[index]:
                 continue
-            if not storage.make_room(self.folder, shard.bytes):
-                return
             path = self.folder / shard.name
-            arriving = path.with_name(f"{path.name}.{os.getpid()}")
+            lock, temporary = (path.with_name(f"{path.name}.{end}") for end in ("lock", "partial"))
             try:
-                storage.download([f"{self._url}/{shard.name}"], [arriving])
-                if files.sha256(str(arriving)) == shard.sha256:
-                    os.replace(arriving, path)
+                with lock.open("a") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # wait while another process copies it
+                    if not path.exists():
+                        if not storage.make_room(self.folder, shard.bytes):
+                            return
+                        storage.download([f"{self._url}/{shard.name}"], [temporary])
+                        if files.sha256(str(temporary)) != shard.sha256:
+                            temporary.unlink()
+                            self.altered.append(shard.name)
+                            continue
+                        os.replace(temporary, path)
                     self._copied[index] = True
-                else:
-                    arriving.unlink()
-                    self.altered.append(shard.name)
             except Unavailable:
                 continue  # its rows are read from the storage, when it answers again
             except (UserError, OSError):

@@ -73,6 +73,11 @@ class TokenizerVocabulary(Vocabulary):
         return tuple(tokens)
 
     @property
+    def names(self) -> set[str]:
+        """Names of the files that `save` writes."""
+        return {name for name, _ in self.files}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The special tokens by role."""
         return dict(zip(_ROLES, self.special, strict=True))
@@ -223,8 +228,8 @@ def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:
     """
     file = json.loads(text)
     model, normalizer = file["model"], file.get("normalizer") or {}
-    if model.get("type", "WordPiece") != "WordPiece":
-        raise ValueError(f"its model is {model['type']}, not WordPiece")
+    if (kind := _model_type(model)) != "WordPiece":
+        raise ValueError(f"its model is {kind}, not WordPiece")
     if normalizer.get("type") != "BertNormalizer":
         raise ValueError(f"its normalizer is {normalizer.get('type')}, not BertNormalizer")
     if (file.get("pre_tokenizer") or {}).get("type") != "BertPreTokenizer":
@@ -348,4 +353,14 @@ def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
 
 def is_wordpiece(tokenizer: bytes) -> bool:
     """Whether a tokenizer.json is for WordPiece, which `read_wordpiece` reads."""
-    return json.loads(tokenizer)["model"].get("type", "WordPiece") == "WordPiece"
+    return _model_type(json.loads(tokenizer)["model"]) == "WordPiece"
+
+
+def _model_type(model: Mapping[str, Any]) -> str:
+    """Return the type of a tokenizer.json's model, which files of 2020 do not name."""
+    if "type" in model:
+        return model["type"]
+    if not isinstance(model.get("vocab"), dict):
+        return "Unigram"
+    has_prefix = model.get("unk_token") and model.get("continuing_subword_prefix")
+    return "WordPiece" if has_prefix and not model.get("merges") else "BPE"

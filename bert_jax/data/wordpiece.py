@@ -70,6 +70,11 @@ class Vocabulary:
         return len(self.tokens)
 
     @property
+    def names(self) -> set[str]:
+        """Names of the files that `save` writes."""
+        return {VOCAB, SETTINGS}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All fields except the tokens."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "tokens"}
@@ -417,7 +422,8 @@ def count_words(
     words: collections.Counter[str] = collections.Counter()
     for chunk, count in chunks.items():
         for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
-            words[word] += count
+            if corpus.UNKNOWN_WORD not in word:
+                words[word] += count
     return words
 
 

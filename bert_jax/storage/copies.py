@@ -21,7 +21,7 @@ from bert_jax.storage import objects
 from bert_jax.storage.lease import Lease
 
 # Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.
-NOT_COPIED = re.compile(r"(checkpoints|damaged|lease|profile|incidents/[^/]+/state)/")
+NOT_COPIED = re.compile(r"(seed_\d+/)?(checkpoints|damaged|lease|profile|incidents/[^/]+/state)/")
 # Local paths that stand for remote ones.
 _urls: dict[pathlib.Path, str] = {}
 
@@ -33,12 +33,12 @@ def cache_folder() -> pathlib.Path:
 
 
 def make_room(folder: pathlib.Path, needed: int) -> bool:
-    """Whether `needed` bytes fit in the cache; copies of other rows are deleted for them.
+    """Delete old copies until `needed` bytes fit; return whether they do.
 
     The cache holds `$BERT_JAX_STORAGE_CACHE_GB`, or half of what the disk has free without it.
 
     Args:
-        folder: folder in the cache whose files stay.
+        folder: folder in the cache whose files stay, as do those of folders that are locked.
         needed: size in bytes.
     """
     sizes = {path: _folder_bytes(path) for path in folder.parent.iterdir()}
@@ -47,13 +47,19 @@ def make_room(folder: pathlib.Path, needed: int) -> bool:
     bound = float(limit) * 1e9 if limit else (free + sum(sizes.values())) / 2
     oldest = sorted((p for p in sizes if p != folder), key=lambda path: path.stat().st_mtime)
     while sum(sizes.values()) + needed > bound and oldest:
-        sizes.pop(gone := oldest.pop(0))
-        shutil.rmtree(gone, ignore_errors=True)
+        evicted = oldest.pop(0)
+        with contextlib.suppress(UserError), files.lock_folder(evicted):
+            shutil.rmtree(evicted, ignore_errors=True)
+            del sizes[evicted]
     return sum(sizes.values()) + needed <= bound and needed < free
 
 
 def _folder_bytes(folder: pathlib.Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has just renamed it
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 @functools.cache
@@ -102,7 +108,7 @@ def _fetched(url: str, only: tuple[str, ...]) -> pathlib.Path:
         names = [name for name in only if objects.is_file(f"{url}/{name}")]
     else:
         names = list(objects.listing(url))
-        if any(name.startswith("checkpoints/") for name in names):  # a run
+        if any(re.match(r"(seed_\d+/)?checkpoints/", name) for name in names):  # a run, or seeds
             names = [name for name in names if not NOT_COPIED.match(name)]
     if not names:
         raise UserError(f"{url} does not exist or is empty; check the bucket and the path")
@@ -233,20 +239,29 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
         if not resumable:
             _remove(copy)
         description, finished = copy / "manifest.json", b""
+        # The description that a call that failed has read from the storage, which may be gone.
+        downloaded = copy.parent / ".downloaded"
+        if downloaded.exists() and _content(description) == downloaded.read_bytes():
+            description.unlink()
         if resumable and objects.is_file(f"{url}/{description.name}"):
             finished = objects.read(f"{url}/{description.name}")
             copy.mkdir(exist_ok=True)
+            downloaded.write_bytes(finished)
             description.write_bytes(finished)
         yield copy
-        if copy.is_dir() and not (finished and description.read_bytes() == finished):
-            with Lease(url):
-                _upload_folder(copy, url)
+        if copy.is_dir() and not (finished and _content(description) == finished):
+            with Lease(url) as lease:
+                _upload_folder(copy, url, lease)
         elif copy.is_file():
             objects.upload([copy], [url])
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 
-def _upload_folder(folder: pathlib.Path, url: str) -> None:
+def _content(path: pathlib.Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _upload_folder(folder: pathlib.Path, url: str, lease: Lease) -> None:
     paths = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -258,8 +273,10 @@ def _upload_folder(folder: pathlib.Path, url: str) -> None:
         old = [name for name in objects.listing(url) if not name.startswith("lease/")]
         objects.delete([f"{url}/{name}" for name in last if name in old])
         objects.delete([f"{url}/{name}" for name in old if name not in paths])
-    for names in (first, *([name] for name in reversed(last))):
-        objects.upload([paths[name] for name in names], [f"{url}/{name}" for name in names])
+    objects.upload([paths[name] for name in first], [f"{url}/{name}" for name in first])
+    lease.check()
+    for name in reversed(last):
+        objects.upload([paths[name]], [f"{url}/{name}"])
 
 
 def _remove(path: pathlib.Path) -> None:

@@ -21,9 +21,9 @@ class Lease:
     """The right to write to a folder, held by one process at a time.
 
     The lease is an object `lease/N`, which its owner creates (the storage refuses a second creation)
-    and renews. A process that finds one waits to see whether it is renewed. If it is not, or if its
-    owner ran on this machine and is dead, it creates `lease/N+1`; the owner of `lease/N`, should it
-    come back, sees that and stops.
+    and renews in a thread. A process that finds one waits to see whether it is renewed. If it is not,
+    or if its owner ran on this machine and is dead, it creates `lease/N+1`; the owner of `lease/N`,
+    should it come back, sees that and stops.
 
     Args:
         url: the folder.
@@ -37,7 +37,7 @@ class Lease:
         self._token, self._beats = uuid.uuid4().hex, 0
         self._owner = _this_process()
         _tokens.add(self._token)
-        self._lock = threading.Lock()
+        self._lock, self._released = threading.Lock(), threading.Event()
 
     def __enter__(self) -> "Lease":
         number = self._wait()
@@ -51,24 +51,40 @@ class Lease:
                 if int(name) < number
             ]
         )
+        threading.Thread(target=self._keep, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(UserError):
+        self._released.set()
+        with self._lock, contextlib.suppress(UserError):
             if self.is_ours():
                 objects.delete([self._url])
 
+    def _keep(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(UserError):  # the storage may answer again
+                self.renew()
+
     def renew(self) -> None:
-        """Say that the owner is alive."""
+        """Update the heartbeat."""
         with self._lock:
-            self._beats += 1
-            if self.is_ours():
+            if not self._released.is_set() and self.is_ours():
+                self._beats += 1
                 objects.write(self._url, self._content())
 
     def is_ours(self) -> bool:
         """Whether no other process has taken the lease."""
-        names = objects.listing(self._folder)
-        return max(names, default="") == self._url.rpartition("/")[2]
+        newest = max(objects.listing(self._folder), default="")
+        # Numbers begin at 1 again after a release, so the newest may have our number but be another's.
+        return newest == self._url.rpartition("/")[2] and (
+            self._token.encode() in objects.read(self._url)
+        )
+
+    def check(self) -> None:
+        """Raise a `UserError` if another process has taken the lease."""
+        if not self.is_ours():
+            folder = self._folder.removesuffix("/lease")
+            raise UserError(f"{folder} was taken over by another process: this one stops")
 
     def _content(self) -> bytes:
         owner = {"token": self._token, "beats": self._beats, **self._owner}

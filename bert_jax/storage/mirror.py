@@ -8,14 +8,13 @@ import pathlib
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from bert_jax import files
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.storage import copies, objects
-from bert_jax.storage.lease import HEARTBEAT_SECONDS, Lease
+from bert_jax.storage.lease import Lease
 
 _PUSH_SECONDS = 15.0
 _mirrors: dict[pathlib.Path, "_Mirror"] = {}
@@ -61,15 +60,11 @@ class _Mirror:
         self._thread.start()
 
     def keep(self) -> None:
-        """As the owner, renew the lease and upload what changed until `close`."""
-        last_push = time.monotonic()
-        while self.lease and not self._stop.wait(HEARTBEAT_SECONDS):
+        """As the owner, upload what changed until `close`."""
+        while self.lease and not self._stop.wait(_PUSH_SECONDS):
             try:
                 self.check()
-                self.lease.renew()
-                if time.monotonic() - last_push >= _PUSH_SECONDS:
-                    self.push()
-                    last_push = time.monotonic()
+                self.push()
             except Unavailable:
                 pass  # the next save tries again, and fails if the storage stays away
             except UserError as error:
@@ -79,13 +74,13 @@ class _Mirror:
 
     def check(self) -> None:
         """Raise a `UserError` if another process has taken over."""
-        if self.lease and not self.lease.is_ours():
-            raise UserError(f"{self.url} was taken over by another process: this one stops")
+        if self.lease:
+            self.lease.check()
 
     def close(self) -> None:
-        """Stop `keep`; it must not renew a lease that is given up."""
+        """Stop `keep`."""
         self._stop.set()
-        self._thread.join(timeout=HEARTBEAT_SECONDS)
+        self._thread.join(timeout=_PUSH_SECONDS)
 
 
 def _version(path: pathlib.Path) -> tuple[int, int]:

@@ -122,6 +122,8 @@ def errors_of(action: str) -> Iterator[None]:
     except FileExistsError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in files.USER_ERRORS:  # of the local disk
+            raise UserError(f"{action}: {files.describe(error)}") from None
         library = type(error).__module__.partition(".")[0]
         if not isinstance(error, OSError | TimeoutError) and library not in _LIBRARIES:
             raise
@@ -226,7 +228,8 @@ def read_ranges(requests: Sequence[tuple[str, int, int]]) -> list[bytes]:
     urls, starts, ends = zip(*requests, strict=True)
     with errors_of(f"cannot read {urls[0]}"):
         filesystem = filesystem_of(urls[0])
-        return filesystem.cat_ranges([key_of(url) for url in urls], list(starts), list(ends))
+        keys = [key_of(url) for url in urls]
+        return filesystem.cat_ranges(keys, list(starts), list(ends), on_error="raise")
 
 
 def download(urls: Sequence[str], paths: Sequence[pathlib.Path]) -> None:

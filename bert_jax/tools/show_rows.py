@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bert_jax import storage
 from bert_jax.config import MaskingConfig
 from bert_jax.data import rows as rows_lib
 from bert_jax.data import vocabulary as vocabularies
@@ -17,7 +18,7 @@ from bert_jax.errors import UserError
 from bert_jax.objectives.masking import Masker
 
 _LABELS = {IS_NEXT: "next sentence", IS_RANDOM: "random sentence", rows_lib.NO_LABEL: ""}
-_SAMPLE = 20_000  # rows whose labels are counted
+_SAMPLE, _REMOTE_SAMPLE = 20_000, 300  # rows whose labels are counted; each is a request on storage
 
 
 def describe(folder: str) -> Iterator[str]:
@@ -40,16 +41,18 @@ def describe(folder: str) -> Iterator[str]:
             f"{name}: {split.documents:,} documents, {split.sequences:,} sequences in "
             f"{split.rows:,} rows, {split.real_tokens:,} tokens, {split.fill_fraction:.1%} full"
         )
-        labels = Rows(folder, name).read(range(min(split.rows, _SAMPLE)))["label"]
+        sample = _REMOTE_SAMPLE if storage.is_remote(folder) else _SAMPLE
+        labels = Rows(folder, name, copy=False).read(range(min(split.rows, sample)))["label"]
         known = labels[labels != rows_lib.NO_LABEL]
         if len(known):
             line += f", {np.mean(known == IS_RANDOM):.1%} of pairs random"
         yield line
     counts = np.array(manifest.length_histogram)
-    lengths = np.repeat(np.arange(len(counts)), counts)
-    if len(lengths):
-        quartiles = ", ".join(f"{q:.0f}" for q in np.percentile(lengths, (0, 25, 50, 75, 100)))
-        yield f"tokens per training sequence: mean {lengths.mean():.1f}, quartiles {quartiles}"
+    if total := counts.sum():
+        ranks = np.array([0, 0.25, 0.5, 0.75, 1]) * (total - 1)
+        quartiles = ", ".join(map(str, np.searchsorted(counts.cumsum(), ranks, "right")))
+        mean = counts @ np.arange(len(counts)) / total
+        yield f"tokens per training sequence: mean {mean:.1f}, quartiles {quartiles}"
     yield from (f"warning: {warning}" for warning in manifest.warnings)
 
 
@@ -65,7 +68,9 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
     Raises:
         UserError: there are no such rows, or they cannot be read.
     """
-    opened, vocabulary = Rows(folder, split), vocabularies.load(folder)
+    opened, vocabulary = Rows(folder, split, copy=False), vocabularies.load(folder)
+    if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
+        vocabulary = vocabulary.resized(opened.manifest.vocab_size)
     for index in indices:
         if not 0 <= index < len(opened):
             raise UserError(
