@@ -164,7 +164,8 @@ class ModelConfig:
     # Maximal update parametrization (Yang et al., arXiv 2203.03466): the hidden size for which
     # initializer_stddev and optim.learning_rate were chosen. Initial values and learning rates of
     # matrices are scaled to `hidden`. For models with attention heads of one size, and the
-    # optimizers "adam" and "adamw". 0 disables it.
+    # optimizers "adam" and "adamw". A tied decoder needs transform, and embedding_size must be 0.
+    # 0 disables it.
     base_hidden: int = _not_negative(0)
     # Add a LayerNorm after the last layer. BERT's layers already end in one.
     final_norm: bool = False
@@ -212,6 +213,11 @@ class ModelConfig:
     head: str = _one_of(*HEADS)
     # Names of the head's outputs, in order.
     labels: tuple[str, ...] = ()
+    # What transformers' class of a "sequence" head predicts. An import keeps it for the export;
+    # fine-tuning replaces it according to task.objective.
+    problem_type: str = _one_of(
+        "", "single_label_classification", "multi_label_classification", "regression"
+    )
     # Fine-tuning: hidden layer below the head. "pooler": dense + tanh, for heads on a sequence only.
     # "transform": dense + activation + norm, for all heads, as in ModernBERT; it starts from that
     # of the masked-LM head.
@@ -416,7 +422,7 @@ class GuardConfig:
     spike: str = _one_of("report", "off", "stop", "skip", "rollback")
     sigmas: float = _positive(10.0)
     rollback_steps: int = _not_negative(16)
-    # The run stops after more than this many bad steps. Of spikes that are only reported, at most
+    # The run stops after more than this many bad steps of a kind. Of spikes that are only reported, at most
     # this many are recorded and printed.
     max_incidents: int = _not_negative(100)
     # Compute a step twice every this many steps and stop the run if the results differ (faulty

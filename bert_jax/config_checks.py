@@ -180,6 +180,12 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
                 f"{value!r}, the default, with config.model.causal=true, which masks nothing"
             )
             require(getattr(masking, name) == value, f"masking.{name}", requirement)
+    if model.base_hidden:
+        requirement = f"0 or hidden={model.hidden} with config.model.base_hidden"
+        require(model.embedding_width == model.hidden, "model.embedding_size", requirement)
+        is_scaled = model.transform or not (model.masked_lm and model.tied_decoder)
+        requirement = "true with config.model.base_hidden and a tied decoder"
+        require(is_scaled, "model.transform", requirement)
     if model.span_boundary:
         requirement = f"0 or hidden={model.hidden} with config.model.span_boundary=true"
         require(model.embedding_width == model.hidden, "model.embedding_size", requirement)

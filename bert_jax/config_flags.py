@@ -30,7 +30,10 @@ _DERIVED = {
     "model.vocab_size": "the vocabulary",
     **{
         f"model.{name}": "config.task"
-        for name in ("head", "labels", "masked_lm", "next_sentence", "span_boundary", "pooler")
+        for name in (
+            *("head", "labels", "problem_type"),
+            *("masked_lm", "next_sentence", "span_boundary", "pooler"),
+        )
     },
     **{f"model.lora.{field.name}": "config.lora" for field in dataclasses.fields(LoraConfig)},
 }

@@ -30,7 +30,7 @@ def record(
     program: Any,
     steps: int,
     dtype: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     summarize: Summarize | None,
 ) -> Iterator[None]:
     """Trace the block into a new folder, replacing an earlier trace. Nothing remains on an error.
@@ -40,7 +40,7 @@ def record(
         program: the compiled program that the block executes.
         steps: how often it is executed; the device must be idle before the first and after the last.
         dtype: dtype that it computes in.
-        say: prints a line.
+        print_line: prints a line.
         summarize: called with the finished trace; may add files to its folder.
     """
     shutil.rmtree(folder, ignore_errors=True)
@@ -53,7 +53,7 @@ def record(
         summary = (
             summarize(temporary, program, steps, dtype) if summarize else f"traced {steps} steps "
         )
-    say(f"{summary}in {folder}")
+    print_line(f"{summary}in {folder}")
 
 
 class _Discarded(Exception):
@@ -71,7 +71,7 @@ class StepTracer:
         span: steps of the loop.
         folder: the workdir.
         program: the compiled step.
-        say, summarize: as in `record`.
+        print_line, summarize: as in `record`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StepTracer:
         span: range,
         folder: pathlib.Path,
         program: Any,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         summarize: Summarize | None = None,
     ):
         requested = profiled_steps(config)
@@ -91,7 +91,7 @@ class StepTracer:
             program,
             self._end - self._first,
             config.model.dtype,
-            say,
+            print_line,
             summarize,
         )
 

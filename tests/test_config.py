@@ -84,6 +84,14 @@ def refusal(call, *arguments) -> str:
             Config(model=ModelConfig(span_boundary=True, embedding_size=128)),
             "config.model.embedding_size is 128: it must be 0 or hidden=768 with",
         ),
+        (
+            Config(model=ModelConfig(base_hidden=256, embedding_size=128)),
+            "config.model.embedding_size is 128: it must be 0 or hidden=768 with",
+        ),
+        (
+            Config(model=ModelConfig(base_hidden=256, transform=False)),
+            "config.model.transform is False: it must be true with",
+        ),
         (Config(masking=MaskingConfig(mask_fraction=0.9)), "config.masking"),
         (
             Config(masking=MaskingConfig(mask_fraction=1.1, same_fraction=-0.2)),

@@ -9,8 +9,10 @@ import logging
 import os
 import shutil
 import threading
+import types
 import zipfile
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,15 +27,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from bert_jax import checkpoint, cli, files
-from bert_jax.config import Config, ModelConfig
+from bert_jax.config import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import huggingface, source
-from bert_jax.convert.export import _write_safetensors, export
+from bert_jax.convert.export import _write_safetensors, export, export_all
 from bert_jax.convert.families import BERT
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import MaskFiller
 from bert_jax.model.bert import Bert
+from bert_jax.objectives import initial
 from tests.helpers import processes
 from tests.helpers.checkpoints import (
     CLASSES,
@@ -427,7 +430,18 @@ def test_import_then_export_is_bitwise_identical(tmp_path_factory, shape, name, 
         ({"pooling_mode_cls_token": True}, ["Pooling"], ("cls", False, 11)),
         ({"pooling_mode": "cls"}, ["Pooling"], ("cls", False, 11)),
         ({"pooling_mode_mean_tokens": True}, ["Pooling", "Normalize"], ("mean", True, 11)),
+        (
+            {"pooling_mode_mean_tokens": True, "include_prompt": True},
+            ["Pooling"],
+            ("mean", False, 11),
+        ),
         ({"pooling_mode_max_tokens": True}, ["Pooling"], "--allow-unexpected Pooling"),
+        (
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+            ["Pooling"],
+            "by cls_token, mean_tokens, which is not supported; to compute vectors without it, add "
+            "--allow-unexpected Pooling",
+        ),
         ({"pooling_mode_mean_tokens": True}, ["Pooling", "Dense"], "--allow-unexpected Dense"),
     ],
 )
@@ -502,6 +516,52 @@ def test_transformers_loads_exported_model_without_warnings(
     if loaded == "BertForPreTraining":
         theirs = out.seq_relationship_logits
         np.testing.assert_allclose(following[:, 0], theirs, rtol=0, atol=1e-5)
+
+
+def test_masked_lm_with_a_pooler_loads_with_its_head(tmp_path):
+    config = ModelConfig(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
+        next_sentence=False, pooler=True,
+    )  # fmt: skip
+    run = write_run(tmp_path / "run", config, random_params(config), WORDS)
+    assert export(str(run), tmp_path / "out")["architectures"] == ["BertForMaskedLM"]
+    assert all(
+        n.startswith(("bert.", "cls.")) for n in load_file(tmp_path / "out/model.safetensors")
+    )
+    _, info = transformers.BertForMaskedLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert source.read(str(tmp_path / "out")).config.model == config
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_encoder_without_pooler_loads_as_its_card_says(tmp_path, family):
+    config = ModelConfig(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24,
+        next_sentence=False, family=family,
+    )  # fmt: skip
+    run = write_run(tmp_path / "run", config, random_params(config), WORDS)
+    (name,) = export(str(run), tmp_path / "out", heads="none")["architectures"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f'{name}.from_pretrained("PATH", add_pooling_layer=False)' in card
+    with no_warnings():
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out", add_pooling_layer=False)
+    assert type(model).__name__ == name
+    assert not source.read(str(tmp_path / "out")).config.model.has_pooler
+
+
+@pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression", None])
+def test_problem_type_of_a_classifier_round_trips(tmp_path, problem_type):
+    model = torch_model("BertForSequenceClassification", problem_type=problem_type)
+    save_pretrained(model, tmp_path / "in")
+    source.import_checkpoint(str(tmp_path / "in"), tmp_path / "ours")
+    for name in ("in", "ours"):
+        export(str(tmp_path / name), tmp_path / f"from_{name}")
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path / f"from_{name}")
+        assert theirs.problem_type == problem_type
+    config = Config(phases=(PhaseConfig(tokens=16),))
+    assert initial.open_start(config, str(tmp_path / "in"))[0].model.problem_type == ""
 
 
 def test_causal_model_round_trips_through_transformers(tmp_path):
@@ -709,6 +769,30 @@ def hub_command(home, endpoint, out):
     command = [*python("import", "someone/tiny", "--out", out)]
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     return processes.run(command, env={**os.environ, **env})
+
+
+def test_vocabulary_from_the_hub_downloads_no_weights(hf_folder, monkeypatch):
+    listed = [types.SimpleNamespace(rfilename=path.name) for path in hf_folder.iterdir()]
+    downloaded = []
+
+    def download(name, file, revision=None):
+        downloaded.append(file)
+        return str(hf_folder / file)
+
+    info = types.SimpleNamespace(siblings=listed)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert source.open_vocabulary("someone/tiny").tokens == WORDS
+    assert "tokenizer.json" in downloaded
+    assert "model.safetensors" not in downloaded
+    source.read("someone/tiny")
+    assert "model.safetensors" in downloaded
+
+
+def test_run_in_the_home_folder_opens(run_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(run_folder.parent))
+    assert source.open_model(f"~/{run_folder.name}").step == 7
+    assert export_all(f"~/{run_folder.name}", tmp_path / "out") == [7]
 
 
 def test_import_from_hub_online_cached_and_offline(hf_folder, tmp_path):

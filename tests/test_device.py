@@ -122,7 +122,9 @@ def test_freed_memory_is_retained_up_to_a_limit():
 def test_comparing_two_computations_needs_deterministic_kernels():
     config = Config(deterministic=False, guard=GuardConfig(probe_every_steps=9))
     device.check_deterministic(config, "tpu")
-    with pytest.raises(UserError, match=r"config\.guard\.probe_every_steps is 9, which needs kernels"):
+    with pytest.raises(
+        UserError, match=r"config\.guard\.probe_every_steps is 9, which needs kernels"
+    ):
         device.check_deterministic(config, "gpu")
 
 

@@ -25,7 +25,7 @@ from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.inference import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses
-from tests.helpers.checkpoints import WORDS, random_params, write_run
+from tests.helpers.checkpoints import WORDS, random_params, refusal, write_run
 
 TEXT = (
     "The cats sat on a mat, and didn't move (much). Naïve café: 12 cats—zwölf Katzen! 中国 日本\n"
@@ -112,6 +112,20 @@ def test_roberta_tokenizer_loads_from_vocab_and_merges(tokenizers, tmp_path):
     assert one.encode("a <mask>", mask=True) == other.encode("a<mask>", mask=True)  # lstrip
 
 
+@pytest.mark.parametrize("prefix", ["Roberta", "XLMRoberta", "Electra"])
+def test_tokenizer_json_without_a_model_type_is_read(tokenizers, tmp_path, prefix):
+    """Files of 2020 do not name the type of the model, and nothing else names the tokenizer."""
+    their_model(tmp_path, prefix, "Model", tokenizers)
+    expected = source.read(str(tmp_path)).vocabulary
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    del content["model"]["type"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    for other in (source.read(str(tmp_path)).vocabulary, vocabulary.load(tmp_path)):
+        assert (type(other), other.tokens) == (type(expected), expected.tokens)
+        assert other.encode("The cats", "a dog") == expected.encode("The cats", "a dog")
+
+
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
 def test_continuation_marks_word_starts(tokenizers, kind):
     ours = vocabulary.load(tokenizers / kind)
@@ -133,6 +147,7 @@ MODELS = {
     "Roberta": ("roberta", dict(**SIZES, type_vocab_size=1, layer_norm_eps=1e-5)),
     "XLMRoberta": ("xlm-roberta", dict(**SIZES, type_vocab_size=1)),
     "Camembert": ("roberta", dict(**SIZES, type_vocab_size=1)),
+    "Bert": ("xlm-roberta", SIZES),
     "DistilBert": ("wordpiece", dict(dim=12, n_layers=2, n_heads=3, hidden_dim=20)),
     "Electra": ("wordpiece", dict(**SIZES, embedding_size=8)),
 }
@@ -244,6 +259,48 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
     if isinstance(vocab, TokenizerVocabulary):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+
+
+def test_second_text_has_type_0_if_the_tokenizer_gives_none(tmp_path, tokenizers):
+    """BERT with XLM-R's tokenizer, such as multilingual E5, is used without token types."""
+    model, tokenizer = their_model(
+        tmp_path / "in", "Bert", "ForSequenceClassification", tokenizers, type_vocab_size=2
+    )
+    config, vocab, params, _ = source.read(str(tmp_path / "in"))
+    tokens, layout, theirs, _ = batch(vocab, tokenizer)
+    assert "token_type_ids" not in theirs
+    assert layout.token_type_ids.any()
+    export(str(tmp_path / "in"), tmp_path / "out")
+    logits = run(config, params, tokens, layout, method=Bert.classify)
+    for one in (model, type(model).from_pretrained(tmp_path / "out").eval()):
+        with torch.no_grad():
+            expected = one(**theirs).logits
+        np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rest", "missing", "head"),
+    [("Model", ["pooler", "head"], ""), ("ForQuestionAnswering", ["pooler"], "span")],
+)
+def test_allow_missing_as_advised_imports_without_the_named_head(
+    tmp_path, tokenizers, rest, missing, head
+):
+    their_model(tmp_path, "DistilBert", rest, tokenizers)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["architectures"] = ["DistilBertForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    advice = " ".join(f"--allow-missing {part}" for part in missing)
+    assert refusal(tmp_path).endswith(f"add {advice}")
+    imported = source.read(str(tmp_path), allow_missing=missing)
+    assert imported.config.model.head == head
+    assert imported.params.keys() == {"embeddings", "encoder", *(["classifier"] if head else [])}
+
+
+def test_allow_missing_takes_all_parts(capsys, tmp_path):
+    parts = {part for family in FAMILIES.values() for part in (*family.parts, "head")}
+    options = [word for part in sorted(parts) for word in ("--allow-missing", part)]
+    assert cli.main(["import", str(tmp_path), "--out", str(tmp_path / "out"), *options])
+    assert "no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prefix", ["Roberta", "DistilBert", "Electra"])

@@ -61,7 +61,7 @@ def import_(model):
     tensors = {new: tensors[old] for new, old in names.items()}
     settings, tensors = family.to_ours(model.config.to_dict(), tensors)
     config = huggingface.model_config(settings, tensors)
-    huggingface.settle_decoder(tensors, config)
+    huggingface.remove_tied_duplicates(tensors, config)
     assert not huggingface.unexpected(tensors, config)
     return config, huggingface.from_huggingface(tensors, config)
 

@@ -303,13 +303,20 @@ def test_expected_time_uses_measured_utilization(capsys, topology, source, assum
 
 def test_estimate_resolves_auto_attention(capsys):
     bfloat16 = ["--topology", "h100:8", "--json", "--config.model.dtype=bfloat16"]
+    temporaries = []
     for changes, name in (
         ([], "xla"),
         (["--config.model.attention_dropout=0"], "xla"),  # runs are deterministic by default
         (["--config.model.attention_dropout=0", "--config.deterministic=false"], "cudnn"),
     ):
         _, out, _ = run(capsys, *bfloat16, *changes)
-        assert json.loads(out)["attention"]["implementation"] == name
+        report = json.loads(out)
+        assert report["attention"]["implementation"] == name
+        temporaries.append(report["phases"][0]["memory"]["temporaries"])
+    # 4 bytes per score and one for dropout's mask; kernels keep no scores.
+    scores = 256 / 8 * 2 * 2 * 128**2
+    expected = [temporaries[2] + size * scores for size in (5, 4, 0)]
+    assert temporaries == pytest.approx(expected)
 
 
 def test_estimate_for_causal_models(capsys):

@@ -31,7 +31,10 @@ def add_import(verbs: Verbs) -> None:
         "--allow-missing",
         action="append",
         default=[],
-        choices=("pooler", "masked_lm", "next_sentence", "head", "tokens", "added_tokens"),
+        choices=(
+            *("pooler", "masked_lm", "next_sentence", "replaced_token", "head"),
+            *("tokens", "added_tokens"),
+        ),
         help="import even if this part of the source is missing, if there are fewer tokens than "
         "embeddings, or without support for added tokens; may be repeated",
     )
@@ -133,8 +136,8 @@ def add_export(verbs: Verbs) -> None:
     sub.add_argument(
         "--push",
         metavar="OWNER/MODEL",
-        help="also push the files to this model on the Hugging Face Hub, which is created if need be; log "
-        "in first with `hf auth login`",
+        help="also push the files to this model on the Hugging Face Hub, which is created if necessary; "
+        "log in first with `hf auth login`",
     )
     sub.add_argument("--private", action="store_true", help="with --push: the model is private")
     sub.add_argument("--revision", metavar="BRANCH", help="branch for --push (default main)")

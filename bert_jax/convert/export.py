@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Params, split_generator
+from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count
 
 _PROBLEM_TYPES = {
@@ -41,8 +42,8 @@ def export(
 ) -> dict[str, Any]:
     """Write config.json, model.safetensors, the tokenizer's files and a model card.
 
-    Of an ELECTRA run this is the discriminator; its generator, a masked LM, is written to the folder
-    "generator" in it.
+    For an ELECTRA run they are the discriminator's; its generator, a masked LM, is written to the
+    subfolder "generator".
 
     Args:
         source: a run, an imported checkpoint, or any other source of `open_model`.
@@ -62,17 +63,16 @@ def export(
     Raises:
         UserError: no such model, an option that transformers' BERT does not have, or `out` exists.
     """
+    source = os.path.expanduser(source)
     config, vocabulary, saved, step = open_model(source, which)
     params = saved if params is None else params
-    # Parts that serve pretraining only and that no class of transformers has.
+    # Without the parts for pretraining only, which no class of transformers has.
     model = dataclasses.replace(
         config.model, span_boundary=False, teacher_hidden=0, generator_hidden=0
     )
     generator = None
     if config.model.generator_hidden and heads == "all":
         generator = split_generator(config.model, params)
-    unknown = ("span_boundary", "teacher_projection", "generator")
-    params = {part: value for part, value in params.items() if part not in unknown}
     if heads == "masked_lm" and not model.masked_lm:
         raise UserError(f"{source} has no masked-LM head to export")
     if heads != "all":
@@ -85,18 +85,21 @@ def export(
             replaced_token=False,
             head="",
             labels=(),
+            problem_type="",
             lstm_layers=0,
             features="",
         )
-        parts = {"embeddings", "encoder"}
-        parts |= {part for part in ("pooler", "masked_lm") if getattr(model, part)}
-        params = {part: params[part] for part in params if part in parts}
+    params = {part: params[part] for part in shapes(model)}
     settings, tensors = _converted(model, params, vocabulary)
     if isinstance(config, FinetuneConfig) and model.head == "sequence":
         settings["problem_type"] = _PROBLEM_TYPES[config.task.objective]
     parameters = parameter_count(params, model)
     architecture = settings["architectures"][0]
-    text = _card(source, config, architecture, parameters, step, card, name, revisions)
+    family = FAMILIES[model.family]
+    is_encoder = architecture == f"{family.class_prefix}Model"
+    lacks_pooler = is_encoder and "pooler" in family.parts and not model.has_pooler
+    arguments = ", add_pooling_layer=False" if lacks_pooler else ""
+    text = _card(source, config, architecture, arguments, parameters, step, card, name, revisions)
     embed = config.embed
     tokenizer = huggingface.tokenizer_files(
         vocabulary, embed.tokens or model.positions, model.segments > 1
@@ -120,8 +123,8 @@ def _converted(
     family, settings = FAMILIES[model.family], huggingface.huggingface_config(model, vocabulary)
     tensors = huggingface.to_huggingface(jax.device_get(params), model)
     settings, tensors = family.to_theirs(settings, tensors)
-    if settings["architectures"] == [f"{family.class_prefix}Model"]:
-        prefix = f"{family.encoder}."  # which its tensors lack
+    prefix = f"{family.encoder}."
+    if all(key.startswith(prefix) for key in tensors):  # the class is the encoder
         tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
     return settings, tensors
 
@@ -153,6 +156,7 @@ def export_all(
     Raises:
         UserError: as for `export`, or the source is not a run.
     """
+    source = os.path.expanduser(source)
     if not workdir.holds_run(source):
         raise UserError(f"{source} is not a run: it has no checkpoints to choose from")
     files.check_new(out)
@@ -221,6 +225,7 @@ def _card(
     source: str,
     config: TrainConfig,
     architecture: str,
+    arguments: str,
     parameters: int,
     step: int,
     metadata: Mapping[str, Any],
@@ -255,7 +260,7 @@ def _card(
         f"from transformers import AutoTokenizer, {architecture}",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-        f'model = {architecture}.from_pretrained("{name}")',
+        f'model = {architecture}.from_pretrained("{name}"{arguments})',
         "```",
         "",
     ]

@@ -8,7 +8,7 @@ from bert_jax.progress import Progress
 
 
 def check(name: str) -> None:
-    """Check what `push` needs before there is anything to push.
+    """Check the name and the token.
 
     Raises:
         UserError: the name is not OWNER/MODEL, or there is no token.
@@ -32,8 +32,8 @@ def check(name: str) -> None:
 def push(name: str, folders: Mapping[str, pathlib.Path], private: bool = False) -> str:
     """Commit a folder to each branch of a model repository, and return the repository's address.
 
-    The repository and its branches are created if there are none. A branch gets one commit; files
-    that it has and the folder has not stay.
+    The repository and its branches are created if there are none. A branch gets one commit. Existing
+    files that are not in the folder are kept.
 
     Args:
         name: OWNER/MODEL.
@@ -71,11 +71,9 @@ def push(name: str, folders: Mapping[str, pathlib.Path], private: bool = False) 
         problem = _refusal(error.response.status_code, name)
         problem = f"{problem} ({error.server_message or str(error)})"
     except Exception as error:
-        # Network exceptions of the client depend on its version's HTTP library.
-        library = type(error).__module__.split(".")[0]
         if isinstance(error, ValueError):  # the Hub's check of the card's metadata, or of a name
             problem = f"the Hub refuses it ({error}); see --license, --language and --revision"
-        elif isinstance(error, OSError) or library.startswith(("httpx", "requests")):
+        elif is_network_error(error):
             problem = (
                 f"it cannot be reached; check the network and HF_ENDPOINT, and try again ({error})"
             )
@@ -85,6 +83,13 @@ def push(name: str, folders: Mapping[str, pathlib.Path], private: bool = False) 
     raise UserError(
         f"cannot push to {where} on {constants.ENDPOINT}: {' '.join(problem.split())[:500]}"
     )
+
+
+def is_network_error(error: Exception) -> bool:
+    """Whether an exception of the Hub's client means that the Hub cannot be reached."""
+    # Network exceptions of the client depend on its version's HTTP library.
+    library = type(error).__module__.split(".")[0]
+    return isinstance(error, OSError) or library.startswith(("httpx", "requests"))
 
 
 def _refusal(status: int, name: str) -> str:

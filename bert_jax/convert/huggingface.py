@@ -91,19 +91,20 @@ def to_huggingface(params: Params, config: ModelConfig) -> Tensors:
 def from_huggingface(
     tensors: Mapping[str, np.ndarray],
     config: ModelConfig,
-    shown: Mapping[str, str] | None = None,
+    display_names: Mapping[str, str] | None = None,
 ) -> Params:
     """Convert tensors to float32 parameters; the inverse of `to_huggingface`.
 
     Args:
         tensors: arrays by canonical name; those that the model does not have are ignored.
         config: config of the model.
-        shown: names to use in errors instead of the canonical ones.
+        display_names: names to use in errors instead of the canonical ones.
 
     Raises:
         UserError: tensors are missing, have the wrong shape or contain NaN or infinity.
     """
-    names, params, shown = FAMILIES[config.family].names_of(config), {}, shown or {}
+    names, params = FAMILIES[config.family].names_of(config), {}
+    display_names = display_names or {}
     missing, misshapen, non_finite = [], [], []
     for path, leaf in flatten(shapes(config)).items():
         name, padding = _their_name(path, names), _vocabulary_padding(path, config)
@@ -111,7 +112,7 @@ def from_huggingface(
             missing.append(name)
             continue
         value = np.asarray(tensors[name])
-        name = shown.get(name, name)
+        name = display_names.get(name, name)
         first, *rest = _their_shape(path, leaf.shape)
         if value.shape != (first - padding, *rest):
             misshapen.append(f"{name} is {list(value.shape)}, not {[first - padding, *rest]}")
@@ -134,7 +135,7 @@ def from_huggingface(
     return unflatten(params)
 
 
-def settle_decoder(tensors: Tensors, config: ModelConfig) -> list[str]:
+def remove_tied_duplicates(tensors: Tensors, config: ModelConfig) -> list[str]:
     """Remove duplicate tensors of a masked-LM head, in place.
 
     Args:
@@ -153,11 +154,11 @@ def settle_decoder(tensors: Tensors, config: ModelConfig) -> list[str]:
     if other_bias in tensors:
         tensors.setdefault(bias, tensors[other_bias])
     decoder = family.names["masked_lm/decoder"]
-    twins = {decoder: family.words, other_bias: bias} if tied else {}
-    for name, twin in twins.items():
-        if name in tensors and not np.array_equal(tensors[name], tensors[twin]):
+    duplicates = {decoder: family.words, other_bias: bias} if tied else {}
+    for name, original in duplicates.items():
+        if name in tensors and not np.array_equal(tensors[name], tensors[original]):
             raise UserError(
-                f"config.json ties the decoder to the embeddings, but {name} differs from {twin}; "
+                f"config.json ties the decoder to the embeddings, but {name} differs from {original}; "
                 'add "tie_word_embeddings": false to keep both'
             )
     return [
@@ -302,13 +303,16 @@ def model_config(
                 "config.json: is_decoder is True and a head reads [CLS], which attends to itself only; "
                 "causal models here pool the last token"
             )
-        # It would pool another token here; its tensors are reported as unexpected.
+        # Poolers of causal models here read the last token, not the first. Its tensors are reported
+        # as unexpected.
         parts = [part for part in parts if part != "pooler"]
     values["masked_lm"] = "masked_lm" in parts
     values["next_sentence"] = "next_sentence" in parts
     values["replaced_token"] = "replaced_token" in parts
     if "head" in parts:
         values |= {"head": head, "labels": _labels(family, settings, tensors, head)}
+        if head == "sequence":
+            values["problem_type"] = settings.get("problem_type") or ""
     config = ModelConfig(**values)
     config.pooler = "pooler" in parts and not config.has_pooler
     return config
@@ -325,16 +329,18 @@ def _parts(family: Family, settings, tensors, allow_missing) -> tuple[list[str],
     starts = family.parts_with(head)
     present = [part for part, start in starts.items() if any(n.startswith(start) for n in tensors)]
     missing = [part for part in declared if part not in present]
-    if settings.get("add_pooling_layer") is False:  # as transformers calls it
-        missing = [part for part in missing if part != "pooler"]
+    if known[:1] == [f"{family.class_prefix}Model"]:
+        # Its config.json does not record whether it was built with add_pooling_layer=False.
+        missing = []
     refused = [part for part in missing if part not in allow_missing]
     if refused:
-        names = [f"{starts[part][0]}*" for part in refused]
+        names = [f"{starts.get(part, (part,))[0]}*" for part in refused]
         options = " ".join(f"--allow-missing {part}" for part in refused)
         raise UserError(
             f"{known[0]} without {', '.join(names)}: {' and '.join(refused)} missing; "
             f"to import without, add {options}"
         )
+    head = head if "head" in present else ""
     needs_pooler = "next_sentence" in present or (HEADS[head].pooled and family.has_pooler)
     if needs_pooler and "pooler" not in present:
         raise UserError(f"missing: {starts['pooler'][0]}weight, which the heads need")
@@ -364,14 +370,10 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
             f"config.model.causal is True: causal models pool the last token, transformers' "
             f"{family.title} the first"
         )
-    names = family.names_of(config)
-    parts = {"pooler": config.has_pooler, "masked_lm/bias": config.masked_lm}
-    parts |= {"next_sentence": config.next_sentence, "classifier": bool(config.head)}
     has_head = bool(config.head)
     is_used: dict[str, bool] = {"head_layer": has_head, "head_pooling": has_head}
     is_used["decoder_bias"] = config.masked_lm
     is_used["pooler_activation"] = config.has_pooler
-    parts["replaced_token/output"] = config.replaced_token
     hidden_act = next(k for k, v in _ACTIVATIONS.items() if v == config.activation)
     impossible = {
         "lstm_layers": config.lstm_layers,
@@ -387,10 +389,7 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
         "activation": hidden_act not in (family.activations or (hidden_act,)),
         "embedding_size": "embedding_size" not in family.settings
         and config.embedding_width != config.hidden,
-        **{
-            "head" if part == "classifier" else part.split("/")[0]: is_present and part not in names
-            for part, is_present in parts.items()
-        },
+        **dict.fromkeys(sorted(_parts_of(config) - {*family.parts_with(config.head)}), True),
     }
     for key in (key for key, is_so in impossible.items() if is_so):
         raise UserError(
@@ -409,9 +408,8 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
     }
     if "embedding_size" in family.settings:
         settings[family.settings["embedding_size"]] = config.embedding_width
-    is_encoder = architecture(config) == f"{family.class_prefix}Model"
-    if is_encoder and "pooler" in family.parts and not config.has_pooler:
-        settings["add_pooling_layer"] = False
+    if config.problem_type:
+        settings["problem_type"] = config.problem_type
     if HEADS[config.head].labels is None:
         settings["id2label"] = {str(i): label for i, label in enumerate(config.labels)}
         settings["label2id"] = {label: i for i, label in enumerate(config.labels)}
@@ -423,16 +421,23 @@ def architecture(config: ModelConfig) -> str:
     family = FAMILIES[config.family]
     if config.causal and config.masked_lm and not config.head:
         return f"{family.class_prefix}{family.causal_class}"
-    parts = {"pooler": config.has_pooler, "head": bool(config.head)}
-    parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
-    parts["replaced_token"] = config.replaced_token
-    ours = {part for part, is_present in parts.items() if is_present}
+    ours = _parts_of(config)
 
     def fits(item):
         parts, head = item[1]
-        return head == config.head, -len({*parts} - ours), len(ours & {*parts})
+        shared = ours & {*parts}
+        # Of two classes with as many parts, take the one with more heads.
+        return head == config.head, -len({*parts} - ours), len(shared), len(shared - {"pooler"})
 
     return max(family.all_classes().items(), key=fits)[0]
+
+
+def _parts_of(config: ModelConfig) -> set[str]:
+    """Return the optional parts of a model, keys of `Family.parts_with`."""
+    parts = {"pooler": config.has_pooler, "head": bool(config.head)}
+    parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
+    parts["replaced_token"] = config.replaced_token
+    return {part for part, is_present in parts.items() if is_present}
 
 
 # --- Tokenizer ------------------------------------------------------------------------------------
@@ -446,7 +451,7 @@ def tokenizer_files(
     Args:
         vocabulary: the vocabulary; the files of a `TokenizerVocabulary` stay as they are.
         tokens: maximum length of a sequence.
-        segments: whether the model tells the texts of a pair apart.
+        segments: whether the model has different embeddings for the two texts of a pair.
     """
     from tokenizers import processors
 

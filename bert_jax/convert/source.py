@@ -25,6 +25,7 @@ from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.config_checks import validate
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.convert.families import FAMILIES
+from bert_jax.convert.hub import is_network_error
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import SETTINGS_BYTES, whole
@@ -108,6 +109,7 @@ def open_model(source: str, which: str = "best") -> OpenModel:
     Raises:
         UserError: as for `checkpoint.load_model` and `read`.
     """
+    source = os.path.expanduser(source)
     if workdir.holds_run(source):
         return OpenModel(*checkpoint.load_model(source, which))
     if which not in ("best", "latest"):
@@ -136,7 +138,7 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     is_model = _is_source(source) and path.suffix != ".txt"
     if not ((path / "config.json").is_file() if path.is_dir() else is_model):
         return vocabularies.load(source, lowercase)
-    folder = path if path.is_dir() else _find(source, None)[0]
+    folder = path if path.is_dir() else _find(source, None, weights=False)[0]
     try:
         return _vocabulary(folder, None, lowercase, without_added=False)[0]
     except UserError as error:
@@ -232,8 +234,8 @@ def read(
         settings, canonical = family.to_ours(settings, canonical)
         left_out = sorted(set(tensors) - set(names.values()))
         model = huggingface.model_config(settings, canonical, allow_missing)
-        twins = huggingface.settle_decoder(canonical, model)
-        left_out += [names[name] for name in twins]
+        duplicates = huggingface.remove_tied_duplicates(canonical, model)
+        left_out += [names[name] for name in duplicates]
         unexpected = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
         allowed = [n for n in unexpected if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
         refused = [name for name in unexpected if name not in allowed]
@@ -241,12 +243,12 @@ def read(
         attempts = Attempts()
         attempts.call(_refuse_unexpected, refused)
         params = attempts.call(huggingface.from_huggingface, canonical, model, names)
-        nothing: Any = (None, None)
+        no_vocabulary: Any = (None, None)
         vocabulary, vocabulary_file = (
             attempts.call(
                 _fitting_vocabulary, folder, vocab, lowercase, allow_missing, model.vocab_size
             )
-            or nothing
+            or no_vocabulary
         )
         config = attempts.call(_config, model, folder, allow_unexpected)
         attempts.check()
@@ -257,6 +259,10 @@ def read(
         raise UserError(f"cannot import {source}: cannot read{where}: {_why(error)}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise UserError(f"cannot import {source}: the zip is damaged ({error})") from None
+    if model.segments > 1 and not _has_token_types(vocabulary):
+        model.segments = 1
+        table = params["embeddings"]["segment"]
+        table["embedding"] = table["embedding"][:1]
     used = [*used, *([vocabulary_file] if vocabulary_file else [])]
     sums = {file.name: files.sha256(file) for file in used}
     weights = [_OFFICIAL.get(d) for name, d in sums.items() if not name.startswith("vocab")]
@@ -312,8 +318,11 @@ def _config(model: ModelConfig, folder: Traversable, allow_unexpected: Collectio
 # --- Locating the files --------------------------------------------------------------------------
 
 
-def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
-    """Return the folder of the files, and the prefix of a TensorFlow checkpoint or ""."""
+def _find(source: str, revision: str | None, weights: bool = True) -> tuple[Traversable, str]:
+    """Return the folder of the files, and the prefix of a TensorFlow checkpoint or "".
+
+    Without `weights`, a model on the hub is downloaded without them.
+    """
     try:
         path = pathlib.Path(source).expanduser()
         if source and path.is_dir():
@@ -331,7 +340,7 @@ def _find(source: str, revision: str | None) -> tuple[Traversable, str]:
         reason = _why(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"cannot read {source}: {reason}") from None
     if _is_hub_name(source):
-        return _download(source, revision), ""
+        return _download(source, revision, weights), ""
     raise UserError(
         f"{source}: no such file or folder, and not a valid name on the Hugging Face Hub; give a "
         "folder, the zip of a Google release, or OWNER/NAME"
@@ -385,7 +394,7 @@ def _tensorflow_prefix(folder: pathlib.Path) -> str:
     return prefixes[0] if prefixes else ""
 
 
-def _download(name: str, revision: str | None) -> pathlib.Path:
+def _download(name: str, revision: str | None, weights: bool) -> pathlib.Path:
     """Download a model from the hub, or find it in the local cache, and return its folder."""
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -395,29 +404,25 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
     try:
         info = hub.HfApi().model_info(name, revision=revision, timeout=20)
         available = [file.rfilename for file in info.siblings or []]
+        names = _WEIGHTS if weights else _BESIDE_WEIGHTS
+        first = next((file for file in names if file in available), None)
+        if first is None:
+            raise UserError(f"{name} on the hub has none of {', '.join(names)}")
+        path = hub.hf_hub_download(name, first, revision=revision)
         files_needed = [file for file in _BESIDE_WEIGHTS if file in available]
-        weights = next((file for file in _WEIGHTS if file in available), None)
-        if weights is None:
-            raise UserError(f"{name} on the hub has none of {', '.join(_WEIGHTS)}")
-        files_needed.append(weights)
-        if weights.endswith(".index.json"):
-            index = hub.hf_hub_download(name, weights, revision=revision)
-            files_needed += _shards(pathlib.Path(index))
+        if first.endswith(".index.json"):
+            files_needed += _shards(pathlib.Path(path))
         for file in files_needed:
-            path = hub.hf_hub_download(name, file, revision=revision)
-        # The weights come last and lie in the root folder.
-        return pathlib.Path(path).parent
+            hub.hf_hub_download(name, file, revision=revision)
+        return pathlib.Path(path).parent  # the first file lies in the root folder
     except errors.GatedRepoError:
         problem = "the model is gated: accept its terms on the hub and run `hf auth login`"
     except errors.RevisionNotFoundError:
         problem = f"no revision {revision!r}"
     except errors.RepositoryNotFoundError:
         problem = "no such local folder, and no such public model on the hub"
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        return _cached(name, revision, error)
     except Exception as error:
-        # Network exceptions of the client depend on its version's HTTP library.
-        if "httpx" not in type(error).__module__ and "requests" not in type(error).__module__:
+        if not isinstance(error, errors.HFValidationError) and not is_network_error(error):
             raise
         return _cached(name, revision, error)
     raise UserError(f"cannot download {name}: {problem}")
@@ -513,10 +518,11 @@ def _safetensors(file: Any) -> dict[str, np.ndarray]:
         with safetensors.safe_open(file, "numpy") as opened:
             names = list(opened.keys())
             types = {name: opened.get_slice(name).get_dtype() for name in names}
-            if odd := [f"{name} ({kind})" for name, kind in types.items() if kind not in _TYPES]:
+            unsupported = [f"{n} ({kind})" for n, kind in types.items() if kind not in _TYPES]
+            if unsupported:
                 raise UserError(
                     f"{file.name} has tensors of types that are not supported: "
-                    f"{huggingface.shorten(odd)}; convert them to float32 or bfloat16"
+                    f"{huggingface.shorten(unsupported)}; convert them to float32 or bfloat16"
                 )
             tensors = {name: opened.get_tensor(name) for name in names}
             sums = json.loads((opened.metadata() or {}).get("crc32c", "{}"))
@@ -672,6 +678,13 @@ def _other_vocabulary(
         ) from None
 
 
+def _has_token_types(vocabulary: Vocabulary) -> bool:
+    """Whether transformers gives the second text of a pair token type 1."""
+    if not isinstance(vocabulary, TokenizerVocabulary):
+        return True
+    return 1 in vocabulary.tokenizer().encode("a", "b").type_ids
+
+
 def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:
     """Return the settings in a tokenizer_config.json, which override those in tokenizer.json."""
     ours = {
@@ -746,12 +759,13 @@ def _embed_config(
         raise UserError(f"modules.json lists {where!r}, which is not a subfolder")
     if "Pooling" in kinds and (file := folder / where / "config.json").is_file():
         pooling = _json(file)
-        modes = {name.removeprefix("pooling_mode_") for name, on in pooling.items() if on is True}
+        prefix = "pooling_mode_"
+        modes = {k.removeprefix(prefix) for k, on in pooling.items() if k.startswith(prefix) and on}
         modes = {str(pooling["pooling_mode"])} if "pooling_mode" in pooling else modes
-        if modes & {"cls_token", "cls"}:
+        if modes in ({"cls_token"}, {"cls"}):
             embed.pooling = "cls"
-        elif not modes & {"mean_tokens", "mean"}:
-            refuse("Pooling", f"the sentence encoder pools by {', '.join(map(str, sorted(modes)))}")
+        elif modes not in ({"mean_tokens"}, {"mean"}):
+            refuse("Pooling", f"the sentence encoder pools by {', '.join(sorted(modes))}")
     if (file := folder / "sentence_bert_config.json").is_file():
         length = _json(file).get("max_seq_length")
         embed.tokens = length if isinstance(length, int) and 3 <= length <= positions else 0

@@ -250,9 +250,9 @@ def choose(config: TrainConfig, platform: str, tensor: int) -> Choice:
     name = _PREFERRED.get(platform)
     if name is None:
         return Choice("xla", f"no kernel for {platform.upper()}")
-    obstacle = _obstacle(name, config, tensor)
-    if obstacle:
-        return Choice("xla", f"not {name}: {obstacle}")
+    reason = _unsupported_reason(name, config, tensor)
+    if reason:
+        return Choice("xla", f"not {name}: {reason}")
     return Choice(name, f"fused kernel for {platform.upper()}, no T x T scores in memory")
 
 
@@ -292,11 +292,11 @@ def check(config: TrainConfig, platform: str, tensor: int) -> None:
             f"config.model.attention={name!r} runs on a {required} only, this is a {platform}: "
             f"set it to {' or '.join(map(repr, choices))}"
         )
-    if obstacle := _obstacle(name, config, tensor):
-        raise UserError(f"config.model.attention={name!r}: {obstacle}")
+    if reason := _unsupported_reason(name, config, tensor):
+        raise UserError(f"config.model.attention={name!r}: {reason}")
 
 
-def _obstacle(name: str, config: TrainConfig, tensor: int) -> str:
+def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
     """Return why a kernel cannot train the model and what to change; "" if it can."""
     model, kernel = config.model, KERNELS[name]
     sizes, head_size = kernel.head_sizes, model.hidden // model.heads

@@ -51,6 +51,7 @@ _PRETRAINING_FIELDS = (
     "pooler",
     "head",
     "labels",
+    "problem_type",
 )
 # Fields of a masked-LM head, which come with it.
 _MASKED_LM_FIELDS = ("transform", "tied_decoder", "decoder_bias")

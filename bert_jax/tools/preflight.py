@@ -314,11 +314,14 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     """Return the bytes of activations that the backward pass needs for `rows` rows.
 
     A layer needs 34 D + 5 N T bytes per token at 2 bytes per number (Korthikanti et al., arXiv
-    2205.05198, section 4.1). With remat "dots" it needs the results of its dense layers, with "full"
+    2205.05198, section 4.1), of which N T are the mask of attention dropout; fused attention kernels do
+    not need the 5 N T. With remat "dots" a layer needs the results of its dense layers, with "full"
     its input; one layer at a time is recomputed in full. Of the 34 D, 16 D are the inputs and results
     of an activation of size 4 D; gating needs twice as much.
     """
     tokens, layers = phase.tokens, 0.0
+    score_size = 0.0 if config.model.attention in attention.KERNELS else 2.0
+    score_size += 0.5 * bool(config.model.attention_dropout)
     encoders = [
         config.model,
         *([config.model.generator()] if config.model.generator_hidden else []),
@@ -326,7 +329,7 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     for model in encoders:
         size = 2 if model.dtype == "bfloat16" else 4
         wide = model.feed_forward * (1 + model.gated_feed_forward)
-        full = (9 * model.hidden + 2 * wide + 2.5 * model.heads * tokens) * size
+        full = (9 * model.hidden + 2 * wide + score_size * model.heads * tokens) * size
         dots = (6 * model.hidden + wide) * size
         kept = {"none": full, "dots": dots, "full": model.hidden * size}[model.remat]
         layers += model.layers * kept + (full if model.remat != "none" else 0)
@@ -411,10 +414,14 @@ def preflight(
     platform = "tpu" if topology.is_tpu else "gpu"
     choice = attention.choose(config, platform, sizes[-1])
     attention.check(config, platform, sizes[-1])
+
+    def with_attention(config: Config, name: str) -> Config:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=name))
+
     # GPU kernels cannot be traced without the GPU's libraries, and nothing is compiled for GPUs.
     traced = choice.implementation if topology.is_tpu else "xla"
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=traced))
-    config, phases = pretraining.abstract_phases(config, sequences)
+    config, phases = pretraining.abstract_phases(with_attention(config, traced), sequences)
+    config = with_attention(config, choice.implementation)  # for the formulas
     if topology.is_tpu:
         devices = tpu_devices(topology)
         mesh = sharding.make_mesh(config.mesh, list(devices))
@@ -476,7 +483,7 @@ def _phase(
     device_locations: list[Location],
 ) -> dict[str, Any]:
     chip, model = topology.chip, config.model
-    state = _placed(initial_state(config, phase, mesh)[1], mesh)
+    _, state = initial_state(config, phase, mesh)
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     params = sharding.bytes_per_device(state.params)
     state_bytes = sharding.bytes_per_device((state, batch))
@@ -576,21 +583,6 @@ def _compile(
         return None, needed
 
 
-def _placed(state: State, mesh: Any) -> State:
-    """Return the abstract state with its shardings on a mesh."""
-    placed = checkpoint.abstract(state, sharding.shardings(mesh, state))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
-        try:
-            leaf.sharding.shard_shape(leaf.shape)
-        except ValueError as error:
-            name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
-            raise UserError(
-                f"config.mesh does not divide {name} of shape {leaf.shape}: choose other fsdp and "
-                "tensor sizes (--config.model.vocab_multiple=128 pads the vocabulary)"
-            ) from error
-    return placed
-
-
 def needed_bytes(message: str) -> float | None:
     """Parse the total bytes that a program needs from a compiler error; None for other errors."""
     # The "HLO temporaries" of this message include arguments and results.
@@ -662,7 +654,8 @@ def would_fit(
 
     @functools.cache
     def sharded_bytes(sizes: tuple[int, int, int]) -> tuple[int, int]:
-        placed = _placed(state, jax.sharding.AbstractMesh(sizes, sharding.AXES))
+        mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
+        placed = checkpoint.abstract(state, sharding.shardings(mesh, state))
         return sharding.bytes_per_device(placed), sharding.bytes_per_device(placed.params)
 
     for arguments, other, parts in _changes(config, i, phase, topology.devices):
