@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from bert_jax import config_flags, device, downstream, files
+from bert_jax import config_flags, device, downstream, files, storage
 from bert_jax.benchmarks import tables
 from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig
 from bert_jax.config_checks import validate
@@ -213,8 +213,11 @@ class Model:
         config = dataclasses.replace(
             self.config, embed=dataclasses.replace(self.config.embed, **embed)
         )
-        vectors = list(Embedder(config, self.vocabulary, self.params, **settings)(texts))
-        return vectors if config.embed.pooling == "none" else np.stack(vectors)
+        embedder = Embedder(config, self.vocabulary, self.params, **settings)
+        vectors = list(embedder(texts))
+        if config.embed.pooling == "none":
+            return vectors
+        return np.array(vectors, np.float32).reshape(-1, embedder.dimension)
 
     def predict(self, texts: Sequence[Text]) -> list[Prediction]:
         """Return the predictions of a fine-tuned model.
@@ -283,7 +286,7 @@ class Model:
         Raises:
             UserError: the folder exists, or transformers' BERT lacks one of the model's options.
         """
-        export(self.source, pathlib.Path(folder), self.checkpoint, heads, params=self.params)
+        export(self.source, str(folder), self.checkpoint, heads, params=self.params)
 
 
 def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
@@ -320,7 +323,8 @@ def pretrain(
         config: a config, or its name as for `--config`: "mini,128".
         workdir: folder of the run.
         texts: documents, each a text with one paragraph or sentence per line. They are written to
-            `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not.
+            `workdir/data`, with the vocabulary and the rows. To resume, pass them again or not. Not
+            with a workdir on object storage.
         rows: instead of texts, folders of rows, one per phase.
         vocab: folder of a vocabulary for the texts; "" takes that of `init`, or trains one.
         vocab_size: size of the vocabulary to train.
@@ -336,11 +340,15 @@ def pretrain(
         UserError: as for `train` and `prepare`.
         Interrupted: stopped by a signal after saving.
     """
+    if texts is not None and storage.is_remote(workdir):
+        raise UserError(
+            f"{workdir}: texts need a local workdir: prepare rows with `bert-jax prepare` and pass rows="
+        )
     settings = _config(config, changes, Config)
     device.start(settings.platform, deterministic=settings.deterministic)
     folders = [str(folder) for folder in rows]
     data = pathlib.Path(workdir) / "data"
-    if not folders and (texts is not None or data.exists()):
+    if not folders and (texts is not None or (data / "text.jsonl").exists()):
         vocabulary = str(vocab) or (source_lib.open_vocabulary(str(init)) if init else "")
         folders = _make_rows(settings, data, texts, vocabulary, vocab_size)
     for phase, folder in zip(settings.phases, folders, strict=bool(folders)):
@@ -351,7 +359,7 @@ def pretrain(
         settings, start = initial.open_start(settings, str(init), str(checkpoint), keys)
     train(
         *pretraining.make_phases(settings, objective, start),
-        pathlib.Path(workdir),
+        str(workdir),
         start=start.params if start else None,
     )
     return load(workdir)
@@ -373,7 +381,8 @@ def finetune(
         init: a source of `load`.
         workdir: folder of the run, which `load` opens.
         examples: rows of a table by split ("train", "dev", "test"), as dictionaries with the columns
-            of `config.task`, by default "text" and "label". They are written to `workdir/data`.
+            of `config.task`, by default "text" and "label". They are written to `workdir/data`. Not
+            with a workdir on object storage.
         seeds: number of seeds.
         changes: settings by key: `{"epochs": 2}`.
 
@@ -381,13 +390,18 @@ def finetune(
         UserError: as for `downstream.finetune`.
         Interrupted: stopped by a signal after saving.
     """
+    if examples and storage.is_remote(workdir):
+        raise UserError(
+            f"{workdir}: examples need a local workdir: write them to files and name these in "
+            "config.task"
+        )
     settings = _config(config, changes, FinetuneConfig)
     device.start(settings.platform, deterministic=settings.deterministic)
     for split, records in (examples or {}).items():
         path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
         _write_lines(path, records)
         setattr(settings.task, split, str(path))
-    return downstream.finetune(settings, str(init), pathlib.Path(workdir), seeds=seeds)
+    return downstream.finetune(settings, str(init), str(workdir), seeds=seeds, keys=changes or ())
 
 
 def _outputs(module: Bert, tokens: Any, layout: Any, key: Any) -> Output:
@@ -449,8 +463,8 @@ def _make_rows(
 def _write_lines(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
     with files.one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        with files.atomic_write(path) as temporary, temporary.open("w") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def _write_texts(
@@ -459,8 +473,8 @@ def _write_texts(
     """Write texts in the layout of a task's data; return the task that reads it, and the file."""
     pairs = [(text, None) if isinstance(text, str) else text for text in texts]
     if task.kind == "tagging":
-        path = folder / "new.conll"
-        path.write_text("\n".join("".join(f"{word}\n" for word in a.split()) for a, _ in pairs))
+        path = folder / "new.jsonl"
+        _write_lines(path, ({task.text_a: a} for a, _ in pairs))
         return task, path
     if task.kind == "squad":
         path = folder / "new.json"

@@ -6,7 +6,7 @@ import functools
 import json
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,7 @@ def finetune(
     which: str = "best",
     force: bool = False,
     summarize_trace: Summarize | None = None,
+    keys: Collection[str] = (),
 ) -> dict[str, Any]:
     """Fine-tune, evaluate the best checkpoint on every split and write its predictions.
 
@@ -100,6 +101,8 @@ def finetune(
         vocab: folder of the vocabulary, for `SCRATCH`.
         which: which checkpoint to start from if `init` is a run.
         force, summarize_trace: as in `train`.
+        keys: keys of the config that the user has set one by one. Settings of the checkpoint replace
+            others that are at their defaults.
 
     Returns:
         The content of metrics.json.
@@ -142,9 +145,9 @@ def finetune(
             config, model=dataclasses.replace(config.model, vocab_size=len(vocabulary))
         )
     dataset = load_dataset(config.task, vocabulary)
-    config.model = finetuning.model_config(config, start, dataset)
+    config.model = finetuning.model_config(config, start, dataset, keys)
     if config.task.kind == "pairs":
-        config.embed = finetuning.embed_config(config, source_embed)
+        config.embed = finetuning.embed_config(config, source_embed, keys)
     attention.resolve(config)
     mesh = sharding.make_mesh(config.mesh)
     all_seeds = range(config.seed, config.seed + seeds)
@@ -286,6 +289,7 @@ def predict(
         return objective.logits(split, batches_and_outputs)
 
 
+@storage.reads("folder")
 def predict_new(
     config: FinetuneConfig,
     vocabulary: Vocabulary,

@@ -31,6 +31,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, sum_tokens
 from bert_jax.progress import Progress
 
+POOLINGS = ("mean", "cls", "none")
 LONG = ("truncate", "window")
 OUTPUTS = (".npy", ".jsonl", ".parquet")
 # Rows have this length or a larger power of two. Attention costs T² per row, so short texts are
@@ -39,6 +40,8 @@ _SHORTEST_ROW = 64
 # Tokens per batch and device. A CPU is fastest if a layer's activations fit into its caches.
 _BATCH_TOKENS = {"cpu": 1024}
 _BATCH_TOKENS_ACCELERATOR = 1 << 16
+# Attention scores per layer, batch and device, N T² a row, which outgrow all else in long rows.
+_BATCH_SCORES = 1 << 30
 # Approximate batches per chunk. At the end of a chunk, one batch per row length is only partly
 # full.
 _CHUNK_BATCHES = 64
@@ -160,7 +163,8 @@ class Embedder:
             [CLS] and [SEP] of every window are used.
         overlap_tokens: minimum overlap of neighboring windows.
         weights: one weight per layer.
-        batch_tokens: tokens per device and batch, including padding; 0 selects it by platform.
+        batch_tokens: tokens per device and batch, including padding; 0 selects it by platform. Batches
+            of long rows are smaller, as the attention scores of a row take T² memory.
 
     Attributes:
         dimension: size of a vector, D.
@@ -188,6 +192,10 @@ class Embedder:
                 f"config.embed.tokens is {max_tokens}: it must be 3 to {model.positions}, "
                 "config.model.positions"
             )
+        if embed.pooling not in POOLINGS:
+            raise UserError(
+                f"config.embed.pooling is {embed.pooling!r}: it must be one of {', '.join(POOLINGS)}"
+            )
         if long not in LONG:
             raise UserError(f"long={long!r}: it must be one of {', '.join(LONG)}")
         if long == "window" and not 0 <= overlap_tokens < max_tokens - 2:
@@ -210,6 +218,7 @@ class Embedder:
             raise UserError(f"layer weights must be finite numbers, not {list(weights)}")
         self.vocabulary, self.pooling = vocabulary, embed.pooling
         self.dimension = model.hidden * (1 if weights else len(layers))
+        self._heads = model.heads
         self.counts = Counts()
         # _max_tokens excludes [CLS] and [SEP].
         self._max_tokens, self._windowing, self._overlap = (
@@ -302,7 +311,11 @@ class Embedder:
 
     def _tokenize(self, texts: list[str]) -> Iterator[np.ndarray]:
         for start in range(0, len(texts), _TOKENIZE_TEXTS):
-            part = texts[start : start + _TOKENIZE_TEXTS]
+            # Strings of Python may contain lone surrogates, which the tokenizer rejects.
+            part = [
+                text.encode(errors="replace").decode()
+                for text in texts[start : start + _TOKENIZE_TEXTS]
+            ]
             for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=False):
                 yield np.array(encoding.ids, np.int32)
 
@@ -350,7 +363,9 @@ class Embedder:
 
     def _batch_rows(self, tokens: int) -> int:
         """Return B for rows of T tokens, a multiple of the number of devices."""
-        return max(self._batch_tokens // (self._devices * tokens), 1) * self._devices
+        rows_by_tokens = self._batch_tokens // (self._devices * tokens)
+        rows_by_scores = _BATCH_SCORES // (self._heads * tokens**2)
+        return max(min(rows_by_tokens, rows_by_scores), 1) * self._devices
 
     def _start(self, batch: _Batch) -> jax.Array:
         """Start computing a batch and return its result, which may not be available yet."""
@@ -392,16 +407,12 @@ class Embedder:
             if self.pooling != "none":
                 chunk.vectors /= np.array(chunk.counted, np.float32)[:, None]
             for tokens, vectors in zip(chunk.tokens, chunk.vectors, strict=True):
-                yield tokens, _normalized(vectors) if self._normalize else vectors
+                yield tokens, embeddings.unit_vectors(vectors) if self._normalize else vectors
 
 
 def _slots(tokens: int) -> int:
     """Return S for rows of T tokens; single words (three tokens) still fill most of a row."""
     return tokens // 4
-
-
-def _normalized(vectors: np.ndarray) -> np.ndarray:
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
 def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling: str):

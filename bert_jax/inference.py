@@ -286,7 +286,8 @@ class SentenceScorer:
         for i, tokens in enumerate(encoded):
             if len(tokens) > max_tokens:
                 raise UserError(
-                    f"{texts[i][:40]!r}… has {len(tokens)} tokens, the model takes {max_tokens}"
+                    f"{texts[i][:40]!r}… has {len(tokens)} tokens, the model takes {max_tokens}: "
+                    "shorten it"
                 )
             size = max(min(1 << (len(tokens) - 1).bit_length(), max_tokens), 8)
             targets = range(1, min(len(tokens) - 1, 2) if causal else len(tokens) - 1)

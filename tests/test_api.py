@@ -10,7 +10,9 @@ import pytest
 
 import bert_jax
 from bert_jax import api, downstream, workdir
+from bert_jax.config import FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.errors import UserError
+from bert_jax.model.bert import init_params
 from bert_jax.objectives.masked_lm import MaskedLM
 
 DOCUMENTS = [
@@ -91,9 +93,65 @@ def test_predict_matches_the_predict_command(finetuned, tmp_path):
     )
 
 
+def test_tagging_predicts_every_word_of_every_text(run):
+    model = ModelConfig(
+        layers=1, hidden=8, heads=2, feed_forward=8, positions=16, vocab_size=len(run.vocabulary),
+        masked_lm=False, next_sentence=False, head="token", labels=("O", "B-x"),
+    )  # fmt: skip
+    task = TaskConfig(kind="tagging", tokens=16, document_context=True)
+    tagger = dataclasses.replace(
+        run,
+        config=FinetuneConfig(model=model, task=task),
+        params=init_params(model, jax.random.key(0)),
+    )
+    predictions = tagger.predict(["the river", "", "-DOCSTART- is a word", "\ud800 runs"])
+    assert [len(prediction.label) for prediction in predictions] == [2, 0, 4, 2]
+
+
 def test_predict_without_a_head_is_rejected(run):
     with pytest.raises(UserError, match="has no head that predicts"):
         run.predict(["a text"])
+
+
+def test_embed_takes_no_texts_and_lone_surrogates(run):
+    assert run.embed([]).shape == (0, 16)
+    assert run.embed([], pooling="none") == []
+    np.testing.assert_array_equal(*run.embed(["\ud800 runs", "? runs"]))
+
+
+def test_records_are_written_completely_or_not_at_all(tmp_path):
+    path = tmp_path / "data" / "text.jsonl"
+
+    def interrupted():
+        yield {"text": "a"}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        api._write_lines(path, interrupted())
+    assert not list(path.parent.iterdir())
+    with pytest.raises(UserError, match="no rows"):  # the folder exists, the texts do not
+        bert_jax.pretrain(SIZE, tmp_path, changes=CHANGES)
+    api._write_lines(path, [{"text": "\ud800"}])
+    assert json.loads(path.read_text()) == {"text": "\ud800"}
+
+
+def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
+    """Their URLs are not used as local paths, and Python objects cannot be written to them."""
+    monkeypatch.chdir(tmp_path)
+    url, received = "gs://bucket/run", []
+    for name in ("train", "export"):
+        monkeypatch.setattr(api, name, lambda *args, **_: received.extend(args))
+    monkeypatch.setattr(api.downstream, "finetune", lambda *args, **_: received.extend(args) or {})
+    monkeypatch.setattr(api, "load", lambda _: run)
+    bert_jax.pretrain(SIZE, url, rows=[f"{run.source}/data/rows32"], changes=CHANGES)
+    bert_jax.finetune("table", run.source, url, changes=TABLE)
+    run.to_huggingface(url)
+    assert received.count(url) == 3
+    with pytest.raises(UserError, match="texts need a local workdir: prepare rows"):
+        bert_jax.pretrain(SIZE, url, DOCUMENTS, changes=CHANGES)
+    with pytest.raises(UserError, match="examples need a local workdir: write them to files"):
+        bert_jax.finetune("table", run.source, url, {"train": []}, changes=TABLE)
+    assert not list(tmp_path.iterdir())
 
 
 class Scaled(MaskedLM):

@@ -293,7 +293,7 @@ def test_python_api_pretrains_on_texts(pretrained, tmp_path, monkeypatch):
     assert (settings.model.hidden, settings.model.next_sentence) == (32, False)
     assert vocabulary == wordpiece.load(pretrained)
     assert data["init"]["left_out"] == ["next_sentence", "pooler"]
-    assert folder == tmp_path / "run"
+    assert folder == str(tmp_path / "run")
     originals = values(checkpoint.load_model(pretrained)[2])
     for path, value in values(start).items():
         np.testing.assert_array_equal(value, originals[path], err_msg=path)

@@ -1,5 +1,6 @@
 """Contrastive fine-tuning: loss and gradients against PyTorch, packing, devices, SimCSE, runs."""
 
+import dataclasses
 import functools
 import json
 
@@ -180,6 +181,9 @@ def test_embed_settings_default_to_those_of_the_checkpoint():
     config.embed = EmbedConfig(tokens=30, layers="all")
     expected = EmbedConfig(pooling="cls", normalize=True, tokens=30, layers="all")
     assert finetuning.embed_config(config, start) == expected
+    # A setting that the user has given counts, even if it is the default.
+    expected = dataclasses.replace(expected, pooling="mean")
+    assert finetuning.embed_config(config, start, ["embed.pooling"]) == expected
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,7 @@ def test_losses_of_packed_rows_match_unpacked_reference():
     ("distill", "teacher", "message"),
     [
         ({}, {"causal": True, "next_sentence": False}, "has causal=True"),
-        ({}, {"positions": 16}, "has 16 positions, too few for rows of T=32"),
+        ({}, {"positions": 16}, "has 16 positions, too few for sequences of 32 tokens"),
         ({"hidden": 1.0}, {"layers": 3}, "3 layers must be a multiple of the student's 2"),
         ({"relations": 1.0, "relation_layer": 5}, {}, "the teacher has 2 layers"),
         ({"relations": 1.0, "relation_heads": 3}, {}, "3 heads must divide the hidden sizes, 16"),
@@ -317,6 +317,20 @@ def test_finetuning_hidden_and_relation_losses():
     deep = make_objective(dataclasses.replace(config, layers=3), dataset, "train", packed)
     with pytest.raises(UserError, match="2 layers must be a multiple of the student's 3"):
         deep.distill(distill, Teacher(teacher, teacher_params))
+
+
+def test_teacher_needs_positions_for_the_longest_sequence_only():
+    dataset = RandomExamples("sequence")
+    plan, longest = plans(dataset)[0], max(map(len, dataset.splits["train"].tokens))
+    assert plan.shape.tokens > longest
+    objective = make_objective(model_config(dataset), dataset, "train", plan)
+    objective.distill(
+        DistillConfig(teacher="x"), Teacher(model_config(dataset, positions=longest), {})
+    )
+    with pytest.raises(UserError, match=f"too few for sequences of {longest} tokens"):
+        objective.distill(
+            DistillConfig(teacher="x"), Teacher(model_config(dataset, positions=longest - 1), {})
+        )
 
 
 def test_span_task_cannot_be_distilled():

@@ -269,6 +269,7 @@ def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):
         return [x for x in map(json.loads, lines) if x["split"] == "heldout"]
 
     heldout = run("whole")
+    assert "fill-mask" not in capsys.readouterr().out  # there is no masked-LM head
     last = heldout[-1]
     assert last["loss"] == pytest.approx(last["masked_lm_loss"] + 50 * last[LOSS], rel=1e-5)
     assert last["masked_lm_loss"] < 1.6 < np.log(12)
@@ -282,6 +283,8 @@ def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):
     finetune += [f"--config.task.dev={table}", "--config.task.tokens=16", "--config.steps=2"]
     capsys.readouterr()
     assert cli.main(finetune) == 0
+    tuned = ["export", "--workdir", str(tmp_path / "tuned"), "--out", str(tmp_path / "classifier")]
+    assert cli.main(tuned) == 0
     # Continued pretraining of a discriminator starts with a new generator.
     assert (
         cli.main(["export", "--workdir", str(tmp_path / "whole"), "--out", str(tmp_path / "hf")])

@@ -329,6 +329,14 @@ def test_texts_are_streamed_into_full_rows(monkeypatch):
     assert full._forward._cache_size() <= 3  # one compilation each for rows of 64, 128 and 256
 
 
+def test_batches_of_long_rows_are_bounded_by_their_attention_scores():
+    model = dataclasses.replace(MODEL, positions=8192)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes(model))
+    made = Embedder(Config(model=model), VOCABULARY, zeros, batch_tokens=1 << 16)
+    rows = {tokens: made._batch_rows(tokens) for tokens in (64, 2048, 4096, 8192)}
+    assert rows == {64: 1024, 2048: 32, 4096: 16, 8192: 4}  # 4 heads
+
+
 def test_chunk_size_is_bounded_in_characters():
     make = embedder(pooling="none")
     characters = make._chunk_characters
@@ -531,6 +539,7 @@ def test_outputs_are_never_overwritten(source, tmp_path):
         ({"layers": "first"}, "it must be one of last,"),
         ({"tokens": 161}, "it must be 3 to 160"),
         ({"tokens": 2}, "it must be 3 to 160"),
+        ({"pooling": "max"}, "config.embed.pooling is 'max': it must be one of"),
         ({"weights": (1.0, 2.0)}, "2 weights for 1 layers"),
         ({"long": "drop"}, "'drop': it must be one of truncate, window"),
         ({"long": "window", "tokens": 12, "overlap_tokens": 10}, "choose 0 to 9"),

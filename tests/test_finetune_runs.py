@@ -14,7 +14,7 @@ import pytest
 import transformers
 from flax import traverse_util
 
-from bert_jax import checkpoint, cli, guard
+from bert_jax import api, checkpoint, cli, downstream, guard
 from bert_jax import step as step_lib
 from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig
 from bert_jax.config_flags import load
@@ -136,6 +136,23 @@ def test_sigterm_after_last_step_stops_before_next_seed(data, tmp_path, monkeypa
     assert "saved step 12 of 12" in capsys.readouterr().err
     assert (folder / "seed_0" / "checkpoints" / "12").is_dir()
     assert not (folder / "seed_1").exists()
+
+
+def test_settings_of_the_command_line_count_at_their_defaults(data, tmp_path, monkeypatch):
+    passed = {}
+
+    def finetune(*_, **options):
+        passed.update(options)
+        raise UserError("stop")
+
+    monkeypatch.setattr(downstream, "finetune", finetune)
+    argv = arguments(data, tmp_path / "run", "model.head_pooling=cls")
+    assert cli.main(argv) == cli.EXIT_USER_ERROR
+    assert "model.head_pooling" in passed["keys"]
+    passed.clear()
+    with pytest.raises(UserError, match="stop"):
+        api.finetune("table", "none", tmp_path / "run", changes={"model.head_pooling": "cls"})
+    assert list(passed["keys"]) == ["model.head_pooling"]
 
 
 def test_run_learns_and_writes_metrics_and_predictions(run):

@@ -592,6 +592,35 @@ def test_model_config_comes_from_the_checkpoint(change, expected):
         assert result.labels == dataset.labels
 
 
+def test_settings_that_equal_a_default_are_not_ignored():
+    dataset, config = RandomExamples("sequence"), FinetuneConfig()
+    start = model_config(dataset, head_pooling="mean", activation="gelu_tanh")
+    assert finetuning.model_config(config, start, dataset).head_pooling == "mean"
+    model = finetuning.model_config(config, start, dataset, ["model.head_pooling"])
+    assert (model.head_pooling, model.activation) == ("cls", "gelu_tanh")
+    with pytest.raises(UserError, match="activation is 'gelu', the checkpoint's is 'gelu_tanh'"):
+        finetuning.model_config(config, start, dataset, ["model.activation"])
+
+
+@pytest.mark.parametrize(
+    ("start", "config", "expected"),
+    [
+        ({"family": "electra"}, {}, "gelu"),
+        ({"family": "electra", "pooler_activation": "relu"}, {}, "relu"),
+        ({"family": "electra"}, {"pooler_activation": "relu"}, "relu"),
+        ({"family": "electra", "next_sentence": True}, {}, "tanh"),  # it has a pooler
+        ({}, {}, "tanh"),
+    ],
+)
+def test_new_pooler_has_the_activation_of_the_family(start, config, expected):
+    dataset = RandomExamples("sequence")
+    start = model_config(dataset, head="", labels=(), **start)
+    config = FinetuneConfig(model=ModelConfig(**config))
+    assert finetuning.model_config(config, start, dataset).pooler_activation == expected
+    tagging = finetuning.model_config(FinetuneConfig(), start, RandomExamples("token"))
+    assert tagging.pooler_activation == start.pooler_activation  # it has no pooler
+
+
 def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
     best = {"best_by": "f1", "highest": True, "since": 0}
     config = FinetuneConfig(patience=2)
@@ -604,7 +633,9 @@ def test_early_stopping_depends_only_on_recorded_metrics(tmp_path):
     assert over == [False, False, False, True, False]
     assert not EarlyStopping(Config(), best, tmp_path, 3).is_over
     # Evaluations on the rows of earlier phases do not count.
-    assert EarlyStopping(config, best, tmp_path, 3).best == (1, 3)
+    assert EarlyStopping(config, best, tmp_path, 2).best == (1, 3)
+    # The last of tied evaluations, whose checkpoint is kept.
+    assert EarlyStopping(config, best, tmp_path, 3).best == (3, 3)
     assert EarlyStopping(config, best | {"since": 2}, tmp_path, 2).best == (2, 2)
     assert not EarlyStopping(config, best | {"since": 2}, tmp_path, 3).is_over
 

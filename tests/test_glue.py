@@ -266,6 +266,20 @@ def test_single_files_and_new_data(folder, tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
 
 
+@pytest.mark.parametrize("name", ["qqp", "rte"])
+def test_predictions_of_new_data_have_the_identifiers_of_the_file(folder, tmp_path, name):
+    task = glue.TASKS[name]
+    column = "id" if name == "qqp" else "index"
+    data = write(
+        tmp_path / "dev.tsv",
+        (column, *task.texts, task.label),
+        *((i, "w1", "w2", task.labels[i % 2]) for i in (17, 4)),
+    )
+    new = Glue(TaskConfig(name=name), VOCABULARY, labels=task.labels, new=str(data))
+    new.write("new", [np.array([0.0, 1.0]), np.array([1.0, 0.0])], tmp_path / "out")
+    assert glue.score(name, str(data), str(tmp_path / "out/predictions.tsv"))["accuracy"] == 1
+
+
 # --- Scores ---------------------------------------------------------------------------------------
 
 
@@ -366,6 +380,9 @@ def test_submission(folder, tmp_path):
     assert any(note.endswith("WNLI.tsv: 2 predictions instead of 146") for note in notes)
     first = (tmp_path / "glue.zip").read_bytes()
     glue.submission([out / name for name in glue.TASKS], tmp_path / "glue.zip")
+    assert (tmp_path / "glue.zip").read_bytes() == first
+    write(out / "rte/predictions_7/test/RTE.tsv", ("index", "prediction"))  # of another checkpoint
+    glue.submission([out], tmp_path / "glue.zip")
     assert (tmp_path / "glue.zip").read_bytes() == first
     write(tmp_path / "again" / "RTE.tsv", ("index", "prediction"))
     with pytest.raises(UserError, match="are for the same task"):

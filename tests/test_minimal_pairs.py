@@ -207,16 +207,29 @@ def test_score_sentences_matches_the_python_api(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"sentence_good": "x"}\n', "a.jsonl:1: not JSON with sentence_good"),
-        ("a.txt", "one\n", "a.txt: 1 lines; pairs need an even number"),
+        ("a.jsonl", '{"sentence_good": "x"}\n', "a.jsonl:1: no text in 'sentence_bad'"),
+        ("a.json", "a\nb\n", "a.json: unknown file format; use .jsonl"),
+        ("a.txt", "one\n", "a.txt: 1 lines, but pairs need an even number"),
         ("a.txt", "\n", "a.txt: no pairs"),
-        ("a.txt", "a b c\n" + "the " * 30 + "\n", "has 32 tokens, the model takes 24"),
+        ("a.txt", "a b c\n" + "the " * 30 + "\n", "has 32 tokens, the model takes 24: shorten it"),
     ],
 )
 def test_invalid_pair_files_are_rejected(tmp_path, capsys, name, content, message):
     folder = save_pretrained(torch_model(), tmp_path / "hf")
     (tmp_path / name).write_text(content)
     assert message in refused(capsys, "blimp", "--init", folder, "--data", tmp_path / name)
+
+
+def test_only_line_feeds_separate_pairs(tmp_path):
+    path = tmp_path / "a.jsonl"
+    pairs = [("one\u2028line", "b"), ("c", "d")]
+    lines = [
+        json.dumps({"sentence_good": a, "sentence_bad": b}, ensure_ascii=False) for a, b in pairs
+    ]
+    path.write_text("\ufeff" + "\n".join(lines))
+    assert minimal_pairs.read(path).pairs == pairs
+    (tmp_path / "b.txt").write_text("\ufeffb\none\u2028line\n\nd\nc\n")
+    assert minimal_pairs.read(tmp_path / "b.txt").pairs == pairs
 
 
 def test_model_without_masked_lm_head_is_rejected(tmp_path):

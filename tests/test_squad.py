@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 import random
 
 import numpy as np
@@ -17,6 +18,7 @@ from bert_jax.config import FinetuneConfig, TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.storage import copies
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 WORDS = "the who was born when paris france leader john smith japan electronics".split()
@@ -587,12 +589,16 @@ def test_new_data_get_the_threshold_of_the_same_step(tmp_path, monkeypatch):
         config = FinetuneConfig(task=task)
         dataset, _ = downstream.predict_new(config, VOCABULARY, {}, str(path), tmp_path, step)
         assert dataset.null_threshold == expected
+    # A run on object storage is copied.
+    monkeypatch.setattr(copies, "local", lambda url: tmp_path)
+    dataset, _ = downstream.predict_new(config, VOCABULARY, {}, str(path), "gs://bucket/run", 8)
+    assert dataset.null_threshold == -1.0
 
 
 def test_splits_are_read_from_a_data_folder(tmp_path):
     save(tmp_path / "train-v2.0.json", layout([question("1"), question("2", ())]))
-    (tmp_path / "dev-v2.0.json.gz").write_bytes(
-        gzip.compress(json.dumps(layout([question("3")])).encode())
+    (tmp_path / "dev-v2.0.json.xz").write_bytes(
+        lzma.compress(json.dumps(layout([question("3")])).encode())
     )
     config = TaskConfig(kind="squad", name="squad2", data=str(tmp_path))
     assert set(Squad(config, VOCABULARY).splits) == {"train", "dev"}
@@ -616,6 +622,16 @@ def test_splits_are_read_from_a_data_folder(tmp_path):
 def test_invalid_configurations_are_refused(fields, words):
     with pytest.raises(UserError, match=words):
         Squad(TaskConfig(kind="squad", **fields), VOCABULARY)
+
+
+def test_room_for_the_context_counts_all_separators(tmp_path):
+    class TwoSeparators(Vocabulary):
+        separator_ids = (3, 3)
+
+    path = save(tmp_path / "dev.json", layout([question("Q1")]))
+    config = TaskConfig(kind="squad", dev=str(path), tokens=68)
+    with pytest.raises(UserError, match=r"task\.tokens=68 leaves no room"):
+        Squad(config, TwoSeparators(VOCABULARY.tokens, True))
 
 
 def test_missing_answers_are_refused_except_for_prediction(tmp_path):

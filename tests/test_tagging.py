@@ -1,5 +1,6 @@
 """Tagging: CoNLL columns, conlleval scores, sequences of words, predictions and their files."""
 
+import bz2
 import gzip
 import io
 import itertools
@@ -316,6 +317,26 @@ def test_context_is_limited_to_the_document(tmp_path):
     assert [len(t) for t in alone.splits["train"].tokens] == [5] * 6
 
 
+def test_new_data_have_the_context_of_their_document(tmp_path):
+    sentences = [[(c * 2, "B-x"), (c, "O")] for c in "abcdef"]
+    dataset = tagging(tmp_path, sentences, documents=(0, 4), document_context=True, tokens=11)
+
+    def new(path):
+        options = {"labels": dataset.labels, "new": str(path)}
+        return TokenClassification(dataset.config, VOCABULARY, **options).splits["new"].tokens
+
+    for tokens, expected in zip(
+        new(tmp_path / "train.txt"), dataset.splits["train"].tokens, strict=True
+    ):
+        np.testing.assert_array_equal(tokens, expected)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("aa a\nbb b\n")
+    assert [VOCABULARY.decode(ids) for ids in new(lines)] == [
+        "[CLS] aa a [SEP]",
+        "[CLS] bb b [SEP]",
+    ]
+
+
 def test_long_sentences_are_split_evenly_and_reported(tmp_path):
     dataset = tagging(tmp_path, [[("a", "O")] * 11, [("b", "B-x")]], tokens=12)
     examples = dataset.splits["train"]
@@ -438,7 +459,7 @@ def test_invalid_configuration_is_rejected(fields, words):
 
 def test_splits_are_found_in_a_folder(tmp_path):
     write(tmp_path / "eng.train", TWO)
-    (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"a O\n"))
+    (tmp_path / "valid.txt.bz2").write_bytes(bz2.compress(b"a O\n"))
     dataset = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
     assert set(dataset.splits) == {"train", "dev"}
     with pytest.raises(UserError, match="'test'"):

@@ -15,7 +15,7 @@ import numpy as np
 from bert_jax import files
 from bert_jax.benchmarks import conll_score
 from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import read_labels
+from bert_jax.benchmarks.tables import existing, read_labels
 from bert_jax.config import TaskConfig
 from bert_jax.data import compressed, texts
 from bert_jax.data.examples import NO_EXAMPLE, Examples
@@ -50,7 +50,7 @@ class TokenClassification:
     """A token classification `FinetuneDataset`: one label per word.
 
     Attributes:
-        of_entities: whether labels mark entities (O, B-type, I-type) rather than single words.
+        entity_tags: whether labels mark entities (O, B-type, I-type) rather than single words.
     """
 
     head, objective = "token", "class"
@@ -132,8 +132,11 @@ class TokenClassification:
                 )
             self._add(split, vocabulary, words, tags, documents)
         if new:
-            words = list(self._new_words(new))
-            self._add("new", vocabulary, words, None, [0] * len(words))
+            documents, words = [], []
+            for document, line_words in self._new_words(new):
+                documents.append(document)
+                words.append(line_words)
+            self._add("new", vocabulary, words, None, documents)
 
     def _require_columns(
         self, path: pathlib.Path, sentences: Sequence[conll_score.Sentence], min_columns: int
@@ -177,8 +180,11 @@ class TokenClassification:
             )
         return result
 
-    def _new_words(self, source: str) -> Iterator[list[str]]:
-        """Yield the words of each line or sentence."""
+    def _new_words(self, source: str) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of the document, and the words, of each line or sentence.
+
+        A line of text is a document of its own.
+        """
         path = pathlib.Path(source)
         suffixes = [s.lower() for s in path.suffixes if s.lower() not in compressed.SUFFIXES]
         is_text = source == "-" or (suffixes and suffixes[-1] in (".txt", ".jsonl", ".parquet"))
@@ -186,13 +192,13 @@ class TokenClassification:
             self.report.append(f"new: {source} is read as columns: every line is one word")
             is_text = False
         if is_text:
-            for text, _ in texts.read(source, self.config.text_a).texts:
-                yield text.split()
+            for number, (text, _) in enumerate(texts.read(source, self.config.text_a).texts):
+                yield number, text.split()
         else:
             for sentence in conll_score.read(path):
                 if self._word >= len(sentence.rows[0]):
                     raise UserError(f"{path}:{sentence.line}: no column {self._word + 1} for words")
-                yield sentence.column(self._word)
+                yield sentence.document, sentence.column(self._word)
 
     def _holds_columns(self, path: pathlib.Path) -> bool:
         """Whether a .txt file holds columns, as training files of that name do, and not texts.
@@ -338,14 +344,9 @@ def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
         if getattr(config, split):
             paths[split] = pathlib.Path(getattr(config, split))
         elif config.data:
-            existing = [
-                path
-                for name in names
-                for path in (pathlib.Path(config.data) / f"{name}{end}" for end in ("", ".gz"))
-                if path.exists()
-            ]
-            if existing:
-                paths[split] = existing[0]
+            candidates = (existing(pathlib.Path(config.data) / name) for name in names)
+            if path := next(filter(None, candidates), ""):
+                paths[split] = pathlib.Path(path)
     if not paths:
         raise UserError(
             "no data: set config.task.train and config.task.dev to CoNLL files, or "

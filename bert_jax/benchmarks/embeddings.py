@@ -49,7 +49,7 @@ class Similarity:
         draw_scatter(self.scores, cosines, folder / "scatter.png")
 
     def _cosines(self, vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, " E"]:
-        unit = _unit(vectors)
+        unit = unit_vectors(vectors)
         return np.einsum("ed,ed->e", unit[::2], unit[1::2], dtype=np.float64)
 
 
@@ -94,7 +94,7 @@ class Retrieval:
         self, vectors: Float[np.ndarray, "N D"], count: int = RANKED
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return for each query the indices of its nearest documents, nearest first, and cosines."""
-        unit = _unit(vectors)
+        unit = unit_vectors(vectors)
         queries, documents = unit[: len(self.queries)], unit[len(self.queries) :]
         count, ranking = min(count, len(documents)), []
         indices = {name: i for i, name in enumerate(self.documents)}
@@ -245,5 +245,6 @@ def _not_empty(items: Iterable[str], path: pathlib.Path) -> list[str]:
     return items
 
 
-def _unit(vectors: np.ndarray) -> Any:
+def unit_vectors(vectors: np.ndarray) -> Any:
+    """Scale vectors, the last axis, to unit length."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)

@@ -18,10 +18,9 @@ from bert_jax import files, storage
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks import tables as classification
 from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import NEW, Classification, Row, write_table
+from bert_jax.benchmarks.tables import NEW, Classification, Row, existing, write_table
 from bert_jax.config import TaskConfig
 from bert_jax.data import tables
-from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError, missing
 
@@ -78,6 +77,7 @@ _MNLI_SPLITS = {
     "test": "test_matched",
     "test_mismatched": "test_mismatched",
 }
+_INDEX = ("index", "id")
 # GLUE's diagnostic set, evaluated with models trained on MNLI.
 _AX = ("diagnostic/diagnostic", "AX/AX", "AX/diagnostic")
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
@@ -118,6 +118,8 @@ class Glue(Classification):
         UserError: as in `Classification`. Rows with missing columns are an error except in QQP,
             where they are skipped and counted as in the reference readers.
     """
+
+    _index_columns = _INDEX
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ def read(
             continue
         texts = [fields[column] for column in task.texts]
         label = classification.get_label(where, fields, task.label, requires_labels)
-        index = fields.get("index", fields.get("id", str(number)))
+        index = next((fields[name] for name in _INDEX if name in fields), str(number))
         yield Row(where, index, texts[0], texts[1] if len(texts) > 1 else None, label)
 
 
@@ -306,6 +308,8 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
 def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -> list[str]:
     """Collect GLUE's prediction files found anywhere in the folders into the server's zip.
 
+    Those of checkpoints that were evaluated later, in predictions_STEP, are left out.
+
     Returns:
         What the server would reject, one line each: missing files, wrong numbers of predictions.
 
@@ -317,7 +321,8 @@ def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -
         with files.one_line_errors(f"cannot read {folder}"):
             predictions = sorted(folder.rglob("*.tsv"))
         for path in predictions:
-            if path.name not in SUBMISSION:
+            parts = path.relative_to(folder).parts
+            if path.name not in SUBMISSION or any(p.startswith("predictions_") for p in parts):
                 continue
             if path.name in paths and not path.samefile(paths[path.name]):
                 raise UserError(
@@ -380,12 +385,6 @@ def _submission_name(task: GlueTask, split: str) -> str:
     if task.folder == "MNLI":
         return "MNLI-m.tsv" if split == "test" else "MNLI-mm.tsv"
     return f"{task.folder}.tsv"
-
-
-def existing(path: pathlib.Path) -> str:
-    """Return the path of a file that exists plain or compressed, else ""."""
-    names = [f"{path.name}{suffix}" for suffix in ("", *SUFFIXES)]
-    return next((str(path.with_name(name)) for name in names if path.with_name(name).is_file()), "")
 
 
 def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:

@@ -21,6 +21,7 @@ from bert_jax import files
 from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.squad_score import Question
+from bert_jax.benchmarks.tables import existing
 from bert_jax.config import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
@@ -108,7 +109,8 @@ class Squad:
             UserError: a file or split is missing, a file does not have SQuAD's layout, or sequences
                 are too short.
         """
-        if config.tokens < config.question_tokens + 4:
+        # Besides the question, at least one token of the context, [CLS] and the separators.
+        if config.tokens < config.question_tokens + 3 + len(vocabulary.separator_ids):
             raise UserError(
                 f"config.task.tokens={config.tokens} leaves no room for a context beside a "
                 f"question of {config.question_tokens} tokens: raise it, or lower "
@@ -338,9 +340,8 @@ def _paths(config: TaskConfig, splits: Collection[str] | None) -> dict[str, path
             paths[split] = pathlib.Path(getattr(config, split))
         elif config.data and config.name in _RELEASES:
             name = f"{split}-{_RELEASES[config.name]}.json"
-            for path in (pathlib.Path(config.data) / f"{name}{end}" for end in ("", ".gz")):
-                if path.exists():
-                    paths.setdefault(split, path)
+            if path := existing(pathlib.Path(config.data) / name):
+                paths[split] = pathlib.Path(path)
     for split in splits if splits is not None else ():
         if split not in paths:
             raise UserError(

@@ -11,10 +11,16 @@ import numpy as np
 
 from bert_jax import files
 from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import NEW, encode, get_label, probabilities, write_table
+from bert_jax.benchmarks.tables import (
+    NEW,
+    encode,
+    existing,
+    get_label,
+    probabilities,
+    write_table,
+)
 from bert_jax.config import TaskConfig
 from bert_jax.data import tables
-from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -152,10 +158,8 @@ def _sources(config: TaskConfig) -> dict[str, str]:
     paths = {"train": config.train, "dev": config.dev, "test": config.test}
     sources = {}
     for split, path in paths.items():
-        folder = pathlib.Path(config.data)
-        names = [f"{_SWAG[split]}.csv{suffix}" for suffix in ("", *SUFFIXES)]
         if config.name == "swag" and config.data and not path:
-            path = next((str(folder / name) for name in names if (folder / name).is_file()), "")
+            path = existing(pathlib.Path(config.data) / f"{_SWAG[split]}.csv")
         if path:
             sources[split] = path
     return sources

@@ -18,6 +18,7 @@ from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks.base import Logits
 from bert_jax.config import TaskConfig
 from bert_jax.data import tables
+from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError, did_you_mean
@@ -66,6 +67,8 @@ class Classification:
     """
 
     head = "sequence"
+    # Columns of a row's identifier, of which the first that a file has counts; else its number.
+    _index_columns: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -113,8 +116,9 @@ class Classification:
         """Yield the rows of a split's file."""
         config, required = self.config, self.requires_labels(split)
         texts = [config.text_a, config.text_b] if config.text_b else [config.text_a]
-        records = read_records(source, split, texts, (config.label,))
-        for index, (where, fields) in enumerate(records):
+        records = read_records(source, split, texts, (config.label, *self._index_columns))
+        for number, (where, fields) in enumerate(records):
+            index = next((fields[name] for name in self._index_columns if name in fields), number)
             multilabel = self.objective == "classes"
             label = get_label(where, fields, config.label, required, multilabel)
             b = fields[config.text_b] if config.text_b else None
@@ -259,6 +263,12 @@ class Classification:
             return [self.labels[i] for i in logits.argmax(1)]
         positive = probabilities(logits, "classes") > THRESHOLD
         return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
+
+
+def existing(path: pathlib.Path) -> str:
+    """Return the path of a file that exists plain or compressed, else ""."""
+    names = [f"{path.name}{suffix}" for suffix in ("", *SUFFIXES)]
+    return next((str(path.with_name(name)) for name in names if path.with_name(name).is_file()), "")
 
 
 def read_records(

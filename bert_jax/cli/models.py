@@ -68,7 +68,7 @@ def add_glue_zip(verbs: Verbs) -> None:
         "collect test predictions into a zip for the GLUE server",
         "  bert-jax glue-zip --out glue.zip runs/cola runs/sst2 runs/mnli",
     )
-    sub.add_argument("folders", nargs="+", metavar="DIR", help="runs, or outputs of predict")
+    sub.add_argument("folders", nargs="+", metavar="DIR", help="runs, whose data had test sets")
     sub.add_argument("--out", required=True, metavar="FILE", help="zip to write")
 
 

@@ -105,7 +105,7 @@ def _pretrain(options) -> int | None:
     except Interrupted as interrupt:
         print(f"bert-jax pretrain: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if not config.model.causal:
+    if config.model.masked_lm and not config.model.causal:
         print_next(options, ["fill-mask", "--init", options.workdir, "The [MASK] of the day."])
     return None
 
@@ -177,6 +177,7 @@ def _finetune(options) -> int | None:
                 which=options.checkpoint,
                 force=options.resume == "force",
                 summarize_trace=profile.summarize,
+                keys=config_flags.keys(options.config),
             )
     except Interrupted as interrupt:
         print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)

@@ -143,12 +143,7 @@ class StateLosses:
     def __init__(
         self, distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, tokens: int
     ):
-        """Initialize for rows of `tokens` tokens.
-
-        Raises:
-            UserError: the teacher does not fit.
-        """
-        check(distill, student, teacher, tokens)
+        """Initialize for rows of `tokens` tokens and models that passed `check`."""
         self._weights = {HIDDEN: distill.hidden, RELATIONS: distill.relations}
         self._every = teacher.layers // student.layers
         self._heads = distill.relation_heads or student.heads
@@ -215,6 +210,7 @@ class Distilled(MaskedLM):
                 f"the teacher {distill.teacher} has no masked-LM head: set --config.distill.logits=0, "
                 "with weights of distill.hidden or distill.relations"
             )
+        check(distill, student, teacher.model, self._tokens)
         self._states = StateLosses(distill, student, teacher.model, self._tokens)
         self.loss_scales = loss_scales(distill, self.best_metric.name)
         args_of_flops = (self._tokens, self.masker.sequences, self.masker.predictions)
@@ -289,7 +285,7 @@ def teacher_hidden(config: TrainConfig, teacher: Teacher) -> int:
 
 
 def check(distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, tokens: int) -> None:
-    """Check that a teacher fits a student and rows of `tokens` tokens.
+    """Check that a teacher fits a student and sequences of up to `tokens` tokens.
 
     Raises:
         UserError: names the setting.
@@ -301,7 +297,8 @@ def check(distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, to
         )
     if teacher.positions < tokens:
         raise UserError(
-            f"the teacher {source} has {teacher.positions} positions, too few for rows of T={tokens}"
+            f"the teacher {source} has {teacher.positions} positions, too few for sequences of "
+            f"{tokens} tokens"
         )
     if distill.hidden and teacher.layers % student.layers:
         raise UserError(

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from bert_jax import config as config_lib
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.config_checks import validate
+from bert_jax.convert.families import FAMILIES
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -56,39 +57,62 @@ def make_objective(
     return OBJECTIVES[dataset.head](model, dataset, split, plan, embed)
 
 
-def embed_config(config: FinetuneConfig, start: EmbedConfig) -> EmbedConfig:
+def embed_config(
+    config: FinetuneConfig, start: EmbedConfig, keys: Collection[str] = ()
+) -> EmbedConfig:
     """Return how a sentence encoder pools: settings at their defaults are the checkpoint's.
 
     Longer texts are truncated as in training unless the checkpoint has a maximum of its own.
+
+    Args:
+        config: the config.
+        start: settings of the checkpoint.
+        keys: keys of the config that the user has set one by one, which count even at their defaults.
     """
     default = EmbedConfig()
     inherited = {
         field.name: getattr(start, field.name)
         for field in dataclasses.fields(EmbedConfig)
         if getattr(config.embed, field.name) == getattr(default, field.name)
+        and f"embed.{field.name}" not in keys
     }
     embed = dataclasses.replace(config.embed, **inherited)
     return dataclasses.replace(embed, tokens=embed.tokens or config.task.tokens)
 
 
 def model_config(
-    config: FinetuneConfig, start: ModelConfig | None, dataset: FinetuneDataset
+    config: FinetuneConfig,
+    start: ModelConfig | None,
+    dataset: FinetuneDataset,
+    keys: Collection[str] = (),
 ) -> ModelConfig:
     """Return the model to fine-tune: the checkpoint's or config's encoder with the dataset's head.
+
+    Args:
+        config: the config.
+        start: the checkpoint's model; None for random weights.
+        dataset: the data.
+        keys: as in `embed_config`.
 
     Raises:
         UserError: the config asks for an encoder that differs from the checkpoint's.
     """
-    is_set = is_changed(config.model)
+    changed, default = is_changed(config.model), ModelConfig().pooler_activation
+
+    def is_set(name: str) -> bool:
+        return changed(name) or f"model.{name}" in keys
+
+    has_new_pooler = start is not None and not start.has_pooler
+    # Settings of the head are the config's if it sets them, else the checkpoint's.
+    head_fields = ["head_layer", "head_pooling", *["pooler_activation"] * has_new_pooler]
     model = inherit(
         config.model,
         start or config.model,
         is_set=is_set,
-        # What is new in fine-tuning: the config's if it sets them, else the checkpoint's.
-        free=[name for name in ("head_layer", "head_pooling") if is_set(name)],
+        free=[name for name in head_fields if is_set(name)],
         advice="train with --init none",
     )
-    return dataclasses.replace(
+    model = dataclasses.replace(
         model,
         masked_lm=False,
         next_sentence=False,
@@ -99,8 +123,15 @@ def model_config(
         pooler=False,
         head=dataset.head,
         labels=tuple(dataset.labels),
+        problem_type="",
         lora=config.lora,
     )
+    is_default = model.pooler_activation == default and not is_set("pooler_activation")
+    if model.has_pooler and has_new_pooler and is_default:
+        # Pretraining had no use for the setting; an export needs the family's.
+        fixed = FAMILIES[model.family].fixed
+        model.pooler_activation = fixed.get("pooler_activation", default)
+    return model
 
 
 def restored(

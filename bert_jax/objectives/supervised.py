@@ -19,7 +19,14 @@ from bert_jax.model.bert import Bert, Params, init_params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives import losses
 from bert_jax.objectives.base import Metric
-from bert_jax.objectives.distillation import LOGITS, StateLosses, Teacher, logit_loss, loss_scales
+from bert_jax.objectives.distillation import (
+    LOGITS,
+    StateLosses,
+    Teacher,
+    check,
+    logit_loss,
+    loss_scales,
+)
 from bert_jax.objectives.losses import WeightedSum
 
 
@@ -71,8 +78,8 @@ class Supervised:
     def distill(self, config: DistillConfig, teacher: Teacher) -> None:
         """Add losses against a teacher, fine-tuned on the same task.
 
-        That of the predictions is the divergence of the distributions of each labeled example or token;
-        the squared difference in regression.
+        The prediction loss is the KL divergence of the distributions of each labeled example or token,
+        or the squared difference in regression.
 
         Raises:
             UserError: the objective has no such loss, or the teacher does not fit.
@@ -88,6 +95,10 @@ class Supervised:
                 f"the teacher {config.teacher} is not fine-tuned on this task: its labels are "
                 f"{', '.join(teacher.model.labels) or 'none'}"
             )
+        longest = max(
+            len(ids) for examples in self.dataset.splits.values() for ids in examples.tokens
+        )
+        check(config, self.model.config, teacher.model, longest)
         tokens, sequences = self._row_shape
         self._states = StateLosses(config, self.model.config, teacher.model, tokens)
         self._temperature = config.temperature

@@ -4,19 +4,20 @@ BLiMP (Warstadt et al. 2020, arXiv 1912.00582) and Zorro (Huebner et al. 2021) h
 phenomenon. The score of a sentence is its pseudo-log-likelihood (`inference.SentenceScorer`).
 """
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from bert_jax import storage
-from bert_jax.data.compressed import SUFFIXES, damage, decompressed
+from bert_jax.data import tables
+from bert_jax.data.compressed import SUFFIXES
 from bert_jax.errors import UserError
 from bert_jax.inference import PLL, SentenceScorer
 from bert_jax.progress import Progress
 
 # Where BLiMP's and Zorro's repositories have their files; "" is the folder itself.
 _FOLDERS = ("data", "sentences/babyberta", "")
+_KINDS = (".jsonl", ".txt")
 
 
 class Phenomenon(NamedTuple):
@@ -57,30 +58,30 @@ def read(path: str | pathlib.Path) -> Phenomenon:
     Raises:
         UserError: the file cannot be read, or is neither.
     """
-    path = pathlib.Path(path)
-    with damage(path), decompressed(path) as stream:
-        lines = stream.read().decode(errors="replace").splitlines()
-    lines = [line for line in lines if line.strip()]
-    term = field = ""
-    if lines and lines[0].startswith("{"):
-        pairs = []
-        for number, line in enumerate(lines, 1):
-            try:
-                values = json.loads(line)
-                pairs.append((str(values["sentence_good"]), str(values["sentence_bad"])))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise UserError(
-                    f"{path}:{number}: not JSON with sentence_good and sentence_bad, as in BLiMP"
-                ) from None
+    path, kind = pathlib.Path(path), tables.kind_of(path)
+    if kind not in _KINDS:
+        raise UserError(
+            f"{path}: unknown file format; use .jsonl with sentence_good and sentence_bad, or .txt with "
+            "two lines for each pair"
+        )
+    pairs, term, field = [], "", ""
+    if kind == ".jsonl":
+        for _, values in tables.read(path, ["sentence_good", "sentence_bad"]):
+            pairs.append((values["sentence_good"], values["sentence_bad"]))
             term = str(values.get("linguistics_term", ""))
             # One of BLiMP's files has "syntax/semantics", the others "syntax_semantics".
             field = str(values.get("field", "")).replace("/", "_")
-    elif len(lines) % 2:
-        raise UserError(f"{path}: {len(lines)} lines; pairs need an even number, the bad one first")
     else:
+        records = tables.read(path, ["line"], kind=kind, header=["line"], empty=True)
+        lines = [line for line in (fields["line"] for _, fields in records) if line.strip()]
+        if len(lines) % 2:
+            raise UserError(
+                f"{path}: {len(lines)} lines, but pairs need an even number, the ungrammatical one "
+                "first; complete the last pair, or remove it"
+            )
         pairs = list(zip(lines[1::2], lines[::2], strict=True))
     if not pairs:
-        raise UserError(f"{path}: no pairs")
+        raise UserError(f"{path}: no pairs; add at least one")
     return Phenomenon(pairs, term, field)
 
 
@@ -95,7 +96,7 @@ def find(path: str | pathlib.Path) -> list[pathlib.Path]:
     path = pathlib.Path(path)
     if not path.is_dir():
         return [path]
-    endings = tuple(kind + suffix for kind in (".jsonl", ".txt") for suffix in ("", *SUFFIXES))
+    endings = tuple(kind + suffix for kind in _KINDS for suffix in ("", *SUFFIXES))
     for folder in _FOLDERS:
         files = sorted(p for p in (path / folder).glob("*") if p.name.endswith(endings))
         if files:
@@ -120,16 +121,16 @@ def evaluate(
     files = [file for path in paths for file in find(path)]
     phenomena = {file.name.split(".")[0]: read(file) for file in files}
     if len(phenomena) < len(files):
-        raise UserError("minimal pairs: two files have the same name")
+        raise UserError("minimal pairs: two files have the same name; rename one")
     scorer = SentenceScorer(source, which)
     accuracies = {}
     pairs = {name: phenomenon.pairs[: count or None] for name, phenomenon in phenomena.items()}
     with Progress("minimal pairs", sum(map(len, pairs.values())), "pairs") as progress:
-        for name, own in pairs.items():
-            sentences = [sentence for pair in own for sentence in pair]
+        for name, phenomenon_pairs in pairs.items():
+            sentences = [sentence for pair in phenomenon_pairs for sentence in pair]
             scores = scorer(sentences, pll=pll).reshape(-1, 2)
             accuracies[name] = float((scores[:, 0] > scores[:, 1]).mean())
-            progress.advance(len(own))
+            progress.advance(len(phenomenon_pairs))
 
     def means(kind: str) -> dict[str, float]:
         groups: dict[str, list[float]] = {}
