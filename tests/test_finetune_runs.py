@@ -202,8 +202,10 @@ def test_hugging_face_export_preserves_labels(run, tmp_path):
     assert [c["label"] for c in classify(["w5 w0 w7", "w9 w1 w3"])] == ["no", "yes"]
     back = source.read(str(tmp_path / "out"))
     config, _, params, _ = checkpoint.load_model(run)
+    assert back.config.model.problem_type == "single_label_classification"
+    others = ("tied_decoder", "attention", "problem_type")
     assert back.config.model == dataclasses.replace(
-        config.model, **{k: getattr(back.config.model, k) for k in ("tied_decoder", "attention")}
+        config.model, **{name: getattr(back.config.model, name) for name in others}
     )
     jax.tree.map(np.testing.assert_array_equal, back.params, jax.device_get(params))
 
