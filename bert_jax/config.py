@@ -422,8 +422,8 @@ class GuardConfig:
     spike: str = _one_of("report", "off", "stop", "skip", "rollback")
     sigmas: float = _positive(10.0)
     rollback_steps: int = _not_negative(16)
-    # The run stops after more than this many bad steps of a kind. Of spikes that are only reported, at most
-    # this many are recorded and printed.
+    # The run stops after more than this many bad steps of a kind. Of spikes that are only reported,
+    # at most this many are recorded and printed.
     max_incidents: int = _not_negative(100)
     # Compute a step twice every this many steps and stop the run if the results differ (faulty
     # hardware or a race condition). 0 disables the check.

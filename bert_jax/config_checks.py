@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from bert_jax.config import (
     HEADS,
@@ -47,9 +48,7 @@ def validate(config: TrainConfig) -> None:
             require(math.isfinite(value), key, "finite")
         if isinstance(value, int) and key != "seed":  # steps and shapes are counted in int32
             require(abs(value) < 2**31, key, "below 2**31")
-    for key, field, value in leaves(config):
-        if "holds" in field.metadata:
-            require(field.metadata["holds"](value), key, field.metadata["requirement"])
+    check_fields(config)
     require(config.seed < 2**32, "seed", "below 2**32")
 
     model = config.model
@@ -153,6 +152,19 @@ def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, st
     weights = (distill.labels, distill.logits, distill.hidden, distill.relations)
     if not any(weights):
         raise UserError("config.distill: every weight is 0: set at least one of logits, hidden, …")
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Check each field of a config, or of the part of one at `prefix`, alone.
+
+    Raises:
+        UserError: names the first invalid field, its value and the valid ones.
+    """
+    for key, field, value in leaves(config, prefix):
+        if "holds" in field.metadata and not field.metadata["holds"](value):
+            raise UserError(
+                f"config.{key} is {value!r}: it must be {field.metadata['requirement']}"
+            )
 
 
 def _validate_pretraining(config: Config, require: Callable[[bool, str, str], None]) -> None:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from bert_jax import files, sharding, storage
 from bert_jax.benchmarks import embeddings
 from bert_jax.config import MeshConfig, TrainConfig, layer_numbers
+from bert_jax.config_checks import check_fields
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
@@ -31,7 +32,6 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, sum_tokens
 from bert_jax.progress import Progress
 
-POOLINGS = ("mean", "cls", "none")
 LONG = ("truncate", "window")
 OUTPUTS = (".npy", ".jsonl", ".parquet")
 # Rows have this length or a larger power of two. Attention costs T² per row, so short texts are
@@ -192,10 +192,7 @@ class Embedder:
                 f"config.embed.tokens is {max_tokens}: it must be 3 to {model.positions}, "
                 "config.model.positions"
             )
-        if embed.pooling not in POOLINGS:
-            raise UserError(
-                f"config.embed.pooling is {embed.pooling!r}: it must be one of {', '.join(POOLINGS)}"
-            )
+        check_fields(embed, "embed.")
         if long not in LONG:
             raise UserError(f"long={long!r}: it must be one of {', '.join(LONG)}")
         if long == "window" and not 0 <= overlap_tokens < max_tokens - 2:
