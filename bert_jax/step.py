@@ -196,7 +196,13 @@ def initial_state(
     The shapes include the teacher, the state of the function does not (`place_teacher`).
     """
     objective, optimizer = phase.objective, optim.make_optimizer(config)
-    params = jax.eval_shape(objective.init, jax.random.key(0))
+
+    def draw(seed: UInt[Array, ""]) -> Params:
+        return objective.init(jax.random.key(seed))
+
+    # With the seed's sharding, so that JAX does not trace it again in `init`.
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(mesh))
+    params = jax.eval_shape(draw, seed)
     teacher = jax.eval_shape(lambda: getattr(objective, "teacher", None))
     loss_terms = jax.eval_shape(
         lambda params, batch, key: objective.loss_terms(
@@ -208,12 +214,14 @@ def initial_state(
     )
     loss_terms["gradient_norm"] = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
 
-    def init(seed: UInt[Array, ""]) -> State:
-        params = objective.init(jax.random.key(seed))
+    def begin(params: Params, seed: UInt[Array, ""]) -> State:
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss_terms)
         return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.begin())
 
-    shapes = jax.eval_shape(init, jnp.uint32(0))
+    def init(seed: UInt[Array, ""]) -> State:
+        return begin(draw(seed), seed)
+
+    shapes = jax.eval_shape(begin, params, seed)
     shardings = sharding.shardings(mesh, shapes)
     abstract = checkpoint.abstract(shapes, shardings)
     abstract_teacher = checkpoint.abstract(teacher, sharding.shardings(mesh, teacher))

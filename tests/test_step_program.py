@@ -119,6 +119,25 @@ def test_metrics_are_sums_over_a_logging_window():
     assert weights == [4 * 24 * count for count in (1, 2, 1, 2, 1)]
 
 
+def test_initialization_is_traced_once(monkeypatch):
+    traced, touch = [], bert.Bert.touch
+
+    def counted(*inputs):
+        traced.append(inputs)
+        return touch(*inputs)
+
+    monkeypatch.setattr(bert, "_INITIALIZERS", {})
+    monkeypatch.setattr(bert.Bert, "touch", counted)
+    model = dataclasses.replace(model_size("L1-H32-A2"), vocab_size=VOCAB)
+    config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4)
+    config, (phase,) = pretraining.abstract_phases(config, sequences=3)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    init, shapes = step_lib.initial_state(config, phase, mesh)
+    count = len(traced)
+    init(step_lib.place_seed(0, shapes))
+    assert len(traced) == count > 0
+
+
 @pytest.mark.parametrize("layer_loop", ["unrolled", "scanned"])
 def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
     """Not within a layer, nor across layers, parts of a batch, steps or seeds."""
@@ -129,7 +148,7 @@ def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
     config = Config(model=model, phases=(PhaseConfig(tokens=24),), batch_size=4, steps=10)
     config.phases[0].accumulation = 2
     config, (phase,) = pretraining.abstract_phases(config, sequences=3)
-    init, _ = step_lib.initial_state(
+    init, shapes = step_lib.initial_state(
         config, phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     )
     batch = {name: jnp.ones(s.shape, s.dtype) for name, s in phase.batch_shape.items()}
@@ -144,7 +163,7 @@ def test_every_dropout_uses_a_different_key(monkeypatch, layer_loop):
         monkeypatch.setattr(module, "dropout", recorded)
     step = jax.jit(step_lib.make_step(config, phase))
     for seed in (0, 1):
-        state = init(jnp.uint32(seed))
+        state = init(step_lib.place_seed(seed, shapes))
         for _ in range(2):
             state, _, _ = step(state, batch)
     jax.effects_barrier()

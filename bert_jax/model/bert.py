@@ -8,6 +8,7 @@ Parameter paths (`encoder/layer_3/attention/query/kernel`) are public: weight-de
 and checkpoint conversion match on them.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -638,10 +639,26 @@ class Bert(nn.Module):
             self.classifier(hidden)
 
 
+# Jitted `_draw_params` by model config; configs are mutable, hence the copy and the key.
+_INITIALIZERS: dict[str, Callable[[Key[Array, ""]], Params]] = {}
+
+
 def init_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
     """Return random parameters of the whole model, bit for bit those of `Bert(config).init`.
 
     With `config.base_hidden` they are scaled by `width.scales`.
+    """
+    # JAX reuses the trace of a jitted function: a run first needs the shapes, then the values.
+    name = repr(config)
+    if name not in _INITIALIZERS:
+        _INITIALIZERS[name] = jax.jit(
+            functools.partial(_draw_params, copy.deepcopy(config)), inline=True
+        )
+    return _INITIALIZERS[name](key)
+
+
+def _draw_params(config: ModelConfig, key: Key[Array, ""]) -> Params:
+    """Draw the parameters.
 
     Kernels of one shape are drawn together: XLA compiles a separate generator per parameter for
     longer than the training step.
