@@ -231,7 +231,7 @@ def evaluate_run(
 
     Args:
         folder: the workdir.
-        dataset: the run's data; None reads them again.
+        dataset: the run's data; None reads the splits to evaluate.
         mesh: the devices to use.
         which: as in `checkpoint.load_model`.
 
@@ -242,7 +242,7 @@ def evaluate_run(
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, FinetuneConfig)
     if dataset is None:
-        dataset = load_dataset(config.task, vocabulary, config.model.labels)
+        dataset = load_dataset(config.task, vocabulary, config.model.labels, training=False)
     suffix = "" if which == "best" else f"_{step}"
     results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": dataset.best_by}
     for split, examples in dataset.splits.items():

@@ -181,9 +181,9 @@ def test_test_split_may_lack_labels(tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
     # Only labelled examples are scored.
     config.test = write(tmp_path / "test.tsv", ["text\tlabel", "w5\tno", "w6\t", "w7\tno"])
-    dataset = Classification(config, VOCABULARY, ["test"])
+    dataset = Classification(config, VOCABULARY, training=False)
     assert dataset.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
-    assert list(dataset.splits) == ["test"]
+    assert list(dataset.splits) == ["dev", "test"]
     assert dataset.labels == ("no", "yes")  # still read from the training data
 
 
@@ -273,11 +273,6 @@ def test_invalid_label_values_are_rejected(tmp_path):
     refused(config, "0 is not a number")
     row = json.dumps({"text": "w1", "label": "a\tb"})
     refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is not a label")
-
-
-def test_missing_split_error_names_the_split(tmp_path):
-    refused(task(tmp_path), "no 'dev' split: set config.task.dev", ["dev"])
-    refused(task(tmp_path, dev=[]), "no 'test' split", ["train", "test"])
 
 
 def test_empty_splits_are_rejected_except_new_texts(tmp_path):
@@ -511,11 +506,9 @@ def test_invalid_questions_are_rejected(tmp_path, line, says):
     assert says in str(error.value)
 
 
-def test_missing_choices_or_split_is_rejected(tmp_path):
+def test_missing_choices_are_rejected():
     with pytest.raises(UserError, match="name the columns of at least two choices"):
         MultipleChoice(TaskConfig(train="a.csv"), VOCABULARY)
-    with pytest.raises(UserError, match="no 'dev' split"):
-        MultipleChoice(TaskConfig(name="swag", data=str(tmp_path)), VOCABULARY, ["dev"])
 
 
 # --- Real data ------------------------------------------------------------------------------------

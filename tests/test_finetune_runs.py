@@ -387,6 +387,44 @@ def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
     assert "must return a bert_jax.config.FinetuneConfig" in result
 
 
+@pytest.mark.parametrize(
+    ("write", "task"),
+    [
+        (squad_file, {"kind": "squad", "name": "squad2"}),
+        (conll_file, {"kind": "tagging"}),
+        (choice_file, {"kind": "choice", "text_a": "question", "choices": ("first", "second")}),
+        (tasks.labels_file, {"objective": "classes"}),
+    ],
+)
+def test_evaluation_does_not_need_the_training_data(tmp_path, write, task):
+    train, dev = tmp_path / "train.csv", tmp_path / "dev.csv"
+    write(train)
+    write(dev)
+    task = TaskConfig(tokens=32, question_tokens=8, train=str(train), dev=str(dev), **task)
+    whole = load_dataset(task, VOCABULARY)
+    train.unlink()
+    part = load_dataset(task, VOCABULARY, whole.labels, training=False)
+    assert list(part.splits) == ["dev"]
+    jax.tree.map(
+        np.testing.assert_array_equal, part.splits["dev"].tokens, whole.splits["dev"].tokens
+    )
+    with pytest.raises(UserError, match="train"):
+        load_dataset(task, VOCABULARY, whole.labels)
+
+
+def test_training_data_decide_whether_questions_can_be_unanswerable(tmp_path):
+    train, dev = tmp_path / "train.json", tmp_path / "dev.json"
+    squad_file(train)
+    data = json.loads(train.read_text())
+    questions = data["data"][0]["paragraphs"][0]["qas"]
+    questions[:] = [question for question in questions if question["answers"]]
+    dev.write_text(json.dumps(data))
+    task = TaskConfig(kind="squad", tokens=32, question_tokens=8, train=str(train), dev=str(dev))
+    dataset = load_dataset(task, VOCABULARY, ("start", "end"), training=False)
+    assert list(dataset.splits) == ["dev"]
+    assert dataset.unanswerable
+
+
 @pytest.mark.parametrize("name", ["glue.py:stsb", "squad.py:2", "swag.py:own", "table.py:classes"])
 def test_config_files_load_with_arguments(name):
     assert load([f"--config={tasks.CONFIGS / name}"], FinetuneConfig)

@@ -413,7 +413,7 @@ def test_invalid_tag_error_names_the_line(tmp_path):
 def test_sources_of_the_label_set(tmp_path):
     train, dev = write(tmp_path / "a.txt", TWO), write(tmp_path / "b.txt", TWO[1:])
     config = TaskConfig(kind="tagging", train=train, dev=dev)
-    only = TokenClassification(config, VOCABULARY, ["dev"])
+    only = TokenClassification(config, VOCABULARY, training=False)
     assert set(only.splits) == {"dev"}
     assert only.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
     config = TaskConfig(kind="tagging", dev=dev, labels="O,B-z,I-z")
@@ -462,8 +462,6 @@ def test_splits_are_found_in_a_folder(tmp_path):
     (tmp_path / "valid.txt.bz2").write_bytes(bz2.compress(b"a O\n"))
     dataset = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
     assert set(dataset.splits) == {"train", "dev"}
-    with pytest.raises(UserError, match="'test'"):
-        TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY, ["test"])
 
 
 # Predictions

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class TokenClassification:
         self,
         config: TaskConfig,
         vocabulary: Vocabulary,
-        splits: Collection[str] | None = None,
+        training: bool = True,
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
@@ -70,7 +70,7 @@ class TokenClassification:
                 are in the first and labels in the last column. `data` is a folder with, e.g.,
                 train.txt, valid.txt and test.txt; `train`, `dev` and `test` name single files.
             vocabulary: the model's vocabulary.
-            splits: which splits to read; None reads all that exist.
+            training: whether to read the training data, which an evaluation does not need.
             labels: labels of a fine-tuned model, with which only training data need tags. If (),
                 `config.labels`, or the labels of the training data, completed to B-type and I-type
                 for every type.
@@ -90,17 +90,12 @@ class TokenClassification:
         self._word = _column(config.text_a, "text_a", "text", 0)
         self._tag = _column(config.label, "label", "label", -1)
         paths = {} if new else _paths(config)
-        for split in splits if splits is not None and not new else ():
-            if split not in paths:
-                raise UserError(
-                    f"no file for the split {split!r}: set config.task.{split} or config.task.data"
-                )
         known = labels or (read_labels(config.labels) if config.labels else ())
         if not known and "train" not in paths:
             raise UserError(
                 "the labels are unknown: set config.task.train, or list them in config.task.labels"
             )
-        requested = [split for split in paths if splits is None or split in splits]
+        requested = [split for split in paths if training or split != "train"]
         read = {
             split: conll_score.read(paths[split])
             for split in paths

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import pathlib
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ class Glue(Classification):
     Args:
         config: the task. `name` is the GLUE task, `data` GLUE's folder, the task's folder, or
             "tfds". `train`, `dev` and `test` override single files, in GLUE's format.
-        vocabulary, splits, labels, new: as in `Classification`; a new table has GLUE's columns
+        vocabulary, training, labels, new: as in `Classification`; a new table has GLUE's columns
             unless `config.text_a` and `text_b` name others.
 
     Raises:
@@ -125,7 +125,7 @@ class Glue(Classification):
         self,
         config: TaskConfig,
         vocabulary: Vocabulary,
-        splits: Collection[str] | None = None,
+        training: bool = True,
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
@@ -144,7 +144,7 @@ class Glue(Classification):
             labels=",".join(self.task.labels),
             objective="class" if self.task.labels else "number",
         )
-        super().__init__(config, vocabulary, splits, labels, new)
+        super().__init__(config, vocabulary, training, labels, new)
         self.best_by = self.task.best_by
 
     def sources(self) -> dict[str, str]:

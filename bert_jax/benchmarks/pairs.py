@@ -1,7 +1,6 @@
 """Pairs of texts to train sentence embeddings on, with held-out data to evaluate the vectors."""
 
 import pathlib
-from collections.abc import Collection
 
 import numpy as np
 
@@ -26,7 +25,7 @@ class Pairs:
     Args:
         config: the task.
         vocabulary: the model's vocabulary.
-        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        training: whether to read the training data, which an evaluation does not need.
         labels: not used, as there are none.
 
     Attributes:
@@ -44,7 +43,7 @@ class Pairs:
         self,
         config: TaskConfig,
         vocabulary: Vocabulary,
-        splits: Collection[str] | None = None,
+        training: bool = True,
         labels: tuple[str, ...] = (),
     ):
         self.config = config
@@ -56,7 +55,7 @@ class Pairs:
         self.best_by = ""
         for name in ("train", "dev", "test"):
             source = getattr(config, name)
-            if not source or (splits is not None and name not in splits):
+            if not source or (name == "train" and not training):
                 continue
             if name == "train":
                 records = tables.read(source, list(dict.fromkeys(columns)))

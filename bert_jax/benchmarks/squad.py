@@ -12,7 +12,6 @@ import dataclasses
 import json
 import pathlib
 import unicodedata
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +89,7 @@ class Squad:
         self,
         config: TaskConfig,
         vocabulary: Vocabulary,
-        splits: Collection[str] | None = None,
+        training: bool = True,
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
@@ -101,7 +100,7 @@ class Squad:
                 whether questions can be unanswerable. `data` is a folder with train-v1.1.json and
                 dev-v1.1.json (or v2.0); `train`, `dev` and `test` name single files.
             vocabulary: the model's vocabulary.
-            splits: which splits to read; None reads all that exist.
+            training: whether to read the training data, which an evaluation does not need.
             labels: labels of a fine-tuned model, with which only training data need answers.
             new: a file to predict on, as the only split, "new".
 
@@ -120,7 +119,9 @@ class Squad:
             if getattr(config, name) < 1:
                 raise UserError(f"config.task.{name}={getattr(config, name)} must be at least 1")
         self.config, self.report, self.null_threshold = config, [], 0.0
-        paths = {"new": pathlib.Path(new)} if new else _paths(config, splits)
+        paths = {"new": pathlib.Path(new)} if new else _paths(config)
+        if not training and config.name:  # without a name, the training data can decide the version
+            paths.pop("train", None)
         questions = {}
         for split, path in paths.items():
             questions[split] = squad_score.read(path)
@@ -136,9 +137,10 @@ class Squad:
         self.splits: dict[str, Examples] = {}
         self._windows: dict[str, _Windows] = {}
         for split in questions:
-            self.splits[split], self._windows[split] = self._read(
-                split, questions[split], vocabulary
-            )
+            if training or split != "train":
+                self.splits[split], self._windows[split] = self._read(
+                    split, questions[split], vocabulary
+                )
 
     def _read(
         self, split: str, questions: list[Question], vocabulary: Vocabulary
@@ -327,8 +329,8 @@ class Squad:
                 files.write_json(folder / "answers.json", answers)
 
 
-def _paths(config: TaskConfig, splits: Collection[str] | None) -> dict[str, pathlib.Path]:
-    """Return the paths of the requested splits."""
+def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
+    """Return the path of each split that has a file."""
     if config.data == "tfds":
         raise UserError(
             "config.task.data=tfds: SQuAD is read from JSON files; set config.task.data to their "
@@ -342,18 +344,12 @@ def _paths(config: TaskConfig, splits: Collection[str] | None) -> dict[str, path
             name = f"{split}-{_RELEASES[config.name]}.json"
             if path := existing(pathlib.Path(config.data) / name):
                 paths[split] = pathlib.Path(path)
-    for split in splits if splits is not None else ():
-        if split not in paths:
-            raise UserError(
-                f"no file for the split {split!r}: set config.task.{split}, or config.task.name "
-                "and config.task.data to a folder with, e.g., dev-v1.1.json"
-            )
     if not paths:
         raise UserError(
             "no data: set config.task.train and config.task.dev to SQuAD's JSON files, or "
             "config.task.name and config.task.data to a folder with, e.g., train-v1.1.json"
         )
-    return {s: path for s, path in paths.items() if splits is None or s in splits}
+    return paths
 
 
 def _find(

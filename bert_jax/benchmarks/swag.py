@@ -4,7 +4,7 @@ A question with n choices becomes n sequences `[CLS] context [SEP] choice [SEP]`
 """
 
 import pathlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ class MultipleChoice:
             tables `text_a` is the context, `text_b` (if not "") is prepended to each of the columns
             `choices`, and `label` is the index of the correct choice from 0 or its column's name.
         vocabulary: the model's vocabulary.
-        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        training: whether to read the training data, which an evaluation does not need.
         labels: labels of a fine-tuned model, with which only training data must be labeled; () when
             fine-tuning.
         new: a table to read as the only split, "new"; its labels are optional.
@@ -62,7 +62,7 @@ class MultipleChoice:
         self,
         config: TaskConfig,
         vocabulary: Vocabulary,
-        splits: Collection[str] | None = None,
+        training: bool = True,
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
@@ -79,16 +79,13 @@ class MultipleChoice:
         self.report: list[str] = []
         sources = {NEW: new} if new else _sources(config)
         self.splits: dict[str, Examples] = {}
-        for name in [NEW] if new else list(sources if splits is None else splits):
-            if not sources.get(name):
-                raise UserError(
-                    f"no {name!r} split: set config.task.{name} or check config.task.data (found: "
-                    f"{', '.join(sources) or 'nothing'})"
-                )
+        for name, source in sources.items():
+            if name == "train" and not training:
+                continue
             required = not name.startswith(("test", NEW)) and not (labels and name != "train")
-            questions = list(self._questions(sources[name], required))
+            questions = list(self._questions(source, required))
             if not questions and name != NEW:
-                raise UserError(f"{sources[name]} ({name}) holds no rows: add at least one")
+                raise UserError(f"{source} ({name}) holds no rows: add at least one")
             context = [q.context for q in questions for _ in q.choices]
             choices = [choice for q in questions for choice in q.choices]
             tokens, a_length, note = encode(vocabulary, context, choices, config.tokens)

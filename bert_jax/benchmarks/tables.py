@@ -7,7 +7,7 @@ import collections
 import math
 import pathlib
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +56,7 @@ class Classification:
         config: the task. `objective` "class" has one label per row, "number" a number, "classes"
             any number of labels: a list in JSON and Parquet, names separated by "|" in a cell.
         vocabulary: the model's vocabulary.
-        splits: which of "train", "dev" and "test" to read; None reads all that exist.
+        training: whether to read the training data, which an evaluation does not need.
         labels: labels of a fine-tuned model, with which only training data must be labeled. If (),
             `config.labels` or the sorted labels of the training data.
         new: a table, lines of text (pairs: tab-separated) or "-" for lines from standard input, to
@@ -74,7 +74,7 @@ class Classification:
         self,
         config: TaskConfig,
         vocabulary: Vocabulary,
-        splits: Collection[str] | None = None,
+        training: bool = True,
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
@@ -85,13 +85,7 @@ class Classification:
         ]
         self._model_labels = labels
         sources = {NEW: new} if new else self.sources()
-        names = [NEW] if new else list(sources if splits is None else splits)
-        for name in names:
-            if not sources.get(name):
-                raise UserError(
-                    f"no {name!r} split: set config.task.{name.partition('_')[0]} or check "
-                    f"config.task.data (found: {', '.join(sources) or 'nothing'})"
-                )
+        names = [name for name in sources if training or name != "train"]
         rows = {name: list(self.rows(name, sources[name])) for name in names}
         for name, split_rows in rows.items():
             if not split_rows and name != NEW:
