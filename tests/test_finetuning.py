@@ -92,15 +92,14 @@ def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
         )
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("head", "objective"), HEADS)
-def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
-    """The weight stays equal too. With dropout, the same units are dropped."""
+def test_padding_rows_do_not_change_loss_or_gradients(head, objective):
+    """The weight and the units that dropout sets to zero stay the same too."""
     dataset = RandomExamples(head, objective)
-    config = model_config(dataset, dropout=dropout, attention_dropout=dropout)
+    config = model_config(dataset, dropout=0.3, attention_dropout=0.3)
     params, plan = random_params(config), plans(dataset)[0]
     task = make_objective(config, dataset, "train", plan)
-    key = generator_key(jax.random.key(1), "hash") if dropout else None
+    key = generator_key(jax.random.key(1), "hash")
 
     @jax.jit
     def run(batch):
@@ -113,15 +112,14 @@ def test_padding_rows_do_not_change_loss_or_gradients(head, objective, dropout):
 
     batch = plan.batch(1, 0)
     (loss, weight), grads = run(batch)
-    for more in (1, 4):
-        padding = plan.empty(plan.shape._replace(rows=more))
-        padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
-        (other, other_weight), other_grads = run(padded)
-        assert weight == other_weight > 0
-        np.testing.assert_allclose(other, loss, rtol=2e-6)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, other_grads
-        )
+    padding = plan.empty(plan.shape._replace(rows=3))
+    padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
+    (other, other_weight), other_grads = run(padded)
+    assert weight == other_weight > 0
+    np.testing.assert_allclose(other, loss, rtol=2e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, other_grads
+    )
 
 
 def test_accumulated_step_does_not_depend_on_row_count():
