@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 
-# Modules that CLI verbs import lazily.
+# Modules that are imported lazily.
 PRELOAD = (
     "bert_jax.cli",
     "bert_jax.evaluate",
@@ -26,6 +26,8 @@ PRELOAD = (
     "bert_jax.tools.sweep.run",
     "bert_jax.objectives.pretraining",
     "bert_jax.train",
+    "grain",
+    "tensorboardX",
 )
 
 
