@@ -182,6 +182,16 @@ def fine_tuning() -> Iterator[Row]:
             "finetuning",
             f"python experiments/finetuning/run.py {line['set']} --seeds {len(line['values'])}",
         )
+    for scores in read("finetuning/transformers.jsonl"):
+        yield Row(
+            "squad1, f1 in percent, answers from the same fine-tuned weights",
+            f"{scores['bert_jax']['f1']:.1f}",
+            f"transformers: {scores['transformers']['f1']:.1f}, {scores['same_answers']:.1%} the same",
+            "1 CPU core",
+            "",
+            "finetuning",
+            "python experiments/finetuning/in_transformers.py",
+        )
 
 
 def speeds() -> Iterator[Row]:

@@ -238,6 +238,13 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
             lines.append(
                 f"| {ours['set']} | {ours['metric']} | {scores} | {difference:+.1f} | {p} |"
             )
+    for scores in read_lines(HERE / "transformers.jsonl"):
+        f1 = {name: f"{scores[name]['f1']:.2f}" for name in ("transformers", "bert_jax")}
+        lines += [
+            "",
+            "`in_transformers.py` answers SQuAD's questions with transformers from the weights fine-tuned here:",
+            f"F1 is {f1['transformers']}, in bert_jax {f1['bert_jax']}, and {scores['same_answers']:.1%} of the answers are the same.",
+        ]
     columns = "dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start"
     lines += ["", f"| {columns} |", f"|{'---|' * (columns.count('|') + 1)}"]
     for r in results:
