@@ -187,7 +187,7 @@ def fine_tuning() -> Iterator[Row]:
             "squad1, f1 in percent, answers from the same fine-tuned weights",
             f"{scores['bert_jax']['f1']:.1f}",
             f"transformers: {scores['transformers']['f1']:.1f}, {scores['same_answers']:.1%} the same",
-            "1 CPU core",
+            cores(scores),
             "",
             "finetuning",
             "python experiments/finetuning/in_transformers.py",

@@ -394,6 +394,7 @@ def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
         (conll_file, {"kind": "tagging"}),
         (choice_file, {"kind": "choice", "text_a": "question", "choices": ("first", "second")}),
         (tasks.labels_file, {"objective": "classes"}),
+        (tasks.scores_file, {"kind": "pairs", "similarity": ("text", "text", "label")}),
     ],
 )
 def test_evaluation_does_not_need_the_training_data(tmp_path, write, task):

@@ -1,13 +1,14 @@
 """Answer SQuAD's questions with transformers, from the weights that `run.py squad1` has fine-tuned.
 
-    BERT_JAX_DATA=DIR python experiments/finetuning/in_transformers.py
+    python experiments/finetuning/in_transformers.py
 
-Exports runs/finetuning/squad1-minilm. AutoTokenizer cuts contexts into windows, PyTorch computes the
+Needs the run of `run.py squad1 --starts minilm`, which it exports. AutoTokenizer cuts contexts into windows, PyTorch computes the
 logits, and this file selects the answers: only the data, the weights and the official score are shared
 with `bert-jax evaluate`. Writes transformers.jsonl, which README.md quotes.
 """
 
 import json
+import os
 import subprocess
 import tempfile
 
@@ -18,7 +19,7 @@ from run import HERE, RUNS
 from bert_jax.benchmarks.squad_score import read, score
 
 WORKDIR = RUNS / "squad1-minilm"
-TOKENS, STRIDE, ANSWER_TOKENS = 384, 128, 30  # the config's; its questions have at most 64 tokens
+TOKENS, STRIDE, ANSWER_TOKENS = 384, 128, 30  # as in the config, which also cuts questions
 
 
 def answer(model, tokenizer, question, context):
@@ -66,6 +67,7 @@ def main():
         "transformers": score(read(dev), theirs, 1),
         "bert_jax": score(read(dev), ours, 1),
         "same_answers": sum(theirs[key] == ours[key] for key in ours) / len(ours),
+        "cores": len(os.sched_getaffinity(0)),
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
     }
     (HERE / "transformers.jsonl").write_text(json.dumps(result) + "\n")
