@@ -38,6 +38,7 @@ COMMANDS = {
 }
 GPU = "python experiments/speed/gpu.py --out DIR"
 NOT_RUN = "not run"
+OUTCOMES = (NOT_RUN, "not significant", "opposite", "one seed", "yes")
 SHEET = "data sheet: 989 TFLOP/s"
 PATCHED = "patched: embeddings without bf16 scatters (probe)"
 Line = dict[str, Any]
@@ -249,26 +250,19 @@ def paper() -> Iterator[Row]:
         name, module = path.parent.name, sweep.module_of(path)
         results = current(Results(path.parent).read())
         title = (path.parent / "README.md").read_text().partition("\n")[0].removeprefix("# ")
+        outcomes: dict[str, collections.Counter[str]] = {}
         for block in module.get_blocks(results).values():
-            if not isinstance(getattr(block, "block", None), Claims):
-                continue
-            runs = [line for line in results if line["scale"] == block.scale and "step" in line]
-            outcomes = collections.Counter(
-                next(
-                    (
-                        outcome
-                        for outcome in ("not run", "not significant", "opposite", "one seed", "yes")
-                        if outcome in text
-                    ),
-                    "other",
+            if isinstance(getattr(block, "block", None), Claims):
+                outcomes.setdefault(block.scale, collections.Counter()).update(
+                    next((o for o in OUTCOMES if o in text), "other")
+                    for text in block.markdown(results, path.parent).splitlines()
                 )
-                for text in block.markdown(results, path.parent).splitlines()
-            )
-            total = sum(outcomes.values())
-            ours = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
-            is_run = outcomes["not run"] < total
+        for scale, numbers in outcomes.items():
+            runs = [line for line in results if line["scale"] == scale and "step" in line]
+            ours = ", ".join(f"{number} {outcome}" for outcome, number in numbers.items())
+            is_run = numbers["not run"] < numbers.total()
             yield Row(
-                f"{title}: {count(total, 'comparison')}, {block.scale} scale",
+                f"{title}: {count(numbers.total(), 'comparison')}, {scale} scale",
                 ours if is_run else NOT_RUN,
                 "Devlin et al. 2018" if re.match("table|figure", name) else "",
                 cores(runs[0]) if is_run and "cores" in runs[0] else "",

@@ -5,10 +5,12 @@ Intermediate checkpoints of both runs are fine-tuned.
 
 import recipes
 
-from bert_jax.tools.report.experiment import Claim, Column, Curves, Table
+from bert_jax.tools.report.experiment import Claim, Claims, Column, Curves, Table
 
 TASK = {"small": "Banking77", "paper": "MNLI"}
 MASKED, CAUSAL = "masked LM", "left-to-right"
+# Steps of both models (small scale) after nearly equal numbers of predicted tokens.
+EQUAL_TARGETS = ((8_000, 3_200), (3_200, 1_600), (4_800, 1_600))
 
 
 def get_points(args):
@@ -25,7 +27,7 @@ def get_points(args):
 
 
 def get_blocks(results):
-    """Return a table with a column per checkpoint, and the plot."""
+    """Return a table with a column per checkpoint, the plots, and tests at equal predictions."""
     series = {label: {"model": label} for label in (MASKED, CAUSAL)}
 
     def table_and_claims(scale):
@@ -41,6 +43,18 @@ def get_blocks(results):
     blocks = {
         f"{scale}_curves": curves(scale, "steps", "steps of pretraining", scale) for scale in TASK
     }
+    rows = {
+        f"{label}, {step:,} steps": {"model": label, "steps": step}
+        for pair in EQUAL_TARGETS
+        for label, step in zip((MASKED, CAUSAL), pair, strict=True)
+    }
+    column = TASK["small"]
+    claims = [
+        Claim(column, f"{MASKED}, {masked:,} steps", f"{CAUSAL}, {causal:,} steps")
+        for masked, causal in EQUAL_TARGETS
+    ]
+    equal = Table(rows, {column: Column("dev.accuracy")})
+    blocks["small_equal_targets"] = recipes.At("small", Claims(equal, claims))
     predicted = "million tokens predicted in pretraining"
     blocks["small_targets"] = curves("small", "targets", predicted, "small_targets")
     return recipes.page(small=table_and_claims("small"), paper=table_and_claims("paper")) | blocks
