@@ -244,6 +244,8 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
             "",
             "`in_transformers.py` answers SQuAD's questions with transformers from the weights fine-tuned here:",
             f"F1 is {f1['transformers']}, in bert_jax {f1['bert_jax']}, and {scores['same_answers']:.1%} of the answers are the same.",
+            "As in Google's code, bert_jax takes the start of an answer only from the window with the most",
+            "context around it; transformers takes it from any window.",
         ]
     columns = "dataset | start | examples | steps | epochs | learning rate | minutes of steps | load at the start"
     lines += ["", f"| {columns} |", f"|{'---|' * (columns.count('|') + 1)}"]
