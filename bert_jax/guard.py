@@ -330,7 +330,7 @@ def stop_error(bad_step: BadStep, incident: pathlib.Path, folder: pathlib.Path) 
     skip = "" if kind == "probe" else f" or skip the batch (--config.guard.{kind}=skip)"
     return UserError(
         f"{bad_step}; the parameters before this step are saved. Inspect {incident}, run "
-        f"`bert-jax replay {folder}`, then resume with another config{skip}"
+        f"`bert-jax replay {folder} --step {bad_step.step}`, then resume with another config{skip}"
     )
 
 

@@ -107,7 +107,7 @@ def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
 
 def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
     folder = tmp_path / "run"
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=f"`bert-jax replay {folder} --step {BAD}`"):
         run(folder, rows, "accumulation=2")
     incident = guard.read_incident(folder)
     assert incident.step == BAD
