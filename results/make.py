@@ -114,7 +114,7 @@ def learning() -> Iterator[Row]:
             f"masked-LM loss of L4-H128 after 3,000 steps, {start} (nats)",
             f"{statistics.median(losses):.2f} ({count(len(losses), 'seed')})",
             _frequencies(levels["plateau"]),
-            "1 CPU core",
+            cores(runs[0]),
             commits(runs),
             "plateau",
         )
