@@ -17,7 +17,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Point links that leave docs/ to the repository."""
+    """Point links to config.py to the page of all settings, and others that leave docs/ to the repository."""
+    markdown = markdown.replace("](../bert_jax/config.py)", "](configuration.md)")
     depth = page.file.src_uri.count("/") + 1
     return re.sub(rf"\]\((?:\.\./){{{depth}}}(?!\.\.)([^)]+)\)", rf"]({REPOSITORY}/\1)", markdown)
 

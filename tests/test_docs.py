@@ -117,15 +117,8 @@ def test_documented_python_uses_existing_names(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_relative_links_point_to_existing_files(path):
-    """docs/configuration.md is exempt because it is generated."""
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
-    broken = [
-        link
-        for link in links
-        if "://" not in link
-        and not (path.parent / link).exists()
-        and not (path.parent == ROOT / "docs" and link == "configuration.md")
-    ]
+    broken = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert not broken
 
 

@@ -4,8 +4,9 @@ from bert_jax.cli.common import Verbs, add_case
 from bert_jax.errors import UserError
 
 _SOURCES = (
-    "text: a file, folder or glob, optionally as KIND:… (google, paragraphs, books, "
-    "wikitext, wikiextractor, mediawiki, jsonl, parquet, tfds:NAME/CONFIG) and with …@WEIGHT; plain, .gz, .bz2, .xz or .zst"
+    "text: a file, folder or glob, optionally as KIND:… (google, paragraphs, books, wikitext, "
+    "wikiextractor, wikiextractor-json, mediawiki, jsonl, parquet, tfds:NAME/CONFIG) and with "
+    "…@WEIGHT; plain, .gz, .bz2, .xz or .zst"
 )
 
 

@@ -123,7 +123,7 @@ def _check_remote(on: str, request: Request) -> None:
     if request.command[0] == "sweep":
         raise UserError(
             f"--on {on}: the results of a sweep would be lost with the disk of the worker: use "
-            f"`bert-jax sweep --on {on}`, which launches each point"
+            f"`bert-jax sweep --on {on}`, which launches each training run"
         )
     config = request.config
     if config and (os.path.isabs(config) or not (engines.CHECKOUT / config).exists()):
