@@ -386,7 +386,7 @@ class Incident(NamedTuple):
 
 
 def read_incident(folder: str | pathlib.Path, step: int | None = None) -> Incident:
-    """Read the incident at `step` of a workdir, or the first one.
+    """Read the incident at `step` of a workdir; by default the first whose state was saved, if any.
 
     Raises:
         UserError: there is no such incident.
@@ -394,7 +394,9 @@ def read_incident(folder: str | pathlib.Path, step: int | None = None) -> Incide
     steps = incidents(folder)
     if not steps:
         raise UserError(f"{folder} has no incidents: the run had no bad steps")
-    step = steps[0] if step is None else step
+    if step is None:
+        saved = _with_state(pathlib.Path(folder) / INCIDENTS)
+        step = next((step for step in steps if f"step_{step}" in saved), steps[0])
     if step not in steps:
         raise UserError(
             f"{folder} has no incident at step {step}; choose one of {', '.join(map(str, steps))}"

@@ -39,7 +39,7 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
 
     Args:
         folder: the workdir.
-        step: step of the incident; None for the first one.
+        step: step of the incident; None for the first whose state was saved.
 
     Raises:
         UserError: there is no such incident, or its state was not saved.

@@ -300,6 +300,7 @@ def test_spikes_match_the_recorded_metrics(tmp_path, rows, capsys):
     few = (*changes, "guard.max_incidents=2", "guard.nonfinite=skip")
     run(tmp_path / "few", rows, *few, bad=(170,))
     assert guard.incidents(tmp_path / "few") == [*expected[:2], 170]
+    assert guard.read_incident(tmp_path / "few").step == 170  # the others have no state
     with pytest.raises(UserError, match=f"step {expected[0]}: spike"):
         run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
     assert replay.replay(tmp_path / "stop").same

@@ -250,7 +250,9 @@ def add_replay(verbs: Verbs) -> None:
         "  bert-jax replay runs/mini\n  bert-jax replay runs/mini --step 4711 --json",
     )
     sub.add_argument("workdir", metavar="DIR", help="folder of the run")
-    sub.add_argument("--step", type=int, help="step of the incident (default: the first)")
+    sub.add_argument(
+        "--step", type=int, help="step of the incident (default: the first whose state was saved)"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
 
