@@ -121,6 +121,14 @@ def rows(
     return Point(name, ("prepare", *command, *passes, *more, *texts(args)))
 
 
+def single_rows(args: SweepArgs) -> list[Point]:
+    """Return the points that prepare single sequences at each length of the small scale."""
+    return [
+        rows(args, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
+        for tokens in SMALL_LENGTHS
+    ]
+
+
 def settings(changes: Mapping[str, Any]) -> list[str]:
     """Return config overrides as arguments."""
     return [f"--config.{key}={value}" for key, value in changes.items()]

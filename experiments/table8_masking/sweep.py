@@ -37,11 +37,9 @@ def pretrained(args, mix, seed):
     changes = {f"masking.{name}": share for name, share in zip(names, shares, strict=True)}
     if args.scale == "paper":
         return recipes.pretrained(args, mix, changes=changes)
-    rows = [
-        recipes.rows(args, tokens, name=f"rows{tokens}-single", more=("--pairs", "none"))
-        for tokens in recipes.SMALL_LENGTHS
-    ]
-    return recipes.pretrained(args, mix, changes=SMALL | changes, on=rows, seed=seed)
+    return recipes.pretrained(
+        args, mix, changes=SMALL | changes, on=recipes.single_rows(args), seed=seed
+    )
 
 
 def get_points(args):
