@@ -20,6 +20,7 @@ from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
 
 _CANNOT_WRITE_EVENTS = "cannot write TensorBoard events"
+_FLUSH_SECONDS = 60  # TensorBoard shows events when they are flushed
 
 
 class Log:
@@ -62,7 +63,7 @@ class Log:
         if self._writes:
             self._metrics = workdir.JsonlFile(self._folder / "metrics.jsonl", step)
             self._speed = workdir.JsonlFile(self._folder / "speed.jsonl", step)
-            self._board = _board(self._folder / "tensorboard", step)
+            self._board = _Board(self._folder / "tensorboard", step)
             self._files = [self._metrics, self._speed]
             if getattr(self._config, "sample_texts", ""):
                 self._samples = workdir.JsonlFile(self._folder / workdir.SAMPLES, step)
@@ -81,10 +82,11 @@ class Log:
 
     def _close(self) -> None:
         if self._writes:
-            for file in self._files:
-                file.close()
-            with files.one_line_errors(_CANNOT_WRITE_EVENTS):
-                self._board.close()
+            with contextlib.ExitStack() as stack:  # closes all of them, whatever fails
+                for file in self._files:
+                    stack.callback(file.close)
+                with files.one_line_errors(_CANNOT_WRITE_EVENTS):
+                    self._board.close()
 
     def hyperparameters(self, metric: str) -> None:
         """Write the settings for TensorBoard's HPARAMS tab, which compares runs by `metric`."""
@@ -156,7 +158,9 @@ class Log:
             return None
         with files.one_line_errors(_CANNOT_WRITE_EVENTS):
             self._board.flush()
-        return self._metrics.sync()
+        for file in self._files:
+            file.sync()
+        return self._metrics.checksum
 
     def _log_speed(self, step: int, summary: dict[str, float], rows_per_step: float) -> str:
         now = time.monotonic()
@@ -193,8 +197,9 @@ class Log:
     def _send(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Send values to what follows the run: TensorBoard, trackers, the reader of `--json`."""
         named = {f"{split}/{name}": value for name, value in values.items() if name != "step"}
-        for name, value in named.items():
-            self._board.add_scalar(name, value, step)
+        with files.one_line_errors(_CANNOT_WRITE_EVENTS):
+            for name, value in named.items():
+                self._board.add(name, value, step)
         for name, tracker in list(self._trackers.items()):
             with self._dropped_if_failing(name):
                 tracker.log(step, named)
@@ -272,9 +277,67 @@ class EarlyStopping:
         return 0 < self._evaluations <= since_best
 
 
-def _write_hyperparameters(board: Any, config: TrainConfig, metric: str) -> None:
-    from tensorboardX.summary import hparams
+class _Board:
+    """TensorBoard events of a run, written by the calling thread.
 
+    The thread of tensorboardX's `SummaryWriter` drops errors, and blocks the run once it has died.
+
+    Args:
+        folder: folder of the event files.
+        step: current step; events of an earlier start after it are discarded.
+    """
+
+    def __init__(self, folder: pathlib.Path, step: int):
+        self._library, self._flushed = _tensorboardx(), time.monotonic()
+        with files.one_line_errors(f"cannot write {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            # A run that is rolled back may open two files within the second of their names.
+            prefix, suffix = str(folder / "events"), f".{step}"
+            self._events = self._library.event_file_writer.EventsWriter(prefix, suffix)
+            session = self._library.proto.event_pb2.SessionLog
+            self._write(step=step + 1, session_log=session(status=session.START))
+
+    def _write(self, **fields: Any) -> None:
+        event = self._library.proto.event_pb2.Event(wall_time=time.time(), **fields)
+        self._events.write_event(event)
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """Write a scalar."""
+        self._write(step=step, summary=self._library.summary.scalar(name, value))
+
+    def add_hyperparameters(self, values: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Write what TensorBoard's HPARAMS tab shows."""
+        for summary in self._library.summary.hparams(values, metrics):
+            self._write(summary=summary)
+
+    def flush(self) -> None:
+        """Sync the events to disk."""
+        self._events.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Sync the events to disk and close the file."""
+        self._events.close()
+
+
+def _tensorboardx() -> Any:
+    # If PyTorch is installed, tensorboardX imports it, which takes seconds and is not needed.
+    torch = sys.modules.get("torch")
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        import tensorboardX.event_file_writer
+        import tensorboardX.proto.event_pb2
+        import tensorboardX.summary
+    finally:
+        del sys.modules["torch"]
+        if torch is not None:
+            sys.modules["torch"] = torch
+    return tensorboardX
+
+
+def _write_hyperparameters(board: _Board, config: TrainConfig, metric: str) -> None:
     defaults = config_lib.flatten(type(config)())
     model = config.model
     values: dict[str, Any] = {
@@ -285,20 +348,4 @@ def _write_hyperparameters(board: Any, config: TrainConfig, metric: str) -> None
     for key, value in config_lib.flatten(config).items():
         if value != defaults.get(key) and not key.endswith(".rows"):
             values[key] = value if isinstance(value, bool | int | float) else str(value)
-    for summary in hparams(values, {metric: 0.0}):
-        board.file_writer.add_summary(summary)
-
-
-def _board(folder: pathlib.Path, step: int) -> Any:
-    """Return a TensorBoard writer that discards events of an earlier start after `step`."""
-    # If PyTorch is installed, tensorboardX imports it, which takes seconds and is not needed.
-    torch = sys.modules.get("torch")
-    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        del sys.modules["torch"]
-        if torch is not None:
-            sys.modules["torch"] = torch
-    with files.one_line_errors(f"cannot write {folder}"):
-        return SummaryWriter(str(folder), purge_step=step + 1)
+    board.add_hyperparameters(values, {metric: 0.0})

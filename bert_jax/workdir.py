@@ -80,12 +80,17 @@ class JsonlFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with files.one_line_errors(f"cannot write {self._file.name}"):
+            self._file.close()
 
-    def sync(self) -> str:
-        """Sync all lines written so far to disk, and return the checksum of the whole file."""
+    def sync(self) -> None:
+        """Sync all lines written so far to disk."""
         with files.one_line_errors(f"cannot write {self._file.name}"):
             os.fsync(self._file.fileno())
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the whole file."""
         return self._content.hexdigest()
 
 
@@ -104,7 +109,7 @@ def repair_metrics(workdir: pathlib.Path, step: int, checksum: str) -> None:
     Args:
         workdir: the locked folder.
         step: step of the checkpoint.
-        checksum: what `JsonlFile.sync` returned before the checkpoint was saved.
+        checksum: `JsonlFile.checksum` when the checkpoint was saved.
     """
     path = workdir / "metrics.jsonl"
     content = _lines_up_to(path, step)

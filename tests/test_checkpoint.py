@@ -32,6 +32,7 @@ from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from bert_jax.tools.report import curves
+from bert_jax.workdir import JsonlFile
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
@@ -604,16 +605,21 @@ def test_closing_the_log_does_not_hide_the_error_that_ended_the_run():
 
     def make_log():
         log = Log.__new__(Log)
-        log._writes, log._trackers, log._files = True, {}, []
-        log._board = types.SimpleNamespace(close=fail, flush=fail)
+        log._writes, log._trackers = True, {}
+        full = JsonlFile.__new__(JsonlFile)
+        full._file = types.SimpleNamespace(close=fail, name="metrics.jsonl", fileno=fail)
+        log._files = [full]
+        log._board = types.SimpleNamespace(add=lambda *_: fail(), close=fail, flush=fail)
         return log
 
     with pytest.raises(UserError, match="cannot save step 8"), make_log():
         raise UserError("cannot save step 8: the disk is full")
-    with pytest.raises(UserError, match="cannot write TensorBoard events"), make_log():
+    with pytest.raises(UserError, match="cannot write"), make_log():
         pass
     with pytest.raises(UserError, match="cannot write TensorBoard events"):
         make_log().sync()
+    with pytest.raises(UserError, match="cannot write TensorBoard events"):
+        make_log()._send(8, "train", {"loss": 2.5})
 
 
 def test_resume_after_full_disk_then_read_only_file_system(tmp_path, rows):

@@ -139,7 +139,7 @@ def test_run_continues_without_a_tracker_that_fails(capfd):
 
     writer = log.Log.__new__(log.Log)
     writer._writes, writer._files, writer._folder = True, [], pathlib.Path("run")
-    writer._board = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    writer._board = types.SimpleNamespace(add=lambda *_: None, close=lambda: None)
     writer._progress = Progress("train", 9, "steps")
     writer._trackers = {
         "wandb": types.SimpleNamespace(log=unreachable),
@@ -183,10 +183,10 @@ def test_hyperparameters_are_written_to_tensorboard(tmp_path):
 
     config = Config(steps=9)
     config.optim.learning_rate = 3e-4
-    board = log._board(tmp_path, 0)
+    board = log._Board(tmp_path, 0)
     log._write_hyperparameters(board, config, "heldout/masked_lm_loss")
-    board.add_scalar("heldout/masked_lm_loss", 5.0, 9)
-    board.close()
+    board.add("heldout/masked_lm_loss", 5.0, 9)
+    board.flush()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     contents = events.PluginTagToContent("hparams")
