@@ -44,6 +44,8 @@ _CRC32C = "crc32c:"
 _REMOVED = "removed"
 # Marker file, created with the first step: tells a new run from one that lost its checkpoints.
 _SAVED = "saved"
+# Marker of a folder on object storage, which has no empty folders.
+_OPENED = "opened"
 # Orbax's marker of a complete item.
 _COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 
@@ -420,6 +422,8 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 etils.epath.Path(url or self.folder), item_handlers=handlers, options=options
             )
+            if url and not read_only and jax.process_index() == 0:
+                storage.write(f"{url}/{_OPENED}", b"")
 
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first."""

@@ -530,6 +530,17 @@ def test_only_three_incidents_store_the_state(url):
         assert saved_states.steps() == ([step] if step < 3 else [])
 
 
+def test_run_killed_before_its_first_checkpoint_starts_again(url):
+    storage.write(f"{url}/starts.jsonl", b"{}")
+    storage.write(f"{url}/config.json", b"{}")
+    with storage.mirrored(url) as folder:
+        checkpoint.Checkpoints(folder / "checkpoints", CheckpointConfig()).close()
+        checkpoint.move_damaged(folder)
+        storage.delete([f"{url}/checkpoints/opened"])
+        with pytest.raises(UserError, match="lost its checkpoints"):
+            checkpoint.move_damaged(folder)
+
+
 @pytest.mark.slow
 def test_killed_run_resumes_bitwise_identical(server, url, remote_rows, uninterrupted):
     rng = random.Random(0)
