@@ -308,7 +308,7 @@ def predict_new(
     """
     dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
     for name in (METRICS, f"metrics_{step}.json"):
-        path = pathlib.Path(folder) / name
+        path = pathlib.Path(folder).expanduser() / name
         if isinstance(dataset, Squad) and path.exists():
             metrics = json.loads(path.read_text())
             if metrics.get("step") == step:

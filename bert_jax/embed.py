@@ -434,7 +434,7 @@ def _forward(model: Bert, layers: list[int], weights: tuple[float, ...], pooling
     return forward
 
 
-@storage.writes("out")
+@storage.writes("out", new=True)
 def embed_file(
     embedder: Embedder,
     source: str | os.PathLike,

@@ -276,6 +276,14 @@ def test_outputs_are_written_atomically(url, tmp_path):
     assert str(UserError(f"cannot read {copy}/model")) == f"cannot read {url}/out/model"
 
 
+def test_files_beside_an_output_are_uploaded(url):
+    with storage.output(f"{url}/vectors.npy") as path:
+        path.write_bytes(b"vectors")
+        path.with_suffix(".lengths.npy").write_bytes(b"lengths")
+    names = ("vectors.npy", "vectors.lengths.npy")
+    assert [storage.read(f"{url}/{name}") for name in names] == [b"vectors", b"lengths"]
+
+
 def test_manifest_of_deleted_rows_is_forgotten(url):
     def fail():
         with storage.output(url, resumable=True) as folder:

@@ -46,12 +46,16 @@ def make_room(folder: pathlib.Path, needed: int) -> bool:
     free = shutil.disk_usage(folder).free
     bound = float(limit) * 1e9 if limit else (free + sum(sizes.values())) / 2
     oldest = sorted((p for p in sizes if p != folder), key=lambda path: path.stat().st_mtime)
-    while sum(sizes.values()) + needed > bound and oldest:
+
+    def fits() -> bool:
+        return sum(sizes.values()) + needed <= bound and needed < shutil.disk_usage(folder).free
+
+    while not fits() and oldest:
         evicted = oldest.pop(0)
         with contextlib.suppress(UserError), files.lock_folder(evicted):
             shutil.rmtree(evicted, ignore_errors=True)
             del sizes[evicted]
-    return sum(sizes.values()) + needed <= bound and needed < free
+    return fits()
 
 
 def _folder_bytes(folder: pathlib.Path) -> int:
@@ -253,7 +257,10 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
             with Lease(url) as lease:
                 _upload_folder(copy, url, lease)
         elif copy.is_file():
-            objects.upload([copy], [url])
+            # Files beside it first, such as NAME.lengths.npy of NAME.npy.
+            beside = sorted(p for p in copy.parent.glob(f"{copy.stem}.*") if p != copy)
+            names = [f"{url.rpartition('/')[0]}/{path.name}" for path in beside]
+            objects.upload([*beside, copy], [*names, url])
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 
