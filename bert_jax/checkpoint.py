@@ -551,7 +551,8 @@ class Checkpoints:
             # TensorStore reports system errors and those of object storage as the text of a
             # ValueError.
             text = " ".join(str(error).split())
-            if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+            is_exhausted = "RESOURCE_EXHAUSTED" in text and "Out of memory" not in text
+            if "No space left" in text or is_exhausted:
                 raise UserError(
                     f"{action}: the disk is full; free some space and run the same command again to "
                     "resume from the newest complete checkpoint"
