@@ -14,7 +14,7 @@ from bert_jax.config import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
-from bert_jax.objectives import pretraining
+from bert_jax.objectives import initial, pretraining
 from bert_jax.objectives.base import Objective, Phase
 
 
@@ -99,12 +99,13 @@ def evaluate_workdir(
         The step and its held-out metrics.
 
     Raises:
-        UserError: there are no held-out rows.
+        UserError: there are no held-out rows, or they were prepared with another vocabulary.
     """
-    config, _, params, step = checkpoint.load_model(folder, which)
+    config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, Config)
     phase_config = dataclasses.replace(config.phases[-1], fraction=1.0)
     if rows:
+        initial.check_vocabulary(rows, rows, vocabulary, str(folder))
         phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)
     num_rows = 0 if every_row else config.evaluate_rows  # 0 means all
     config = dataclasses.replace(

@@ -47,6 +47,14 @@ def test_metrics_are_means_over_all_rows(rows):
     assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch changes the mean
 
 
+def test_rows_of_another_vocabulary_are_refused(monkeypatch, rows):
+    config, other = load(arguments()), types.SimpleNamespace(sha256="", settings={})
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, other, {}, 3))
+    with pytest.raises(UserError, match="prepared with another vocabulary than that of run"):
+        evaluate.evaluate_workdir("run", str(rows()))
+
+
 def test_rows_without_heldout_rows_are_refused(monkeypatch, rows):
     config = load(arguments())
     config.phases = (PhaseConfig(rows="rows"),)

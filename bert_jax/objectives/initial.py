@@ -176,7 +176,7 @@ def open_start(
     validate(config)
     for i, phase in enumerate(config.phases):
         if phase.rows:
-            _check_vocabulary(i, phase.rows, vocabulary, init)
+            check_vocabulary(f"phase {i}: {phase.rows}", phase.rows, vocabulary, init)
 
     params = {
         path: change_vocabulary(path, value, source, model)
@@ -249,8 +249,18 @@ def _modules(paths: Iterable[str], others: Iterable[str] = ()) -> list[str]:
     return sorted({module if top in divided else top for top, module in tops})
 
 
-def _check_vocabulary(i: int, folder: str, vocabulary: Any, init: str) -> None:
-    """Refuse rows that were prepared with another vocabulary, or with other settings of it."""
+def check_vocabulary(where: str, folder: str, vocabulary: Any, init: str) -> None:
+    """Refuse rows that were prepared with another vocabulary, or with other settings of it.
+
+    Args:
+        where: what an error begins with.
+        folder: folder of the rows.
+        vocabulary: vocabulary of the model.
+        init: the model.
+
+    Raises:
+        UserError: the vocabularies differ; gives the command that prepares the rows again.
+    """
     manifest = rows.read_manifest(folder)
     settings = vocabulary.settings
     prepared = {name: manifest.settings.get(name, value) for name, value in settings.items()}
@@ -261,7 +271,7 @@ def _check_vocabulary(i: int, folder: str, vocabulary: Any, init: str) -> None:
     else:
         return
     raise UserError(
-        f"phase {i}: {folder} was prepared with {problem} of {init}: prepare the text again, and pass the "
+        f"{where} was prepared with {problem} of {init}: prepare the text again, and pass the "
         f"new --rows: {_prepare_command(manifest, folder, init)}"
     )
 
