@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Key
 
 from bert_jax import config_flags, device, downstream, files, storage
 from bert_jax.benchmarks import tables
-from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig
+from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
 from bert_jax.config_checks import validate
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
@@ -344,6 +344,10 @@ def pretrain(
         raise UserError(
             f"{workdir}: texts need a local workdir: prepare rows with `bert-jax prepare` and pass rows="
         )
+    if rows and (texts is not None or vocab):
+        raise UserError(
+            "pretrain(): rows have their texts and vocabulary: pass either rows or texts"
+        )
     settings = _config(config, changes, Config)
     device.start(settings.platform, deterministic=settings.deterministic)
     folders = [str(folder) for folder in rows]
@@ -351,8 +355,7 @@ def pretrain(
     if not folders and (texts is not None or (data / "text.jsonl").exists()):
         vocabulary = str(vocab) or (source_lib.open_vocabulary(str(init)) if init else "")
         folders = _make_rows(settings, data, texts, vocabulary, vocab_size)
-    for phase, folder in zip(settings.phases, folders, strict=bool(folders)):
-        phase.rows = folder
+    take_rows(settings, folders)
     start = None
     if init:
         keys = set(changes or {}) if isinstance(config, str) else None
@@ -394,6 +397,12 @@ def finetune(
         raise UserError(
             f"{workdir}: examples need a local workdir: write them to files and name these in "
             "config.task"
+        )
+    if seeds < 1:
+        raise UserError(f"finetune(): seeds is {seeds}: it must be at least 1")
+    if unknown := set(examples or ()) - {"train", "dev", "test"}:
+        raise UserError(
+            f"finetune(): examples has the split {min(unknown)!r}: use train, dev and test"
         )
     settings = _config(config, changes, FinetuneConfig)
     device.start(settings.platform, deterministic=settings.deterministic)

@@ -8,7 +8,7 @@ constraints of single fields beside them; those of several fields are in `config
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
@@ -655,12 +655,33 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
     return [number + (count + 1) * (number < 0) for number in numbers]
 
 
+def take_rows(config: Config, folders: Sequence[str]) -> None:
+    """Set the rows of each phase.
+
+    Args:
+        config: the config, which is changed.
+        folders: folders of rows, one per phase; () to keep those of the config.
+
+    Raises:
+        UserError: their number is not that of the phases.
+    """
+    if folders and len(folders) != len(config.phases):
+        raise UserError(
+            f"{len(folders)} --rows for the config's {len(config.phases)} phases "
+            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): pass one per "
+            "phase, or choose a config with one phase, such as configs/pretrain.py:base,128"
+        )
+    for phase, rows in zip(config.phases, folders, strict=bool(folders)):
+        phase.rows = rows
+
+
 def phase_ends(config: Config) -> list[int]:
     """Return the step at which each phase ends; the last is `config.steps`."""
     ends, share = [], 0.0
     for phase in config.phases:
         share += phase.fraction
         ends.append(round(share * config.steps))
+    ends[-1:] = [config.steps]  # the fractions sum to 1 up to rounding
     return ends
 
 

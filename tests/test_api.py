@@ -154,6 +154,22 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: bert_jax.pretrain(SIZE, "run", rows=["a", "b"]), "2 --rows for the config's 1"),
+        (lambda: bert_jax.pretrain(SIZE, "run", DOCUMENTS, rows=["a"]), "either rows or texts"),
+        (lambda: bert_jax.finetune("table", "init", "run", seeds=0), "must be at least 1"),
+        (lambda: bert_jax.finetune("table", "init", "run", {"validation": []}), "'validation'"),
+    ],
+)
+def test_invalid_arguments_are_refused(tmp_path, monkeypatch, call, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=says):
+        call()
+    assert not list(tmp_path.iterdir())
+
+
 class Scaled(MaskedLM):
     """User-defined objective: half the masked-LM loss."""
 

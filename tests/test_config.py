@@ -302,6 +302,8 @@ def test_phase_ends():
     assert configs.phase_ends(Config(steps=1_000_000, phases=phases)) == [900_000, 1_000_000]
     thirds = (PhaseConfig(fraction=1 / 3),) * 3
     assert configs.phase_ends(Config(steps=10, phases=thirds)) == [3, 7, 10]
+    sevenths = (PhaseConfig(fraction=0.142857),) * 7
+    assert configs.phase_ends(Config(steps=1_000_000, phases=sevenths))[-1] == 1_000_000
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.py")), ids=lambda path: path.stem)

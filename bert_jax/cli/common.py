@@ -191,15 +191,3 @@ def add_case(sub: argparse.ArgumentParser) -> None:
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", action="store_const", const=False, dest="lowercase", help=text)
     case.add_argument("--uncased", action="store_const", const=True, dest="lowercase", help=text)
-
-
-def take_rows(config, folders: list[str]) -> None:
-    """Set the rows of each phase of a config from `--rows`."""
-    if folders and len(folders) != len(config.phases):
-        raise UserError(
-            f"{len(folders)} --rows for the config's {len(config.phases)} phases "
-            f"({', '.join(f'T={p.tokens or chr(63)}' for p in config.phases)}): pass one per "
-            "phase, or choose a config with one phase, such as configs/pretrain.py:base,128"
-        )
-    for phase, rows in zip(config.phases, folders, strict=bool(folders)):
-        phase.rows = rows

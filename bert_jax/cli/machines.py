@@ -12,7 +12,6 @@ from bert_jax.cli.common import (
     add_start,
     open_start,
     split_command,
-    take_rows,
 )
 from bert_jax.errors import EXIT_NEGATIVE, UserError
 
@@ -179,7 +178,7 @@ def _request(options) -> Any:
             settings.append(f"--config.distill.teacher={launched.teacher}")
         config = config_flags.load(settings, kinds[launched.verb])
         if launched.verb == "pretrain":
-            take_rows(config, launched.rows)
+            config_lib.take_rows(config, launched.rows)
         elif launched.data:
             config.task.data = launched.data
         paths += [
@@ -244,6 +243,7 @@ def add_preflight(verbs: Verbs) -> None:
 
 def _preflight(options) -> int:
     from bert_jax import config_flags
+    from bert_jax.config import take_rows
 
     config = config_flags.load(options.config)
     take_rows(config, options.rows)

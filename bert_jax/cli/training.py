@@ -14,7 +14,6 @@ from bert_jax.cli.common import (
     machine_output,
     open_start,
     print_next,
-    take_rows,
 )
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
 
@@ -72,6 +71,7 @@ def add_pretrain(verbs: Verbs) -> None:
 
 def _pretrain(options) -> int | None:
     from bert_jax import config_flags
+    from bert_jax.config import take_rows
 
     config = config_flags.load([*options.config, *_teacher(options)])
     take_rows(config, options.rows)
