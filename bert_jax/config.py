@@ -415,7 +415,7 @@ class GuardConfig:
     """How a run reacts to non-finite values and loss spikes (`bert_jax.guard`)."""
 
     # Non-finite loss or gradient: "stop" before the update, "skip" its batch, or "rollback" (resume
-    # from the previous checkpoint without this batch and those of the rollback_steps steps before).
+    # from a checkpoint at least rollback_steps steps before, without this batch and those steps').
     nonfinite: str = _one_of("stop", "skip", "rollback")
     # Loss or gradient norm more than `sigmas` standard deviations above the mean of the last 128
     # steps: "stop", "skip" or "rollback" as above, "report" (log it and continue) or "off".

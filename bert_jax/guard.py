@@ -204,13 +204,9 @@ class Guard:
         Args:
             bad_step: the bad step.
             read_batch: function that returns its global batch; called only if the incident is written.
-
-        Raises:
-            UserError: there are more than `GuardConfig.max_incidents` of this kind.
         """
         step, kind, stats = bad_step
         incident = self._folder / INCIDENTS / f"step_{step}"
-        max_incidents = self._config.max_incidents
 
         def write() -> None:
             if not incident.exists():
@@ -220,15 +216,20 @@ class Guard:
                     files.write_json(
                         folder / _INCIDENT, {"step": step, "kind": KINDS[kind], **stats}
                     )
-            count = len(incidents(self._folder, KINDS[kind]))
-            if count > max_incidents:
-                raise UserError(
-                    f"{count} bad steps exceed config.guard.max_incidents={max_incidents}, the "
-                    f"last being {bad_step}; inspect {incident.parent}"
-                )
 
         distributed.first("recording an incident", write)
         return incident
+
+    def limit_error(self, bad_step: BadStep) -> UserError | None:
+        """Return the error of a run with more than `GuardConfig.max_incidents` of the step's kind."""
+        count = str(len(incidents(self._folder, KINDS[bad_step.kind])))
+        count = int(distributed.gather("counting incidents", count)[0])
+        if count <= self._config.max_incidents:
+            return None
+        return UserError(
+            f"{count} bad steps exceed config.guard.max_incidents={self._config.max_incidents}, the last "
+            f"being {bad_step}; inspect {self._folder / INCIDENTS}"
+        )
 
     def report(self, bad_step: BadStep, read_batch: Callable[[], Batch]) -> str | None:
         """Record a spike that is only reported, and return a line about it.
@@ -281,9 +282,13 @@ class Guard:
         return first
 
     def roll_back(self, checkpoints: Checkpoints) -> None:
-        """Delete the checkpoints that a rollback discards, including one cut short by a kill."""
+        """Delete the checkpoints that a rollback discards, including one cut short by a kill.
+
+        The oldest is kept even if it is too new, as without it the run would begin again.
+        """
         if self._back_to is not None:
-            checkpoints.delete_after(self._back_to)
+            oldest = min(checkpoints.steps(), default=0)
+            checkpoints.delete_after(max(self._back_to, oldest))
             self.skip([])
 
 

@@ -8,7 +8,6 @@ and ends with the same bits as an uninterrupted run.
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import pathlib
 import time
@@ -118,11 +117,15 @@ def train(
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
         _share(folder)
         run = workdir.read_identity(folder)
-        keep = config.checkpoint
-        if "rollback" in (config.guard.nonfinite, config.guard.spike):
-            # A rollback may discard the newest.
-            keep = dataclasses.replace(keep, keep_last=max(keep.keep_last, 2))
-        checkpoints = Checkpoints(folder / "checkpoints", keep, **ranking, identity=run)
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            config.checkpoint,
+            **ranking,
+            identity=run,
+            rollback_steps=config.guard.rollback_steps
+            if "rollback" in (config.guard.nonfinite, config.guard.spike)
+            else None,
+        )
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
         step_guard.roll_back(checkpoints)
@@ -314,18 +317,19 @@ def handle_bad_step(
         newest checkpoint.
 
     Raises:
-        UserError: the policy is to stop.
+        UserError: the policy is to stop, or there are too many bad steps; the state is saved.
     """
     step, policy = bad_step.step, step_guard.policy(bad_step.kind)
     halted = jax.device_put(np.bool_(False), state.recent.halted.sharding)
     state = state._replace(recent=state.recent._replace(halted=halted))
     incident = step_guard.record(bad_step, functools.partial(_read_batch, phases, step))
     step_guard.save_state(incident, step, *checkpoint_parts(state))
-    if policy == "skip":
+    error = step_guard.limit_error(bad_step)
+    if policy == "skip" and not error:
         step_guard.skip([step])
         progress.say(f"{bad_step}; skipping its batch")
         return state
-    if policy == "rollback":
+    if policy == "rollback" and not error:
         first = step_guard.roll_back_before(step, checkpoints)
         progress.say(
             f"{bad_step}; rolling back to step {max(checkpoints.steps(), default=0):,} and skipping "
@@ -335,7 +339,7 @@ def handle_bad_step(
     if step and step not in checkpoints.steps():
         checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
     checkpoints.wait()
-    raise guard.stop_error(bad_step, incident, folder)
+    raise error or guard.stop_error(bad_step, incident, folder)
 
 
 def _end(

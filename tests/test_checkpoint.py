@@ -599,6 +599,16 @@ def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_pa
     assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
 
 
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [([1000, 2000], [1000, 2000]), ([984, 990, 1000], [984, 990, 1000]), ([900, 984, 1000, 1003], [984, 1000, 1003])],
+)  # fmt: skip
+def test_rollback_finds_a_checkpoint_that_is_old_enough(steps, kept):
+    infos = [types.SimpleNamespace(step=step) for step in steps]
+    preserved = checkpoint._Rollback(16).should_preserve(infos, context=None)
+    assert [step for step, keep in zip(steps, preserved, strict=True) if keep] == kept
+
+
 def test_closing_the_log_does_not_hide_the_error_that_ended_the_run():
     def fail():
         raise OSError(errno.ENOSPC, "No space left on device")

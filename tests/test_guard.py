@@ -202,6 +202,8 @@ def test_rollback_also_skips_preceding_steps(tmp_path, rows):
 def test_interrupted_rollback_is_completed_on_resume(tmp_path, rows, monkeypatch):
     changes = ("guard.nonfinite=rollback", "guard.rollback_steps=16")
     run(tmp_path / "whole", rows, *changes)
+    # No checkpoint is 16 steps older, but the oldest is kept.
+    assert "rolling back to step 10 and" in (tmp_path / "whole" / "log.txt").read_text()
     with monkeypatch.context() as patch:
         # The process is interrupted right after the decision is written.
         patch.setattr(guard.Guard, "skip", interrupted_after(guard.Guard.skip))
@@ -233,6 +235,7 @@ def test_too_many_incidents_end_the_run(tmp_path, rows):
     with pytest.raises(UserError, match=r"5 bad steps exceed config\.guard\.max_incidents=4"):
         run(tmp_path, rows, *changes, bad=range(12, 20))
     assert guard.incidents(tmp_path) == [12, 13, 14, 15, 16]
+    assert (tmp_path / "checkpoints" / "16").exists()
     # Only some incidents store the state, which is as large as a checkpoint.
     assert len(list(tmp_path.glob("incidents/*/state"))) == 3
 
