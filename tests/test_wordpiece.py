@@ -1,5 +1,6 @@
 """WordPiece vocabularies and tokenization, against Google's and Hugging Face's tokenizers."""
 
+import collections
 import os
 import pickle
 import subprocess
@@ -278,6 +279,12 @@ def test_training_cased(tmp_path):
     assert any("é" in token for token in vocabulary.tokens)
 
 
+def test_training_keeps_many_characters():
+    words = collections.Counter({chr(0x4E00 + i): 2 for i in range(1200)})
+    assert len(wordpiece._train_pieces(words, 3600, 2)) == 1200
+    assert len(wordpiece._train_pieces(words, 300, 2)) == 100  # room for merges
+
+
 def test_training_warns_if_the_text_is_too_small(tmp_path, capsys):
     vocabulary = train(tmp_path, size=5000)
     assert len(vocabulary) < 400
@@ -324,8 +331,6 @@ def test_training_rejects_small_size_and_empty_text(tmp_path):
 
 
 def test_rare_words_are_dropped_to_bound_memory():
-    import collections
-
     counts = collections.Counter({**{f"w{i}": 1 for i in range(50)}, "x": 2, "y": 3, "z": 9})
     assert dict(wordpiece._frequent(counts, 2)) == {"y": 3, "z": 9}
     assert dict(wordpiece._frequent(counts, 3)) == {"x": 2, "y": 3, "z": 9}

@@ -469,8 +469,8 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
                 inner[character] += count
     total = first + inner
     frequent = [c for c in sorted(total, key=lambda c: (-total[c], c)) if total[c] >= min_frequency]
-    # Leave room for merges: rare characters become [UNK]. The library supports at most 1,000.
-    alphabet = set(frequent[: min(1000, size // 3)])
+    # Leave room for merges: rare characters become [UNK].
+    alphabet = set(frequent[: size // 3])
     characters = sorted(alphabet & set(first)) + [
         CONTINUATION + c for c in sorted(alphabet & set(inner))
     ]
