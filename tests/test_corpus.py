@@ -469,6 +469,9 @@ def test_wiki_markup_is_converted_to_plain_text(markup, plain):
         (f"{PROSE}\n{PROSE}\n \n" * 3, "paragraphs"),
         (f" = A = \n \n {PROSE} \n \n = = B = = \n \n {PROSE} \n", "wikitext"),
         ("第一句。第二句。\n第三句！第四句。\n\n" * 3, "paragraphs"),  # noqa: RUF001
+        ("यह एक है। वह दो है।\nयह तीन है। वह चार है।\n\n" * 3, "paragraphs"),
+        ("ይህ ነው። ያ ነው።\nይህ ነው። ያ ነው።\n\n" * 3, "paragraphs"),
+        ("یہ ایک ہے۔ وہ دو ہے۔\nیہ ایک ہے۔ کیا یہ ہے؟\n\n" * 3, "paragraphs"),  # noqa: RUF001
     ],
 )
 def test_plain_text_formats_are_detected(text, kind):

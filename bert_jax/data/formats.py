@@ -24,7 +24,18 @@ KINDS = {
 WRAPPED_CHARACTERS = 120
 # A heading of WikiText; the title of a document has one sign.
 WIKITEXT_HEADING = re.compile(r"\s*(=(?: =)*) [^=]+ \1\s*")
-_ENDED = re.compile("[.!?\u2026\u3002\uff01\uff1f]\\W*$")
+# The ellipsis and the characters of the Basic Multilingual Plane with the property Sentence_Terminal.
+_ENDS = (
+    ".!?\u2026"
+    "\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0837\u0839\u083d\u083e\u0964\u0965"
+    "\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5\u1803\u1809\u1944\u1945"
+    "\u1aa8-\u1aab\u1b4e\u1b4f\u1b5a\u1b5b\u1b5e\u1b5f\u1b7d-\u1b7f\u1c3b\u1c3c"
+    "\u1c7e\u1c7f\u2024\u203c\u203d\u2047-\u2049\u2cf9-\u2cfb\u2e2e\u2e3c\u2e53\u2e54"
+    "\u2e60\u2e61\u3002\ua4ff\ua60e\ua60f\ua6f3\ua6f7\ua876\ua877\ua8ce\ua8cf\ua92f"
+    "\ua9c8\ua9c9\uaa5d-\uaa5f\uaaf0\uaaf1\uabeb\ufe12\ufe15\ufe16\ufe52\ufe56\ufe57"
+    "\uff01\uff0e\uff1f\uff61"
+)
+_ENDED = re.compile(f"[{_ENDS}]\\W*$")
 _TAGGED = re.compile(r"\S+(?:[ \t]+\S+)*[ \t]+(?:O|[BIES]-\S+)\s*|-DOCSTART-.*")
 # Size of the beginning of a file that is inspected to detect its kind.
 _HEAD_BYTES = 1 << 16
