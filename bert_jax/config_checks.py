@@ -182,6 +182,10 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
             require(not getattr(model, name), f"model.{name}", requirement)
         requirement = "0 with config.model.generator_hidden"
         require(not model.base_hidden, "model.base_hidden", requirement)
+    width = model.generator_hidden or model.hidden
+    if (model.masked_lm or model.generator_hidden) and model.embedding_width != width:
+        requirement = f"true where the embeddings have another size ({model.embedding_width}) than"
+        require(model.transform, "model.transform", f"{requirement} the hidden states ({width})")
     if model.causal:
         requirement = "false with config.model.causal=true, where [CLS] attends only to itself"
         require(not model.next_sentence, "model.next_sentence", requirement)

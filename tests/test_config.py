@@ -92,6 +92,10 @@ def refusal(call, *arguments) -> str:
             Config(model=ModelConfig(base_hidden=256, transform=False)),
             "config.model.transform is False: it must be true with",
         ),
+        (
+            Config(model=ModelConfig(embedding_size=128, transform=False, tied_decoder=False)),
+            "config.model.transform is False: it must be true where the embeddings have another",
+        ),
         (Config(masking=MaskingConfig(mask_fraction=0.9)), "config.masking"),
         (
             Config(masking=MaskingConfig(mask_fraction=1.1, same_fraction=-0.2)),

@@ -213,6 +213,10 @@ def test_flops_and_parameter_count_include_the_generator():
     ("changes", "message"),
     [
         ({"masked_lm": True}, "masked_lm is True: it must be false with .*generator_hidden=8"),
+        (
+            {"transform": False},
+            "model.transform is False: it must be true where the embeddings have",
+        ),
         ({"replaced_token": False}, "replaced_token is False: it must be true with a generator"),
     ],
 )
