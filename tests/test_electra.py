@@ -25,6 +25,7 @@ from bert_jax.model.bert import Bert, flatten, shapes, split_generator
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import electra
 from bert_jax.objectives.electra import LOSS, ReplacedTokens
+from bert_jax.objectives.pretraining import make_phases
 from tests.helpers.checkpoints import random_params, write_run
 
 VOCAB, T = 40, 16
@@ -223,6 +224,13 @@ def test_flops_and_parameter_count_include_the_generator():
 def test_inconsistent_model_config_is_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         validate(Config(model=dataclasses.replace(MODEL, **changes)))
+
+
+def test_replaced_token_head_without_a_generator_is_rejected():
+    model = dataclasses.replace(MODEL, generator_hidden=0, masked_lm=True)
+    validate(Config(model=model))  # as a discriminator that is imported
+    with pytest.raises(UserError, match="replaced_token is True: it must be false without"):
+        make_phases(Config(model=model))
 
 
 def test_generator_hidden_must_be_a_multiple_of_head_size():

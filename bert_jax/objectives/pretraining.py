@@ -55,6 +55,11 @@ def make_phases(
             "config.model: pretraining needs head='' and masked_lm=True, or generator_hidden above 0 "
             "(ELECTRA)"
         )
+    if model.replaced_token and not model.generator_hidden and objective is None:
+        raise UserError(
+            "config.model.replaced_token is True: it must be false without a generator "
+            "(config.model.generator_hidden)"
+        )
     skip = _warn if config.damaged_rows == "skip" else None
     phases: list[Phase] = []
     data: list[dict[str, Any]] = []
