@@ -81,6 +81,10 @@ def validate(config: TrainConfig) -> None:
             for name in ("frozen_layers", "reset_layers"):
                 require(getattr(config, name) == 0, name, f"0, {reason}")
             require(config.optim.layer_decay == 1, "optim.layer_decay", f"1, {reason}")
+        # Once there is a head, the value can be the checkpoint's, which has no effect.
+        if not model.head and (model.features or model.lstm_layers):
+            requirement = "'pooler' with config.model.features or config.model.lstm_layers"
+            require(model.head_layer == "pooler", "model.head_layer", requirement)
         if config.lora.rank:
             _validate_lora(config, require)
         if config.task.kind == "pairs":

@@ -165,6 +165,14 @@ def test_bad_argument_error_names_the_key(argument, says):
         ("swag.py:sst2", [], "config.task.name is 'sst2': it must be one of '', 'swag'"),
         ("table.py", ["task.tokens=7"], "config.task.tokens is 7: it must be 8 or more"),
         ("table.py", ["frozen_layers=-1"], "config.frozen_layers is -1"),
+        *(
+            (
+                "table.py",
+                ["model.head_layer=transform", setting],
+                "head_layer is 'transform': it mu",
+            )
+            for setting in ("model.features=last", "model.lstm_layers=1")
+        ),
     ],
 )
 def test_finetune_rejects_derived_and_invalid_settings(file, arguments, says):
