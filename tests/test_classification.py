@@ -506,6 +506,14 @@ def test_invalid_questions_are_rejected(tmp_path, line, says):
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["classification", "choice"])
+def test_data_folder_is_refused_for_custom_tables(tmp_path, kind):
+    config = TaskConfig(kind=kind, data="folder", train="train.csv", choices=("a", "b"))
+    dataset = Classification if kind == "classification" else MultipleChoice
+    with pytest.raises(UserError, match=r"task\.data is 'folder'.* set config\.task\.train and"):
+        dataset(config, VOCABULARY)
+
+
 def test_missing_choices_are_rejected():
     with pytest.raises(UserError, match="name the columns of at least two choices"):
         MultipleChoice(TaskConfig(train="a.csv"), VOCABULARY)

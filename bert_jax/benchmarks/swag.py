@@ -17,6 +17,7 @@ from bert_jax.benchmarks.tables import (
     existing,
     get_label,
     probabilities,
+    table_files,
     write_table,
 )
 from bert_jax.config import TaskConfig
@@ -152,13 +153,11 @@ class MultipleChoice:
 
 
 def _sources(config: TaskConfig) -> dict[str, str]:
-    paths = {"train": config.train, "dev": config.dev, "test": config.test}
-    sources = {}
-    for split, path in paths.items():
-        if config.name == "swag" and config.data and not path:
-            path = existing(pathlib.Path(config.data) / f"{_SWAG[split]}.csv")
-        if path:
-            sources[split] = path
+    sources = table_files(config)
+    if config.name == "swag" and config.data:
+        folder = pathlib.Path(config.data)
+        paths = {split: existing(folder / f"{name}.csv") for split, name in _SWAG.items()} | sources
+        sources = {split: path for split, path in paths.items() if path}
     return sources
 
 

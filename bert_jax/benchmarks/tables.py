@@ -103,8 +103,7 @@ class Classification:
 
     def sources(self) -> dict[str, str]:
         """Return the path of each split that has a file."""
-        paths = {"train": self.config.train, "dev": self.config.dev, "test": self.config.test}
-        return {name: path for name, path in paths.items() if path}
+        return table_files(self.config)
 
     def rows(self, split: str, source: str) -> Iterator[Row]:
         """Yield the rows of a split's file."""
@@ -257,6 +256,21 @@ class Classification:
             return [self.labels[i] for i in logits.argmax(1)]
         positive = probabilities(logits, "classes") > THRESHOLD
         return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
+
+
+def table_files(config: TaskConfig) -> dict[str, str]:
+    """Return the path of each split whose file the config names.
+
+    Raises:
+        UserError: `data` is set for the user's own tables.
+    """
+    if config.data and not config.name:
+        raise UserError(
+            f"config.task.data is {config.data!r}, but it is for benchmarks; set config.task.train and "
+            "config.task.dev to the files of your table, or config.task.name to a benchmark"
+        )
+    paths = {"train": config.train, "dev": config.dev, "test": config.test}
+    return {split: path for split, path in paths.items() if path}
 
 
 def existing(path: pathlib.Path) -> str:
