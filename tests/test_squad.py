@@ -563,6 +563,19 @@ def test_perfect_logits_score_100(tmp_path):
     assert result["exact"] == result["f1"] == result["best_f1"] == 100
 
 
+def test_dev_set_without_answerable_questions_is_scored(tmp_path):
+    questions = [q._replace(answers=()) for q in mixed_questions(5)]
+    dataset = squad(tmp_path, questions, name="squad2")
+    examples = dataset.splits["dev"]
+    assert (examples.targets["label"] == 0).all()
+    logits = [np.zeros((len(tokens), 2), np.float32) for tokens in examples.tokens]
+    for each in logits:
+        each[0] = 9
+    assert dataset.score("dev", logits)["f1"] == 100
+    new = Squad(dataset.config, VOCABULARY, new=str(tmp_path / "dev.json"))
+    assert new.score("new", logits) == {}
+
+
 def test_prediction_needs_no_gold_answers(tmp_path):
     for answers in (None, ()):
         asked = [q._replace(answers=answers) for q in mixed_questions(5)]

@@ -152,9 +152,11 @@ class Squad:
         encoded_questions = vocabulary.encode_all([question.text for question in questions])
         golds = [question.answers[0].text if question.answers else "" for question in questions]
         gold_ids = vocabulary.encode_words(golds)
-        # Without unanswerable questions, empty lists mean that the file has no answers.
+        # Without unanswerable questions, or if all lists of new or test data are empty, an empty list
+        # means that the answers are not known.
         answers = [question.answers for question in questions]
-        labeled = None not in answers and (any if self.unanswerable else all)(answers)
+        may_be_empty = self.unanswerable and (split in ("train", "dev") or any(answers))
+        labeled = None not in answers and (may_be_empty or all(answers))
 
         windows = collections.defaultdict(list)
         tokens, a_length, targets = [], [], []
@@ -211,7 +213,7 @@ class Squad:
         examples = Examples(tokens, a_length, {"label": np.array(targets, np.int32)})
         return examples, _Windows(
             questions=windows["questions"],
-            labeled=bool(labeled),
+            labeled=labeled,
             spans=windows["spans"],
             question=np.array(windows["question"]),
             offset=np.array(windows["offset"]),
