@@ -112,7 +112,12 @@ def test_plain_text_lines_and_standard_input(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one\ttwo\n\nthree\t\n")
     result = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
     assert result == ["one\ttwo", "", "three\t"]
-    with pytest.raises(UserError, match=r"a\.txt:3: 'b' is empty"):  # only texts may be empty
+    with pytest.raises(
+        UserError, match=r"a\.txt:2: 1 column where 2 columns are expected \(a, b\)"
+    ):
+        list(tables.read(path, ["a", "b"], header=["a", "b"]))
+    path = write(tmp_path / "b.txt", "one\ttwo\nthree\t\n")
+    with pytest.raises(UserError, match=r"b\.txt:2: 'b' is empty"):  # only texts may be empty
         list(tables.read(path, ["a"], ["b"], header=["a", "b"], empty=True))
     pairs = [r.fields for r in tables.read(path, ["a", "b"], header=["a", "b"], empty=True)]
     assert pairs == [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]

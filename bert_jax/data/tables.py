@@ -58,7 +58,8 @@ def read(
         others: required columns that hold any value.
         optional: columns to read if present. Columns in none of these three may be omitted.
         kind: one of `KINDS`; "" detects it by the file name. ".txt" reads a whole line for one
-            column, and splits lines at tabs for several.
+            column, and splits lines at tabs for several; a blank line is then an error, as
+            predictions are aligned with lines.
         header: column names, for a file without a header line; required for ".txt".
         quoting: whether fields may be "quoted"; by default in .csv but not in .tsv.
         empty: whether texts may be empty.
@@ -97,7 +98,7 @@ def read(
             if quoting
             else _unquoted(text_lines, path, delimiter)
         )
-        records = _named(rows, path, header, [*texts, *others], skip)
+        records = _named(rows, path, header, [*texts, *others], skip, skip_blank=kind != ".txt")
     return _checked(records, texts, others, empty)
 
 
@@ -169,10 +170,11 @@ def _named(
     header: Sequence[str] | None,
     required: Sequence[str],
     skip: Callable[[str], None] | None,
+    skip_blank: bool,
 ) -> Iterator[Record]:
     names = None if header is None else list(header)
     for where, row in rows:
-        if row == [""] and (names is None or len(names) > 1):
+        if row == [""] and skip_blank and (names is None or len(names) > 1):
             continue
         if names is None:
             names = row
