@@ -93,6 +93,18 @@ def test_newest_results_of_a_point_replace_older_ones():
     assert current(results) == [*other, verb, *bare, *new]
 
 
+def test_newest_execution_counts(tmp_path):
+    results = Results(tmp_path)
+    old, new = line(0.5, size=1), line(float("nan"), size=1)
+    edited = {**line(0.7, size=1), "digest": "edited"}
+    for added, num_lines in ((old, 1), (new, 2), (edited, 3), (new, 4)):
+        for commit in "ab":  # reading a finished point again adds nothing
+            results.add([{**added, "commit": commit}])
+            assert len(results.read()) == num_lines
+            (kept,) = current(results.read())
+            assert str(kept["metrics"]) == str(added["metrics"])
+
+
 def test_truncated_and_outdated_result_lines(file_of, capsys):
     folder = file_of(BLOCKS).parent
     (folder / "README.md").write_text("<!-- sizes -->\n<!-- /sizes -->\n")

@@ -30,6 +30,9 @@ _VERSIONS = ("bert-jax", "jax", "flax")
 # Keys of every line, and further keys of training runs.
 _KEYS = ("point", "scale", "facts", "command", "digest", "metrics", "wall_seconds")
 _OF_A_RUN = ("seed", "real_tokens", "step_seconds", "flops", "devices", "cores", "load", "commit")
+# Differ between executions of a point, and are equal whenever its finished output is read. Other keys, such
+# as `processor`, can be those of the process that reads it.
+_EXECUTION = ("metrics", "wall_seconds", "attempts", "load")
 
 
 def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
@@ -179,16 +182,30 @@ def verb(line: dict[str, Any]) -> str:
 
 
 def current(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results without those of points that were run again with another command.
+    """Return the newest results, without those of points that were run again with another command.
 
     Points with equal verb, scale and facts are the same; points without facts are all kept.
     """
+    digests = _current_digests(lines)
+    last = {key(line): i for i, line in enumerate(lines)}
+    return [
+        line
+        for i, line in enumerate(lines)
+        if last[key(line)] == i and (not line["facts"] or digests[_point(line)] == line["digest"])
+    ]
 
-    def point(line: dict[str, Any]) -> tuple:
-        return verb(line), line["scale"], json.dumps(line["facts"], sort_keys=True)
 
-    newest = {point(line): line["digest"] for line in lines}
-    return [line for line in lines if not line["facts"] or newest[point(line)] == line["digest"]]
+def _current_digests(lines: Sequence[dict[str, Any]]) -> dict[tuple, str]:
+    return {_point(line): line["digest"] for line in lines}
+
+
+def _point(line: dict[str, Any]) -> tuple:
+    return verb(line), line["scale"], json.dumps(line["facts"], sort_keys=True)
+
+
+def _execution(line: dict[str, Any]) -> str:
+    # Text, because NaN differs from itself.
+    return json.dumps([line.get(name) for name in _EXECUTION], sort_keys=True)
 
 
 class Results:
@@ -230,11 +247,18 @@ class Results:
         return line
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append the lines that are new."""
+        """Append the lines of new executions, and those of points whose command is current again."""
         with files.one_line_errors(f"cannot write {self.path}"), open(self.path, "ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # another process may run this sweep
-            known = set(map(key, self.read()))
-            new = [line for line in lines if key(line) not in known]
+            before = self.read()
+            known = {key(line): _execution(line) for line in before}
+            digests = _current_digests(before)
+            new = [
+                line
+                for line in lines
+                if known.get(key(line)) != _execution(line)
+                or (line["facts"] and digests.get(_point(line)) != line["digest"])
+            ]
             if not new:
                 return
             content = self.path.read_bytes()
