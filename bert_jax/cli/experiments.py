@@ -126,6 +126,12 @@ def _sweep(options) -> int | None:
     args = sweep.SweepArgs(scale, data, options.init, options.seeds)
     choices = grid.parse(options.grid)
     if choices:
+        for name in ("scale", "init", "seeds"):
+            if value := getattr(options, name):
+                raise UserError(
+                    f"--{name} {value} has no effect with --grid: remove it, or put it into the command "
+                    "after --"
+                )
         path = pathlib.Path(options.file or f"sweeps/{grid.name(choices)}", "sweep.py")
         points = sweep.ordered("--grid", grid.points(options.command, choices), data)
         loaded = sweep.Sweep(path, args, points, module=None)
