@@ -30,7 +30,7 @@ def get_points(args):
 
 def get_blocks(results):
     """Return the table and the picture of the results."""
-    return grid.blocks(GRID, results)
+    return grid.blocks({arguments})
 '''
 _README = """# {title}
 
@@ -44,12 +44,10 @@ Every combination of {settings} in `bert-jax {command}`.
 <!-- table -->
 <!-- /table -->
 
-<!-- curve -->
-<!-- /curve -->
-
-<!-- runs -->
+{curve}<!-- runs -->
 <!-- /runs -->
 """
+_CURVE = "<!-- curve -->\n<!-- /curve -->\n\n"
 _MAX_METRICS = 6
 
 
@@ -87,7 +85,12 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
     Raises:
         UserError: the folder holds another sweep, or cannot be written.
     """
-    text = _SWEEP.format(command=pprint.pformat(list(command)), choices=pprint.pformat(dict(choices), sort_dicts=False))  # fmt: skip
+    has_curve = command[0] == "pretrain"
+    text = _SWEEP.format(
+        command=pprint.pformat(list(command)),
+        choices=pprint.pformat(dict(choices), sort_dicts=False),
+        arguments="GRID, results" if has_curve else "GRID, results, curve=False",
+    )
     path = folder / "sweep.py"
     if path.exists():
         if path.read_text() != text:
@@ -101,6 +104,7 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
             folder=folder,
             settings=settings,
             command=shlex.join(command),
+            curve=_CURVE if has_curve else "",
         )
         files.write(folder / "README.md", readme)
         files.write(path, text)
@@ -121,8 +125,10 @@ def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list
     ]
 
 
-def blocks(choices: Mapping[str, Sequence[str]], results: Sequence[Line]) -> dict[str, Any]:
-    """Return the table of the final metrics, the held-out curves and the costs."""
+def blocks(
+    choices: Mapping[str, Sequence[str]], results: Sequence[Line], curve: bool = True
+) -> dict[str, Any]:
+    """Return the table of the final metrics, the held-out curves of pretraining and the costs."""
     rows = {_label(facts): facts for facts in grid(**choices)}
     metrics = {
         name: Column(name, factor=1.0, digits=4)
@@ -130,9 +136,10 @@ def blocks(choices: Mapping[str, Sequence[str]], results: Sequence[Line]) -> dic
         for name, value in list(line["metrics"].items())[:_MAX_METRICS]
         if isinstance(value, int | float)
     }
+    curves = Curves("curve.svg", rows, "step", "loss", ("step", "held-out loss (nats)"))
     return {
         "table": Table(rows, metrics, title=", ".join(choices)),
-        "curve": Curves("curve.svg", rows, "step", "loss", ("step", "held-out loss (nats)")),
+        **({"curve": curves} if curve else {}),
         "runs": Runs(),
     }
 
