@@ -132,6 +132,7 @@ def finetune(
                 "leave the random encoder frozen"
             )
         vocabulary = vocabularies.load(vocab)
+        vocabularies.check_segments(vocabulary, config.model.segments)
     else:
         if vocab:
             raise UserError(

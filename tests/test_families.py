@@ -13,8 +13,9 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from bert_jax import cli
-from bert_jax.config import ModelConfig
+from bert_jax import cli, downstream
+from bert_jax.config import Config, FinetuneConfig, ModelConfig
+from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.convert.families import FAMILIES
@@ -22,6 +23,7 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import prepare, rows, vocabulary
 from bert_jax.data.loader import Rows, batches
 from bert_jax.data.vocabulary import TokenizerVocabulary
+from bert_jax.errors import UserError
 from bert_jax.inference import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses
@@ -418,6 +420,28 @@ def test_commands_run_on_a_model_with_a_bpe_tokenizer(tokenizers, tmp_path, caps
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+
+
+def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
+    tokenizers, tmp_path, monkeypatch
+):
+    vocab = vocabulary.load(tokenizers / "xlm-roberta")
+    model = ModelConfig(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(vocab), positions=24,
+        next_sentence=False, head="sequence", labels=("a", "b"),
+    )  # fmt: skip
+    opened = source.OpenModel(Config(model=model), vocab, random_params(model), 0)
+    monkeypatch.setattr(export_lib, "open_model", lambda *_: opened)
+    message = (
+        "config.model.segments is 2, but the tokenizer gives both texts of a pair token type 0"
+    )
+    with pytest.raises(UserError, match=message):
+        export("run", tmp_path / "out")
+    export("run", tmp_path / "encoder", heads="none")
+    with pytest.raises(UserError, match=message):
+        downstream.finetune(
+            FinetuneConfig(), "none", tmp_path / "w", vocab=str(tokenizers / "xlm-roberta")
+        )
 
 
 def test_single_segment_model_ignores_token_types():

@@ -18,6 +18,7 @@ from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfi
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count
@@ -89,6 +90,8 @@ def export(
             lstm_layers=0,
             features="",
         )
+    if model.head or model.next_sentence:
+        vocabularies.check_segments(vocabulary, model.segments)
     params = {part: params[part] for part in shapes(model)}
     settings, tensors = _converted(model, params, vocabulary)
     if isinstance(config, FinetuneConfig) and model.head == "sequence":

@@ -259,7 +259,7 @@ def read(
         raise UserError(f"cannot import {source}: cannot read{where}: {_why(error)}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise UserError(f"cannot import {source}: the zip is damaged ({error})") from None
-    if model.segments > 1 and not _has_token_types(vocabulary):
+    if model.segments > 1 and not vocabularies.has_token_types(vocabulary):
         model.segments = 1
         table = params["embeddings"]["segment"]
         table["embedding"] = table["embedding"][:1]
@@ -676,13 +676,6 @@ def _other_vocabulary(
         raise UserError(
             f"its tokenizer is {kind or 'of an unknown class'}, which cannot be used: {reason}"
         ) from None
-
-
-def _has_token_types(vocabulary: Vocabulary) -> bool:
-    """Whether transformers gives the second text of a pair token type 1."""
-    if not isinstance(vocabulary, TokenizerVocabulary):
-        return True
-    return 1 in vocabulary.tokenizer().encode("a", "b").type_ids
 
 
 def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:

@@ -351,6 +351,27 @@ def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
         raise UserError(f"{folder}: its tokenizer cannot be used: {reason}") from None
 
 
+def has_token_types(vocabulary: Vocabulary) -> bool:
+    """Whether transformers gives the second text of a pair token type 1."""
+    if not isinstance(vocabulary, TokenizerVocabulary):
+        return True
+    return 1 in vocabulary.tokenizer().encode("a", "b").type_ids
+
+
+def check_segments(vocabulary: Vocabulary, segments: int) -> None:
+    """Refuse a model that would compute other results of pairs in transformers.
+
+    Raises:
+        UserError: the model has several segments, and its tokenizer gives only token type 0.
+    """
+    if segments > 1 and not has_token_types(vocabulary):
+        raise UserError(
+            f"config.model.segments is {segments}, but the tokenizer gives both texts of a pair token "
+            "type 0, so transformers would compute other results: train with "
+            "--config.model.segments=1"
+        )
+
+
 def is_wordpiece(tokenizer: bytes) -> bool:
     """Whether a tokenizer.json is for WordPiece, which `read_wordpiece` reads."""
     return _model_type(json.loads(tokenizer)["model"]) == "WordPiece"

@@ -86,6 +86,10 @@ def make_phases(
                     f"phase {i}: {phase_config.rows}: {vocabulary.file} is not the vocabulary that its "
                     "rows were prepared with: restore that file, or prepare the rows again"
                 )
+            try:
+                vocabularies.check_segments(vocabulary, model.segments)
+            except UserError as error:  # single sequences are the same, and an old run must resume
+                _warn(str(error))
         config.model.vocab_size = manifest.vocab_size
         attention.resolve(config)
         if config.distill.teacher and teacher is None:
