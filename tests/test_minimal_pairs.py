@@ -243,6 +243,11 @@ def test_folder_without_pairs_is_rejected(tmp_path):
         minimal_pairs.find(tmp_path)
 
 
+def test_negative_number_of_pairs_is_rejected():
+    with pytest.raises(UserError, match="--pairs -1: must be 0"):
+        minimal_pairs.evaluate("run", [], -1)
+
+
 def test_causal_model_rejects_word_l2r_scores(tmp_path):
     folder = save_pretrained(torch_model("BertLMHeadModel", is_decoder=True), tmp_path / "hf")
     with pytest.raises(UserError, match="its scores are log-likelihoods, without masks"):

@@ -116,8 +116,10 @@ def evaluate(
         count: how many pairs of each file; 0 for all.
 
     Raises:
-        UserError: as for `read`, `find` and `SentenceScorer`; two files of one name.
+        UserError: as for `read`, `find` and `SentenceScorer`; `count` is negative; two files of one name.
     """
+    if count < 0:
+        raise UserError(f"--pairs {count}: must be 0 (all pairs) or more")
     files = [file for path in paths for file in find(path)]
     phenomena = {file.name.split(".")[0]: read(file) for file in files}
     if len(phenomena) < len(files):
