@@ -104,6 +104,8 @@ def evaluate_workdir(
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, Config)
     phase_config = dataclasses.replace(config.phases[-1], fraction=1.0)
+    if not (rows or phase_config.rows):
+        raise UserError(f"{folder} was trained on no rows: add --rows DIR")
     if rows:
         initial.check_vocabulary(rows, rows, vocabulary, str(folder))
         phase_config = dataclasses.replace(phase_config, rows=rows, tokens=0)

@@ -165,8 +165,14 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     Raises:
         UserError: there is no run, or its config is invalid.
     """
+    content = _read_config_json(workdir)
+    if "config" not in content:
+        raise UserError(
+            f"{workdir} holds no run: its config.json is not of this project; import a checkpoint with "
+            "`bert-jax import`"
+        )
     try:
-        return config_lib.from_dict(_read_config_json(workdir)["config"])
+        return config_lib.from_dict(content["config"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"cannot read {workdir}/config.json: {error}") from None
 

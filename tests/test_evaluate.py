@@ -66,6 +66,14 @@ def test_rows_without_heldout_rows_are_refused(monkeypatch, rows):
         evaluate.evaluate_workdir("run")
 
 
+def test_imported_checkpoint_needs_rows(monkeypatch):
+    config = load(arguments())
+    config.phases = (PhaseConfig(),)
+    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, None, {}, 0))
+    with pytest.raises(UserError, match="models/base was trained on no rows: add --rows DIR"):
+        evaluate.evaluate_workdir("models/base")
+
+
 def test_means_with_weights_below_one():
     terms = {"half": (np.float32(0.25), np.float32(0.5)), "none": (np.float32(0), np.float32(0))}
     assert evaluate.means(terms) == {"half": 0.5, "none": 0.0}

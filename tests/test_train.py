@@ -518,6 +518,10 @@ def test_workdir_in_use_is_rejected(tmp_path, rows):
 
 def test_missing_run_is_rejected(tmp_path, capsys):
     assert "holds no run" in refused(capsys, "evaluate", "--workdir", tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "bert"}')
+    message = refused(capsys, "evaluate", "--workdir", tmp_path / "hf")
+    assert "hf holds no run: its config.json is not of this project; import" in message
     assert "no checkpoint: it has no config.json" in refused(
         capsys, "fill-mask", "--init", tmp_path
     )
