@@ -88,10 +88,16 @@ def _is_argument(value: str, kind: type) -> bool:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into config ones (`--config FILE`, `--config.key[=]value`) and the rest."""
+    """Split arguments into config ones (`--config FILE`, `--config.key[=]value`) and the rest.
+
+    Raises:
+        UserError: an option follows where a value is missing.
+    """
     config, rest, pending = [], [], ""
     for argument in arguments:
         if pending:
+            if argument.startswith("--"):
+                raise UserError(f"{pending} needs a value: write {pending}=VALUE")
             config.append(f"{pending}={argument}")
             pending = ""
         elif argument == "--config" or argument.startswith(("--config=", "--config.")):
@@ -123,6 +129,8 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     values = flags.FlagValues()
     # Load the file alone first, so that keys can be checked before any is set.
     file = [a for a in arguments if a.startswith("--config=")]
+    if len(file) > 1:
+        raise UserError(f"{' '.join(file)}: choose one config; set keys with --config.KEY=VALUE")
     if not file:
         example = "glue:rte" if kind is FinetuneConfig else "mini,128"
         raise UserError(f"no config: add --config NAME, for example --config {example}")

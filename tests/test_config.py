@@ -218,6 +218,17 @@ def test_model_limits_are_checked_once_the_model_is_known():
     )
 
 
+@pytest.mark.parametrize("option", ["--config", "--config.masking.whole_word"])
+def test_option_is_no_value_of_a_setting(option):
+    message = refusal(config_flags.split, [option, "--rows", "rows"])
+    assert message == f"{option} needs a value: write {option}=VALUE"
+
+
+def test_several_configs_are_refused():
+    arguments = [f"{PRETRAIN}:mini", "--config=base,128"]
+    assert "--config=base,128: choose one config" in refusal(config_flags.load, arguments)
+
+
 def test_command_line_overrides_set_single_fields():
     config = config_flags.load(
         [

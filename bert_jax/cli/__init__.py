@@ -105,7 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments, command = split_command(arguments)
     from bert_jax.config_flags import split
 
-    config, rest = split(arguments)
+    try:
+        config, rest = split(arguments)
+    except UserError as error:
+        parser().error(str(error))
     for argument in rest:
         if argument.endswith("=--"):  # argparse would parse the value as a list
             parser().error(f"{argument}: the value cannot be --")
