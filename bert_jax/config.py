@@ -106,7 +106,7 @@ class ModelConfig:
     # 0: the size of the vocabulary that the rows were tokenized with.
     vocab_size: int = _not_negative(0)
     # Pad the embedding table with unused entries to a multiple of this, for alignment and sharding.
-    # Results do not change.
+    # Results do not change, except with "adafactor", whose statistics include the padding.
     vocab_multiple: int = _positive(1)
     # Size of the embeddings, projected to `hidden` before the first layer; 0 is `hidden` (ELECTRA,
     # section 3.2).
