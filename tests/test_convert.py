@@ -288,6 +288,10 @@ def test_tokenizer_config_overrides_tokenizer_json(hf_folder):
         theirs = transformers.AutoTokenizer.from_pretrained(hf_folder)
         text = "The CAT sat É é"
         assert source.read(str(hf_folder)).vocabulary.encode(text) == theirs(text)["input_ids"]
+    values |= {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}
+    saved.write_text(json.dumps(values))  # this class reads tokenizer.json as it is
+    theirs = transformers.AutoTokenizer.from_pretrained(hf_folder)
+    assert source.read(str(hf_folder)).vocabulary.encode(text) == theirs(text)["input_ids"]
 
 
 @pytest.mark.parametrize(

@@ -644,7 +644,8 @@ def _vocabulary(
             f"its tokenizer has added tokens, which are not supported: {huggingface.shorten(added)}; to "
             "split them into word pieces, add --allow-missing added_tokens"
         )
-    vocabulary = dataclasses.replace(vocabulary, **_settings(settings))
+    if file == listed or kind is None or kind in _BERT_TOKENIZERS:
+        vocabulary = dataclasses.replace(vocabulary, **_settings(settings))
     if lowercase is not None:
         vocabulary = dataclasses.replace(vocabulary, lowercase=lowercase)
     return vocabulary, file
