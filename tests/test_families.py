@@ -422,6 +422,15 @@ def test_commands_run_on_a_model_with_a_bpe_tokenizer(tokenizers, tmp_path, caps
     assert not info["unexpected_keys"]
 
 
+def test_case_of_a_run_with_a_tokenizer_cannot_be_changed(tokenizers, monkeypatch):
+    vocab = vocabulary.load(tokenizers / "roberta")
+    monkeypatch.setattr(source.workdir, "holds_run", lambda _: True)
+    monkeypatch.setattr(source.workdir, "read_vocabulary", lambda _: vocab)
+    assert source.open_vocabulary("run") == vocab
+    with pytest.raises(UserError, match=r"run: its tokenizer .* remove --cased or --uncased"):
+        source.open_vocabulary("run", lowercase=True)
+
+
 def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
     tokenizers, tmp_path, monkeypatch
 ):

@@ -133,6 +133,11 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
         path = storage.local(source, (*_BESIDE_WEIGHTS, wordpiece.SETTINGS))
     if workdir.holds_run(path):
         vocabulary = workdir.read_vocabulary(path)
+        if lowercase is not None and isinstance(vocabulary, TokenizerVocabulary):
+            raise UserError(
+                f"{path}: its tokenizer cannot be used: its case is part of the tokenizer; remove "
+                "--cased or --uncased"
+            )
         chosen = {} if lowercase is None else {"lowercase": lowercase}
         return dataclasses.replace(vocabulary, **chosen)
     is_model = _is_source(source) and path.suffix != ".txt"
