@@ -346,7 +346,7 @@ def pretrain(
         )
     if rows and (texts is not None or vocab):
         raise UserError(
-            "pretrain(): rows have their texts and vocabulary: pass either rows or texts"
+            "pretrain(): rows already contain texts and a vocabulary: pass rows without texts and vocab"
         )
     settings = _config(config, changes, Config)
     device.start(settings.platform, deterministic=settings.deterministic)

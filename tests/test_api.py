@@ -158,7 +158,7 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
     ("call", "says"),
     [
         (lambda: bert_jax.pretrain(SIZE, "run", rows=["a", "b"]), "2 --rows for the config's 1"),
-        (lambda: bert_jax.pretrain(SIZE, "run", DOCUMENTS, rows=["a"]), "either rows or texts"),
+        (lambda: bert_jax.pretrain(SIZE, "run", DOCUMENTS, rows=["a"]), "pass rows without texts"),
         (lambda: bert_jax.finetune("table", "init", "run", seeds=0), "must be at least 1"),
         (lambda: bert_jax.finetune("table", "init", "run", {"validation": []}), "'validation'"),
     ],

@@ -388,6 +388,8 @@ def train(
 _MAX_SIZE = 5_000_000
 # About 1.5 GB of memory. Beyond it the rarest are dropped, which hardly affects frequent pieces.
 _MAX_WORDS = 10_000_000
+# Share of a text that the characters of a vocabulary must cover if 1,000 do not suffice, as in scripts with
+# thousands of them: the default of SentencePiece's character_coverage.
 _COVERAGE = 0.9995
 
 
@@ -471,10 +473,12 @@ def _train_pieces(words: collections.Counter[str], size: int, min_frequency: int
                 inner[character] += count
     total = first + inner
     frequent = [c for c in sorted(total, key=lambda c: (-total[c], c)) if total[c] >= min_frequency]
-    # Leave room for merges: rare characters become [UNK]. Scripts with more characters than Google's limit
-    # of 1,000 get as many as SentencePiece's character_coverage needs.
-    sums = itertools.accumulate(total[c] for c in frequent)
-    needed = sum(s < _COVERAGE * sum(total.values()) for s in sums) + 1
+    # Leave room for merges: rare characters become [UNK].
+    covered, sums = (
+        _COVERAGE * sum(total.values()),
+        itertools.accumulate(total[c] for c in frequent),
+    )
+    needed = sum(s < covered for s in sums) + 1
     alphabet = set(frequent[: min(max(1_000, needed), size // 3)])
     characters = sorted(alphabet & set(first)) + [
         CONTINUATION + c for c in sorted(alphabet & set(inner))
