@@ -267,6 +267,8 @@ class Model:
     def save(self, folder: str | os.PathLike) -> None:
         """Write config, vocabulary and parameters to a new folder, which `load` accepts.
 
+        The metrics of a fine-tuned model are copied, as they have the threshold of SQuAD 2.0.
+
         Raises:
             UserError: the folder exists or cannot be written.
         """
@@ -275,6 +277,8 @@ class Model:
             source_lib.Imported(self.config, self.vocabulary, jax.device_get(self.params), about),
             folder,
         )
+        if metrics := downstream.read_metrics(self.source, self.step):
+            files.write_json(pathlib.Path(folder) / downstream.METRICS, {**metrics, "step": 0})
 
     def to_huggingface(self, folder: str | os.PathLike, heads: str = "all") -> None:
         """Write a new folder that transformers' `from_pretrained` loads.
@@ -300,7 +304,7 @@ def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
     Raises:
         UserError: there is no such model, or its architecture is not supported.
     """
-    device.start("")
+    device.start("", deterministic=True)  # a later `finetune` cannot set the flag any more
     return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))
 
 

@@ -252,6 +252,13 @@ def _add_xla_flag(name: str, value: str) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
 
 
+def has_deterministic_kernels() -> bool:
+    """Whether `$XLA_FLAGS` selects deterministic kernels on GPUs."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    values = [flag for flag in flags if flag.partition("=")[0] == f"--{_DETERMINISTIC}"]
+    return bool(values) and values[-1].partition("=")[2].lower() in ("", "true", "1")
+
+
 def check_deterministic(config: TrainConfig, platform: str) -> None:
     """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true.
 
@@ -268,9 +275,7 @@ def check_deterministic(config: TrainConfig, platform: str) -> None:
                 "that compute the same bits twice: set config.deterministic to true, or it to 0"
             )
         return
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    values = [flag for flag in flags if flag.partition("=")[0] == f"--{_DETERMINISTIC}"]
-    if not values or values[-1].partition("=")[2].lower() not in ("", "true", "1"):
+    if not has_deterministic_kernels():
         raise UserError(
             f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: set it "
             "before JAX starts (bert_jax.device.start does), or set config.deterministic to false"

@@ -291,6 +291,17 @@ def predict(
 
 
 @storage.reads("folder")
+def read_metrics(folder: str | pathlib.Path, step: int) -> dict[str, Any]:
+    """Return the metrics of a run's checkpoint as `evaluate_run` wrote them; empty if it did not."""
+    for name in (METRICS, f"metrics_{step}.json"):
+        path = pathlib.Path(folder).expanduser() / name
+        if path.exists():
+            metrics = json.loads(path.read_text())
+            if metrics.get("step") == step:
+                return metrics
+    return {}
+
+
 def predict_new(
     config: FinetuneConfig,
     vocabulary: Vocabulary,
@@ -308,12 +319,8 @@ def predict_new(
         step: step of the parameters.
     """
     dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
-    for name in (METRICS, f"metrics_{step}.json"):
-        path = pathlib.Path(folder).expanduser() / name
-        if isinstance(dataset, Squad) and path.exists():
-            metrics = json.loads(path.read_text())
-            if metrics.get("step") == step:
-                dataset = dataset.tuned(metrics.get("dev", {}))
+    if isinstance(dataset, Squad):
+        dataset = dataset.tuned(read_metrics(folder, step).get("dev", {}))
     return dataset, predict(config, params, dataset, "new", MeshConfig())
 
 

@@ -72,6 +72,23 @@ def test_changed_parameters_are_saved_and_exported(run, tmp_path):
         assert loaded.vocabulary.tokens == run.vocabulary.tokens
 
 
+@pytest.mark.parametrize(("threshold", "answered"), [(-1e9, False), (1e9, True)])
+def test_saved_models_keep_the_threshold_of_squad2(run, tmp_path, threshold, answered):
+    model = ModelConfig(
+        layers=1, hidden=8, heads=2, feed_forward=8, positions=32, vocab_size=len(run.vocabulary),
+        masked_lm=False, next_sentence=False, head="span",
+    )  # fmt: skip
+    (tmp_path / "metrics.json").write_text(
+        json.dumps({"step": 7, "dev": {"best_f1_thresh": threshold}})
+    )
+    config = FinetuneConfig(model=model, task=TaskConfig(kind="squad", tokens=32))
+    params = init_params(model, jax.random.key(0))
+    reader = dataclasses.replace(run, source=str(tmp_path), config=config, params=params, step=7)
+    reader.save(tmp_path / "saved")
+    loaded = bert_jax.load(tmp_path / "saved")
+    assert bool(loaded.predict([("the mill", "The river runs.")])[0].label) is answered
+
+
 def test_predict_matches_the_predict_command(finetuned, tmp_path):
     metrics, folder = finetuned
     assert metrics == json.loads((folder / "metrics.json").read_text())

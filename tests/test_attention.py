@@ -326,6 +326,14 @@ def test_cudnn_is_rejected_for_deterministic_runs():
     check(run_config(attention="pallas", deterministic=True), "gpu", 1)
 
 
+def test_auto_is_not_cudnn_when_jax_started_with_deterministic_kernels(monkeypatch):
+    """As after `bert_jax.load`: the config cannot change the flag any more."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    assert choose(run_config(), "gpu", 1).implementation == "xla"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    assert choose(run_config(), "gpu", 1).implementation == "cudnn"
+
+
 @pytest.mark.parametrize(
     ("platform", "changes", "implementation", "reason"),
     [

@@ -214,6 +214,25 @@ def test_missing_data_or_init_is_rejected(file_of, tmp_path, capsys, monkeypatch
     assert "--init ./nothing: no such folder" in capsys.readouterr().err
 
 
+def test_costs_include_the_teacher_and_the_model_to_start_from(file_of, capsys):
+    """A model four times as deep: with all layers trained, or only its forward pass."""
+    text = """
+def get_points(args):
+    base = "pretrain", "--config", "{c}:L2-H128-A2,128"
+    deep = Point("deep", ("pretrain", "--config", "{c}:L8-H128-A2,128", "--config.steps=9"))
+    teacher = "--teacher", deep, "--config.distill.hidden=1"
+    task = ("--config.steps=100",)
+    yield Point("alone", (*base, *task))
+    yield Point("taught", (*base, *task, *teacher))
+    yield Point("continued", (*base, *task, "--init", deep))
+"""
+    path = file_of(text.replace("{c}", "configs/pretrain.py"))
+    assert cli.main(["sweep", str(path), "--dry-run"]) == 0
+    flops = dict(re.findall(r"^(\w+): about .*, (\S+) FLOPs", capsys.readouterr().out, re.M))
+    alone, taught, continued = (float(flops[name]) for name in ("alone", "taught", "continued"))
+    assert 1.3 * alone < taught < 2 * alone < continued
+
+
 def test_init_defaults_to_paper_scale(file_of, tmp_path, capsys):
     """`--scale` overrides this default."""
     text = "def get_points(args): return [Point(args.scale, ('vocab', args.init))]"

@@ -150,7 +150,7 @@ def _sweep(options) -> int | None:
             part.name if isinstance(part, sweep.Point) else str(part) for part in point.command
         ]
         command += [sweep.FOLDER_OPTION[point.verb], "x"]
-        _check(f"{'--grid' if choices else selected.path}: {point.name}", command)
+        _check(f"{'--grid' if choices else selected.path}: {point.name}", command, point.settings)
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
@@ -161,8 +161,8 @@ def _sweep(options) -> int | None:
     return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
-def _check(where: str, command: Sequence[str]) -> None:
-    """Check a point's command before any point runs.
+def _check(where: str, command: Sequence[str], settings: Sequence[str]) -> None:
+    """Check a point's command, and the settings in it, before any point runs.
 
     Raises:
         UserError: an option, config key or program does not exist.
@@ -176,7 +176,7 @@ def _check(where: str, command: Sequence[str]) -> None:
         "pretrain": config_lib.Config,
         "finetune": config_lib.FinetuneConfig,
     }
-    settings, rest = config_flags.split(list(command))
+    _, rest = config_flags.split(list(command))
     stderr = io.StringIO()
     try:
         if verb == "python":
@@ -186,7 +186,7 @@ def _check(where: str, command: Sequence[str]) -> None:
         with contextlib.redirect_stderr(stderr):
             parse(rest)
         if verb in kinds:
-            config_flags.load(settings, kinds[verb])
+            config_flags.load([*settings], kinds[verb])
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except SystemExit:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax import sharding
+from bert_jax import device, sharding
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.model.dropout import dropout
@@ -311,6 +311,11 @@ def _unsupported_reason(name: str, config: TrainConfig, tensor: int) -> str:
         return (
             "config.deterministic is true, but cudnn does not compile with deterministic kernels: "
             "set config.model.attention to 'xla', or config.deterministic to false"
+        )
+    if name == "cudnn" and device.has_deterministic_kernels():
+        return (
+            "cudnn does not compile with the deterministic kernels of $XLA_FLAGS (which bert_jax.load "
+            "selects): start Python with XLA_FLAGS=--xla_gpu_deterministic_ops=false"
         )
     for key, requested, supported in (
         ("position_kind", model.position_kind == "alibi", False),

@@ -248,7 +248,9 @@ class Runs:
         lines = ["| point | seed | steps | real tokens | minutes | load | on | commit |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
         for r in results:
             if "step" in r:
-                on = r["devices"] + (f", {r['cores']} cores" if r["cores"] else "")
+                on = r["devices"] + (
+                    f", {r['cores']} core{'s' * (r['cores'] > 1)}" if r["cores"] else ""
+                )
                 cells = [r["point"], r["seed"], f"{r['step']:,}", f"{r['real_tokens']:,}", f"{r['step_seconds'] / 60:.1f}", r["load"], on, r["commit"]]  # fmt: skip
                 lines.append(f"| {' | '.join(map(str, cells))} |")
         return "\n".join(lines) if len(lines) > 2 else "not run"

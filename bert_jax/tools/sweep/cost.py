@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import pathlib
 import shlex
 import statistics
@@ -60,8 +61,9 @@ def cost(point: Point, args: SweepArgs, results: Sequence[dict[str, Any]], speed
         return Cost(0.0, statistics.median(seconds) if seconds else None)
     kind = Config if point.verb == "pretrain" else FinetuneConfig
     config, seeds = _config(point, kind), int(point.options.get("--seeds", 1))
-    model = config.model
+    model, teacher = config.model, _model_at(point, "--teacher")
     if kind is Config:
+        model = _model_at(point, "--init") or model
         ends = [0, *config_lib.phase_ends(config)]
         rows = [part for part in point.needs if part.verb == "prepare"]
         model.vocab_size = model.vocab_size or _vocab_size(rows) or DEFAULT_VOCAB_SIZE
@@ -73,12 +75,16 @@ def cost(point: Point, args: SweepArgs, results: Sequence[dict[str, Any]], speed
             )
             num_rows = (end - begin) * (phase.batch_size or config.batch_size)
             flops += num_rows * flops_per_row(model, tokens, 1, predictions)
+            if teacher:
+                flops += num_rows * _forward_flops(teacher, tokens)
     else:
-        model = _started_from(point, point.options.get("--init", "")) or model
+        model = _model_at(point, "--init") or model
         tokens = _tokens_before(point, args, before)
         tokens = tokens or _training_bytes(config, args) / _BYTES_A_TOKEN * config.epochs
         row_tokens = config.task.tokens
         flops = tokens / row_tokens * flops_per_row(model, row_tokens, 1, 0)
+        if teacher:
+            flops += tokens / row_tokens * _forward_flops(teacher, row_tokens)
         flops *= seeds
     measured, startup = _speed_and_startup(before)
     speed = speed or measured or _CORE_FLOPS * cores()
@@ -122,17 +128,24 @@ def _measured(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 def _config(point: Point, kind: type) -> Any:
     """Return the config of a command."""
-    parts = ["" if isinstance(part, Point) else str(part) for part in point.command[1:]]
-    settings, _ = config_flags.split(parts)
-    return config_flags.load(settings, kind)
+    return config_flags.load(point.settings, kind)
 
 
-def _started_from(point: Point, init: str) -> ModelConfig | None:
-    """Return the model that is fine-tuned; None if it is random or on the hub."""
-    for start in point.needs:
-        if start.verb == "pretrain":
-            return _config(start, Config).model
-    return _model_of(init) if init and pathlib.Path(init).exists() else None
+def _model_at(point: Point, option: str) -> ModelConfig | None:
+    """Return the model that an option names; None if it names none, or one that is not on disk."""
+    for name, value in itertools.pairwise(point.command):
+        if name == option and isinstance(value, Point):
+            is_trained = value.verb == "pretrain"
+            return (
+                _model_at(value, "--init") or _config(value, Config).model if is_trained else None
+            )
+    name = point.options.get(option, "")
+    return _model_of(name) if name and pathlib.Path(name).exists() else None
+
+
+def _forward_flops(teacher: ModelConfig, tokens: int) -> float:
+    """Return the FLOPs of a teacher per row: a third of a training step, without predictions."""
+    return flops_per_row(teacher, tokens, 1, 0) / 3
 
 
 @functools.cache

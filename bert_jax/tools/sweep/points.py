@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import files
+from bert_jax import config_flags, files
 from bert_jax.errors import UserError
 
 SCALES = ("small", "paper")
@@ -79,6 +79,14 @@ class Point:
             word = "" if isinstance(part, Point) else str(part)
             words += word.split("=", 1) if word.startswith("--") else [word]
         return dict(itertools.pairwise(words))
+
+    @property
+    def settings(self) -> list[str]:
+        """The settings of the config; a teacher has a placeholder, as it may be another point."""
+        words = ["" if isinstance(part, Point) else str(part) for part in self.command[1:]]
+        settings, _ = config_flags.split(words)
+        teacher = ["--config.distill.teacher=teacher"] if "--teacher" in self.options else []
+        return settings + teacher
 
     def display_command(self, data: pathlib.Path | str) -> list[str]:
         """Return the command with names for points and $BERT_JAX_DATA for the data folder."""
