@@ -17,6 +17,8 @@ from bert_jax.model.bert import Params
 from bert_jax.objectives import initial, pretraining
 from bert_jax.objectives.base import Objective, Phase
 
+_TOKENS_AT_A_TIME = 32_768  # of one device in `evaluate_workdir`
+
 
 def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
     """Assemble the global batch on the mesh from the rows of each process.
@@ -30,18 +32,36 @@ def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.
     return {k: jax.make_array_from_process_local_data(row_sharding, v) for k, v in batch.items()}
 
 
-def make_evaluate(phase: Phase, mesh: jax.sharding.Mesh) -> Callable[[Params], dict[str, float]]:
+def make_evaluate(
+    phase: Phase, mesh: jax.sharding.Mesh, rows_at_a_time: int = 0
+) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps parameters to held-out metrics.
 
     It compiles once. Masks depend only on the index of the batch, so two evaluations differ only in
     their parameters.
+
+    Args:
+        phase: the phase, with its held-out batches.
+        mesh: mesh of the devices.
+        rows_at_a_time: on a single device, most rows of a batch to compute together; 0 means all.
+            The masks are the same.
     """
     objective = phase.objective
 
     @jax.jit
     def measure(params, batch, key):
+        def measure_part(inputs):
+            return objective.loss_terms(params, inputs, None), objective.predict(params, inputs)
+
         inputs = objective.prepare(batch, key)
-        return objective.loss_terms(params, inputs, None), objective.predict(params, inputs)
+        rows = len(jax.tree.leaves(inputs)[0])
+        if not 0 < rows_at_a_time < rows:
+            return measure_part(inputs)
+        parts = next(n for n in range(2, rows + 1) if rows % n == 0 and rows // n <= rows_at_a_time)
+        inputs = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), inputs)
+        loss_terms, outputs = jax.lax.map(measure_part, inputs)
+        outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+        return jax.tree.map(lambda x: x.sum(0), loss_terms), outputs
 
     def evaluate(params: Params) -> dict[str, float]:
         total, batches_and_outputs = None, []
@@ -115,7 +135,9 @@ def evaluate_workdir(
     )
     _, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    if metrics := make_evaluate(phase, mesh)(params):
+    # The batch of a run on many devices may exceed the memory of one.
+    rows_at_a_time = max(_TOKENS_AT_A_TIME // phase.tokens, 1)
+    if metrics := make_evaluate(phase, mesh, rows_at_a_time)(params):
         return step, phase.objective.summarize(metrics)
     raise UserError(
         f"{phase_config.rows} has no held-out rows: prepare them with --heldout-fraction, or pass --rows"

@@ -47,6 +47,15 @@ def test_metrics_are_means_over_all_rows(rows):
     assert abs((whole == 0).mean() - (labels == 0).mean()) > 1e-3  # the last batch changes the mean
 
 
+def test_batches_in_parts_have_the_metrics_of_whole_batches(rows):
+    phase, _ = heldout(rows)
+    params = phase.objective.init(jax.random.key(0))
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    whole, parts = (evaluate.make_evaluate(phase, mesh, n)(params) for n in (0, 3))
+    # Batches of 8 rows are computed 2 at a time; the sums are in another order.
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
 def test_rows_of_another_vocabulary_are_refused(monkeypatch, rows):
     config, other = load(arguments()), types.SimpleNamespace(sha256="", settings={})
     config.phases = (PhaseConfig(rows=str(rows())),)
@@ -58,7 +67,7 @@ def test_rows_of_another_vocabulary_are_refused(monkeypatch, rows):
 def test_rows_without_heldout_rows_are_refused(monkeypatch, rows):
     config = load(arguments())
     config.phases = (PhaseConfig(rows="rows"),)
-    phase = types.SimpleNamespace(objective=None)
+    phase = types.SimpleNamespace(objective=None, tokens=8)
     monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, None, {}, 3))
     monkeypatch.setattr(pretraining, "make_phases", lambda config: (config, None, [], [phase]))
     monkeypatch.setattr(evaluate, "make_evaluate", lambda *_: lambda params: {})
