@@ -73,13 +73,15 @@ def loss_and_grads(dataset, plan, params, pooling="mean", devices=1, model=MODEL
 
 
 @functools.cache
-def reference(texts_per_example, pooling):
+def reference(texts_per_example, pooling, count):
     """Compute sentence-transformers' MultipleNegativesRankingLoss in PyTorch.
+
+    If an example is twice in the batch, its other texts are left out of the candidates.
 
     Returns:
         The loss, the number of correctly ranked anchors, and the gradients by parameter name.
     """
-    dataset = RandomPairs(texts_per_example)
+    dataset = RandomPairs(texts_per_example, count)
     config = transformers.BertConfig(
         vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
         intermediate_size=20, max_position_embeddings=64, attn_implementation="eager",
@@ -91,7 +93,8 @@ def reference(texts_per_example, pooling):
     }
     bert.load_state_dict(state)
     columns = [[] for _ in range(texts_per_example)]
-    for example in plan_of(dataset).members(1, 0):
+    members = plan_of(dataset).members(1, 0)
+    for example in members:
         for i, column in enumerate(columns):
             tokens = dataset.splits["train"].tokens[example * texts_per_example + i]
             hidden = bert(torch.tensor(tokens[None]).long()).last_hidden_state[0]
@@ -99,6 +102,9 @@ def reference(texts_per_example, pooling):
     anchors, *others = (torch.nn.functional.normalize(torch.stack(x), dim=-1) for x in columns)
     scores = SCALE * anchors @ torch.cat(others).T
     labels = torch.arange(BATCH)
+    example = torch.tensor(members)
+    same = (example[:, None] == example) & (labels[:, None] != labels)
+    scores = scores.masked_fill(same.repeat(1, texts_per_example - 1), float("-inf"))
     loss = torch.nn.functional.cross_entropy(scores, labels)
     loss.backward()
     grads = {name: x.grad.numpy() for name, x in bert.named_parameters() if x.grad is not None}
@@ -106,16 +112,23 @@ def reference(texts_per_example, pooling):
 
 
 @pytest.mark.parametrize(
-    ("texts", "pooling", "devices", "one_a_row"),
-    [(2, "mean", 1, False), (2, "mean", 8, True), (3, "cls", 8, False)],
+    ("texts", "pooling", "devices", "one_a_row", "count"),
+    [
+        (2, "mean", 1, False, 20),
+        (2, "mean", 8, True, 20),
+        (3, "cls", 8, False, 20),
+        (3, "cls", 8, False, 10),
+    ],
 )
-def test_loss_and_gradients_match_sentence_transformers(texts, pooling, devices, one_a_row):
-    dataset, params = RandomPairs(texts), random_params(MODEL)
+def test_loss_and_gradients_match_sentence_transformers(texts, pooling, devices, one_a_row, count):
+    """With 10 examples, the batch spans two epochs and holds some twice."""
+    dataset, params = RandomPairs(texts, count), random_params(MODEL)
     plan = plan_of(dataset, rows_multiple=devices, one_a_row=one_a_row)
     batch = plan.batch(1, 0)
+    assert (len(set(plan.members(1, 0))) < BATCH) == (count == 10)
     assert (batch["example"].max(1) == NO_EXAMPLE).any() == (devices > 1)  # padding rows
     loss, terms, grads = loss_and_grads(dataset, plan, params, pooling, devices)
-    expected, correct, expected_grads = reference(texts, pooling)
+    expected, correct, expected_grads = reference(texts, pooling, count)
     np.testing.assert_allclose(loss, expected, atol=1e-5, rtol=0)
     assert terms["accuracy"] == (correct, BATCH)
     for name, grad in to_huggingface(grads, MODEL).items():

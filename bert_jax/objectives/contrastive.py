@@ -66,11 +66,17 @@ class Contrastive(Supervised):
         # By default, accelerators round the float32 operands of a matrix product.
         precision = jax.lax.Precision.HIGHEST
         cosines = jnp.einsum("bnd,md->bnm", unit[:, :, 0], candidates, precision=precision)
-        is_candidate = jnp.repeat(weights.reshape(-1), size - 1) > 0
-        scores = jnp.where(is_candidate, self.dataset.config.scale * cosines, _MASKED)
         # The first candidate of each example is its positive.
-        labels = jnp.arange(0, len(candidates), size - 1, dtype=jnp.int32)
-        return label_losses(scores, labels.reshape(weights.shape), weights)
+        labels = jnp.arange(0, len(candidates), size - 1, dtype=jnp.int32).reshape(weights.shape)
+        example = inputs.example[:, ::size]
+        is_candidate = jnp.repeat(weights.reshape(-1), size - 1) > 0
+        # A batch that spans two epochs may hold an example twice, which is no negative of itself.
+        is_same = example[..., None] == jnp.repeat(example.reshape(-1), size - 1)
+        is_its_own = labels[..., None] == jnp.repeat(labels.reshape(-1), size - 1)
+        scores = jnp.where(
+            is_candidate & (~is_same | is_its_own), self.dataset.config.scale * cosines, _MASKED
+        )
+        return label_losses(scores, labels, weights)
 
     def _logits(
         self, params: Params, inputs: Inputs, key: Key[Array, ""] | None
