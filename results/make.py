@@ -30,7 +30,7 @@ from bert_jax.tools.sweep.results import Results, current  # noqa: E402
 FRONT = 10
 # What measures the numbers of a page, where it is no sweep.
 COMMANDS = {
-    "test_suite": "python experiments/test_suite/run.py first",
+    "test_suite": "python experiments/test_suite/run.py first quickstart",
     "mini": "experiments/mini/run.sh",
     "speed": "make bench",
     "prepare": "python experiments/prepare/benchmark.py --text FILE --vocab DIR --fill",
@@ -99,11 +99,17 @@ def commits(lines: Iterable[Line]) -> str:
     return ", ".join(names if len(names) < 3 else [names[0], "…", names[-1]])
 
 
+def sweep_command(name: str, scale: str) -> str:
+    """Return the command that runs a sweep at a scale."""
+    options = "" if scale == "small" else f" --scale {scale} --data DATA"
+    return f"bert-jax sweep experiments/{name}{options}"
+
+
 # --- Claims ---------------------------------------------------------------------------------------
 
 
 def learning() -> Iterator[Row]:
-    """What models learn from scratch, beside the loss of word frequencies."""
+    """What models learn from scratch, compared with word frequencies."""
     levels = json.loads((EXPERIMENTS / "plateau" / "levels.json").read_text())
     lines = read("plateau/results.jsonl")
     for model in ("T=128", "8, 16, 32, 64, 128"):
@@ -162,6 +168,7 @@ def miniberta() -> Iterator[Row]:
                 cores(runs[-1]) if runs else "",
                 commits(runs),
                 "miniberta",
+                sweep_command("miniberta", scale),
             )
 
 
@@ -181,7 +188,7 @@ def fine_tuning() -> Iterator[Row]:
             cores(line),
             line.get("commit", ""),
             "finetuning",
-            f"python experiments/finetuning/run.py {line['set']} --seeds {len(line['values'])}",
+            f"python experiments/finetuning/run.py {line['set']} --starts minilm --seeds {len(line['values'])}",
         )
     for scores in read("finetuning/transformers.jsonl"):
         yield Row(
@@ -196,7 +203,7 @@ def fine_tuning() -> Iterator[Row]:
 
 
 def speeds() -> Iterator[Row]:
-    """Speed beside other implementations."""
+    """Speed compared with other implementations."""
     lines = read("speed/results.jsonl")
     for comparison in speed.FRONT:
         claim = f"speed, {comparison.workload}"
@@ -268,21 +275,26 @@ def paper() -> Iterator[Row]:
                 cores(runs[0]) if is_run and "cores" in runs[0] else "",
                 commits(runs) if is_run else "",
                 name,
+                sweep_command(name, scale),
             )
 
 
 def reliability() -> Iterator[Row]:
     """Robustness."""
     kills = read("reliability/kills.jsonl")
-    differ = sum(bool(line["differs"]) for line in kills)
+    killed = {(line["seed"], line["command"], line["run"]): bool(line["differs"]) for line in kills}
+    num_runs, differ = len(killed), sum(killed.values())
     fuzz = read("reliability/fuzz.jsonl")
+    times = fuzz[-1]["times"]
     inputs, failed = (sum(line[key] for line in fuzz) for key in ("inputs", "failed"))
     for claim, ours, reference in (
-        ("runs killed by SIGKILL and restarted", f"{len(kills)} kills, {differ} ended differently",
+        ("runs killed by SIGKILL and restarted",
+         f"{len(kills)} kills in {num_runs} runs, {differ} runs ended differently",
          "the same bits as an undisturbed run"),
         ("fuzzed inputs", f"{inputs:,} inputs, {failed} failed", "read correctly, or a one-line error"),
     ):  # fmt: skip
-        yield Row(claim, ours, reference, "2 CPU cores", "", "reliability")
+        command = f"make soak SOAK={times}" if claim.startswith("fuzzed") else ""
+        yield Row(claim, ours, reference, "2 CPU cores", "", "reliability", command)
     for name, what in (
         ("attacks", "fault-injection scenarios passed"),
         ("mutations", "mutations detected by tests"),
