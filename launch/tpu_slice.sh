@@ -20,11 +20,16 @@ queued() {
   gcloud compute tpus queued-resources "$1" "$name" "${where[@]}" "${@:2}"
 }
 
-created="" shown=""
+created="" shown="" exists=""
 while true; do
   # Without the launcher, nothing would delete the slice.
   [ "$(ps -o ppid= -p $$ 2>/dev/null || echo "$PPID")" -eq "$PPID" ] || exit 2
   state=$(queued describe --format='value(state.state)' 2>/dev/null || true)
+  if [ -n "$state" ]; then
+    exists=yes
+  elif [ -n "$exists" ]; then # it has not been deleted: the query failed
+    state="no answer"
+  fi
   if [ "$state" != "$shown" ]; then
     echo "launch: $name: ${state:-does not exist}" >&2
     shown=$state
@@ -37,11 +42,15 @@ while true; do
         exit 2
       fi
       queued delete --force --quiet || exit 2
+      exists=""
       ;;
-    SUSPENDED) queued delete --force --quiet || exit 2 ;;
+    SUSPENDED)
+      queued delete --force --quiet || exit 2
+      exists=""
+      ;;
     "")
       "$@" || exit 2
-      created=yes
+      created=yes exists=yes
       ;;
     *) sleep "${TPU_SLICE_POLL_SECONDS:-30}" ;;
   esac

@@ -236,7 +236,10 @@ def test_option_values_survive_yaml_quoting(value):
     assert yaml.safe_load(text)["resources"]["accelerators"] == value
     (text,) = plan("gke", image=value, queue=value).files.values()
     manifest = yaml.safe_load(text)
-    assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": value}
+    assert manifest["metadata"]["labels"] == {
+        "kueue.x-k8s.io/queue-name": value,
+        "jobset.sigs.k8s.io/jobset-name": manifest["metadata"]["name"],
+    }
     (job,) = manifest["spec"]["replicatedJobs"]
     assert job["template"]["spec"]["template"]["spec"]["containers"][0]["image"] == value
 
@@ -359,6 +362,7 @@ def test_kubernetes_jobset_is_valid(accelerator, kind, shape, slices, machines, 
     names = {each["name"]: each["value"] for each in container["env"]}
     assert names["A"] == "$$(HOME)"
     assert names.get("BERT_JAX_DISTRIBUTED") == ("auto" if accelerator else None)
+    assert names.get("BERT_JAX_JOIN_SECONDS") == ("3600" if accelerator else None)
     selector = {"cloud.google.com/gke-spot": "true"}
     if accelerator:
         selector["cloud.google.com/gke-tpu-accelerator"] = kind
@@ -401,10 +405,10 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
         "import sys; from bert_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
     )
     monkeypatch.setattr(launch.jobs, "python_command", lambda: [sys.executable, "-c", code])
+    log = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one" / "log"
     arguments = ["launch", "--on", "local", "--processes", "1", "--detach"]
     assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 0
     assert "one runs in the background" in capsys.readouterr().err
-    log = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one" / "log"
     for _ in range(1000):
         if "[0] up" in log.read_text():
             break
@@ -424,6 +428,25 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
     assert "launcher ended with status 75" in capsys.readouterr().out
     assert cli.main(["launch", "logs", "one"]) == 0
     assert "[0] saved" in capsys.readouterr().out
+    launch.start("local", "one", launch.Plan())  # in this terminal: the log is not of this run
+    assert cli.main(["launch", "logs", "one"]) == 2
+    assert "is in the terminal that launched it" in capsys.readouterr().err
+
+
+def test_logs_of_a_detached_launcher_have_its_own_lines(bench, capsys):
+    """While it waits for a slice, there is no machine to read a log from."""
+    folder = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one"
+    bench.program("gcloud")
+    launch.start("tpu-vm", "one", launch.Plan(logs=["gcloud", "ssh"]))
+    assert cli.main(["launch", "logs", "one"]) == 0
+    assert len(bench.calls("gcloud")) == 1
+    (folder / "log").write_text("launch: one: WAITING_FOR_RESOURCES\n")
+    assert cli.main(["launch", "logs", "one"]) == 0
+    assert "one: WAITING_FOR_RESOURCES" in capsys.readouterr().out
+    job = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps(job | {"ended": 75}))  # the run goes on
+    assert cli.main(["launch", "logs", "one"]) == 0
+    assert len(bench.calls("gcloud")) == 1
 
 
 def test_active_slurm_job_keeps_its_name(bench, capsys):
@@ -469,7 +492,11 @@ def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
         ("gke", ["kubectl", "get"], "kubectl", ["kubectl", "delete", "jobset", "one"]),
     ],
 )
-def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, capsys):
+def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, capsys, request):
+    logs = [pathlib.Path.cwd() / name for name in ("one-1.out", "one-large-2.out")]
+    for log in logs:
+        log.touch()
+        request.addfinalizer(log.unlink)
     for name in ("sbatch", "squeue", "scancel", "sky", "kubectl", "tail"):
         bench.program(name)
     command = ["launch", "--on", on, *flags(on), "--", *COMMAND, "/shared/runs/one"]
@@ -480,6 +507,8 @@ def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, ca
         assert cli.main(["launch", verb, "one"]) == 0
         (call,) = bench.calls()
         assert call[: len(expected)] == expected
+        if call[0] == "tail":
+            assert call[4:] == [str(logs[0])]
     assert cli.main([*command[:1], "--detach", *command[1:]]) == 2
     assert "queues the job and returns" in capsys.readouterr().err
 
@@ -651,6 +680,8 @@ def test_missing_program_error_gives_advice(on, program, advice, tmp_path, monke
         (["status"], "give status, logs or stop and the NAME"),
         (["pause", "one"], "give status, logs or stop and the NAME"),
         (["status", "one", "--on", "local"], "takes no options"),
+        (["stop", "one", "--dry-run"], "takes no options"),
+        (["stop", "one", "--keep"], "takes no options"),
         (["logs", "none"], "no job none was launched by this user"),
         (["--on", "local", "--env", "A", "--", *COMMAND, "/w"], "--env A: it must be NAME=VALUE"),
         (["--on", "local", "--env=A=hf_" + "a" * 34, "--", *COMMAND, "/w"], "--env A looks like a credential"),

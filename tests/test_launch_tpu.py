@@ -29,7 +29,9 @@ state=$BENCH/state
 case "$*" in
   *"queued-resources describe"*)
     [ -s "$state" ] || exit 1
-    head -n 1 "$state"
+    s=$(head -n 1 "$state")
+    [ "$s" != 503 ] || { sed -i 1d "$state"; exit 1; }
+    echo "$s"
     [ "$(wc -l < "$state")" -le 1 ] || sed -i 1d "$state" ;;
   *"queued-resources create"*) [ ! -e "$BENCH/no-quota" ] || exit 1; cp "$BENCH/new" "$state" ;;
   *"queued-resources delete"*) : > "$state" ;;
@@ -109,6 +111,8 @@ def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
         ((75, 75), {"restarts": 1}, (75, ["create", "delete"], 2)),
         ((0,), {"keep": True}, (0, ["create"], 1)),
         ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
+        # A query that fails does not mean that the slice is missing.
+        ((0,), {"state": "PROVISIONING\n503\nACTIVE\n"}, (0, ["delete"], 1)),
         ((0,), {"state": "SUSPENDING\nSUSPENDED\n"}, (0, ["delete", "create", "delete"], 1)),
         ((0,), {"state": "FAILED\n"}, (0, ["delete", "create", "delete"], 1)),
         # The slice is preempted during the run; then, only the connection is lost.

@@ -144,7 +144,15 @@ def _job(options) -> int:
             f"{' '.join(options.job)}: give status, logs or stop and the NAME of a job, or a command "
             "after --"
         )
-    if options.on or options.command:
+    others = (
+        options.on,
+        options.command,
+        options.dry_run,
+        options.detach,
+        options.name,
+        options.env,
+    )
+    if any(others) or any(hasattr(options, name) for name in options.engine_options):
         raise UserError(f"{what} {names[0]} takes no options and no command")
     return calls[what](names[0])
 

@@ -169,11 +169,17 @@ def slurm(
     command = ["bert-jax"] if image else python_command()
     if job.environment:
         command = ["env", *_assignments(job), *command]
-    logs = f"{shlex.quote(os.path.join(os.getcwd(), job.name))}-*.out"
+    # Not the logs of other jobs whose names start with this one's, such as NAME-large.
+    logs = f"{shlex.quote(os.path.join(os.getcwd(), job.name))}-+([0-9]).out"
+    follow = (
+        f"until logs=({logs}); [ ${{#logs[@]}} -gt 0 ]; do "
+        f'[ "$waits" ] || echo "waiting for the job to start" >&2; waits=1; sleep 2; done; '
+        'exec tail -n 100 -F "${logs[@]}"'
+    )
     return Plan(
         before=[[*submit, str(SCRIPTS / "slurm.sh"), *options, "--", *command, *job.command]],
         status=["squeue", f"--name={job.name}"],
-        logs=["bash", "-c", f"exec tail -n 100 -F {logs}"],
+        logs=["bash", "-O", "extglob", "-O", "nullglob", "-c", follow],
         stop=[["scancel", f"--name={job.name}"]],
         active=["squeue", "--me", "--noheader", f"--name={job.name}"],
     )
@@ -363,6 +369,8 @@ def jobset(
         machines = chips // on_a_machine
         _check_machines(job, accelerator, topology, _CHIPS_PER_VM)
         variables["BERT_JAX_DISTRIBUTED"] = "auto"
+        # The nodes of a slice may become available long after those of another.
+        variables.setdefault("BERT_JAX_JOIN_SECONDS", "3600")
         nodes = {
             "cloud.google.com/gke-tpu-accelerator": _GKE_TPUS[topology.kind],
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape)),
@@ -404,7 +412,10 @@ def jobset(
         "action": "FailJobSet",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    labels = {"labels": {"kueue.x-k8s.io/queue-name": queue}} if queue else {}
+    # JobSet labels the jobs and pods with its name, but not itself; `status` selects by it.
+    labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
+    if queue:
+        labels["kueue.x-k8s.io/queue-name"] = queue
     # Each job has a node pool, that is a slice, for itself.
     annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     return {
@@ -412,7 +423,7 @@ def jobset(
         "kind": "JobSet",
         "metadata": {
             "name": job.name,
-            **labels,
+            "labels": labels,
             **({"annotations": annotations} if accelerator else {}),
         },
         "spec": {

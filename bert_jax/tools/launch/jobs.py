@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bert_jax import files
-from bert_jax.errors import EXIT_USER_ERROR, InUse, UserError
+from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
 from bert_jax.tools.launch.engines import SUBMITTED, python_command, state_folder
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
 
@@ -30,6 +30,9 @@ def start(on: str, name: str, plan: Plan) -> int:
     folder = state_folder(name)
     with _owned(folder, name):
         _check_name(folder, name, plan)
+        log = folder / _LOG
+        if log.exists() and not os.path.samestat(log.stat(), os.fstat(1)):
+            log.unlink()  # of an earlier launcher
         job: dict[str, Any] = {
             "on": on,
             "began": datetime.datetime.now().isoformat(" ", "seconds"),
@@ -153,9 +156,12 @@ def show_status(name: str) -> int:
 def show_logs(name: str) -> int:
     """Print the output of a job and follow it to its end."""
     folder, job = _read(name)
-    if job["logs"]:
+    has_log = (folder / _LOG).exists()
+    # The launcher's log has the run's output too, until the launcher is killed and the run goes on.
+    is_complete = _is_running(folder) or job.get("ended", EXIT_INTERRUPTED) != EXIT_INTERRUPTED
+    if job["logs"] and not (has_log and is_complete):
         return _call(job["logs"])
-    if not (folder / _LOG).exists():
+    if not has_log:
         raise UserError(f"the output of {name} is in the terminal that launched it")
     with (
         contextlib.suppress(KeyboardInterrupt),
