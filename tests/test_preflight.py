@@ -337,8 +337,20 @@ def test_estimate_for_causal_models(capsys):
     assert larger - memory == pytest.approx(256 / 8 * (127 - 19) * 8 * 30_522)
 
 
-def test_suggested_change_makes_the_run_fit(capsys):
-    many = ["--topology", "h100:1", "--config.batch_size=131072"]
+LARGE = [
+    f"--config.model.{key}={value}"
+    for key, value in (("layers", 48), ("hidden", 4096), ("heads", 32), ("feed_forward", 16384))
+]
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        ["--topology", "h100:1", "--config.batch_size=131072"],
+        ["--topology", "h100:8", "--config.mesh.data=8", *LARGE],
+    ],
+)
+def test_suggested_change_makes_the_run_fit(many, capsys):
     status, out, _ = run(capsys, *many)
     assert status == 1
     assert "DOES NOT FIT" in out

@@ -547,7 +547,7 @@ def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch, 
     assert queue.state == {"m": "failed"}
     assert (
         point_run.last_log_line()
-        == f"{folder.name} left the queue before it was complete: see slurm-JOB.out"
+        == f"{folder.name} left the queue before it was complete: see {folder.name}-JOB.out"
     )
     assert (tmp_path / "queries").read_text().count(f"--name={folder.name} ") == 2
     assert not point_run.is_submitted

@@ -622,6 +622,7 @@ def _changes(config: Config, i: int, phase: Phase, chips: int) -> Iterator[tuple
             other.mesh.data, other.mesh.fsdp = -1, fsdp
         return other
 
+    data = "" if config.mesh.data == -1 else "--config.mesh.data=-1 "
     stronger = {"none": ("dots", "full"), "dots": ("full",), "full": ()}[config.model.remat]
     for remat in stronger:
         yield f"--config.model.remat={remat}", changed(remat, 0), phase.accumulation
@@ -629,11 +630,15 @@ def _changes(config: Config, i: int, phase: Phase, chips: int) -> Iterator[tuple
         total = part * phase.accumulation
         yield f"{setting}={total}", changed(config.model.remat, 0), total
     for fsdp in shards:
-        yield f"--config.mesh.fsdp={fsdp}", changed(config.model.remat, fsdp), phase.accumulation
+        yield (
+            f"{data}--config.mesh.fsdp={fsdp}",
+            changed(config.model.remat, fsdp),
+            phase.accumulation,
+        )
     for fsdp in [0, *shards]:
         for part in parts:
             total = part * phase.accumulation
-            mesh_setting = f"--config.mesh.fsdp={fsdp} " if fsdp else ""
+            mesh_setting = f"{data}--config.mesh.fsdp={fsdp} " if fsdp else ""
             yield (
                 f"{mesh_setting}--config.model.remat=full {setting}={total}",
                 changed("full", fsdp),
@@ -661,6 +666,8 @@ def would_fit(
     for arguments, other, parts in _changes(config, i, phase, topology.devices):
         try:
             sizes = sharding.mesh_sizes(other.mesh, topology.devices)
+            if sizes[0] % topology.slices:  # only `data` may span slices
+                continue
             mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
             sharding.check_batch(mesh, phase.batch_size, parts)
             total, params = sharded_bytes(sizes)

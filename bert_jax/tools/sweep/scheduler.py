@@ -315,9 +315,8 @@ class Scheduler:
         if num_misses < 2:
             return
         with open(point_run.log, "a") as log:
-            log.write(
-                f"{_job(point_run)} left the queue before it was complete: see slurm-JOB.out\n"
-            )
+            job = _job(point_run)
+            log.write(f"{job} left the queue before it was complete: see {job}-JOB.out\n")
         self._record(running, status=1)
         self._release(name, "failed")
 

@@ -37,7 +37,7 @@ class Search:
         self._get, self._sweep, self._trials, self._jobs = get_trial, sweep, trials, jobs
         self._states = optuna.trial.TrialState
         storage = journal.JournalFileBackend(str(sweep.path.parent / "study.journal"))
-        identity = json.dumps([*map(str, sweep.args), str(runs)])
+        identity = json.dumps([*map(str, sweep.args), str(runs), self._objective])
         digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(storage),
