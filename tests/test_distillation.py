@@ -1,6 +1,7 @@
 """Distillation: losses against PyTorch and NumPy, packed rows, the frozen teacher, fine-tuning."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +190,8 @@ def test_invalid_distill_config_is_rejected(changes, message):
 def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     """The teacher is part of the training step and sharded like the parameters."""
     vocabulary = wordpiece.load(rows())
-    teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary), masked_lm=True)
+    # The teacher has been distilled itself.
+    teacher = dataclasses.replace(TEACHER, vocab_size=len(vocabulary), teacher_hidden=40)
     folder = write_run(tmp_path / "teacher", teacher, random_params(teacher), vocabulary.tokens)
     changes = (
         f"distill.teacher={folder}", "distill.hidden=1.0", "distill.relations=1.0", "model.positions=32",
@@ -269,6 +271,18 @@ def test_finetuning_logit_loss_matches_pytorch(head, kind):
     assert used == {"loss": 0.5, distillation.LOGITS: 1.0}
     with pytest.raises(UserError, match="is not fine-tuned on this task: its labels are none"):
         objective.distill(distill, Teacher(TEACHER, {}))
+
+
+def test_teacher_with_frozen_features_predicts_from_them():
+    dataset = RandomExamples("token", "class")
+    model = dataclasses.replace(model_config(dataset), features="embeddings")
+    batch = plans(dataset)[0].batch(0, 0)
+    inputs = jnp.asarray(batch["tokens"]), Layout(*map(jnp.asarray, layout(
+        batch["length"], batch["a_length"], batch["tokens"].shape[1]
+    )))  # fmt: skip
+    apply = functools.partial(Bert(model).apply, {"params": random_params(model)}, *inputs)
+    logits = apply(None, method=Bert.for_distillation)[0]
+    np.testing.assert_allclose(logits, apply(method=Bert.classify), atol=1e-6)
 
 
 def test_finetuning_hidden_and_relation_losses():

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from bert_jax import cli, downstream
 from bert_jax.config import Config, FinetuneConfig, ModelConfig
+from bert_jax.config_flags import load
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
 from bert_jax.convert.export import export
@@ -26,7 +27,7 @@ from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import MaskFiller
 from bert_jax.model.bert import Bert
-from bert_jax.objectives import losses
+from bert_jax.objectives import losses, pretraining
 from tests.helpers.checkpoints import WORDS, random_params, refusal, write_run
 
 TEXT = (
@@ -256,6 +257,13 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
     for one, other in zip(repeated.to_tuple(), expected.to_tuple(), strict=False):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    if rest == "ForSequenceClassification":
+        export(str(tmp_path / "in"), tmp_path / "bare", heads="none")
+        bare = transformers.AutoModel.from_pretrained(tmp_path / "bare").eval()
+        theirs.pop("labels", None)
+        with torch.no_grad():
+            states = bare(**theirs).last_hidden_state
+        torch.testing.assert_close(states, expected.hidden_states[-1], rtol=0, atol=1e-6)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("The cat!", "a dog") == tokenizer("The cat!", "a dog")
     if isinstance(vocab, TokenizerVocabulary):
@@ -358,6 +366,17 @@ def test_prepared_rows_and_fill_mask_equal_transformers(tokenizers, tmp_path):
     assert (tmp_path / "rows" / "tokenizer.json").read_bytes() == (
         folder / "tokenizer.json"
     ).read_bytes()
+    # A model may have more embeddings than its tokenizer has tokens; its rows have its vocabulary.
+    padded = vocabulary.load(folder).resized(400)
+    prepare.prepare(
+        [str(tmp_path / "text.txt")], padded, str(tmp_path / "padded"), tokens=64, sequences=2,
+        pairs="none", workers=1,
+    )  # fmt: skip
+    config = load(
+        ["--config=configs/pretrain.py:L1-H8-A2,64", "--config.model.next_sentence=false"]
+    )
+    config.phases[0].rows = str(tmp_path / "padded")
+    assert pretraining.make_phases(config)[1] == padded
     text = "a dog <mask> on the mat"
     fill = transformers.pipeline("fill-mask", str(folder), top_k=4)
     (candidates,) = MaskFiller(str(folder))(text, 4)

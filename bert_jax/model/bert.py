@@ -553,7 +553,9 @@ class Bert(nn.Module):
         x = self.embeddings(tokens, layout, fold_in(encoder_key, 0))
         states = [x, *self.encoder(x, layout, fold_in(encoder_key, 1), all_layers=True)]
         if positions is None:
-            logits = self._classify(states[-1], layout, key)
+            features = self.config.features
+            hidden = self.frozen_features(tokens, layout) if features else states[-1]
+            logits = self._classify(hidden, layout, key)
         else:
             logits = self._heads(states[-1], layout, positions)
         relations = ()

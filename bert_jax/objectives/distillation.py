@@ -70,6 +70,7 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
         layer_loop=config.model.layer_loop,
         attention="xla",
         remat="none",
+        teacher_hidden=0,  # the projection to a teacher of its own
     )
     return Teacher(model, jax.device_get(params))
 

@@ -90,6 +90,8 @@ def make_phases(
                 vocabularies.check_segments(vocabulary, model.segments)
             except UserError as error:  # single sequences are the same, and an old run must resume
                 _warn(str(error))
+            if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
+                vocabulary = vocabulary.resized(manifest.vocab_size)
         config.model.vocab_size = manifest.vocab_size
         attention.resolve(config)
         if config.distill.teacher and teacher is None:
