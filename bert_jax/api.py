@@ -253,16 +253,17 @@ class Model:
         stacked = dataset.stacked(logits)
         if config.task.objective == "number":
             return [Prediction(float(value), {}) for value in stacked[:, 0]]
-        labels = dataset.predicted(stacked)
-        probabilities = tables.probabilities(stacked, config.task.objective).tolist()
-        several = config.task.objective == "classes"
-        return [
-            Prediction(
-                tuple(filter(None, label.split(tables.SEPARATOR))) if several else label,
-                dict(zip(dataset.labels, row, strict=True)),
-            )
-            for label, row in zip(labels, probabilities, strict=True)
+        probabilities = [
+            dict(zip(dataset.labels, row, strict=True))
+            for row in tables.probabilities(stacked, config.task.objective).tolist()
         ]
+        labels: Iterable[str | tuple[str, ...]] = dataset.predicted(stacked)
+        if config.task.objective == "classes":
+            labels = [
+                tuple(label for label, p in row.items() if p > tables.THRESHOLD)
+                for row in probabilities
+            ]
+        return [Prediction(*pair) for pair in zip(labels, probabilities, strict=True)]
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write config, vocabulary and parameters to a new folder, which `load` accepts.

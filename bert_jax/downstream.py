@@ -146,6 +146,8 @@ def finetune(
             config, model=dataclasses.replace(config.model, vocab_size=len(vocabulary))
         )
     dataset = load_dataset(config.task, vocabulary)
+    if config.task.kind == "classification":  # a task of GLUE has its own
+        config.task = dataclasses.replace(config.task, objective=dataset.objective)
     config.model = finetuning.model_config(config, start, dataset, keys)
     if config.task.kind == "pairs":
         config.embed = finetuning.embed_config(config, source_embed, keys)

@@ -125,6 +125,19 @@ def test_tagging_predicts_every_word_of_every_text(run):
     assert [len(prediction.label) for prediction in predictions] == [2, 0, 4, 2]
 
 
+def test_multilabel_names_may_contain_the_separator(run):
+    labels = "a|b", "c|d", "e|f"
+    model = ModelConfig(
+        layers=1, hidden=8, heads=2, feed_forward=8, positions=16, vocab_size=len(run.vocabulary),
+        masked_lm=False, next_sentence=False, head="sequence", labels=labels,
+    )  # fmt: skip
+    config = FinetuneConfig(model=model, task=TaskConfig(objective="classes", tokens=16))
+    params = init_params(model, jax.random.key(0))
+    params["classifier"]["bias"] = np.array([9.0, -9.0, 9.0], np.float32)
+    (prediction,) = dataclasses.replace(run, config=config, params=params).predict(["the river"])
+    assert prediction.label == ("a|b", "e|f")
+
+
 def test_predict_without_a_head_is_rejected(run):
     with pytest.raises(UserError, match="has no head that predicts"):
         run.predict(["a text"])

@@ -155,6 +155,24 @@ def test_settings_of_the_command_line_count_at_their_defaults(data, tmp_path, mo
     assert list(passed["keys"]) == ["model.head_pooling"]
 
 
+def test_objective_of_a_glue_task_is_recorded(data, tmp_path, monkeypatch):
+    """Exports and `Model.predict` read it from the config."""
+    (tmp_path / "train.tsv").write_text(
+        "index\tsentence1\tsentence2\tscore\n0\tthe river\ta mill\t2.5\n"
+    )
+    trained = []
+
+    def train(config, *_, **__):
+        trained.append(config)
+        raise UserError("stop")
+
+    monkeypatch.setattr(downstream, "train", train)
+    path = tmp_path / "train.tsv"
+    changes = ["task.name=stsb", "batch_size=1", f"task.train={path}", f"task.dev={path}"]
+    assert cli.main(arguments(data, tmp_path / "run", *changes)) == cli.EXIT_USER_ERROR
+    assert trained[0].task.objective == "number"
+
+
 def test_run_learns_and_writes_metrics_and_predictions(run):
     result = json.loads((run / "metrics.json").read_text())
     assert result["dev"]["accuracy"] > 0.9

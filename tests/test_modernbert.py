@@ -168,6 +168,7 @@ def test_heads_equal_transformers(name, changes):
     ("name", "changes"),
     [
         ("ForMaskedLM", {"norm_bias": True}),
+        ("ForMaskedLM", {"decoder_bias": False}),
         ("ForMaskedLM", {"tie_word_embeddings": False, "num_hidden_layers": 4}),
         (
             "Model",
@@ -209,6 +210,10 @@ def test_import_and_export_round_trip_bitwise(tmp_path, name, changes):
         f"{part}_token_id": WORDS.index(f"[{part.upper()}]") for part in ("pad", "cls", "sep")
     }
     assert {key: getattr(again.config, key) for key in vocabulary} == vocabulary
+    assert (
+        source.read(str(tmp_path / "out")).config.model
+        == source.read(str(tmp_path / "in")).config.model
+    )
 
 
 def settings_of(**changes):

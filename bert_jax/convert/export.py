@@ -80,8 +80,12 @@ def export(
         model = dataclasses.replace(
             model,
             masked_lm=model.masked_lm and heads == "masked_lm",
-            # A causal model pools the last token, transformers' BERT the first.
-            pooler=model.has_pooler and heads == "none" and not model.causal,
+            # A causal model pools the last token, transformers' BERT the first. In some families the
+            # pooler is a part of the head.
+            pooler=model.has_pooler
+            and heads == "none"
+            and not model.causal
+            and "pooler" in FAMILIES[model.family].parts,
             next_sentence=False,
             replaced_token=False,
             head="",

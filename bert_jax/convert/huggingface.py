@@ -328,6 +328,9 @@ def _parts(family: Family, settings, tensors, allow_missing) -> tuple[list[str],
     head = heads[0] if len(heads) == 1 else head
     starts = family.parts_with(head)
     present = [part for part, start in starts.items() if any(n.startswith(start) for n in tensors)]
+    # The file of a tied decoder without a bias has no tensor of the decoder.
+    if "masked_lm" in declared and settings.get("decoder_bias") is False:
+        present = list(dict.fromkeys([*present, "masked_lm"]))
     missing = [part for part in declared if part not in present]
     if known[:1] == [f"{family.class_prefix}Model"]:
         # Its config.json does not record whether it was built with add_pooling_layer=False.
