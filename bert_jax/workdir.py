@@ -349,6 +349,8 @@ def commit(checkout: pathlib.Path = pathlib.Path(__file__).parent) -> str | None
     git = ["git", "--no-optional-locks", "-C", str(checkout)]
     pathspecs = [":(top)", *(f":(top,exclude)*.{kind}" for kind in ("jsonl", "md", "svg"))]
     try:
+        # Not of a repository that holds an environment in which this project is installed.
+        subprocess.run([*git, "ls-files", "--error-unmatch", "."], capture_output=True, check=True)
         description, changes = (
             subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
             for command in (

@@ -658,7 +658,12 @@ def test_existing_rows_are_reused_unless_settings_differ(tmp_path, capsys, monke
     with monkeypatch.context() as patch:
         patch.setattr(module, "_tokenize_all", lambda *_: 1 / 0)
         assert prepare([text], vocab, out, workers=2) == first
-    assert "already" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "already" in output
+    assert "is newer" not in output
+    os.utime(tmp_path / "text.txt", (time.time() + 9,) * 2)
+    assert prepare([text], vocab, out, workers=1) == first
+    assert f"text.txt is newer: if its text has changed, remove {out}" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"seed 0, not 7.*--force"):
         prepare([text], vocab, out, workers=1, seed=7)
     with pytest.raises(UserError, match=r"tokens 128, not 64; passes 1, not 2"):
@@ -672,6 +677,26 @@ def test_existing_rows_are_reused_unless_settings_differ(tmp_path, capsys, monke
     (tmp_path / "text.txt").write_text("other text\n\nof another length\n")
     with pytest.raises(UserError, match="source_bytes"):
         prepare([text], vocab, out, workers=1, passes=2)
+
+
+def test_the_vocabulary_of_a_model_is_not_replaced(tmp_path):
+    text, vocab = write_corpus(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match="holds a model or a run, whose vocabulary would be replaced"
+    ):
+        prepare([text], vocab, tmp_path / "run", workers=1)
+    prepare([text], vocab, tmp_path / "run", workers=1, force=True)
+
+
+def test_pipes_are_refused(tmp_path):
+    """The format is detected from the beginning, which a pipe yields only once."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is not a file"):
+        prepare(
+            [str(tmp_path / "pipe")], wordpiece.Vocabulary(wordpiece.SPECIAL, True), tmp_path / "r"
+        )
 
 
 def test_locked_folder_is_rejected(tmp_path):

@@ -285,6 +285,9 @@ def test_best_metrics_are_on_the_rows_of_the_last_phase(tmp_path):
     best = {"best_by": "loss", "highest": False, "since": 2}
     run = curves.Recorded("run", tmp_path, Config(), lines, [], [], [], best, [], [])
     assert run.best_heldout == lines[2]
+    tied = [*lines, {"step": 5, "split": "heldout", "loss": 4.0}]
+    run_with_tie = curves.Recorded("run", tmp_path, Config(), tied, [], [], [], best, [], [])
+    assert run_with_tie.best_heldout == tied[4]
     assert run._replace(best=best | {"since": 0}).best_heldout == lines[0]
     assert run._replace(best=best | {"since": 5}).best_heldout is None
 

@@ -309,6 +309,26 @@ def test_warnings_about_sources_name_their_urls(url, tmp_path):
     assert where[:2] == [f"{url}/text.txt:4:", f"{url}/text.txt:"]
 
 
+def test_rows_replace_rows_only(url, tmp_path):
+    """A bucket may hold anything beside the rows."""
+    line = "The river runs past the mill and it turns the wheel of it."
+    storage.write(f"{url}/text/a.txt", f"{line}\nOne.\n\n{line}\nTwo.\n".encode())
+    others = (
+        "runs/base/config.json",
+        "runs/base/checkpoints/3/params/x",
+        "rows128/manifest.json",
+        "a.md",
+    )
+    old = ("train-00000-of-00002.arrayrecord", "tokenizer.json", "merges.txt")
+    for name in (*others, *old):
+        storage.write(f"{url}/{name}", b"{}")
+    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "one"), True)
+    manifest = prepare([f"google:{url}/text"], vocabulary, url, workers=1)
+    shards = [shard.name for shard in manifest.train.shards + manifest.heldout.shards]
+    new = {*shards, "manifest.json", "vocab.txt", "vocab.json"}
+    assert {*storage.listing(url)} == {"text/a.txt", *others, *new}
+
+
 def test_local_copy_of_a_run_has_no_checkpoints(url):
     """Each seed of a fine-tuning has a run in a folder of its own."""
     left_out = ("checkpoints/3/x", "profile/x", "incidents/step_1/state/x")

@@ -651,6 +651,9 @@ def test_commit_is_dirty_only_after_relevant_changes(tmp_path, monkeypatch):
     page.write_text("2")
     (tmp_path / "new").write_text("not git's")
     assert workdir.commit(package) == short
+    installed = tmp_path / "env" / "site-packages"  # in a checkout, but not a part of it
+    installed.mkdir(parents=True)
+    assert workdir.commit(installed) is None
     (tmp_path / "settings.py").write_text("2")
     subprocess.run([*git, "add", "settings.py"], check=True)
     assert workdir.commit(package) == f"{short}-dirty"

@@ -267,6 +267,12 @@ def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
         raise UserError(
             f"source {spec!r}: the folder {pattern!r} contains no files; check the path"
         )
+    for file in sorted(files):
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise UserError(
+                f"source {spec!r}: {file} is not a file, such as a pipe: text is read more than once, so "
+                "write it to a file"
+            )
     return tuple(pathlib.Path(file) for file in sorted(files))
 
 

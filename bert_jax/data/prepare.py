@@ -151,6 +151,8 @@ def prepare(
         "language": language,
     }
     out = pathlib.Path(out)
+    if not force:
+        _check_out(out)
     job = prepare_worker.Job(
         out / ".partial",
         tuple(parsed),
@@ -161,7 +163,8 @@ def prepare(
         short_fraction,
         language,
     )
-    if not job.folder.exists() and (manifest := _finished(out, settings, vocabulary, force)):
+    finished = functools.partial(_finished, out, settings, vocabulary, force, parsed)
+    if not job.folder.exists() and (manifest := finished()):
         return manifest
     is_new = not out.exists()
     with (
@@ -170,7 +173,7 @@ def prepare(
         _removed_if_unused(job, is_new),
     ):
         # Another process may have finished, or a previous run may have stopped before cleaning up.
-        if manifest := _finished(out, settings, vocabulary, force):
+        if manifest := finished():
             shutil.rmtree(job.folder)
             return manifest
         _discard_stale_work(job, settings, runner)
@@ -250,8 +253,22 @@ def _check_runner(runner: str, beam: Sequence[str], workers: int | None) -> None
         raise UserError(f"--beam {beam[0]}: only for Apache Beam; add --runner beam")
 
 
+def _check_out(out: pathlib.Path) -> None:
+    """Refuse to replace the vocabulary of a model or a run."""
+    url = storage.remote(out)
+    if storage.is_file(f"{url}/config.json") if url else (out / "config.json").exists():
+        raise UserError(
+            f"{url or out} holds a model or a run, whose vocabulary would be replaced: choose another "
+            "folder, or add --force"
+        )
+
+
 def _finished(
-    out: pathlib.Path, settings: dict[str, Any], vocabulary: wordpiece.Vocabulary, force: bool
+    out: pathlib.Path,
+    settings: dict[str, Any],
+    vocabulary: wordpiece.Vocabulary,
+    force: bool,
+    sources: Sequence[corpus.Source],
 ) -> Manifest | None:
     """Return the manifest of `out` if it holds rows made with `settings`, else None."""
     if not (out / MANIFEST).exists():
@@ -271,6 +288,15 @@ def _finished(
     ]
     if not differing:
         print(shown(f"{out} already holds these rows; nothing to do"))
+        made = (out / MANIFEST).stat().st_mtime
+        paths = [path for source in sources for path in source.files]
+        newer = [path for path in paths if path.exists() and path.stat().st_mtime > made]
+        if newer and not storage.remote(out):
+            print(
+                shown(
+                    f"{newer[0]} is newer: if its text has changed, remove {out} and run this again"
+                )
+            )
         return manifest
     if force:
         return None

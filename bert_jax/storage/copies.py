@@ -268,6 +268,13 @@ def _content(path: pathlib.Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
+# Shards, the manifest, and the files of any vocabulary.
+_OF_ROWS = re.compile(
+    r"[\w-]+-of-\d+\.arrayrecord|manifest\.json|vocab\.(txt|json)|merges\.txt|[\w.]+\.model|"
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json"
+)
+
+
 def _upload_folder(folder: pathlib.Path, url: str, lease: Lease) -> None:
     paths = {
         path.relative_to(folder).as_posix(): path
@@ -277,7 +284,7 @@ def _upload_folder(folder: pathlib.Path, url: str, lease: Lease) -> None:
     last = [name for name in objects.DESCRIPTIONS if name in paths]
     first = [name for name in paths if name not in last and name != files.LOCK]
     if "manifest.json" in last:  # rows, which another version of them may be mixed with
-        old = [name for name in objects.listing(url) if not name.startswith("lease/")]
+        old = [name for name in objects.listing(url) if _OF_ROWS.fullmatch(name)]
         objects.delete([f"{url}/{name}" for name in last if name in old])
         objects.delete([f"{url}/{name}" for name in old if name not in paths])
     objects.upload([paths[name] for name in first], [f"{url}/{name}" for name in first])

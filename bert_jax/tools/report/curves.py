@@ -74,12 +74,12 @@ class Recorded(NamedTuple):
 
     @property
     def best_heldout(self) -> dict[str, Any] | None:
-        """The held-out metrics that rank first, which select the best checkpoint."""
+        """The held-out metrics that select the best checkpoint: the highest, the newest of equal ones."""
         by, sign = self.best["best_by"], 1 if self.best["highest"] else -1
         ranked = [
             line for line in self.heldout if by in line and line["step"] >= self.best["since"]
         ]
-        return max(ranked, key=lambda line: sign * line[by], default=None)
+        return max(ranked, key=lambda line: (sign * line[by], line["step"]), default=None)
 
 
 class Curve(NamedTuple):
