@@ -77,11 +77,14 @@ def test_saved_models_keep_the_threshold_of_squad2(run, tmp_path, threshold, ans
     model = ModelConfig(
         layers=1, hidden=8, heads=2, feed_forward=8, positions=32, vocab_size=len(run.vocabulary),
         masked_lm=False, next_sentence=False, head="span",
+        labels=("start", "end"),
     )  # fmt: skip
     (tmp_path / "metrics.json").write_text(
         json.dumps({"step": 7, "dev": {"best_f1_thresh": threshold}})
     )
-    config = FinetuneConfig(model=model, task=TaskConfig(kind="squad", tokens=32))
+    config = FinetuneConfig(
+        model=model, task=TaskConfig(kind="squad", tokens=32, question_tokens=8, stride_tokens=8)
+    )
     params = init_params(model, jax.random.key(0))
     reader = dataclasses.replace(run, source=str(tmp_path), config=config, params=params, step=7)
     reader.save(tmp_path / "saved")
