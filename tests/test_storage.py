@@ -310,14 +310,14 @@ def test_warnings_about_sources_name_their_urls(url, tmp_path):
 
 
 def test_rows_replace_rows_only(url, tmp_path):
-    """A bucket may hold anything beside the rows."""
+    """A bucket may hold anything in addition to the rows."""
     line = "The river runs past the mill and it turns the wheel of it."
     storage.write(f"{url}/text/a.txt", f"{line}\nOne.\n\n{line}\nTwo.\n".encode())
     others = (
         "runs/base/config.json",
         "runs/base/checkpoints/3/params/x",
         "rows128/manifest.json",
-        "a.md",
+        "a.model",
     )
     old = ("train-00000-of-00002.arrayrecord", "tokenizer.json", "merges.txt")
     for name in (*others, *old):

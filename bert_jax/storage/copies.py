@@ -270,8 +270,9 @@ def _content(path: pathlib.Path) -> bytes:
 
 # Shards, the manifest, and the files of any vocabulary.
 _OF_ROWS = re.compile(
-    r"[\w-]+-of-\d+\.arrayrecord|manifest\.json|vocab\.(txt|json)|merges\.txt|[\w.]+\.model|"
-    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json"
+    r"[\w-]+-of-\d+\.arrayrecord|manifest\.json|vocab\.(txt|json)|merges\.txt|"
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|"
+    r"(sentencepiece\.bpe|spiece|tokenizer)\.model"
 )
 
 
