@@ -27,8 +27,12 @@ while true; do
   state=$(queued describe --format='value(state.state)' 2>/dev/null || true)
   if [ -n "$state" ]; then
     exists=yes
-  elif [ -n "$exists" ]; then # it has not been deleted: the query failed
-    state="no answer"
+  elif [ -n "$exists" ]; then
+    if [[ $(queued describe 2>&1 || true) == *NOT_FOUND* ]]; then
+      exists="" # somebody else deleted it
+    else
+      state="no answer" # the query failed
+    fi
   fi
   if [ "$state" != "$shown" ]; then
     echo "launch: $name: ${state:-does not exist}" >&2

@@ -28,8 +28,9 @@ GCLOUD = r"""
 state=$BENCH/state
 case "$*" in
   *"queued-resources describe"*)
-    [ -s "$state" ] || exit 1
+    [ -s "$state" ] || { echo NOT_FOUND >&2; exit 1; }
     s=$(head -n 1 "$state")
+    [ "$s" != GONE ] || { : > "$state"; echo NOT_FOUND >&2; exit 1; }
     [ "$s" != 503 ] || { sed -i 1d "$state"; exit 1; }
     echo "$s"
     [ "$(wc -l < "$state")" -le 1 ] || sed -i 1d "$state" ;;
@@ -112,7 +113,8 @@ def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
         ((0,), {"keep": True}, (0, ["create"], 1)),
         ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
         # A query that fails does not mean that the slice is missing.
-        ((0,), {"state": "PROVISIONING\n503\nACTIVE\n"}, (0, ["delete"], 1)),
+        ((0,), {"state": "PROVISIONING\n503\n503\nACTIVE\n"}, (0, ["delete"], 1)),
+        ((0,), {"state": "PROVISIONING\nGONE\n"}, (0, ["create", "delete"], 1)),
         ((0,), {"state": "SUSPENDING\nSUSPENDED\n"}, (0, ["delete", "create", "delete"], 1)),
         ((0,), {"state": "FAILED\n"}, (0, ["delete", "create", "delete"], 1)),
         # The slice is preempted during the run; then, only the connection is lost.
