@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from bert_jax.config import Config, PhaseConfig
 from bert_jax.data.rows import read_manifest
-from bert_jax.tools.report import levels
+from bert_jax.tools.report import curves, levels, runs
 
 CLS, SEP, PAD = 0, 1, 2
 VOCAB = 7
@@ -79,3 +80,17 @@ def test_read_returns_levels_only_for_matching_rows(rows):
     assert result.bigram < result.unigram < math.log(1000)
     assert levels.read(str(folder), "0" * 64) is None
     assert levels.read(str(folder / "none"), "0" * 64) is None
+
+
+@pytest.mark.parametrize(("metric", "share"), [("masked_lm_loss", 0.75), ("next_token_loss", 1.0)])
+def test_reports_scale_levels_by_hidden_targets(rows, metric, share):
+    """Kept targets are visible to a masked LM, and cost a unigram model nothing."""
+    folder = rows()
+    digest = read_manifest(folder).digest
+    config = Config(phases=(PhaseConfig(rows=str(folder)),))
+    config.masking.same_fraction = 0.25
+    data, best = [{"digest": digest}], {"best_by": metric}
+    run = curves.Recorded("run", folder, config, [], [], [], data, best, [], [])
+    losses = levels.read(str(folder), digest)
+    expected = {"unigram": share * losses.unigram, "bigram": share * losses.bigram}
+    assert runs._levels([run])[metric] == pytest.approx(expected)

@@ -180,8 +180,9 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
         "Thin lines are means over training steps, thick ones with dots are held-out metrics. "
         f"Curves of more than {curves.MAX_POINTS} points are downsampled to their ends and the "
         "extremes of each interval. Tokens exclude padding; tokens and hours are interpolated "
-        "between lines of speed.jsonl. Dotted levels are the held-out losses of token frequencies "
-        "and of a bigram count model; triangles are bad steps.",
+        "between lines of speed.jsonl. Dotted levels are the held-out losses of unigram and bigram "
+        "models, for masked LM multiplied by the share of targets that are not kept; triangles are "
+        "bad steps.",
         "Point at a plot to read values, drag over one to zoom, and double-click to see all. With "
         "the keyboard: <kbd>Tab</kbd>, <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd>, "
         "<kbd>+</kbd> zooms, <kbd>0</kbd> resets.",
@@ -210,17 +211,27 @@ def _curves(runs: list[Recorded], drawn: list[dict[str, Any]]) -> str:
 
 
 def _levels(runs: list[Recorded]) -> dict[str, dict[str, float]]:
-    """Return the n-gram losses to draw, by metric; {} unless all runs end on the same rows."""
+    """Return the n-gram losses to draw, by metric; {} unless all runs end on the same rows.
+
+    Those of a masked LM, which sees the targets that are kept, are multiplied by the share of others.
+    """
     ends = {
-        (run.best["best_by"], run.data[-1].get("digest", "")): run.config.phases[-1].rows
+        (
+            run.best["best_by"],
+            run.data[-1].get("digest", ""),
+            run.config.masking.same_fraction,
+        ): run.config.phases[-1].rows
         for run in runs
         if isinstance(run.config, Config) and run.data
     }
     if len(ends) != 1:
         return {}
-    (((metric, digest), folder),) = ends.items()
+    (((metric, digest, same_fraction), folder),) = ends.items()
     losses = levels.read(folder, digest)
-    return {metric: {"unigram": losses.unigram, "bigram": losses.bigram}} if losses else {}
+    if losses is None:
+        return {}
+    scale = 1 - same_fraction if metric == "masked_lm_loss" else 1.0
+    return {metric: {"unigram": scale * losses.unigram, "bigram": scale * losses.bigram}}
 
 
 def _figure(
