@@ -12,8 +12,8 @@
 Devlin et al. 2018, section A.2: 1,000,000 steps of 256 sequences, learning rate 1e-4, 10,000 steps
 of warm-up, linear decay. This is the recipe of base, large and sizes given by their shape.
 
-The named small sizes have a recipe that leaves the loss of word frequencies within thousands of
-steps (experiments/plateau). It differs from the paper:
+The named small sizes have a recipe that leaves the unigram loss within thousands of steps
+ (experiments/plateau). It differs from the paper:
 - short rows first, because attention to neighboring tokens forms there;
 - small batches, with which more steps fit a budget;
 - 40% masking, for more targets per step (Wettig et al., arXiv 2202.08005);

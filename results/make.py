@@ -37,8 +37,15 @@ COMMANDS = {
     "reliability": "make soak",
 }
 GPU = "python experiments/speed/gpu.py --out DIR"
+PROBE = "a patched commit, not in this repository"
 NOT_RUN = "not run"
 OUTCOMES = (NOT_RUN, "not significant", "opposite", "one seed", "yes")
+# How outcomes are counted here.
+WORDS = {
+    "opposite": "significant in the opposite direction",
+    "one seed": "with one seed, not tested",
+    "yes": "significant",
+}
 SHEET = "data sheet: 989 TFLOP/s"
 PATCHED = "patched: embeddings without bf16 scatters (probe)"
 Line = dict[str, Any]
@@ -55,7 +62,7 @@ class Row:
         hardware: what it ran on.
         commit: commit of the program, where it was recorded.
         page: folder in experiments/ whose page has the details.
-        command: what measures it; "" for that of the page.
+        command: what measures it; "" for that of the page, `PROBE` if there is none.
     """
 
     claim: str
@@ -71,7 +78,8 @@ class Row:
         link = f"[{self.page}]({prefix}experiments/{self.page}/README.md)"
         default = COMMANDS.get(self.page, f"bert-jax sweep experiments/{self.page}")
         cells = [self.claim, self.ours, self.reference, self.hardware, self.commit, link]
-        return f"| {' | '.join(cells)}: `{self.command or default}` |"
+        command = PROBE if self.command == PROBE else f"`{self.command or default}`"
+        return f"| {' | '.join(cells)}: {command} |"
 
     def short(self) -> str:
         """Return the row of the project's own page, without commit and command."""
@@ -109,26 +117,27 @@ def sweep_command(name: str, scale: str) -> str:
 
 
 def learning() -> Iterator[Row]:
-    """What models learn from scratch, compared with word frequencies."""
+    """What models learn from scratch, compared with unigram models."""
     levels = json.loads((EXPERIMENTS / "plateau" / "levels.json").read_text())
     lines = read("plateau/results.jsonl")
     for model in ("T=128", "8, 16, 32, 64, 128"):
         runs = [line for line in lines if line["facts"].get("model") == model]
         losses = [line["metrics"]["masked_lm_loss"] for line in runs]
+        seeds = "1 seed" if len(losses) == 1 else f"median of {len(losses)} seeds"
         start = "rows of T=128" if model == "T=128" else "T=8, 16, 32, 64, then 128"
         yield Row(
             f"masked-LM loss of L4-H128 after 3,000 steps, {start} (nats)",
-            f"{statistics.median(losses):.2f} ({count(len(losses), 'seed')})",
-            _frequencies(levels["plateau"]),
+            f"{statistics.median(losses):.2f} ({seeds})",
+            _unigram(levels["plateau"]),
             cores(runs[0]),
             commits(runs),
             "plateau",
         )
     mini = json.loads((EXPERIMENTS / "mini" / "results.json").read_text())
     yield Row(
-        f"masked-LM loss of L4-H256 (`mini`), {mini['losses']['words'] / 1e6:.1f} million words, 15% masked (nats)",
+        f"masked-LM loss of L4-H256 (`mini`) after {mini['real_tokens'] / 1e6:.1f} million tokens, 15% masked (nats)",
         f"{mini['losses']['per_piece']:.2f} (1 seed)",
-        _frequencies(levels["small"]),
+        _unigram(levels["single"]),
         cores(mini),
         commits(mini["starts"]),
         "mini",
@@ -147,9 +156,9 @@ def learning() -> Iterator[Row]:
     )
 
 
-def _frequencies(levels: Line) -> str:
-    """Return the loss of word frequencies, of which a tenth of the targets, kept, is visible."""
-    return f"word frequencies alone: {0.9 * levels['unigram']:.2f}"
+def _unigram(levels: Line) -> str:
+    """Return the loss of a unigram model that sees the tenth of the targets that is kept."""
+    return f"unigram model: {0.9 * levels['unigram']:.2f}"
 
 
 def miniberta() -> Iterator[Row]:
@@ -182,9 +191,9 @@ def fine_tuning() -> Iterator[Row]:
     ]
     for line, other in sorted(pairs, key=lambda pair: pair[1] is None):
         yield Row(
-            f"{line['set']}, {line['metric']} in percent, all-MiniLM-L6-v2 fine-tuned",
+            f"{finetuning.SETS[line['set']].title}, all-MiniLM-L6-v2 fine-tuned",
             finetuning.spread(line),
-            f"transformers' Trainer: {finetuning.spread(other) if other else NOT_RUN}",
+            f"transformers' Trainer: {finetuning.spread(other) if other else f'{NOT_RUN} with this schedule'}",
             cores(line),
             line.get("commit", ""),
             "finetuning",
@@ -192,7 +201,7 @@ def fine_tuning() -> Iterator[Row]:
         )
     for scores in read("finetuning/transformers.jsonl"):
         yield Row(
-            "squad1, f1 in percent, answers from the same fine-tuned weights",
+            f"{finetuning.SETS['squad1'].title}, answers from the same fine-tuned weights",
             f"{scores['bert_jax']['f1']:.1f}",
             f"transformers: {scores['transformers']['f1']:.1f}, {scores['same_answers']:.1%} the same",
             cores(scores),
@@ -211,7 +220,7 @@ def speeds() -> Iterator[Row]:
         if line is None:
             yield Row(claim, NOT_RUN, comparison.baseline, "", "", "speed")
         else:
-            ours = f"{times:.2g} times"
+            ours = f"{times:.2g}x" if times < 1 else f"{times:.1f}x"
             yield Row(claim, ours, comparison.baseline, cores(line), commits([line]), "speed")
 
 
@@ -220,30 +229,26 @@ def gpu() -> Iterator[Row]:
     lines = read("speed/gpu_h100.jsonl")
     device, peak = lines[0]["device"], lines[0]["sheet_operations_per_second"]
     commit = lines[0]["commit"]
-    labels = {
-        ("as committed", "scanned"): f"commit {commit}, layers scanned",
-        (PATCHED, "scanned"): "with embeddings without scatters (probe), layers scanned",
-        (
-            PATCHED,
-            "unrolled",
-        ): "also with unrolled layers, and predicted positions gathered by a product",
-    }
-    for (program, layers), label in labels.items():
-        times, line = max(
-            ((speed.gpu_speedup(line, lines) or 0, line) for line in lines
-             if (line["program"], line.get("layer_loop")) == (program, layers)
-             and line["kind"] == "step" and not {"status", "variant"} & line.keys()),
-            key=lambda pair: pair[0],
-        )  # fmt: skip
+    # The baseline has attention dropout 0.1, so steps without it are not compared here.
+    steps = [
+        line for line in lines
+        if line["kind"] == "step" and line["attention_dropout"] and not {"status", "variant"} & line.keys()
+    ]  # fmt: skip
+    for program, label, command in (
+        ("as committed", f"commit {commit}", GPU),
+        (PATCHED, "without scatters in bfloat16, layers unrolled", PROBE),
+    ):
+        speeds = [(speed.gpu_speedup(s, lines) or 0, s) for s in steps if s["program"] == program]
+        times, line = max(speeds, key=lambda pair: pair[0])
         share = line["real_tokens_per_second"] * line["operations_per_token"] / peak
         yield Row(
             f"pretraining speed of base, T=128, {line['rows']} rows: {label}",
-            f"{times:.2f} times, {share:.0%} of the bfloat16 peak",
+            f"{times:.2f}x, {share:.0%} of the bfloat16 peak",
             f"transformers with torch.compile; {SHEET}",
             device,
             commit,
             "speed",
-            GPU,
+            command,
         )
     if not (EXPERIMENTS / "speed" / "gpu.jsonl").exists():
         claim = "pretraining speed of base, T=128: this version"
@@ -266,7 +271,7 @@ def paper() -> Iterator[Row]:
                 )
         for scale, numbers in outcomes.items():
             runs = [line for line in results if line["scale"] == scale and "step" in line]
-            ours = ", ".join(f"{number} {outcome}" for outcome, number in numbers.items())
+            ours = ", ".join(f"{number} {WORDS.get(o, o)}" for o, number in numbers.items())
             is_run = numbers["not run"] < numbers.total()
             yield Row(
                 f"{title}: {count(numbers.total(), 'comparison')}, {scale} scale",

@@ -70,9 +70,10 @@ def test_average_column_needs_a_complete_row():
         (Claim("score", "a", "b"), "**the opposite**, by 30.0"),
         (Claim("score", "a", "b", lower=True), "**yes**"),
         # Difference 1.0 with standard error sqrt(2/3): t = 1.22 with 4 degrees of freedom.
-        (Claim("score", "d", "a"), "not significant (difference 1.0, p = 0.29)"),
+        (Claim("score", "d", "a"), "not significant (difference +1.0, p = 0.29)"),
+        (Claim("score", "a", "d"), "not significant (difference -1.0, p = 0.29)"),
         # 2.2 standard errors are not significant with three seeds each: p = 0.092.
-        (Claim("score", "f", "a"), "not significant (difference 1.8, p = 0.092)"),
+        (Claim("score", "f", "a"), "not significant (difference +1.8, p = 0.092)"),
         (Claim("score", "g", "h"), "**yes**, by 10.0, p = 0"),
         (Claim("score", "c", "a"), "yes, by 39.0 (one seed; not tested)"),
         (Claim("score", "e", "a"), "not run"),

@@ -104,8 +104,8 @@ def page(r: dict) -> str:
     ours = r["losses"]
     return f"""# BERT-mini (L4 H256 A4) on Wikipedia and novels
 
-The config `mini` on {ours["words"] / 1e6:.1f} million words of Wikipedia and novels. [`run.sh`](run.sh) trains a vocabulary
-of 8,192 word pieces, prepares rows and pretrains; [`record.py`](record.py) writes this page and
+The config `mini` on {r["real_tokens"] / 1e6:.1f} million tokens of Wikipedia and novels, a corpus of {ours["words"] / 1e6:.1f} million words.
+[`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and pretrains; [`record.py`](record.py) writes this page and
 [`results.json`](results.json) from the finished run. The run was started and resumed at these steps:
 
 {commands}

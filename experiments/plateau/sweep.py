@@ -1,4 +1,4 @@
-"""Plateau: what makes a small model leave the loss of word frequencies?
+"""Plateau: what makes a small model leave the unigram loss?
 
 A small BERT first learns how frequent tokens are, and stays at that loss until attention to
 neighboring tokens forms. All runs have the same model, text and tokens per step; they differ in the

@@ -8,7 +8,7 @@ from bert_jax.tools.report.experiment import Claim, Column, Table
 MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")
 USUAL = MIXES[0]
 # On short rows of sentence pairs, at the small scale's rate of 2e-3, or with 15% masked (one token in
-# rows of T=8), models whose targets are never kept stay at the loss of word frequencies.
+# rows of T=8), models whose targets are never kept stay at the unigram loss.
 SMALL = {"model.next_sentence": "false", "masking.rate": 0.2, "optim.learning_rate": 1e-3}
 SENTENCES = {"small": "SST-2", "paper": "MNLI"}
 # The small models' features find no entities.

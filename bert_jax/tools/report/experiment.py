@@ -133,7 +133,8 @@ class Claim:
 class Claims:
     """Claims of the paper, tested on the results of a table.
 
-    A difference counts if Welch's two-sided t-test over seeds gives p < 0.05.
+    A difference counts if Welch's two-sided t-test over seeds gives p < 0.05; it is positive if it
+    agrees with the claim.
     """
 
     table: Table
@@ -163,10 +164,10 @@ class Claims:
             outcome = "yes" if gap > 0 else "no"
             return f"{text}: {outcome}, by {abs(gap):.{column.digits}f} (one seed; not tested)."
         p = welch(above, below)
-        difference = f"{abs(gap):.{column.digits}f}, p = {p:.2g}"
         if p >= _SIGNIFICANCE:
-            return f"{text}: not significant (difference {difference})."
-        return f"{text}: **{'yes' if gap > 0 else 'the opposite'}**, by {difference}."
+            return f"{text}: not significant (difference {gap:+.{column.digits}f}, p = {p:.2g})."
+        outcome = "yes" if gap > 0 else "the opposite"
+        return f"{text}: **{outcome}**, by {abs(gap):.{column.digits}f}, p = {p:.2g}."
 
 
 def welch(one: Sequence[float], other: Sequence[float]) -> float:
