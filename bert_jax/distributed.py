@@ -39,8 +39,9 @@ _FAREWELL_SECONDS = 5.0
 def start() -> None:
     """Connect to the other processes of a multi-process run, as the environment specifies.
 
-    Call this before any other use of JAX. Afterwards only process 0 writes to the terminal, except
-    for errors. A process that cannot connect within the timeout exits with status 2.
+    Call this before any other use of JAX, `device.start` included. Afterwards only process 0 writes
+    to the terminal, except for errors. A process that cannot connect within the timeout exits with
+    status 2.
 
     Raises:
         UserError: the environment is incomplete or invalid.
@@ -92,7 +93,8 @@ def start() -> None:
         ) from None
     finally:
         timer.cancel()
-    if jax.process_index():
+    # jax.process_index() would start JAX's backends, before `device.start` sets their flags.
+    if global_state.process_id:
         Progress.shown = False
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process exits)
 

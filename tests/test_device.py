@@ -14,7 +14,7 @@ from bert_jax import cpu, device
 from bert_jax.config import Config, GuardConfig
 from bert_jax.errors import UserError
 from tests.helpers import processes
-from tests.helpers.runs import ONE_DEVICE
+from tests.helpers.runs import ONE_DEVICE, free_port
 
 # Count the pages that the system clears in each call of a function with a temporary of 64 MB. On a
 # busy machine, memory may be freed too late for the next call, which then allocates more, so the
@@ -49,11 +49,13 @@ def test_freed_memory_is_reused_by_the_next_step():
     assert page_faults("start") < 100 < page_faults("as it is") / 10
 
 
+EIGEN = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE"
 PRODUCT = """
 import os, sys
 import jax, jax.numpy as jnp
-from bert_jax import cpu, device
-if sys.argv[1] == "start":
+from bert_jax import cpu, device, distributed
+distributed.start()
+if "start" in sys.argv[1]:
     device.start("cpu", cache=False)
 x = jnp.ones((512, 512))
 text = jax.jit(lambda x: x @ x).lower(x).compile().as_text()
@@ -66,13 +68,17 @@ print(os.environ["XLA_FLAGS"])
     ("argument", "flags", "product", "after"),
     [
         ("as it is", "", True, ""),
-        ("start", "", False, "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE"),
+        ("start", "", False, EIGEN),
+        ("join and start", "", False, EIGEN),
         ("start", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT", True, None),
     ],
 )
 def test_matmuls_use_eigen_unless_the_user_overrides_it(argument, flags, product, after):
-    """Reductions still use YNNPACK, JAX's default."""
+    """Reductions still use YNNPACK, JAX's default. Flags also apply after joining other processes."""
     env = {**ONE_DEVICE, "XLA_FLAGS": flags}
+    if "join" in argument:
+        address = f"127.0.0.1:{free_port()}"
+        env |= {"BERT_JAX_COORDINATOR": address, "BERT_JAX_PROCESSES": "1", "BERT_JAX_PROCESS": "0"}
     done = processes.run([sys.executable, "-c", PRODUCT, argument], env=env, check=True)
     result, left = done.stdout.splitlines()
     assert result.split()[0] == str(product)
