@@ -17,6 +17,7 @@ import pytest
 from bert_jax import cli, config_flags, workdir
 from bert_jax import config as config_lib
 from bert_jax.config import Config, FinetuneConfig
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep
 from bert_jax.tools.report import experiment
@@ -422,13 +423,26 @@ def test_miniberta_settings_match_the_published_model():
 
 def test_miniberta_subset_is_ten_million_words_of_known_files(shared_data, tmp_path):
     subset = sweep.module_of(ROOT / "miniberta" / "subset.py")
-    words, size = subset.totals()
+    words, size = (sum(line[i] for line in subset.read()) for i in (1, 2))
     assert 9.9e6 < words <= 10e6
     assert 5 * words < size < 7 * words
     assert len(subset.sources(DATA)) == len(subset.read()) == 60
     with pytest.raises(UserError, match=r"is not the file of files\.tsv: put it there, or select"):
         subset.check(tmp_path)
     subset.check(shared_data("text").parent)
+
+
+def test_losses_per_word_count_the_whole_text(rows, tmp_path):
+    """Rows of T=8 leave out the end of a long sentence, which belongs to the text all the same."""
+    module = sweep.module_of(ROOT / "miniberta" / "measure.py")
+    text = "The lamp is old, and the river is cold and deep and wide and dark."
+    (tmp_path / "text.txt").write_text(f"{text}\n\n{text}\n")
+    folder = rows()
+    pieces = 2 * len(vocabularies.load(folder).tokenizer().encode(text).ids)
+    units = module.units(2.0, [str(tmp_path / "text.txt")], folder)
+    assert (units["pieces"], units["words"], units["bytes"]) == (pieces, 30, 2 * len(text))
+    assert units["per_word"] == pytest.approx(2.0 * pieces / 30)
+    assert units["per_byte"] == pytest.approx(2.0 * pieces / (2 * len(text)))
 
 
 def test_results_page_and_main_readme_match_the_results():

@@ -14,13 +14,13 @@ FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER.with_name("miniberta")))
 
 import measure  # noqa: E402
-import subset  # noqa: E402
 
 from bert_jax import workdir  # noqa: E402
 from bert_jax.data.rows import read_manifest  # noqa: E402
 from bert_jax.tools.report import curves, runs  # noqa: E402
 
 TEXT = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""), "text")
+SOURCES = (f"{TEXT}/wikipedia/*.gz", f"books:{TEXT}/books/*.gz")
 TEXTS = (
     "The capital of [MASK] is Paris.",
     "He was born in [MASK] and died in 1902.",
@@ -40,19 +40,6 @@ def fill_masks(folder: str) -> list[dict]:
         check=True,
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def losses(folder: str, rows: str) -> dict[str, float]:
-    """Return the held-out loss with 15% masked, per word piece, per word and per byte."""
-    loss, pieces = measure.heldout_loss(folder, pathlib.Path(rows))
-    words, size = subset.count(path for path in TEXT.rglob("*.gz"))
-    return {
-        "per_piece": loss,
-        "per_word": loss * pieces / words,
-        "per_byte": loss * pieces / size,
-        "pieces": pieces,
-        "words": words,
-    }
 
 
 def main() -> None:
@@ -76,7 +63,7 @@ def main() -> None:
         "training_minutes": 60 * progress["hours"][-1],
         "real_tokens": progress["tokens"][-1],
         "heldout": [line for line in lines if line["split"] == "heldout"],
-        "losses": losses(options.workdir, rows[-1]),
+        "losses": measure.units(measure.heldout_loss(options.workdir, rows[-1]), SOURCES, rows[-1]),
         "fill_mask": fill_masks(options.workdir),
     }
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

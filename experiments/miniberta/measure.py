@@ -8,16 +8,16 @@ import argparse
 import dataclasses
 import json
 import pathlib
-
-import subset
+from collections.abc import Iterable
 
 from bert_jax import device
 from bert_jax.config import MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.data import corpus, vocabulary
 from bert_jax.data.rows import read_manifest
 
 
-def heldout_loss(init: str, rows: pathlib.Path) -> tuple[float, int]:
-    """Return the loss of a run on the held-out rows in nats, and the word pieces of all rows."""
+def heldout_loss(init: str, rows: str | pathlib.Path) -> float:
+    """Return the loss of a run on held-out rows, in nats per word piece."""
     device.start("")
     from bert_jax import checkpoint, sharding
     from bert_jax.evaluate import make_evaluate
@@ -33,10 +33,34 @@ def heldout_loss(init: str, rows: pathlib.Path) -> tuple[float, int]:
     )
     _, _, _, (phase,) = pretraining.make_phases(config)
     mesh = sharding.make_mesh(MeshConfig())
-    manifest = read_manifest(rows)
-    # Without [CLS] and [SEP].
-    pieces = sum(s.real_tokens - 2 * s.sequences for s in (manifest.train, manifest.heldout))
-    return make_evaluate(phase, mesh)(params)["masked_lm_loss"], pieces
+    return make_evaluate(phase, mesh)(params)["masked_lm_loss"]
+
+
+def units(per_piece: float, sources: Iterable[str], vocab: str | pathlib.Path) -> dict[str, float]:
+    """Return a loss per word piece, per word and per byte of texts, and how many of each they have.
+
+    Counts the texts rather than rows, because rows without pairs leave out the ends of long sentences.
+    """
+    encode = vocabulary.load(vocab).tokenizer().encode_batch
+    pieces = words = size = 0
+    for source in map(corpus.parse_source, sources):
+        for path in source.files:
+            texts = [
+                d.text
+                for d in corpus.read(dataclasses.replace(source, files=(path,)), corpus.Report())
+            ]
+            pieces += sum(map(len, encode(texts, add_special_tokens=False)))
+            words += sum(len(text.split()) for text in texts)
+            size += sum(len(text.encode()) for text in texts)
+    return {
+        "per_piece": per_piece,
+        "per_word": per_piece * pieces / words,
+        "per_byte": per_piece * pieces / size,
+        "pieces_per_word": pieces / words,
+        "pieces": pieces,
+        "words": words,
+        "bytes": size,
+    }
 
 
 def main() -> None:
@@ -46,14 +70,8 @@ def main() -> None:
     parser.add_argument("--rows", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
-    loss, pieces = heldout_loss(options.init, options.rows)
-    words, size = subset.totals()
-    metrics = {
-        "per_piece": loss,
-        "per_word": loss * pieces / words,
-        "per_byte": loss * pieces / size,
-        "pieces_per_word": pieces / words,
-    }
+    sources = read_manifest(options.rows).settings["sources"]
+    metrics = units(heldout_loss(options.init, options.rows), sources, options.rows)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "metrics.json").write_text(json.dumps(metrics))
 

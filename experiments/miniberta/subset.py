@@ -25,11 +25,6 @@ def read() -> list[tuple[str, int, int, str]]:
     return [(sha256, int(words), int(size), path) for sha256, words, size, path in lines]
 
 
-def totals() -> tuple[int, int]:
-    """Return the numbers of words and bytes of the subset."""
-    return sum(line[1] for line in read()), sum(line[2] for line in read())
-
-
 def sources(data: pathlib.Path) -> list[str]:
     """Return the sources of text for `bert-jax vocab` and `bert-jax prepare`."""
     paths = [path for *_, path in read()]
