@@ -14,7 +14,8 @@ import transformers
 from safetensors.numpy import load_file
 
 from bert_jax import cli, downstream
-from bert_jax.config import Config, FinetuneConfig, ModelConfig
+from bert_jax.benchmarks.squad import Squad
+from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.config_flags import load
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
@@ -384,6 +385,27 @@ def test_prepared_rows_and_fill_mask_equal_transformers(tokenizers, tmp_path):
         [c["score"] for c in fill(text)], [c.probability for c in candidates], atol=1e-5
     )
     assert [c["token_str"].strip() for c in fill(text)] == [c.token for c in candidates]
+
+
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
+@pytest.mark.parametrize(
+    ("context", "answer"),
+    [("It (12-14) is.", "12"), ('A "cat" sat.', "cat"), ("日本中国日本", "中国"), ("A cat.", "A")],
+)
+def test_squad_answers_without_spaces_around_them(tokenizers, kind, context, answer, tmp_path):
+    """The ids of a word differ from those of the same word after a space."""
+    answers = [{"text": answer, "answer_start": context.index(answer)}]
+    paragraph = {"context": context, "qas": [{"id": "q", "question": "What?", "answers": answers}]}
+    data = {"version": "1.1", "data": [{"title": "t", "paragraphs": [paragraph]}]}
+    (tmp_path / "train.json").write_text(json.dumps(data))
+    task = TaskConfig(
+        kind="squad", train=str(tmp_path / "train.json"), tokens=64, question_tokens=16
+    )
+    dataset = Squad(task, vocabulary.load(tokenizers / kind))
+    ((first, last),) = dataset.splits["train"].targets["label"].tolist()
+    logits = np.zeros((len(dataset.splits["train"].tokens[0]), 2), np.float32)
+    logits[first, 0] = logits[last, 1] = 9
+    assert dataset.predict("train", [logits])["q"].answer == answer
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from bert_jax.benchmarks.squad_score import Question
 from bert_jax.benchmarks.tables import existing
 from bert_jax.config import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples
+from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 
@@ -151,7 +152,12 @@ class Squad:
         contexts = dict(zip(distinct, vocabulary.encode_all(distinct), strict=True))
         encoded_questions = vocabulary.encode_all([question.text for question in questions])
         golds = [question.answers[0].text if question.answers else "" for question in questions]
-        gold_ids = vocabulary.encode_words(golds)
+        # Other tokenizers than BERT's have different ids for the same word after a space and without.
+        gold_ids = (
+            [None] * len(golds)
+            if isinstance(vocabulary, TokenizerVocabulary)
+            else [encoded.ids for encoded in vocabulary.encode_words(golds)]
+        )
         # Without unanswerable questions, or if all lists of new or test data are empty, an empty list
         # means that the answers are not known.
         answers = [question.answers for question in questions]
@@ -167,7 +173,7 @@ class Squad:
             answer = None
             if labeled and question.answers:
                 num_multiple += len(question.answers) > 1
-                answer = _find(question, ids, spans, gold.ids)
+                answer = _find(question, ids, spans, gold)
                 if answer is None:
                     dropped.append(question.id)
                     if split == "train":
@@ -355,11 +361,11 @@ def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
 
 
 def _find(
-    question: Question, ids: np.ndarray, spans: np.ndarray, answer_ids: np.ndarray
+    question: Question, ids: np.ndarray, spans: np.ndarray, answer_ids: np.ndarray | None
 ) -> tuple[int, int] | None:
     """Return the answer's first and last token in the context, or None if it is not there.
 
-    The span is that of the answer's tokens if they occur in the whitespace-separated words that
+    Without `answer_ids`, the tokens that contain its characters. With them, the span is that of the answer's tokens if they occur in the whitespace-separated words that
     contain the answer, else all of these words: "1895" in "(1895-1943).", but all of "Japanese" for
     "Japan" (_improve_answer_span).
     """
@@ -367,7 +373,7 @@ def _find(
     text, start = question.answers[0]
     stripped = text.lstrip()
     answer_start = begin = start + len(text) - len(stripped)
-    end = begin + len(stripped.rstrip())
+    answer_end = end = begin + len(stripped.rstrip())
     context = question.context
     if not 0 <= begin < end <= len(context):
         return None
@@ -377,6 +383,9 @@ def _find(
         end += 1
     if " ".join(text.split()) not in " ".join(context[begin:end].split()):
         return None
+    if answer_ids is None:
+        tokens = np.flatnonzero((spans[:, 0] < answer_end) & (spans[:, 1] > answer_start))
+        return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None
     first, end_token = np.searchsorted(spans[:, 0], (begin, end)).tolist()
     if first == end_token:
         return None
