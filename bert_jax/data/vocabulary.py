@@ -192,7 +192,8 @@ class TokenizerVocabulary(Vocabulary):
     def continuation(self) -> Bool[np.ndarray, " V"]:
         """Return which tokens continue a word, for whole-word masking.
 
-        Words begin after a space; punctuation marks are words of their own, as in BERT.
+        Words begin after a space and at each punctuation mark. Unlike in BERT, letters continue the
+        word of a mark before them: "(much)" is "(much" and ")".
         """
         added = {token["content"] for token in self._json.get("added_tokens") or []}
         return np.array([
