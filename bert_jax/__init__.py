@@ -1,4 +1,4 @@
-"""Pretrain, fine-tune and analyse BERT in JAX.
+"""Pretrain, fine-tune and analyze BERT in JAX.
 
 `bert_jax.load(SOURCE)` opens a model; `pretrain` and `finetune` train one (`bert_jax.api`).
 """

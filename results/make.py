@@ -302,7 +302,7 @@ def reliability() -> Iterator[Row]:
         yield Row(claim, ours, reference, "2 CPU cores", "", "reliability", command)
     for name, what in (
         ("attacks", "fault-injection scenarios passed"),
-        ("mutations", "mutations detected by tests"),
+        ("mutations", "mutants killed by tests"),
     ):
         if (EXPERIMENTS / "reliability" / f"{name}.jsonl").exists():
             lines = read(f"reliability/{name}.jsonl")

@@ -176,7 +176,7 @@ def parser() -> Parser:
     """Return the parser of the command line without --config."""
     main_parser = Parser(
         prog="bert-jax",
-        description="Pretrain, fine-tune and analyse BERT in JAX, from raw text to Hugging Face "
+        description="Pretrain, fine-tune and analyze BERT in JAX, from raw text to Hugging Face "
         "checkpoints.",
         epilog="`bert-jax VERB --help` describes a verb and shows examples.",
     )

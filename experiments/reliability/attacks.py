@@ -184,7 +184,7 @@ def evaluation_beside_fine_tuning(data: pathlib.Path, make: dict) -> dict:
     assert not kills.differences("finetune", out, data / "finetune")
     return {
         "times": times,
-        "found": f"{times - early} evaluated, {early} reported in one line that there was no such "
+        "found": f"{times - early} evaluated, {early} ended with a one-line error, no such "
         "checkpoint; the run ended with the same bits",
     }
 
@@ -213,7 +213,7 @@ def predictions_on_a_full_disk(data: pathlib.Path, make: dict) -> dict:
     failed = statuses.count("status 2")
     return {
         "times": 5,
-        "found": f"{failed} reported in one line that the disk is full, the others wrote their output",
+        "found": f"{failed} ended with a one-line error, disk full; the others wrote their output",
     }
 
 

@@ -100,7 +100,7 @@ def attacks(lines):
 
 
 def mutations(lines):
-    """Return counts by module, and the mutations that no test noticed."""
+    """Return counts by module, and the mutants that survived all tests."""
     if not lines:
         return ["not run"]
     survived = [line for line in lines if not line["noticed"]]
@@ -108,9 +108,9 @@ def mutations(lines):
     survivors = collections.Counter(line["module"] for line in survived)
     table = [f"| {name} | {count} | {count - survivors[name]} |" for name, count in modules.items()]
     return [
-        f"{len(lines)} mutations, {len(lines) - len(survived)} noticed.",
+        f"{len(lines)} mutants, {len(lines) - len(survived)} killed.",
         "",
-        "| module | mutations | noticed |",
+        "| module | mutants | killed |",
         "|---|---|---|",
         *table,
         *([""] if survived else []),

@@ -217,7 +217,7 @@ def recipe_table(results, size, slices, predict_one, steps):
                 f"{milliseconds(both[0])} | {milliseconds(both[1])} | {hours} | {spent} | {how(both)} |"
             )
         crossovers = ", ".join(
-            f"T={tokens} from {chips:,} chips" if chips else f"T={tokens} on no slice"
+            f"T={tokens} from {chips:,} chips" if chips else f"T={tokens} never"
             for tokens, chips in first.items()
         )
         dominated.append(f"- {kind}: {crossovers}")
@@ -391,7 +391,8 @@ def step_table(results):
         "",
         f"The training step of {one['size']} in bfloat16, compiled for {one['target']}: "
         f"{one['batch_size']} rows of T={one['tokens']}, S={one['sequences']}, layers unrolled, XLA's "
-        "attention without attention dropout. Bytes and FLOPs are XLA's cost analysis for one device.",
+        "attention without attention dropout. Bytes and FLOPs are XLA's cost analysis for one device. "
+        f"JAX {one['jax']}, libtpu {one['libtpu']}.",
         "",
         "| commit | scatters | GB accessed | MiB of temporaries | GFLOP | compiled in s |",
         "|---|---|---|---|---|---|",
