@@ -164,7 +164,8 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         average = jax.tree.map(
-            lambda average, x, update: decay * average + (1 - decay) * (x + update),
+            # In this form the average of a constant, such as a frozen parameter, is exact.
+            lambda average, x, update: average + (1 - decay) * (x + update - average),
             state.average,
             params,
             updates,

@@ -330,6 +330,15 @@ def test_exponential_moving_average_of_parameters():
     assert_close(params, train(make_config(), *params_and_gradients(5)))
 
 
+def test_average_of_constant_parameters_is_exact():
+    params = {"kernel": jnp.asarray(np.random.default_rng(7).normal(size=100), jnp.float32)}
+    transform = optim.average_parameters(0.999)
+    state = transform.init(params)
+    for _ in range(3):
+        _, state = transform.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    np.testing.assert_array_equal(state.average["kernel"], params["kernel"])
+
+
 @pytest.mark.parametrize("lora", [0, 2])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "lamb", "muon", "adafactor"])
 def test_skipped_update_advances_only_the_schedule(optimizer, lora):
