@@ -675,6 +675,12 @@ def take_rows(config: Config, folders: Sequence[str]) -> None:
         phase.rows = rows
 
 
+def batch_size_key(config: TrainConfig, i: int) -> str:
+    """Return the key that sets the batch size of phase `i`."""
+    is_of_phase = isinstance(config, Config) and config.phases[i].batch_size
+    return f"phases[{i}].batch_size" if is_of_phase else "batch_size"
+
+
 def phase_ends(config: Config) -> list[int]:
     """Return the step at which each phase ends; the last is `config.steps`."""
     ends, share = [], 0.0

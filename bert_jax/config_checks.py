@@ -14,6 +14,7 @@ from bert_jax.config import (
     LoraConfig,
     MaskingConfig,
     TrainConfig,
+    batch_size_key,
     flatten,
     leaves,
     profiled_steps,
@@ -231,6 +232,6 @@ def _validate_pretraining(config: Config, require: Callable[[bool, str, str], No
         accumulation = phase.accumulation or config.accumulation
         if batch_size % accumulation:
             raise UserError(
-                f"config.batch_size {batch_size} is not divisible by accumulation {accumulation} "
-                f"(phase {i})"
+                f"config.{batch_size_key(config, i)} {batch_size} is not divisible by accumulation "
+                f"{accumulation} (phase {i})"
             )

@@ -147,8 +147,10 @@ def process_row_shard(mesh: Mesh) -> tuple[int, int]:
     return local[0] // len(local), num_parts
 
 
-def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -> None:
-    """Check that the mesh can split a batch evenly.
+def check_batch(
+    mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int, key: str = "batch_size"
+) -> None:
+    """Check that the mesh can split a batch evenly; `key` of the config sets its size.
 
     Raises:
         UserError: it cannot; the message names batch sizes that work.
@@ -157,7 +159,7 @@ def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -
     if batch_size % shards:
         nearest = max(batch_size // shards, 1) * shards
         raise UserError(
-            f"config.batch_size {batch_size} is not divisible by {shards} "
+            f"config.{key} {batch_size} is not divisible by {shards} "
             f"(data x fsdp x accumulation): set it to {nearest} or {nearest + shards}"
         )
 

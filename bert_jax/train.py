@@ -29,7 +29,7 @@ from bert_jax import (
     workdir,
 )
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import TrainConfig
+from bert_jax.config import TrainConfig, batch_size_key
 from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
@@ -91,8 +91,9 @@ def train(
     # ---- Devices ---------------------------------------------------------------------------------
     compiled = {} if compiled is None else compiled
     mesh = sharding.make_mesh(config.mesh)
-    for phase in phases:
-        sharding.check_batch(mesh, phase.batch_size, phase.accumulation)
+    for i, phase in enumerate(phases):
+        key = batch_size_key(config, i)
+        sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
     hardware = (mesh.devices.flat[0].platform, mesh.shape["tensor"])
     attention.check(config, *hardware)
     device.check_deterministic(config, hardware[0])

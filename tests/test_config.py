@@ -110,7 +110,10 @@ def refusal(call, *arguments) -> str:
         (Config(phases=(PhaseConfig(tokens=1024),)), "config.phases[0].tokens"),
         (Config(phases=(PhaseConfig(batch_size=-2),)), "config.phases[0].batch_size"),
         (Config(batch_size=10, accumulation=4), "config.batch_size"),
-        (Config(phases=(PhaseConfig(batch_size=9, accumulation=2),)), "config.batch_size 9"),
+        (
+            Config(phases=(PhaseConfig(batch_size=9, accumulation=2),)),
+            "config.phases[0].batch_size 9",
+        ),
         (Config(mesh=MeshConfig(data=0)), "config.mesh"),
         (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "config.mesh"),
         (Config(mesh=MeshConfig(tensor=-2)), "config.mesh"),
@@ -354,6 +357,17 @@ def test_mesh_and_batch_size_must_fit_the_devices():
     mesh = sharding.make_mesh(MeshConfig(data=8))
     sharding.check_batch(mesh, 32, 2)
     assert "32 or 48" in refusal(sharding.check_batch, mesh, 40, 2)
+
+
+def test_batch_size_error_names_the_key_that_is_set():
+    phases = (PhaseConfig(fraction=0.5), PhaseConfig(fraction=0.5, batch_size=9))
+    config = Config(phases=phases, accumulation=2)
+    keys = [configs.batch_size_key(config, i) for i in range(2)]
+    assert keys == ["batch_size", "phases[1].batch_size"]
+    mesh = sharding.make_mesh(MeshConfig(data=8))
+    message = refusal(sharding.check_batch, mesh, 9, 2, keys[1])
+    assert message.startswith("config.phases[1].batch_size 9 is not divisible by 16")
+    assert refusal(validate, config).startswith("config.phases[1].batch_size 9 is not divisible")
 
 
 @pytest.mark.parametrize(

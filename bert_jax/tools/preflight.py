@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, device, sharding
-from bert_jax.config import Config
+from bert_jax.config import Config, batch_size_key
 from bert_jax.device import Chip
 from bert_jax.errors import UserError
 from bert_jax.model import attention
@@ -429,8 +429,9 @@ def preflight(
     else:
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
         device_locations = locations(topology)
-    for phase in phases:
-        sharding.check_batch(mesh, phase.batch_size, phase.accumulation)
+    for i, phase in enumerate(phases):
+        key = batch_size_key(config, i)
+        sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
     entries, first_step = [], 0
     for i, (phase_config, phase) in enumerate(zip(config.phases, phases, strict=True)):
         entry = _phase(config, i, phase, topology, mesh, sizes, device_locations)
