@@ -86,8 +86,7 @@ def validate(config: TrainConfig) -> None:
         if not model.head and (model.features or model.lstm_layers):
             requirement = "'pooler' with config.model.features or config.model.lstm_layers"
             require(model.head_layer == "pooler", "model.head_layer", requirement)
-        if config.lora.rank:
-            _validate_lora(config, require)
+        _validate_lora(config, require)
         if config.task.kind == "pairs":
             _validate_pairs(config, require)
         # Else the model's size is not known until a checkpoint is read.
@@ -108,6 +107,11 @@ def validate(config: TrainConfig) -> None:
 
 
 def _validate_lora(config: FinetuneConfig, require: Callable[[bool, str, str], None]) -> None:
+    if not config.lora.rank:
+        for name, value in dataclasses.asdict(LoraConfig()).items():
+            requirement = f"{value!r}, the default, without config.lora.rank"
+            require(getattr(config.lora, name) == value, f"lora.{name}", requirement)
+        return
     targets = config.lora.targets
     known = bool(targets) and {*targets} <= {*LORA_TARGETS}
     require(known, "lora.targets", f"one or more of {', '.join(map(repr, LORA_TARGETS))}")

@@ -190,6 +190,10 @@ def test_flops_exclude_weight_gradients_of_frozen_kernels():
     ("changes", "message"),
     [
         ({"lora": LoraConfig(rank=2, targets=("quary",))}, "config.lora.targets is ('quary',): it"),
+        (
+            {"lora": LoraConfig(alpha=32.0)},
+            "config.lora.alpha is 32.0: it must be 16.0, the default, without config.lora.rank",
+        ),
         ({"lora": LORA, "frozen_layers": 1}, "config.frozen_layers is 1: it must be 0, because"),
         ({"lora": LORA, "reset_layers": 1}, "config.reset_layers is 1: it must be 0, because"),
         (
