@@ -1,4 +1,4 @@
-"""Held-out evaluation: metrics over a fixed set of rows, with the same masks every time."""
+"""Held-out evaluation: metrics over a fixed set of rows, masked alike in every evaluation of a phase."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +37,8 @@ def make_evaluate(
 ) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps parameters to held-out metrics.
 
-    It compiles once. Masks depend only on the index of the batch, so two evaluations differ only in
-    their parameters.
+    It compiles once. Masks depend on the index and the size of the batch, so two evaluations of a phase
+    differ only in their parameters, but a phase with another batch size masks the same rows differently.
 
     Args:
         phase: the phase, with its held-out batches.
