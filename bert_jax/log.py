@@ -125,7 +125,7 @@ class Log:
         self._progress.note(f"{note} lr {summary['learning_rate']:.1g}{speed}")
 
     def first(self, step: int, sums: dict[str, Any]) -> None:
-        """Show the metrics of the first step of this start, which must be finished."""
+        """Show the metrics of the first step of this start, which must be finished and begin a window."""
         text = self._phase.objective.describe(self._phase.objective.summarize(means(sums)))
         self._progress.say(f"step {step:,}: {text}")
 

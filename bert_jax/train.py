@@ -197,7 +197,8 @@ def train(
                     read_batch = functools.partial(_read_batch, phases, bad_step.step)
                     if line := step_guard.report(bad_step, read_batch):
                         progress.say(line)
-                if step == first_step + 1:
+                # Within a window, the sums are not those of the step alone; a skipped step has none.
+                if step == first_step + 1 and stats and due(first_step, config.log_every_steps):
                     log.first(step, sums)
                 if step % config.log_every_steps == 0 or step == config.steps:
                     log.training(step, sums)

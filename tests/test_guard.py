@@ -228,6 +228,20 @@ def test_rollback_to_step_zero(tmp_path, rows):
     run(tmp_path, rows, "guard.nonfinite=rollback", bad=(3,))
     assert skipped(tmp_path) == [0, 1, 2, 3]
     assert training_steps(tmp_path) == [5, 10, 15, 20, 25, 30]
+    # The first step is shown when it was trained, not again when it is skipped.
+    assert (tmp_path / "log.txt").read_text().count("step 1: ") == 1
+
+
+def test_metrics_of_part_of_a_window_are_not_shown_as_those_of_a_step(tmp_path, rows):
+    changes = ("checkpoint.every_steps=7", "checkpoint.keep_last=9")
+    run(tmp_path, rows, *changes, bad=())
+    for step in (14, 21, 28, 30):
+        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    run(tmp_path, rows, *changes, bad=())
+    log = (tmp_path / "log.txt").read_text()
+    assert "resuming at step 7 " in log
+    assert "step 1: " in log
+    assert "step 8: " not in log
 
 
 def test_too_many_incidents_end_the_run(tmp_path, rows):
