@@ -284,7 +284,8 @@ class Guard:
     def roll_back(self, checkpoints: Checkpoints) -> None:
         """Delete the checkpoints that a rollback discards, including one cut short by a kill.
 
-        The oldest is kept even if it is too new, as without it the run would begin again.
+        A run that began with another policy may have none that is old enough. Its oldest is kept, as
+        without it the run would begin again.
         """
         if self._back_to is not None:
             oldest = min(checkpoints.steps(), default=0)

@@ -118,14 +118,13 @@ def train(
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
         _share(folder)
         run = workdir.read_identity(folder)
+        may_roll_back = "rollback" in (config.guard.nonfinite, config.guard.spike)
         checkpoints = Checkpoints(
             folder / "checkpoints",
             config.checkpoint,
             **ranking,
             identity=run,
-            rollback_steps=config.guard.rollback_steps
-            if "rollback" in (config.guard.nonfinite, config.guard.spike)
-            else None,
+            rollback_steps=config.guard.rollback_steps if may_roll_back else None,
         )
         stack.callback(checkpoints.close)
         step_guard = guard.Guard(config.guard, folder)
@@ -179,7 +178,8 @@ def train(
             compiling.result()
             progress.restart()
         keep_every_steps = config.checkpoint.keep_every_steps
-        if keep_every_steps and 0 not in checkpoints.steps() and step == 0:
+        # A rollback must not depend on when the first checkpoint after step 0 is saved.
+        if (keep_every_steps or may_roll_back) and step == 0 and 0 not in checkpoints.steps():
             checkpoints.save(0, *checkpoint_parts(state), metrics_checksum=log.sync())
 
         # ---- Loop --------------------------------------------------------------------------------
