@@ -1,6 +1,7 @@
 """Replay a bad step from its recorded incident (`bert_jax.guard`)."""
 
 import dataclasses
+import math
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax
 
 from bert_jax import guard, sharding, storage, workdir
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
+from bert_jax.config import CheckpointConfig, Config, FinetuneConfig, MeshConfig
 from bert_jax.downstream import load_dataset
 from bert_jax.errors import UserError
 from bert_jax.evaluate import shard_batch
@@ -35,7 +36,7 @@ class ReplayResult(NamedTuple):
 
 @storage.reads("folder")
 def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
-    """Compute the step of an incident again, on the local devices.
+    """Compute the step of an incident again, on as many local devices as divide its rows.
 
     Args:
         folder: the workdir.
@@ -78,6 +79,10 @@ def replay(folder: str | pathlib.Path, step: int | None = None) -> ReplayResult:
         batch_shape=jax.eval_shape(lambda batch: batch, incident.batch),
         smaller_batch_sizes=(),
     )
+    if phase.batch_size % (sharding.num_row_shards(mesh) * phase.accumulation):
+        # Other devices than those of the run: take as many as divide the rows.
+        count = math.gcd(phase.batch_size // phase.accumulation, jax.device_count())
+        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:count])
     _, shapes = initial_state(config, phase, mesh)
     state = restore(checkpoints, incident.step, shapes, config.seed)
     state = place_teacher(state, phase.objective, shapes)
