@@ -808,6 +808,18 @@ def test_search_reports_the_best_trial_and_resumes(bench, tmp_path, capsys):
     assert len(bench.calls()) == 7
 
 
+def test_study_is_searched_by_one_process_at_a_time(bench, tmp_path):
+    class SearchedTwice(Objective):
+        def get_trial(self, args, trial):
+            with pytest.raises(UserError, match=r"experiment/\.study-\w+ is in use by another"):
+                go([], tmp_path, module=Objective(bench), trials=1)
+            return super().get_trial(args, trial)
+
+    for trials in (1, 2):  # the first search leaves no lock behind
+        status, results = go([], tmp_path, module=SearchedTwice(bench), trials=trials)
+        assert (status, len(results), len(study_of(tmp_path).trials)) == (0, trials, trials)
+
+
 def study_of(tmp_path):
     """Open the only study of a search."""
     import optuna

@@ -40,6 +40,7 @@ def run(
         The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
 
     Raises:
+        InUse: another process runs the same search.
         UserError: the sweep has no get_trial, or results.jsonl cannot be read or written.
     """
     runs, args = pathlib.Path(runs).absolute(), sweep.args
@@ -58,10 +59,10 @@ def run(
     scheduler = Scheduler(runs, args, engine, resubmit, done)
     with files.one_line_errors(f"cannot use the folder {runs}"):
         runs.mkdir(parents=True, exist_ok=True)
-    search = Search(sweep, runs, trials, engine.jobs) if trials else None
-    if not search:
-        scheduler.add(sweep.points)
     with contextlib.ExitStack() as stack:
+        search = Search(sweep, runs, trials, engine.jobs, stack) if trials else None
+        if not search:
+            scheduler.add(sweep.points)
         stack.callback(scheduler.stop)  # on any error, stop what was started
         received = stack.enter_context(launch.signals())
         display = stack.enter_context(Display(scheduler))

@@ -1,5 +1,6 @@
 """Hyperparameter search with Optuna."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -7,6 +8,7 @@ import pathlib
 import statistics
 from typing import Any
 
+from bert_jax import files
 from bert_jax.errors import UserError, missing
 from bert_jax.tools.sweep.points import Point, Sweep, call, ordered
 from bert_jax.tools.sweep.results import lines_of
@@ -17,9 +19,27 @@ class Search:
     """Optuna's trials as points; the study is stored next to the sweep, in study.journal.
 
     Searches with other arguments or another folder of runs are other studies.
+
+    Args:
+        sweep: the loaded sweep.
+        runs: folder of the points of all sweeps.
+        trials: total number of trials.
+        jobs: maximum number of trials that run at once.
+        stack: holds the lock of the study until it closes.
+
+    Raises:
+        InUse: another process runs this search.
+        UserError: the sweep defines no search, or Optuna is not installed.
     """
 
-    def __init__(self, sweep: Sweep, runs: pathlib.Path, trials: int, jobs: int):
+    def __init__(
+        self,
+        sweep: Sweep,
+        runs: pathlib.Path,
+        trials: int,
+        jobs: int,
+        stack: contextlib.ExitStack,
+    ):
         get_trial, self._objective = (
             getattr(sweep.module, name, None) for name in ("get_trial", "OBJECTIVE")
         )
@@ -39,6 +59,8 @@ class Search:
         storage = journal.JournalFileBackend(str(sweep.path.parent / "study.journal"))
         identity = json.dumps([*map(str, sweep.args), str(runs), self._objective])
         digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+        # With the lock, trials that the study calls running are those of a killed search.
+        stack.enter_context(files.lock_folder(sweep.path.parent / f".study-{digest}"))
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(storage),
             study_name=f"{sweep.path.parent.name}-{sweep.args.scale}-{digest}",
