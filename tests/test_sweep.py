@@ -118,6 +118,14 @@ def test_dependencies_come_first_and_only_once(bench):
     assert names == ["a", "c", "b", "d"]
 
 
+def test_points_with_equal_facts_are_rejected(bench):
+    """Otherwise the results of only one of them would be shown."""
+    points = [bench("a", facts={"rate": 1}), bench("b", facts={"rate": 1})]
+    with pytest.raises(UserError, match="x: 'a' and 'b' have the same verb and facts"):
+        sweep.ordered("x", points, pathlib.Path())
+    assert sweep.ordered("x", [bench("a"), bench("b")], pathlib.Path())
+
+
 def test_digest_covers_dependencies_but_not_the_data_path():
     def points(data, option):
         rows = Point("rows", ("prepare", f"{data}/text/*.gz", "--tokens", option))

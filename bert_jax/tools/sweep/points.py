@@ -53,7 +53,8 @@ class Point:
         name: unique name within the sweep, such as "L4-H256-A4/rte".
         command: arguments of `bert-jax`, starting with the verb, without the folder to create. A
             point in it stands for that point's folder.
-        facts: properties of the point by name, stored with its results and used in tables.
+        facts: properties of the point by name, stored with its results and used in tables. Other points
+            of the sweep with this verb must have others.
     """
 
     name: str
@@ -221,11 +222,11 @@ def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Po
     """Return points and their dependencies, each once and after what it depends on.
 
     Raises:
-        UserError: a verb creates no folder, two points share a name, or two names have the same
-            command, so that results would be ambiguous.
+        UserError: a verb creates no folder, two points share a name or the verb and facts, or two names
+            have the same command, so that results would be ambiguous.
     """
     points: dict[str, Point] = {}
-    names: dict[str, str] = {}
+    names: dict[Any, str] = {}
 
     def add(point: Point) -> None:
         for needed in point.needs:
@@ -240,6 +241,12 @@ def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Po
             raise UserError(f"{where}: two different points have the name {point.name!r}")
         if (name := names.setdefault(digest, point.name)) != point.name:
             raise UserError(f"{where}: {name!r} and {point.name!r} have the same command")
+        # Results of points with equal facts replace each other (`results.current`).
+        facts = point.verb, json.dumps(point.facts, sort_keys=True)
+        if point.facts and (name := names.setdefault(facts, point.name)) != point.name:
+            raise UserError(
+                f"{where}: {name!r} and {point.name!r} have the same verb and facts: add a fact that differs"
+            )
 
     for point in yielded:
         add(point)
