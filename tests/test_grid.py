@@ -40,6 +40,22 @@ def test_model_size_replaces_the_one_in_the_config(given, expected):
     assert list(point.command) == ["pretrain", *expected]
 
 
+def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):
+    path, sizes = tmp_path / "mine.py", {"model": ["L1-H16-A2"]}
+    path.write_text("from bert_jax.configs.pretrain import get_config\n")
+    (point,) = grid.points(["pretrain", "--config", str(path)], sizes)
+    assert point.command == ("pretrain", "--config", f"{path}:L1-H16-A2")
+    # Others take no argument, one that is no size, or do not use it.
+    path.write_text("from bert_jax.config import Config\nget_config = lambda: Config()\n")
+    ignores = tmp_path / "ignores.py"
+    ignores.write_text("from bert_jax.config import Config\nget_config = lambda size: Config()\n")
+    for config in (path, ignores, "continued", "squad"):
+        with pytest.raises(UserError, match="--grid model=… needs --config SIZE"):
+            grid.points(["pretrain", f"--config={config}"], sizes)
+    with pytest.raises(UserError, match=r"config file missing\.py does not exist"):
+        grid.points(["pretrain", "--config=missing.py"], sizes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

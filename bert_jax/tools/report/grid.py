@@ -9,8 +9,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_jax import files
+from bert_jax import config_flags, files
 from bert_jax.architectures import model_size
+from bert_jax.config import Config
 from bert_jax.errors import UserError
 from bert_jax.tools.report.experiment import Column, Curves, Line, Runs, Table
 from bert_jax.tools.sweep import Point, grid
@@ -49,6 +50,7 @@ Every combination of {settings} in `bert-jax {command}`.
 """
 _CURVE = "<!-- curve -->\n<!-- /curve -->\n\n"
 _MAX_METRICS = 6
+_NEEDS_SIZE = "--grid model=… needs --config SIZE in the command after --"
 
 
 def parse(specs: Sequence[str]) -> dict[str, list[str]]:
@@ -160,7 +162,10 @@ def _with(command: Sequence[str], facts: Mapping[str, str]) -> list[str]:
 
 
 def _with_size(parts: list[str], size: str) -> list[str]:
-    """Replace the size in `--config SIZE,…`, `--config NAME:SIZE,…` or `--config=…`."""
+    """Replace the size in `--config SIZE,…`, `--config NAME:SIZE,…` or `--config=…`.
+
+    A file or name without an argument gets the size as its argument.
+    """
     for i, part in enumerate(parts):
         option, equals, value = part.partition("=")
         if option != "--config" or (not equals and i + 1 == len(parts)):
@@ -168,6 +173,20 @@ def _with_size(parts: list[str], size: str) -> list[str]:
         old = value if equals else parts[i + 1]
         name, colon, argument = old.partition(":") if ":" in old else ("", "", old)
         new = f"{name}{colon}{','.join([size, *argument.split(',')[1:]])}"
+        if not colon and ":" not in config_flags.find(old, Config):
+            new = f"{old}:{size}"
+            _check_size(new, size)
         replaced = [f"--config={new}"] if equals else ["--config", new]
         return [*parts[:i], *replaced, *parts[i + len(replaced) :]]
-    raise UserError("--grid model=… needs --config SIZE in the command after --")
+    raise UserError(_NEEDS_SIZE)
+
+
+def _check_size(value: str, size: str) -> None:
+    """Check that a value of --config, whose argument is a size, gives a model of that size."""
+    try:
+        model = config_flags.load([f"--config={value}"]).model
+    except UserError as error:
+        raise UserError(f"{_NEEDS_SIZE}: {error}") from None
+    shapes = [(m.layers, m.hidden, m.heads) for m in (model, model_size(size))]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"{_NEEDS_SIZE}: {value} has another size")
