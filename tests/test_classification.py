@@ -20,7 +20,12 @@ from sklearn import metrics as sk
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.benchmarks.swag import MultipleChoice
-from bert_jax.benchmarks.tables import Classification, draw_confusion, probabilities
+from bert_jax.benchmarks.tables import (
+    Classification,
+    _is_labeled,
+    draw_confusion,
+    probabilities,
+)
 from bert_jax.config import TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
@@ -185,6 +190,23 @@ def test_test_split_may_lack_labels(tmp_path):
     assert dataset.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
     assert list(dataset.splits) == ["dev", "test"]
     assert dataset.labels == ("no", "yes")  # still read from the training data
+
+
+@pytest.mark.parametrize("objective", ["class", "classes", "number"])
+def test_nan_labels_are_missing(tmp_path, objective):
+    """pandas writes a missing value of a column of numbers as NaN, to JSON Lines and to Parquet."""
+    table = pyarrow.table({"text": ["w1", "w2"], "label": [math.nan, 1.0]})
+    parquet.write_table(table, tmp_path / "test.parquet")
+    lines = ['{"text": "w1", "label": NaN}', '{"text": "w2", "label": 1.0}']
+    labels = ("label",) if objective == "number" else ("0", "1")
+    for path in (str(tmp_path / "test.parquet"), write(tmp_path / "test.jsonl", lines)):
+        config = TaskConfig(objective=objective, test=path)
+        dataset = Classification(config, VOCABULARY, labels=labels)
+        assert _is_labeled(dataset.splits["test"].targets["label"]).tolist() == [False, True]
+        with pytest.raises(UserError, match="no 'label'"):
+            Classification(TaskConfig(objective=objective, train=path), VOCABULARY)
+    path = write(tmp_path / "list.jsonl", ['{"text": "w1", "label": ["a", NaN]}'])
+    refused(TaskConfig(objective="classes", train=path), "nan is not a label")
 
 
 @pytest.mark.parametrize("objective", ["class", "classes", "number"])

@@ -301,12 +301,14 @@ def read_records(
 def get_label(
     where: str, fields: dict[str, Any], label: str, required: bool, multilabel: bool = False
 ) -> Any:
-    """Return the label of a record: None if missing, [] for an empty multilabel cell.
+    """Return the label of a record: None if missing or NaN, [] for an empty multilabel cell.
 
     Raises:
         UserError: the label is missing and required.
     """
     value = fields.get(label)
+    if value != value:  # NaN, the missing value of pandas
+        value = None
     empty = isinstance(value, str) and not value.strip()
     if empty and multilabel:
         return []
@@ -349,7 +351,8 @@ def _label_name(value: Any, where: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     name = str(value).strip()
-    if not isinstance(value, str | int | float) or not name or not name.isprintable():
+    is_label = isinstance(value, str | int | float) and value == value  # NaN is none
+    if not is_label or not name or not name.isprintable():
         raise UserError(f"{where}: {value!r} is not a label: labels are words on one line")
     return name
 
