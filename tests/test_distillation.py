@@ -14,8 +14,11 @@ from bert_jax import step as step_lib
 from bert_jax.architectures import model_size
 from bert_jax.config import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.config_checks import validate
+from bert_jax.convert import source
 from bert_jax.data import wordpiece
 from bert_jax.data.rows import Layout, RowFormat, layout
+from bert_jax.data.vocabulary import TokenizerVocabulary
+from bert_jax.data.wordpiece import SPECIAL
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, flatten
 from bert_jax.model.flops import flops_per_row
@@ -234,6 +237,25 @@ def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
     config.distill.teacher = str(other)
     with pytest.raises(UserError, match="has another vocabulary than the student"):
         pretraining.make_phases(config)
+
+
+def test_tokenizer_of_the_teacher_may_be_saved_again(monkeypatch):
+    """Other versions of transformers write other settings to tokenizer_config.json."""
+    tokens = (*SPECIAL, *"abc")
+    config = Config(model=dataclasses.replace(TEACHER, vocab_size=len(tokens)))
+    config.distill = DistillConfig(teacher="x")
+
+    def open_teacher(tokenizer=b"{}", settings=b"{}"):
+        files = (("tokenizer.json", tokenizer), ("tokenizer_config.json", settings))
+        teacher = config, TokenizerVocabulary(tokens, False, files=files), {}, 0
+        monkeypatch.setattr(source, "open_model", lambda *_: teacher)
+        files = (("tokenizer.json", b"{}"), ("tokenizer_config.json", b"{}"))
+        distillation.open_teacher(config, TokenizerVocabulary(tokens, False, files=files))
+
+    open_teacher(settings=b'{"version": "5"}')
+    for change in ({"tokenizer": b'{"added": 1}'}, {"settings": b'{"mask_token": "a"}'}):
+        with pytest.raises(UserError, match="has another vocabulary than the student"):
+            open_teacher(**change)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.model.flops import flops_per_row
 from bert_jax.objectives.causal_lm import CausalLM
+from bert_jax.objectives.initial import effective_settings
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.masked_lm import Inputs, MaskedLM
 
@@ -58,7 +59,11 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
     if vocabulary is None:
         is_same = len(teacher_vocabulary) == config.model.vocab_size
     else:
-        is_same = teacher_vocabulary == vocabulary
+        # Not the other files of a tokenizer, which differ between versions of transformers.
+        theirs, ours = (
+            (v.sha256, effective_settings(v.settings)) for v in (teacher_vocabulary, vocabulary)
+        )
+        is_same = theirs == ours
     if not is_same:
         raise UserError(
             f"the teacher {source} has another vocabulary than the student: prepare rows with its "

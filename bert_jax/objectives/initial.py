@@ -266,7 +266,7 @@ def check_vocabulary(where: str, folder: str, vocabulary: Any, init: str) -> Non
     prepared = {name: manifest.settings.get(name, value) for name, value in settings.items()}
     if manifest.vocab_sha256 != vocabulary.sha256:
         problem = "another vocabulary than that"
-    elif _effective(prepared) != _effective(settings):
+    elif effective_settings(prepared) != effective_settings(settings):
         problem = "other settings of the vocabulary than those"
     else:
         return
@@ -276,7 +276,7 @@ def check_vocabulary(where: str, folder: str, vocabulary: Any, init: str) -> Non
     )
 
 
-def _effective(settings: dict[str, Any]) -> dict[str, Any]:
+def effective_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with `strip_accents` resolved, which None leaves to `lowercase`."""
     if settings.get("strip_accents", "") is None:
         return {**settings, "strip_accents": settings["lowercase"]}
