@@ -18,6 +18,7 @@ from bert_jax import sharding
 from bert_jax import step as step_lib
 from bert_jax.architectures import model_size
 from bert_jax.config import Config, MeshConfig, PhaseConfig
+from bert_jax.data.rows import layout
 from bert_jax.model import attention as attention_lib
 from bert_jax.model import bert
 from bert_jax.model.attention import attention
@@ -102,6 +103,28 @@ def test_logits_and_softmax_are_float32_with_bfloat16_inputs():
     by_width = {result.shape[-1]: result.dtype.name for _, result in products if result.ndim == 3}
     assert by_width == {VOCAB: "float32", 32: "bfloat16"}  # logits; the gradient of hidden states
     assert [r.dtype.name for _, r in products if r.ndim == 2] == ["float32"]  # embedding gradient
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "size"),
+    [
+        ("classify", {"head": "span", "labels": ("start", "end"), "next_sentence": False}, 2),
+        ("__call__", {}, 2),
+        ("replaced_token_logits", {"replaced_token": True, "next_sentence": False}, 1),
+    ],
+)
+def test_logits_of_small_heads_are_computed_in_float32(method, changes, size):
+    model = dataclasses.replace(model_size("L1-H32-A2"), vocab_size=VOCAB, dtype="bfloat16")
+    model = bert.Bert(dataclasses.replace(model, masked_lm=False, **changes))
+    ones = jnp.ones((2, 8), jnp.int32)
+    inputs = [ones, layout(ones[:, :1], ones[:, :1], 8)] + [ones] * (method == "__call__")
+    program = jax.make_jaxpr(
+        lambda params: model.apply({"params": params}, *inputs, method=method)
+    )(bert.shapes(model.config))
+    products = [e for e in equations(program.jaxpr) if e.primitive.name == "dot_general"]
+    *others, logits = (product.outvars[0].aval for product in products)
+    assert (logits.dtype.name, logits.shape[-1]) == ("float32", size)
+    assert "bfloat16" in {aval.dtype.name for aval in others}
 
 
 def test_metrics_are_sums_over_a_logging_window():

@@ -418,7 +418,7 @@ class Bert(nn.Module):
         if c.has_pooler:
             self.pooler = dense(c, c.hidden)
         if c.next_sentence:
-            self.next_sentence = dense(c, 2, always_bias=True)
+            self.next_sentence = dense(c, 2, is_output=True)
         if c.span_boundary:
             self.span_boundary = SpanBoundary(c)
         if c.teacher_hidden:
@@ -434,7 +434,7 @@ class Bert(nn.Module):
         if c.has_head_transform:
             self.head = HeadTransform(c)
         if c.head:
-            self.classifier = dense(c, len(c.labels), always_bias=True)
+            self.classifier = dense(c, len(c.labels), is_output=True)
 
     def encode(
         self, tokens: Int[Array, "B T"], layout: Layout, key: Key[Array, ""] | None = None
@@ -573,9 +573,7 @@ class Bert(nn.Module):
                 one_hot_gather(hidden, positions), self.embeddings.word.embedding
             )
         if self.config.next_sentence:
-            next_sentence_logits = self.next_sentence(self.pool(hidden, layout.cls)).astype(
-                jnp.float32
-            )
+            next_sentence_logits = self.next_sentence(self.pool(hidden, layout.cls))
         return masked_lm_logits, next_sentence_logits
 
     def classify(
@@ -608,7 +606,7 @@ class Bert(nn.Module):
         if c.has_head_transform:
             hidden = self.head(hidden)
         hidden = dropout(hidden, c.dropout, fold_in(key, 1))
-        return self.classifier(hidden).astype(jnp.float32)
+        return self.classifier(hidden)
 
     def touch(self, tokens: Int[Array, "B T"], layout: Layout, positions: Int[Array, "B P"]):
         """Use every parameter once, so that `init` creates it."""

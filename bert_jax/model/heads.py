@@ -141,7 +141,7 @@ class ReplacedToken(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         c = self.config
         x = ACTIVATIONS[c.activation](dense(c, c.hidden, "transform")(x))
-        return dense(c, 1, "output", always_bias=True)(x)[..., 0].astype(jnp.float32)
+        return dense(c, 1, "output", is_output=True)(x)[..., 0]
 
 
 class ScalarMix(nn.Module):

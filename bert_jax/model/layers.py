@@ -202,12 +202,13 @@ def dense(
     name: str | None = None,
     axis: Any = -1,
     target: str = "",
-    always_bias: bool = False,
+    is_output: bool = False,
 ) -> nn.Module:
     """Return a dense layer whose output is saved by the "dots" rematerialization policy.
 
-    It has a bias if `config.bias` or `always_bias` is true, and an adapter if `target` is one of
-    `config.lora.targets`.
+    It has a bias if `config.bias` or `is_output` is true, and an adapter if `target` is one of
+    `config.lora.targets`. An output layer computes its few logits in float32, as many of them would
+    be equal in bfloat16.
     """
     has_adapter = config.lora.rank > 0 and target in config.lora.targets
     # The layer in a `LoraDense` gets its parent and name there.
@@ -215,8 +216,8 @@ def dense(
     layer = nn.DenseGeneral(
         features,
         axis,
-        use_bias=config.bias or always_bias,
-        dtype=config.dtype,
+        use_bias=config.bias or is_output,
+        dtype="float32" if is_output else config.dtype,
         kernel_init=initializer(config),
         dot_general_cls=lambda: (
             lambda x, kernel, dimensions, precision: checkpoint_name(
