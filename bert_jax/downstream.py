@@ -6,7 +6,7 @@ import functools
 import json
 import pathlib
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -285,11 +285,14 @@ def predict(
     plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
     objective = finetuning.make_objective(config.model, dataset, split, plan, config.embed)
     with Progress(f"predict {split}", plan.steps, "batches") as progress:
-        batches_and_outputs = []
-        for result in predictions(objective, params, plan.batches(0, 0, plan.steps), device_mesh):
-            batches_and_outputs.append(result)
-            progress.advance()
-        return objective.logits(split, batches_and_outputs)
+
+        def batches_and_outputs() -> Iterator[Any]:
+            batches = plan.batches(0, 0, plan.steps)
+            for result in predictions(objective, params, batches, device_mesh):
+                progress.advance()
+                yield result
+
+        return objective.logits(split, batches_and_outputs())
 
 
 @storage.reads("folder")

@@ -1,6 +1,8 @@
 """Held-out evaluation: metrics over a fixed set of rows, masked alike in every evaluation of a phase."""
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -64,15 +66,25 @@ def make_evaluate(
         return jax.tree.map(lambda x: x.sum(0), loss_terms), outputs
 
     def evaluate(params: Params) -> dict[str, float]:
-        total, batches_and_outputs = None, []
-        for i, batch in enumerate(phase.heldout(*sharding.process_row_shard(mesh))):
-            key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
-            with jax.set_mesh(mesh):
-                loss_terms, outputs = measure(params, shard_batch(batch, mesh), key)
-            total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
-            if outputs:
-                batches_and_outputs.append((_to_hosts(batch), _to_hosts(outputs)))
-        return {**means(total), **objective.score(batches_and_outputs)} if total else {}
+        total = None
+
+        def batches_and_outputs() -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
+            nonlocal total
+            for i, batch in enumerate(phase.heldout(*sharding.process_row_shard(mesh))):
+                key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
+                with jax.set_mesh(mesh):
+                    loss_terms, outputs = measure(params, shard_batch(batch, mesh), key)
+                total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
+                if outputs:
+                    yield _to_hosts(batch), _to_hosts(outputs)
+
+        results = batches_and_outputs()
+        first = list(itertools.islice(results, 1))
+        if not total:
+            return {}
+        scores = objective.score(itertools.chain(first, results))
+        collections.deque(results, 0)  # `total` is of all batches, whatever `score` reads
+        return {**means(total), **scores}
 
     return evaluate
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import weakref
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import cli, sharding
+from bert_jax import cli, downstream, evaluate, sharding
 from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.config_flags import load
@@ -160,6 +161,34 @@ def test_gradient_accumulation_is_rejected():
         UserError, match=r"config\.accumulation is 2: it must be 1 with a loss that"
     ):
         finetuning.make_phase(config, dataset, [0], 1)
+
+
+def test_evaluated_batches_are_freed(monkeypatch):
+    """A batch of vectors has many slots without a text."""
+    dataset, alive = RandomPairs(2), []
+    texts = dataset.splits["train"].tokens
+    labels = {"label": np.zeros(len(texts), np.float32)}
+    dataset.splits["dev"] = Examples(texts, list(map(len, texts)), labels)
+    dataset.score = lambda split, logits: {"spearman": float(len(np.stack(logits)))}
+    config = FinetuneConfig(
+        model=MODEL, task=TaskConfig(kind="pairs", text_b="b", tokens=20), batch_size=2
+    )
+    config, _, _, phase = finetuning.make_phase(config, dataset, [0], 1)
+    to_hosts = evaluate._to_hosts
+
+    def recorded(tree):
+        result = to_hosts(tree)
+        if "logits" in result:
+            alive.append(weakref.ref(result["logits"]))
+            assert sum(x() is not None for x in alive) <= 3
+        return result
+
+    monkeypatch.setattr(evaluate, "_to_hosts", recorded)
+    mesh, params = MeshConfig(), random_params(MODEL)
+    result = evaluate.make_evaluate(phase, sharding.make_mesh(mesh, jax.devices()[:1]))(params)
+    assert result["spearman"] == len(texts)
+    assert len(downstream.predict(config, params, dataset, "dev", mesh)) == len(texts)
+    assert len(alive) == 2 * 10
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The interfaces between training loop and objectives: `Objective`, and a phase of training."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -62,9 +62,12 @@ class Objective(Protocol):
         ...
 
     def score(
-        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+        self, batches_and_outputs: Iterable[tuple[Batch, dict[str, np.ndarray]]]
     ) -> dict[str, float]:
-        """Return held-out metrics that are not means, from all batches and their outputs."""
+        """Return held-out metrics that are not means, from all batches and their outputs.
+
+        They are computed while they are iterated over, once, so that few are in memory.
+        """
         ...
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:

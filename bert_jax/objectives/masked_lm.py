@@ -1,5 +1,6 @@
 """Masked LM and next-sentence prediction (Devlin et al., section 3.1)."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ class MaskedLM:
         return {}
 
     def score(
-        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+        self, batches_and_outputs: Iterable[tuple[Batch, dict[str, np.ndarray]]]
     ) -> dict[str, float]:
         """Return nothing: all held-out metrics are means."""
         return {}

@@ -3,6 +3,7 @@
 A new head is a subclass of `Supervised` in a file of its own and a line in `finetuning.OBJECTIVES`.
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -198,22 +199,22 @@ class Supervised:
         )
 
     def score(
-        self, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+        self, batches_and_outputs: Iterable[tuple[Batch, dict[str, np.ndarray]]]
     ) -> dict[str, float]:
         """Return the official metrics of the evaluated split."""
         return self.dataset.score(self._split, self.logits(self._split, batches_and_outputs))
 
     def logits(
-        self, split: str, batches_and_outputs: list[tuple[Batch, dict[str, np.ndarray]]]
+        self, split: str, batches_and_outputs: Iterable[tuple[Batch, dict[str, np.ndarray]]]
     ) -> Logits:
         """Unpack the logits of a split's examples, in the order of the examples."""
         logits: list[Any] = [None] * len(self.dataset.splits[split])
         for batch, outputs in batches_and_outputs:
             for row, slot in np.argwhere(batch["example"] != NO_EXAMPLE).tolist():
                 if slot % self.group == 0:
-                    logits[batch["example"][row, slot]] = self.unpack(
-                        outputs["logits"][row], batch["length"][row], slot
-                    )
+                    example_logits = self.unpack(outputs["logits"][row], batch["length"][row], slot)
+                    # A view would keep the whole batch in memory.
+                    logits[batch["example"][row, slot]] = example_logits.copy()
         return logits
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
