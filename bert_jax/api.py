@@ -141,10 +141,15 @@ class Model:
             inputs: what `encode` returns.
             key: key of dropout; None for none.
         """
-        output: Any = Bert(self.config.model).apply(
-            {"params": params}, *inputs, key, method=_outputs
-        )
-        return output
+        return self._apply({"params": params}, *inputs, key)
+
+    @functools.cached_property
+    def _apply(self) -> Callable[..., Any]:
+        return jax.jit(functools.partial(Bert(self.config.model).apply, method=_outputs))
+
+    @functools.cached_property
+    def _embedders(self) -> dict[str, Embedder]:
+        return {}
 
     @functools.cached_property
     def _fill(self) -> MaskFiller:
@@ -213,7 +218,10 @@ class Model:
         config = dataclasses.replace(
             self.config, embed=dataclasses.replace(self.config.embed, **embed)
         )
-        embedder = Embedder(config, self.vocabulary, self.params, **settings)
+        key = repr((config.embed, sorted(settings.items())))
+        if key not in self._embedders:
+            self._embedders[key] = Embedder(config, self.vocabulary, self.params, **settings)
+        embedder = self._embedders[key]
         vectors = list(embedder(texts))
         if config.embed.pooling == "none":
             return vectors

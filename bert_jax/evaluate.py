@@ -1,6 +1,7 @@
 """Held-out evaluation: metrics over a fixed set of rows, masked alike in every evaluation of a phase."""
 
 import collections
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +16,10 @@ from bert_jax import checkpoint, sharding
 from bert_jax.config import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Params
+from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import initial, pretraining
-from bert_jax.objectives.base import Objective, Phase
+from bert_jax.objectives.base import Phase
+from bert_jax.objectives.supervised import Supervised
 
 _TOKENS_AT_A_TIME = 32_768  # of one device in `evaluate_workdir`
 
@@ -89,18 +91,27 @@ def make_evaluate(
     return evaluate
 
 
+# Jitted functions of `predictions` by all that they depend on.
+_PREDICT: dict[tuple[type, str], Callable[[Params, Any], dict[str, jax.Array]]] = {}
+
+
 def predictions(
-    objective: Objective, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
+    objective: Supervised, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
 ) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
     """Yield each batch with the objective's outputs for it, both on the host."""
-    predict = jax.jit(
-        lambda params, batch: objective.predict(
-            params, objective.prepare(batch, jax.random.key(HELDOUT_SEED))
+    kind = type(objective), repr((objective.model.config, objective.pooling))
+    if kind not in _PREDICT:
+        kept = copy.copy(objective)
+        del kept.dataset  # not used, and large
+        kept.model = Bert(copy.deepcopy(objective.model.config))  # configs are mutable
+        _PREDICT[kind] = jax.jit(
+            lambda params, batch: kept.predict(
+                params, kept.prepare(batch, jax.random.key(HELDOUT_SEED))
+            )
         )
-    )
     params = jax.device_put(params, sharding.replicated(mesh))
     for batch in batches:
-        yield _to_hosts(batch), _to_hosts(predict(params, shard_batch(batch, mesh)))
+        yield _to_hosts(batch), _to_hosts(_PREDICT[kind](params, shard_batch(batch, mesh)))
 
 
 def _to_hosts(tree: Any) -> Any:

@@ -12,6 +12,7 @@ import bert_jax
 from bert_jax import api, downstream, workdir
 from bert_jax.config import FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.errors import UserError
+from bert_jax.model import bert
 from bert_jax.model.bert import init_params
 from bert_jax.objectives.masked_lm import MaskedLM
 
@@ -111,6 +112,26 @@ def test_predict_matches_the_predict_command(finetuned, tmp_path):
     np.testing.assert_allclose(
         jax.nn.softmax(logits), [list(p.probabilities.values()) for p in predictions], atol=1e-5
     )
+
+
+def test_repeated_calls_do_not_trace_again(run, finetuned, monkeypatch):
+    tuned, inputs = bert_jax.load(finetuned[1]), run.encode(["bread"])
+    traces, token_inputs, repeated = [], bert.token_inputs, {}
+    monkeypatch.setattr(bert, "token_inputs", lambda *args: traces.append(1) or token_inputs(*args))
+    calls = {
+        "embed": lambda: run.embed(["bread"], layers="1", weights=[0.5]),
+        "predict": lambda: tuned.predict(["bread"]),
+        "apply": lambda: run.apply(run.params, inputs),
+    }
+    for name, call in calls.items():
+        call()
+        count = len(traces)
+        call()
+        repeated[name] = len(traces) - count
+    assert repeated == dict.fromkeys(calls, 0)
+    assert traces
+    # Other settings have their own program.
+    assert not np.allclose(*(run.embed(["bread"], weights=[x]) for x in (0.5, 0.25)))
 
 
 def test_tagging_predicts_every_word_of_every_text(run):

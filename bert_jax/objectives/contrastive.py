@@ -39,7 +39,6 @@ class Contrastive(Supervised):
     ):
         """Initialize as `Supervised`."""
         super().__init__(model, dataset, split, plan, embed)
-        self._pooling = (embed or EmbedConfig()).pooling
         self.group = 1  # evaluated examples are single texts
 
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B n"]:
@@ -84,7 +83,7 @@ class Contrastive(Supervised):
         hidden = self.model.apply(
             {"params": params}, inputs.tokens, inputs.layout, key, method=Bert.encode
         )
-        return pool_tokens(hidden, inputs.layout, self._pooling)  # pyright: ignore[reportArgumentType]
+        return pool_tokens(hidden, inputs.layout, self.pooling)  # pyright: ignore[reportArgumentType]
 
     def unpack(
         self, logits: Float[np.ndarray, "S D"], lengths: Int[np.ndarray, " S"], slot: int

@@ -50,6 +50,7 @@ class Supervised:
 
     Attributes:
         head: the value of `config.model.head`, a key of `config.HEADS`.
+        pooling: how an objective without a head pools the vectors of texts.
     """
 
     head: ClassVar[str]
@@ -63,13 +64,11 @@ class Supervised:
         plan: Plan,
         embed: EmbedConfig | None = None,
     ):
-        """Initialize for evaluation on `split`; `plan` is of the training examples.
-
-        `embed` says how an objective without a head pools the vectors of texts.
-        """
+        """Initialize for evaluation on `split`; `plan` is of the training examples."""
         self.model, self.dataset, self._split = Bert(model), dataset, split
         self.best_metric = Metric(dataset.best_by)
         self.group = plan.examples.group
+        self.pooling = (embed or EmbedConfig()).pooling
         self.teacher: Params | None = None
         self.loss_scales: dict[str, float] = {}
         shape = plan.shape
