@@ -129,8 +129,9 @@ class Model:
         "[MASK]" is read as the mask token. T is a power of two, at most the number of positions.
 
         Raises:
-            UserError: a text has more tokens than the model has positions.
+            UserError: `texts` is a string, or a text has more tokens than the model has positions.
         """
+        _require_list("encode", texts)
         return inputs_of(self.vocabulary, texts, self.config.model.positions)
 
     def apply(self, params: Params, inputs: Inputs, key: Key[Array, ""] | None = None) -> Output:
@@ -190,13 +191,15 @@ class Model:
             pll: "original", or "word-l2r" to mask the rest of a word together with a piece.
 
         Raises:
-            UserError: a text is too long, the model has no head that predicts tokens, or `pll` does
-                not apply to it.
+            UserError: `texts` is a string, a text is too long, the model has no head that predicts
+                tokens, or `pll` does not apply to it.
         """
+        _require_list("score", texts)
         return self._scorer(texts, pll=pll)
 
     def score_tokens(self, texts: Sequence[str], pll: str = "original") -> list[list[TokenScore]]:
         """Return (token, log_probability) for each word piece of each text; see `score`."""
+        _require_list("score_tokens", texts)
         return self._scorer.tokens(texts, pll)
 
     def embed(self, texts: Iterable[str], **settings: Any) -> Any:
@@ -211,8 +214,9 @@ class Model:
             [N, D]; with pooling="none" a list of [tokens, D].
 
         Raises:
-            UserError: a setting is invalid.
+            UserError: `texts` is a string, or a setting is invalid.
         """
+        _require_list("embed", texts)
         fields = {field.name for field in dataclasses.fields(self.config.embed)}
         embed = {name: settings.pop(name) for name in fields & settings.keys()}
         config = dataclasses.replace(
@@ -235,8 +239,9 @@ class Model:
                 SQuAD, pairs of a question and a context.
 
         Raises:
-            UserError: the model is not fine-tuned, or on multiple choice.
+            UserError: `texts` is a string, or the model is not fine-tuned, or on multiple choice.
         """
+        _require_list("predict", texts)
         config = self.config
         if not isinstance(config, FinetuneConfig) or config.task.kind in ("choice", "pairs"):
             raise UserError(
@@ -350,9 +355,10 @@ def pretrain(
         changes: settings by key: `{"optim.learning_rate": 5e-4}`.
 
     Raises:
-        UserError: as for `train` and `prepare`.
+        UserError: as for `train` and `prepare`, or an argument has the wrong type.
         Interrupted: stopped by a signal after saving.
     """
+    _require_list("pretrain", texts)
     if texts is not None and storage.is_remote(workdir):
         raise UserError(
             f"{workdir}: texts need a local workdir: prepare rows with `bert-jax prepare` and pass rows="
@@ -403,7 +409,7 @@ def finetune(
         changes: settings by key: `{"epochs": 2}`.
 
     Raises:
-        UserError: as for `downstream.finetune`.
+        UserError: as for `downstream.finetune`, or an argument has the wrong type.
         Interrupted: stopped by a signal after saving.
     """
     if examples and storage.is_remote(workdir):
@@ -443,10 +449,19 @@ def _outputs(module: Bert, tokens: Any, layout: Any, key: Any) -> Output:
     return Output(hidden, pooled, masked_lm, next_sentence, head)
 
 
+def _require_list(function: str, texts: Any) -> None:
+    if isinstance(texts, str):
+        raise UserError(f"{function}(): texts is the string {texts[:40]!r}: pass a list of texts")
+
+
 def _config(config: Any, changes: dict[str, Any] | None, kind: type) -> Any:
     if isinstance(config, str):
         settings = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
         return config_flags.load([f"--config={config}", *settings], kind)
+    if not isinstance(config, kind):
+        raise UserError(
+            f"config is a {type(config).__name__}: pass a {kind.__name__}, or the name of a config"
+        )
     if changes:
         raise UserError("changes apply to the name of a config: set the fields of this one")
     validate(config)
@@ -486,7 +501,9 @@ def _write_lines(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
     with files.one_line_errors(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_write(path) as temporary, temporary.open("w") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+            # NumPy's numbers are not JSON, but what `tolist` returns is.
+            lines = (json.dumps(record, default=lambda x: x.tolist()) for record in records)
+            file.writelines(f"{line}\n" for line in lines)
 
 
 def _write_texts(

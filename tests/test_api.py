@@ -10,7 +10,8 @@ import pytest
 
 import bert_jax
 from bert_jax import api, downstream, workdir
-from bert_jax.config import FinetuneConfig, ModelConfig, TaskConfig
+from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
+from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import bert
 from bert_jax.model.bert import init_params
@@ -215,6 +216,12 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
         (lambda: bert_jax.pretrain(SIZE, "run", DOCUMENTS, rows=["a"]), "pass rows without texts"),
         (lambda: bert_jax.finetune("table", "init", "run", seeds=0), "must be at least 1"),
         (lambda: bert_jax.finetune("table", "init", "run", {"validation": []}), "'validation'"),
+        (
+            lambda: bert_jax.pretrain(SIZE, "run", "text"),
+            r"pretrain\(\): texts is the string 'text'",
+        ),
+        (lambda: api._config(FinetuneConfig(), None, Config), "is a FinetuneConfig: pass a Config"),
+        (lambda: api._config(Config(), None, FinetuneConfig), "is a Config: pass a FinetuneConfig"),
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path, monkeypatch, call, says):
@@ -222,6 +229,23 @@ def test_invalid_arguments_are_refused(tmp_path, monkeypatch, call, says):
     with pytest.raises(UserError, match=says):
         call()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["encode", "embed", "score", "score_tokens", "predict"])
+def test_string_instead_of_texts_is_refused(method):
+    """Its characters would be the texts."""
+    model = api.Model("run", "best", Config(), Vocabulary((*SPECIAL, "a"), True), {}, 0)
+    with pytest.raises(
+        UserError, match=rf"{method}\(\): texts is the string 'a text': pass a list"
+    ):
+        getattr(model, method)("a text")
+
+
+def test_numpy_values_are_written_as_json(tmp_path):
+    values = [np.int64(1), np.float32(0.5), np.bool_(True), np.str_("a"), np.array(["a", "b"])]
+    api._write_lines(tmp_path / "train.jsonl", [{"label": value} for value in values])
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    assert [json.loads(line)["label"] for line in lines] == [1, 0.5, True, "a", ["a", "b"]]
 
 
 class Scaled(MaskedLM):
