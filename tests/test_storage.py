@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 
 import jax
 import numpy as np
@@ -146,6 +147,27 @@ def test_transient_server_errors_are_retried(server, url):
         assert server.proxy.failures == []
 
 
+@pytest.mark.parametrize(
+    ("status", "says"), [(403, "access denied"), (400, "the storage refuses the request")]
+)
+def test_refused_requests_are_not_reported_as_an_outage(server, url, monkeypatch, status, says):
+    for call in (storage.read, storage.listing):
+        monkeypatch.setattr(server.proxy, "failures", 4 * [status])
+        with pytest.raises(UserError, match=f"{url}: {says}") as error:
+            call(url)
+        assert not isinstance(error.value, Unavailable)
+
+
+@pytest.mark.parametrize("text", ["Bad Request: b/o\ninvalid bucket", "Bucket is requester pays."])
+def test_invalid_requests_are_reported(text):
+    """gcsfs raises these instead of its errors of HTTP."""
+    with (
+        pytest.raises(UserError, match="cannot read gs://b/x: the storage refuses the request"),
+        storage.errors_of("cannot read gs://b/x"),
+    ):
+        raise ValueError(text)
+
+
 def test_full_local_disk_is_not_reported_as_an_outage():
     with (
         pytest.raises(UserError, match="cannot read gs://b/x: the disk is full") as error,
@@ -182,6 +204,14 @@ def test_lease_has_one_owner(url, monkeypatch):
         owner.__exit__()  # too late: the expired owner changes nothing
         assert second.is_ours()
     assert storage.listing(url) == {}
+
+
+def test_unreadable_lease_is_an_error(url, monkeypatch):
+    storage.write(f"{url}/lease/000001", b"{}")
+    denied = unittest.mock.Mock(side_effect=[UserError("access denied")])
+    monkeypatch.setattr(storage.objects, "read", denied)
+    with pytest.raises(UserError, match="access denied"):
+        storage.Lease(url).__enter__()
 
 
 def test_suspended_owner_does_not_renew_a_later_lease(url, monkeypatch):

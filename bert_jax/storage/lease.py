@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import Any
 
-from bert_jax.errors import Unavailable, UserError
+from bert_jax.errors import UserError
 from bert_jax.storage import objects
 
 HEARTBEAT_SECONDS, EXPIRY_SECONDS = 10.0, 45.0
@@ -99,10 +99,10 @@ class Lease:
                 owner = json.loads(objects.read(url))
             except ValueError:
                 owner = {}
-            except Unavailable:
-                raise
-            except UserError:  # released just now
-                continue
+            except UserError:
+                if names[-1] in objects.listing(self._folder):
+                    raise
+                continue  # released just now
             if _is_dead(owner):
                 return int(names[-1]) + 1
             if first is None or owner.get("token") != first.get("token"):

@@ -3,6 +3,7 @@
 import base64
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import importlib
 import logging
@@ -31,6 +32,8 @@ _LIBRARIES = (
     "s3fs",
     "urllib3",
 )
+# How the `ValueError`s begin that gcsfs raises for responses of status 400.
+_INVALID_REQUESTS = ("Bad Request: ", "Bucket is requester pays")
 
 
 class Stat(NamedTuple):
@@ -124,15 +127,25 @@ def errors_of(action: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in files.USER_ERRORS:  # of the local disk
             raise UserError(f"{action}: {files.describe(error)}") from None
-        library = type(error).__module__.partition(".")[0]
-        if not isinstance(error, OSError | TimeoutError) and library not in _LIBRARIES:
-            raise
         text = " ".join(str(error).split()) or type(error).__name__
-        denied = isinstance(error, PermissionError) or getattr(error, "code", 0) in (401, 403)
-        if denied or "credential" in text.lower():
+        library, code = type(error).__module__.partition(".")[0], getattr(error, "code", None)
+        # How gcsfs and s3fs raise responses of status 400 to 499, apart from `code`.
+        is_forbidden = isinstance(error, PermissionError) or text.startswith("Forbidden: ")
+        is_invalid = (
+            (isinstance(error, OSError) and error.errno == errno.EINVAL)
+            or type(error).__name__ == "ParamValidationError"
+            or (isinstance(error, ValueError) and text.startswith(_INVALID_REQUESTS))
+        )
+        if not (isinstance(error, OSError) or library in _LIBRARIES or is_invalid):
+            raise
+        if is_forbidden or code in (401, 403) or "credential" in text.lower():
             raise UserError(
                 f"{action}: access denied ({text[:200]}); log in with `gcloud auth application-default "
                 "login` or `aws configure`, or give this machine's account access to the bucket"
+            ) from None
+        if is_invalid or (code in range(400, 500) and code not in (408, 429)):
+            raise UserError(
+                f"{action}: the storage refuses the request ({text[:200]}); check the bucket and the path"
             ) from None
         raise Unavailable(
             f"{action}: the storage does not answer ({text[:200]}); run the same command again"
