@@ -465,11 +465,21 @@ def test_altered_rows_are_detected(server, url, rows, tmp_path, monkeypatch):
     _, end = opened._file(0).span(3)
     content[end - 1] ^= 1
     storage.write(f"{url}/{name}", bytes(content))
-    far = loader.Rows(url, "train")
     with pytest.raises(UserError, match=rf"record 3 of the shard {url}/{name} is damaged"):
-        far.read([2, 3])
+        loader.Rows(url, "train", copy=False).read([2, 3])
+    far = loader.Rows(url, "train")
     wait_for_copies(far)
-    assert far._cache.altered == [name]
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"the shard {url}/{name} fails its checksum"):
+            far.read([0])
+    skipped = []
+    far = loader.Rows(url, "train", skipped.append)
+    wait_for_copies(far)
+    for _ in range(2):
+        far.read([0])
+    assert skipped == [
+        f"the shard {url}/{name} fails its checksum: it was altered; damaged records will be skipped"
+    ]
     assert list(tmp_path.rglob("*.arrayrecord")) == []
     storage.write(f"{url}/{name}", bytes(content[:-100]))
     with pytest.raises(UserError, match="truncated or altered"):

@@ -146,8 +146,8 @@ class Rows:
     def verify(self) -> None:
         """Read every shard once and compare its SHA-256 with the manifest's.
 
-        On object storage, a shard is verified when it is copied to the cache. If damaged records are
-        skipped, an altered shard of the right size is only reported.
+        On object storage, a shard is verified when it is copied to the cache, and `read` raises the
+        error. If damaged records are skipped, an altered shard of the right size is only reported.
 
         Raises:
             UserError: a shard was altered; the message names it.
@@ -157,22 +157,27 @@ class Rows:
         with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing releases the GIL
             digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
             for shard, digest in zip(self._shards, digests, strict=True):
-                if digest == shard.sha256:
-                    continue
-                altered = (
-                    f"the shard {self._folder / shard.name} fails its checksum: it was altered"
-                )
-                if self._skip is None:
-                    raise UserError(f"{altered}; prepare the rows again")
-                self._skip(f"{altered}; damaged records will be skipped")
+                if digest != shard.sha256:
+                    self._report_altered(f"{self._folder}/{shard.name}")
+
+    def _report_altered(self, path: str) -> None:
+        altered = f"the shard {path} fails its checksum: it was altered"
+        if self._skip is None:
+            raise UserError(f"{altered}; prepare the rows again")
+        self._skip(f"{altered}; damaged records will be skipped")
 
     def read(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> Batch:
         """Return the rows at `indices` as arrays (see `RowFormat.decode`).
 
         Raises:
             UserError: a record is damaged and may not be skipped (the message names its shard and
-                number), or a shard cannot be opened or is truncated, which is always an error.
+                number), or a shard cannot be opened or is truncated, which is always an error, or
+                a shard that was copied from object storage was altered (see `verify`).
         """
+        with self._report_lock:
+            while self._url and self._cache.altered:
+                self._report_altered(f"{self._url}/{self._cache.altered[0]}")
+                del self._cache.altered[0]
         try:
             return self._decode(self._records(indices))
         except (OSError, ValueError):  # find the bad records one by one with the slower library

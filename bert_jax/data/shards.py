@@ -106,7 +106,7 @@ class ShardCache:
         copy: whether to copy the shards; otherwise only existing copies are used.
 
     Attributes:
-        altered: names of shards that are not what their manifest says.
+        altered: names of shards whose copies failed their checksums, which `Rows.read` reports.
     """
 
     def __init__(
