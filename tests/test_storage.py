@@ -206,6 +206,15 @@ def test_lease_has_one_owner(url, monkeypatch):
     assert storage.listing(url) == {}
 
 
+def test_lease_survives_a_lost_answer(url, monkeypatch):
+    """The request that creates it is retried, and the second one is rejected."""
+    create = storage.objects.create
+    monkeypatch.setattr(storage.objects, "create", lambda *args: create(*args) and create(*args))
+    with storage.Lease(url) as lease:
+        assert lease.is_ours()
+    assert storage.listing(url) == {}
+
+
 def test_unreadable_lease_is_an_error(url, monkeypatch):
     storage.write(f"{url}/lease/000001", b"{}")
     denied = unittest.mock.Mock(side_effect=[UserError("access denied")])

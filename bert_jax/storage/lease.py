@@ -42,7 +42,8 @@ class Lease:
     def __enter__(self) -> "Lease":
         number = self._wait()
         self._url = f"{self._folder}/{number:06}"
-        if not objects.create(self._url, self._content()):
+        # A retried request, whose first answer was lost, fails because its object exists.
+        if not objects.create(self._url, self._content()) and not self.is_ours():
             raise UserError(f"{self._folder} was taken by another process just now; wait for it")
         objects.delete(
             [
