@@ -27,6 +27,7 @@ from bert_jax.data.rows import read_manifest
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.storage import lease as lease_lib
 from bert_jax.tools import show_rows
+from bert_jax.tools.report import levels
 from tests.helpers import processes
 from tests.helpers.objects import serve
 from tests.helpers.runs import (
@@ -579,6 +580,18 @@ def test_describing_remote_rows_reads_few_of_them(remote_rows, tmp_path, monkeyp
     list(show_rows.show(remote_rows, "train", [0]))
     assert len(requests) == 2 * 5 + 1
     assert not list(tmp_path.rglob("*.arrayrecord*"))
+
+
+def test_levels_need_a_copy_of_remote_rows(remote_rows, rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("BERT_JAX_STORAGE_CACHE", str(tmp_path))
+    digest = read_manifest(rows()).digest
+    with monkeypatch.context() as patched:
+        for name in ("read_ranges", "download"):
+            patched.setattr(storage, name, lambda *_: pytest.fail("a request"))
+        assert levels.read(remote_rows, digest) is None
+    for split in ("train", "heldout"):
+        wait_for_copies(loader.Rows(remote_rows, split))
+    assert levels.read(remote_rows, digest) == levels.read(str(rows()), digest)
 
 
 # --- Runs -----------------------------------------------------------------------------------------

@@ -84,6 +84,11 @@ class Rows:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are on this machine, so that reading sends no requests."""
+        return not self._url or all(map(self._cache.is_local, range(len(self._shards))))
+
     def _check_remote_sizes(self) -> None:
         sizes = storage.listing(self._url)
         for shard in self._shards:

@@ -30,6 +30,7 @@ class Levels(NamedTuple):
 def read(folder: str, digest: str, max_tokens: int = MAX_TOKENS) -> Levels | None:
     """Return the levels of a folder of rows; None if it does not have the rows of `digest`.
 
+    Rows on object storage have levels only if the cache of this machine has a copy of them.
     A masked language model whose loss is at the unigram level has not learned to use context yet.
 
     Args:
@@ -38,8 +39,10 @@ def read(folder: str, digest: str, max_tokens: int = MAX_TOKENS) -> Levels | Non
         max_tokens: maximum number of training tokens, including padding, to count.
     """
     try:
-        train, heldout = (Rows(folder, split) for split in ("train", "heldout"))
+        train, heldout = (Rows(folder, split, copy=False) for split in ("train", "heldout"))
         if train.manifest.digest != digest or not len(heldout):
+            return None
+        if not (train.is_local and heldout.is_local):
             return None
         count = max(max_tokens // train.manifest.tokens, 1)
         tokens = [
