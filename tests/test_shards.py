@@ -12,7 +12,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from bert_jax import files
 from bert_jax.data import loader
-from bert_jax.data.shards import ShardFile
+from bert_jax.data.shards import ShardCache, ShardFile
 from bert_jax.errors import UserError
 
 # Sizes with many records or one per block, and at which the varint of the size gains a byte.
@@ -41,6 +41,8 @@ def test_records_match_the_array_record_library(tmp_path, size):
 def test_large_records_and_missing_files_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="records of 65512 bytes span several blocks"):
         ShardFile(tmp_path / "shard", 65_512)
+    with pytest.raises(UserError, match=r"gs://b/rows: records of 65512 bytes .*; copy the folder"):
+        ShardCache("gs://b/rows", "digest", (), 65_512)
     with pytest.raises(OSError, match="No such file"):
         ShardFile(tmp_path / "shard", 100)
 

@@ -107,12 +107,19 @@ class ShardCache:
 
     Attributes:
         altered: names of shards whose copies failed their checksums, which `Rows.read` reports.
+
+    Raises:
+        UserError: records are too large, or the cache cannot be written.
     """
 
     def __init__(
         self, url: str, digest: str, shards: Sequence[Shard], record_bytes: int, copy: bool = True
     ):
-        self._url, self._shards, self._layout = url, shards, ShardLayout(record_bytes)
+        self._url, self._shards = url, shards
+        try:
+            self._layout = ShardLayout(record_bytes)
+        except ValueError as error:
+            raise UserError(f"{url}: {error}; copy the folder to a local disk") from None
         self.folder = storage.cache_folder() / "rows" / digest
         self.altered: list[str] = []
         with files.one_line_errors(f"cannot write {self.folder}"):
