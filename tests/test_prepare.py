@@ -657,7 +657,7 @@ def test_existing_rows_are_reused_unless_settings_differ(tmp_path, capsys, monke
     first = prepare([text], vocab, out, workers=1)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_tokenize_all", lambda *_: 1 / 0)
-        assert prepare([text], vocab, out, workers=2) == first
+        assert prepare([text], vocab, out, workers=2, language="EN") == first
     output = capsys.readouterr().out
     assert "already" in output
     assert "is newer" not in output
@@ -851,7 +851,8 @@ def test_empty_sources_are_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("tokens", 4), ("tokens", 70_000), ("sequences", 0), ("pairs", "some"), ("passes", 0),
-     ("heldout_fraction", 1.0), ("short_fraction", -0.1), ("workers", 0)],
+     ("heldout_fraction", 1.0), ("short_fraction", -0.1), ("workers", 0), ("language", "german"),
+     ("language", "de_DE"), ("language", "")],
 )  # fmt: skip
 def test_invalid_settings_are_rejected(tmp_path, name, value):
     text, vocab = write_corpus(tmp_path, 4)

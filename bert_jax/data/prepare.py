@@ -26,6 +26,7 @@ import math
 import os
 import pathlib
 import pickle
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -108,7 +109,7 @@ def prepare(
             length. None for 0.1, or 0 with "doc-sentences" and "full-sentences", which make no random
             choices.
         lowercase: whether to lowercase text; None follows the vocabulary. Of a path only.
-        language: two-letter language code for the sentence splitter.
+        language: language code of two or three letters for the sentence splitter.
         workers: number of processes; None for one per core, 1 to work in this process. Does not
             affect the result.
         runner: "local" for local processes, "beam" for an Apache Beam pipeline, whose workers must
@@ -125,7 +126,8 @@ def prepare(
     """
     if short_fraction is None:
         short_fraction = 0.0 if pairs in WHOLE_SENTENCES else 0.1
-    _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, workers)
+    language = language.lower()
+    _check(tokens, sequences, pairs, passes, heldout_fraction, short_fraction, language, workers)
     _check_runner(runner, beam, workers)
     is_path = isinstance(vocab, str | os.PathLike)
     vocabulary = vocabularies.load(vocab, lowercase) if is_path else vocab
@@ -210,6 +212,7 @@ def _check(
     passes: int,
     heldout_fraction: float,
     short_fraction: float,
+    language: str,
     workers: int | None,
 ) -> None:
     if not 8 <= tokens < 1 << 16:
@@ -232,6 +235,10 @@ def _check(
         name, value = ("passes", "1") if passes > 1 else ("short_fraction", "0")
         raise UserError(
             f"{name}: must be {value} with pairs {pairs!r}, which makes no random choices"
+        )
+    if not re.fullmatch("[a-z]{2,3}", language):  # sentencex applies English rules to unknown ones
+        raise UserError(
+            f"language: unknown code {language!r}; choose one of two or three letters, such as en or de"
         )
     if workers is not None and not 1 <= workers <= 1024:
         raise UserError(f"workers: {workers} is out of range; choose 1 to 1,024")

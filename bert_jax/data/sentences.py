@@ -24,7 +24,7 @@ def split_sentences(document: RawDocument, language: str = "en") -> list[str]:
 
     Args:
         document: a document from `corpus.read`.
-        language: two-letter language code for the sentence splitter.
+        language: language code of two or three lowercase letters for the sentence splitter.
     """
     text = document.text
     if document.kind == "google":
