@@ -89,6 +89,25 @@ def test_random_tokens_may_be_padding_of_the_vocabulary(tmp_path, capsys):
     assert "-> [row" in capsys.readouterr().out
 
 
+def test_splits_of_one_row_or_none_are_shown(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a b c\n")
+    tokens = wordpiece.Vocabulary((*wordpiece.SPECIAL, *"abc"), True)
+    out = str(tmp_path / "rows")
+    source = f"google:{tmp_path}/text.txt"
+    prepare([source], tokens, out, pairs="none", heldout_fraction=0.0, workers=1)
+    capsys.readouterr()
+    for split, shown in (("train", 1), ("heldout", 0)):
+        assert cli.main(["rows", out, "--split", split]) == 0
+        output = capsys.readouterr().out
+        assert "heldout: empty" in output
+        assert output.count("\nrow ") == shown
+        assert cli.main(["rows", out, "--split", split, "--show", "2"]) == cli.EXIT_USER_ERROR
+        message = (
+            "row 1 in train: choose 0 to 0" if shown else "row 0 in heldout: the split is empty"
+        )
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

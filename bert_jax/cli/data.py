@@ -140,23 +140,28 @@ def add_rows(verbs: Verbs) -> None:
     )
     sub.add_argument("folder", metavar="DIR", help="folder of rows")
     sub.add_argument("--split", choices=("train", "heldout"), default="train", help="default train")
-    sub.add_argument("--show", type=int, default=2, metavar="N", help="rows to show (default 2)")
+    sub.add_argument("--show", type=int, metavar="N", help="rows to show (default: at most 2)")
     sub.add_argument("--index", type=int, default=0, metavar="N", help="first row (default 0)")
     sub.add_argument("--seed", type=int, default=0, help="seed of the masks (default 0)")
 
 
 def _rows(options) -> None:
-    if options.show < 0:
+    if options.show is not None and options.show < 0:
         raise UserError(f"--show {options.show}: must be at least 0")
 
     from bert_jax import device
 
     device.start("cpu")
 
+    from bert_jax.data.rows import read_manifest
     from bert_jax.tools import show_rows
 
     for line in show_rows.describe(options.folder):
         print(line)
-    indices = range(options.index, options.index + options.show)
+    count = options.show
+    if count is None:  # those that exist, but at least one for --index
+        rows = getattr(read_manifest(options.folder), options.split).rows
+        count = min(2, max(rows - options.index, int(options.index > 0)))
+    indices = range(options.index, options.index + count)
     for line in show_rows.show(options.folder, options.split, indices, options.seed):
         print(line)

@@ -73,9 +73,8 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
         vocabulary = vocabulary.resized(opened.manifest.vocab_size)
     for index in indices:
         if not 0 <= index < len(opened):
-            raise UserError(
-                f"{folder} has no row {index} in {split}: choose 0 to {len(opened) - 1}"
-            )
+            valid = f"choose 0 to {len(opened) - 1}" if len(opened) else "the split is empty"
+            raise UserError(f"{folder} has no row {index} in {split}: {valid}")
     batch = opened.read(list(indices))
     targets = _mask(batch, opened.manifest, vocabulary, seed)
     for row, index in enumerate(indices):
