@@ -202,7 +202,7 @@ def test_push_without_network_keeps_the_files(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", "give --out FOLDER, --push OWNER/MODEL, or both"),
+        ("", "give --out DIR, --push OWNER/MODEL, or both"),
         ("--out o --private", "--private is for --push, which is missing"),
         ("--out o --revision x", "--revision is for --push, which is missing"),
         ("--out gs://b/o --push mine/tiny", "with --push it must be a local folder"),

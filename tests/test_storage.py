@@ -413,6 +413,11 @@ def test_manifest_is_uploaded_last(server, url):
         (["pretrain", "--workdir", "az://x/y"], "az://x/y: paths are local, gs://… or s3://…"),
         (["vocab", "--out", "v", "books:hdfs://x/y"], "hdfs://x/y: paths are local"),
         (["pretrain", "--workdir=file:///x"], "file:///x: paths are local"),
+        (["pretrain", "--workdir=x", "--rows", "az://x"], "az://x: paths are local"),
+        (["pretrain", "--workdir=x", "--config.phases[0].rows=az://x"], "az://x: paths are local"),
+        (["finetune", "--workdir=x", "--init=y", "--data", "az://x"], "az://x: paths are local"),
+        (["score", "squad1", "az://x", "y"], "az://x: paths are local"),
+        (["export", "--init=x", "--out=az://x"], "az://x: paths are local"),
         (["evaluate", "--workdir", "gs://"], "gs://: a bucket is missing"),
         (["sweep", "x", "--runs", "gs://b/x"], "--runs gs://b/x: a sweep needs a local folder"),
         (["sweep", "x", "--data", "s3://b/x"], "--data s3://b/x: a sweep needs a local folder"),
@@ -426,6 +431,18 @@ def test_unsupported_urls_are_rejected(capsys, tmp_path, monkeypatch, arguments,
     monkeypatch.chdir(tmp_path)
     assert says in refused(capsys, *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["fill-mask", "--init=/none", "https://www.[MASK].org/"], "/none: no such file or folder"),
+        (["attention", "--init=none", "--text=https://x", "--out=x"], "--out x: must end in .html"),
+        (["launch", "--on=sky", "--image=docker://x"], "give pretrain, finetune, prepare or sweep"),
+    ],
+)
+def test_urls_may_be_texts(capsys, arguments, says):
+    assert says in refused(capsys, *arguments)
 
 
 def test_missing_gcsfs_error_names_the_package(capsys, monkeypatch):

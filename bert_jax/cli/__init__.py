@@ -9,7 +9,7 @@ import shtab
 
 from bert_jax import files, storage
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
-from bert_jax.cli.common import Parser, Verbs, complete_paths, split_command
+from bert_jax.cli.common import Parser, Verbs, complete_paths, paths, split_command
 from bert_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_NEGATIVE,
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.arguments, options.command = arguments[1:], command
     Progress.is_quiet = vars(options).pop("quiet")  # verbs pass their options on
     try:
-        storage.check(arguments)
+        storage.check([*config, *paths(parser().verbs[options.verb], options)])
         return options.run(options) or 0
     except UserError as error:
         print(f"bert-jax {options.verb}: {error}", file=sys.stderr)

@@ -131,7 +131,7 @@ def add_export(verbs: Verbs) -> None:
     )
     add_model(sub)
     sub.add_argument(
-        "--out", metavar="FOLDER", help="new folder for the files (may be left out with --push)"
+        "--out", metavar="DIR", help="new folder for the files (may be left out with --push)"
     )
     sub.add_argument(
         "--push",
@@ -160,7 +160,7 @@ def add_export(verbs: Verbs) -> None:
 
 def _export(options) -> None:
     if not options.out and not options.push:
-        raise UserError("give --out FOLDER, --push OWNER/MODEL, or both")
+        raise UserError("give --out DIR, --push OWNER/MODEL, or both")
     for option in ("private", "revision"):
         if getattr(options, option) and not options.push:
             raise UserError(f"--{option} is for --push, which is missing")

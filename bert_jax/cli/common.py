@@ -80,10 +80,24 @@ class Verbs:
         return sub
 
 
+# How --help shows arguments that are paths; folders are shown as DIR.
+_FILES = ("FILE", "SOURCE", "SWEEP", "DATA", "PREDICTIONS")
+
+
+def paths(parser: Parser, options: argparse.Namespace) -> list[str]:
+    """Return the values of those arguments of a verb that are paths."""
+    values = [
+        getattr(options, action.dest, None)
+        for action in parser._actions
+        if action.metavar in ("DIR", *_FILES)
+    ]
+    return [p for value in values for p in (value if isinstance(value, list) else [value or ""])]
+
+
 def complete_paths(parser: Parser) -> None:
     """Let shells complete folders for arguments shown as DIR, and files for those shown as FILE."""
     for action in parser._actions:
-        if action.metavar in ("FILE", "SOURCE", "SWEEP", "NAME[:ARG]"):
+        if action.metavar in ("NAME[:ARG]", *_FILES):
             action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
         elif action.metavar == "DIR":
             action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]

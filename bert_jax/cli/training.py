@@ -134,7 +134,9 @@ def add_finetune(verbs: Verbs) -> None:
     add_which(sub)
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     _add_teacher(sub)
-    sub.add_argument("--data", help="set config.task.data: folder of a benchmark, or tfds")
+    sub.add_argument(
+        "--data", metavar="DIR", help="set config.task.data: folder of a benchmark, or tfds"
+    )
     sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
     sub.add_argument(
         "--seeds",

@@ -53,7 +53,10 @@ def is_remote(path: object) -> bool:
 
 
 def check(arguments: Iterable[str]) -> None:
-    """Check that the URLs among the arguments of a command can be used as paths.
+    """Check that the URLs among paths can be used.
+
+    Args:
+        arguments: paths, alone or as `--option=PATH` or `KIND:PATH`.
 
     Raises:
         UserError: a URL has another scheme, for which a local folder of that name would be made, or
