@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, files, guard, storage
+from bert_jax import checkpoint, cli, files, guard, inference, storage
 from bert_jax.config import CheckpointConfig, GuardConfig
 from bert_jax.data import loader, wordpiece
 from bert_jax.data.prepare import prepare
@@ -322,6 +322,14 @@ def test_files_beside_an_output_are_uploaded(url):
         path.with_suffix(".lengths.npy").write_bytes(b"lengths")
     names = ("vectors.npy", "vectors.lengths.npy")
     assert [storage.read(f"{url}/{name}") for name in names] == [b"vectors", b"lengths"]
+
+
+def test_attention_names_the_urls_of_its_files(url, capsys, monkeypatch):
+    maps = inference.AttentionMaps(("a",), ["a"], np.zeros(1, int), np.ones((1, 1, 1, 1)))
+    monkeypatch.setattr(inference, "AttentionMapper", lambda *_: lambda *_: maps)
+    assert cli.main(["attention", "--init=x", "--text=a", f"--out={url}/a.html"]) == 0
+    assert capsys.readouterr().out.startswith(f"{url}/a.html, {url}/a.png: 1 layers")
+    assert list(storage.listing(url)) == ["a.html", "a.png"]
 
 
 def test_manifest_of_deleted_rows_is_forgotten(url):

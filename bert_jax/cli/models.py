@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from bert_jax.cli.common import Parser, Verbs, add_model, add_which
-from bert_jax.errors import UserError
+from bert_jax.errors import UserError, shown
 
 
 def add_predict(verbs: Verbs) -> None:
@@ -271,7 +271,8 @@ def _attention(options) -> None:
     maps = AttentionMapper(options.init, options.checkpoint)(options.text, options.text_b)
     written = attention.write(maps, options.init, options.out, options.rollout)
     layers, heads, tokens, _ = maps.probabilities.shape
-    print(f"{', '.join(map(str, written))}: {layers} layers of {heads} heads, {tokens} tokens")
+    paths = shown(", ".join(map(str, written)))
+    print(f"{paths}: {layers} layers of {heads} heads, {tokens} tokens")
 
 
 def add_embed(verbs: Verbs) -> None:
