@@ -761,7 +761,7 @@ GOOD_COMMANDS = [
     "prepare {text} --vocab {vocab} --out {new} --workers {number}",
     "prepare {text} --vocab {vocab} --out {new} --heldout-fraction {number} --workers 1",
     "prepare {text} --vocab {vocab} --out {new} --short-fraction {number} --workers 1",
-    "prepare {text} --vocab {vocab} --out {new} --language {number} --workers 1",
+    "prepare {text} --vocab {vocab} --out {new} --language de --workers 1",
     "fill-mask --init {model} --top {number} [MASK]",
     "attention --init {model} --text {number} --text-b {number} --rollout --out {new}/a.html",
     "embed {text} --init {model} --out {new}.npy --tokens {number}",
