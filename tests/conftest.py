@@ -186,6 +186,23 @@ def hf_folder(tmp_path):
     return checkpoints.save_pretrained(checkpoints.torch_model(), tmp_path / "theirs")
 
 
+@pytest.fixture
+def bench(tmp_path):
+    """Write the script and return a function that makes points which run it."""
+    from bert_jax.tools.sweep import Point
+    from tests.helpers.sweeps import SCRIPT
+
+    script = tmp_path / "work.py"
+    script.write_text(SCRIPT)
+
+    def make(name, *more, facts=None):
+        return Point(name, ("python", script, name, tmp_path, *more), facts or {})
+
+    make.folder = tmp_path
+    make.calls = lambda: [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    return make
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """Run with random weights, all pretraining heads and the vocabulary `checkpoints.WORDS`."""
