@@ -87,7 +87,7 @@ def copy_of(url: str, kind: str) -> pathlib.Path:
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = cache_folder() / kind / digest / url.rstrip("/").rpartition("/")[2]
     _urls[path] = url.rstrip("/")
-    # Files beside it too, which `output` uploads.
+    # The folder, because `output` also uploads other files in it.
     errors.RENAMED[str(path.parent)] = url.rstrip("/").rpartition("/")[0]
     return path
 
