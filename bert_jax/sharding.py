@@ -219,6 +219,25 @@ def shard_attention(attend: Callable[..., Array]) -> Callable[..., Array]:
     return jax.shard_map(attend, in_specs=in_specs, out_specs=HEADS, check_vma=False)
 
 
+def sum_over_rows(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Apply a function to each device's rows, and add the results of all devices.
+
+    Args:
+        function: function of arrays [B …] that returns a sum over B.
+
+    Returns:
+        The same function over the current mesh (`jax.set_mesh`) at trace time; `function` itself if
+        there is no mesh.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+
+    def add(*arrays: Array) -> Array:
+        return jax.lax.psum(function(*arrays), ROWS[0])
+
+    return jax.shard_map(add, in_specs=ROWS, out_specs=PartitionSpec(), check_vma=False)
+
+
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())

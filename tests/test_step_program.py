@@ -5,6 +5,7 @@ matter only on an accelerator.
 """
 
 import dataclasses
+import os
 import re
 
 import jax
@@ -23,7 +24,7 @@ from bert_jax.model import attention as attention_lib
 from bert_jax.model import bert
 from bert_jax.model.attention import attention
 from bert_jax.model.dropout import dropout
-from bert_jax.model.layers import ACTIVATIONS, one_hot_gather
+from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 
 VOCAB = 640
@@ -71,6 +72,53 @@ def test_only_word_embedding_gradients_are_scattered(dtype, segments):
     assert added == [f"float32[{VOCAB},32]"]
     # XLA's CPU backend turns scatters into loops, so at most this one remains.
     assert set(scatters(traced.lower().compile().as_text())) <= {f"f32[{VOCAB},32]"}
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    flags = os.environ["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_gpu_deterministic_ops=true")
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_kernels_need_no_order_of_scattered_additions():
+    """XLA makes a scatter deterministic by sorting all its numbers, unless its indices are unique."""
+    step, state, batch = pretraining_step("bfloat16")
+    found = list(equations(step.trace(state, batch).jaxpr.jaxpr))
+    scattered = [each for each in found if each.primitive.name.startswith("scatter")]
+    assert [each.outvars[0].aval.str_short() for each in scattered] == [f"float32[{VOCAB},32]"]
+    assert scattered[0].primitive.name == "scatter"
+    assert scattered[0].params["unique_indices"]
+    sorted_numbers = [each.invars[0].aval.size for each in found if each.primitive.name == "sort"]
+    assert max(sorted_numbers) <= 4 * 24  # one for each token of the batch
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize("tokens", [1, 8, 13])
+@pytest.mark.usefixtures("deterministic")
+def test_gradient_of_gathered_rows(mesh, tokens):
+    rng = np.random.default_rng(0)
+    table, cotangent = rng.normal(size=(7, 5)), rng.normal(size=(4, tokens, 5))
+    index = rng.integers(0, 6, (4, tokens))  # the last row is not used
+    expected = np.zeros_like(table)
+    np.add.at(expected, index, cotangent)
+
+    @jax.jit
+    def gradient(table, index, cotangent):
+        rows, backward = jax.vjp(lambda table: gather_rows(table, index), table)
+        return rows, *backward(cotangent)
+
+    arrays = (table.astype(np.float32), index, cotangent.astype(np.float32))
+    if mesh:
+        devices = sharding.make_mesh(mesh)
+        rows = sharding.row_sharding(devices)
+        arrays = jax.device_put(arrays, (sharding.replicated(devices), rows, rows))
+        with jax.set_mesh(devices):
+            gathered, got = gradient(*arrays)
+    else:
+        gathered, got = gradient(*arrays)
+    np.testing.assert_array_equal(gathered, arrays[0][index])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_scatter_parser_finds_scatters():

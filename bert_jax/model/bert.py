@@ -39,6 +39,7 @@ from bert_jax.model.layers import (
     InitConfig,
     dense,
     fold_in,
+    gather_rows,
     initializer,
     norm_layer,
     one_hot_gather,
@@ -151,7 +152,7 @@ class Embeddings(nn.Module):
         c = self.config
         # Gather words in float32: the gradient is a scatter-add, and GPUs have no fast atomic
         # addition in bfloat16. The two small tables avoid scatters altogether.
-        x = self.word(tokens)
+        x = gather_rows(self.word.embedding, tokens)
         if c.position_kind == "learned":
             positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
             x += one_hot_gather(positions, layout.position_ids).astype(x.dtype)

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax import cpu
+from bert_jax import cpu, device, sharding
 from bert_jax.config import LoraConfig, ModelConfig
 from bert_jax.model.dropout import dropout
 
@@ -70,6 +70,54 @@ def one_hot_gather(
     with jax.named_scope("select"):
         one_hot = jax.nn.one_hot(index, table.shape[-2], dtype=table.dtype)
         return jnp.einsum("...mn,...nd->...md", one_hot, table, precision=precision)
+
+
+def gather_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Gather rows of a large table.
+
+    The gradient is a scatter-add, whose order of additions is not fixed on a GPU. With deterministic
+    kernels XLA sorts all N·D numbers first, which takes longer than the rest of a training step;
+    there, this function adds the rows of equal indices in a tree instead, in 2·log2(N) passes over memory.
+    """
+    gather = _gather_rows if device.has_deterministic_kernels() else _gather_rows.fun
+    return gather(table, index)
+
+
+@jax.custom_vjp
+def _gather_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return jnp.take(table, index, axis=0)
+
+
+def _gather_backward(
+    saved: tuple[Float[Array, "V 0"], Int[Array, "B T"]], cotangent: Float[Array, "B T D"]
+) -> tuple[Float[Array, "V D"], None]:
+    empty, index = saved
+    add = functools.partial(_sum_rows, size=len(empty))
+    return sharding.sum_over_rows(add)(index, cotangent), None
+
+
+_gather_rows.defvjp(
+    lambda table, index: (_gather_rows(table, index), (table[:, :0], index)), _gather_backward
+)
+
+
+def _sum_rows(
+    index: Int[Array, "B T"], rows: Float[Array, "B T D"], size: int
+) -> Float[Array, "V D"]:
+    """Return for each of the indices below `size` the sum of its rows, in a fixed order of additions."""
+    index, rows = index.ravel(), rows.reshape(-1, rows.shape[-1])
+    order = jnp.argsort(index)
+    index, rows = index[order], rows[order]
+    distance = 1
+    while distance < len(index):  # then each row is the sum of those before it with its index
+        earlier = jnp.pad(rows[:-distance], ((distance, 0), (0, 0)))
+        is_same = index == jnp.pad(index[:-distance], (distance, 0), constant_values=-1)
+        rows += jnp.where(is_same[:, None], earlier, 0)
+        distance *= 2
+    is_last = index != jnp.append(index[1:], -1)
+    target = jnp.where(is_last, index, size + jnp.arange(len(index)))  # others are out of bounds
+    zeros = jnp.zeros((size, rows.shape[1]), rows.dtype)
+    return zeros.at[target].set(rows, mode="drop", unique_indices=True)
 
 
 def padded_vocab_size(config: ModelConfig) -> int:
