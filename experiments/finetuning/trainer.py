@@ -12,7 +12,6 @@ import argparse
 import csv
 import gzip
 import importlib.metadata
-import json
 import os
 import pathlib
 import tempfile
@@ -20,7 +19,7 @@ import time
 
 import torch
 import transformers
-from run import DATA, SETS, minilm, read_lines
+from run import DATA, SETS, keep_line, minilm, read_lines
 from seqeval.metrics import f1_score
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
@@ -134,7 +133,7 @@ def run(name, seed):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
-    _, metric, epochs, rate = SETS[name]
+    _, _, metric, epochs, rate = SETS[name]
     if metric == "f1":
         names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
         train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
@@ -162,7 +161,7 @@ def run(name, seed):
             save_strategy="no",
             logging_steps=50,
             report_to="none",
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
         )
         trainer = Trainer(
             kind.from_pretrained(minilm(), num_labels=count),
@@ -213,10 +212,10 @@ def main():
                 "learning_rate": rate,
                 "minutes": round(result["minutes"] + seconds / 60, 1),
                 "load_average": round(load, 2),
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 **{package: importlib.metadata.version(package) for package in versions},
             }
-            results = [r for r in read_lines(path) if r["set"] != name] + [result]
-            path.write_text("".join(json.dumps(r) + "\n" for r in results))
+            keep_line(path, result, "set")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Write this folder's results.json, curve.svg and README.md from a finished run.
+"""Write results.json, curve.svg and README.md of this folder, or of another one, from a finished run.
 
 python experiments/mini/record.py --workdir runs/mini
+python experiments/mini/record.py --workdir runs/base --page experiments/base
 """
 
 import argparse
@@ -46,6 +47,7 @@ def main() -> None:
     """Collect the numbers, and write the three files."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workdir", default="runs/mini")
+    parser.add_argument("--page", type=pathlib.Path, default=FOLDER, help="folder of the page")
     options = parser.parse_args()
     folder = pathlib.Path(options.workdir)
     config = workdir.read_config(folder)
@@ -55,10 +57,17 @@ def main() -> None:
     results = {
         "starts": workdir.read_lines(folder / "starts.jsonl"),
         "steps": config.steps,
+        "masking_rate": config.masking.rate,
         "cores": len(os.sched_getaffinity(0)),
         "phases": [
-            {"tokens": m.tokens, "train_rows": m.train.rows, "heldout_rows": m.heldout.rows}
-            for m in map(read_manifest, rows)
+            {
+                "tokens": m.tokens,
+                "train_rows": m.train.rows,
+                "heldout_rows": m.heldout.rows,
+                "batch_size": phase.batch_size or config.batch_size,
+                "steps_share": phase.fraction,
+            }
+            for phase, m in zip(config.phases, map(read_manifest, rows), strict=True)
         ],
         "training_minutes": 60 * progress["hours"][-1],
         "real_tokens": progress["tokens"][-1],
@@ -66,9 +75,10 @@ def main() -> None:
         "losses": measure.units(measure.heldout_loss(options.workdir, rows[-1]), SOURCES, rows[-1]),
         "fill_mask": fill_masks(options.workdir),
     }
-    (FOLDER / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    runs.loss_curve([options.workdir], str(FOLDER / "curve.svg"))
-    (FOLDER / "README.md").write_text(page(results))
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    (options.page / "results.json").write_text(text + "\n")
+    runs.loss_curve([options.workdir], str(options.page / "curve.svg"))
+    (options.page / "README.md").write_text(page(results))
 
 
 def page(r: dict) -> str:

@@ -3,6 +3,7 @@
     python experiments/speed/gpu.py --plan                             print the rows and their cost
     python experiments/speed/gpu.py --out DIR                          measure them; no network needed
     python experiments/speed/gpu.py --out DIR --after DIR2/gpu.jsonl   measure what is missing there
+    python experiments/speed/gpu.py --out DIR --only 'torch*' --only '*dropout'    measure selected rows
     python experiments/speed/gpu.py --out DIR --smoke                  the plan on tiny models, any device
     cp DIR/gpu.jsonl experiments/speed/ && python experiments/speed/bench.py --page
 
@@ -24,6 +25,7 @@ time is recorded as not run. Speeds count real tokens, without padding.
 
 import argparse
 import collections
+import fnmatch
 import functools
 import gzip
 import json
@@ -122,10 +124,27 @@ def plan(smoke: bool = False) -> list[Job]:
     return jobs
 
 
-def describe_plan() -> str:
+def selected(jobs: list[Job], patterns: list[str]) -> list[Job]:
+    """Return the jobs with only those rows whose names match one of the patterns, if there are any."""
+    if not patterns:
+        return jobs
+    chosen = [
+        job._replace(
+            rows=[
+                (seconds, row)
+                for seconds, row in job.rows
+                if any(fnmatch.fnmatch(name_of(row), pattern) for pattern in patterns)
+            ]
+        )
+        for job in jobs
+    ]
+    return [job for job in chosen if job.rows]
+
+
+def describe_plan(jobs: list[Job]) -> str:
     """Return the plan as text, with the seconds of each row and their running total."""
     lines, total = [], 0
-    for job in plan():
+    for job in jobs:
         total += START
         lines.append(f"{START:5} s{total:6} s  start a process")
         for seconds, row in job.rows:
@@ -157,7 +176,7 @@ def read(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict]:
+def measure_all(out, minutes, smoke=False, earlier=(), commit=None, only=()) -> list[dict]:
     """Measure the rows of the plan that have no result in `earlier`, and write all to out/gpu.jsonl.
 
     Args:
@@ -166,6 +185,7 @@ def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict
         smoke: measure tiny models.
         earlier: lines of an earlier call; those that were not run are measured now.
         commit: commit of the checkout; None to get it from git.
+        only: patterns of the names of rows to measure; none for all.
 
     Returns:
         The lines of gpu.jsonl.
@@ -190,7 +210,7 @@ def measure_all(out, minutes, smoke=False, earlier=(), commit=None) -> list[dict
         print(f"{deadline - time.time():4.0f} s left. {name_of(line)}: {outcome}", flush=True)
 
     with tempfile.TemporaryDirectory() as cache:
-        for job in plan(smoke):
+        for job in selected(plan(smoke), only):
             rows = [(seconds, row) for seconds, row in job.rows if key_of(row) not in done]
             while rows:
                 unfinished = run(job._replace(rows=rows), out, deadline, smoke, cache, keep)
@@ -591,11 +611,18 @@ def main() -> None:
         "--after", type=pathlib.Path, metavar="FILE", help="gpu.jsonl of an earlier call"
     )
     parser.add_argument("--commit", help="commit of this checkout, if git is not available")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="measure rows whose names, as --plan prints them, match; may be repeated",
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any device")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plan:
-        print(describe_plan())
+        print(describe_plan(selected(plan(), options.only)))
         return
     out = options.out or (os.environ.get("OUT") and pathlib.Path(os.environ["OUT"]))
     if not out:
@@ -609,7 +636,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))  # the checkout need not be installed
     import report
 
-    lines = measure_all(out, options.minutes, options.smoke, earlier, options.commit)
+    lines = measure_all(out, options.minutes, options.smoke, earlier, options.commit, options.only)
     print("\n".join(report.gpu_section(lines)))
 
 

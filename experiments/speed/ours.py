@@ -139,7 +139,7 @@ def pretrain(
 def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
     """Return the config of one of experiments/finetuning's data sets, and the data set."""
     module = data.finetuning()
-    file, settings = module.SETS[name][0]()
+    file, settings = module.SETS[name].config()
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
     config = config_flags.load(arguments, FinetuneConfig)
     source, vocabulary, _, _ = open_model(str(module.minilm()))
