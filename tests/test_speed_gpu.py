@@ -109,6 +109,19 @@ def test_plan_has_every_row_in_priority_order(gpu):
     assert {(row["size"], row["tokens"]) for row in rows[1:torch]} == {("base", 128)}
 
 
+def test_selected_rows_are_those_whose_names_match(gpu):
+    patterns = ["ceilings", "torch*", "step base*1,024 rows*"]
+    jobs = gpu.selected(gpu.plan(), patterns)
+    assert [[gpu.name_of(row) for _, row in job.rows] for job in jobs] == [
+        ["ceilings", "step base T=128, 1,024 rows, cudnn"],
+        ["torch base T=128, 256 rows, sdpa with attention dropout"],
+    ]
+    assert gpu.selected(gpu.plan(), []) == gpu.plan()
+    options = [f"--only={pattern}" for pattern in patterns]
+    printed = processes.run([sys.executable, SCRIPT, "--plan", *options], check=True).stdout
+    assert len(printed.splitlines()) == 5
+
+
 @pytest.mark.parametrize("smoke", [False, True])
 def test_deterministic_rows_run_with_the_xla_flag(gpu, smoke):
     for job in gpu.plan(smoke):
