@@ -1,5 +1,6 @@
 """Experiments: commands parse, settings match the paper, and pages match the recorded results."""
 
+import concurrent.futures
 import functools
 import gzip
 import itertools
@@ -581,3 +582,36 @@ def test_scale_page_distinguishes_kinds_of_results(tmp_path):
     assert "1 programs compiled so far" in text
     assert "Not compiled: recipe base T=128 v6e:2x2 : libtpu does not." in text
     assert "| scanned | none |" in text
+
+
+# --- Pages without a sweep ------------------------------------------------------------------------
+
+
+@functools.cache
+def module(path: str):
+    return sweep.module_of(ROOT / path)
+
+
+def test_finetuning_page_matches_its_results():
+    run = module("finetuning/run.py")
+    results, trainer = (
+        run.read_lines(run.HERE / f"{name}.jsonl") for name in ("results", "trainer")
+    )
+    assert (run.HERE / "README.md").read_text() == run.readme(results, trainer)
+
+
+@pytest.mark.parametrize("name", ["mini", "base"])
+def test_pages_of_single_runs_match_their_results(name):
+    record = module("mini/record.py")
+    results = json.loads((ROOT / name / "results.json").read_text())
+    assert (ROOT / name / "README.md").read_text() == record.page(name, results)
+
+
+def test_concurrent_runs_lose_no_line_of_results(tmp_path):
+    keep, path = module("finetuning/run.py").keep_line, tmp_path / "results.jsonl"
+    lines = [{"set": i % 40, "start": "none", "value": i // 40} for i in range(80)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for half in (lines[:40], lines[40:]):  # the second replaces the first
+            list(pool.map(lambda line: keep(path, line, "set", "start"), half))
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(kept, key=lambda line: line["set"]) == lines[40:]

@@ -133,7 +133,8 @@ def run(name, seed):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
-    _, _, metric, epochs, rate = SETS[name]
+    dataset = SETS[name]
+    metric = dataset.metric
     if metric == "f1":
         names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
         train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
@@ -146,14 +147,14 @@ def run(name, seed):
             1 + max(example["labels"] for example in train),
         )
         collator = transformers.DataCollatorWithPadding(tokenizer)
-    steps = int(len(train) / BATCH * epochs)
+    steps = int(len(train) / BATCH * dataset.epochs)
     with tempfile.TemporaryDirectory() as out:
         arguments = transformers.TrainingArguments(
             out,
             per_device_train_batch_size=BATCH,
             per_device_eval_batch_size=BATCH,
             max_steps=steps,
-            learning_rate=rate,
+            learning_rate=dataset.rate,
             warmup_steps=int(steps * 0.1),
             weight_decay=0.01,
             adam_epsilon=1e-6,

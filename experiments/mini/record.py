@@ -2,12 +2,17 @@
 
 python experiments/mini/record.py --workdir runs/mini
 python experiments/mini/record.py --workdir runs/base --page experiments/base
+
+Without a checkpoint in the workdir, the page lacks what needs one. With WORKDIR/blimp.json, which
+`bert-jax blimp --data $BERT_JAX_DATA/blimp $BERT_JAX_DATA/zorro --pairs 200 --json` has printed, it
+shows the accuracies on minimal pairs.
 """
 
 import argparse
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 
@@ -20,7 +25,8 @@ from bert_jax import workdir  # noqa: E402
 from bert_jax.data.rows import read_manifest  # noqa: E402
 from bert_jax.tools.report import curves, runs  # noqa: E402
 
-TEXT = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""), "text")
+DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))
+TEXT = DATA / "text"
 SOURCES = (f"{TEXT}/wikipedia/*.gz", f"books:{TEXT}/books/*.gz")
 TEXTS = (
     "The capital of [MASK] is Paris.",
@@ -43,6 +49,16 @@ def fill_masks(folder: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def minimal_pairs(path: pathlib.Path) -> dict[str, float]:
+    """Return the mean accuracies on BLiMP and Zorro from the output of `bert-jax blimp`."""
+    accuracies = json.loads(path.read_text())["by_phenomenon"]
+    means = {}
+    for name in ("blimp", "zorro"):
+        files = {file.name.partition(".")[0] for file in (DATA / name).iterdir()}
+        means[name] = statistics.fmean(accuracies[each] for each in files & accuracies.keys())
+    return means
+
+
 def main() -> None:
     """Collect the numbers, and write the three files."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -53,6 +69,12 @@ def main() -> None:
     config = workdir.read_config(folder)
     lines = workdir.read_lines(folder / "metrics.jsonl")
     progress = curves.clock(curves.read_speed(folder))
+    # Of the last quarter of the run, which is in the phase of the longest rows.
+    speeds = [
+        line
+        for line in workdir.read_lines(folder / "speed.jsonl")
+        if line["step"] > 0.75 * config.steps
+    ]
     rows = [phase.rows for phase in config.phases]
     results = {
         "starts": workdir.read_lines(folder / "starts.jsonl"),
@@ -71,64 +93,104 @@ def main() -> None:
         ],
         "training_minutes": 60 * progress["hours"][-1],
         "real_tokens": progress["tokens"][-1],
+        "tokens_per_second": statistics.median(line["real_tokens_per_second"] for line in speeds),
+        "mfu": statistics.median(line.get("model_flops_utilization") or 0 for line in speeds),
         "heldout": [line for line in lines if line["split"] == "heldout"],
-        "losses": measure.units(measure.heldout_loss(options.workdir, rows[-1]), SOURCES, rows[-1]),
-        "fill_mask": fill_masks(options.workdir),
     }
+    if (folder / "checkpoints").exists():
+        loss = measure.heldout_loss(options.workdir, rows[-1])
+        results["losses"] = measure.units(loss, SOURCES, rows[-1])
+        results["fill_mask"] = fill_masks(options.workdir)
+    if (folder / "blimp.json").exists():
+        results["minimal_pairs"] = minimal_pairs(folder / "blimp.json")
     text = json.dumps(results, indent=1, ensure_ascii=False)
     (options.page / "results.json").write_text(text + "\n")
     runs.loss_curve([options.workdir], str(options.page / "curve.svg"))
-    (options.page / "README.md").write_text(page(results))
+    (options.page / "README.md").write_text(page(options.page.resolve().name, results))
 
 
-def page(r: dict) -> str:
-    """Return the README for the results."""
-    heldout = "\n".join(
-        f"| {h['step']:,} | {h['masked_lm_loss']:.3f} | {h['masked_lm_accuracy']:.1%} |"
-        for h in r["heldout"]
-    )
-    masks = "\n".join(
-        f"| {m['text']} | "
-        + ", ".join(f"{c['token']} {c['probability']:.0%}" for c in m["masks"][0])
-        + " |"
-        for m in r["fill_mask"]
-    )
-    starts = r["starts"]
+# Title of a page, and what else it says about the run, by the name of its folder.
+PAGES = {
+    "mini": ("BERT-mini (L4 H256 A4)", ""),
+    "base": (
+        "BERT-base (L12 H768 A12)",
+        """
+The recipe is that of the [small sizes](../../configs/pretrain.py), with 16,384 tokens a step and a learning rate of
+3e-4; the kernels were deterministic (the default). Until step 1,200, of T=16, other trainings shared the GPU. The speed
+is the median of the last quarter of the steps. The checkpoint was not kept, so the loss with 15% masked, the loss per
+word, and fine-tuning were not measured. [mini](../mini/README.md) is at 4.16 with the same text, T and masking.
+""",
+    ),
+}
+
+
+def page(name: str, r: dict) -> str:
+    """Return the README of the folder `name` for the results."""
+    title, notes = PAGES[name]
+    starts, last = r["starts"], r["phases"][-1]
+    is_cpu = starts[-1]["devices"] == "1 cpu"
+    hardware = f"{r['cores']} CPU cores" if is_cpu else starts[-1]["devices"]
+    speed = ""
+    if "tokens_per_second" in r:
+        share = f" ({r['mfu']:.0%} of its bfloat16 peak)" if r["mfu"] else ""
+        speed = f" Speed: {r['tokens_per_second']:,.0f} real tokens a second{share}."
     differ = len({start["command"].removesuffix(" --resume force") for start in starts}) > 1
-    schedules = " Each start follows the learning-rate schedule of its own command." * differ
-    commands = "\n".join(f"    {start['command']}    # step {start['step']:,}" for start in starts)
-    lengths = ", ".join(str(phase["tokens"]) for phase in r["phases"])
-    ours = r["losses"]
-    return f"""# BERT-mini (L4 H256 A4) on Wikipedia and novels
-
-The config `mini` on {r["real_tokens"] / 1e6:.1f} million tokens of Wikipedia and novels, a corpus of {ours["words"] / 1e6:.1f} million words.
-[`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and pretrains; [`record.py`](record.py) writes this page and
-[`results.json`](results.json) from the finished run. The run was started and resumed at these steps:
-
-{commands}
-
-{r["steps"]:,} steps of 2,048 tokens on rows of T={lengths}, in this order: {r["real_tokens"] / 1e6:.1f} million tokens
-in {r["training_minutes"]:.0f} minutes on {r["cores"]} CPU cores, which other work shared at times.{schedules}
-
-| held-out masked-LM loss, 15% masked | nats |
-|---|---|
-| per word piece | {ours["per_piece"]:.2f} |
-| per word | {ours["per_word"]:.2f} |
-| per byte | {ours["per_byte"]:.3f} |
-
-![masked-LM loss by step](curve.svg)
-
-| text | candidates |
-|---|---|
-{masks}
-
-During training 40% of the tokens are masked. Each phase is evaluated on held-out rows of its own length, so losses of
-different phases are not comparable:
-
-| step | held-out loss, 40% masked | accuracy |
-|---|---|---|
-{heldout}
-"""
+    lines = [
+        f"# {title} on Wikipedia and novels",
+        "",
+        f"{r['steps']:,} steps of {last['tokens'] * last['batch_size']:,} tokens on rows of "
+        f"T={', '.join(str(phase['tokens']) for phase in r['phases'])}, in this order: "
+        f"{r['real_tokens'] / 1e6:.1f} million tokens in {r['training_minutes']:.0f} minutes of steps on {hardware}, "
+        f"which other work shared at times.{speed}",
+        "[`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and pretrains; "
+        "[`record.py`](../mini/record.py) writes this page and [`results.json`](results.json) from the finished run."
+        + " Each start follows the learning-rate schedule of its own command."
+        * differ,
+        "The run was started and resumed at these steps:" if len(starts) > 1 else "The command:",
+        "",
+        *(f"    {start['command']}    # step {start['step']:,}" for start in starts),
+        *notes.splitlines(),
+        "",
+    ]
+    if ours := r.get("losses"):
+        lines += [
+            f"The corpus has {ours['words'] / 1e6:.1f} million words.",
+            "",
+            "| held-out masked-LM loss, 15% masked | nats |",
+            "|---|---|",
+            f"| per word piece | {ours['per_piece']:.2f} |",
+            f"| per word | {ours['per_word']:.2f} |",
+            f"| per byte | {ours['per_byte']:.3f} |",
+            "",
+        ]
+    if pairs := r.get("minimal_pairs"):
+        lines += [
+            "| [minimal pairs](../minimal_pairs/README.md), 200 a paradigm, chance 50 | accuracy in % |",
+            "|---|---|",
+            f"| BLiMP | {100 * pairs['blimp']:.1f} |",
+            f"| Zorro | {100 * pairs['zorro']:.1f} |",
+            "",
+        ]
+    lines += ["![masked-LM loss by step](curve.svg)", ""]
+    if masks := r.get("fill_mask"):
+        lines += ["| text | candidates |", "|---|---|"]
+        for mask in masks:
+            words = [f"{c['token']} {c['probability']:.0%}" for c in mask["masks"][0]]
+            lines.append(f"| {mask['text']} | {', '.join(words)} |")
+        lines.append("")
+    lines += [
+        f"During training {r['masking_rate']:.0%} of the tokens are masked. Each phase is evaluated on held-out rows of its own",
+        "length, so losses of different phases are not comparable:",
+        "",
+        f"| step | held-out loss, {r['masking_rate']:.0%} masked | accuracy |",
+        "|---|---|---|",
+        *(
+            f"| {h['step']:,} | {h['masked_lm_loss']:.3f} | {h['masked_lm_accuracy']:.1%} |"
+            for h in r["heldout"]
+        ),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
