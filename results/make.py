@@ -32,12 +32,12 @@ FRONT = 10
 COMMANDS = {
     "test_suite": "python experiments/test_suite/run.py first quickstart",
     "mini": "experiments/mini/run.sh",
+    "base": "experiments/base/run.sh",
     "speed": "make bench",
     "prepare": "python experiments/prepare/benchmark.py --text FILE --vocab DIR --fill",
     "reliability": "make soak",
 }
 GPU = "python experiments/speed/gpu.py --out DIR"
-PROBE = "a patched commit, not in this repository"
 NOT_RUN = "not run"
 OUTCOMES = (NOT_RUN, "not significant", "opposite", "one seed", "yes")
 # How outcomes are counted here.
@@ -47,7 +47,6 @@ WORDS = {
     "yes": "significant",
 }
 SHEET = "data sheet: 989 TFLOP/s"
-PATCHED = "patched: embeddings without bf16 scatters (probe)"
 Line = dict[str, Any]
 
 
@@ -62,7 +61,7 @@ class Row:
         hardware: what it ran on.
         commit: commit of the program, where it was recorded.
         page: folder in experiments/ whose page has the details.
-        command: what measures it; "" for that of the page, `PROBE` if there is none.
+        command: what measures it; "" for that of the page.
     """
 
     claim: str
@@ -78,7 +77,7 @@ class Row:
         link = f"[{self.page}]({prefix}experiments/{self.page}/README.md)"
         default = COMMANDS.get(self.page, f"bert-jax sweep experiments/{self.page}")
         cells = [self.claim, self.ours, self.reference, self.hardware, self.commit, link]
-        command = PROBE if self.command == PROBE else f"`{self.command or default}`"
+        command = f"`{self.command or default}`"
         return f"| {' | '.join(cells)}: {command} |"
 
     def short(self) -> str:
@@ -142,6 +141,23 @@ def learning() -> Iterator[Row]:
         commits(mini["starts"]),
         "mini",
     )
+    base = json.loads((EXPERIMENTS / "base" / "results.json").read_text())
+    yield Row(
+        f"masked-LM loss of base after {base['real_tokens'] / 1e6:.0f} million tokens, 40% masked, T=128 (nats)",
+        f"{base['heldout'][-1]['masked_lm_loss']:.2f} (1 seed)",
+        f"L4-H256 (`mini`): {mini['heldout'][-1]['masked_lm_loss']:.2f}",
+        base["starts"][-1]["devices"],
+        commits(base["starts"]),
+        "base",
+    )
+    yield Row(
+        "BLiMP of the same model, 200 pairs a paradigm, accuracy in %",
+        f"{100 * base['minimal_pairs']['blimp']:.1f} (1 seed)",
+        "DistilBERT (cased) 78.3, RoBERTa-large 86.5 (Salazar et al. 2020)",
+        base["starts"][-1]["devices"],
+        commits(base["starts"]),
+        "base",
+    )
     commands = read("test_suite/results.jsonl")
     lines = [line for line in commands if line["command"] == "make quickstart"]
     minutes = [(line["install_seconds"] + line["seconds"]) / 60 for line in lines]
@@ -194,20 +210,20 @@ def fine_tuning() -> Iterator[Row]:
             f"{finetuning.SETS[line['set']].title}, all-MiniLM-L6-v2 fine-tuned",
             finetuning.spread(line),
             f"transformers' Trainer: {finetuning.spread(other) if other else f'{NOT_RUN} with this schedule'}",
-            cores(line),
+            finetuning.hardware(line),
             line.get("commit", ""),
             "finetuning",
             f"python experiments/finetuning/run.py {line['set']} --starts minilm --seeds {len(line['values'])}",
         )
     for scores in read("finetuning/transformers.jsonl"):
         yield Row(
-            f"{finetuning.SETS['squad1'].title}, answers from the same fine-tuned weights",
+            f"{finetuning.SETS[scores['set']].title}, answers from the same fine-tuned weights",
             f"{scores['bert_jax']['f1']:.1f}",
             f"transformers: {scores['transformers']['f1']:.1f}, {scores['same_answers']:.1%} the same",
-            cores(scores),
+            finetuning.hardware(scores),
             "",
             "finetuning",
-            "python experiments/finetuning/in_transformers.py",
+            f"python experiments/finetuning/in_transformers.py {scores['set']}",
         )
 
 
@@ -225,35 +241,23 @@ def speeds() -> Iterator[Row]:
 
 
 def gpu() -> Iterator[Row]:
-    """Speed on a GPU, before and after replacing scatters in bfloat16."""
-    lines = read("speed/gpu_h100.jsonl")
-    device, peak = lines[0]["device"], lines[0]["sheet_operations_per_second"]
-    commit = lines[0]["commit"]
-    # The baseline has attention dropout 0.1, so steps without it are not compared here.
-    steps = [
-        line for line in lines
-        if line["kind"] == "step" and line["attention_dropout"] and not {"status", "variant"} & line.keys()
-    ]  # fmt: skip
-    for program, label, command in (
-        ("as committed", f"commit {commit}", GPU),
-        (PATCHED, "without scatters in bfloat16, layers unrolled", PROBE),
-    ):
-        speeds = [(speed.gpu_speedup(s, lines) or 0, s) for s in steps if s["program"] == program]
-        times, line = max(speeds, key=lambda pair: pair[0])
-        share = line["real_tokens_per_second"] * line["operations_per_token"] / peak
-        yield Row(
-            f"pretraining speed of base, T=128, {line['rows']} rows: {label}",
-            f"{times:.2f}x, {share:.0%} of the bfloat16 peak",
-            f"transformers with torch.compile; {SHEET}",
-            device,
-            commit,
-            "speed",
-            command,
-        )
-    if not (EXPERIMENTS / "speed" / "gpu.jsonl").exists():
-        claim = "pretraining speed of base, T=128: this version"
-        baseline = "transformers with torch.compile"
-        yield Row(claim, NOT_RUN, baseline, "GPU", "", "speed", GPU)
+    """Speed on a GPU compared with PyTorch, with and without deterministic kernels."""
+    lines = read("speed/gpu.jsonl")
+    peak = next(line["sheet_operations_per_second"] for line in lines if line["kind"] == "ceilings")
+    for line in lines:
+        # The baseline has attention dropout 0.1, so steps without it are not compared here.
+        if line["kind"] == "step" and line["attention_dropout"] and "status" not in line:
+            share = line["real_tokens_per_second"] * line["operations_per_token"] / peak
+            value = "true (the default)" if line["deterministic"] else "false"
+            yield Row(
+                f"pretraining speed of base, T=128, {line['rows']} rows, deterministic={value}",
+                f"{speed.gpu_speedup(line, lines):.2f}x, {share:.0%} of the bfloat16 peak",
+                f"transformers with torch.compile; {SHEET}",
+                line["device"],
+                line["commit"],
+                "speed",
+                GPU,
+            )
 
 
 def paper() -> Iterator[Row]:
