@@ -76,19 +76,18 @@ def gather_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[A
     """Gather rows of a large table.
 
     The gradient is a scatter-add, whose order of additions is not fixed on a GPU. With deterministic
-    kernels XLA sorts all N·D numbers first, which takes longer than the rest of a training step;
-    there, this function adds the rows of equal indices in a tree instead, in 2·log2(N) passes over memory.
+    kernels XLA expands it into a sort of all B·T·D numbers. There, this function sorts only the indices
+    and adds the rows of equal ones in a tree of log2(B·T) levels.
     """
-    gather = _gather_rows if device.has_deterministic_kernels() else _gather_rows.fun
-    return gather(table, index)
+    take = _take_in_order if device.has_deterministic_kernels() else _take
+    return take(table, index)
 
 
-@jax.custom_vjp
-def _gather_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def _take(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     return jnp.take(table, index, axis=0)
 
 
-def _gather_backward(
+def _take_backward(
     saved: tuple[Float[Array, "V 0"], Int[Array, "B T"]], cotangent: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "V D"], None]:
     empty, index = saved
@@ -96,8 +95,9 @@ def _gather_backward(
     return sharding.sum_over_rows(add)(index, cotangent), None
 
 
-_gather_rows.defvjp(
-    lambda table, index: (_gather_rows(table, index), (table[:, :0], index)), _gather_backward
+_take_in_order = jax.custom_vjp(_take)
+_take_in_order.defvjp(
+    lambda table, index: (_take(table, index), (table[:, :0], index)), _take_backward
 )
 
 
