@@ -1,25 +1,14 @@
 #!/usr/bin/env bash
-# BERT-base on Wikipedia and novels in some minutes of one GPU, with the rows of experiments/mini/run.sh.
-# Text: $BERT_JAX_DATA/text/{wikipedia,books}. Run from the root of the repository; run it again after a
-# kill to resume; arguments are passed on to bert-jax pretrain.
+# BERT-base on Wikipedia and novels in some minutes of one GPU. Text: $BERT_JAX_DATA/text/{wikipedia,books}.
+# Run from the root of the repository; run it again after a kill to resume. Arguments go to pretrain.
 # experiments/mini/record.py --workdir runs/base --page experiments/base writes the page.
 #
 # The recipe is that of the small sizes (configs/pretrain.py) with larger batches and a lower learning
 # rate: short rows first, 40% masking, no dropout, no next-sentence prediction, AdamW with beta2 0.98.
 set -euo pipefail
-root=$PWD steps=${STEPS:-6000}
-cd "$BERT_JAX_DATA/text"
-[ -e "$root/runs/vocab8k/vocab.txt" ] ||
-  bert-jax vocab --out "$root/runs/vocab8k" --size 8192 'wikipedia/*.gz' 'books:books/*.gz'
-rows=()
-for tokens in 16 128; do
-  bert-jax prepare --vocab "$root/runs/vocab8k" --out "$root/runs/mini-rows$tokens" \
-    --tokens "$tokens" --sequences "$((tokens > 32 ? tokens / 32 : 1))" --pairs none \
-    'wikipedia/*.gz' 'books:books/*.gz'
-  rows+=(--rows "runs/mini-rows$tokens")
-done
-cd "$root"
-bert-jax pretrain --config base,16=0.2,128=0.8 "${rows[@]}" --workdir runs/base --config.steps="$steps" \
+experiments/mini/rows.sh 16 128
+bert-jax pretrain --config base,16=0.2,128=0.8 --rows runs/mini-rows16 --rows runs/mini-rows128 \
+  --workdir runs/base --config.steps="${STEPS:-6000}" \
   '--config.phases[0].batch_size=1024' --config.batch_size=128 --config.model.dtype=bfloat16 \
   --config.model.vocab_multiple=128 --config.model.dropout=0 --config.model.attention_dropout=0 \
   --config.model.next_sentence=false --config.masking.rate=0.4 --config.optim.optimizer=adamw \
