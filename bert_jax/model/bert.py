@@ -152,7 +152,7 @@ class Embeddings(nn.Module):
         c = self.config
         # Gather words in float32: the gradient is a scatter-add, and GPUs have no fast atomic
         # addition in bfloat16. The two small tables avoid scatters altogether.
-        x = gather_rows(self.word.embedding, tokens)
+        x = gather_rows(jnp.asarray(self.word.embedding), tokens)
         if c.position_kind == "learned":
             positions = jnp.asarray(self.position.embedding[: tokens.shape[1]], c.dtype)
             x += one_hot_gather(positions, layout.position_ids).astype(x.dtype)
