@@ -157,6 +157,7 @@ def learning() -> Iterator[Row]:
         base["starts"][-1]["devices"],
         commits(base["starts"]),
         "base",
+        "bert-jax blimp --init runs/base --data $BERT_JAX_DATA/blimp $BERT_JAX_DATA/zorro --pairs 200 --json",
     )
     commands = read("test_suite/results.jsonl")
     lines = [line for line in commands if line["command"] == "make quickstart"]

@@ -84,12 +84,12 @@ def deterministic(monkeypatch):
 def test_deterministic_kernels_need_no_order_of_scattered_additions():
     """XLA makes a scatter deterministic by sorting all its numbers, unless its indices are unique."""
     step, state, batch = pretraining_step("bfloat16")
-    found = list(equations(step.trace(state, batch).jaxpr.jaxpr))
-    scattered = [each for each in found if each.primitive.name.startswith("scatter")]
+    program = list(equations(step.trace(state, batch).jaxpr.jaxpr))
+    scattered = [each for each in program if each.primitive.name.startswith("scatter")]
     assert [each.outvars[0].aval.str_short() for each in scattered] == [f"float32[{VOCAB},32]"]
     assert scattered[0].primitive.name == "scatter"
     assert scattered[0].params["unique_indices"]
-    sorted_numbers = [each.invars[0].aval.size for each in found if each.primitive.name == "sort"]
+    sorted_numbers = [each.invars[0].aval.size for each in program if each.primitive.name == "sort"]
     assert max(sorted_numbers) <= 4 * 24  # one for each token of the batch
 
 
