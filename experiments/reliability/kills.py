@@ -1,6 +1,7 @@
 """Kill real runs at critical moments, restart them, and compare with undisturbed runs.
 
     python experiments/reliability/kills.py --kills 100 [--seed 0] [--only pretrain finetune]
+    JAX_PLATFORMS=cuda python experiments/reliability/kills.py --kills 12 --only pretrain finetune
 
 Generates its data: a text from a grammar, a vocabulary, rows, a table to fine-tune on. Each command first
 runs undisturbed. Then it is started, killed by SIGKILL at a moment drawn from `MOMENTS` and restarted,
@@ -23,6 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+
+from bert_jax import workdir
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -107,10 +110,12 @@ def commands(data: pathlib.Path) -> dict[str, Callable[[pathlib.Path], list]]:
 
 
 def environment() -> dict[str, str]:
-    # Starting a process mostly compiles: use little optimization, and a separate cache.
-    flags = "--xla_backend_optimization_level=0"
+    platform, flags = os.environ.get("JAX_PLATFORMS", "cpu"), os.environ.get("XLA_FLAGS", "")
+    if platform == "cpu":  # starting a process mostly compiles: use little optimization
+        flags = "--xla_backend_optimization_level=0"
+    # A separate cache.
     cache = os.path.join(tempfile.gettempdir(), "bert_jax_kills_cache")
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "BERT_JAX_CACHE": cache}
+    return {**os.environ, "JAX_PLATFORMS": platform, "XLA_FLAGS": flags, "BERT_JAX_CACHE": cache}
 
 
 def start(command: list) -> subprocess.Popen:
@@ -316,6 +321,8 @@ def main() -> None:
         for scenario in make:  # in this order, since some use the output of others
             if scenario in options.only or scenario in ("pretrain", "export"):
                 call(*make[scenario](folder / scenario))
+        device = workdir.read_lines(folder / "pretrain" / "starts.jsonl")[0]["devices"]
+        on = {} if device == "1 cpu" else {"device": device}
         # Kill training, which has the most state, three times as often as the others.
         weights = [3 if scenario in TRAINED else 1 for scenario in options.only]
         number = 0
@@ -333,16 +340,11 @@ def main() -> None:
             if scenario in (*TRAINED, "prepare") or not out.exists():
                 call(*make[scenario](out))
             differ = differences(scenario, out, folder / scenario)
-            starts = out / "starts.jsonl"
-            resumed = (
-                [json.loads(line)["step"] for line in starts.read_text().splitlines()]
-                if starts.exists()
-                else []
-            )
+            resumed = [line["step"] for line in workdir.read_lines(out / "starts.jsonl")]
             with open(results, "a") as file:
                 for line in lines:
                     line |= {"seed": options.seed, "run": number, "resumed_at": resumed,
-                             "differs": differ, "jax": importlib.metadata.version("jax")}  # fmt: skip
+                             "differs": differ, "jax": importlib.metadata.version("jax"), **on}  # fmt: skip
                     file.write(json.dumps(line) + "\n")
             done += len(lines)
             print(f"{done} kills; {scenario}: {', '.join(line['moment'] for line in lines)}: "

@@ -18,6 +18,7 @@ RESOURCES = {
 }
 # Share of a run that is warm-up: compilation, the first evaluation and the first save.
 WARM = 0.2
+CPU = "2 CPU cores"
 
 
 def read(name):
@@ -26,12 +27,18 @@ def read(name):
 
 
 def kills(lines):
-    """Return a table with a row per command and a column per moment."""
+    """Return a table with a row per command and device, and a column per moment."""
     if not lines:
         return ["not run"]
-    counts = collections.Counter((line["command"], line["moment"]) for line in lines)
+    by_device = collections.defaultdict(list)
+    for line in lines:
+        by_device[line.get("device", CPU)].append(line)
+    counts = collections.Counter(
+        (f"{line['command']}, {on}" if on != CPU else line["command"], line["moment"])
+        for on, killed in by_device.items()
+        for line in killed
+    )
     commands, moments = (sorted({key[i] for key in counts}) for i in range(2))
-    differ = [line for line in lines if line["differs"]]
     table = [
         f"| | {' | '.join(moment.replace('_', ' ') for moment in moments)} | all |",
         f"|---|{'---|' * (len(moments) + 1)}",
@@ -41,14 +48,16 @@ def kills(lines):
         table.append(
             f"| {command} | {' | '.join(str(n or '') for n in command_counts)} | {sum(command_counts)} |"
         )
-    runs = len({(line["seed"], line["command"], line["run"]) for line in lines})
-    seeds = ", ".join(str(seed) for seed in sorted({line["seed"] for line in lines}))
-    return [
-        f"{len(lines)} kills in {runs} runs (seed {seeds}); {len(differ)} of them in runs that ended "
-        "differently from the undisturbed one.",
-        "",
-        *table,
-    ]
+    sentences = []
+    for on, killed in by_device.items():
+        runs = len({(line["seed"], line["command"], line["run"]) for line in killed})
+        seeds = ", ".join(str(seed) for seed in sorted({line["seed"] for line in killed}))
+        differ = sum(bool(line["differs"]) for line in killed)
+        sentences.append(
+            f"On {on}: {len(killed)} kills in {runs} runs (seed {seeds}); {differ} of them in runs that "
+            "ended differently from the undisturbed one."
+        )
+    return [*sentences, "", *table]
 
 
 def leaks(lines):
