@@ -8,7 +8,7 @@
 set -euo pipefail
 experiments/mini/rows.sh 16 128
 bert-jax pretrain --config base,16=0.2,128=0.8 --rows runs/mini-rows16 --rows runs/mini-rows128 \
-  --workdir runs/base --config.steps="${STEPS:-6000}" \
+  --workdir runs/base --config.steps="${STEPS:-8000}" \
   '--config.phases[0].batch_size=1024' --config.batch_size=128 --config.model.dtype=bfloat16 \
   --config.model.vocab_multiple=128 --config.model.dropout=0 --config.model.attention_dropout=0 \
   --config.model.next_sentence=false --config.masking.rate=0.4 --config.optim.optimizer=adamw \
