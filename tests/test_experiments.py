@@ -603,8 +603,7 @@ def test_finetuning_page_matches_its_results():
 @pytest.mark.parametrize("name", ["mini", "base"])
 def test_pages_of_single_runs_match_their_results(name):
     record = module("mini/record.py")
-    results = json.loads((ROOT / name / "results.json").read_text())
-    assert (ROOT / name / "README.md").read_text() == record.page(name, results)
+    assert (ROOT / name / "README.md").read_text() == record.page(ROOT / name)
 
 
 def test_concurrent_runs_lose_no_line_of_results(tmp_path):

@@ -2,7 +2,9 @@
 
 python experiments/mini/record.py --workdir runs/mini
 python experiments/mini/record.py --workdir runs/base --page experiments/base
+python experiments/mini/record.py --workdir runs/mini --name gpu    # the recipe again, on a GPU
 
+With --name it writes NAME.json instead of results.json, and the page compares the two runs.
 Without a checkpoint in the workdir, the page lacks what needs one. With WORKDIR/blimp.json, which
 `bert-jax blimp --data $BERT_JAX_DATA/blimp $BERT_JAX_DATA/zorro --pairs 200 --json` has printed, it
 shows the accuracies on minimal pairs.
@@ -64,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workdir", default="runs/mini")
     parser.add_argument("--page", type=pathlib.Path, default=FOLDER, help="folder of the page")
+    parser.add_argument("--name", default="results", help="of the file of results")
     options = parser.parse_args()
     folder = pathlib.Path(options.workdir)
     config = workdir.read_config(folder)
@@ -104,9 +107,10 @@ def main() -> None:
     if (folder / "blimp.json").exists():
         results["minimal_pairs"] = minimal_pairs(folder / "blimp.json")
     text = json.dumps(results, indent=1, ensure_ascii=False)
-    (options.page / "results.json").write_text(text + "\n")
-    runs.loss_curve([options.workdir], str(options.page / "curve.svg"))
-    (options.page / "README.md").write_text(page(options.page.resolve().name, results))
+    (options.page / f"{options.name}.json").write_text(text + "\n")
+    if options.name == "results":
+        runs.loss_curve([options.workdir], str(options.page / "curve.svg"))
+    (options.page / "README.md").write_text(page(options.page))
 
 
 # Title of a page, and what else it says about the run, by the name of its folder.
@@ -116,23 +120,64 @@ PAGES = {
         "BERT-base (L12 H768 A12)",
         """
 The recipe is that of the [small sizes](../../configs/pretrain.py), with 16,384 tokens a step and a learning rate of
-3e-4; the kernels were deterministic (the default). Until step 1,200, of T=16, other trainings shared the GPU. The speed
-is the median of the last quarter of the steps. The checkpoint was not kept, so the loss with 15% masked, the loss per
-word, and fine-tuning were not measured. The last losses of [mini](../mini/README.md) have the same text, T and masking.
+3e-4; the kernels were deterministic (the default). Until step 4,400 other trainings shared the GPU. The speed
+is the median of the last quarter of the steps. [Fine-tuning](../finetuning/README.md) starts from this model, and the
+losses of [mini](../mini/README.md) have the same text, T and masking.
 
 At step 500 the held-out loss is already below the levels of unigram and bigram models, which the plot shows. The peak
-of the training loss at step 1,200 is the change from T=16 to 128.
+of the training loss at step 1,600 is the change from T=16 to 128.
 """,
     ),
 }
 
 
-def page(name: str, r: dict) -> str:
-    """Return the README of the folder `name` for the results."""
-    title, notes = PAGES[name]
+def hardware(r: dict) -> str:
+    """Return the hardware of a run."""
+    devices = r["starts"][-1]["devices"]
+    return f"{r['cores']} CPU cores" if devices == "1 cpu" else devices
+
+
+def comparison(runs: list[dict]) -> list[str]:
+    """Return a table of runs with the same recipe."""
+
+    def losses(key: str, decimals: int) -> list[str]:
+        return [f"{r['losses'][key]:.{decimals}f}" for r in runs]
+
+    def pairs(key: str) -> list[str]:
+        return [
+            f"{100 * r['minimal_pairs'][key]:.1f}" if "minimal_pairs" in r else "not run"
+            for r in runs
+        ]
+
+    rows = {
+        "minutes of steps": [f"{r['training_minutes']:.1f}" for r in runs],
+        "held-out loss, 40% masked": [f"{r['heldout'][-1]['masked_lm_loss']:.3f}" for r in runs],
+        "15% masked, per word piece": losses("per_piece", 2),
+        "15% masked, per word": losses("per_word", 2),
+        "15% masked, per byte": losses("per_byte", 3),
+        "BLiMP, 200 pairs a paradigm": pairs("blimp"),
+        "Zorro, 200 pairs a paradigm": pairs("zorro"),
+    }
+    return [
+        "The same recipe on other hardware, shared with other work:",
+        "",
+        f"| | {' | '.join(map(hardware, runs))} |",
+        f"|---|{'---|' * len(runs)}",
+        *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()),
+        "",
+    ]
+
+
+def page(folder: pathlib.Path) -> str:
+    """Return the README of a folder for the results in it."""
+    title, notes = PAGES[folder.resolve().name]
+    r = json.loads((folder / "results.json").read_text())
+    others = [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"))
+        if path.stem != "results"
+    ]
     starts, last = r["starts"], r["phases"][-1]
-    is_cpu = starts[-1]["devices"] == "1 cpu"
-    hardware = f"{r['cores']} CPU cores" if is_cpu else starts[-1]["devices"]
     speed = ""
     if "tokens_per_second" in r:
         share = f" ({r['mfu']:.0%} of its bfloat16 peak)" if r["mfu"] else ""
@@ -143,7 +188,7 @@ def page(name: str, r: dict) -> str:
         "",
         f"{r['steps']:,} steps of {last['tokens'] * last['batch_size']:,} tokens on rows of "
         f"T={', '.join(str(phase['tokens']) for phase in r['phases'])}, in this order: "
-        f"{r['real_tokens'] / 1e6:.1f} million tokens in {r['training_minutes']:.0f} minutes of steps on {hardware}, "
+        f"{r['real_tokens'] / 1e6:.1f} million tokens in {r['training_minutes']:.0f} minutes of steps on {hardware(r)}, "
         f"which other work shared at times.{speed}",
         "[`run.sh`](run.sh) trains a vocabulary of 8,192 word pieces, prepares rows and pretrains; "
         "[`record.py`](../mini/record.py) writes this page and [`results.json`](results.json) from the finished run."
@@ -174,6 +219,8 @@ def page(name: str, r: dict) -> str:
             f"| Zorro | {100 * pairs['zorro']:.1f} |",
             "",
         ]
+    if others:
+        lines += comparison([r, *others])
     lines += ["![masked-LM loss by step](curve.svg)", ""]
     if masks := r.get("fill_mask"):
         lines += ["| text | candidates |", "|---|---|"]
