@@ -143,9 +143,9 @@ def learning() -> Iterator[Row]:
     )
     base = json.loads((EXPERIMENTS / "base" / "results.json").read_text())
     yield Row(
-        f"masked-LM loss of base after {base['real_tokens'] / 1e6:.0f} million tokens, 40% masked, T=128 (nats)",
-        f"{base['heldout'][-1]['masked_lm_loss']:.2f} (1 seed)",
-        f"L4-H256 (`mini`): {mini['heldout'][-1]['masked_lm_loss']:.2f}",
+        f"masked-LM loss of base after {base['real_tokens'] / 1e6:.0f} million tokens, 15% masked (nats)",
+        f"{base['losses']['per_piece']:.2f} (1 seed)",
+        f"L4-H256 (`mini`): {mini['losses']['per_piece']:.2f}",
         base["starts"][-1]["devices"],
         commits(base["starts"]),
         "base",
@@ -199,11 +199,11 @@ def miniberta() -> Iterator[Row]:
 
 
 def fine_tuning() -> Iterator[Row]:
-    """Fine-tuning compared with transformers' Trainer, from the same weights."""
-    trainer = read("finetuning/trainer.jsonl")
+    """Fine-tuning compared with transformers' Trainer, from the same weights, and with random parameters."""
+    trainer, lines = read("finetuning/trainer.jsonl"), read("finetuning/results.jsonl")
     pairs = [
         (line, next((other for other in trainer if finetuning.same_schedule(line, other)), None))
-        for line in read("finetuning/results.jsonl")
+        for line in lines
         if line["start"] == "minilm"
     ]
     for line, other in sorted(pairs, key=lambda pair: pair[1] is None):
@@ -226,6 +226,19 @@ def fine_tuning() -> Iterator[Row]:
             "finetuning",
             f"python experiments/finetuning/in_transformers.py {scores['set']}",
         )
+    random = {line["set"]: line for line in lines if line["start"] == "none"}
+    for line in lines:
+        if line["start"] == "base":
+            yield Row(
+                f"{finetuning.SETS[line['set']].title}, base pretrained on 22 million words and fine-tuned",
+                finetuning.spread(line),
+                f"random parameters, L4-H256: {finetuning.spread(random[line['set']])}",
+                finetuning.hardware(line),
+                line["commit"],
+                "finetuning",
+                f"python experiments/finetuning/run.py {line['set']} --starts runs/base --seeds "
+                f"{len(line['values'])} --change model.dtype=bfloat16",
+            )
 
 
 def speeds() -> Iterator[Row]:
