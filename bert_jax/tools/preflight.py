@@ -93,7 +93,7 @@ class Utilization(NamedTuple):
 
 
 UTILIZATIONS = {
-    "NVIDIA H100": Utilization(0.31, "this project, base, T=128, on one H100 (experiments/speed)"),
+    "NVIDIA H100": Utilization(0.28, "this project, base, T=128, on one H100 (experiments/speed)"),
     "NVIDIA A100": Utilization(
         0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"
     ),
