@@ -38,6 +38,7 @@ COMMANDS = {
     "reliability": "make soak",
 }
 GPU = "python experiments/speed/gpu.py --out DIR"
+GPU_KILLS = "JAX_PLATFORMS=cuda python experiments/reliability/kills.py --only pretrain finetune"
 NOT_RUN = "not run"
 OUTCOMES = (NOT_RUN, "not significant", "opposite", "one seed", "yes")
 # How outcomes are counted here.
@@ -306,16 +307,17 @@ def reliability() -> Iterator[Row]:
     """Robustness."""
     kills = collections.defaultdict(list)
     for line in read("reliability/kills.jsonl"):
-        kills[line.get("device", "2 CPU cores")].append(line)
-    for on, lines in kills.items():
+        kills[line.get("device", "")].append(line)
+    for device, lines in kills.items():
         killed = {(each["seed"], each["command"], each["run"]): each["differs"] for each in lines}
         yield Row(
             "runs killed by SIGKILL and restarted",
             f"{len(lines)} kills in {len(killed)} runs, {sum(map(bool, killed.values()))} runs ended differently",
             "the same bits as an undisturbed run",
-            on,
+            device or "2 CPU cores",
             "",
             "reliability",
+            f"{GPU_KILLS} --kills {len(lines)} --seed {lines[0]['seed']}" if device else "",
         )
     fuzz = read("reliability/fuzz.jsonl")
     times = fuzz[-1]["times"]

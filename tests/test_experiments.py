@@ -606,6 +606,12 @@ def test_pages_of_single_runs_match_their_results(name):
     assert (ROOT / name / "README.md").read_text() == record.page(ROOT / name)
 
 
+def test_kills_of_the_reliability_page_match_their_results():
+    report = module("reliability/report.py")
+    table = "\n".join(report.kills(report.read("kills.jsonl")))
+    assert f"<!-- kills -->\n{table}\n<!-- /kills -->" in (report.HERE / "README.md").read_text()
+
+
 def test_concurrent_runs_lose_no_line_of_results(tmp_path):
     keep, path = module("finetuning/run.py").keep_line, tmp_path / "results.jsonl"
     lines = [{"set": i % 40, "start": "none", "value": i // 40} for i in range(80)]

@@ -120,9 +120,9 @@ PAGES = {
         "BERT-base (L12 H768 A12)",
         """
 The recipe is that of the [small sizes](../../configs/pretrain.py), with 16,384 tokens a step and a learning rate of
-3e-4; the kernels were deterministic (the default). Until step 4,400 other trainings shared the GPU. The speed is the
-median of the last quarter of the steps. [Fine-tuning](../finetuning/README.md) starts from this model, and the losses
-of [mini](../mini/README.md) have the same text, T and masking.
+3e-4; the kernels were deterministic (the default). Other trainings shared the GPU at first, but not in the
+last quarter of the steps, whose median is the speed. [Fine-tuning](../finetuning/README.md) starts from this model, and
+the losses of [mini](../mini/README.md) have the same text, T and masking.
 
 At step 500 the held-out loss is already below the levels of unigram and bigram models, which the plot shows. The peak
 of the training loss at step 1,600 is the change from T=16 to 128.
@@ -162,7 +162,7 @@ def comparison(results: list[dict]) -> list[str]:
         "Zorro, 200 pairs a paradigm": pairs("zorro"),
     }
     return [
-        "The same recipe on other hardware, shared with other work:",
+        "The same recipe on two kinds of hardware, both shared with other work:",
         "",
         f"| | {' | '.join(map(hardware, results))} |",
         f"|---|{'---|' * len(results)}",

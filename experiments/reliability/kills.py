@@ -312,6 +312,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     options = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # shares a GPU with the runs
     rng, results = random.Random(options.seed), HERE / "kills.jsonl"
     done = 0
     with tempfile.TemporaryDirectory(prefix="bert_jax_kills_") as temporary:
