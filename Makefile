@@ -6,13 +6,14 @@
 #   make coverage                   the same, with line coverage (half as long again)
 #   make lint                       ruff and pyright
 #   make docs                       build the documentation into build/site
+#   make count                      lines and syntax nodes by folder
 #   make bench [ARGS=…]             benchmarks against PyTorch; needs BERT_JAX_DATA
 #   make soak                       kill a run a hundred times, watch a long one for leaks, fuzz
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-quick test-all coverage lint docs bench soak clean
+.PHONY: quickstart test test-quick test-all coverage lint docs bench soak count clean
 
 quickstart: $(VENV)/run.done
 	$(BIN)/python launch/quickstart.py $(if $(CORPUS),--corpus $(CORPUS)) $(ARGS)
@@ -53,6 +54,9 @@ soak: $(VENV)/test.done
 	$(BIN)/python experiments/reliability/leaks.py
 	$(BIN)/python experiments/reliability/fuzz.py --times $(SOAK)
 	$(BIN)/python experiments/reliability/report.py
+
+count:
+	$(PYTHON) tests/count.py
 
 clean:
 	rm -rf $(VENV)
