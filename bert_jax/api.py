@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from bert_jax import config_flags, device, downstream, files, storage
+from bert_jax import config_flags, device, files, predict, storage, train
 from bert_jax.benchmarks import tables
 from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
 from bert_jax.config_checks import validate
@@ -51,7 +51,6 @@ from bert_jax.inference import (
 )
 from bert_jax.model.bert import Bert, Params, last_tokens
 from bert_jax.objectives import initial, pretraining
-from bert_jax.train import train
 
 if TYPE_CHECKING:
     import tokenizers
@@ -252,7 +251,7 @@ class Model:
             return []
         with tempfile.TemporaryDirectory() as folder:
             task, path = _write_texts(config.task, texts, pathlib.Path(folder))
-            dataset, logits = downstream.predict_new(
+            dataset, logits = predict.predict_new(
                 dataclasses.replace(config, task=task),
                 self.vocabulary,
                 self.params,
@@ -291,8 +290,8 @@ class Model:
             source_lib.Imported(self.config, self.vocabulary, jax.device_get(self.params), about),
             folder,
         )
-        if metrics := downstream.read_metrics(self.source, self.step):
-            files.write_json(pathlib.Path(folder) / downstream.METRICS, {**metrics, "step": 0})
+        if metrics := predict.read_metrics(self.source, self.step):
+            files.write_json(pathlib.Path(folder) / predict.METRICS, {**metrics, "step": 0})
 
     def to_huggingface(self, folder: str | os.PathLike, heads: str = "all") -> None:
         """Write a new folder that transformers' `from_pretrained` loads.
@@ -379,7 +378,7 @@ def pretrain(
     if init:
         keys = set(changes or {}) if isinstance(config, str) else None
         settings, start = initial.open_start(settings, str(init), str(checkpoint), keys)
-    train(
+    train.train(
         *pretraining.make_phases(settings, objective, start),
         str(workdir),
         start=start.params if start else None,
@@ -409,7 +408,7 @@ def finetune(
         changes: settings by key: `{"epochs": 2}`.
 
     Raises:
-        UserError: as for `downstream.finetune`, or an argument has the wrong type.
+        UserError: as for `predict.finetune`, or an argument has the wrong type.
         Interrupted: stopped by a signal after saving.
     """
     if examples and storage.is_remote(workdir):
@@ -429,7 +428,7 @@ def finetune(
         path = pathlib.Path(workdir) / "data" / f"{split}.jsonl"
         _write_lines(path, records)
         setattr(settings.task, split, str(path))
-    return downstream.finetune(settings, str(init), str(workdir), seeds=seeds, keys=changes or ())
+    return train.finetune(settings, str(init), str(workdir), seeds=seeds, keys=changes or ())
 
 
 def _outputs(module: Bert, tokens: Any, layout: Any, key: Any) -> Output:

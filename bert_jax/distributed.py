@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.distributed import global_state  # JAX has no public API for its key-value store
+from jax.experimental import multihost_utils
 
 from bert_jax import sharding
 from bert_jax.config import MeshConfig
@@ -341,3 +342,10 @@ class Heartbeat:
                 self._report(
                     f"no step for {now - last_progress[1]:.0f} s (processes by step: {steps})"
                 )
+
+
+def to_hosts(tree: Any) -> Any:
+    """Gather arrays with the rows of all processes on every host."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,39 +1,23 @@
 """Held-out evaluation: metrics over a fixed set of rows, masked alike in every evaluation of a phase."""
 
 import collections
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
-from bert_jax import checkpoint, sharding
+from bert_jax import checkpoint, distributed, sharding
 from bert_jax.config import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.errors import UserError
-from bert_jax.model.bert import Bert, Params
+from bert_jax.model.bert import Params
 from bert_jax.objectives import initial, pretraining
 from bert_jax.objectives.base import Phase
-from bert_jax.objectives.supervised import Supervised
 
 _TOKENS_AT_A_TIME = 32_768  # of one device in `evaluate_workdir`
-
-
-def shard_batch(batch: Batch, mesh: jax.sharding.Mesh) -> Batch | dict[str, jax.Array]:
-    """Assemble the global batch on the mesh from the rows of each process.
-
-    On a single device, return the batch unchanged: a compiled program transfers it to the device
-    in a tenth of the time.
-    """
-    if mesh.size == 1:
-        return batch
-    row_sharding = sharding.row_sharding(mesh)
-    return {k: jax.make_array_from_process_local_data(row_sharding, v) for k, v in batch.items()}
 
 
 def make_evaluate(
@@ -75,10 +59,10 @@ def make_evaluate(
             for i, batch in enumerate(phase.heldout(*sharding.process_row_shard(mesh))):
                 key = jax.random.fold_in(jax.random.key(HELDOUT_SEED), i)
                 with jax.set_mesh(mesh):
-                    loss_terms, outputs = measure(params, shard_batch(batch, mesh), key)
+                    loss_terms, outputs = measure(params, sharding.shard_batch(batch, mesh), key)
                 total = loss_terms if total is None else jax.tree.map(jnp.add, total, loss_terms)
                 if outputs:
-                    yield _to_hosts(batch), _to_hosts(outputs)
+                    yield distributed.to_hosts(batch), distributed.to_hosts(outputs)
 
         results = batches_and_outputs()
         first = list(itertools.islice(results, 1))
@@ -89,36 +73,6 @@ def make_evaluate(
         return {**means(total), **scores}
 
     return evaluate
-
-
-# Jitted functions of `predictions` by all that they depend on.
-_PREDICT: dict[tuple[type, str], Callable[[Params, Any], dict[str, jax.Array]]] = {}
-
-
-def predictions(
-    objective: Supervised, params: Params, batches: Iterable[Batch], mesh: jax.sharding.Mesh
-) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
-    """Yield each batch with the objective's outputs for it, both on the host."""
-    kind = type(objective), repr((objective.model.config, objective.pooling))
-    if kind not in _PREDICT:
-        kept = copy.copy(objective)
-        del kept.dataset  # not used, and large
-        kept.model = Bert(copy.deepcopy(objective.model.config))  # configs are mutable
-        _PREDICT[kind] = jax.jit(
-            lambda params, batch: kept.predict(
-                params, kept.prepare(batch, jax.random.key(HELDOUT_SEED))
-            )
-        )
-    params = jax.device_put(params, sharding.replicated(mesh))
-    for batch in batches:
-        yield _to_hosts(batch), _to_hosts(_PREDICT[kind](params, shard_batch(batch, mesh)))
-
-
-def _to_hosts(tree: Any) -> Any:
-    """Gather arrays with the rows of all processes on every host."""
-    if jax.process_count() == 1:
-        return jax.device_get(tree)
-    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def means(loss_terms: dict) -> dict[str, float]:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from bert_jax import guard, sharding, storage, workdir
+from bert_jax.benchmarks.load import load_dataset
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig, MeshConfig
-from bert_jax.downstream import load_dataset
 from bert_jax.errors import UserError
-from bert_jax.evaluate import shard_batch
 from bert_jax.model import attention
 from bert_jax.objectives import finetuning, pretraining
+from bert_jax.sharding import shard_batch
 from bert_jax.step import compile_phase, initial_state, place_teacher, restore
 
 

@@ -249,3 +249,15 @@ def bytes_per_device(tree: Any) -> int:
         int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
     )
+
+
+def shard_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
+    """Assemble the global batch on the mesh from the rows of each process.
+
+    On a single device, return the batch unchanged: a compiled program transfers it to the device
+    in a tenth of the time.
+    """
+    if mesh.size == 1:
+        return batch
+    rows = row_sharding(mesh)
+    return {k: jax.make_array_from_process_local_data(rows, v) for k, v in batch.items()}

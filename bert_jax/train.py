@@ -8,10 +8,12 @@ and ends with the same bits as an uninterrupted run.
 import collections
 import concurrent.futures
 import contextlib
+import copy
+import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -29,16 +31,17 @@ from bert_jax import (
     workdir,
 )
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import TrainConfig, batch_size_key
+from bert_jax.config import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
 from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
-from bert_jax.evaluate import shard_batch
 from bert_jax.inference import MaskSampler
 from bert_jax.log import EarlyStopping, Log, print_json
 from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
+from bert_jax.objectives import finetuning
 from bert_jax.objectives.base import Phase
+from bert_jax.predict import METRICS, evaluate_run, over_seeds
 from bert_jax.progress import Progress
 from bert_jax.signals import Interrupted, catch_signals
 from bert_jax.step import (
@@ -226,7 +229,7 @@ def train(
                     if step in step_guard.skipped:
                         state, sums = programs.skip(state)
                     else:
-                        batch = shard_batch(batch, mesh)
+                        batch = sharding.shard_batch(batch, mesh)
                         if due(step, config.guard.probe_every_steps):
                             compute = functools.partial(programs.fingerprint, state, batch)
                             with jax.set_mesh(mesh):
@@ -300,6 +303,61 @@ def train(
         print_json({"split": "end", **end._asdict()})
         if interrupted():  # a signal after the last step must still stop the runs that follow
             raise Interrupted(_saved(step, config, folder))
+
+
+@storage.mirrors("folder")
+def finetune(
+    config: FinetuneConfig,
+    init: str,
+    folder: str | pathlib.Path,
+    *,
+    seeds: int = 1,
+    vocab: str = "",
+    which: str = "best",
+    force: bool = False,
+    summarize_trace: Summarize | None = None,
+    keys: Collection[str] = (),
+) -> dict[str, Any]:
+    """Fine-tune, evaluate the best checkpoint on every split and write its predictions.
+
+    Args:
+        config: validated config.
+        init, seeds, vocab, which, keys: as in `finetuning.prepare_run`.
+        folder: the workdir; with several seeds, each has a workdir inside it.
+        force, summarize_trace: as in `train`.
+
+    Returns:
+        The content of metrics.json.
+
+    Raises:
+        Interrupted: stopped after saving.
+    """
+    folder = pathlib.Path(folder)
+    workdir.require_same_kind(folder, seeds)
+    run = finetuning.prepare_run(config, init, seeds, vocab, which, keys)
+    compiled: dict[int, Any] = {}
+    results = []
+    for seed in range(config.seed, config.seed + seeds):
+        seed_config = dataclasses.replace(copy.deepcopy(run.config), seed=seed)
+        seed_folder = folder / f"seed_{seed}" if seeds > 1 else folder
+        if seeds > 1:
+            print(f"seed {seed}", flush=True)
+        train(
+            seed_config,
+            run.vocabulary,
+            run.data,
+            [run.phase(seed)],
+            seed_folder,
+            force,
+            run.params,
+            compiled,
+            summarize_trace,
+        )
+        results.append(evaluate_run(seed_folder, run.dataset, MeshConfig()))
+    summary = results[0] if seeds == 1 else over_seeds(results)
+    if seeds > 1:
+        files.write_json(folder / METRICS, summary)
+    return summary
 
 
 def handle_bad_step(

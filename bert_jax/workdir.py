@@ -13,7 +13,7 @@ skipped.json      steps whose batches are skipped (`bert_jax.guard`)
 incidents/        batch and statistics of bad steps (`bert_jax.guard`)
 log.txt           what the run printed, with the time
 tensorboard/      the same curves as TensorBoard events
-metrics.json      scores of a fine-tuning run by split (`bert_jax.downstream`)
+metrics.json      scores of a fine-tuning run by split (`bert_jax.predict`)
 predictions/      predictions of a fine-tuning run by split
 profile/          traces of steps and a breakdown of their time (`bert_jax.tools.profile`)
 lock              lock file, held while a process trains here
@@ -473,3 +473,17 @@ def record_start(
     path = workdir / "starts.jsonl"
     with files.one_line_errors(f"cannot write {path}"), open(path, "a") as file:
         file.write(json.dumps(start) + "\n")
+
+
+def require_same_kind(folder: pathlib.Path, seeds: int) -> None:
+    """Refuse to mix a run of one seed with runs of several: both write the same metrics.json."""
+    seed_configs = sorted(folder.glob("seed_*/config.json"))
+    if seed_configs and seeds == 1:
+        raise UserError(
+            f"{folder} holds runs of several seeds ({seed_configs[0].parent.name}, …): add --seeds, "
+            "or choose another workdir"
+        )
+    if seeds > 1 and (folder / "config.json").exists():
+        raise UserError(
+            f"{folder} holds a run of one seed: choose another workdir for {seeds} seeds"
+        )

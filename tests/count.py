@@ -8,6 +8,7 @@ which formatting and comments do not change.
 
 import ast
 import collections
+import itertools
 import pathlib
 import subprocess
 
@@ -43,7 +44,7 @@ def main() -> None:
     print(f"{'bert_jax/':24}{'files':>8}{'lines':>8}{'nodes':>9}")
     for name, paths in sorted(folders.items()):
         print(f"  {name or '(root)':22}{len(paths):8,}{lines(paths):8,}{nodes(paths):9,}")
-    everything = sum(folders.values(), [])
+    everything = list(itertools.chain(*folders.values()))
     print(f"  {'total':22}{len(everything):8,}{lines(everything):8,}{nodes(everything):9,}")
     for name in ("tests", "experiments", "configs", "launch"):
         paths = tracked(name)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bert_jax
-from bert_jax import api, downstream, workdir
+from bert_jax import api, predict, workdir
 from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -99,7 +99,7 @@ def test_predict_matches_the_predict_command(finetuned, tmp_path):
     assert metrics == json.loads((folder / "metrics.json").read_text())
     texts = ["bread 3", "the river runs"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
-    downstream.predict_file(folder, str(tmp_path / "new.txt"), tmp_path / "out")
+    predict.predict_file(folder, str(tmp_path / "new.txt"), tmp_path / "out")
     lines = (tmp_path / "out" / "predictions.tsv").read_text().splitlines()[1:]
     predictions = bert_jax.load(folder).predict(texts)
     for line, prediction in zip(lines, predictions, strict=True):
@@ -194,9 +194,9 @@ def test_workdirs_on_object_storage(run, tmp_path, monkeypatch):
     """Their URLs are not used as local paths, and Python objects cannot be written to them."""
     monkeypatch.chdir(tmp_path)
     url, received = "gs://bucket/run", []
-    for name in ("train", "export"):
-        monkeypatch.setattr(api, name, lambda *args, **_: received.extend(args))
-    monkeypatch.setattr(api.downstream, "finetune", lambda *args, **_: received.extend(args) or {})
+    for owner, name in ((api.train, "train"), (api, "export")):
+        monkeypatch.setattr(owner, name, lambda *args, **_: received.extend(args))
+    monkeypatch.setattr(api.train, "finetune", lambda *args, **_: received.extend(args) or {})
     monkeypatch.setattr(api, "load", lambda _: run)
     bert_jax.pretrain(SIZE, url, rows=[f"{run.source}/data/rows32"], changes=CHANGES)
     bert_jax.finetune("table", run.source, url, changes=TABLE)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import cli, downstream, evaluate, sharding
+from bert_jax import cli, distributed, evaluate, predict, sharding
 from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.config_flags import load
@@ -19,8 +19,8 @@ from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
 from bert_jax.errors import UserError
-from bert_jax.evaluate import shard_batch
 from bert_jax.objectives import finetuning
+from bert_jax.sharding import shard_batch
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.runs import VOCABULARY, refused
@@ -174,7 +174,7 @@ def test_evaluated_batches_are_freed(monkeypatch):
         model=MODEL, task=TaskConfig(kind="pairs", text_b="b", tokens=20), batch_size=2
     )
     config, _, _, phase = finetuning.make_phase(config, dataset, [0], 1)
-    to_hosts = evaluate._to_hosts
+    to_hosts = distributed.to_hosts
 
     def recorded(tree):
         result = to_hosts(tree)
@@ -183,11 +183,11 @@ def test_evaluated_batches_are_freed(monkeypatch):
             assert sum(x() is not None for x in alive) <= 3
         return result
 
-    monkeypatch.setattr(evaluate, "_to_hosts", recorded)
+    monkeypatch.setattr(distributed, "to_hosts", recorded)
     mesh, params = MeshConfig(), random_params(MODEL)
     result = evaluate.make_evaluate(phase, sharding.make_mesh(mesh, jax.devices()[:1]))(params)
     assert result["spearman"] == len(texts)
-    assert len(downstream.predict(config, params, dataset, "dev", mesh)) == len(texts)
+    assert len(predict.predict(config, params, dataset, "dev", mesh)) == len(texts)
     assert len(alive) == 2 * 10
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from bert_jax import cli, downstream
+from bert_jax import cli, train
 from bert_jax.benchmarks.squad import Squad
 from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.config_flags import load
@@ -489,7 +489,7 @@ def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
         export("run", tmp_path / "out")
     export("run", tmp_path / "encoder", heads="none")
     with pytest.raises(UserError, match=message):
-        downstream.finetune(
+        train.finetune(
             FinetuneConfig(), "none", tmp_path / "w", vocab=str(tokenizers / "xlm-roberta")
         )
 

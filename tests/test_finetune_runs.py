@@ -14,13 +14,14 @@ import pytest
 import transformers
 from flax import traverse_util
 
-from bert_jax import api, checkpoint, cli, downstream, guard
+from bert_jax import api, checkpoint, cli, guard
 from bert_jax import step as step_lib
+from bert_jax import train as train_lib
+from bert_jax.benchmarks.load import load_dataset
 from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig
 from bert_jax.config_flags import load
 from bert_jax.convert import source
 from bert_jax.data import examples
-from bert_jax.downstream import load_dataset
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from tests.helpers import processes, tasks
@@ -145,7 +146,7 @@ def test_settings_of_the_command_line_count_at_their_defaults(data, tmp_path, mo
         passed.update(options)
         raise UserError("stop")
 
-    monkeypatch.setattr(downstream, "finetune", finetune)
+    monkeypatch.setattr(train_lib, "finetune", finetune)
     argv = arguments(data, tmp_path / "run", "model.head_pooling=cls")
     assert cli.main(argv) == cli.EXIT_USER_ERROR
     assert "model.head_pooling" in passed["keys"]
@@ -166,7 +167,7 @@ def test_objective_of_a_glue_task_is_recorded(data, tmp_path, monkeypatch):
         trained.append(config)
         raise UserError("stop")
 
-    monkeypatch.setattr(downstream, "train", train)
+    monkeypatch.setattr(train_lib, "train", train)
     path = tmp_path / "train.tsv"
     changes = ["task.name=stsb", "batch_size=1", f"task.train={path}", f"task.dev={path}"]
     assert cli.main(arguments(data, tmp_path / "run", *changes)) == cli.EXIT_USER_ERROR

@@ -19,9 +19,7 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
-from bert_jax.downstream import _over_seeds, _statistics, finetune
 from bert_jax.errors import UserError
-from bert_jax.evaluate import shard_batch
 from bert_jax.log import EarlyStopping
 from bert_jax.model import bert
 from bert_jax.model.bert import Bert, init_params, shapes
@@ -29,6 +27,9 @@ from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.finetuning import make_objective
+from bert_jax.predict import _statistics, over_seeds
+from bert_jax.sharding import shard_batch
+from bert_jax.train import finetune
 from tests.helpers.examples import (
     HEADS,
     RandomExamples,
@@ -644,7 +645,7 @@ def test_multiple_processes_are_rejected(monkeypatch, tmp_path):
         finetune(FinetuneConfig(), "none", tmp_path / "w")
 
 
-def test_statistics_over_seeds():
+def test_statisticsover_seeds():
     assert _statistics([0.5, 0.7, 0.9]) == {
         "mean": pytest.approx(0.7), "sd": pytest.approx(0.2), "median": 0.7, "best": 0.9,
         "values": [0.5, 0.7, 0.9],
@@ -653,7 +654,7 @@ def test_statistics_over_seeds():
         {"seed": 3, "best_by": "f1", "step": 7, "dev": {"f1": f1, "mean_squared_error": f1, **more}}
         for f1, more in ((0.5, {"f1_x": 0.0}), (0.7, {}))
     ]
-    summary = _over_seeds(results)
+    summary = over_seeds(results)
     # f1_x is left out, because only one seed predicted this type.
     assert summary["dev"].keys() == {"f1", "mean_squared_error"}
     assert summary["dev"]["f1"]["best"] == 0.7

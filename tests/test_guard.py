@@ -16,9 +16,9 @@ from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import GuardConfig, PhaseConfig
 from bert_jax.config_flags import load
 from bert_jax.errors import UserError
-from bert_jax.evaluate import shard_batch
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
+from bert_jax.sharding import shard_batch
 from tests.helpers import tasks
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 

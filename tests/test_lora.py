@@ -25,11 +25,11 @@ from bert_jax.config_checks import validate
 from bert_jax.convert.export import export
 from bert_jax.data import rows
 from bert_jax.errors import UserError
-from bert_jax.evaluate import shard_batch
 from bert_jax.model.bert import Bert, flatten, init_params, shapes, unflatten
 from bert_jax.model.flops import flops_per_row
 from bert_jax.model.layers import merge_lora
 from bert_jax.objectives import finetuning
+from bert_jax.sharding import shard_batch
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.examples import RandomExamples

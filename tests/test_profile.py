@@ -9,12 +9,11 @@ import jax
 import pytest
 
 from bert_jax import config as configs
-from bert_jax import tracing
-from bert_jax import train as loop
+from bert_jax import sharding, tracing
 from bert_jax.config import Config, FinetuneConfig, PhaseConfig
 from bert_jax.config_checks import validate
 from bert_jax.errors import UserError
-from bert_jax.evaluate import shard_batch
+from bert_jax.sharding import shard_batch
 from bert_jax.tools import hlo, profile
 from bert_jax.tools.profile import PARTS
 from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all
@@ -103,7 +102,7 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
         return shard_batch(batch, mesh)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "shard_batch", interrupt)
+        patch.setattr(sharding, "shard_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, rows, "profile_steps=8:12")
     assert not list((tmp_path / tracing.FOLDER).iterdir())

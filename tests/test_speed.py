@@ -18,7 +18,7 @@ from bert_jax import guard, sharding
 from bert_jax import step as step_lib
 from bert_jax.architectures import model_size
 from bert_jax.data.rows import Example, RowFormat
-from bert_jax.evaluate import shard_batch
+from bert_jax.sharding import shard_batch
 
 ROOT = pathlib.Path(bert_jax.__file__).parent.parent
 HERE = ROOT / "experiments" / "speed"

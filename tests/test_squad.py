@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import downstream
+from bert_jax import predict
 from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.squad import Squad, _slide
 from bert_jax.benchmarks.squad_score import Answer, Question
@@ -592,7 +592,7 @@ def test_prediction_needs_no_gold_answers(tmp_path):
 
 
 def test_new_data_get_the_threshold_of_the_same_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(downstream, "predict", lambda *_: [])
+    monkeypatch.setattr(predict, "predict", lambda *_: [])
     path = save(tmp_path / "new.json", layout(mixed_questions(5)))
     task = TaskConfig(kind="squad", name="squad2", tokens=32, question_tokens=8)
     for name, step, threshold in (("metrics", 8, -1.0), ("metrics_4", 4, -3.0)):
@@ -600,11 +600,11 @@ def test_new_data_get_the_threshold_of_the_same_step(tmp_path, monkeypatch):
         (tmp_path / f"{name}.json").write_text(json.dumps(metrics))
     for step, expected in ((8, -1.0), (4, -3.0), (6, 0.0)):
         config = FinetuneConfig(task=task)
-        dataset, _ = downstream.predict_new(config, VOCABULARY, {}, str(path), tmp_path, step)
+        dataset, _ = predict.predict_new(config, VOCABULARY, {}, str(path), tmp_path, step)
         assert dataset.null_threshold == expected
     # A run on object storage is copied.
     monkeypatch.setattr(copies, "local", lambda url: tmp_path)
-    dataset, _ = downstream.predict_new(config, VOCABULARY, {}, str(path), "gs://bucket/run", 8)
+    dataset, _ = predict.predict_new(config, VOCABULARY, {}, str(path), "gs://bucket/run", 8)
     assert dataset.null_threshold == -1.0
 
 

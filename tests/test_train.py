@@ -151,7 +151,7 @@ def run_steps(config, phase, devices, steps):
     step = step_lib.compile_step(config, phase, mesh, shapes)
     state, seen = init(jax.numpy.uint32(config.seed)), []
     for batch in phase.batches(0, steps, 0, 1):
-        state, sums, _ = step(state, evaluate.shard_batch(batch, mesh))
+        state, sums, _ = step(state, sharding.shard_batch(batch, mesh))
         seen.append(evaluate.means(sums))
     return jax.device_get(state.params), seen
 
@@ -252,7 +252,7 @@ def test_batches_and_masks_are_bitwise_equal_on_any_mesh(rows):
     inputs = jax.jit(phase.objective.prepare)
     key = jax.random.fold_in(jax.random.key(0), 3)
     meshes = [sharding.make_mesh(MeshConfig(), jax.devices()[:n]) for n in (1, 2, 8)]
-    one, *more = [jax.device_get(inputs(evaluate.shard_batch(batch, mesh), key)) for mesh in meshes]
+    one, *more = [jax.device_get(inputs(sharding.shard_batch(batch, mesh), key)) for mesh in meshes]
     for other in more:
         jax.tree.map(np.testing.assert_array_equal, one, other)
 

@@ -31,9 +31,9 @@ def _predict(options) -> None:
 
     device.start("")
 
-    from bert_jax import downstream
+    from bert_jax import predict
 
-    downstream.predict_file(options.workdir, options.source, options.out, options.checkpoint)
+    predict.predict_file(options.workdir, options.source, options.out, options.checkpoint)
 
 
 def add_score(verbs: Verbs) -> None:

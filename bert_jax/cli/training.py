@@ -164,13 +164,14 @@ def _finetune(options) -> int | None:
     distributed.start()
     device.start(config.platform, deterministic=config.deterministic)
 
-    from bert_jax import downstream
+    from bert_jax import predict
     from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
+    from bert_jax.train import finetune
 
     try:
         with machine_output(options):
-            summary = downstream.finetune(
+            summary = finetune(
                 config,
                 options.init,
                 options.workdir,
@@ -184,7 +185,7 @@ def _finetune(options) -> int | None:
     except Interrupted as interrupt:
         print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(json.dumps(summary) if options.json else downstream.describe(summary))
+    print(json.dumps(summary) if options.json else predict.format_metrics(summary))
     folder = options.workdir if options.seeds == 1 else f"{options.workdir}/seed_{config.seed}"
     if config.task.kind == "pairs":
         print_next(options, ["embed", "--init", folder, "--out", "vectors.npy", "FILE"])
@@ -220,7 +221,7 @@ def _evaluate(options) -> None:
     from bert_jax.config import FinetuneConfig
 
     if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
-        from bert_jax import downstream
+        from bert_jax import predict
 
         if options.rows or options.all:
             raise UserError(
@@ -228,8 +229,8 @@ def _evaluate(options) -> None:
                 "run, which is evaluated on all data of its task"
             )
 
-        summary = downstream.evaluate_run(options.workdir, which=options.checkpoint)
-        print(json.dumps(summary) if options.json else downstream.describe(summary))
+        summary = predict.evaluate_run(options.workdir, which=options.checkpoint)
+        print(json.dumps(summary) if options.json else predict.format_metrics(summary))
         return
 
     from bert_jax.evaluate import evaluate_workdir

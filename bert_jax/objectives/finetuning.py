@@ -4,20 +4,25 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from bert_jax import config as config_lib
+from bert_jax import sharding
 from bert_jax.benchmarks.base import FinetuneDataset
+from bert_jax.benchmarks.load import load_dataset
 from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.config_checks import validate
 from bert_jax.convert.families import FAMILIES
+from bert_jax.convert.source import open_model
+from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.classification import SequenceClassification
@@ -29,6 +34,8 @@ from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
 from bert_jax.objectives.token_classification import TokenClassification
 
+# Value of `init` for random weights instead of a checkpoint.
+SCRATCH = "none"
 # Evaluation batches hold this many times the examples of a training batch.
 _EVALUATION_FACTOR = 2
 
@@ -44,6 +51,121 @@ OBJECTIVES: dict[str, type[Supervised]] = {
         Contrastive,
     )
 }
+
+
+class FinetuningRun(NamedTuple):
+    """What fine-tuning trains on, for all of its seeds.
+
+    Attributes:
+        config: the config with all settings that follow from the checkpoint and the data.
+        vocabulary: the model's vocabulary.
+        dataset: the data.
+        data: description of the data and the initial parameters, for the workdir.
+        phase: function from a seed to the phase to train.
+        params: initial parameters, of the encoder and perhaps the pooler; empty for random ones.
+    """
+
+    config: FinetuneConfig
+    vocabulary: Vocabulary
+    dataset: FinetuneDataset
+    data: list[dict[str, Any]]
+    phase: Callable[[int], Phase]
+    params: Params
+
+
+def prepare_run(
+    config: FinetuneConfig,
+    init: str,
+    seeds: int = 1,
+    vocab: str = "",
+    which: str = "best",
+    keys: Collection[str] = (),
+) -> FinetuningRun:
+    """Open the checkpoint, read the data, print what they are, and plan the batches.
+
+    Args:
+        config: validated config.
+        init: a checkpoint, as in `open_model`, or `SCRATCH`.
+        seeds: number of seeds, from `config.seed` on.
+        vocab: folder of the vocabulary, for `SCRATCH`.
+        which: which checkpoint to start from if `init` is a run.
+        keys: keys of the config that the user has set one by one. Settings of the checkpoint replace
+            others that are at their defaults.
+    """
+    if jax.process_count() > 1:
+        raise UserError(
+            "fine-tuning runs in one process, on all devices of one machine: start it once, without "
+            "BERT_JAX_COORDINATOR"
+        )
+    start, params, source_embed = None, None, EmbedConfig()
+    if init == SCRATCH:
+        if not vocab:
+            raise UserError("--init none needs a vocabulary: add --vocab DIR")
+        if config.reset_layers:
+            raise UserError(
+                "config.reset_layers must be 0 with --init none, which initializes all layers"
+            )
+        if config.lora.rank:
+            raise UserError(
+                f"config.lora.rank is {config.lora.rank}: it must be 0 with --init none, as adapters "
+                "leave the random encoder frozen"
+            )
+        vocabulary = vocabularies.load(vocab)
+        vocabularies.check_segments(vocabulary, config.model.segments)
+    else:
+        if vocab:
+            raise UserError(
+                f"--vocab {vocab} is only for --init none: {init} has its own vocabulary; remove it"
+            )
+        source_config, vocabulary, params, _ = open_model(init, which)
+        start, params = source_config.model, jax.device_get(params)
+        source_embed = source_config.embed
+    if start is None:
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, vocab_size=len(vocabulary))
+        )
+    dataset = load_dataset(config.task, vocabulary)
+    if config.task.kind == "classification":  # a task of GLUE has its own
+        config.task = dataclasses.replace(config.task, objective=dataset.objective)
+    config.model = model_config(config, start, dataset, keys)
+    if config.task.kind == "pairs":
+        config.embed = embed_config(config, source_embed, keys)
+    attention.resolve(config)
+    mesh = sharding.make_mesh(config.mesh)
+    all_seeds = range(config.seed, config.seed + seeds)
+    config, data, plan, phase = make_phase(
+        config, dataset, all_seeds, sharding.num_row_shards(mesh), vocabulary
+    )
+    init_params, new = {}, ["everything"]
+    if start is not None and params is not None:
+        init_params, new = restored(config, start, params)
+    data[0]["start"] = params_digest(init_params)
+    _print_run(dataset, config, phase, init, new)
+
+    def phase_of(seed: int) -> Phase:
+        return dataclasses.replace(phase, batches=functools.partial(plan.batches, seed))
+
+    return FinetuningRun(config, vocabulary, dataset, data, phase_of, init_params)
+
+
+def _print_run(
+    dataset: FinetuneDataset, config: FinetuneConfig, phase, init: str, new: Sequence[str]
+) -> None:
+    counts = ", ".join(f"{len(e):,} {name}" for name, e in dataset.splits.items())
+    outputs = f"; {len(dataset.labels)} outputs: {_abbreviate(dataset.labels)}"
+    print(f"{counts} examples{outputs if dataset.labels else ''}")
+    for line in dataset.report:
+        print(f"  {line}")
+    row_counts = " or ".join(map(str, [*phase.smaller_batch_sizes, phase.batch_size]))
+    print(
+        f"{config.steps:,} steps of {config.batch_size} examples in {row_counts} rows of "
+        f"T={phase.tokens}; from {init}, new: {', '.join(new) or 'nothing'}",
+        flush=True,
+    )
+
+
+def _abbreviate(names: Sequence[str], max_names: int = 6) -> str:
+    return ", ".join(names[:max_names]) + (", …" if len(names) > max_names else "")
 
 
 def make_objective(

@@ -407,7 +407,7 @@ class Trainer:
 
     def __call__(self):
         """Start a training step, and return its sums, which are ready when it is done."""
-        from bert_jax.evaluate import shard_batch
+        from bert_jax.sharding import shard_batch
 
         batch = shard_batch(self.data[self._steps % len(self.data)], self.mesh)
         self._steps += 1

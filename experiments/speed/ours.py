@@ -22,6 +22,7 @@ import numpy as np
 
 from bert_jax import checkpoint, config_flags, cpu, device, guard, sharding, train
 from bert_jax import step as step_lib
+from bert_jax.benchmarks.load import load_dataset
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
@@ -29,13 +30,12 @@ from bert_jax.data import rows, wordpiece
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
-from bert_jax.downstream import load_dataset
 from bert_jax.embed import Embedder
-from bert_jax.evaluate import shard_batch
 from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining
 from bert_jax.objectives.base import Metric, Phase
+from bert_jax.sharding import shard_batch
 
 Turn = Callable[[], dict[str, Any]]
 

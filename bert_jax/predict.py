@@ -1,0 +1,231 @@
+"""Predictions of fine-tuned models: scores of a run's splits, and predictions for new data."""
+
+import copy
+import json
+import pathlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from bert_jax import checkpoint, distributed, files, sharding, storage
+from bert_jax.benchmarks.base import FinetuneDataset, Logits
+from bert_jax.benchmarks.load import load_dataset
+from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
+from bert_jax.benchmarks.squad import Squad
+from bert_jax.config import FinetuneConfig, MeshConfig
+from bert_jax.data.examples import Examples
+from bert_jax.data.loader import HELDOUT_SEED, Batch
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model.bert import Bert, Params
+from bert_jax.objectives import finetuning
+from bert_jax.objectives.supervised import Supervised
+from bert_jax.progress import Progress
+
+METRICS, PREDICTIONS = "metrics.json", "predictions"
+
+# Jitted functions of `predictions` by all that they depend on.
+_PREDICT: dict[tuple[type, str], Callable[[Params, Any], dict[str, jax.Array]]] = {}
+
+
+def predictions(
+    objective: Supervised, params: Params, batches: Iterable[Batch], mesh: sharding.Mesh
+) -> Iterator[tuple[Batch, dict[str, np.ndarray]]]:
+    """Yield each batch with the objective's outputs for it, both on the host."""
+    kind = type(objective), repr((objective.model.config, objective.pooling))
+    if kind not in _PREDICT:
+        kept = copy.copy(objective)
+        del kept.dataset  # not used, and large
+        kept.model = Bert(copy.deepcopy(objective.model.config))  # configs are mutable
+        _PREDICT[kind] = jax.jit(
+            lambda params, batch: kept.predict(
+                params, kept.prepare(batch, jax.random.key(HELDOUT_SEED))
+            )
+        )
+    params = jax.device_put(params, sharding.replicated(mesh))
+    for batch in batches:
+        yield (
+            distributed.to_hosts(batch),
+            distributed.to_hosts(_PREDICT[kind](params, sharding.shard_batch(batch, mesh))),
+        )
+
+
+@storage.mirrors("folder")
+def evaluate_run(
+    folder: str | pathlib.Path, dataset: FinetuneDataset | None = None, mesh: MeshConfig | None = None,
+    which: str = "best",
+) -> dict[str, Any]:  # fmt: skip
+    """Score a run's checkpoint on every split except training, and write its predictions.
+
+    The files are metrics.json and predictions/; of a checkpoint that was chosen by `which`, they are
+    metrics_STEP.json and predictions_STEP/, so that the run's own results stay as they are.
+
+    Args:
+        folder: the workdir.
+        dataset: the run's data; None reads the splits to evaluate.
+        mesh: the devices to use.
+        which: as in `checkpoint.load_model`.
+
+    Returns:
+        The content of the metrics' file: the step, and the metrics by split.
+    """
+    folder = pathlib.Path(folder)
+    config, vocabulary, params, step = checkpoint.load_model(folder, which)
+    assert isinstance(config, FinetuneConfig)
+    if dataset is None:
+        dataset = load_dataset(config.task, vocabulary, config.model.labels, training=False)
+    suffix = "" if which == "best" else f"_{step}"
+    results: dict[str, Any] = {"step": step, "seed": config.seed, "best_by": dataset.best_by}
+    for split, examples in dataset.splits.items():
+        if split != "train" and len(examples):
+            logits = predict(config, params, dataset, split, mesh or MeshConfig())
+            metrics = dataset.score(split, logits) if has_labels(examples) else {}
+            if split == "dev" and isinstance(dataset, Squad):
+                tuned = dataset.tuned(metrics)
+                if tuned is not dataset:
+                    dataset, metrics = tuned, tuned.score(split, logits)
+            results[split] = metrics
+            dataset.write(split, logits, _make_folder(folder / f"{PREDICTIONS}{suffix}" / split))
+    files.write_json(folder / f"metrics{suffix}.json", results)
+    return results
+
+
+def _make_folder(folder: pathlib.Path) -> pathlib.Path:
+    with files.one_line_errors(f"cannot write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def has_labels(examples: Examples) -> bool:
+    """Whether any example is labeled."""
+    if "label" in examples.targets:
+        labels = examples.targets["label"]
+        return bool((labels == labels).any() if labels.dtype.kind == "f" else (labels >= 0).any())
+    return any((labels >= 0).any() for labels in examples.token_targets.get("label", []))
+
+
+def predict(
+    config: FinetuneConfig, params: Params, dataset: FinetuneDataset, split: str, mesh: MeshConfig
+) -> Logits:
+    """Return the logits of all examples of a split, in order."""
+    device_mesh = sharding.make_mesh(mesh)
+    examples = dataset.splits[split]
+    plan = finetuning.evaluation_plan(config, examples, sharding.num_row_shards(device_mesh))
+    objective = finetuning.make_objective(config.model, dataset, split, plan, config.embed)
+    with Progress(f"predict {split}", plan.steps, "batches") as progress:
+
+        def batches_and_outputs() -> Iterator[Any]:
+            batches = plan.batches(0, 0, plan.steps)
+            for result in predictions(objective, params, batches, device_mesh):
+                progress.advance()
+                yield result
+
+        return objective.logits(split, batches_and_outputs())
+
+
+@storage.reads("folder")
+def read_metrics(folder: str | pathlib.Path, step: int) -> dict[str, Any]:
+    """Return the metrics of a run's checkpoint as `evaluate_run` wrote them; empty if it did not."""
+    for name in (METRICS, f"metrics_{step}.json"):
+        path = pathlib.Path(folder).expanduser() / name
+        if path.exists():
+            metrics = json.loads(path.read_text())
+            if metrics.get("step") == step:
+                return metrics
+    return {}
+
+
+def predict_new(
+    config: FinetuneConfig,
+    vocabulary: Vocabulary,
+    params: Params,
+    source: str,
+    folder: str | pathlib.Path,
+    step: int,
+) -> tuple[FinetuneDataset, Logits]:
+    """Return new data and the logits of a fine-tuned model for its only split, "new".
+
+    Args:
+        config, vocabulary, params: the model.
+        source: new data, as for `predict_file`.
+        folder: the workdir, whose metrics have the threshold of SQuAD 2.0.
+        step: step of the parameters.
+    """
+    dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
+    if isinstance(dataset, Squad):
+        dataset = dataset.tuned(read_metrics(folder, step).get("dev", {}))
+    return dataset, predict(config, params, dataset, "new", MeshConfig())
+
+
+@storage.reads("folder", "source")
+@storage.writes("out", new=True)
+def predict_file(
+    folder: str | pathlib.Path, source: str, out: str | pathlib.Path, which: str = "best"
+) -> None:
+    """Run a fine-tuned model on a file of new data and write its predictions to a new folder.
+
+    Args:
+        folder: the workdir.
+        source: new data in a format that the dataset's class reads; "-" for standard input.
+        out: the new folder.
+        which: as in `checkpoint.load_model`.
+
+    """
+    files.check_new(out)
+    config, vocabulary, params, step = checkpoint.load_model(folder, which)
+    if not isinstance(config, FinetuneConfig):
+        raise UserError(f"{folder} is not a fine-tuning run: it has no task to predict")
+    dataset, logits = predict_new(config, vocabulary, params, source, folder, step)
+    for line in dataset.report:
+        print(line, flush=True)
+    with files.new_folder(out) as new_folder:
+        dataset.write("new", logits, new_folder)
+
+
+def over_seeds(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize every metric over the seeds: mean, standard deviation, median and best."""
+    summary: dict[str, Any] = {
+        "seeds": [r["seed"] for r in results],
+        "best_by": results[0]["best_by"],
+    }
+    for split, metrics in results[0].items():
+        if isinstance(metrics, dict):
+            summary[split] = {
+                name: _statistics([r[split][name] for r in results], name in LOWER_IS_BETTER)
+                for name, value in metrics.items()
+                # Entity types that only some seeds predict have a metric in those runs only.
+                if isinstance(value, int | float) and all(name in r[split] for r in results)
+            }
+    return summary
+
+
+def _statistics(values: Sequence[float], lower_is_better: bool = False) -> dict[str, Any]:
+    return {
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "median": statistics.median(values),
+        "best": min(values) if lower_is_better else max(values),
+        "values": list(values),
+    }
+
+
+def format_metrics(summary: dict[str, Any]) -> str:
+    """Format metrics for printing, one per line."""
+    lines = []
+    for split, metrics in summary.items():
+        if not isinstance(metrics, dict):
+            continue
+        lines.append(split)
+        for name, value in metrics.items():
+            if isinstance(value, dict):
+                text = (
+                    f"{value['mean']:.4f} ± {value['sd']:.4f}, median {value['median']:.4f}, "
+                    f"best {value['best']:.4f}"
+                )
+            else:
+                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            lines.append(f"  {name:24} {text}")
+    return "\n".join(lines)
