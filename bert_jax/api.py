@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from bert_jax import config_flags, device, files, predict, storage, train
+from bert_jax import config_flags, device, files, storage, train
 from bert_jax.benchmarks import tables
 from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
 from bert_jax.config_checks import validate
@@ -37,18 +37,12 @@ from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
 from bert_jax.data import wordpiece
 from bert_jax.data.prepare import prepare
-from bert_jax.embed import Embedder
 from bert_jax.errors import UserError
-from bert_jax.inference import (
-    AttentionMapper,
-    AttentionMaps,
-    Candidate,
-    Inputs,
-    MaskFiller,
-    SentenceScorer,
-    TokenScore,
-    inputs_of,
-)
+from bert_jax.inference import predict
+from bert_jax.inference.attention_maps import AttentionMapper, AttentionMaps
+from bert_jax.inference.embed import Embedder
+from bert_jax.inference.fill_mask import Candidate, Inputs, MaskFiller, inputs_of
+from bert_jax.inference.sentence_scores import SentenceScorer, TokenScore
 from bert_jax.model.bert import Bert, Params, last_tokens
 from bert_jax.objectives import initial, pretraining
 
@@ -183,7 +177,7 @@ class Model:
         """Return the scores of N texts in nats: their (pseudo-)log-likelihoods.
 
         The score is the sum of the log-probabilities of a text's word pieces, each masked in turn;
-        of a left-to-right model, each given those before it (see `inference.SentenceScorer`).
+        of a left-to-right model, each given those before it (see `sentence_scores.SentenceScorer`).
 
         Args:
             texts: the texts.

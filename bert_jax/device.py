@@ -1,16 +1,18 @@
-"""Platform selection, XLA flags, and data sheets of accelerators."""
+"""Platform selection, XLA flags, tuning of CPUs, and data sheets of accelerators."""
 
 import contextlib
+import ctypes
+import gc
 import hashlib
 import importlib.util
 import os
 import pathlib
 import pkgutil
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 
-from bert_jax import cpu
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 
@@ -19,6 +21,11 @@ _DETERMINISTIC = "xla_gpu_deterministic_ops"
 # A guess for programs that were never compiled on this machine: base takes 15 s on two CPU cores.
 _COMPILE_SECONDS = 20.0
 _DEVICES = pathlib.Path("/dev")
+# Options of mallopt, from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_RETENTION = 3  # bytes that glibc may retain per byte of a program's temporaries
+_is_retaining = False
+_temporary_bytes: list[int] = []  # temporaries of each program compiled in this process
 
 
 class Chip(NamedTuple):
@@ -155,7 +162,7 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if _only_cpu():
-        cpu.retain_freed_memory()
+        retain_freed_memory()
         use_eigen_matmul()
     elif deterministic and _may_use_gpu():
         _add_xla_flag(_DETERMINISTIC, "true")
@@ -243,6 +250,66 @@ def use_eigen_matmul() -> None:
     check this one when pyproject.toml allows a newer JAX.
     """
     _add_xla_flag(_YNNPACK, "LIBRARY_FUSION_TYPE_REDUCE")
+
+
+def retain_freed_memory() -> None:
+    """Make glibc retain freed memory, which the next step allocates again.
+
+    XLA allocates its temporaries anew in every step. By default glibc returns them to the system
+    each time, which then has to clear every page: a large part of a small step's time. All threads
+    share one arena because the others cannot hold blocks of that size.
+    """
+    global _is_retaining
+    _is_retaining = True
+    _set_malloc_options({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
+
+
+def limit_malloc_retention(temporary_bytes: int) -> None:
+    """Undo `retain_freed_memory` once retaining freed memory could exhaust the machine's.
+
+    Because of fragmentation, glibc may retain up to three times the temporaries of a program, and
+    one program rarely reuses the blocks of another. Call this after compiling each program.
+
+    Args:
+        temporary_bytes: size of the program's temporaries.
+    """
+    _temporary_bytes.append(temporary_bytes)
+    if not _is_retaining or _RETENTION * sum(_temporary_bytes) < _memory_bytes() / 2:
+        return
+    # Blocks above the threshold are mapped individually and unmapped when freed.
+    _set_malloc_options(
+        {_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 20}
+    )
+
+
+def _memory_bytes() -> int:
+    """Return the physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _set_malloc_options(options: dict[int, int]) -> None:
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return
+    for name, value in options.items():
+        mallopt(name, value)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection in the block, which traces and compiles.
+
+    Tracing allocates millions of objects that stay alive. Scanning them for garbage takes a tenth
+    of the time of a compilation that hits the cache on disk.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _add_xla_flag(name: str, value: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import checkpoint, cpu, guard, optim, sharding
+from bert_jax import checkpoint, device, guard, optim, sharding
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import TrainConfig
 from bert_jax.evaluate import make_evaluate
@@ -243,10 +243,10 @@ def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, sta
         donate_argnums=0,
         out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
     )
-    with jax.set_mesh(mesh), cpu.no_garbage_collection():
+    with jax.set_mesh(mesh), device.no_garbage_collection():
         compiled = step.lower(state, batch).compile()
     if memory := compiled.memory_analysis():
-        cpu.limit_malloc_retention(memory.temp_size_in_bytes)
+        device.limit_malloc_retention(memory.temp_size_in_bytes)
     return compiled
 
 

@@ -35,13 +35,13 @@ from bert_jax.config import FinetuneConfig, MeshConfig, TrainConfig, batch_size_
 from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
-from bert_jax.inference import MaskSampler
+from bert_jax.inference.fill_mask import MaskSampler
+from bert_jax.inference.predict import METRICS, evaluate_run, over_seeds
 from bert_jax.log import EarlyStopping, Log, print_json
 from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.base import Phase
-from bert_jax.predict import METRICS, evaluate_run, over_seeds
 from bert_jax.progress import Progress
 from bert_jax.signals import Interrupted, catch_signals
 from bert_jax.step import (

@@ -13,7 +13,7 @@ skipped.json      steps whose batches are skipped (`bert_jax.guard`)
 incidents/        batch and statistics of bad steps (`bert_jax.guard`)
 log.txt           what the run printed, with the time
 tensorboard/      the same curves as TensorBoard events
-metrics.json      scores of a fine-tuning run by split (`bert_jax.predict`)
+metrics.json      scores of a fine-tuning run by split (`bert_jax.inference.predict`)
 predictions/      predictions of a fine-tuning run by split
 profile/          traces of steps and a breakdown of their time (`bert_jax.tools.profile`)
 lock              lock file, held while a process trains here

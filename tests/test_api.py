@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import bert_jax
-from bert_jax import api, predict, workdir
+from bert_jax import api, workdir
 from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.inference import predict
 from bert_jax.model import bert
 from bert_jax.model.bert import init_params
 from bert_jax.objectives.masked_lm import MaskedLM

@@ -19,7 +19,13 @@ from bert_jax import config as config_lib
 from bert_jax.config import Config, ModelConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.inference import AttentionMapper, AttentionMaps, entropy, mean_distance, rollout
+from bert_jax.inference.attention_maps import (
+    AttentionMapper,
+    AttentionMaps,
+    entropy,
+    mean_distance,
+    rollout,
+)
 from bert_jax.model import attention as attention_lib
 from bert_jax.model.bert import init_params
 from bert_jax.tools.report import attention as report

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import cli, distributed, evaluate, predict, sharding
+from bert_jax import cli, distributed, evaluate, sharding
 from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.config_flags import load
@@ -19,6 +19,7 @@ from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
 from bert_jax.errors import UserError
+from bert_jax.inference import predict
 from bert_jax.objectives import finetuning
 from bert_jax.sharding import shard_batch
 from tests.helpers import tasks

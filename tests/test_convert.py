@@ -34,7 +34,7 @@ from bert_jax.convert.families import BERT
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.inference import MaskFiller
+from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import initial
 from tests.helpers import processes

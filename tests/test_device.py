@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from bert_jax import cpu, device
+from bert_jax import device
 from bert_jax.config import Config, GuardConfig
 from bert_jax.errors import UserError
 from tests.helpers import processes
@@ -22,7 +22,7 @@ from tests.helpers.runs import ONE_DEVICE, free_port
 FAULTS = """
 import resource, sys
 import jax, jax.numpy as jnp
-from bert_jax import cpu, device
+from bert_jax import device
 if sys.argv[1] == "start":
     device.start("cpu")
 x = jnp.ones((4096, 8))
@@ -53,7 +53,7 @@ EIGEN = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE"
 PRODUCT = """
 import os, sys
 import jax, jax.numpy as jnp
-from bert_jax import cpu, device, distributed
+from bert_jax import device, distributed
 distributed.start()
 if "start" in sys.argv[1]:
     device.start("cpu", cache=False)
@@ -90,7 +90,7 @@ def test_matmuls_use_eigen_unless_the_user_overrides_it(argument, flags, product
 KEPT = """
 import pathlib, re, sys
 import numpy as np
-from bert_jax import cpu, device
+from bert_jax import device
 device.start("cpu", cache=False)
 behind = []  # blocks that hold the heap's end
 
@@ -105,11 +105,11 @@ def grown(megabytes):
     return resident() - before
 
 print(grown(100))
-cpu._memory_bytes = lambda: 1000
-cpu.limit_malloc_retention(100)
-cpu.limit_malloc_retention(66)  # three times both are less than half
+device._memory_bytes = lambda: 1000
+device.limit_malloc_retention(100)
+device.limit_malloc_retention(66)  # three times both are less than half
 print(grown(200))
-cpu.limit_malloc_retention(1)
+device.limit_malloc_retention(1)
 print(grown(400))
 """
 
@@ -142,7 +142,7 @@ def flags(monkeypatch):
     """Call `device.start` on a simulated machine and return the resulting $XLA_FLAGS."""
     monkeypatch.setattr(device.jax, "devices", lambda *_: [])
     monkeypatch.setattr(device.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(cpu, "retain_freed_memory", lambda: None)
+    monkeypatch.setattr(device, "retain_freed_memory", lambda: None)
 
     def start(platforms, plugins, before="", **settings):
         monkeypatch.setenv("XLA_FLAGS", before)

@@ -20,7 +20,7 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.inference import MaskSampler
+from bert_jax.inference.fill_mask import MaskSampler
 from bert_jax.model.bert import Bert, flatten, shapes, split_generator
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import electra

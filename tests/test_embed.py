@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from bert_jax import embed
 from bert_jax.config import Config, EmbedConfig, ModelConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import texts as texts_lib
 from bert_jax.data import vectors as vectors_lib
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
-from bert_jax.embed import Counts, Embedder, embed_file, layer_numbers, windows
 from bert_jax.errors import UserError
+from bert_jax.inference import embed
+from bert_jax.inference.embed import Counts, Embedder, embed_file, layer_numbers, windows
 from bert_jax.model.bert import shapes
 
 WORDS = [f"w{i}" for i in range(80)]

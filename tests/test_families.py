@@ -26,7 +26,7 @@ from bert_jax.data import prepare, rows, vocabulary
 from bert_jax.data.loader import Rows, batches
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.errors import UserError
-from bert_jax.inference import MaskFiller
+from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses, pretraining
 from tests.helpers.checkpoints import WORDS, random_params, refusal, write_run

@@ -20,6 +20,7 @@ from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.errors import UserError
+from bert_jax.inference.predict import _statistics, over_seeds
 from bert_jax.log import EarlyStopping
 from bert_jax.model import bert
 from bert_jax.model.bert import Bert, init_params, shapes
@@ -27,7 +28,6 @@ from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.finetuning import make_objective
-from bert_jax.predict import _statistics, over_seeds
 from bert_jax.sharding import shard_batch
 from bert_jax.train import finetune
 from tests.helpers.examples import (

@@ -15,7 +15,7 @@ from bert_jax import cli
 from bert_jax.config import ModelConfig
 from bert_jax.data import rows, wordpiece
 from bert_jax.errors import UserError
-from bert_jax.inference import PLL, SentenceScorer
+from bert_jax.inference.sentence_scores import PLL, SentenceScorer
 from bert_jax.model.bert import Bert
 from bert_jax.tools import minimal_pairs
 from tests.helpers.checkpoints import (

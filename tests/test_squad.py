@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import predict
 from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.squad import Squad, _slide
 from bert_jax.benchmarks.squad_score import Answer, Question
@@ -18,6 +17,7 @@ from bert_jax.config import FinetuneConfig, TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.inference import predict
 from bert_jax.storage import copies
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -19,12 +19,13 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, files, guard, inference, storage
+from bert_jax import checkpoint, cli, files, guard, storage
 from bert_jax.config import CheckpointConfig, GuardConfig
 from bert_jax.data import loader, wordpiece
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import Unavailable, UserError
+from bert_jax.inference import attention_maps
 from bert_jax.storage import lease as lease_lib
 from bert_jax.tools import show_rows
 from bert_jax.tools.report import levels
@@ -325,8 +326,8 @@ def test_files_beside_an_output_are_uploaded(url):
 
 
 def test_attention_names_the_urls_of_its_files(url, capsys, monkeypatch):
-    maps = inference.AttentionMaps(("a",), ["a"], np.zeros(1, int), np.ones((1, 1, 1, 1)))
-    monkeypatch.setattr(inference, "AttentionMapper", lambda *_: lambda *_: maps)
+    maps = attention_maps.AttentionMaps(("a",), ["a"], np.zeros(1, int), np.ones((1, 1, 1, 1)))
+    monkeypatch.setattr(attention_maps, "AttentionMapper", lambda *_: lambda *_: maps)
     assert cli.main(["attention", "--init=x", "--text=a", f"--out={url}/a.html"]) == 0
     assert capsys.readouterr().out.startswith(f"{url}/a.html, {url}/a.png: 1 layers")
     assert list(storage.listing(url)) == ["a.html", "a.png"]

@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 # A module may import from its own and lower layers, without cycles. A package's entry covers all
 # of its modules.
 LAYERS = (
-    {"errors", "files", "progress", "cpu"},
+    {"errors", "files", "progress"},
     {"storage"},
     {"architectures", "config", "config_checks", "config_flags"},
     {"device", "distributed", "sharding"},
@@ -22,7 +22,7 @@ LAYERS = (
     {"model", "workdir"},
     {"benchmarks", "checkpoint", "optim"},
     {"convert", "guard", "objectives"},
-    {"embed", "evaluate", "inference", "predict"},
+    {"evaluate", "inference"},
     {"log", "step", "signals", "summary", "tracing", "trackers"},
     {"train"},
     {"replay"},

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, cpu, evaluate, log, optim, sharding, workdir
+from bert_jax import checkpoint, cli, device, evaluate, log, optim, sharding, workdir
 from bert_jax import step as step_lib
 from bert_jax.config import Config, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.config_flags import load
@@ -620,13 +620,13 @@ def test_changed_vocabulary_is_detected(tmp_path, name, old, new):
 def test_garbage_collection_is_restored_after_compilation():
     """It stays disabled if it was disabled before."""
     assert gc.isenabled()
-    with contextlib.suppress(ZeroDivisionError), cpu.no_garbage_collection():
+    with contextlib.suppress(ZeroDivisionError), device.no_garbage_collection():
         assert not gc.isenabled()
         raise ZeroDivisionError
     assert gc.isenabled()
     gc.disable()
     try:
-        with cpu.no_garbage_collection():
+        with device.no_garbage_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

@@ -31,7 +31,7 @@ def _predict(options) -> None:
 
     device.start("")
 
-    from bert_jax import predict
+    from bert_jax.inference import predict
 
     predict.predict_file(options.workdir, options.source, options.out, options.checkpoint)
 
@@ -121,7 +121,7 @@ def _score_sentences(options) -> None:
     import itertools
 
     from bert_jax.data.texts import read
-    from bert_jax.inference import SentenceScorer
+    from bert_jax.inference.sentence_scores import SentenceScorer
 
     texts = (text for text, _ in read(options.source, options.column).texts)
     scorer = SentenceScorer(options.init, options.checkpoint)
@@ -213,7 +213,7 @@ def _fill_mask(options) -> None:
 
     device.start("")
 
-    from bert_jax.inference import MaskFiller
+    from bert_jax.inference.fill_mask import MaskFiller
 
     fill = MaskFiller(options.init, options.checkpoint)
     texts = options.texts
@@ -264,7 +264,7 @@ def _attention(options) -> None:
 
     device.start("")
 
-    from bert_jax.inference import AttentionMapper
+    from bert_jax.inference.attention_maps import AttentionMapper
     from bert_jax.tools.report import attention
 
     attention.paths(options.out)  # check the output path before loading the model
@@ -344,7 +344,7 @@ def _embed(options) -> None:
 
     device.start("")
 
-    from bert_jax.embed import Embedder, embed_file
+    from bert_jax.inference.embed import Embedder, embed_file
 
     config, vocabulary, params, _ = _open_encoder(options)
     if options.overlap is not None and options.long != "window":
@@ -400,7 +400,7 @@ def _evaluate_embeddings(options) -> None:
     device.start("")
 
     from bert_jax.config import TaskConfig
-    from bert_jax.embed import Embedder, evaluate
+    from bert_jax.inference.embed import Embedder, evaluate
 
     similarity, pair = TaskConfig().similarity, ("anchor", "positive")
     if options.columns is not None:

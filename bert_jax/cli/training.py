@@ -164,7 +164,7 @@ def _finetune(options) -> int | None:
     distributed.start()
     device.start(config.platform, deterministic=config.deterministic)
 
-    from bert_jax import predict
+    from bert_jax.inference import predict
     from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
     from bert_jax.train import finetune
@@ -221,7 +221,7 @@ def _evaluate(options) -> None:
     from bert_jax.config import FinetuneConfig
 
     if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
-        from bert_jax import predict
+        from bert_jax.inference import predict
 
         if options.rows or options.all:
             raise UserError(

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax import cpu, device, sharding
+from bert_jax import device, sharding
 from bert_jax.config import LoraConfig, ModelConfig
 from bert_jax.model.dropout import dropout
 
@@ -118,6 +118,44 @@ def _sum_rows(
     target = jnp.where(is_last, index, size + jnp.arange(len(index)))  # others are out of bounds
     zeros = jnp.zeros((size, rows.shape[1]), rows.dtype)
     return zeros.at[target].set(rows, mode="drop", unique_indices=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dot_general(x: Array, kernel: Array, dimensions: Any) -> Array:
+    """Contract the last axes of x with the first axes of the kernel, as a dense layer does.
+
+    On other platforms than CPU, value and gradients are those of `jax.lax.dot_general`.
+    """
+    return jax.lax.dot_general(x, kernel, dimensions)
+
+
+def _dot_general_forward(x, kernel, dimensions):
+    return dot_general(x, kernel, dimensions), (x, kernel)
+
+
+def _dot_general_backward(dimensions, residuals, grad):
+    (x, kernel), num_inputs = residuals, len(dimensions[0][0])
+    batch_axes, num_outputs = range(x.ndim - num_inputs), kernel.ndim - num_inputs
+
+    def kernel_grad(x, grad):
+        return jax.lax.dot_general(x, grad, ((batch_axes, batch_axes), ((), ())))
+
+    def transposed_kernel_grad(x, grad):
+        # XLA's CPU backend copies the first operand to transpose it, so put the narrower one first.
+        # Without the barrier XLA swaps the operands back and finds no fast matrix product.
+        transposed = jax.lax.optimization_barrier(kernel_grad(grad, x))
+        return jnp.moveaxis(transposed, range(num_outputs), range(-num_outputs, 0))
+
+    is_wide = math.prod(kernel.shape[:num_inputs]) > math.prod(kernel.shape[num_inputs:])
+    cpu_kernel_grad = transposed_kernel_grad if is_wide else kernel_grad
+    axes = (range(len(batch_axes), grad.ndim), range(num_inputs, kernel.ndim))
+    return (
+        jax.lax.dot_general(grad, kernel, (axes, ((), ()))),
+        jax.lax.platform_dependent(x, grad, cpu=cpu_kernel_grad, default=kernel_grad),
+    )
+
+
+dot_general.defvjp(_dot_general_forward, _dot_general_backward)
 
 
 def padded_vocab_size(config: ModelConfig) -> int:
@@ -225,8 +263,8 @@ class LoraDense(nn.Module):
         x = dropout(inputs, lora.dropout, key)
         x, a, b = (jnp.asarray(value, c.dtype) for value in (x, a, b))
         last = tuple(range(x.ndim - len(axes), x.ndim))
-        low: Any = cpu.dense_product(x, a, ((last, tuple(range(len(axes)))), ((), ())))
-        update: Any = cpu.dense_product(low, b, (((low.ndim - 1,), (0,)), ((), ())))
+        low: Any = dot_general(x, a, ((last, tuple(range(len(axes)))), ((), ())))
+        update: Any = dot_general(low, b, (((low.ndim - 1,), (0,)), ((), ())))
         return out + update * (lora.alpha / lora.rank)
 
 
@@ -269,7 +307,7 @@ def dense(
         kernel_init=initializer(config),
         dot_general_cls=lambda: (
             lambda x, kernel, dimensions, precision: checkpoint_name(
-                cpu.dense_product(x, kernel, dimensions), DENSE
+                dot_general(x, kernel, dimensions), DENSE
             )
         ),
         **naming,

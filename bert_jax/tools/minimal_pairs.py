@@ -1,7 +1,7 @@
 """Minimal pairs: does a model give the grammatical sentence the higher probability?
 
 BLiMP (Warstadt et al. 2020, arXiv 1912.00582) and Zorro (Huebner et al. 2021) have a file per
-phenomenon. The score of a sentence is its pseudo-log-likelihood (`inference.SentenceScorer`).
+phenomenon. The score of a sentence is its pseudo-log-likelihood (`sentence_scores.SentenceScorer`).
 """
 
 import pathlib
@@ -12,7 +12,7 @@ from bert_jax import storage
 from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.errors import UserError
-from bert_jax.inference import PLL, SentenceScorer
+from bert_jax.inference.sentence_scores import PLL, SentenceScorer
 from bert_jax.progress import Progress
 
 # Where BLiMP's and Zorro's repositories have their files; "" is the folder itself.

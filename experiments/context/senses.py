@@ -88,8 +88,8 @@ def vectors(source: str) -> dict[str, np.ndarray]:
         UserError: as for `open_model`, or a sentence does not contain its word exactly once.
     """
     from bert_jax.convert.source import open_model
-    from bert_jax.embed import Embedder
     from bert_jax.errors import UserError
+    from bert_jax.inference.embed import Embedder
 
     config, vocabulary, params, _ = open_model(source)
     layers = config.model.layers + 1

@@ -411,7 +411,7 @@ def memory_table(results):
         "",
         "On a CPU: the memory of a step according to the compiler (arguments and temporaries), and the peak growth",
         "of the process during three steps (float32, scanned, T=128). A process that needs a small share of the",
-        "machine's memory retains what a step frees for the next one, up to three times the temporaries (cpu.py), so",
+        "machine's memory retains what a step frees for the next one, up to three times the temporaries (device.py), so",
         "small programs can use more than predicted.",
         "",
         "| model | settings | arguments MiB | temporaries MiB | predicted MiB | measured MiB | measured / predicted |",

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, config_flags, cpu, device, guard, sharding, train
+from bert_jax import checkpoint, config_flags, device, guard, sharding, train
 from bert_jax import step as step_lib
 from bert_jax.benchmarks.load import load_dataset
 from bert_jax.checkpoint import Checkpoints
@@ -30,7 +30,7 @@ from bert_jax.data import rows, wordpiece
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
 from bert_jax.data.loader import Batch, Rows, batches
 from bert_jax.data.prepare import prepare as prepare_rows
-from bert_jax.embed import Embedder
+from bert_jax.inference.embed import Embedder
 from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining
@@ -43,7 +43,7 @@ Turn = Callable[[], dict[str, Any]]
 def _start(devices: int = 1, keeps_memory: bool = True, fast_products: bool = True) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if not keeps_memory:
-        cpu.retain_freed_memory = lambda: None
+        device.retain_freed_memory = lambda: None
     if not fast_products:
         device.use_eigen_matmul = lambda: None
     device.start("cpu")

@@ -20,7 +20,7 @@ import threading
 PRELOAD = (
     "bert_jax.cli",
     "bert_jax.evaluate",
-    "bert_jax.predict",
+    "bert_jax.inference.predict",
     "bert_jax.guard",
     "bert_jax.log",
     "bert_jax.tools.sweep.run",

@@ -9,7 +9,7 @@ from jaxtyping import Float, UInt8
 
 from bert_jax import storage
 from bert_jax.errors import UserError
-from bert_jax.inference import AttentionMaps, entropy, mean_distance, rollout
+from bert_jax.inference.attention_maps import AttentionMaps, entropy, mean_distance, rollout
 from bert_jax.tools.report import page, plots
 
 if TYPE_CHECKING:

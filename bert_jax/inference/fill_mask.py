@@ -1,0 +1,193 @@
+"""Fill in masks with a loaded model or one that trains, and the inputs of a model from texts."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from bert_jax import sharding
+from bert_jax.config import ModelConfig
+from bert_jax.convert.source import OpenModel, open_model
+from bert_jax.data import rows
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.model.bert import Bert, Params
+
+
+class Candidate(NamedTuple):
+    """A word piece and its probability of filling the mask."""
+
+    token: str
+    probability: float
+
+
+class Inputs(NamedTuple):
+    """N texts of at most T tokens, one per row: arguments of the model."""
+
+    tokens: Int[jax.Array, "N T"]
+    layout: rows.Layout
+
+
+def open_source(source: str | pathlib.Path | OpenModel, which: str) -> OpenModel:
+    """Return a model that is open already, or open it."""
+    return source if isinstance(source, OpenModel) else open_model(str(source), which)
+
+
+def source_name(source: str | pathlib.Path | OpenModel) -> str:
+    """Return what to call a model in messages."""
+    return "the model" if isinstance(source, OpenModel) else str(source)
+
+
+def inputs_of(
+    vocabulary: Vocabulary, texts: Sequence[str | tuple[str, str]], max_tokens: int
+) -> Inputs:
+    """Tokenize texts or pairs, with "[MASK]" as the mask token, into a row each.
+
+    T is a power of two, so that texts share few compilations.
+
+    Raises:
+        UserError: a text has more than `max_tokens` tokens; quotes it.
+    """
+    encoded, a_lengths = [], []
+    for text in texts:
+        a, b = (text, None) if isinstance(text, str) else text
+        encoded.append(vocabulary.encode(a, b, mask=True))
+        separators = 0 if b is None else len(vocabulary.separator_ids) - 1
+        a_lengths.append(len(vocabulary.encode(a, mask=True)) + separators)
+        if len(encoded[-1]) > max_tokens:
+            raise UserError(
+                f"{a[:40]!r}… has {len(encoded[-1])} tokens, the model takes {max_tokens}: shorten it"
+            )
+    lengths = [len(tokens) for tokens in encoded]
+    row_tokens = min(1 << (max(lengths, default=1) - 1).bit_length(), max_tokens)
+    padded = np.full((len(encoded), row_tokens), vocabulary.pad_id, np.int32)
+    for row, tokens in zip(padded, encoded, strict=True):
+        row[: len(tokens)] = tokens
+    layout = rows.layout(np.array(lengths)[:, None], np.array(a_lengths)[:, None], row_tokens)
+    return Inputs(jnp.asarray(padded), rows.Layout(*map(jnp.asarray, layout)))
+
+
+class MaskFiller:
+    """Mask filling in texts with a loaded model.
+
+    Args:
+        source, which: as in `convert.source.open_model`, or a model that it returned.
+
+    Raises:
+        UserError: the model cannot be loaded, has no masked-LM head, or is causal.
+    """
+
+    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
+        self.config, self.vocabulary, self._params, self.step = open_source(source, which)
+        if not self.config.model.masked_lm:
+            raise UserError(f"{source_name(source)} has no masked-LM head: it cannot fill in masks")
+        if self.config.model.causal:
+            raise UserError(
+                f"{source_name(source)} reads from left to right (config.model.causal): it predicts next tokens "
+                "and cannot fill in masks"
+            )
+        model = Bert(self.config.model)
+        self._apply = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])
+
+    def __call__(self, text: str, top: int = 5) -> list[list[Candidate]]:
+        """Return the `top` candidates for each `[MASK]` of the text, in order.
+
+        Raises:
+            UserError: the text has no mask, or more tokens than the model has positions.
+        """
+        vocabulary = self.vocabulary
+        if not 0 < top <= len(vocabulary):
+            raise UserError(f"{top} candidates: ask for 1 to {len(vocabulary):,}")
+        tokens = vocabulary.encode(text, mask=True)
+        masks = [i for i, token in enumerate(tokens) if token == vocabulary.mask_id]
+        if not masks:
+            raise UserError(
+                f"no {vocabulary.special[4]} in {text!r}: put one where a word should be predicted"
+            )
+        padded, layout = inputs_of(vocabulary, [text], self.config.model.positions)
+        slots = 1 << (len(masks) - 1).bit_length()
+        positions = jnp.asarray([masks + [0] * (slots - len(masks))], jnp.int32)
+        logits = self._apply(self._params, padded, layout, positions)
+        probabilities, ids = jax.lax.top_k(jax.nn.softmax(logits[0, : len(masks)]), top)
+        return [
+            [
+                Candidate(vocabulary.text_of(int(i)), float(p))
+                for i, p in zip(row_ids, row, strict=True)
+            ]
+            for row_ids, row in zip(np.asarray(ids), np.asarray(probabilities), strict=True)
+        ]
+
+
+class MaskSampler:
+    """Mask filling in fixed texts while a model trains.
+
+    Args:
+        model: config of the model.
+        vocabulary: its vocabulary.
+        texts: texts with [MASK].
+        mesh: the mesh of the parameters; all its processes call the sampler together.
+        top: number of candidates for each mask.
+
+    Raises:
+        UserError: a text has no mask or is too long, or the model is causal or ELECTRA.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        vocabulary: Vocabulary,
+        texts: Sequence[str],
+        mesh: jax.sharding.Mesh,
+        top: int = 5,
+    ):
+        if model.causal or not model.masked_lm:
+            raise UserError(
+                "config.sample_texts: a causal model or ELECTRA does not fill in masks; set it to ''"
+            )
+        inputs = jax.device_get(inputs_of(vocabulary, texts, model.positions))
+        is_mask = inputs.tokens == vocabulary.mask_id
+        counts = is_mask.sum(1)
+        for text, count in zip(texts, counts, strict=True):
+            if not count:
+                raise UserError(f"config.sample_texts: no [MASK] in {text!r}")
+        # Positions of the masks first, in order.
+        positions = np.argsort(~is_mask, axis=1, kind="stable")[:, : counts.max()]
+        self._inputs = (*inputs, positions.astype(np.int32))
+        self._texts, self._counts, self._vocabulary, self._mesh = texts, counts, vocabulary, mesh
+        # Kernels for long rows do not take those of a few tokens.
+        bert = Bert(dataclasses.replace(model, attention="xla"))
+
+        def candidates(params: Params, tokens, layout, positions):
+            logits = bert.apply({"params": params}, tokens, layout, positions)[0]
+            return jax.lax.top_k(jax.nn.softmax(logits), min(top, len(vocabulary)))
+
+        replicated = sharding.replicated(mesh)
+        self._candidates = jax.jit(
+            candidates,
+            in_shardings=(None, *3 * (replicated,)),
+            out_shardings=replicated,
+        )
+
+    def __call__(self, params: Params) -> list[dict[str, Any]]:
+        """Return a line per text: `text`, and for each of its `masks` a list of candidates."""
+        with jax.set_mesh(self._mesh):
+            probabilities, ids = jax.device_get(self._candidates(params, *self._inputs))
+        names = self._vocabulary.tokens
+        return [
+            {
+                "text": text,
+                "masks": [
+                    [
+                        {"token": names[i], "probability": float(p)}
+                        for i, p in zip(ids[n, m], probabilities[n, m], strict=True)
+                    ]
+                    for m in range(self._counts[n])
+                ],
+            }
+            for n, text in enumerate(self._texts)
+        ]
