@@ -64,30 +64,9 @@ def test_parts_are_listed_once_and_sum_to_the_step_time(profiled):
     idle = spent["input wait"] + spent["host"]
     assert table["device_seconds"] == pytest.approx(table["step_seconds"] - idle)
     assert all(value > 0 for part, value in spent.items() if part != "collectives")
-    # Almost every operation of the model and the step belongs to a named part.
-    computed = {part: row["operations"] for part, row in rows.items()}
-    assert computed["other"] < 0.01 * sum(computed.values())
     text = (profiled / tracing.FOLDER / name / "table.txt").read_text()
     for part in PARTS:
         assert len(re.findall(rf"^{part} {{2,}}", text, re.MULTILINE)) == 1
-
-
-def test_operation_counts_match_the_formula(profiled):
-    """L1-H32-A2 on 8 rows of T=32: a backward pass costs two forward passes; biases cost extra."""
-    _, table = only_profile(profiled)
-    counted = {row["part"]: row["operations"] for row in table["parts"]}
-    rows, tokens, layers, d, f = 8, 32, 1, 32, 128
-    dense = 3 * layers * rows * tokens * (8 * d * d + 4 * d * f)
-    assert dense < counted["matmul"] < 1.1 * dense
-    assert counted["attention"] > 3 * layers * rows * 4 * tokens * tokens * d
-    assert counted["input wait"] == counted["host"] == counted["other programs"] == 0
-    for row in table["parts"]:
-        least = max(
-            row["operations"] / table["measured_operations_per_second"],
-            row["bytes"] / table["measured_bytes_per_second"],
-        )
-        assert row["least_seconds"] == pytest.approx(least)
-        assert row["gap_seconds"] == pytest.approx(row["seconds"] - least)
 
 
 @pytest.mark.parametrize(("steps", "rest"), [("8:12", 2), ("12:14", 2)])
@@ -134,26 +113,6 @@ def test_earlier_trace_is_replaced(tmp_path, rows, plain):
     run(tmp_path, rows, "profile_steps=8:12")
     assert only_profile(tmp_path)[1]["steps"] == 4
     assert not (old / "of old").exists()
-
-
-def test_ceilings_are_omitted_when_the_device_is_full(tmp_path, monkeypatch):
-    """Measuring the ceilings runs out of device memory."""
-
-    def full(dtype):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-
-    monkeypatch.setattr(profile, "ceilings", full)
-    program = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((8, 8))).compile()
-    messages = []
-    arguments = (program, 2, "float32", messages.append, profile.summarize)
-    with tracing.record(tmp_path / "p", *arguments):
-        for _ in range(2):
-            jax.block_until_ready(program(jax.numpy.ones((8, 8))))
-    table = json.loads((tmp_path / "p" / "table.json").read_text())
-    assert table["measured_operations_per_second"] is None
-    assert table["matrix_operations"] == 2 * 8**3
-    assert "gap_seconds" not in table["parts"][0]
-    assert str(tmp_path / "p") in messages[0]
 
 
 @pytest.mark.slow
@@ -259,21 +218,17 @@ def test_executed_instructions_and_their_operations():
     assert set(result) == set(
         "copy.1 fused.1 while.1 exp.1 gemm.1 attends.1 all-reduce.1 copy.2".split()
     )
-    assert result["fused.1"].operations == {
+    assert result["fused.1"] == {
         "jit(step)/optimizer/mul": 0,
         "jit(step)/jvp(Bert)/attention/query/dot_general": 2 * 8 * 4 * 16,
         # The negation has no op_name, so it counts for its operand.
         "jit(step)/jvp(Bert)/attention/dropout/ge": 2 * 8 * 4,
     }
-    assert result["fused.1"].traffic_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
-    assert (result["exp.1"].times, result["while.1"].times) == (5, 1)
-    assert "exp.1" in result["while.1"].inside
-    assert result["while.1"].operations["jit(step)/inputs/exp"] == 5 * 8 * 4
-    assert result["gemm.1"].operations == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
-    assert [name for name, one in result.items() if not one.is_known] == ["attends.1"]
+    assert result["while.1"]["jit(step)/inputs/exp"] == 5 * 8 * 4
+    assert result["gemm.1"] == {"jit(step)/jvp(Bert)/masked_lm/dot_general": 1024}
     # A copy counts for its user. The last copy has none and counts for its operand.
-    assert list(result["copy.1"].operations) == ["jit(step)/optimizer/mul"]
-    assert list(result["copy.2"].operations) == ["jit(step)/jvp(Bert)/attention/attend/dot"]
+    assert list(result["copy.1"]) == ["jit(step)/optimizer/mul"]
+    assert list(result["copy.2"]) == ["jit(step)/jvp(Bert)/attention/attend/dot"]
 
 
 @pytest.mark.parametrize(
@@ -338,8 +293,7 @@ def test_gpu_trace_is_divided_into_parts(tmp_path, monkeypatch):
         "ProfileData",
         SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes)),
     )
-    monkeypatch.setattr(profile, "ceilings", lambda dtype: profile.Ceilings(1e12, 1e12))
-    table = profile.table(tmp_path, PROGRAM, 1, "bfloat16")
+    table = profile.table(tmp_path, PROGRAM, 1)
     spent = {row["part"]: row["seconds"] * 1e9 for row in table["parts"] if row["seconds"]}
     in_fusion = 1_600 / (2 * 8 * 4 * 16 + 2 * 8 * 4)
     assert spent == pytest.approx(
@@ -354,7 +308,6 @@ def test_gpu_trace_is_divided_into_parts(tmp_path, monkeypatch):
             "host": 4_000,
         }
     )
-    assert "attention" in [r["part"] for r in table["parts"] if not r["operations_are_all"]]
 
 
 # XSpace of two steps on a GPU with CUDA graphs: kernels have their own names, but their `hlo_op`
@@ -408,7 +361,7 @@ def test_cuda_graph_kernels_are_identified_by_name(tmp_path):
         ("unknown_kernel", 5),
     ]
     graph_trace(tmp_path / "x.xplane.pb", 2 * kernels)
-    seconds, whole = profile.part_seconds(tmp_path, text, hlo.executed(text))
+    seconds, whole = profile.part_seconds(tmp_path, text)
     assert whole.end - whole.begin == 2 * sum(duration for _, duration in kernels)
     spent = {part: value * 1e9 / 2 for part, value in seconds.items() if value}
     in_fusion = 800 / (16 + 1)  # matrix products and dropout, by their operations
@@ -473,7 +426,7 @@ def test_h100_trace_matches_known_kernel_times(shared_data, tmp_path):
     xspace = gzip.decompress(path.read_bytes())
     (tmp_path / "x.xplane.pb").write_bytes(xspace)
     text = traced_program(xspace, b"jit_step")
-    seconds, _ = profile.part_seconds(tmp_path, text, hlo.executed(text))
+    seconds, _ = profile.part_seconds(tmp_path, text)
     spent = {part: 1e3 * value / 5 for part, value in seconds.items()}
     assert spent["attention"] == pytest.approx(6.6, abs=0.1)  # ms, cuDNN's kernels
     # cuBLAS 22.8 ms, Triton 1.1 ms, and the operations fused with them.

@@ -1,7 +1,7 @@
 """Count matrix products, memory traffic and collectives of a compiled program per chip and run.
 
 XLA's cost analysis counts the body of a loop once. This module parses the compiled program's text
-(HLO) and counts the body once per iteration: as totals (`read`), or by instruction (`executed`).
+(HLO) and counts the body once per iteration (`read`), or the operations of each instruction (`executed`).
 """
 
 import collections
@@ -74,26 +74,6 @@ class Instruction(NamedTuple):
         return match.group(1) if match else ""
 
 
-class Executed(NamedTuple):
-    """Cost of an instruction outside fusions, including its called computations.
-
-    Attributes:
-        times: number of executions in a run of the program.
-        operations: FLOPs of one execution by `Instruction.source`: 2 per multiply-add of a matrix
-            product, 1 per element of any other result, 0 for moves. Instructions that the compiler
-            added count for the source that they serve.
-        traffic_bytes: main-memory traffic of one execution, as in `Program`.
-        is_known: False for a custom kernel whose operations cannot be determined.
-        inside: instructions of a loop's body, a branch or a call, which are listed too.
-    """
-
-    times: int
-    operations: dict[str, float]
-    traffic_bytes: int
-    is_known: bool
-    inside: tuple[str, ...]
-
-
 class Collective(NamedTuple):
     """A collective operation.
 
@@ -140,8 +120,13 @@ def read(text: str) -> Program:
     return _Reader(text).program()
 
 
-def executed(text: str) -> dict[str, Executed]:
-    """Return the executed instructions of a compiled program's text by name, as in traces."""
+def executed(text: str) -> dict[str, dict[str, float]]:
+    """Return the operations of each executed instruction, by its name, as in traces.
+
+    They are FLOPs of one execution by `Instruction.source`: 2 per multiply-add of a matrix product, 1
+    per element of any other result, 0 for moves. Instructions that the compiler added count for the
+    source that they serve.
+    """
     return _Reader(text).executed()
 
 
@@ -189,23 +174,14 @@ class _Reader:
         program.collectives = list(channels.values())
         return program
 
-    def executed(self) -> dict[str, Executed]:
-        result: dict[str, Executed] = {}
-        for name, times, fused in self._runs():
-            computation = self.computations[name]
-            for i in computation.values() if not fused else ():
-                if i.name in result:  # a computation with several callers
-                    result[i.name] = result[i.name]._replace(times=result[i.name].times + times)
-                elif i.op in ("while", "call", "conditional") or i.op not in _FREE:
-                    called = self._called(i) if i.op != "fusion" else []
-                    result[i.name] = Executed(
-                        times,
-                        dict(self._operations(name, i)),
-                        self._all_traffic(computation, i),
-                        i.op != "custom-call" or self._matrix_flops(computation, i) > 0,
-                        tuple(inner for one, _ in called for inner in self.computations[one]),
-                    )
-        return result
+    def executed(self) -> dict[str, dict[str, float]]:
+        called = ("while", "call", "conditional")
+        return {
+            i.name: dict(self._operations(name, i))
+            for name, _, fused in self._runs()
+            for i in (() if fused else self.computations[name].values())
+            if i.op in called or i.op not in _FREE
+        }
 
     def _operations(self, name: str, i: Instruction) -> dict[str, float]:
         """Return operations by source; called instructions without a source inherit it from `i`."""
@@ -243,15 +219,6 @@ class _Reader:
         operand = {"reduce": 0, "reduce-window": 0, "scatter": -1}.get(i.op)
         array = i if operand is None else computation[i.operands[operand]]
         return float(math.prod(array.shapes[0].dimensions)) if array.shapes else 0.0
-
-    def _all_traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:
-        if i.op == "fusion" or not (inside := self._called(i)):
-            return self._traffic(computation, i)
-        return sum(
-            times * self._all_traffic(self.computations[name], inner)
-            for name, times in inside
-            for inner in self.computations[name].values()
-        )
 
     def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Return the computations that an instruction calls, and how often."""

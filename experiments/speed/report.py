@@ -183,31 +183,19 @@ def parts(lines: Sequence[Line]) -> list[str]:
         if line["case"] != "profile":
             continue
         tables = line["table"]
-        operations, traffic = (
-            statistics.median([table[f"measured_{name}_per_second"] for table in tables])
-            for name in ("operations", "bytes")
-        )
         step = statistics.median([table["step_seconds"] for table in tables])
-        reached = statistics.median([t["matrix_operations"] / t["step_seconds"] for t in tables])
         shown += [
-            f"{line['contender']}: {number(1e3 * step)} ms a step. Measured ceilings: {operations / 1e9:,.0f} GFLOP/s "
-            f"for a large matrix product, {traffic / 1e9:.3g} GB/s for reading and writing an array. The step's "
-            f"matrix products, divided by its whole time, reach {reached / 1e9:,.0f} GFLOP/s, {reached / operations:.0%} of that.",
+            f"{line['contender']}: {number(1e3 * step)} ms a step.",
             "",
-            f"| {line['contender']} | ms | share | GFLOP | GB | minimum ms | gap |",
-            "|---|---|---|---|---|---|---|",
+            f"| {line['contender']} | ms | share |",
+            "|---|---|---|",
         ]
         for rows in zip(*(table["parts"] for table in tables), strict=True):
             spent = [1e3 * row["seconds"] for row in rows]
             share = statistics.median(
                 [row["seconds"] / t["step_seconds"] for row, t in zip(rows, tables, strict=True)]
             )
-            computed, moved = rows[0]["operations"], rows[0]["bytes"]
-            least = 1e3 * max(computed / operations, moved / traffic)
-            cells = [f"{computed / 1e9:.3g}", f"{moved / 1e9:.3g}", f"{least:.3g}"]
-            cells.append(f"{statistics.median(spent) - least:.3g}")
-            bounds = " | ".join(cells if computed or moved else [""] * 4)
-            shown.append(f"| {rows[0]['part']} | {spread(spent)} | {share:.1%} | {bounds} |")
+            shown.append(f"| {rows[0]['part']} | {spread(spent)} | {share:.1%} |")
         shown.append("")
     return shown[:-1] or ["not run"]
 
