@@ -43,6 +43,7 @@ from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.base import Phase
 from bert_jax.progress import Progress
+from bert_jax.sharding import shard_batch
 from bert_jax.signals import Interrupted, catch_signals
 from bert_jax.step import (
     Programs,
@@ -229,7 +230,7 @@ def train(
                     if step in step_guard.skipped:
                         state, sums = programs.skip(state)
                     else:
-                        batch = sharding.shard_batch(batch, mesh)
+                        batch = shard_batch(batch, mesh)
                         if due(step, config.guard.probe_every_steps):
                             compute = functools.partial(programs.fingerprint, state, batch)
                             with jax.set_mesh(mesh):

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from bert_jax import config as configs
-from bert_jax import sharding, tracing
+from bert_jax import tracing
+from bert_jax import train as loop
 from bert_jax.config import Config, FinetuneConfig, PhaseConfig
 from bert_jax.config_checks import validate
 from bert_jax.errors import UserError
@@ -81,7 +82,7 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
         return shard_batch(batch, mesh)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharding, "shard_batch", interrupt)
+        patch.setattr(loop, "shard_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, rows, "profile_steps=8:12")
     assert not list((tmp_path / tracing.FOLDER).iterdir())
