@@ -38,8 +38,8 @@ MANIFEST = "manifest.json"
 
 # State is split into files of this size, which are written, flushed and verified in parallel.
 _DATA_FILE_BYTES = 128 << 20
-# Checksums of a manifest without this prefix are SHA-256, as older versions wrote them.
-_CRC32C = "crc32c:"
+# Prefixes of the checksums in a manifest: ours, and those of object storage.
+_CHECKSUMS = ("crc32c:", "md5:", "etag:")
 # Steps are renamed into this folder before they are deleted, so a kill leaves no partial step.
 _REMOVED = "removed"
 # Marker file, created with the first step: tells a new run from one that lost its checkpoints.
@@ -73,7 +73,7 @@ def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     stats, url = _stats(folder), storage.remote(folder)
     with futures.ThreadPoolExecutor() as pool:
         checksums = pool.map(
-            lambda name: stats[name].checksum or _CRC32C + files.crc32c(folder / name), stats
+            lambda name: stats[name].checksum or f"crc32c:{files.crc32c(folder / name)}", stats
         )
         entries = {
             name: [stat.size, checksum]
@@ -110,14 +110,16 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         return f"{MANIFEST} is damaged"
     match manifest:
-        case {"sha256": str() as sha256, "files": dict() as entries, **facts} if all(
-            isinstance(entry, list) and [type(value) for value in entry] == [int, str]
+        case {"sha256": str() as sha256, **content} if sha256 != _digest(content):
+            return f"{MANIFEST} fails its checksum"
+        case {"sha256": str(), "step": int(), "files": dict() as entries} if all(
+            isinstance(entry, list)
+            and [type(value) for value in entry] == [int, str]
+            and entry[1].startswith(_CHECKSUMS)
             for entry in entries.values()
         ):
-            # Older versions recorded only files.
-            content = {**facts, "files": entries} if facts else entries
-            return manifest if sha256 == _digest(content) else f"{MANIFEST} fails its checksum"
-    return f"{MANIFEST} is damaged"
+            return manifest
+    return f"{MANIFEST} is damaged or of another version of bert_jax"
 
 
 def damage(
@@ -140,10 +142,10 @@ def damage(
         if isinstance(manifest, str):
             return manifest
         entries = manifest["files"]
-        if manifest.get("step", int(folder.name)) != int(folder.name):
+        if manifest["step"] != int(folder.name):
             return f"it is a copy of step {manifest['step']}"
         for name, value in (identity or {}).items():
-            if manifest.get(name, value) != value:
+            if manifest.get(name) != value:
                 return (
                     f"it is of a run with another {name}"
                     if name != "run"
@@ -186,9 +188,8 @@ def _file_damage(path: pathlib.Path, name: str, checksum: str, remote: str) -> s
     if remote or kind == "etag":
         is_same_kind = remote.rpartition(":")[0] == kind
         return f"{name} fails its checksum" if is_same_kind and remote != checksum else None
-    hashes = {"crc32c": files.crc32c, "md5": files.md5, "": files.sha256}
     try:
-        computed = f"{kind}:".lstrip(":") + hashes[kind](path)
+        computed = f"{kind}:{files.md5(path) if kind == 'md5' else files.crc32c(path)}"
     except OSError as error:
         if error.errno != errno.EIO:  # EIO: bad sectors, which count as damage
             raise

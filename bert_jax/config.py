@@ -747,7 +747,7 @@ def from_dict(values: Any) -> TrainConfig:
     """Invert `to_dict`: a `FinetuneConfig` if there is a task, else a `Config`.
 
     Raises:
-        UserError: a field is unknown to this version or has the wrong type.
+        UserError: a field is missing, unknown to this version or has the wrong type.
     """
     try:
         if not isinstance(values, Mapping) or not values.keys() & {"task", "phases"}:
@@ -772,15 +772,14 @@ def build(kind: Any, value: Any, where: str) -> Any:
         return value
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}
-        value = {RENAMED.get(name, name): v for name, v in value.items()}
-        for name in value:
+        for name in {**value, **fields}:
             if name not in fields:
                 raise ValueError(f"{where} has an unknown field {name!r}")
-        built = {name: build(fields[name], v, f"{where}.{name}") for name, v in value.items()}
-        try:
-            return kind(**built)
-        except TypeError as error:  # names the missing fields
-            raise ValueError(f"{where}: {error}") from None
+            if name not in value:
+                raise ValueError(f"{where} has no field {name!r}")
+        return kind(
+            **{name: build(fields[name], v, f"{where}.{name}") for name, v in value.items()}
+        )
     if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
         item = typing.get_args(kind)[0]
         return tuple(build(item, v, f"{where}[{i}]") for i, v in enumerate(value))
@@ -794,9 +793,4 @@ def build(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-# Old names of fields, which config.json files of earlier versions have.
-RENAMED = {
-    "most_incidents": "max_incidents",
-    "most_predictions": "max_predictions_per_sequence",
-}
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -12,7 +12,6 @@ from typing import Any
 
 from bert_jax.architectures import ARCHITECTURES, SIZES, model_size
 from bert_jax.config import (
-    RENAMED,
     Config,
     FinetuneConfig,
     LoraConfig,
@@ -202,7 +201,6 @@ def _check_key(key: str, config: TrainConfig) -> None:
 
 def _nearest_key(key: str, keys: list[str]) -> str:
     group, _, field = key.rpartition(".")
-    field = RENAMED.get(field, field)
     in_group = [name for name in keys if name.rpartition(".")[0] == group]
     # A correct name in the wrong group is a likelier mistake than a misspelled one.
     same_name = [name for name in keys if name.rpartition(".")[2] == field]

@@ -173,8 +173,11 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
         )
     try:
         return config_lib.from_dict(content["config"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"cannot read {workdir}/config.json: {error}") from None
+    except (UserError, RecursionError) as error:
+        raise UserError(
+            f"cannot read {workdir}/config.json: {error}; use the version of bert_jax that wrote it, "
+            "or train again"
+        ) from None
 
 
 def _read_config_json(folder: str | pathlib.Path) -> dict[str, Any]:
@@ -215,15 +218,19 @@ def read_identity(folder: str | pathlib.Path) -> dict[str, str]:
     """Return what a run's checkpoints must have been saved with.
 
     Returns:
-        `run`, a digest of what the run began with, and the `vocabulary`'s SHA-256; less for runs of
-        versions that did not record them.
+        `run`, a digest of what the run began with, and the `vocabulary`'s SHA-256.
     """
-    content = _read_config_json(folder)
-    vocabulary = content.get("vocabulary")
-    if not isinstance(vocabulary, dict):
-        vocabulary = {}
-    values = {"run": content.get("run"), "vocabulary": vocabulary.get("sha256")}
-    return {name: value for name, value in values.items() if isinstance(value, str)}
+    match _read_config_json(folder):
+        case {"run": str() as run, "vocabulary": {"sha256": str() as sha256}}:
+            return {"run": run, "vocabulary": sha256}
+    raise _unreadable(folder, "which run and vocabulary its checkpoints have")
+
+
+def _unreadable(folder: str | pathlib.Path, what: str) -> UserError:
+    return UserError(
+        f"{folder}/config.json does not say {what}: it is damaged, or of another version of bert_jax; "
+        "copy the run again, or use that version"
+    )
 
 
 def comparable_since(config: TrainConfig, data: Sequence[Mapping[str, Any]]) -> int:
@@ -247,50 +254,32 @@ def comparable_since(config: TrainConfig, data: Sequence[Mapping[str, Any]]) -> 
 
 @storage.reads("folder")
 def read_best_by(folder: str | pathlib.Path) -> dict[str, Any]:
-    """Return what ranks checkpoints, as keyword arguments of `Checkpoints`.
-
-    Raises:
-        UserError: config.json holds something else.
-    """
-    content = _read_config_json(folder)
-    match content.get("best", {"best_by": "masked_lm_loss", "highest": False}):
+    """Return what ranks checkpoints, as keyword arguments of `Checkpoints`."""
+    match _read_config_json(folder).get("best"):
         case {"best_by": str(), "highest": bool(), **more} as best if not more:
-            config = read_config(folder)
-            has_phases = isinstance(config, config_lib.Config) and "data" in content
-            since = comparable_since(config, read_data(folder)) if has_phases else 0
-            return best | {"since": since}
-    raise UserError(f"{folder}/config.json does not say which metric is best; copy the run again")
+            return best | {"since": comparable_since(read_config(folder), read_data(folder))}
+    raise _unreadable(folder, "which metric is best")
 
 
 @storage.reads("folder")
 def read_data(folder: str | pathlib.Path) -> list[dict[str, Any]]:
-    """Return the description of each phase's rows or examples, as passed to `write_or_check_config`.
-
-    Raises:
-        UserError: config.json holds something else.
-    """
+    """Return the description of each phase's rows or examples, as passed to `write_or_check_config`."""
     match _read_config_json(folder).get("data"):
         case [*data] if all(isinstance(rows, dict) and "digest" in rows for rows in data):
             return data
-    raise UserError(f"{folder}/config.json does not say what the data are; copy the run again")
+    raise _unreadable(folder, "what the data are")
 
 
-def describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
+def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
     """Return what identifies a vocabulary in config.json: its checksum and settings."""
     return {"sha256": vocabulary.sha256, **vocabulary.settings}
 
 
 @storage.reads("folder")
 def read_vocabulary(folder: str | pathlib.Path) -> Vocabulary:
-    """Load the vocabulary of a run, and check that it is the one it was trained with.
-
-    Raises:
-        UserError: it cannot be read, or was changed. Runs of versions that did not record their
-            vocabulary are not checked.
-    """
+    """Load the vocabulary of a run, and check that it is the one it was trained with."""
     vocabulary = vocabularies.load(folder)
-    recorded = _read_config_json(folder).get("vocabulary")
-    if recorded is not None and recorded != describe_vocabulary(vocabulary):
+    if _read_config_json(folder).get("vocabulary") != _describe_vocabulary(vocabulary):
         raise UserError(
             f"{folder}: {vocabulary.file} or its settings is not the vocabulary that the model was "
             "trained with: copy both from its rows, or from an export of the model"
@@ -321,12 +310,12 @@ def read_provenance(folder: str | pathlib.Path, step: int) -> Provenance:
     """Return the provenance of a run's or an imported checkpoint; empty for anything else."""
     if not holds_run(folder):
         return Provenance(None, [], [], None)
-    folder, config_json = pathlib.Path(folder), _read_config_json(folder)
+    folder = pathlib.Path(folder)
     starts, metrics = (read_steps(folder / name) for name in ("starts.jsonl", "metrics.jsonl"))
     heldout = [m for m in metrics if m.get("split") == "heldout" and m["step"] == step]
     return Provenance(
-        config_json.get("imported"),
-        config_json.get("data", []),
+        _read_config_json(folder).get("imported"),
+        read_data(folder),
         starts,
         heldout[-1] if heldout else None,
     )
@@ -380,7 +369,8 @@ def write_or_check_config(
     data: list[dict[str, Any]],
     best: dict[str, Any],
     force: bool,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: Vocabulary,
+    imported: dict[str, Any] | None = None,
 ) -> None:
     """Write config.json and the vocabulary, or check that the run already in `workdir` has the same config.
 
@@ -393,17 +383,16 @@ def write_or_check_config(
         best: metric that ranks checkpoints, and whether higher is better.
         force: accept a changed config.
         vocabulary: vocabulary of the run.
-
-    Raises:
-        UserError: the config differs; the message names the keys.
+        imported: for an imported checkpoint, `convert.source.Imported.about`.
     """
     path = workdir / "config.json"
     new = config_lib.flatten(config)
     content = {"config": config_lib.to_dict(config), "data": data, "best": best}
-    if vocabulary:
-        content["vocabulary"] = describe_vocabulary(vocabulary)
+    content["vocabulary"] = _describe_vocabulary(vocabulary)
+    if imported:
+        content["imported"] = imported
     if path.exists():
-        saved, old = _read_config_json(workdir), config_lib.flatten(read_config(workdir))
+        old = config_lib.flatten(read_config(workdir))
         differ = [
             f"{key}: was {old.get(key)!r}, is now {new.get(key)!r}"
             for key in {**old, **new}
@@ -415,22 +404,16 @@ def write_or_check_config(
         for key, problem in (
             ("objective", "it began with another objective"),
             ("teacher", "its teacher had other parameters"),
+            ("start", "it began from another checkpoint (--init)"),
         ):
-            if [rows.get(key) for rows in saved_data] != [rows.get(key) for rows in data]:
+            if any(a.get(key) != b.get(key) for a, b in zip(saved_data, data, strict=False)):
                 differ.append(problem)
-        starts = zip(saved_data, data, strict=False)
-        if any(
-            ("start" in old or "init" in new) and old.get("start") != new.get("start")
-            for old, new in starts
-        ):
-            differ.append("it began from another checkpoint (--init)")
         if differ and not force:
             raise UserError(
                 f"{workdir} holds a run with another config ({'; '.join(differ)}): choose another "
                 "workdir, or pass --resume=force to resume the run with this config"
             )
-        if "run" in saved:  # it stays the same run
-            content["run"] = saved["run"]
+        content["run"] = read_identity(workdir)["run"]  # it stays the same run
     elif (workdir / "checkpoints").exists():
         raise UserError(
             f"{workdir} holds checkpoints but no config.json, so they may be another run's: restore it, "
@@ -442,8 +425,7 @@ def write_or_check_config(
         content["run"] = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
     with files.one_line_errors(f"cannot write {workdir}"):
         files.write_json(path, content)
-        if vocabulary:
-            vocabulary.save(workdir)
+        vocabulary.save(workdir)
 
 
 def _matters(key: str) -> bool:

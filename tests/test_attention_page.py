@@ -14,9 +14,8 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import checkpoint, cli, files
-from bert_jax import config as config_lib
-from bert_jax.config import Config, ModelConfig
+from bert_jax import cli
+from bert_jax.config import ModelConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference.attention_maps import (
@@ -29,6 +28,7 @@ from bert_jax.inference.attention_maps import (
 from bert_jax.model import attention as attention_lib
 from bert_jax.model.bert import init_params
 from bert_jax.tools.report import attention as report
+from tests.helpers import checkpoints
 
 WORDS = (*SPECIAL, *"the cat sat on mat un ##s ##t . , script / < > ' \" & $".split())
 TEXT, TEXT_B = "the cat uns on", "the <script> '\"&$"
@@ -64,15 +64,10 @@ def maps(theirs):
 
 def write_run(folder, model):
     """Write a run with random parameters, scaled up so that attention is far from uniform."""
-    files.lock_folder(folder)
-    Vocabulary(WORDS, True).save(folder)
-    settings = {"config": config_lib.to_dict(Config(model=model)), "data": []}
-    files.write_json(folder / "config.json", settings)
-    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", Config().checkpoint)
     params = init_params(model, jax.random.key(0))
-    checkpoints.save(3, jax.tree.map(lambda x: np.asarray(20 * x), params))
-    checkpoints.close()
-    return folder
+    return checkpoints.write_run(
+        folder, model, jax.tree.map(lambda x: np.asarray(20 * x), params), WORDS
+    )
 
 
 # --- Weights --------------------------------------------------------------------------------------

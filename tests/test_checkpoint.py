@@ -4,7 +4,6 @@ Damaged checkpoints are never used, and intact ones are never lost.
 """
 
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -20,7 +19,6 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from bert_jax import checkpoint, cli, files, workdir
@@ -36,6 +34,7 @@ from bert_jax.workdir import JsonlFile
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
+    VOCABULARY,
     arguments,
     assert_same_run,
     command,
@@ -219,6 +218,11 @@ def test_checkpoint_of_another_step_or_run_is_rejected(run, copy, capfd):
         go_on(copy)
         assert text in capfd.readouterr().err
         assert_whole_run(copy, whole)
+    files = json.loads((step(copy) / checkpoint.MANIFEST).read_text())["files"]
+    files["params/_METADATA"][1] = "0" * 64  # as version 0.1
+    resign(step(copy), files=files)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged or of another version"):
+        checkpoint.load_model(copy, "6")
     (copy / "config.json").unlink()
     with pytest.raises(UserError, match=r"holds checkpoints but no config\.json"):
         go_on(copy)
@@ -233,7 +237,9 @@ def test_run_identity_ignores_the_checkpoint_interval(run, rows, tmp_path):
         config.seed, config.checkpoint.every_steps = seed, every
         folder = tmp_path / str(i)
         folder.mkdir()
-        workdir.write_or_check_config(folder, config, workdir.read_data(run[0]), {}, False)
+        workdir.write_or_check_config(
+            folder, config, workdir.read_data(run[0]), {}, False, VOCABULARY
+        )
         identities.append(workdir.read_identity(folder)["run"])
     assert identities[0] == identities[1] != identities[2]
 
@@ -410,49 +416,13 @@ def test_checkpoints_of_earlier_phases_are_not_ranked(tmp_path):
     checkpoints.close()
     assert best == [1, 2, 3, 4, 4]
     assert steps(tmp_path) == [4, 5]
-    # A run of an older version has recorded the metrics of all phases.
+    # Saved when the run had one phase, before --resume=force added another.
     old = Checkpoints(tmp_path / "old", CheckpointConfig(keep_last=9), best_by="loss")
     for number, loss in ((2, 0.1), (4, 0.6), (5, 0.8)):
         save(old, number, heldout={"loss": loss})
     old.close()
     reader = Checkpoints(tmp_path / "old", CheckpointConfig(), **options, read_only=True)
     assert reader.best_step() == 4
-
-
-def test_checkpoint_of_older_version_is_verified_and_restored(tmp_path):
-    """Older versions compressed with Orbax's standard handler and used SHA-256 in the manifest."""
-    params, training = params_of(7), {"step": jnp.int32(7), "moments": PARAMS}
-    with ocp.CheckpointManager(tmp_path) as manager:
-        items = {checkpoint.PARAMS: params, checkpoint.TRAINING: training}
-        saved = {name: ocp.args.StandardSave(item) for name, item in items.items()}
-        manager.save(7, args=ocp.args.Composite(**saved))
-    folder = tmp_path / "7"
-    listed = {
-        path.relative_to(folder).as_posix(): [
-            path.stat().st_size,
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-        ]
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
-    manifest = {"sha256": digest, "files": listed}
-    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-
-    assert checkpoint.damage(folder) is None
-    reader = Checkpoints(tmp_path, CheckpointConfig(), read_only=True)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = checkpoint.abstract((params, training), here)
-    restored = reader.restore(7, *shapes)
-    jax.tree.map(np.testing.assert_array_equal, restored, (params, training))
-    jax.tree.map(np.testing.assert_array_equal, reader.restore_params(7, shapes[0]), params)
-    reader.close()
-
-    largest = max(listed, key=lambda name: listed[name][0])
-    data = bytearray((folder / largest).read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / largest).write_bytes(data)
-    assert checkpoint.damage(folder) == f"{largest} fails its checksum"
 
 
 def test_removed_checkpoints_stay_intact_until_deleted(tmp_path):

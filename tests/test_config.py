@@ -200,13 +200,6 @@ def test_frozen_features_reject_encoder_training_settings():
     )
 
 
-def test_config_without_newer_fields_gets_their_defaults():
-    values = json.loads(json.dumps(configs.to_dict(FinetuneConfig())))
-    for name in ("causal", "lstm_layers", "features"):
-        del values["model"][name]
-    assert configs.flatten(configs.from_dict(values)) == configs.flatten(FinetuneConfig())
-
-
 def test_model_limits_are_checked_once_the_model_is_known():
     """A large checkpoint has more layers than the default model, so the check must wait for it."""
     changes = dict(frozen_layers=20, task=TaskConfig(tokens=1024))
@@ -293,6 +286,9 @@ def test_config_of_incompatible_version_is_rejected():
     values = configs.to_dict(Config())
     assert "color" in refusal(configs.from_dict, {**values, "color": 1})
     assert "speed" in refusal(configs.from_dict, {**values, "optim": {"speed": 1}})
+    assert "no field 'steps'" in refusal(
+        configs.from_dict, {k: v for k, v in values.items() if k != "steps"}
+    )
     del values["phases"]
     assert "phases" in refusal(configs.from_dict, values)
 
@@ -336,17 +332,6 @@ def test_phase_ends():
 def test_every_config_file_loads(path):
     kind = Config if path.stem in ("continued", "pretrain") else configs.FinetuneConfig
     assert isinstance(config_flags.load([f"--config={path}"], kind), kind)
-
-
-def test_old_names_of_renamed_fields_are_read():
-    values = configs.to_dict(Config())
-    values["masking"]["most_predictions"] = values["masking"].pop("max_predictions_per_sequence")
-    values["guard"]["most_incidents"] = values["guard"].pop("max_incidents") + 1
-    config = configs.from_dict(values)
-    assert config.guard.max_incidents == Config().guard.max_incidents + 1
-    argv = [f"{PRETRAIN}:mini,128", "--config.masking.most_predictions=5"]
-    message = refusal(config_flags.load, argv)
-    assert "did you mean config.masking.max_predictions_per_sequence" in message
 
 
 def test_mesh_and_batch_size_must_fit_the_devices():

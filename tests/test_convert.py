@@ -42,6 +42,7 @@ from tests.helpers.checkpoints import (
     CLASSES,
     TF1,
     WORDS,
+    add_step,
     random_params,
     refusal,
     save_pretrained,
@@ -675,10 +676,9 @@ def test_exported_tokenizer_and_pipeline_match_ours(tmp_path, run_folder):
 @pytest.mark.parametrize("accents", [None, True, False])
 def test_tokenizer_settings_round_trip(tmp_path, run_folder, cased, accents):
     config, _, params, _ = checkpoint.load_model(run_folder)
-    run = write_run(tmp_path / "run", config.model, params, WORDS)
     vocabulary = Vocabulary(WORDS, not cased, accents, split_chinese=accents is None)
-    vocabulary.save(run)
-    export(str(run), tmp_path / "out")
+    source.write(source.Imported(config, vocabulary, params, {}), tmp_path / "run")
+    export(str(tmp_path / "run"), tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "É é A a 中国 cats"
     assert theirs(text)["input_ids"] == vocabulary.encode(text)
@@ -708,9 +708,7 @@ def test_export_of_all_checkpoints(run_folder, tmp_path, capsys):
     shutil.copytree(run_folder, run)
     config, _, params, _ = checkpoint.load_model(run)
     later = jax.tree.map(lambda x: x + 1, params)
-    checkpoints = checkpoint.Checkpoints(run / "checkpoints", Config().checkpoint)
-    checkpoints.save(9, later)
-    checkpoints.close()
+    add_step(run, 9, later)
     argv = f"export --init {run} --out {tmp_path / 'out'} --checkpoint all".split()
     assert cli.main([*argv, "--license", "mit", "--language", "en", "--language", "de"]) == 0
     assert "step_7, step_9" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from bert_jax.tools import sweep
 from bert_jax.tools.report import experiment
 from bert_jax.tools.sweep import SCALES, SweepArgs
 from tests.helpers import processes
+from tests.helpers.runs import VOCABULARY
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
@@ -212,7 +213,12 @@ def test_glue_submission_uses_best_seed_of_best_run_per_task(tmp_path, wnli):
             folder = tmp_path / name / f"seed_{seed}"
             (folder / "predictions" / "test").mkdir(parents=True)
             workdir.write_or_check_config(
-                folder, config, [{"digest": ""}], {"best_by": "x", "highest": True}, False
+                folder,
+                config,
+                [{"digest": ""}],
+                {"best_by": "x", "highest": True},
+                False,
+                VOCABULARY,
             )
             file = folder / "predictions" / "test" / {"rte": "RTE.tsv", "cola": "CoLA.tsv"}[task]
             file.write_text(f"index\tprediction\n0\t{name}, {seed}\n")

@@ -37,6 +37,7 @@ from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from tests.helpers.checkpoints import BEST
 
 SOAK = int(os.environ.get("BERT_JAX_SOAK", 1))
 MOST_BYTES = 1 << 29  # memory that a reader may use for these small files
@@ -369,13 +370,17 @@ READERS = {
     "run": (
         {
             "config.json": json.dumps(
-                {"config": configs.to_dict(Config()), "data": []}
+                {"config": configs.to_dict(Config()), "data": [], "best": BEST}
             ).encode()
         },
         read_run,
     ),
     "run of a task": (
-        {"config.json": json.dumps({"config": configs.to_dict(FinetuneConfig())}).encode()},
+        {
+            "config.json": json.dumps(
+                {"config": configs.to_dict(FinetuneConfig()), "data": [], "best": BEST}
+            ).encode()
+        },
         read_run,
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file
 
 from bert_jax import checkpoint, cli, storage
-from bert_jax.config import Config
+from tests.helpers.checkpoints import add_step
 
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "vocab.txt"}
 
@@ -139,9 +139,7 @@ def test_push_to_main_and_to_a_revision(run_folder, tmp_path, repositories, caps
 def test_push_all_checkpoints_as_branches(run_folder, tmp_path, repositories):
     run = tmp_path / "run"
     shutil.copytree(run_folder, run)
-    checkpoints = checkpoint.Checkpoints(run / "checkpoints", Config().checkpoint)
-    checkpoints.save(9, jax.tree.map(lambda x: x + 1, checkpoint.load_model(run)[2]))
-    checkpoints.close()
+    add_step(run, 9, jax.tree.map(lambda x: x + 1, checkpoint.load_model(run)[2]))
     best = checkpoint.load_model(run)[3]
     assert push("--init", run, "--push", "mine/tiny", "--checkpoint", "all") == 0
     branches = repositories["mine/tiny"]["branches"]

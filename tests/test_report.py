@@ -17,6 +17,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.flops import parameter_count
 from bert_jax.storage import copies
 from bert_jax.tools.report import curves, page, plots, runs, sections
+from tests.helpers.runs import VOCABULARY
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pretrain.py"
 ODD = "<b>tuned & $x$"
@@ -47,7 +48,7 @@ def hand_written(folder, metrics, speed=(), vocab_size=100, **settings):
     folder.mkdir(parents=True)
     data = [{"digest": "0" * 64, "examples": {"train": 1234, "dev": 7}, "start": ""}]
     workdir.write_or_check_config(
-        folder, config, data, {"best_by": "accuracy", "highest": True}, False
+        folder, config, data, {"best_by": "accuracy", "highest": True}, False, VOCABULARY
     )
     write_lines(folder / "metrics.jsonl", metrics)
     if speed:

@@ -16,7 +16,7 @@ from bert_jax.tools.sweep import Point, SweepArgs
 from bert_jax.tools.sweep.results import Results, current, lines_of
 from bert_jax.tools.sweep.scheduler import PointRun
 from tests.helpers import processes
-from tests.helpers.runs import ONE_DEVICE
+from tests.helpers.runs import ONE_DEVICE, VOCABULARY
 
 
 def line(score, seed=0, **facts):
@@ -166,7 +166,7 @@ def result_of_run(tmp_path, metrics, speed=()):
     out.mkdir(parents=True)
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=400)
     best = {"best_by": "masked_lm_loss", "highest": False}
-    workdir.write_or_check_config(out, config, [{"digest": ""}], best, False)
+    workdir.write_or_check_config(out, config, [{"digest": ""}], best, False, VOCABULARY)
     start = {"step": 0, "commit": "c", "devices": "1 cpu", "versions": {}}
     for name, lines in (("metrics", metrics), ("speed", speed), ("starts", [start])):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))

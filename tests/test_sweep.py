@@ -30,7 +30,7 @@ from bert_jax.tools.sweep.display import Display, note_of
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.scheduler import Engine, PointRun
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
-from tests.helpers.runs import ONE_DEVICE
+from tests.helpers.runs import ONE_DEVICE, VOCABULARY
 from tests.helpers.sweeps import WAITING, background, go
 
 # Reading
@@ -482,7 +482,7 @@ def test_queued_job_is_done_when_its_workdir_is_complete(tmp_path, monkeypatch, 
     out.mkdir()
     config = Config(model=model_size("mini"), phases=(PhaseConfig(rows="r"),), steps=7)
     workdir.write_or_check_config(
-        out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False
+        out, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False, VOCABULARY
     )
     assert not point_run.is_done
     (out / "checkpoints" / "7").mkdir(parents=True)

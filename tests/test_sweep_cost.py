@@ -20,6 +20,7 @@ from bert_jax.objectives import pretraining
 from bert_jax.tools.sweep import Point, SweepArgs
 from bert_jax.tools.sweep.cost import cost
 from bert_jax.tools.sweep.results import Results
+from tests.helpers.runs import VOCABULARY
 from tests.helpers.sweeps import WAITING, background
 
 
@@ -64,7 +65,7 @@ def test_finetune_cost_depends_on_the_initial_model(tmp_path):
     run.mkdir()
     config = Config(model=model, phases=(PhaseConfig(rows="r"),), steps=7)
     workdir.write_or_check_config(
-        run, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False
+        run, config, [{"digest": ""}], {"best_by": "x", "highest": False}, False, VOCABULARY
     )
     exported = tmp_path / "exported"
     exported.mkdir()

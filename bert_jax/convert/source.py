@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, files, storage, workdir
-from bert_jax import config as config_lib
 from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.config_checks import validate
 from bert_jax.convert import huggingface, pytorch, tensorflow1
@@ -179,17 +178,13 @@ def write(imported: Imported, out: str | os.PathLike) -> None:
     """
     files.check_new(out)
     with files.new_folder(out) as folder:
-        saved = {
-            "config": config_lib.to_dict(imported.config),
-            "data": [],
-            "imported": imported.about,
-            "vocabulary": workdir.describe_vocabulary(imported.vocabulary),
-        }
-        files.write_json(folder / "config.json", saved)
-        imported.vocabulary.save(folder)
+        config, best = imported.config, {"best_by": "masked_lm_loss", "highest": False}
+        workdir.write_or_check_config(
+            folder, config, [], best, False, imported.vocabulary, imported.about
+        )
         checkpoints = checkpoint.Checkpoints(
             folder / "checkpoints",
-            imported.config.checkpoint,
+            config.checkpoint,
             identity=workdir.read_identity(folder),
         )
         checkpoints.save(0, imported.params)

@@ -263,7 +263,7 @@ def check_vocabulary(where: str, folder: str, vocabulary: Any, init: str) -> Non
     """
     manifest = rows.read_manifest(folder)
     settings = vocabulary.settings
-    prepared = {name: manifest.settings.get(name, value) for name, value in settings.items()}
+    prepared = {name: manifest.settings.get(name) for name in settings}
     if manifest.vocab_sha256 != vocabulary.sha256:
         problem = "another vocabulary than that"
     elif effective_settings(prepared) != effective_settings(settings):

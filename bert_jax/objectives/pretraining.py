@@ -88,7 +88,7 @@ def make_phases(
                 )
             try:
                 vocabularies.check_segments(vocabulary, model.segments)
-            except UserError as error:  # single sequences are the same, and an old run must resume
+            except UserError as error:  # single sequences are the same
                 _warn(str(error))
             if isinstance(vocabulary, vocabularies.TokenizerVocabulary):
                 vocabulary = vocabulary.resized(manifest.vocab_size)

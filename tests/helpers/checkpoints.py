@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import checkpoint, files
-from bert_jax import config as config_lib
+from bert_jax import checkpoint, workdir
 from bert_jax.config import Config
 from bert_jax.convert import source
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
@@ -19,6 +18,7 @@ from bert_jax.model.bert import shapes
 TF1 = pathlib.Path(__file__).parent.parent / "data" / "tf1"
 WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")
 LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}}
+BEST = {"best_by": "masked_lm_loss", "highest": False}
 CLASSES = {
     "BertModel": {},
     "BertForPreTraining": {},
@@ -74,14 +74,21 @@ def random_params(config, seed=0):
 def write_run(folder, config, params, words=None):
     """Write a run folder with a checkpoint of `params`, and return the folder."""
     words = words or [*SPECIAL, *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
-    files.lock_folder(folder)
-    Vocabulary(tuple(words), True).save(folder)
-    whole = {"config": config_lib.to_dict(Config(model=config)), "data": []}
-    files.write_json(folder / "config.json", whole)
-    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", Config().checkpoint)
-    checkpoints.save(7, params)
-    checkpoints.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    workdir.write_or_check_config(
+        folder, Config(model=config), [], BEST, False, Vocabulary(tuple(words), True)
+    )
+    add_step(folder, 7, params)
     return folder
+
+
+def add_step(folder, step, params):
+    """Save a checkpoint of a run."""
+    checkpoints = checkpoint.Checkpoints(
+        folder / "checkpoints", Config().checkpoint, identity=workdir.read_identity(folder)
+    )
+    checkpoints.save(step, params)
+    checkpoints.close()
 
 
 def refusal(folder, **options):

@@ -74,7 +74,7 @@ def _check_name(folder: pathlib.Path, name: str, plan: Plan) -> None:
     if not plan.active or not (folder / _FILE).exists():
         return
     other = json.loads((folder / _FILE).read_text()).get("folder")
-    if other in (None, plan.folder) or not shutil.which(plan.active[0]):
+    if other == plan.folder or not shutil.which(plan.active[0]):
         return
     if subprocess.run(plan.active, capture_output=True, check=False).stdout.strip():
         raise UserError(

@@ -19,7 +19,6 @@ from bert_jax import config as config_lib
 from bert_jax import files, workdir
 from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
-from bert_jax.data.workers import cores
 from bert_jax.errors import UserError
 from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
@@ -46,11 +45,12 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
         "digest": point_run.digest,
     }
     versions = workdir.versions(_VERSIONS)
+    last_attempt = attempts[-1] if attempts else {}
     last = {
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
         "attempts": len(attempts),
-        "load": attempts[-1].get("load") if attempts else None,
-        "cores": attempts[-1].get("cores", cores()) if attempts else None,
+        "load": last_attempt.get("load"),
+        "cores": last_attempt.get("cores"),
         "processor": _processor(),
         **versions,
     }  # fmt: skip
