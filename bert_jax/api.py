@@ -120,9 +120,6 @@ class Model:
         """Tokenize N texts, or pairs of texts, into inputs of `apply`, one text per row.
 
         "[MASK]" is read as the mask token. T is a power of two, at most the number of positions.
-
-        Raises:
-            UserError: `texts` is a string, or a text has more tokens than the model has positions.
         """
         _require_list("encode", texts)
         return inputs_of(self.vocabulary, texts, self.config.model.positions)
@@ -158,19 +155,11 @@ class Model:
         return SentenceScorer(self._opened)
 
     def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
-        """Return the `top` candidates, (token, probability), for each [MASK] of a text.
-
-        Raises:
-            UserError: the text has no [MASK] or is too long, or the model has no masked-LM head.
-        """
+        """Return the `top` candidates, (token, probability), for each [MASK] of a text."""
         return self._fill(text, top)
 
     def attention(self, text: str, text_b: str | None = None) -> AttentionMaps:
-        """Return the attention probabilities of all layers and heads in a text or a pair.
-
-        Raises:
-            UserError: a text is empty or too long.
-        """
+        """Return the attention probabilities of all layers and heads in a text or a pair."""
         return self._map(text, text_b)
 
     def score(self, texts: Sequence[str], pll: str = "original") -> Float[np.ndarray, " N"]:
@@ -182,10 +171,6 @@ class Model:
         Args:
             texts: the texts.
             pll: "original", or "word-l2r" to mask the rest of a word together with a piece.
-
-        Raises:
-            UserError: `texts` is a string, a text is too long, the model has no head that predicts
-                tokens, or `pll` does not apply to it.
         """
         _require_list("score", texts)
         return self._scorer(texts, pll=pll)
@@ -205,9 +190,6 @@ class Model:
 
         Returns:
             [N, D]; with pooling="none" a list of [tokens, D].
-
-        Raises:
-            UserError: `texts` is a string, or a setting is invalid.
         """
         _require_list("embed", texts)
         fields = {field.name for field in dataclasses.fields(self.config.embed)}
@@ -230,9 +212,6 @@ class Model:
         Args:
             texts: texts or pairs of texts; for tagging, texts of words separated by spaces; for
                 SQuAD, pairs of a question and a context.
-
-        Raises:
-            UserError: `texts` is a string, or the model is not fine-tuned, or on multiple choice.
         """
         _require_list("predict", texts)
         config = self.config
@@ -275,9 +254,6 @@ class Model:
         """Write config, vocabulary and parameters to a new folder, which `load` accepts.
 
         The metrics of a fine-tuned model are copied, as they have the threshold of SQuAD 2.0.
-
-        Raises:
-            UserError: the folder exists or cannot be written.
         """
         about = {"source": self.source, "format": "bert_jax", "official": None}
         source_lib.write(
@@ -293,9 +269,6 @@ class Model:
         Args:
             folder: path of the new folder.
             heads: "all", "masked_lm" or "none": see `convert.export.export`.
-
-        Raises:
-            UserError: the folder exists, or transformers' BERT lacks one of the model's options.
         """
         export(self.source, str(folder), self.checkpoint, heads, params=self.params)
 
@@ -307,9 +280,6 @@ def load(source: str | os.PathLike, checkpoint: str = "best") -> Model:
         source: a run, an imported checkpoint, a Hugging Face folder, a name on the hub such as
             "bert-base-uncased", or a TensorFlow 1 release.
         checkpoint: of a run: "best", "latest" or a step number.
-
-    Raises:
-        UserError: there is no such model, or its architecture is not supported.
     """
     device.start("", deterministic=True)  # a later `finetune` cannot set the flag any more
     return Model(str(source), str(checkpoint), *source_lib.open_model(str(source), str(checkpoint)))
@@ -348,7 +318,6 @@ def pretrain(
         changes: settings by key: `{"optim.learning_rate": 5e-4}`.
 
     Raises:
-        UserError: as for `train` and `prepare`, or an argument has the wrong type.
         Interrupted: stopped by a signal after saving.
     """
     _require_list("pretrain", texts)
@@ -402,7 +371,6 @@ def finetune(
         changes: settings by key: `{"epochs": 2}`.
 
     Raises:
-        UserError: as for `predict.finetune`, or an argument has the wrong type.
         Interrupted: stopped by a signal after saving.
     """
     if examples and storage.is_remote(workdir):

@@ -95,11 +95,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def model_size(name: str) -> ModelConfig:
-    """Return the config of a name of `SIZES` or `ARCHITECTURES`, or of a shape like `L6-H768-A3`.
-
-    Raises:
-        UserError: unknown size; the message lists the known ones.
-    """
+    """Return the config of a name of `SIZES` or `ARCHITECTURES`, or of a shape like `L6-H768-A3`."""
     if name in ARCHITECTURES:
         return ModelConfig(**ARCHITECTURES[name])
     shape = re.fullmatch(r"L(\d+)[-_]H(\d+)[-_]A(\d+)", name)

@@ -133,9 +133,6 @@ def damage(
         folder: `WORKDIR/checkpoints/STEP`.
         items: check only these items and files outside any item; None checks everything.
         identity: what it must have been saved with (see `workdir.read_identity`).
-
-    Raises:
-        UserError: the folder cannot be read.
     """
     with files.one_line_errors(f"cannot read {folder}"):
         manifest = read_manifest(folder)
@@ -221,9 +218,6 @@ def move_damaged(folder: pathlib.Path) -> None:
 
     Args:
         folder: the workdir; no other process may use it.
-
-    Raises:
-        UserError: the run has had checkpoints, but none is intact; nothing is moved.
     """
     checkpoints, damaged_folder, newest = folder / "checkpoints", folder / "damaged", None
     if not storage.remote(checkpoints) and checkpoints.exists() and not checkpoints.is_dir():
@@ -466,9 +460,6 @@ class Checkpoints:
             training: the rest of the training state; None for a model without a run.
             heldout: held-out metrics at this step; None if it was not evaluated.
             metrics_checksum: checksum of metrics.jsonl, from `Log.sync`.
-
-        Raises:
-            UserError: this save or the previous one failed (for example, the disk is full).
         """
         items = {PARAMS: params} if training is None else {PARAMS: params, TRAINING: training}
         args = ocp.args.Composite(
@@ -485,20 +476,12 @@ class Checkpoints:
             self._manager.save(step, args=args, metrics=metrics, force=True)
 
     def wait(self) -> None:
-        """Wait until every save is committed.
-
-        Raises:
-            UserError: a save failed.
-        """
+        """Wait until every save is committed."""
         with self._errors("save to"):
             self._manager.wait_until_finished()
 
     def verify(self, step: int, *items: str) -> None:
-        """Check that the files of `items` at a step are intact.
-
-        Raises:
-            UserError: a file is damaged; the message names it and the other steps.
-        """
+        """Check that the files of `items` at a step are intact."""
         if description := damage(self.folder / str(step), items, self._identity):
             others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
@@ -525,9 +508,6 @@ class Checkpoints:
         """Return the step with the best held-out metric, or the newest if none is ranked.
 
         Of tied steps it is the newest, which `BestN` keeps.
-
-        Raises:
-            UserError: the metrics of a step are damaged.
         """
         scored = []
         for step in self.steps():
@@ -615,9 +595,6 @@ def load_model(
     Returns:
         The config (with attention set to "xla", which runs anywhere), vocabulary, parameters (with
         adapters merged) and step.
-
-    Raises:
-        UserError: there is no run, no such checkpoint, or it is damaged.
     """
     config = workdir.read_config(folder)
     config.model.attention = "xla"

@@ -287,11 +287,7 @@ class ModelConfig:
 
     @property
     def feature_layers(self) -> list[int]:
-        """Indices of the hidden states in `features`, numbered as in `layer_numbers`.
-
-        Raises:
-            UserError: the model has too few layers.
-        """
+        """Indices of the hidden states in `features`, numbered as in `layer_numbers`."""
         name = self.features.removeprefix("weighted-")
         return layer_numbers(name, self.layers, "config.model.features")
 
@@ -629,9 +625,6 @@ def layer_numbers(layers: str, count: int, key: str = "config.embed.layers") -> 
     Returns:
         Indices from 0 (the embeddings) to `count` (the last layer), in the given order. "all" is 1
         to `count`.
-
-    Raises:
-        UserError: the model has no such layer.
     """
     named = {
         "last": [-1],
@@ -661,9 +654,6 @@ def take_rows(config: Config, folders: Sequence[str]) -> None:
     Args:
         config: the config, which is changed.
         folders: folders of rows, one per phase; () to keep those of the config.
-
-    Raises:
-        UserError: their number is not that of the phases.
     """
     if folders and len(folders) != len(config.phases):
         raise UserError(
@@ -692,11 +682,7 @@ def phase_ends(config: Config) -> list[int]:
 
 
 def profiled_steps(config: TrainConfig) -> range:
-    """Return the steps of `config.profile_steps`, counted from 0; empty if it is "".
-
-    Raises:
-        UserError: malformed, past the end of the run (if its length is known), or across phases.
-    """
+    """Return the steps of `config.profile_steps`, counted from 0; empty if it is ""."""
     text = config.profile_steps
     if not text:
         return range(0)
@@ -744,11 +730,7 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Any) -> TrainConfig:
-    """Invert `to_dict`: a `FinetuneConfig` if there is a task, else a `Config`.
-
-    Raises:
-        UserError: a field is missing, unknown to this version or has the wrong type.
-    """
+    """Invert `to_dict`: a `FinetuneConfig` if there is a task, else a `Config`."""
     try:
         if not isinstance(values, Mapping) or not values.keys() & {"task", "phases"}:
             raise ValueError("it has neither task nor phases")

@@ -33,11 +33,7 @@ _NAMES = {
 
 
 def validate(config: TrainConfig) -> None:
-    """Check the fields of a config, alone and in combination.
-
-    Raises:
-        UserError: names the first invalid field, its value and the valid ones.
-    """
+    """Check the fields of a config, alone and in combination."""
     flat = flatten(config)
 
     def require(holds: bool, key: str, requirement: str) -> None:
@@ -164,11 +160,7 @@ def _validate_distillation(config: TrainConfig, require: Callable[[bool, str, st
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Check each field of a config, or of the part of one at `prefix`, alone.
-
-    Raises:
-        UserError: names the first invalid field, its value and the valid ones.
-    """
+    """Check each field of a config, or of the part of one at `prefix`, alone."""
     for key, field, value in leaves(config, prefix):
         if "holds" in field.metadata and not field.metadata["holds"](value):
             raise UserError(

@@ -48,9 +48,6 @@ def find(value: str, kind: type) -> str:
     Args:
         value: a path or name and its argument, or an argument alone.
         kind: `Config` or `FinetuneConfig`, which decides whose argument it is.
-
-    Raises:
-        UserError: there is no such file or name; the message suggests one.
     """
     name, colon, argument = value.partition(":")
     if is_path(value):
@@ -87,11 +84,7 @@ def _is_argument(value: str, kind: type) -> bool:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into config ones (`--config FILE`, `--config.key[=]value`) and the rest.
-
-    Raises:
-        UserError: an option follows where a value is missing.
-    """
+    """Split arguments into config ones (`--config FILE`, `--config.key[=]value`) and the rest."""
     config, rest, pending = [], [], ""
     for argument in arguments:
         if pending:
@@ -117,10 +110,6 @@ def load(arguments: list[str], kind: type = Config) -> Any:
     Args:
         arguments: command-line arguments.
         kind: `Config` or `FinetuneConfig`, which the file must return.
-
-    Raises:
-        UserError: the file is missing, a key is unknown (the message names the nearest one), a
-            value has the wrong type, or fields are incompatible.
     """
     from absl import flags
     from ml_collections import config_flags

@@ -153,9 +153,6 @@ def start(platform: str, cache: bool = True, deterministic: bool = False) -> Non
         platform: "cpu", "gpu" or "tpu"; "" selects the best one available.
         cache: set to False when compiling for absent hardware, whose programs cannot be loaded.
         deterministic: use deterministic kernels on GPUs, unless `$XLA_FLAGS` sets that flag.
-
-    Raises:
-        UserError: the platform is not available.
     """
     jax.config.update("jax_compilation_cache_dir", str(_cache_folder()) if cache else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -327,12 +324,7 @@ def has_deterministic_kernels() -> bool:
 
 
 def check_deterministic(config: TrainConfig, platform: str) -> None:
-    """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true.
-
-    Raises:
-        UserError: `start` was not called with `deterministic`, or `$XLA_FLAGS` contradicts it; or
-            kernels are not deterministic, but steps are to be computed twice and compared.
-    """
+    """Check that deterministic kernels are enabled on a GPU if `config.deterministic` is true."""
     if platform != "gpu":
         return
     if not config.deterministic:

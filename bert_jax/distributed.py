@@ -43,9 +43,6 @@ def start() -> None:
     Call this before any other use of JAX, `device.start` included. Afterwards only process 0 writes
     to the terminal, except for errors. A process that cannot connect within the timeout exits with
     status 2.
-
-    Raises:
-        UserError: the environment is incomplete or invalid.
     """
     names = [f"BERT_JAX_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS")]
     variables = {name: os.environ[name] for name in names if name in os.environ}
@@ -137,9 +134,6 @@ def gather(what: str, text: str) -> list[str]:
 
     Returns:
         The strings of all processes, by process index.
-
-    Raises:
-        UserError: a process did not get here in time; the message names it.
     """
     count = jax.process_count()
     if count == 1:
@@ -191,15 +185,11 @@ def leave() -> None:
 
 
 def first(what: str, action: Callable[[], None]) -> None:
-    """Run `action` on process 0 while the others wait.
+    """Run `action` on process 0 while the others wait; all raise its `UserError`.
 
     Args:
         what: name of this synchronization point in error messages.
         action: function to run.
-
-    Raises:
-        UserError: `action` raised it on process 0; all processes raise the same error, `Unavailable`
-            if it was that.
     """
     error: UserError | None = None
     if jax.process_index() == 0:
@@ -214,11 +204,7 @@ def first(what: str, action: Callable[[], None]) -> None:
 
 
 def check_same_on_all_processes(settings: dict[str, Any]) -> None:
-    """Check that all processes have the same settings.
-
-    Raises:
-        UserError: names the processes and the keys that differ.
-    """
+    """Check that all processes have the same settings."""
     serialized = json.dumps(settings, default=str)
     texts = gather("comparing settings", serialized)
     for process, text in enumerate(texts):

@@ -94,9 +94,6 @@ def evaluate_workdir(
 
     Returns:
         The step and its held-out metrics.
-
-    Raises:
-        UserError: there are no held-out rows, or they were prepared with another vocabulary.
     """
     config, vocabulary, params, step = checkpoint.load_model(folder, which)
     assert isinstance(config, Config)

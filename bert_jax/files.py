@@ -75,11 +75,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def check_new(path: str | os.PathLike) -> pathlib.Path:
-    """Return the path of a new folder, without links, after checking that it is missing or empty.
-
-    Raises:
-        UserError: `path` exists, or cannot be created.
-    """
+    """Return the path of a new folder, without links, after checking that it is missing or empty."""
     path = pathlib.Path(os.path.realpath(path))
     with one_line_errors(f"cannot write {path}"):
         if not path.name or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
@@ -92,9 +88,6 @@ def new_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yield a hidden temporary folder to fill; on success it is renamed to `path`.
 
     If the block raises, the folder is removed. Leftovers of a killed process are removed next time.
-
-    Raises:
-        UserError: `path` exists, or cannot be written.
     """
     path = check_new(path)
     temporary = path.with_name(f".{path.name}.partial")
@@ -187,11 +180,7 @@ def crc32c(path: str | os.PathLike) -> str:
 
 
 def move_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Move a file or folder into `folder`, under a new name if its own is taken; return its path.
-
-    Raises:
-        UserError: it cannot be moved.
-    """
+    """Move a file or folder into `folder`, under a new name if its own is taken; return its path."""
     names = itertools.chain([path.name], (f"{path.name}.{i}" for i in itertools.count(2)))
     target = next(new for name in names if not os.path.lexists(new := folder / name))
     with one_line_errors(f"cannot move {path} to {target}"):
@@ -211,7 +200,6 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[int]:
 
     Raises:
         InUse: another process holds the lock; the message names that process.
-        UserError: the folder cannot be created or locked.
     """
     folder = pathlib.Path(folder)
     with one_line_errors(f"cannot use the folder {folder}"):

@@ -96,11 +96,7 @@ class Progress:
             self._file.close()
 
     def keep(self, path: pathlib.Path) -> None:
-        """Append all further lines to a file too, with the time.
-
-        Raises:
-            UserError: the file cannot be opened.
-        """
+        """Append all further lines to a file too, with the time."""
         with files.one_line_errors(f"cannot write {path}"):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
 

@@ -50,11 +50,7 @@ PARTITION_RULES = (
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> tuple[int, int, int]:
-    """Return the sizes of `AXES` for a number of devices.
-
-    Raises:
-        UserError: the product of the sizes is not the number of devices.
-    """
+    """Return the sizes of `AXES` for a number of devices."""
     sizes = [config.data, config.fsdp, config.tensor]
     axes = f"data={config.data}, fsdp={config.fsdp}, tensor={config.tensor}"
     fixed = int(np.prod([size for size in sizes if size != -1]))
@@ -74,10 +70,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
     Slices of TPUs, which the data center network connects, each have a contiguous part of the axis
     "data", so that only gradients cross that network, once a step.
-
-    Raises:
-        UserError: the product of the axis sizes is not the number of devices, or the axes "fsdp" and
-            "tensor" do not fit in a slice.
     """
     # Sort by process, so that each process holds a contiguous range of rows.
     devices = sorted(
@@ -127,9 +119,6 @@ def process_row_shard(mesh: Mesh) -> tuple[int, int]:
     """Return the index of this process's part of a batch and the number of parts.
 
     Processes that differ only in their position on the tensor axis hold the same part.
-
-    Raises:
-        UserError: the devices of this process do not hold one contiguous part.
     """
     shards = mesh.devices.reshape(num_row_shards(mesh), -1)
     local = [
@@ -150,11 +139,7 @@ def process_row_shard(mesh: Mesh) -> tuple[int, int]:
 def check_batch(
     mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int, key: str = "batch_size"
 ) -> None:
-    """Check that the mesh can split a batch evenly; `key` of the config sets its size.
-
-    Raises:
-        UserError: it cannot; the message names batch sizes that work.
-    """
+    """Check that the mesh can split a batch evenly; `key` of the config sets its size."""
     shards = num_row_shards(mesh) * accumulation
     if batch_size % shards:
         nearest = max(batch_size // shards, 1) * shards
@@ -177,11 +162,7 @@ def specs(tree: Any) -> Any:
 
 
 def shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
-    """Return the `NamedSharding` of every leaf of a tree of parameters or optimizer state.
-
-    Raises:
-        UserError: the mesh does not divide an axis of a leaf.
-    """
+    """Return the `NamedSharding` of every leaf of a tree of parameters or optimizer state."""
 
     def sharding(path, leaf, spec):
         named = NamedSharding(mesh, spec)

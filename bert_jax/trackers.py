@@ -41,9 +41,6 @@ def open_trackers(
         folder: the workdir.
         run: identity of the run, which a resumed run keeps.
         devices: description of the devices.
-
-    Raises:
-        UserError: a package is not installed, or the tracker cannot be reached.
     """
     makers: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _MLflow}
     settings = {**flatten(config), "devices": devices}

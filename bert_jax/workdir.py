@@ -134,9 +134,6 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """Return the objects of a JSON lines file; [] if it does not exist.
 
     Lines that cannot be read are left out, such as the last one after a kill.
-
-    Raises:
-        UserError: the file cannot be read.
     """
     try:
         content = path.read_bytes()
@@ -160,11 +157,7 @@ def read_steps(path: pathlib.Path) -> list[dict[str, Any]]:
 
 @storage.reads("workdir")
 def read_config(workdir: str | pathlib.Path) -> TrainConfig:
-    """Return the config of the run in `workdir`.
-
-    Raises:
-        UserError: there is no run, or its config is invalid.
-    """
+    """Return the config of the run in `workdir`."""
     content = _read_config_json(workdir)
     if "config" not in content:
         raise UserError(

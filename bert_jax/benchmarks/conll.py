@@ -77,10 +77,6 @@ class TokenClassification:
             new: a file to predict on, as the only split, "new". "-", .txt, .jsonl and .parquet hold
                 one text per line, with words separated by spaces. Other files hold columns, and so
                 does a .txt in which every line is a word, alone or followed by a known label.
-
-        Raises:
-            UserError: a file or split is missing, rows are not words with tags, or a tag is unknown
-                or, among entities, not BIO.
         """
         if config.tokens < 3:
             raise UserError(

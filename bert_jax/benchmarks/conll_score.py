@@ -39,11 +39,7 @@ class Sentence(NamedTuple):
 
 
 def read(path: str | pathlib.Path) -> list[Sentence]:
-    """Read the sentences of a file with one word per line, in columns separated by tabs or spaces.
-
-    Raises:
-        UserError: the file is malformed; names the line.
-    """
+    """Read the sentences of a file with one word per line, in columns separated by tabs or spaces."""
     path = pathlib.Path(path)
     with damage(path), decompressed(path) as stream:
         data = whole(stream, path, DATA_BYTES)
@@ -90,11 +86,7 @@ def is_entity_tagging(tags: Iterable[str]) -> bool:
 
 
 def require_bio(path: str | pathlib.Path, sentences: Sequence[Sentence], column: int) -> None:
-    """Check that all tags are O, B-type or I-type.
-
-    Raises:
-        UserError: another tag; names the line.
-    """
+    """Check that all tags are O, B-type or I-type."""
     for sentence in sentences:
         for i, tag in enumerate(sentence.column(column)):
             if not _BIO.fullmatch(tag):
@@ -206,9 +198,6 @@ def score_file(
             None or the same file, the last column holds the predictions and the one before it the
             gold tags, as in conlleval.
         predictions: file with the same words, and predictions in the last column.
-
-    Raises:
-        UserError: a file is malformed or the words differ; names the line.
     """
     sentences = read(data)
     if predictions is None or pathlib.Path(predictions) == pathlib.Path(data):

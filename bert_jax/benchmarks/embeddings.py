@@ -126,9 +126,6 @@ def read(
         pair: columns of texts: a query, a document that is relevant to it and, optionally, others
             that are not. Each query is compared with the documents of all rows.
         qrels: names of files in the BEIR folder's qrels/, without .tsv; the first that exists.
-
-    Raises:
-        UserError: the data cannot be read or are malformed.
     """
     path = pathlib.Path(path)
     if path.is_dir():
@@ -147,11 +144,7 @@ def read(
 
 
 def read_similarity(path: pathlib.Path, columns: Sequence[str]) -> Similarity:
-    """Read a table with two texts and a number in each row.
-
-    Raises:
-        UserError: a row has no number, or there are no rows.
-    """
+    """Read a table with two texts and a number in each row."""
     a, b, score = columns
     texts, scores = [], []
     for where, fields in tables.read(path, [a, b], [score]):
@@ -161,11 +154,7 @@ def read_similarity(path: pathlib.Path, columns: Sequence[str]) -> Similarity:
 
 
 def read_pairs(path: pathlib.Path, columns: Sequence[str]) -> Retrieval:
-    """Read a table with a query, a relevant document and irrelevant ones in each row.
-
-    Raises:
-        UserError: there are no rows.
-    """
+    """Read a table with a query, a relevant document and irrelevant ones in each row."""
     queries: dict[str, set[str]] = {}
     documents: dict[str, int] = {}
     for _, fields in tables.read(path, columns):
@@ -191,9 +180,6 @@ def read_beir(folder: pathlib.Path, qrels: Sequence[str] = ("test",)) -> Retriev
     Args:
         folder: the folder; its files may be compressed.
         qrels: as in `read`.
-
-    Raises:
-        UserError: a file is missing or malformed, or names an unknown query or document.
     """
     corpus, queries = (_find(folder, [name]) for name in _FILES)
     judged = _find(folder, [f"qrels/{name}.tsv" for name in qrels])

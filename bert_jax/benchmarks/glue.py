@@ -113,10 +113,6 @@ class Glue(Classification):
             "tfds". `train`, `dev` and `test` override single files, in GLUE's format.
         vocabulary, training, labels, new: as in `Classification`; a new table has GLUE's columns
             unless `config.text_a` and `text_b` name others.
-
-    Raises:
-        UserError: as in `Classification`. Rows with missing columns are an error except in QQP,
-            where they are skipped and counted as in the reference readers.
     """
 
     _index_columns = _INDEX
@@ -268,10 +264,6 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
         data: path of the labeled file, in GLUE's format.
         predictions: path of a .tsv with the columns index and prediction (GLUE's format) or label
             (the format of `Glue.write`; score for STS-B).
-
-    Raises:
-        UserError: a file is malformed, or a prediction is missing, duplicate, not a label, or for
-            an index that the data do not have.
     """
     task, predictions_by_index = _task(name), {}
     for where, fields in tables.read(predictions, ["index"], kind=".tsv"):
@@ -312,9 +304,6 @@ def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -
 
     Returns:
         What the server would reject, one line each: missing files, wrong numbers of predictions.
-
-    Raises:
-        UserError: there are no such files, or two for the same task.
     """
     paths: dict[str, pathlib.Path] = {}
     for folder in map(pathlib.Path, folders):

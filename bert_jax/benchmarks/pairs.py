@@ -30,9 +30,6 @@ class Pairs:
 
     Attributes:
         texts_per_example: number of texts of a training example.
-
-    Raises:
-        UserError: a file or a row is malformed.
     """
 
     head = ""

@@ -15,9 +15,6 @@ def score(
         data: path of the file with the answers.
         predictions: path of the predictions, in the benchmark's submission format.
         null_odds: for SQuAD 2.0, path of the odds that each question has no answer.
-
-    Raises:
-        UserError: the benchmark is unknown, or a file is malformed.
     """
     kind, _, name = benchmark.partition(":")
     if null_odds and kind != "squad2":

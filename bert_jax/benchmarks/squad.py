@@ -104,10 +104,6 @@ class Squad:
             training: whether to read the training data, which an evaluation does not need.
             labels: labels of a fine-tuned model, with which only training data need answers.
             new: a file to predict on, as the only split, "new".
-
-        Raises:
-            UserError: a file or split is missing, a file does not have SQuAD's layout, or sequences
-                are too short.
         """
         # Besides the question, at least one token of the context, [CLS] and the separators.
         if config.tokens < config.question_tokens + 3 + len(vocabulary.separator_ids):

@@ -53,11 +53,7 @@ class Question(NamedTuple):
 
 
 def read(path: str | pathlib.Path) -> list[Question]:
-    """Read a SQuAD file, 1.1 or 2.0, compressed or not, with or without answers.
-
-    Raises:
-        UserError: the file is malformed; names the question, or its position if it has no id.
-    """
+    """Read a SQuAD file, 1.1 or 2.0, compressed or not, with or without answers."""
     questions: dict[str, Question] = {}
     for i, article in enumerate(_get(_json(path), "data", list, str(path))):
         paragraphs = _get(article, "paragraphs", list, f"{path}: data[{i}]")
@@ -234,20 +230,12 @@ def best_thresholds(
 
 
 def read_predictions(path: str | pathlib.Path) -> dict[str, str]:
-    """Read a prediction file: the text of the answer by question id.
-
-    Raises:
-        UserError: the file is malformed; names the question.
-    """
+    """Read a prediction file: the text of the answer by question id."""
     return _by_id(path, "a text", lambda value: isinstance(value, str))
 
 
 def read_null_odds(path: str | pathlib.Path) -> dict[str, float]:
-    """Read a file of odds (or probabilities) that there is no answer, by question id.
-
-    Raises:
-        UserError: the file is malformed; names the question.
-    """
+    """Read a file of odds (or probabilities) that there is no answer, by question id."""
     odds = _by_id(path, "a number", lambda v: isinstance(v, int | float) and abs(v) < _MAX_FLOAT)
     return {name: float(value) for name, value in odds.items()}
 
@@ -277,9 +265,6 @@ def score_file(
         predictions: {id: text}.
         version: 1 or 2.
         null_odds: {id: number}, for 2.0.
-
-    Raises:
-        UserError: a file is malformed, or the files are of different questions.
     """
     questions, predicted = read(data), read_predictions(predictions)
     require_answers(questions, data, version)
@@ -299,11 +284,7 @@ def score_file(
 def require_answers(
     questions: Sequence[Question], path: str | pathlib.Path, version: int | None
 ) -> None:
-    """Check that questions have answers; version None allows unanswerable ones.
-
-    Raises:
-        UserError: a question without answers; names it.
-    """
+    """Check that questions have answers; version None allows unanswerable ones."""
     for question in questions:
         if question.answers is None:
             raise UserError(f"{path}: question {question.id!r} has no 'answers'")

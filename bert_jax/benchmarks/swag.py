@@ -50,9 +50,6 @@ class MultipleChoice:
         labels: labels of a fine-tuned model, with which only training data must be labeled; () when
             fine-tuning.
         new: a table to read as the only split, "new"; its labels are optional.
-
-    Raises:
-        UserError: a file or a row is malformed.
     """
 
     head = "choice"

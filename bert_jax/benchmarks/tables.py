@@ -61,9 +61,6 @@ class Classification:
             `config.labels` or the sorted labels of the training data.
         new: a table, lines of text (pairs: tab-separated) or "-" for lines from standard input, to
             read as the only split, "new"; its labels are optional.
-
-    Raises:
-        UserError: a file or a row is malformed, or a label is unknown.
     """
 
     head = "sequence"
@@ -259,11 +256,7 @@ class Classification:
 
 
 def table_files(config: TaskConfig) -> dict[str, str]:
-    """Return the path of each split whose file the config names.
-
-    Raises:
-        UserError: `data` is set for the user's own tables.
-    """
+    """Return the path of each split whose file the config names."""
     if config.data and not config.name:
         raise UserError(
             f"config.task.data is {config.data!r}, but it is for benchmarks; set config.task.train and "
@@ -301,11 +294,7 @@ def read_records(
 def get_label(
     where: str, fields: dict[str, Any], label: str, required: bool, multilabel: bool = False
 ) -> Any:
-    """Return the label of a record: None if missing or NaN, [] for an empty multilabel cell.
-
-    Raises:
-        UserError: the label is missing and required.
-    """
+    """Return the label of a record: None if missing or NaN, [] for an empty multilabel cell."""
     value = fields.get(label)
     if value != value:  # NaN, the missing value of pandas
         value = None
@@ -324,11 +313,7 @@ def get_label(
 
 
 def read_labels(names: str) -> tuple[str, ...]:
-    """Read labels from a file, one per line, or from a comma-separated list.
-
-    Raises:
-        UserError: fewer than two labels, a duplicate, or the path of a missing file.
-    """
+    """Read labels from a file, one per line, or from a comma-separated list."""
     path = pathlib.Path(names)
     if path.is_file():
         records = tables.read(path, ["label"], kind=".txt", header=["label"])
@@ -375,11 +360,7 @@ def _unknown_label_message(where: str, name: str, labels: Sequence[str], predict
 
 
 def read_number(where: str, value: Any, advice: str = "correct it") -> float:
-    """Return a finite number of a table, which may be text.
-
-    Raises:
-        UserError: it is no number; the message ends with `advice`.
-    """
+    """Return a finite number of a table, which may be text."""
     try:
         if isinstance(value, str | int | float) and math.isfinite(float(value)):
             return float(value)

@@ -162,11 +162,7 @@ def _sweep(options) -> int | None:
 
 
 def _check(where: str, command: Sequence[str], settings: Sequence[str]) -> None:
-    """Check a point's command, and the settings in it, before any point runs.
-
-    Raises:
-        UserError: an option, config key or program does not exist.
-    """
+    """Check a point's command, and the settings in it, before any point runs."""
     from bert_jax import config as config_lib
     from bert_jax import config_flags
     from bert_jax.cli import parse

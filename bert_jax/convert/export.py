@@ -60,9 +60,6 @@ def export(
 
     Returns:
         Content of config.json.
-
-    Raises:
-        UserError: no such model, an option that transformers' BERT does not have, or `out` exists.
     """
     source = os.path.expanduser(source)
     config, vocabulary, saved, step = open_model(source, which)
@@ -159,9 +156,6 @@ def export_all(
     """Export every checkpoint of a run to `out/step_N`, and return the steps; else as `export`.
 
     With a `name` on the Hugging Face Hub, the cards list all `step_N` as its branches.
-
-    Raises:
-        UserError: as for `export`, or the source is not a run.
     """
     source = os.path.expanduser(source)
     if not workdir.holds_run(source):

@@ -37,10 +37,6 @@ def extend_vocabulary(
         out: path of the new folder.
         choose: function from the vocabulary to the pieces to add.
         which: checkpoint of a run.
-
-    Raises:
-        UserError: there is no such model, its tokenizer is not WordPiece, no piece is new, or `out`
-            exists.
     """
     files.check_new(out)
     config, vocabulary, params, step = source_lib.open_model(source, which)

@@ -8,11 +8,7 @@ from bert_jax.progress import Progress
 
 
 def check(name: str) -> None:
-    """Check the name and the token.
-
-    Raises:
-        UserError: the name is not OWNER/MODEL, or there is no token.
-    """
+    """Check the name and the token."""
     import huggingface_hub as hub
     from huggingface_hub import utils
 
@@ -39,9 +35,6 @@ def push(name: str, folders: Mapping[str, pathlib.Path], private: bool = False) 
         name: OWNER/MODEL.
         folders: folder by name of the branch. They are pushed in this order.
         private: whether the repository is private.
-
-    Raises:
-        UserError: the Hub cannot be reached or refuses, or `private` and the repository is public.
     """
     import huggingface_hub as hub
     from huggingface_hub import constants, errors, utils

@@ -99,9 +99,6 @@ def from_huggingface(
         tensors: arrays by canonical name; those that the model does not have are ignored.
         config: config of the model.
         display_names: names to use in errors instead of the canonical ones.
-
-    Raises:
-        UserError: tensors are missing, have the wrong shape or contain NaN or infinity.
     """
     names, params = FAMILIES[config.family].names_of(config), {}
     display_names = display_names or {}
@@ -144,9 +141,6 @@ def remove_tied_duplicates(tensors: Tensors, config: ModelConfig) -> list[str]:
 
     Returns:
         Names of the removed tensors.
-
-    Raises:
-        UserError: the decoder should be tied but differs from the embedding table.
     """
     family, tied = FAMILIES[config.family], config.tied_decoder
     bias, other_bias = family.names["masked_lm/bias"], family.decoder_bias
@@ -186,9 +180,6 @@ def canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, str]:
 
     Handles `module.` and other prefixes, encoders saved by themselves, and LayerNorm's old names
     `gamma` and `beta`. Skips buffers, which are not weights.
-
-    Raises:
-        UserError: the tensors do not contain exactly one encoder.
     """
     prefix = f"{family.encoder}."
     ending = family.words.removeprefix(prefix)
@@ -220,11 +211,7 @@ def canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, str]:
 
 
 def family_of(settings: Mapping[str, Any]) -> str:
-    """Return the key in `FAMILIES` of a config.json (or Google's bert_config.json).
-
-    Raises:
-        UserError: another architecture.
-    """
+    """Return the key in `FAMILIES` of a config.json (or Google's bert_config.json)."""
     kind, classes = settings.get("model_type", "bert"), settings.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise UserError(f"config.json: architectures is {classes!r}; expected a list of names")
@@ -247,9 +234,6 @@ def model_config(
         settings: the parsed config.json (or Google's bert_config.json).
         tensors: arrays by canonical name, which determine the parts of the model.
         allow_missing: parts of the class named in config.json that may be missing.
-
-    Raises:
-        UserError: another architecture, an unsupported setting, or a missing part.
     """
     kind = family_of(settings)
     family = FAMILIES[kind]
@@ -362,11 +346,7 @@ def _labels(family: Family, settings, tensors, head: str) -> tuple[str, ...]:
 
 
 def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the config.json of a model.
-
-    Raises:
-        UserError: an option that the architecture of transformers does not have.
-    """
+    """Return the config.json of a model."""
     family = FAMILIES[config.family]
     if config.causal and config.has_pooler:
         raise UserError(

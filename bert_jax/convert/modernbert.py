@@ -27,11 +27,7 @@ _NORMS = {True: "layer_norm", False: "layer_norm_no_bias"}
 
 
 def to_ours(settings: Settings, tensors: Tensors) -> tuple[Settings, Tensors]:
-    """Split fused tensors, and return settings with one key for each field of `ModelConfig`.
-
-    Raises:
-        UserError: a setting that the model does not support.
-    """
+    """Split fused tensors, and return settings with one key for each field of `ModelConfig`."""
     settings = {**settings, "norm": _NORMS[bool(settings.get("norm_bias", False))]}
     if settings.get("local_rope_theta", 0) is None:
         settings["local_rope_theta"] = 0.0  # that of global layers

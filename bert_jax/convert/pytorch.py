@@ -87,10 +87,6 @@ def read(file: Traversable) -> dict[str, np.ndarray]:
 
     The state dict is the file's value or the only state dict among its entries, as in
     `{"model": state_dict, "epoch": 3}`. Other tensors, such as the optimizer's, are not read.
-
-    Raises:
-        UserError: no such file, not a PyTorch checkpoint, a damaged one, one without or with
-            several state dicts, or a pickle that calls anything but tensor constructors.
     """
     with _reading(file), file.open("rb") as stream:
         file_bytes = stream.seek(0, io.SEEK_END)

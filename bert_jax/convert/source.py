@@ -104,9 +104,6 @@ def open_model(source: str, which: str = "best") -> OpenModel:
 
     Returns:
         Config, vocabulary, parameters on the device, and step (0 unless the source is a run).
-
-    Raises:
-        UserError: as for `checkpoint.load_model` and `read`.
     """
     source = os.path.expanduser(source)
     if workdir.holds_run(source):
@@ -123,9 +120,6 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     Args:
         source: see the module docstring, or a path for `vocabulary.load`.
         lowercase: whether to lowercase text; None follows the source.
-
-    Raises:
-        UserError: there is no vocabulary, or it is damaged.
     """
     path = pathlib.Path(source).expanduser()
     if storage.is_remote(source) and path.suffix != ".txt":
@@ -159,9 +153,6 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
         source: see the module docstring.
         out: path of the new folder.
         options: options of `read`.
-
-    Raises:
-        UserError: as for `read`, or `out` exists.
     """
     files.check_new(out)
     imported = read(source, **options)
@@ -171,11 +162,7 @@ def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> I
 
 @storage.writes("out", new=True)
 def write(imported: Imported, out: str | os.PathLike) -> None:
-    """Write a model's config, vocabulary and parameters (with Orbax) to a new folder, atomically.
-
-    Raises:
-        UserError: `out` exists or cannot be written.
-    """
+    """Write a model's config, vocabulary and parameters (with Orbax) to a new folder, atomically."""
     files.check_new(out)
     with files.new_folder(out) as folder:
         config, best = imported.config, {"best_by": "masked_lm_loss", "highest": False}
@@ -214,10 +201,6 @@ def read(
             tokens that the source's tokenizer splits off before WordPiece).
         allow_unexpected: patterns of names of tensors, or of modules of sentence-transformers, to
             ignore.
-
-    Raises:
-        UserError: not a checkpoint, another architecture, missing, unexpected or misshapen tensors,
-            a damaged file, or a vocabulary of the wrong size.
     """
     name, source, vocab = source, str(storage.local(source)), vocab and str(storage.local(vocab))
     folder, prefix = _find(source, revision)

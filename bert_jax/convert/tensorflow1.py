@@ -66,11 +66,7 @@ class Entry(NamedTuple):
 
 
 def entries(folder: Traversable, prefix: str) -> dict[str, Entry]:
-    """Read the index of the checkpoint `folder/prefix`: its tensors by name.
-
-    Raises:
-        UserError: no such index, a damaged one, or not a TensorFlow checkpoint.
-    """
+    """Read the index of the checkpoint `folder/prefix`: its tensors by name."""
     path = folder / f"{prefix}.index"
     with _reading(path):
         with path.open("rb") as file:
@@ -96,10 +92,6 @@ def read(
 
     Returns:
         Arrays by name.
-
-    Raises:
-        UserError: a file is missing, truncated or damaged, or a selected tensor has an unsupported
-            type. The message names the file and the tensor.
     """
     chosen = {name: entry for name, entry in entries(folder, prefix).items() if select(name)}
     index = folder / f"{prefix}.index"

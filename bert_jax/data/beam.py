@@ -19,11 +19,7 @@ from bert_jax.errors import UserError, did_you_mean, missing
 
 
 def options(arguments: Sequence[str]) -> Any:
-    """Return Beam's `PipelineOptions` for arguments NAME=VALUE or NAME.
-
-    Raises:
-        UserError: Beam is not installed, or an option is unknown or has an invalid value.
-    """
+    """Return Beam's `PipelineOptions` for arguments NAME=VALUE or NAME."""
     try:
         import apache_beam  # noqa: F401
     except ImportError:
@@ -80,11 +76,7 @@ class Pipelines:
         pass
 
     def run(self, method: str, tasks: Iterable[tuple[Any, tuple]]) -> Iterator[tuple[Any, None]]:
-        """Call a method for every (tag, arguments); yield (tag, None) for each when all are done.
-
-        Raises:
-            UserError: a worker raised it, or the pipeline failed.
-        """
+        """Call a method for every (tag, arguments); yield (tag, None) for each when all are done."""
         import apache_beam as beam
 
         tags, work = [], []

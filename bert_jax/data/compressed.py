@@ -47,11 +47,7 @@ def decompressed(
 def whole(
     stream: io.BufferedIOBase | IO[bytes], where: object, max_bytes: int = SETTINGS_BYTES
 ) -> bytes:
-    """Read a whole stream.
-
-    Raises:
-        UserError: it has more than `max_bytes`; the message begins with `where`.
-    """
+    """Read a whole stream."""
     blocks, size = [], 0
     while block := stream.read(_BLOCK_BYTES):
         blocks.append(block)

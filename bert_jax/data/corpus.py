@@ -145,11 +145,7 @@ class Report:
         self._read, self._singles, self._single = 0, 0, ""
 
     def end(self) -> None:
-        """End the current source.
-
-        Raises:
-            UserError: the source contains no text.
-        """
+        """End the current source."""
         spec = self.sources[-1]["spec"]
         if not self._read:
             raise UserError(f"source {spec!r} contains no text; check its files")
@@ -210,9 +206,6 @@ def parse_source(spec: str) -> Source:
 
     Examples: `books:novels/`, `wiki/**/*.gz@0.5`, `tfds:wikipedia/20230601.en`. A folder stands
     for all files below it except hidden ones.
-
-    Raises:
-        UserError: the kind is unknown, the weight is not positive, or no file matches.
     """
     kind, pattern, weight = None, spec, 1.0
     prefix, colon, rest = spec.partition(":")
@@ -277,11 +270,7 @@ def _find_files(spec: str, pattern: str) -> tuple[pathlib.Path, ...]:
 
 
 def total_bytes(sources: Iterable[Source]) -> int | None:
-    """Return the total size of the files on disk, or None if a source has no files ("tfds").
-
-    Raises:
-        UserError: a file no longer exists.
-    """
+    """Return the total size of the files on disk, or None if a source has no files ("tfds")."""
     total = 0
     for source in sources:
         if source.kind == "tfds":
@@ -296,9 +285,6 @@ def read(source: Source, report: Report) -> Iterator[RawDocument]:
     """Stream a source's documents in file order, in memory independent of its size.
 
     Adds bytes, documents and recoverable problems to `report` while reading.
-
-    Raises:
-        UserError: a file is not text, is damaged or lacks the text field, or there is no text.
     """
     report.begin(source)
     for document in read_files(source, source.files, report):

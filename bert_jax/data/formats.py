@@ -52,11 +52,7 @@ def incomplete_end(data: bytes) -> int:
 
 
 def check_is_text(path: pathlib.Path, head: bytes) -> None:
-    """Check that a file is UTF-8 text by its beginning, tolerating a few invalid bytes.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a file is UTF-8 text by its beginning, tolerating a few invalid bytes."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
             f"{path}: UTF-16, not UTF-8 text; convert it, e.g. {_iconv(path, 'UTF-16')}"

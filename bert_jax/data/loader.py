@@ -51,9 +51,6 @@ class Rows:
             skip: called with a message once for each damaged record, from any reading thread; the
                 record is replaced with a row of padding. Without it a damaged record is an error.
             copy: whether to copy shards on object storage to the cache, in the background.
-
-        Raises:
-            UserError: not a folder of rows, or a shard is missing, truncated or unreadable.
         """
         self._url = str(folder).rstrip("/") if storage.is_remote(folder) else ""
         self._folder, self._skip = pathlib.Path(folder), skip
@@ -153,9 +150,6 @@ class Rows:
 
         On object storage, a shard is verified when it is copied to the cache, and `read` raises the
         error. If damaged records are skipped, an altered shard of the right size is only reported.
-
-        Raises:
-            UserError: a shard was altered; the message names it.
         """
         if self._url:
             return
@@ -172,13 +166,7 @@ class Rows:
         self._skip(f"{altered}; damaged records will be skipped")
 
     def read(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> Batch:
-        """Return the rows at `indices` as arrays (see `RowFormat.decode`).
-
-        Raises:
-            UserError: a record is damaged and may not be skipped (the message names its shard and
-                number), or a shard cannot be opened or is truncated, which is always an error, or
-                a shard that was copied from object storage was altered (see `verify`).
-        """
+        """Return the rows at `indices` as arrays (see `RowFormat.decode`)."""
         with self._report_lock:
             while self._url and self._cache.altered:
                 self._report_altered(f"{self._url}/{self._cache.altered[0]}")

@@ -37,9 +37,6 @@ def of_file(vocabulary: Vocabulary, path: str | os.PathLike) -> list[str]:
 
     A line with several words to the tokenizer, such as "covid-19", gives each of them. A line that
     begins with "##" is a piece that continues words.
-
-    Raises:
-        UserError: the file cannot be read, or a word is too long.
     """
     with files.one_line_errors(f"cannot read {path}"):
         try:
@@ -75,9 +72,6 @@ def of_corpus(
         count: number of pieces; fewer are returned if the text has no more.
         min_frequency: minimum number of occurrences of a piece.
         language: language code for `split_sentences`.
-
-    Raises:
-        UserError: reading fails as in `corpus.read`.
     """
     parsed = [corpus.parse_source(source) for source in sources]
     normalizer = vocabulary.tokenizer().normalizer

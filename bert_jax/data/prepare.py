@@ -119,10 +119,6 @@ def prepare(
 
     Returns:
         The manifest, which is written last.
-
-    Raises:
-        UserError: settings, sources or vocabulary are invalid, there is no text or fewer than two
-            documents for "nsp", `out` holds other rows or is in use, or the disk is full.
     """
     if short_fraction is None:
         short_fraction = 0.0 if pairs in WHOLE_SENTENCES else 0.1

@@ -170,9 +170,6 @@ def pack_lengths(lengths: Sequence[int], tokens: int, sequences: int) -> list[li
 
     Returns:
         The indices of the sequences of each row.
-
-    Raises:
-        ValueError: a sequence is longer than a row.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     if order and lengths[order[0]] > tokens:
@@ -307,11 +304,7 @@ class Manifest:
 
 
 def read_manifest(folder: str | pathlib.Path) -> Manifest:
-    """Read `folder/manifest.json`.
-
-    Raises:
-        UserError: the folder has no manifest, or it is invalid or of another version.
-    """
+    """Read `folder/manifest.json`."""
     if storage.is_remote(folder):
         folder = storage.local(folder, (MANIFEST,))
     path = pathlib.Path(folder) / MANIFEST

@@ -107,9 +107,6 @@ class ShardCache:
 
     Attributes:
         altered: names of shards whose copies failed their checksums, which `Rows.read` reports.
-
-    Raises:
-        UserError: records are too large, or the cache cannot be written.
     """
 
     def __init__(

@@ -67,10 +67,6 @@ def read(
             skipped; without it such a row is an error.
         count: called with the number of bytes read since the last call.
         line_bytes: maximum length of a line.
-
-    Raises:
-        UserError: the file cannot be read or, while iterating, a row is invalid; the message names
-            the file and line.
     """
     kind = kind or kind_of(path)
     if kind not in KINDS:
@@ -105,12 +101,7 @@ def read(
 def lines(
     stream: io.BufferedIOBase | IO[bytes], where: object, line_bytes: int = LINE_BYTES
 ) -> Iterator[str]:
-    """Yield lines without line ends; only line feeds separate lines.
-
-    Raises:
-        UserError: a line is too long, not UTF-8, or contains a NUL. No line is skipped, as this
-            would shift all following ones.
-    """
+    """Yield lines without line ends; only line feeds separate lines."""
     number = 0
     while data := stream.readline(line_bytes + 1):
         number += 1

@@ -33,10 +33,6 @@ def read(source: str, column: str) -> Texts:
         source: path of a .txt (one text per line, possibly empty), .jsonl or .parquet file, the
             first two optionally compressed; "-" reads lines from standard input.
         column: field or column with the text in .jsonl and .parquet.
-
-    Raises:
-        UserError: the source cannot be read or, while iterating, a text is invalid; the message
-            names the line.
     """
     options = {"header": [column], "empty": True, "line_bytes": _LINE_BYTES}
     if source == tables.STANDARD_INPUT:

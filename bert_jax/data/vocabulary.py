@@ -209,11 +209,7 @@ class TokenizerVocabulary(Vocabulary):
         return dataclasses.replace(self, tokens=self.tokens + rest)
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Write the tokenizer's files to a folder, creating it if necessary.
-
-        Raises:
-            UserError: the folder cannot be written to.
-        """
+        """Write the tokenizer's files to a folder, creating it if necessary."""
         folder = pathlib.Path(folder)
         with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -320,9 +316,6 @@ def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
     Args:
         path: path of the file or folder.
         lowercase: as in `wordpiece.load`.
-
-    Raises:
-        UserError: there is none, or it cannot be used.
     """
     if storage.is_remote(path) and not str(path).endswith(".txt"):
         path = storage.local(path, (wordpiece.VOCAB, wordpiece.SETTINGS, *FILES))
@@ -360,11 +353,7 @@ def has_token_types(vocabulary: Vocabulary) -> bool:
 
 
 def check_segments(vocabulary: Vocabulary, segments: int) -> None:
-    """Refuse a model that would compute other results of pairs in transformers.
-
-    Raises:
-        UserError: the model has several segments, and its tokenizer gives only token type 0.
-    """
+    """Refuse a model that would compute other results of pairs in transformers."""
     if segments > 1 and not has_token_types(vocabulary):
         raise UserError(
             f"config.model.segments is {segments}, but the tokenizer gives both texts of a pair token "

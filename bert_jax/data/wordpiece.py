@@ -198,11 +198,7 @@ class Vocabulary:
         return np.array([token.startswith(CONTINUATION) for token in self.tokens])
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Write `vocab.txt` and `vocab.json` (the settings) to a folder, creating it if necessary.
-
-        Raises:
-            UserError: the folder cannot be written to.
-        """
+        """Write `vocab.txt` and `vocab.json` (the settings) to a folder, creating it if necessary."""
         folder = pathlib.Path(folder)
         with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -217,10 +213,6 @@ def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:
         path: path of the file or folder.
         lowercase: whether to lowercase text; None follows `vocab.json` in the same folder, or else
             `looks_lowercase`.
-
-    Raises:
-        UserError: the file does not exist or is not a vocabulary, or a special token is missing or
-            duplicated.
     """
     if storage.is_remote(path):
         path = storage.local(path, () if str(path).endswith(".txt") else (VOCAB, SETTINGS))
@@ -251,9 +243,6 @@ def parse(data: bytes, where: object) -> tuple[str, ...]:
     Args:
         data: content of the file.
         where: its name in error messages.
-
-    Raises:
-        UserError: it is not a vocabulary, or a special token is missing or duplicated.
     """
     try:
         text = data.decode()
@@ -346,10 +335,6 @@ def train(
         sample_bytes: stop reading each source after this much text; None for no limit.
         language: language code for `split_sentences`.
         force: write to a folder that contains other files, such as those of a run.
-
-    Raises:
-        UserError: reading fails as in `corpus.read`, the size leaves no room for pieces, or `out`
-            contains other files.
     """
     from tokenizers import normalizers
 

@@ -35,9 +35,6 @@ class AttentionMapper:
 
     Args:
         source, which: as in `convert.source.open_model`, or a model that it returned.
-
-    Raises:
-        UserError: the model cannot be loaded.
     """
 
     def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
@@ -54,9 +51,6 @@ class AttentionMapper:
 
         "[MASK]" is read as the mask token. Models without segment embeddings also take pairs, as in
         fine-tuning; the texts are then separated by [SEP] only.
-
-        Raises:
-            UserError: a text has no word pieces, or there are more tokens than positions.
         """
         vocabulary = self.vocabulary
         texts = (text,) if text_b is None else (text, text_b)

@@ -169,9 +169,6 @@ class Embedder:
     Attributes:
         dimension: size of a vector, D.
         counts: statistics so far.
-
-    Raises:
-        UserError: a setting is invalid or not supported by this model.
     """
 
     def __init__(
@@ -450,10 +447,6 @@ def embed_file(
             with the number of tokens of each in NAME.lengths.npy. .jsonl and .parquet hold index,
             text, vector and, without pooling, the tokens.
         column: field or column of the texts.
-
-    Raises:
-        UserError: `out` exists or cannot be written, or the source cannot be read or contains
-            something other than text (names the line). No partial output is left.
     """
     path, per_token = pathlib.Path(out), embedder.pooling == "none"
     if path.suffix not in OUTPUTS:
@@ -506,9 +499,6 @@ def evaluate(
         embedder: computes the vectors.
         path, similarity, pair: as in `embeddings.read`.
         qrels: name of the file in a folder's qrels/, without .tsv.
-
-    Raises:
-        UserError: the data cannot be read or are malformed.
     """
     if embedder.pooling == "none":
         raise UserError("config.embed.pooling is 'none': texts need one vector; use mean or cls")

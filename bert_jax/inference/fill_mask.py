@@ -49,9 +49,6 @@ def inputs_of(
     """Tokenize texts or pairs, with "[MASK]" as the mask token, into a row each.
 
     T is a power of two, so that texts share few compilations.
-
-    Raises:
-        UserError: a text has more than `max_tokens` tokens; quotes it.
     """
     encoded, a_lengths = [], []
     for text in texts:
@@ -77,9 +74,6 @@ class MaskFiller:
 
     Args:
         source, which: as in `convert.source.open_model`, or a model that it returned.
-
-    Raises:
-        UserError: the model cannot be loaded, has no masked-LM head, or is causal.
     """
 
     def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
@@ -95,11 +89,7 @@ class MaskFiller:
         self._apply = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])
 
     def __call__(self, text: str, top: int = 5) -> list[list[Candidate]]:
-        """Return the `top` candidates for each `[MASK]` of the text, in order.
-
-        Raises:
-            UserError: the text has no mask, or more tokens than the model has positions.
-        """
+        """Return the `top` candidates for each `[MASK]` of the text, in order."""
         vocabulary = self.vocabulary
         if not 0 < top <= len(vocabulary):
             raise UserError(f"{top} candidates: ask for 1 to {len(vocabulary):,}")
@@ -132,9 +122,6 @@ class MaskSampler:
         texts: texts with [MASK].
         mesh: the mesh of the parameters; all its processes call the sampler together.
         top: number of candidates for each mask.
-
-    Raises:
-        UserError: a text has no mask or is too long, or the model is causal or ELECTRA.
     """
 
     def __init__(

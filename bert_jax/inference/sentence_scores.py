@@ -42,9 +42,6 @@ class SentenceScorer:
 
     Args:
         source, which: as in `convert.source.open_model`, or a model that it returned.
-
-    Raises:
-        UserError: the model cannot be loaded, or has no head that predicts tokens.
     """
 
     def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
@@ -75,19 +72,11 @@ class SentenceScorer:
             texts: the texts.
             advance: called with the number of predicted pieces after each batch.
             pll: one of `PLL`.
-
-        Raises:
-            UserError: a text has more tokens than the model has positions; `pll` is unknown, or not
-                the default for a causal model.
         """
         return np.array([scores.sum() for _, scores in self._scores(texts, advance, pll)])
 
     def tokens(self, texts: Sequence[str], pll: str = PLL[0]) -> list[list[TokenScore]]:
-        """Return the log-probability of each word piece of each text, whose sum is its score.
-
-        Raises:
-            UserError: as for a call.
-        """
+        """Return the log-probability of each word piece of each text, whose sum is its score."""
         tokens = self.vocabulary.tokens
         return [
             [TokenScore(tokens[i], float(x)) for i, x in zip(ids, scores, strict=True)]

@@ -49,9 +49,6 @@ def attention(
         causal: a token attends only to itself and earlier tokens of its sequence.
         reach: a token attends only to tokens at most this far away; 0 for no limit.
         alibi: add `alibi_slopes` times the distance, negated, to the scores.
-
-    Raises:
-        ValueError: dropout, `reach` or `alibi` is requested of a kernel that does not support it.
     """
     if implementation in ("auto", "xla"):
         return _xla(query, key, value, segment_ids, dropout_rate, dropout_key, causal, reach, alibi)
@@ -278,9 +275,6 @@ def check(config: TrainConfig, platform: str, tensor: int) -> None:
         config: config of the run, whose `model.attention` is checked.
         platform: platform of the devices: "cpu", "gpu" or "tpu".
         tensor: number of devices that heads are split over.
-
-    Raises:
-        UserError: it cannot; the message says what it requires.
     """
     name = config.model.attention
     if name in ("auto", "xla"):

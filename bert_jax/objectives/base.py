@@ -109,11 +109,7 @@ class Phase:
     smaller_batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
-        """Check that the objective allows gradient accumulation.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Check that the objective allows gradient accumulation."""
         if self.accumulation > 1 and not getattr(self.objective, "additive", True):
             raise UserError(
                 f"config.accumulation is {self.accumulation}: it must be 1 with a loss that compares "

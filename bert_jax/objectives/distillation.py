@@ -48,9 +48,6 @@ def open_teacher(config: TrainConfig, vocabulary: Vocabulary | None) -> Teacher:
     Args:
         config: validated, with `distill.teacher`.
         vocabulary: the student's; None to check its size only.
-
-    Raises:
-        UserError: the teacher cannot be opened, or its vocabulary differs.
     """
     from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
 
@@ -204,9 +201,6 @@ class Distilled(MaskedLM):
             distill: weights and settings of the losses.
             teacher: the teacher.
             *args: arguments of `MaskedLM`, with the student's config.
-
-        Raises:
-            UserError: the teacher does not fit.
         """
         super().__init__(*args)
         student, self._distill, self.teacher = self.model.config, distill, teacher.params
@@ -291,11 +285,7 @@ def teacher_hidden(config: TrainConfig, teacher: Teacher) -> int:
 
 
 def check(distill: DistillConfig, student: ModelConfig, teacher: ModelConfig, tokens: int) -> None:
-    """Check that a teacher fits a student and sequences of up to `tokens` tokens.
-
-    Raises:
-        UserError: names the setting.
-    """
+    """Check that a teacher fits a student and sequences of up to `tokens` tokens."""
     source = distill.teacher
     if teacher.causal != student.causal:
         raise UserError(

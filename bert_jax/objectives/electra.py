@@ -47,11 +47,7 @@ class ReplacedTokens(MaskedLM):
     display_name = "gen"
 
     def __init__(self, *args: Any):
-        """The arguments are those of `MaskedLM`.
-
-        Raises:
-            UserError: the generator has no whole number of attention heads.
-        """
+        """The arguments are those of `MaskedLM`."""
         model: ModelConfig = args[0]
         size = model.hidden // model.heads
         if model.generator_hidden % size:

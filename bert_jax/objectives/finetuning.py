@@ -215,9 +215,6 @@ def model_config(
         start: the checkpoint's model; None for random weights.
         dataset: the data.
         keys: as in `embed_config`.
-
-    Raises:
-        UserError: the config asks for an encoder that differs from the checkpoint's.
     """
     changed, default = is_changed(config.model), ModelConfig().pooler_activation
 
@@ -321,10 +318,6 @@ def make_phase(
     Returns:
         The config, completed with what follows from the data; a description of the data for
         `workdir.write_or_check_config`; the plan of the training batches; the phase.
-
-    Raises:
-        UserError: there are no or too few training or held-out examples, the profiled steps run
-            several programs, or the teacher cannot be opened or does not fit.
     """
     config = copy.deepcopy(config)
     teacher = open_teacher(config, vocabulary) if config.distill.teacher else None
@@ -393,11 +386,7 @@ def _cost_tokens(model: ModelConfig) -> int:
 
 
 def evaluated_split(dataset: FinetuneDataset) -> str:
-    """Return the split that selects the best checkpoint: the first dev split.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the split that selects the best checkpoint: the first dev split."""
     for name in dataset.splits:
         if name.startswith("dev"):
             return name

@@ -93,9 +93,6 @@ def inherit(
         free: further fields to take from the run.
         where: name of the checkpoint in errors.
         advice: what to do instead of removing a setting, for errors.
-
-    Raises:
-        UserError: a field that is set differs from the checkpoint's.
     """
     model = copy.deepcopy(source)
     for field in dataclasses.fields(ModelConfig):
@@ -142,10 +139,6 @@ def open_start(
 
     Returns:
         The config with the source's architecture and vocabulary size, and the parameters.
-
-    Raises:
-        UserError: there is no such model, a setting contradicts its architecture, or rows were
-            prepared with another vocabulary (the message has the command to prepare them again).
     """
     from bert_jax.convert.source import open_model  # reads checkpoints, which few runs do
 
@@ -257,9 +250,6 @@ def check_vocabulary(where: str, folder: str, vocabulary: Any, init: str) -> Non
         folder: folder of the rows.
         vocabulary: vocabulary of the model.
         init: the model.
-
-    Raises:
-        UserError: the vocabularies differ; gives the command that prepares the rows again.
     """
     manifest = rows.read_manifest(folder)
     settings = vocabulary.settings

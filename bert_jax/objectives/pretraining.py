@@ -44,9 +44,6 @@ def make_phases(
     Returns:
         The config with the vocabulary size filled in; the vocabulary; a description of each phase's
         rows for `workdir.write_or_check_config`; the phases.
-
-    Raises:
-        UserError: names the phase, its rows and the mismatch.
     """
     config = _with_warmup(config)
     model = config.model
@@ -159,9 +156,6 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
     Returns:
         The config with the vocabulary size filled in (`DEFAULT_VOCAB_SIZE` if unknown), and the
         phases, without batches.
-
-    Raises:
-        UserError: a phase has neither rows nor tokens.
     """
     config = _with_warmup(config)
     manifests = [rows.read_manifest(phase.rows) if phase.rows else None for phase in config.phases]

@@ -80,9 +80,6 @@ class Supervised:
 
         The prediction loss is the KL divergence of the distributions of each labeled example or token,
         or the squared difference in regression.
-
-        Raises:
-            UserError: the objective has no such loss, or the teacher does not fit.
         """
         kind = getattr(self.dataset, "objective", "class")
         if self.head not in ("sequence", "token") or kind == "classes":

@@ -130,9 +130,6 @@ def local(path: str | os.PathLike, only: Sequence[str] = ()) -> Any:
     Args:
         path: the path.
         only: names of the files of a folder that are needed; () for all.
-
-    Raises:
-        UserError: it does not exist, or cannot be read.
     """
     if not objects.is_remote(path):
         return path
@@ -229,9 +226,6 @@ def output(path: str | os.PathLike, new: bool = False, resumable: bool = False) 
         path: the path.
         new: refuse a path at which anything exists.
         resumable: keep what was written after an error, for the next call.
-
-    Raises:
-        UserError: `new` and it exists, or it cannot be written, or is in use by another process.
     """
     if not objects.is_remote(path):
         yield path

@@ -27,9 +27,6 @@ class Lease:
 
     Args:
         url: the folder.
-
-    Raises:
-        UserError: another process owns it; the message names that process.
     """
 
     def __init__(self, url: str):

@@ -95,9 +95,6 @@ def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path
     Args:
         path: the workdir.
         process: index of this process among those of the run; only process 0 writes.
-
-    Raises:
-        UserError: another process owns the folder, or it cannot be read.
     """
     if not objects.is_remote(path):
         yield pathlib.Path(path)
@@ -154,11 +151,7 @@ def _mirror_of(path: pathlib.Path) -> _Mirror | None:
 
 
 def push(path: pathlib.Path) -> None:
-    """Upload what changed in a mirror, or in the one that contains `path`; nothing for other paths.
-
-    Raises:
-        UserError: the storage cannot be written, or another process has taken over the run.
-    """
+    """Upload what changed in a mirror, or in the one that contains `path`; nothing for other paths."""
     if mirror := _mirror_of(path.absolute()):
         if mirror.error:
             raise mirror.error

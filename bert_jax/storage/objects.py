@@ -57,10 +57,6 @@ def check(arguments: Iterable[str]) -> None:
 
     Args:
         arguments: paths, alone or as `--option=PATH` or `KIND:PATH`.
-
-    Raises:
-        UserError: a URL has another scheme, for which a local folder of that name would be made, or
-            the library for it is not installed.
     """
     for argument in arguments:
         url = re.fullmatch(r"(?:-[^=\s]*=|[a-z]+:)?([a-z][a-z0-9+.-]*)://(\S*)", argument)

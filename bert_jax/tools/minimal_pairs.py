@@ -54,9 +54,6 @@ def read(path: str | pathlib.Path) -> Phenomenon:
     Args:
         path: .jsonl with `sentence_good` and `sentence_bad`, or .txt with two lines for each pair, the
             ungrammatical one first; may be compressed.
-
-    Raises:
-        UserError: the file cannot be read, or is neither.
     """
     path, kind = pathlib.Path(path), tables.kind_of(path)
     if kind not in _KINDS:
@@ -89,9 +86,6 @@ def find(path: str | pathlib.Path) -> list[pathlib.Path]:
     """Return the files of pairs in a folder, in order of name, or the file itself.
 
     The folder may be a copy of BLiMP's or Zorro's repository, or hold the files itself.
-
-    Raises:
-        UserError: there are none.
     """
     path = pathlib.Path(path)
     if not path.is_dir():
@@ -114,9 +108,6 @@ def evaluate(
         source, which, pll: as for `SentenceScorer`.
         paths: files, as for `read`, or folders, as for `find`.
         count: how many pairs of each file; 0 for all.
-
-    Raises:
-        UserError: as for `read`, `find` and `SentenceScorer`; `count` is negative; two files of one name.
     """
     if count < 0:
         raise UserError(f"--pairs {count}: must be 0 (all pairs) or more")

@@ -174,11 +174,7 @@ def slice_shape(kind: str, count: int) -> tuple[int, ...] | None:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse `v5p:4x4x4`, `v5e:16x16,slices=4`, `h100:64`, or an accelerator type such as `v5e-16`.
-
-    Raises:
-        UserError: unknown topology; the message lists the known kinds.
-    """
+    """Parse `v5p:4x4x4`, `v5e:16x16,slices=4`, `h100:64`, or an accelerator type such as `v5e-16`."""
     known = ", ".join(kind.example for kind in KINDS.values())
     accelerator = re.fullmatch(r"(?:tpu-)?(v5litepod|\w+)-(\d+)(,slices=\d+)?", text)
     if accelerator:
@@ -215,11 +211,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def tpu_devices(topology: Topology) -> Sequence[Any]:
-    """Return abstract devices to compile for.
-
-    Raises:
-        UserError: libtpu is not installed, or does not support such a slice.
-    """
+    """Return abstract devices to compile for."""
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"compiling for {topology.name} needs libtpu: pip install 'bert-jax[tpu]' here, "
@@ -406,7 +398,6 @@ def preflight(
         seconds per step, unless the name says otherwise.
 
     Raises:
-        UserError: the mesh or batch cannot be divided, or libtpu is missing.
         NotCompiled: libtpu failed for another reason than memory.
     """
     has_vocab_size = bool(config.model.vocab_size)

@@ -22,11 +22,7 @@ _SAMPLE, _REMOTE_SAMPLE = 20_000, 300  # rows whose labels are counted; each is 
 
 
 def describe(folder: str) -> Iterator[str]:
-    """Yield lines that describe the rows: their format, and statistics of both splits.
-
-    Raises:
-        UserError: the folder has no rows, or they cannot be read.
-    """
+    """Yield lines that describe the rows: their format, and statistics of both splits."""
     manifest = rows_lib.read_manifest(folder)
     yield (
         f"rows of T={manifest.tokens} tokens with up to S={manifest.sequences} sequences, pairs "
@@ -64,9 +60,6 @@ def show(folder: str, split: str, indices: Sequence[int], seed: int = 0) -> Iter
         split: "train" or "heldout".
         indices: indices of the rows.
         seed: seed of the masks, which are drawn with the default `MaskingConfig`.
-
-    Raises:
-        UserError: there are no such rows, or they cannot be read.
     """
     opened, vocabulary = Rows(folder, split, copy=False), vocabularies.load(folder)
     if isinstance(vocabulary, vocabularies.TokenizerVocabulary):

@@ -217,9 +217,6 @@ def tpu_vm(
         keep: do not delete the slices.
         restarts: maximum number of restarts.
         extra: arguments of `gcloud compute tpus queued-resources create`.
-
-    Raises:
-        UserError: unknown accelerator.
     """
     topology = _topology(accelerator, _TPU_VMS)
     _check_machines(job, accelerator, topology)

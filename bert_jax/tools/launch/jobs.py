@@ -21,12 +21,7 @@ _FILE, _LOG = "job.json", "log"
 
 
 def start(on: str, name: str, plan: Plan) -> int:
-    """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job.
-
-    Raises:
-        UserError: another process runs a job of this name, a job of this name writes to another
-            folder, or the plan fails.
-    """
+    """Execute a plan and return the exit status, as `plan.run`; `status` and others then know the job."""
     folder = state_folder(name)
     with _owned(folder, name):
         _check_name(folder, name, plan)
@@ -90,9 +85,6 @@ def detach(on: str, name: str, arguments: Sequence[str]) -> int:
         on: name of the engine.
         name: name of the job.
         arguments: of `bert-jax`, without `--detach`.
-
-    Raises:
-        UserError: the engine queues jobs and returns by itself, or the launcher fails at once.
     """
     if on in SUBMITTED:
         raise UserError(f"--detach: --on {on} queues the job and returns; remove it")

@@ -105,9 +105,6 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
     Args:
         plan: the plan.
         stop_seconds: time between SIGTERM and SIGKILL.
-
-    Raises:
-        UserError: a program is missing, a command failed, or a file cannot be written.
     """
     for command in [*plan.before, *(process.command for process in plan.processes)]:
         if not shutil.which(command[0]):

@@ -49,10 +49,6 @@ def make_plan(on: str, request: Request, options: dict[str, Any]) -> tuple[str, 
         on: a key of `ENGINES`.
         request: the request.
         options: keyword arguments of the engine.
-
-    Raises:
-        UserError: an option is unknown or missing, a path is not accessible to the workers, or a value
-            contains unprintable characters or looks like a credential.
     """
     engine = ENGINES[on]
     parameters = {

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def paths(out: str) -> tuple[pathlib.Path, pathlib.Path]:
-    """Return the paths of the page and the picture, one of which is `out`, by its suffix.
-
-    Raises:
-        UserError: unknown suffix.
-    """
+    """Return the paths of the page and the picture, one of which is `out`, by its suffix."""
     path = pathlib.Path(out)
     if path.suffix == ".html":
         return path, path.with_suffix(".png")
@@ -39,9 +35,6 @@ def write(maps: AttentionMaps, source: str, out: str, rolled: bool = False) -> l
         source: name of the model.
         out: path of the page or the picture; see `paths`.
         rolled: whether to show attention rollout too.
-
-    Raises:
-        UserError: unknown suffix, or a file that cannot be written.
     """
     page_path, picture_path = paths(out)
     page.write(page_path, document(maps, source, rolled))

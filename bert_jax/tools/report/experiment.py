@@ -262,9 +262,6 @@ def readme(folder: str | pathlib.Path) -> str:
 
     Args:
         folder: folder of sweep.py, README.md and optionally results.jsonl; pictures are written to it.
-
-    Raises:
-        UserError: a missing file, or a block that README.md or sweep.py lacks.
     """
     folder = pathlib.Path(folder)
     module = sweep.module_of(folder / "sweep.py")

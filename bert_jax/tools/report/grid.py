@@ -54,11 +54,7 @@ _NEEDS_SIZE = "--grid model=… needs --config SIZE in the command after --"
 
 
 def parse(specs: Sequence[str]) -> dict[str, list[str]]:
-    """Parse KEY=VALUE,VALUE,… of each --grid.
-
-    Raises:
-        UserError: a spec has no key or no values, or a key occurs twice.
-    """
+    """Parse KEY=VALUE,VALUE,… of each --grid."""
     choices: dict[str, list[str]] = {}
     for spec in specs:
         key, equals, values = spec.partition("=")
@@ -83,9 +79,6 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
         folder: the experiment's folder.
         command: the command, `pretrain` or `finetune`, without --workdir.
         choices: values by config key; `model` stands for the size in --config.
-
-    Raises:
-        UserError: the folder holds another sweep, or cannot be written.
     """
     has_curve = command[0] == "pretrain"
     text = _SWEEP.format(
@@ -113,11 +106,7 @@ def write(folder: pathlib.Path, command: Sequence[str], choices: Mapping[str, li
 
 
 def points(command: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Point]:
-    """Return a point for every combination, whose facts are its settings.
-
-    Raises:
-        UserError: the command cannot be swept.
-    """
+    """Return a point for every combination, whose facts are its settings."""
     if command[:1] not in (["pretrain"], ["finetune"]):
         raise UserError("--grid needs a pretrain or finetune command after --")
     if any(part.partition("=")[0] == "--workdir" for part in command):

@@ -163,9 +163,6 @@ def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
     Args:
         path: path of the file, or of a folder that contains sweep.py.
         args: arguments of the sweep.
-
-    Raises:
-        UserError: the file does not exist or raises an error, or two points share a name.
     """
     path = pathlib.Path(path)
     path = path / "sweep.py" if path.is_dir() else path
@@ -180,11 +177,7 @@ def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
 
 
 def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:
-    """Return the result of a function of a sweep file.
-
-    Raises:
-        UserError: it raised an error.
-    """
+    """Return the result of a function of a sweep file."""
     try:
         return function()
     except UserError:
@@ -194,11 +187,7 @@ def call(path: pathlib.Path, function: Callable[[], Any], name: str) -> Any:
 
 
 def module_of(path: pathlib.Path) -> Any:
-    """Import a sweep file.
-
-    Raises:
-        UserError: the file does not exist or raises an error.
-    """
+    """Import a sweep file."""
     spec = importlib.util.spec_from_file_location(f"sweep_{path.parent.name}", path)
     if spec is None or spec.loader is None:  # not the name of a Python file
         raise UserError(f"{path} is not a sweep: give a sweep.py, or the folder that contains it")
@@ -219,12 +208,7 @@ def module_of(path: pathlib.Path) -> Any:
 
 
 def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Point]:
-    """Return points and their dependencies, each once and after what it depends on.
-
-    Raises:
-        UserError: a verb creates no folder, two points share a name or the verb and facts, or two names
-            have the same command, so that results would be ambiguous.
-    """
+    """Return points and their dependencies, each once and after what it depends on."""
     points: dict[str, Point] = {}
     names: dict[Any, str] = {}
 
@@ -254,11 +238,7 @@ def ordered(where: Any, yielded: Iterable[Point], data: pathlib.Path) -> list[Po
 
 
 def select(sweep: Sweep, patterns: Sequence[str]) -> Sweep:
-    """Return a sweep of the points whose names match any pattern, and their dependencies.
-
-    Raises:
-        UserError: no name matches; the message lists them.
-    """
+    """Return a sweep of the points whose names match any pattern, and their dependencies."""
     if not patterns:
         return sweep
     chosen = [

@@ -215,11 +215,7 @@ class Results:
         self.path = folder / RESULTS
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines, without an incomplete last one, as a kill leaves it.
-
-        Raises:
-            UserError: the file cannot be read, or a line is incomplete or lacks a key.
-        """
+        """Return all lines, without an incomplete last one, as a kill leaves it."""
         if not self.path.exists():
             return []
         try:

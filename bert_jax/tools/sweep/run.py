@@ -38,10 +38,6 @@ def run(
 
     Returns:
         The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
-
-    Raises:
-        InUse: another process runs the same search.
-        UserError: the sweep has no get_trial, or results.jsonl cannot be read or written.
     """
     runs, args = pathlib.Path(runs).absolute(), sweep.args
     results = Results(sweep.path.parent)

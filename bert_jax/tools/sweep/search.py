@@ -26,10 +26,6 @@ class Search:
         trials: total number of trials.
         jobs: maximum number of trials that run at once.
         stack: holds the lock of the study until it closes.
-
-    Raises:
-        InUse: another process runs this search.
-        UserError: the sweep defines no search, or Optuna is not installed.
     """
 
     def __init__(
