@@ -60,10 +60,7 @@ def add_sweep(verbs: Verbs) -> None:
         "--only", action="append", default=[], metavar="PATTERN",
         help="run only matching points (* and ?) and their dependencies; repeatable",
     )  # fmt: skip
-    sub.add_argument("--dry-run", action="store_true", help="list the points, commands and costs")
-    sub.add_argument(
-        "--topology", metavar="KIND:SHAPE", help="with --dry-run: hardware to estimate times for"
-    )
+    sub.add_argument("--dry-run", action="store_true", help="list the points and their commands")
     sub.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="points to run at a time (default 1)"
     )
@@ -96,13 +93,11 @@ def add_sweep(verbs: Verbs) -> None:
 def _sweep(options) -> int | None:
     from bert_jax.tools import sweep
     from bert_jax.tools.report import grid
-    from bert_jax.tools.sweep import cost, run, scheduler
+    from bert_jax.tools.sweep import run, scheduler
 
     for name in ("jobs", "seeds", "search"):
         if getattr(options, name) < (name == "jobs"):
             raise UserError(f"--{name} {getattr(options, name)}: must be above 0")
-    if options.topology and not options.dry_run:
-        raise UserError("--topology estimates times on other hardware: add --dry-run")
     if options.launch and options.on == "local":
         raise UserError(
             f"--launch {options.launch[0]} has no effect on local processes: add --on ENGINE"
@@ -154,7 +149,7 @@ def _sweep(options) -> int | None:
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
-        print(cost.describe(selected, runs.absolute(), engine, _speed(options.topology)))
+        print(run.dry_run(selected, runs.absolute(), engine))
         return None
     if choices:
         grid.write(selected.path.parent, options.command, choices)
@@ -236,14 +231,3 @@ def _report(options) -> None:
         folders = [folder for folder in options.folders if folder not in experiments]
         for path in runs.write(folders, options.out or "report.html", options.pictures):
             print(shown(str(path)))
-
-
-def _speed(topology: str | None) -> float:
-    """Return the expected FLOP/s of a topology, or 0 for this machine."""
-    if not topology:
-        return 0.0
-    from bert_jax.tools import preflight
-    from bert_jax.tools.sweep.cost import UTILIZATION
-
-    parsed = preflight.parse_topology(topology)
-    return parsed.chips * parsed.chip.flops * UTILIZATION

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import shlex
 import sys
 import time
 
@@ -75,6 +76,19 @@ def run(
                 break
             time.sleep(_POLL_SECONDS)
     return _conclude(scheduler, bool(received), search)
+
+
+def dry_run(sweep: Sweep, runs: pathlib.Path, engine: Engine) -> str:
+    """Return a line per point: its command, or where its output is if it is done."""
+    point_runs = {point.name: PointRun(point, runs, sweep.args.data) for point in sweep.points}
+    done = [name for name, point_run in point_runs.items() if point_run.is_done]
+    lines = [
+        f"{point.name}: done, {point_runs[point.name].folder}"
+        if point.name in done
+        else f"{point.name}: {shlex.join(engine.command(point, point_runs))}"
+        for point in sweep.points
+    ]
+    return "\n".join([*lines, f"{len(lines)} points, {len(lines) - len(done)} to run"])
 
 
 def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) -> int:
