@@ -4,12 +4,12 @@
 # small counting programs and, with --train, real training, in a folder and on object storage.
 #
 #   apt-get install slurm-wlm munge        (Debian, as root)
-#   launch/test_slurm.sh [--train] [--tasks N] [--python PYTHON] [--out experiments/launch]
+#   launch/test_slurm.sh [--train] [--tasks N] [--python PYTHON]
 #
-# Writes slurm.log to the folder. Needs no accelerator and takes minutes on two cores.
+# Needs no accelerator and takes minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-checkout=$PWD python=python3 out=experiments/launch tasks=2 train=""
+checkout=$PWD python=python3 tasks=2 train=""
 while [ $# -gt 0 ]; do
   case $1 in
     --train)
@@ -18,7 +18,6 @@ while [ $# -gt 0 ]; do
       continue
       ;;
     --python) python=$(command -v "$2") ;;
-    --out) out=$2 ;;
     --tasks) tasks=$2 ;;
     *) echo "test_slurm.sh: unknown $1" >&2 && exit 2 ;;
   esac
@@ -27,8 +26,6 @@ done
 for program in slurmctld slurmd munged sbatch; do
   command -v "$program" >/dev/null || { echo "no $program: apt-get install slurm-wlm munge" >&2 && exit 2; }
 done
-mkdir -p "$out"
-out=$(cd "$out" && pwd)
 
 work=$(mktemp -d)
 chmod 755 "$work"
@@ -37,7 +34,6 @@ export XLA_FLAGS=--xla_backend_optimization_level=0 BERT_JAX_CACHE=$work/cache
 export BERT_JAX_LAUNCH=$work/jobs BERT_JAX_STORAGE_CACHE=$work/storage
 pids=()
 finish() {
-  cp "$work/log" "$out/slurm.log" 2>/dev/null || true
   # Stop the daemons last: only they can end remaining jobs.
   for job in $(squeue --noheader --format=%A 2>/dev/null); do
     scancel --signal=KILL --full "$job" && scancel "$job" || true
@@ -52,9 +48,8 @@ finish() {
 }
 trap finish EXIT
 
-say() { echo "$*" | tee -a "$work/log"; }
 fail() {
-  say "FAILED: $*"
+  echo "FAILED: $*"
   tail -n 40 "$work"/*-*.out "$work"/slurmctld.log >&2 || true
   exit 1
 }
@@ -104,7 +99,7 @@ EOF
     sleep 1
     [ "$((++waited))" -lt 60 ] || fail "the daemons do not start"
   done
-  say "Slurm $(sinfo --version | cut -d ' ' -f 2), one node, $(nproc) CPUs"
+  echo "Slurm $(sinfo --version | cut -d ' ' -f 2), one node, $(nproc) CPUs"
 }
 waited=0
 
@@ -137,7 +132,7 @@ EOF
 count() {
   job=$(cd "$work" && sbatch --parsable --job-name="$1" --ntasks-per-node=2 --time=30 \
     "$checkout/launch/slurm.sh" --restarts=3 -- "$python" "$work/count.py" "$work/$1" "${@:2}")
-  say "$1: job $job"
+  echo "$1: job $job"
 }
 
 # until_counted NAME N: wait until task 1 has reached step N.
@@ -151,7 +146,7 @@ check_counted() {
   for i in 0 1; do
     seq 0 59 | cmp - "$work/$1.$i" || fail "$1: task $i did not resume where it stopped"
   done
-  say "  both tasks counted from 0 to 59, each number once"
+  echo "  both tasks counted from 0 to 59, each number once"
 }
 
 # check_ended RESTARTS [EXIT-CODE]: check how the job ended.
@@ -174,7 +169,7 @@ pretrain() {
     --config.checkpoint.every_steps=100 --workdir "$folder/$name" "$@" 2>>"$work/launch.err") ||
     fail "launch: $(tail -n 1 "$work/launch.err")"
   job=${printed##* }
-  say "$name: job $job"
+  echo "$name: job $job"
 }
 
 # until_lines NAME N: wait until the run has written N lines of metrics.
@@ -221,7 +216,7 @@ until_state() {
     case $state in FAILED | CANCELLED | COMPLETED) fail "job $1 is $state, not $2" ;; esac
     sleep 0.2
   done
-  say "  job $1: $2, exit status $(field "$1" ExitCode), restarts $(field "$1" Restarts)"
+  echo "  job $1: $2, exit status $(field "$1" ExitCode), restarts $(field "$1" Restarts)"
 }
 
 data() {
@@ -251,7 +246,7 @@ assert step == also == 400, (step, also)
 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 EOF
-  say "  ${1/#$work\//}: metrics.jsonl and parameters at step 400 equal those of the uninterrupted run, bit for bit"
+  echo "  ${1/#$work\//}: metrics.jsonl and parameters at step 400 equal those of the uninterrupted run, bit for bit"
 }
 
 daemons
@@ -264,7 +259,7 @@ check_counted whole
 count stopped
 until_counted stopped 10
 scancel --signal=TERM "$job"
-say "  SIGTERM to its tasks"
+echo "  SIGTERM to its tasks"
 until_state "$job" COMPLETED
 check_ended 1
 check_counted stopped
@@ -272,7 +267,7 @@ check_counted stopped
 count preempted
 until_counted preempted 10
 urgent=$(sbatch --parsable --partition=high --output=/dev/null --wrap="sleep 1")
-say "  preempted by job $urgent"
+echo "  preempted by job $urgent"
 until_state "$urgent" COMPLETED
 until_state "$job" COMPLETED
 check_ended 1
@@ -302,16 +297,16 @@ if [ -n "$train" ]; then
   pretrain run-stopped "$work"
   until_lines run-stopped 20
   scancel --signal=TERM "$job"
-  say "  SIGTERM after $(wc -l <"$work/run-stopped/metrics.jsonl") lines of metrics"
+  echo "  SIGTERM after $(wc -l <"$work/run-stopped/metrics.jsonl") lines of metrics"
   until_state "$job" COMPLETED
   check_ended 1
-  grep -h "launch: status 75" "$work/run-stopped-$job.out" | while read -r line; do say "  $line"; done
+  grep -h "launch: status 75" "$work/run-stopped-$job.out" | while read -r line; do echo "  $line"; done
   check_same "$work/run-stopped"
 
   pretrain run-preempted "$work"
   until_lines run-preempted 20
   urgent=$(sbatch --parsable --partition=high --output=/dev/null --wrap="sleep 1")
-  say "  preempted by job $urgent after $(wc -l <"$work/run-preempted/metrics.jsonl") lines of metrics"
+  echo "  preempted by job $urgent after $(wc -l <"$work/run-preempted/metrics.jsonl") lines of metrics"
   until_state "$urgent" COMPLETED
   until_state "$job" COMPLETED
   check_ended 1
@@ -321,7 +316,7 @@ if [ -n "$train" ]; then
   pretrain run-moved "$bucket" # stopped, and started again on another machine, with no local copies
   until_saved "$bucket/run-moved"
   scancel --signal=TERM "$job"
-  say "  SIGTERM after its first checkpoint on object storage"
+  echo "  SIGTERM after its first checkpoint on object storage"
   until [ "$(field "$job" JobState)" = PENDING ]; do sleep 0.2; done
   rm -rf "$BERT_JAX_STORAGE_CACHE"
   until_state "$job" COMPLETED
@@ -333,4 +328,4 @@ if [ -n "$train" ]; then
   check_ended 0 2:0
 fi
 
-say "all tests passed"
+echo "all tests passed"
