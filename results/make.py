@@ -30,7 +30,6 @@ from bert_jax.tools.sweep.results import Results, current  # noqa: E402
 FRONT = 10
 # What measures the numbers of a page, where it is no sweep.
 COMMANDS = {
-    "test_suite": "python experiments/test_suite/run.py first quickstart",
     "mini": "experiments/mini/run.sh",
     "base": "experiments/base/run.sh",
     "speed": "make bench",
@@ -160,8 +159,7 @@ def learning() -> Iterator[Row]:
         "base",
         "bert-jax blimp --init runs/base --data $BERT_JAX_DATA/blimp $BERT_JAX_DATA/zorro --pairs 200 --json",
     )
-    commands = read("test_suite/results.jsonl")
-    lines = [line for line in commands if line["command"] == "make quickstart"]
+    lines = read("speed/quickstart.jsonl")
     minutes = [(line["install_seconds"] + line["seconds"]) / 60 for line in lines]
     yield Row(
         "`make quickstart` in a fresh clone, with installation",
@@ -170,7 +168,8 @@ def learning() -> Iterator[Row]:
         "",
         cores(lines[-1]),
         commits(lines),
-        "test_suite",
+        "speed",
+        "python experiments/speed/quickstart.py",
     )
 
 

@@ -1,8 +1,7 @@
-"""Write README.md and growth.svg from results.jsonl, gpu.jsonl and gpu_h100.jsonl."""
+"""Write README.md and growth.svg from the files of results (*.jsonl)."""
 
 import json
 import pathlib
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -387,6 +386,19 @@ def growth(lines: Sequence[Line], folder: pathlib.Path) -> list[str]:
     return ["![ms a step](growth.svg)", "", *table(lines, list(GROWTH))]
 
 
+def quickstart(lines: Sequence[Line]) -> list[str]:
+    """Return the table of quickstart.py."""
+    return [
+        "| installation, s | quickstart, s | date | commit | machine |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {line['install_seconds']:.0f} | {line['seconds']:.0f} | {line['date']} | "
+            f"{line['commit']} | {_machine(line)} |"
+            for line in lines
+        ),
+    ]
+
+
 # --- On a GPU (gpu.py) ----------------------------------------------------------------------------
 
 # Real tokens/s of a workload as a share of the data sheet's bfloat16 peak, and beside the baseline.
@@ -587,7 +599,7 @@ def _gpu_run(line: Line) -> list[str]:
 
 
 def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
-    """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->` of a page.
+    """Replace the blocks of the page.
 
     Args:
         text: the page.
@@ -599,26 +611,24 @@ def page(text: str, lines: Sequence[Line], folder: pathlib.Path) -> str:
         "targets": lambda: targets(lines),
         "profile": lambda: parts(lines),
         "growth": lambda: growth(lines, folder),
+        "quickstart": lambda: quickstart(_read("quickstart.jsonl")),
         "gpu": lambda: gpu_section(_read("gpu.jsonl")),
         "gpu-earlier": lambda: gpu_section(_read("gpu_h100.jsonl")),
         **{block: lambda names=names: table(lines, names) for block, names in BLOCKS.items()},
     }
     for name, make in makers.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        before, _, rest = text.partition(begin)
-        _, marker, after = rest.partition(end)
-        if not marker:
-            raise ValueError(f"the page has no block {name}")
-        text = f"{before}{begin}{chr(10).join(make())}\n{end}{after}"
+        text = with_block(text, name, make())
     return text
 
 
-def front(text: str, lines: Sequence[Line]) -> str:
-    """Replace the table between the `speed` markers of docs/speed.md."""
-    table = "\n".join(["", *summary(lines), ""])
-    return re.sub(
-        "(<!-- speed -->).*(<!-- /speed -->)", lambda m: m[1] + table + m[2], text, flags=re.DOTALL
-    )
+def with_block(text: str, name: str, lines: Sequence[str]) -> str:
+    """Replace the lines between `<!-- NAME -->` and `<!-- /NAME -->` of a page."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, _, rest = text.partition(begin)
+    _, marker, after = rest.partition(end)
+    if not marker:
+        raise ValueError(f"the page has no block {name}")
+    return "\n".join([before + begin.rstrip(), *lines, end + after])
 
 
 def write() -> None:
@@ -627,4 +637,4 @@ def write() -> None:
     path = HERE / "README.md"
     files.write(path, page(path.read_text(), lines, HERE))
     path = HERE.parent.parent / "docs" / "speed.md"
-    files.write(path, front(path.read_text(), lines))
+    files.write(path, with_block(path.read_text(), "speed", summary(lines)))
