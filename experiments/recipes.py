@@ -38,8 +38,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
-from bert_jax.tools.report.experiment import Block, Claim, Claims, Curves, Line, Runs, Table
-from bert_jax.tools.sweep import SCALES, Point, SweepArgs
+from bert_jax.tools.report.experiment import Block, Claim, Claims, Line, Runs, Table
+from bert_jax.tools.sweep import Point, SweepArgs
 
 # --- Pretraining ----------------------------------------------------------------------------------
 
@@ -441,19 +441,6 @@ def page(**scales: tuple[Table, Sequence[Claim]]) -> dict[str, Block]:
             blocks[f"{scale}_claims"] = At(scale, Claims(table, claims))
         blocks[f"{scale}_runs"] = At(scale, Runs())
     return blocks
-
-
-def curves(series: Mapping[str, Mapping[str, Any]]) -> dict[str, Block]:
-    """Return loss curves of pretraining runs for each scale, by tokens and by time."""
-    axes = {"tokens": ("real_tokens", "real tokens"), "clock": ("seconds", "seconds of steps")}
-    return {
-        f"{scale}_{name}": At(
-            scale,
-            Curves(f"{scale}_{name}.svg", series, x, "loss", (label, "held-out masked-LM loss")),
-        )
-        for scale in SCALES
-        for name, (x, label) in axes.items()
-    }
 
 
 def models(results: Sequence[Line], scale: str, *defaults: str) -> list[str]:

@@ -6,7 +6,7 @@ import recipes
 
 from bert_jax import files
 from bert_jax.tools.report.experiment import Runs
-from bert_jax.tools.sweep import Point
+from bert_jax.tools.sweep import SCALES, Point
 
 WORDS = ("right", "bank", "spring")
 
@@ -90,7 +90,7 @@ class Picture:
 def get_blocks(results):
     """Return a table and a plot for each scale."""
     blocks = {}
-    for scale in recipes.SCALES:
+    for scale in SCALES:
         blocks[scale] = recipes.At(scale, Layers())
         blocks[f"{scale}_picture"] = recipes.At(scale, Picture(f"{scale}.svg"))
         blocks[f"{scale}_runs"] = recipes.At(scale, Runs())
