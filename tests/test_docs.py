@@ -19,6 +19,13 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+# All pages, with those of the experiments.
+LINKED = [
+    *PAGES,
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "experiments").rglob("*.md")),
+    *sorted((ROOT / "results").rglob("*.md")),
+]
 KINDS = {"pretrain": Config, "preflight": Config, "finetune": FinetuneConfig}
 
 
@@ -115,10 +122,21 @@ def test_documented_python_uses_existing_names(path):
                 assert node.attr in fields or hasattr(bert_jax.api.Model, node.attr), node.attr
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_relative_links_point_to_existing_files(path):
-    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
-    broken = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+def anchors(path: pathlib.Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_and_anchors_exist(path):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)", path.read_text()):
+        target, _, anchor = link.partition("#")
+        file = path.parent / target if target else path
+        if "://" in link or (file.exists() and (not anchor or anchor in anchors(file))):
+            continue
+        broken.append(link)
     assert not broken
 
 
