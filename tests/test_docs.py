@@ -20,12 +20,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # All pages, with those of the experiments.
-LINKED = [
-    *PAGES,
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "experiments").rglob("*.md")),
-    *sorted((ROOT / "results").rglob("*.md")),
-]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "experiments").rglob("*.md"))]
 KINDS = {"pretrain": Config, "preflight": Config, "finetune": FinetuneConfig}
 
 

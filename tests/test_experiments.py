@@ -438,14 +438,14 @@ def test_losses_per_word_count_the_whole_text(rows, tmp_path):
 
 
 def test_results_page_and_main_readme_match_the_results():
-    make = sweep.module_of(ROOT.parent / "results" / "make.py")
-    assert (ROOT.parent / "results" / "README.md").read_text() == make.page()
+    make = sweep.module_of(ROOT / "results" / "make.py")
+    assert (ROOT / "results" / "README.md").read_text() == make.page()
     readme = (ROOT.parent / "README.md").read_text()
     assert readme == make.front(readme)
     shown = readme.partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
     assert len(shown.strip().splitlines()) == len(make.HEAD) + make.FRONT
     assert {path.parent.name for path in ROOT.glob("*/sweep.py")} - {"context", "packing"} <= {
-        name for name in re.findall(r"experiments/(\w+)/README", make.page())
+        name for name in re.findall(r"\.\./(\w+)/README", make.page())
     }
 
 

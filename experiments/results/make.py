@@ -1,6 +1,6 @@
 """Write README.md, the main claims of the project with their numbers, and its first lines on the front page.
 
-    python results/make.py
+    python experiments/results/make.py
 
 The numbers come from the results files of experiments/, which the commands on their pages wrote.
 """
@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-EXPERIMENTS = ROOT / "experiments"
+HERE = pathlib.Path(__file__).resolve().parent
+EXPERIMENTS = HERE.parent
+ROOT = EXPERIMENTS.parent
 sys.path[:0] = [str(EXPERIMENTS / "speed"), str(EXPERIMENTS)]
 
 import report as speed  # noqa: E402
@@ -72,9 +73,9 @@ class Row:
     page: str
     command: str = ""
 
-    def markdown(self, prefix: str) -> str:
-        """Return the row; `prefix` leads from the page to the root of the repository."""
-        link = f"[{self.page}]({prefix}experiments/{self.page}/README.md)"
+    def markdown(self) -> str:
+        """Return the row of the page of all claims."""
+        link = f"[{self.page}](../{self.page}/README.md)"
         default = COMMANDS.get(self.page, f"bert-jax sweep experiments/{self.page}")
         cells = [self.claim, self.ours, self.reference, self.hardware, self.commit, link]
         command = f"`{self.command or default}`"
@@ -363,21 +364,21 @@ HEAD = [
 ]
 
 
-def table(rows: Iterable[Row], prefix: str) -> str:
+def table(rows: Iterable[Row]) -> str:
     """Return rows as Markdown."""
-    return "\n".join([*HEAD, *(row.markdown(prefix) for row in rows)])
+    return "\n".join([*HEAD, *(row.markdown() for row in rows)])
 
 
 def page() -> str:
     """Return the page of all claims."""
     parts = [
         "# Results",
-        "The main claims of the project with their numbers, written by `python results/make.py` from "
+        "The main claims of the project with their numbers, written by `python experiments/results/make.py` from "
         'the results files. "Not run" marks claims without a measurement. The linked pages give all '
         "numbers, their spread and their limitations.",
     ]
     for group in GROUPS:
-        parts += [f"## {group.__doc__.rstrip('.')}", table(group(), "../")]
+        parts += [f"## {group.__doc__.rstrip('.')}", table(group())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -396,7 +397,7 @@ def front(text: str) -> str:
 
 def main() -> None:
     """Write both pages."""
-    files.write(ROOT / "results" / "README.md", page())
+    files.write(HERE / "README.md", page())
     path = ROOT / "README.md"
     files.write(path, front(path.read_text()))
 
