@@ -6,6 +6,7 @@ import pathlib
 import statistics
 
 import jax
+import run as runs
 
 from bert_jax import checkpoint, sharding
 from bert_jax import step as step_lib
@@ -29,9 +30,7 @@ def known_fits(results, run, size, tokens):
 @functools.cache
 def state_shapes(size, optimizer):
     """Return the shapes of the state, which are independent of T and the mesh."""
-    import run as r
-
-    config = r.recipe(size, 128, 1)
+    config = runs.recipe(size, 128, 1)
     config.optim.optimizer = optimizer
     config, (phase,) = pretraining.abstract_phases(config, 1)
     mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
@@ -73,7 +72,12 @@ def expected(size, config, topology):
     }
 
 
-def predict(results, run, make, apply, size, tokens, name):
+def make(size, tokens, chips, run):
+    """Return the config of a program."""
+    return runs.lamb(tokens) if run == "lamb" else runs.recipe(size, tokens, chips)
+
+
+def predict(results, run, size, tokens, name):
     """Return a table cell: compiled, or extrapolated from the nearest compiled program.
 
     Values of the formulas are scaled by their errors on that program.
@@ -102,7 +106,7 @@ def predict(results, run, make, apply, size, tokens, name):
     (phase,) = origin["report"]["phases"]
     base_topology = preflight.parse_topology(nearest)
     base_config = make(size, tokens, base_topology.chips, origin["run"])
-    apply(base_config, origin["change"])
+    runs.apply(base_config, origin["change"])
     base = expected(size, base_config, base_topology)
     sent = sum(kind["bytes"] for kind in phase["collectives"].values())
     scales = {
@@ -121,7 +125,7 @@ def predict(results, run, make, apply, size, tokens, name):
         if suggestion is None:
             return {"how": f"e {nearest}", "change": None, "total": total, "times": None}
         change, total = suggestion["arguments"], suggestion["total"]
-        apply(config, change)
+        runs.apply(config, change)
         here = expected(size, config, topology)
     times = preflight.roofline(
         topology.chip,
@@ -157,13 +161,13 @@ def how(cells):
     return ", ".join("compiled" if c["how"] == "c" else f"from {c['how'][2:]}" for c in cells)
 
 
-def misses(results, make, apply):
+def misses(results):
     """Return the error of the extrapolation: each compiled program predicted from the nearest other."""
     memories, steps = [], []
     for size, tokens in ((size, tokens) for size in ("base", "large") for tokens in (128, 512)):
         for name, record in known_fits(results, "recipe", size, tokens).items():
             others = [r for r in results if r is not record]
-            cell = predict(others, "recipe", make, apply, size, tokens, name)
+            cell = predict(others, "recipe", size, tokens, name)
             # A program compiled with another change is not comparable.
             if cell and cell["times"] and cell["change"] == record["change"] and cell["how"] != "c":
                 (phase,) = record["report"]["phases"]
@@ -183,7 +187,7 @@ def misses(results, make, apply):
     ]
 
 
-def recipe_table(results, size, slices, predict_one, steps):
+def recipe_table(results, size):
     """Return the table of the paper's recipe for a size on all slices."""
     lines = [
         f"### {size}",
@@ -192,19 +196,23 @@ def recipe_table(results, size, slices, predict_one, steps):
         "|---|---|---|---|---|---|---|---|---|",
     ]
     dominated = []
-    for kind, shapes in slices.items():
-        first = dict.fromkeys(steps)
+    for kind, shapes in runs.SLICES.items():
+        first = dict.fromkeys(runs.RECIPE_STEPS)
         for shape in shapes:
             name = f"{kind}:{shape}"
             topology = preflight.parse_topology(name)
-            cells = {tokens: predict_one("recipe", size, tokens, name) for tokens in steps}
+            cells = {
+                tokens: predict(results, "recipe", size, tokens, name)
+                for tokens in runs.RECIPE_STEPS
+            }
             if None in cells.values():
                 return [*lines, "", "nothing compiled yet"]
             hours = "-"
             spent = "-"
             if all(cell["times"] for cell in cells.values()):
                 seconds = sum(
-                    steps[tokens] * cell["times"]["step_seconds"] for tokens, cell in cells.items()
+                    runs.RECIPE_STEPS[tokens] * cell["times"]["step_seconds"]
+                    for tokens, cell in cells.items()
                 )
                 hours = f"{seconds / 3600:.3g}"
                 spent = f"{seconds / 3600 * topology.chips:.4g}"
@@ -226,21 +234,13 @@ def recipe_table(results, size, slices, predict_one, steps):
 
 def write(results, path: pathlib.Path):
     """Write the page."""
-    import run as r
-
-    def make(size, tokens, chips, run):
-        return r.lamb(tokens) if run == "lamb" else r.recipe(size, tokens, chips)
-
-    def predict_one(run, size, tokens, name):
-        return predict(results, run, make, r.apply, size, tokens, name)
-
     programs = [x for x in results if "topology" in x and "report" in x]
     program = ("run", "size", "tokens", "topology", "change")  # may be compiled more than once
     compiled = [*{tuple(x[k] for k in program): x for x in programs}.values()]
     lines = [
         "# Scale: BERT-base and BERT-large on TPU slices, without the hardware",
         "",
-        "Written by `run.py report` from results.jsonl; the docstring of run.py describes what is compiled and",
+        "Written by `report.py` from results.jsonl; the docstring of run.py describes what is compiled and",
         "how to continue. The program is the training step in bfloat16 with scanned layers, S=1, batch size 256 and",
         "data parallelism (above 256 chips, chips/256 of them share a row by tensor parallelism). Memory is per",
         "chip. Times are rooflines, the maximum of compute, memory and network time at data-sheet rates: lower bounds",
@@ -252,17 +252,17 @@ def write(results, path: pathlib.Path):
         + ". The last column shows which numbers come from a program compiled for that slice. `from X` is",
         "extrapolated from the program compiled for X by formulas, scaled by their errors on that program.",
         "",
-        *misses(results, make, r.apply),
+        *misses(results),
     ]
     for size in ("base", "large"):
-        lines += [*recipe_table(results, size, r.SLICES, predict_one, r.RECIPE_STEPS), ""]
+        lines += [*recipe_table(results, size), ""]
     lines += [
         f"Not compiled: {x['run']} {x['size']} T={x['tokens']} {x['topology']} {short(x['change'])}: "
         f"{x['refused']}.\n"
         for x in results
         if "refused" in x
     ]
-    lines += lamb_table(predict_one, r)
+    lines += lamb_table(results)
     lines += refused(compiled)
     lines += loops_table(results)
     lines += step_table(results)
@@ -271,7 +271,7 @@ def write(results, path: pathlib.Path):
     print(path)
 
 
-def lamb_table(predict_one, r):
+def lamb_table(results):
     """Return the table of the 76-minute run."""
     flops = 0.0
     lines = [
@@ -283,31 +283,31 @@ def lamb_table(predict_one, r):
         "| slice | GiB T=128 | GiB T=512 | ms a step T=128 | ms a step T=512 | minutes | program T=128, T=512 |",
         "|---|---|---|---|---|---|---|",
     ]
-    for kind, shapes in r.SLICES.items():
+    for kind, shapes in runs.SLICES.items():
         name = f"{kind}:{shapes[4]}"
-        cells = [predict_one("lamb", "large", tokens, name) for tokens, _, _ in r.LAMB]
+        cells = [predict(results, "lamb", "large", tokens, name) for tokens, _, _ in runs.LAMB]
         if None in cells:
             continue
         minutes = "-"
         if all(cell["times"] for cell in cells):
             seconds = sum(
                 steps * cell["times"]["step_seconds"]
-                for (_, _, steps), cell in zip(r.LAMB, cells, strict=True)
+                for (_, _, steps), cell in zip(runs.LAMB, cells, strict=True)
             )
             minutes = f"{seconds / 60:.1f}"
         lines.append(
             f"| {name} | {memory(cells[0])} | {memory(cells[1])} | {milliseconds(cells[0])} | "
             f"{milliseconds(cells[1])} | {minutes} | {how(cells)} |"
         )
-    for tokens, batch_size, steps in r.LAMB:
-        _, (phase,) = pretraining.abstract_phases(r.lamb(tokens), 1)
+    for tokens, batch_size, steps in runs.LAMB:
+        _, (phase,) = pretraining.abstract_phases(runs.lamb(tokens), 1)
         flops += phase.objective.flops_per_row * batch_size * steps
-    least = flops / (r.LAMB_CHIPS * r.V3_FLOPS) / 60
+    least = flops / (runs.LAMB_CHIPS * runs.V3_FLOPS) / 60
     lines += [
         "",
-        f"The published run took {r.LAMB_MINUTES} minutes on 1,024 TPU v3 chips. Its {flops:.3g} FLOPs by "
+        f"The published run took {runs.LAMB_MINUTES} minutes on 1,024 TPU v3 chips. Its {flops:.3g} FLOPs by "
         f"bert_jax's formula take {least:.1f} minutes at the peak of 123 TFLOP/s of a v3 chip, so it reached "
-        f"{least / r.LAMB_MINUTES:.0%} of the peak: a real run may take several times its roofline.",
+        f"{least / runs.LAMB_MINUTES:.0%} of the peak: a real run may take several times its roofline.",
         "",
     ]
     return lines
@@ -424,3 +424,7 @@ def memory_table(results):
             f"{r['measured'] / MIB:,.0f} | {r['measured'] / r['predicted']:.2f} |"
         )
     return [*lines, ""]
+
+
+if __name__ == "__main__":
+    write(runs.results(), runs.HERE / "README.md")

@@ -4,11 +4,11 @@
     python experiments/scale/run.py memory                   # predicted and measured, on this CPU
     python experiments/scale/run.py loops                    # a scanned program beside an unrolled one
     python experiments/scale/run.py step                     # one program, to compare commits
-    python experiments/scale/run.py report                   # README.md from results.jsonl
+    python experiments/scale/report.py                       # README.md from results.jsonl
 
 Needs `pip install -e '.[tpu]'`. `compile` has libtpu compile the training step (bfloat16, layers
 scanned, S=1, vocabulary padded to 30,592) for every slice of `plan`, the most informative first; a program
-that does not fit is compiled again with the change that preflight suggests. `report` compiles nothing: it
+that does not fit is compiled again with the change that preflight suggests. `report.py` compiles nothing: it
 extrapolates slices that were not compiled from the nearest compiled one, and marks them.
 """
 
@@ -297,7 +297,7 @@ def main() -> None:
     compiling.add_argument("--minutes", type=float, default=30)
     sizes = ["base", "large"]
     compiling.add_argument("--size", choices=sizes, action="append", help="default: both")
-    for name in ("memory", "loops", "step", "report"):
+    for name in ("memory", "loops", "step"):
         verbs.add_parser(name)
     one = verbs.add_parser("one")
     one.add_argument("name")
@@ -311,12 +311,8 @@ def main() -> None:
         loops()
     elif options.verb == "step":
         step()
-    elif options.verb == "one":
-        print(json.dumps(memory_of(options.name, options.changes)))
     else:
-        from report import write  # beside this file
-
-        write(results(), HERE / "README.md")
+        print(json.dumps(memory_of(options.name, options.changes)))
 
 
 if __name__ == "__main__":
