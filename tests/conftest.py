@@ -152,7 +152,7 @@ def visit(chromium):
             "request",
             lambda request: (
                 None
-                if request.url.split("#")[0] == here or request.url.startswith(("data:", "blob:"))
+                if request.url.split("#")[0] == here or request.url.startswith("data:")
                 else wrong.append(f"request: {request.url}")
             ),
         )

@@ -692,7 +692,7 @@ COMMANDS = [
     "preflight --config CONFIGS/pretrain.py:mini --topology {path} --sequences {number}",
     "preflight --config CONFIGS/pretrain.py:mini --topology v5e:{number}x{number}",
     "sweep {path} --dry-run --jobs {number} --seeds {number} --runs {new}",
-    "report {path} --out {new}.html --pictures {new}",
+    "report {path} --out {new}.html",
     "attention --init {path} --text {path} --text-b {path} --out {new}.html",
     "{path} {path}",
 ]

@@ -9,7 +9,7 @@ import pytest
 
 from bert_jax.config import Config, PhaseConfig
 from bert_jax.data.rows import read_manifest
-from bert_jax.tools.report import curves, levels, runs
+from bert_jax.tools.report import curves, levels, plots
 
 CLS, SEP, PAD = 0, 1, 2
 VOCAB = 7
@@ -90,7 +90,8 @@ def test_reports_scale_levels_by_hidden_targets(rows, metric, share):
     config = Config(phases=(PhaseConfig(rows=str(folder)),))
     config.masking.same_fraction = 0.25
     data, best = [{"digest": digest}], {"best_by": metric}
-    run = curves.Recorded("run", folder, config, [], [], [], data, best, [], [])
+    run = curves.Recorded("run", config, [], [], data, best, [])
     losses = levels.read(str(folder), digest)
     expected = {"unigram": share * losses.unigram, "bigram": share * losses.bigram}
-    assert runs._levels([run])[metric] == pytest.approx(expected)
+    assert plots.ngram_losses([run], metric) == pytest.approx(expected)
+    assert plots.ngram_losses([run], "loss") == {}

@@ -526,7 +526,7 @@ def test_missing_run_is_rejected(tmp_path, capsys):
     assert "no checkpoint: it has no config.json" in refused(
         capsys, "fill-mask", "--init", tmp_path
     )
-    assert "is not a run" in refused(capsys, "report", tmp_path)
+    assert "holds no run" in refused(capsys, "report", tmp_path)
 
 
 def test_resumed_run_must_have_the_same_settings_and_teacher(tmp_path):

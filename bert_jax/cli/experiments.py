@@ -202,12 +202,6 @@ def add_report(verbs: Verbs) -> None:
         metavar="FILE",
         help="HTML page (default report.html), or only the loss curve as .png, .svg or .pdf",
     )
-    sub.add_argument(
-        "--pictures",
-        default="",
-        metavar="DIR",
-        help="also write every plot by step as SVG and PDF to this folder",
-    )
 
 
 def _report(options) -> None:
@@ -219,15 +213,13 @@ def _report(options) -> None:
 
     # os.path returns False for names that no file can have; pathlib raises.
     experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]
-    for name in ("out", "pictures"):
-        if getattr(options, name) and len(experiments) == len(options.folders):
-            raise UserError(
-                f"--{name} {getattr(options, name)}: applies to runs; an experiment's tables and "
-                "pictures are written to its folder"
-            )
+    if options.out and len(experiments) == len(options.folders):
+        raise UserError(
+            f"--out {options.out}: applies to runs; an experiment's tables and pictures are written "
+            "to its folder"
+        )
     for folder in experiments:
         print(experiment.write_readme(folder))
     if len(experiments) < len(options.folders):
         folders = [folder for folder in options.folders if folder not in experiments]
-        for path in runs.write(folders, options.out or "report.html", options.pictures):
-            print(shown(str(path)))
+        print(shown(str(runs.write(folders, options.out or "report.html"))))

@@ -109,7 +109,7 @@ def main() -> None:
     text = json.dumps(results, indent=1, ensure_ascii=False)
     (options.page / f"{options.name}.json").write_text(text + "\n")
     if options.name == "results":
-        runs.loss_curve([options.workdir], str(options.page / "curve.svg"))
+        runs.write([options.workdir], str(options.page / "curve.svg"))
     (options.page / "README.md").write_text(page(options.page))
 
 

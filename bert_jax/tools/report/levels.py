@@ -27,24 +27,17 @@ class Levels(NamedTuple):
     tokens: int
 
 
-def read(folder: str, digest: str, max_tokens: int = MAX_TOKENS) -> Levels | None:
+def read(folder: str, digest: str) -> Levels | None:
     """Return the levels of a folder of rows; None if it does not have the rows of `digest`.
 
     Rows on object storage have levels only if the cache of this machine has a copy of them.
-    A masked language model whose loss is at the unigram level has not learned to use context yet.
-
-    Args:
-        folder: folder of rows.
-        digest: digest of the rows in the run's config.json.
-        max_tokens: maximum number of training tokens, including padding, to count.
     """
     try:
         train, heldout = (Rows(folder, split, copy=False) for split in ("train", "heldout"))
-        if train.manifest.digest != digest or not len(heldout):
+        has_rows = train.manifest.digest == digest and len(heldout)
+        if not (has_rows and train.is_local and heldout.is_local):
             return None
-        if not (train.is_local and heldout.is_local):
-            return None
-        count = max(max_tokens // train.manifest.tokens, 1)
+        count = max(MAX_TOKENS // train.manifest.tokens, 1)
         tokens = [
             rows.read(range(min(len(rows), count)))["tokens"].astype(np.int64)
             for rows in (train, heldout)

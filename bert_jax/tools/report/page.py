@@ -1,4 +1,4 @@
-"""Write self-contained HTML pages: style, script and data inline, no network requests."""
+"""Write self-contained HTML pages: style, script, data and pictures inline, no network requests."""
 
 import base64
 import gzip
@@ -10,30 +10,30 @@ from typing import Any
 from bert_jax import files
 
 _HERE = pathlib.Path(__file__).parent
-# Content security policy: the browser blocks everything that is not in the file.
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
-)
 
 
-def page(title: str, body: str, script: str, data: Any) -> str:
-    """Return an HTML document.
+def page(title: str, body: str, script: str = "", data: Any = None) -> str:
+    """Return an HTML document with a title, which is text, and a body, which is HTML.
 
-    Args:
-        title: title and heading, as text.
-        body: HTML below the heading, with texts escaped.
-        script: name of a script in this folder. It runs after the body has loaded, and reads `data`
-            with `JSON.parse` of the text of `#data`.
-        data: any JSON value.
+    `script` is the name of a script in this folder, or "". It runs after the body has loaded, and
+    reads `data`, any JSON value, with `JSON.parse` of the text of `#data`.
     """
-    # "</script>" in a string would end the element.
-    payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # Content security policy: the browser blocks everything that is not in the file.
+    policy, scripts = "default-src 'none'; style-src 'unsafe-inline'; img-src data:", ""
+    if script:
+        policy += "; script-src 'unsafe-inline'"
+        # "</script>" in a string would end the element.
+        payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        scripts = f"""<script type="application/json" id="data">{payload}</script>
+<script>
+{(_HERE / script).read_text()}</script>
+"""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>{html.escape(title)}</title>
 <link rel="icon" href="data:,">
 <style>
@@ -44,37 +44,29 @@ def page(title: str, body: str, script: str, data: Any) -> str:
 <h1>{html.escape(title)}</h1>
 {body}
 </main>
-<script type="application/json" id="data">{payload}</script>
-<script>
-{(_HERE / script).read_text()}</script>
-</body>
+{scripts}</body>
 </html>
 """
 
 
-def write(path: pathlib.Path, text: str) -> None:
-    """Write a page atomically.
-
-    Raises:
-        UserError: the page cannot be written.
-    """
-    with files.one_line_errors(f"cannot write the page {path}"):
+def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
+    """Write a page or picture atomically, and return its path."""
+    kind = "page" if path.suffix == ".html" else "picture"
+    with files.one_line_errors(f"cannot write the {kind} {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, text)
+        files.write(path, content)
+    return path
 
 
 def table(columns: list[str], rows: list[list[Any]], numbers: bool = True) -> str:
-    """Return an HTML table. Cells are texts or numbers; texts are escaped.
+    """Return an HTML table of texts, which are escaped, and numbers.
 
-    Args:
-        columns: titles of the columns.
-        rows: cells of each row, the first of which is the row's title.
-        numbers: whether to right-align the cells after the first.
+    The first cell of a row is its title; `numbers` aligns the others to the right.
     """
 
     def cell(value: Any) -> str:
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        return html.escape(text)
+        form = "," if isinstance(value, int) else ".5g" if isinstance(value, float) else ""
+        return html.escape(format(value, form))
 
     head = "".join(f'<th scope="col">{cell(title)}</th>' for title in columns)
     lines = [
