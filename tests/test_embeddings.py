@@ -64,7 +64,8 @@ def test_chunked_ranking_excludes_the_query_document(monkeypatch):
     assert 7 not in ranked[3][0]
     assert len(ranked[3][0]) == 39
     assert 7 in ranked[2][0]
-    nearest = embeddings.Retrieval(data.queries, data.documents, data.relevant).rank(vectors, 3)
+    monkeypatch.setattr(embeddings, "RANKED", 3)
+    nearest = embeddings.Retrieval(data.queries, data.documents, data.relevant).rank(vectors)
     for (few, _), (documents, _) in zip(nearest, expected, strict=True):
         np.testing.assert_array_equal(few, documents[:3])
 

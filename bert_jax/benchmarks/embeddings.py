@@ -90,13 +90,11 @@ class Retrieval:
             ]
         write_table(folder / RUN, lines, " ")
 
-    def rank(
-        self, vectors: Float[np.ndarray, "N D"], count: int = RANKED
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def rank(self, vectors: Float[np.ndarray, "N D"]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return for each query the indices of its nearest documents, nearest first, and cosines."""
         unit = unit_vectors(vectors)
         queries, documents = unit[: len(self.queries)], unit[len(self.queries) :]
-        count, ranking = min(count, len(documents)), []
+        count, ranking = min(RANKED, len(documents)), []
         indices = {name: i for i, name in enumerate(self.documents)}
         same = [indices.get(name, -1) for name in self.queries]
         size = max(_CHUNK_SCORES // len(documents), 1)

@@ -26,7 +26,6 @@ _PATHS = {
 _CONFIG_PATHS = re.compile(
     r"distill\.teacher|phases\[\d+\]\.rows|task\.(data|train|dev|test|labels)"
 )
-_JOBS = ("status", "logs", "stop")
 
 
 def add_launch(verbs: Verbs) -> None:

@@ -169,10 +169,10 @@ def unexpected(tensors: Collection[str], config: ModelConfig) -> list[str]:
     return sorted(set(tensors) - {_their_name(path, names) for path in paths})
 
 
-def shorten(names: Collection[str], limit: int = 8) -> str:
-    """Return a list of names for a message: up to `limit` of them, and how many more."""
-    shown = ", ".join(list(names)[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def shorten(names: Collection[str]) -> str:
+    """Return a list of names for a message: up to eight of them, and how many more."""
+    shown = ", ".join(list(names)[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
 def canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, str]:

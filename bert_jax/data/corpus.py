@@ -94,8 +94,8 @@ class RepeatedLineDetector:
     missed. False positives have a probability of 2^-64.
     """
 
-    def __init__(self, slots: int = 1 << 21):
-        self._table = array.array("Q", bytes(8 * slots))
+    def __init__(self):
+        self._table = array.array("Q", bytes(16 << 20))
 
     def repeated(self, lines: Iterable[tuple[int, int]]) -> Iterator[int]:
         """Yield line numbers of the (fingerprint, line number) pairs that were seen before."""

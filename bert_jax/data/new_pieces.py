@@ -58,11 +58,7 @@ def of_file(vocabulary: Vocabulary, path: str | os.PathLike) -> list[str]:
 
 
 def of_corpus(
-    vocabulary: Vocabulary,
-    sources: Sequence[str],
-    count: int,
-    min_frequency: int = 2,
-    language: str = "en",
+    vocabulary: Vocabulary, sources: Sequence[str], count: int, min_frequency: int = 2
 ) -> list[str]:
     """Return the word pieces whose addition shortens a corpus most.
 
@@ -71,12 +67,11 @@ def of_corpus(
         sources: text sources, as specified for `corpus.parse_source`.
         count: number of pieces; fewer are returned if the text has no more.
         min_frequency: minimum number of occurrences of a piece.
-        language: language code for `split_sentences`.
     """
     parsed = [corpus.parse_source(source) for source in sources]
     normalizer = vocabulary.tokenizer().normalizer
     with Progress("counting words", corpus.total_bytes(parsed), "B") as progress:
-        words = count_words(parsed, normalizer, None, language, progress)
+        words = count_words(parsed, normalizer, None, "en", progress)
         progress.note("merging pieces")
         return merge(vocabulary, words, count, min_frequency)
 

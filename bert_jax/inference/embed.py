@@ -60,23 +60,14 @@ class Counts:
         tokens: tokens computed, including [CLS], [SEP] and overlaps of windows.
         truncated: texts longer than the limit that were truncated.
         windowed: texts longer than the limit that were split into windows.
-        windows: sequences computed; one for each text that is not windowed.
-        rows: rows computed.
-        row_tokens: tokens in these rows, including padding.
+        row_tokens: tokens of the rows computed, including padding.
     """
 
     texts: int = 0
     tokens: int = 0
     truncated: int = 0
     windowed: int = 0
-    windows: int = 0
-    rows: int = 0
     row_tokens: int = 0
-
-    @property
-    def real_fraction(self) -> float:
-        """Fraction of the computed tokens that are not padding."""
-        return self.tokens / max(self.row_tokens, 1)
 
     def __str__(self) -> str:
         truncated = f"{self.truncated:,} truncated" if self.truncated else ""
@@ -294,7 +285,6 @@ class Embedder:
             )
             pieces += text_pieces
         self.counts.texts += len(texts)
-        self.counts.windows += len(pieces)
         self.counts.tokens += sum(len(piece.tokens) for piece in pieces)
         batches = list(self._batches(pieces))
         if self.pooling == "none":
@@ -374,7 +364,6 @@ class Embedder:
                 tokens[i, start:end], counted[i, start:end] = piece.tokens, piece.counted
                 length[i, slot] = end - start
                 start = end
-        self.counts.rows += size
         self.counts.row_tokens += tokens.size
         inputs = jax.device_put((tokens, length, counted), self._split)
         result = self._forward(self._params, *inputs)

@@ -121,7 +121,6 @@ class MaskSampler:
         vocabulary: its vocabulary.
         texts: texts with [MASK].
         mesh: the mesh of the parameters; all its processes call the sampler together.
-        top: number of candidates for each mask.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class MaskSampler:
         vocabulary: Vocabulary,
         texts: Sequence[str],
         mesh: jax.sharding.Mesh,
-        top: int = 5,
     ):
         if model.causal or not model.masked_lm:
             raise UserError(
@@ -151,7 +149,7 @@ class MaskSampler:
 
         def candidates(params: Params, tokens, layout, positions):
             logits = bert.apply({"params": params}, tokens, layout, positions)[0]
-            return jax.lax.top_k(jax.nn.softmax(logits), min(top, len(vocabulary)))
+            return jax.lax.top_k(jax.nn.softmax(logits), min(5, len(vocabulary)))
 
         replicated = sharding.replicated(mesh)
         self._candidates = jax.jit(

@@ -172,11 +172,11 @@ def stat(path: pathlib.Path) -> tuple[int, Any]:
     return _info(url)
 
 
-def open_file(path: pathlib.Path, block_bytes: int = 16 << 20) -> io.RawIOBase | None:
-    """Open one of `find` for reading, in blocks of this size; return None for other paths."""
+def open_file(path: pathlib.Path) -> io.RawIOBase | None:
+    """Open one of `find` for reading; return None for other paths."""
     if path.exists() or not (url := remote(path)):
         return None
-    return _Stream(url, block_bytes)
+    return _Stream(url)
 
 
 class _Stream(io.RawIOBase):
@@ -184,11 +184,11 @@ class _Stream(io.RawIOBase):
 
     mode = "rb"
 
-    def __init__(self, url: str, block_bytes: int):
+    def __init__(self, url: str):
         self._url = url
         with objects.errors_of(f"cannot read {url}"):
             self._file = objects.filesystem_of(url).open(
-                objects.key_of(url), "rb", block_size=block_bytes, cache_type="readahead"
+                objects.key_of(url), "rb", block_size=16 << 20, cache_type="readahead"
             )
 
     def readable(self) -> bool:

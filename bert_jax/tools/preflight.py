@@ -686,7 +686,7 @@ def describe(report: dict[str, Any]) -> str:
     if report["vocab_size_assumed"]:
         lines.append(f"assumed: a vocabulary of {report['vocab_size']:,}, since no rows are given")
     for i, phase in enumerate(report["phases"]):
-        lines += ["", *_describe_phase(i, phase, report, chip)]
+        lines += ["", *_describe_phase(i, phase, chip)]
     used = report["utilization"]
     lines += [
         "",
@@ -712,7 +712,7 @@ def _size(count: int | float) -> str:
     return f"{count / 1024**power:,.2f} {'MiB' if power == 2 else 'GiB'}"
 
 
-def _describe_phase(i: int, phase: dict[str, Any], report: dict[str, Any], chip: Chip) -> list[str]:
+def _describe_phase(i: int, phase: dict[str, Any], chip: Chip) -> list[str]:
     memory, flops, times = phase["memory"], phase["flops"], phase["roofline"]
     compiled = phase["method"] == "compiled"
     how = (
