@@ -162,7 +162,7 @@ def test_reads_parquet(tmp_path):
     assert "data.parquet:2: a text is empty (2 in" in report.warnings[0]
 
     parquet.write_table(table.rename_columns(["n", "body"]), tmp_path / "other.parquet")
-    assert_read_fails(tmp_path / "other.parquet", r'no column "text" \(it has: n, body\)')
+    assert_read_fails(tmp_path / "other.parquet", r"no column 'text' \(it has: n, body\)")
     data = (tmp_path / "data.parquet").read_bytes()
     assert_read_fails(write(tmp_path / "cut.parquet", data[:-9]), "not a complete Parquet file")
 

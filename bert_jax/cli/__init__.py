@@ -19,6 +19,7 @@ from bert_jax.errors import (
     did_you_mean,
 )
 from bert_jax.progress import Progress
+from bert_jax.signals import Interrupted
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 
@@ -127,6 +128,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(error, Unavailable):
             return EXIT_USER_ERROR
         _abrupt.set()  # threads of Orbax would wait for the save that failed
+        return EXIT_INTERRUPTED
+    except Interrupted as interrupt:
+        print(
+            f"bert-jax {options.verb}: {interrupt}; run the same command to resume", file=sys.stderr
+        )
         return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno not in files.USER_ERRORS:

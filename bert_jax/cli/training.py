@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 
 from bert_jax.cli.common import (
     Verbs,
@@ -15,7 +14,7 @@ from bert_jax.cli.common import (
     open_start,
     print_next,
 )
-from bert_jax.errors import EXIT_INTERRUPTED, EXIT_NEGATIVE, UserError
+from bert_jax.errors import EXIT_NEGATIVE, UserError
 
 
 def _add_resume(sub: argparse.ArgumentParser) -> None:
@@ -84,27 +83,22 @@ def _pretrain(options) -> int | None:
     device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax.objectives import pretraining
-    from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
     from bert_jax.train import train
 
     config, start = open_start(config, options)
     config, vocabulary, data, phases = pretraining.make_phases(config, start=start)
-    try:
-        with machine_output(options):
-            train(
-                config,
-                vocabulary,
-                data,
-                phases,
-                options.workdir,
-                force=options.resume == "force",
-                start=start.params if start else None,
-                summarize_trace=profile.summarize,
-            )
-    except Interrupted as interrupt:
-        print(f"bert-jax pretrain: {interrupt}; run the same command to resume", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    with machine_output(options):
+        train(
+            config,
+            vocabulary,
+            data,
+            phases,
+            options.workdir,
+            force=options.resume == "force",
+            start=start.params if start else None,
+            summarize_trace=profile.summarize,
+        )
     if config.model.masked_lm and not config.model.causal:
         print_next(options, ["fill-mask", "--init", options.workdir, "The [MASK] of the day."])
     return None
@@ -165,26 +159,21 @@ def _finetune(options) -> int | None:
     device.start(config.platform, deterministic=config.deterministic)
 
     from bert_jax.inference import predict
-    from bert_jax.signals import Interrupted
     from bert_jax.tools import profile
     from bert_jax.train import finetune
 
-    try:
-        with machine_output(options):
-            summary = finetune(
-                config,
-                options.init,
-                options.workdir,
-                seeds=options.seeds,
-                vocab=options.vocab,
-                which=options.checkpoint,
-                force=options.resume == "force",
-                summarize_trace=profile.summarize,
-                keys=config_flags.keys(options.config),
-            )
-    except Interrupted as interrupt:
-        print(f"bert-jax finetune: {interrupt}; run the same command to resume", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    with machine_output(options):
+        summary = finetune(
+            config,
+            options.init,
+            options.workdir,
+            seeds=options.seeds,
+            vocab=options.vocab,
+            which=options.checkpoint,
+            force=options.resume == "force",
+            summarize_trace=profile.summarize,
+            keys=config_flags.keys(options.config),
+        )
     print(json.dumps(summary) if options.json else predict.format_metrics(summary))
     folder = options.workdir if options.seeds == 1 else f"{options.workdir}/seed_{config.seed}"
     if config.task.kind == "pairs":

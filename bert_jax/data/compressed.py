@@ -7,7 +7,7 @@ import io
 import lzma
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 from bert_jax import storage
@@ -72,6 +72,40 @@ def damage(path: pathlib.Path) -> Iterator[None]:
             raise _damaged(path, error) from None
         with one_line_errors(f"cannot read {path}"):
             raise
+
+
+@contextlib.contextmanager
+def open_parquet(
+    path: pathlib.Path, texts: Iterable[str], others: Iterable[str] = ()
+) -> Iterator[Any]:
+    """Open a Parquet file that has the columns `texts`, of strings, and `others`, of any type."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        source = storage.open_file(path) or path
+        with parquet.ParquetFile(source, memory_map=False, pre_buffer=False) as table:
+            schema = table.schema_arrow
+            for name in (*texts, *others):
+                if name not in schema.names:
+                    raise UserError(
+                        f"{path}: no column {name!r} (it has: {', '.join(schema.names)[:200]}); "
+                        "name or rename one of these"
+                    )
+            for name in texts:
+                kind = schema.field(name).type
+                if pyarrow.types.is_dictionary(kind):
+                    kind = kind.value_type
+                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                    raise UserError(
+                        f"{path}: the column {name!r} has type {kind}; convert it to strings"
+                    )
+            yield table
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: not a complete Parquet file ({str(error).splitlines()[0][:200]}); copy or "
+            "download it again"
+        ) from None
 
 
 def _damaged(path: pathlib.Path, error: Exception) -> UserError:

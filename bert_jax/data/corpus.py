@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from xml.parsers import expat
 
 from bert_jax import storage
-from bert_jax.data.compressed import damage, decompressed
+from bert_jax.data.compressed import damage, decompressed, open_parquet
 from bert_jax.data.formats import (
     KINDS,
     WIKITEXT_HEADING,
@@ -637,44 +637,23 @@ class _Reader:
             ) from None
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
-        import pyarrow
-        from pyarrow import parquet
-
-        try:
-            source = storage.open_file(path) or path
-            with parquet.ParquetFile(source, memory_map=False, pre_buffer=False) as table:
-                schema = table.schema_arrow
-                if "text" not in schema.names:
-                    raise UserError(
-                        f'{path}: no column "text" (it has: {", ".join(schema.names)[:200]}); '
-                        'rename the column with the text to "text"'
+        with open_parquet(path, ["text"]) as table:
+            size, rows, number = storage.stat(path)[0], table.metadata.num_rows, 0
+            before = self._report.bytes_read
+            for batch in table.iter_batches(256, columns=["text"], use_threads=False):
+                for text in batch.column(0).cast("large_string"):
+                    number += 1
+                    # Parquet readers do not check that strings are UTF-8.
+                    text = (
+                        text.as_buffer().to_pybytes().decode(errors="replace")
+                        if text.is_valid
+                        else ""
                     )
-                kind = schema.field("text").type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise UserError(
-                        f'{path}: the column "text" has type {kind}; convert it to strings'
-                    )
-                size, rows, number = storage.stat(path)[0], table.metadata.num_rows, 0
-                before = self._report.bytes_read
-                for batch in table.iter_batches(256, columns=["text"], use_threads=False):
-                    for text in batch.column(0):
-                        number += 1
-                        # Parquet readers do not check that strings are UTF-8.
-                        text = (
-                            text.as_buffer().to_pybytes().decode(errors="replace")
-                            if text.is_valid
-                            else ""
-                        )
-                        if text.strip():
-                            yield number, text
-                        else:
-                            self._warn(path, number, "a text is empty", "skipped it")
-                    self._report.bytes_read = before + size * number // max(rows, number)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{path}: not a complete Parquet file ({str(error).splitlines()[0][:200]}); "
-                "copy or download it again"
-            ) from None
+                    if text.strip():
+                        yield number, text
+                    else:
+                        self._warn(path, number, "a text is empty", "skipped it")
+                self._report.bytes_read = before + size * number // max(rows, number)
 
     def _tfds(self) -> Iterator[tuple[int, str]]:
         name = self._source.pattern

@@ -646,7 +646,8 @@ def _finish(
             path.unlink()
     files.sync_folder(out)
     job.vocabulary.save(out)
-    for name in {wordpiece.VOCAB, wordpiece.SETTINGS, *vocabularies.FILES} - job.vocabulary.names:
+    written = job.vocabulary.contents.keys()
+    for name in {wordpiece.VOCAB, wordpiece.SETTINGS, *vocabularies.FILES} - written:
         (out / name).unlink(missing_ok=True)  # of a vocabulary of another kind
     lengths = {
         split: sum(

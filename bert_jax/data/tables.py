@@ -215,54 +215,30 @@ def _parquet(
     optional: Sequence[str],
     count: Callable[[int], None] | None,
 ) -> Iterator[Record]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as table:
-            schema = table.schema_arrow
-            for name in (*texts, *others):
-                if name not in schema.names:
-                    raise UserError(
-                        f"{path}: no column {name!r} (it has: {', '.join(schema.names)[:200]}); "
-                        "name one of these"
-                    )
-            for name in texts:
-                kind = schema.field(name).type
-                if pyarrow.types.is_dictionary(kind):
-                    kind = kind.value_type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise UserError(
-                        f"{path}: the column {name!r} has type {kind}; convert it to strings"
-                    )
-            requested = {*texts, *others, *optional}
-            columns = [name for name in schema.names if name in requested]
-            size, number, counted_bytes = path.stat().st_size, 0, 0
-            for batch in table.iter_batches(256, columns=columns, use_threads=False):
-                for i in range(batch.num_rows):
-                    number += 1
-                    where, fields = f"{path}: row {number}", {}
-                    for name in columns:
-                        try:
-                            fields[name] = batch.column(name)[i].as_py()
-                        except UnicodeDecodeError:  # Parquet readers do not check strings
-                            raise UserError(
-                                f"{where}: {name!r} is not UTF-8; correct or remove that row"
-                            ) from None
-                        except (ValueError, OverflowError) as error:  # such as a date after 9999
-                            raise UserError(
-                                f"{where}: cannot read {name!r} ({error}); correct or remove that row"
-                            ) from None
-                    if count is not None:
-                        bytes_so_far = size * number // max(table.metadata.num_rows, number)
-                        count(bytes_so_far - counted_bytes)
-                        counted_bytes = bytes_so_far
-                    yield Record(where, fields)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: not a complete Parquet file ({str(error).splitlines()[0][:200]}); copy or "
-            "download it again"
-        ) from None
+    with compressed.open_parquet(path, texts, others) as table:
+        requested = {*texts, *others, *optional}
+        columns = [name for name in table.schema_arrow.names if name in requested]
+        size, number, counted_bytes = path.stat().st_size, 0, 0
+        for batch in table.iter_batches(256, columns=columns, use_threads=False):
+            for i in range(batch.num_rows):
+                number += 1
+                where, fields = f"{path}: row {number}", {}
+                for name in columns:
+                    try:
+                        fields[name] = batch.column(name)[i].as_py()
+                    except UnicodeDecodeError:  # Parquet readers do not check strings
+                        raise UserError(
+                            f"{where}: {name!r} is not UTF-8; correct or remove that row"
+                        ) from None
+                    except (ValueError, OverflowError) as error:  # such as a date after 9999
+                        raise UserError(
+                            f"{where}: cannot read {name!r} ({error}); correct or remove that row"
+                        ) from None
+                if count is not None:
+                    bytes_so_far = size * number // max(table.metadata.num_rows, number)
+                    count(bytes_so_far - counted_bytes)
+                    counted_bytes = bytes_so_far
+                yield Record(where, fields)
 
 
 def _checked(

@@ -60,7 +60,7 @@ class TokenizerVocabulary(Vocabulary):
         """The tokens for padding, unknown words, start, separator and mask, in this order."""
         settings: dict[str, Any] = {}
         for name in (_SPECIAL_MAP, _CONFIG):
-            settings |= json.loads(dict(self.files).get(name, b"{}"))
+            settings |= json.loads(self.contents.get(name, b"{}"))
         tokens = []
         for i, role in enumerate(_ROLES):
             token = settings.get(role)
@@ -73,9 +73,9 @@ class TokenizerVocabulary(Vocabulary):
         return tuple(tokens)
 
     @property
-    def names(self) -> set[str]:
-        """Names of the files that `save` writes."""
-        return {name for name, _ in self.files}
+    def contents(self) -> dict[str, bytes]:
+        """Content of each of the tokenizer's files."""
+        return dict(self.files)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class TokenizerVocabulary(Vocabulary):
 
     def to_bytes(self) -> bytes:
         """Return the content of tokenizer.json."""
-        return dict(self.files)[TOKENIZER]
+        return self.contents[TOKENIZER]
 
     def tokenizer(self) -> "tokenizers.Tokenizer":
         """Return a new tokenizer; special tokens in the text are read as plain characters."""
@@ -207,14 +207,6 @@ class TokenizerVocabulary(Vocabulary):
         """Return the vocabulary with unused tokens added at its end."""
         rest = tuple(f"[row{i}]" for i in range(len(self), size))
         return dataclasses.replace(self, tokens=self.tokens + rest)
-
-    def save(self, folder: str | pathlib.Path) -> None:
-        """Write the tokenizer's files to a folder, creating it if necessary."""
-        folder = pathlib.Path(folder)
-        with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in self.files:
-                files.write(folder / name, content)
 
 
 def read_wordpiece(text: str) -> tuple[Vocabulary, list[str]]:

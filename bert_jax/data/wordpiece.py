@@ -71,9 +71,10 @@ class Vocabulary:
         return len(self.tokens)
 
     @property
-    def names(self) -> set[str]:
-        """Names of the files that `save` writes."""
-        return {VOCAB, SETTINGS}
+    def contents(self) -> dict[str, bytes]:
+        """Content of each file that `save` writes: the settings and vocab.txt."""
+        settings = json.dumps(self.settings, indent=2) + "\n"
+        return {SETTINGS: settings.encode(), VOCAB: self.to_bytes()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -198,12 +199,12 @@ class Vocabulary:
         return np.array([token.startswith(CONTINUATION) for token in self.tokens])
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Write `vocab.txt` and `vocab.json` (the settings) to a folder, creating it if necessary."""
+        """Write the files to a folder, creating it if necessary."""
         folder = pathlib.Path(folder)
         with files.one_line_errors(f"cannot write the vocabulary to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            files.write_json(folder / SETTINGS, self.settings)
-            files.write(folder / VOCAB, self.to_bytes())
+            for name, content in self.contents.items():
+                files.write(folder / name, content)
 
 
 def load(path: str | os.PathLike, lowercase: bool | None = None) -> Vocabulary:

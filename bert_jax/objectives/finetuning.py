@@ -17,6 +17,7 @@ from bert_jax.benchmarks.load import load_dataset
 from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.config_checks import validate
 from bert_jax.convert.families import FAMILIES
+from bert_jax.convert.huggingface import shorten
 from bert_jax.convert.source import open_model
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.examples import FIRST_STEPS, Examples, Plan
@@ -152,7 +153,7 @@ def _print_run(
     dataset: FinetuneDataset, config: FinetuneConfig, phase, init: str, new: Sequence[str]
 ) -> None:
     counts = ", ".join(f"{len(e):,} {name}" for name, e in dataset.splits.items())
-    outputs = f"; {len(dataset.labels)} outputs: {_abbreviate(dataset.labels)}"
+    outputs = f"; {len(dataset.labels)} outputs: {shorten(dataset.labels)}"
     print(f"{counts} examples{outputs if dataset.labels else ''}")
     for line in dataset.report:
         print(f"  {line}")
@@ -162,10 +163,6 @@ def _print_run(
         f"T={phase.tokens}; from {init}, new: {', '.join(new) or 'nothing'}",
         flush=True,
     )
-
-
-def _abbreviate(names: Sequence[str], max_names: int = 6) -> str:
-    return ", ".join(names[:max_names]) + (", …" if len(names) > max_names else "")
 
 
 def make_objective(

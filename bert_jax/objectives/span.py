@@ -2,8 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.objectives import losses
@@ -38,10 +37,3 @@ class Span(Supervised):
             loss = jnp.where(weights > 0, jax.nn.logsumexp(scores, -1) - label_scores, 0)
             total += jnp.sum(loss * weights) / 2
         return {"loss": (total, jnp.sum(weights))}
-
-    def unpack(
-        self, logits: Float[np.ndarray, "T 2"], lengths: Int[np.ndarray, " S"], slot: int
-    ) -> Float[np.ndarray, "n 2"]:
-        """Return the logits of a sequence's tokens."""
-        start = lengths[:slot].sum()
-        return logits[start : start + lengths[slot]]

@@ -117,12 +117,15 @@ class Supervised:
     def unpack(self, logits: np.ndarray, lengths: Int[np.ndarray, " S"], slot: int) -> Any:
         """Return the logits of the example whose first sequence is in a slot of a row.
 
+        Here those of its tokens, [n, C]; heads on whole sequences override it.
+
         Args:
             logits: the row's, [S, C] or [T, C].
             lengths: length of each of the row's sequences.
             slot: index of the example's first sequence.
         """
-        raise NotImplementedError
+        start = lengths[:slot].sum()
+        return logits[start : start + lengths[slot]]
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Return random parameters of the encoder and the head."""

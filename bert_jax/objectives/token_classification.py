@@ -1,8 +1,7 @@
 """Token classification: a label for every token, as in NER (Devlin et al., section 5.3)."""
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.rows import is_real
@@ -17,10 +16,3 @@ class TokenClassification(Supervised):
     def loss_weights(self, inputs: Inputs) -> Float[Array, "B T"]:
         """Return 1 for each labeled token, else 0."""
         return (is_real(inputs.layout) & (inputs.label != NO_EXAMPLE)).astype(jnp.float32)
-
-    def unpack(
-        self, logits: Float[np.ndarray, "T C"], lengths: Int[np.ndarray, " S"], slot: int
-    ) -> Float[np.ndarray, "n C"]:
-        """Return the logits of a sequence's tokens."""
-        start = lengths[:slot].sum()
-        return logits[start : start + lengths[slot]]
