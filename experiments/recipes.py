@@ -38,8 +38,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax.errors import UserError
-from bert_jax.tools.report.experiment import Block, Claim, Claims, Line, Runs, Table
 from bert_jax.tools.sweep import Point, SweepArgs
+from bert_jax.tools.sweep.experiment import Block, Claim, Claims, Line, Runs, Table
 
 # --- Pretraining ----------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ from bert_jax.config import Config, FinetuneConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep
-from bert_jax.tools.report import experiment
-from bert_jax.tools.sweep import SCALES, SweepArgs
+from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
 from tests.helpers import processes
 from tests.helpers.runs import VOCABULARY
 

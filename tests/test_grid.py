@@ -7,7 +7,7 @@ import pytest
 
 from bert_jax import cli
 from bert_jax.errors import UserError
-from bert_jax.tools.report import experiment, grid
+from bert_jax.tools.sweep import experiment, grid_files
 
 COMMAND = ["pretrain", "--config", "tiny,32", "--rows", "rows", "--config.steps=4"]
 CHOICES = {"optim.learning_rate": ["1e-4", "1e-3"], "model": ["L1-H16-A2", "L2-H16-A2"]}
@@ -15,7 +15,7 @@ GRID = ["--grid=optim.learning_rate=1e-4,1e-3", "--grid", "model=L1-H16-A2,L2-H1
 
 
 def test_every_combination_is_a_point():
-    points = grid.points(COMMAND, CHOICES)
+    points = grid_files.points(COMMAND, CHOICES)
     assert [point.facts for point in points] == [
         {"optim.learning_rate": rate, "model": size}
         for rate in ("1e-4", "1e-3")
@@ -36,14 +36,14 @@ def test_every_combination_is_a_point():
     ],
 )  # fmt: skip
 def test_model_size_replaces_the_one_in_the_config(given, expected):
-    (point,) = grid.points(["pretrain", *given], {"model": ["L1-H16-A2"]})
+    (point,) = grid_files.points(["pretrain", *given], {"model": ["L1-H16-A2"]})
     assert list(point.command) == ["pretrain", *expected]
 
 
 def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):
     path, sizes = tmp_path / "mine.py", {"model": ["L1-H16-A2"]}
     path.write_text("from bert_jax.configs.pretrain import get_config\n")
-    (point,) = grid.points(["pretrain", "--config", str(path)], sizes)
+    (point,) = grid_files.points(["pretrain", "--config", str(path)], sizes)
     assert point.command == ("pretrain", "--config", f"{path}:L1-H16-A2")
     # Others take no argument, one that is no size, or do not use it.
     path.write_text("from bert_jax.config import Config\nget_config = lambda: Config()\n")
@@ -51,9 +51,9 @@ def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):
     ignores.write_text("from bert_jax.config import Config\nget_config = lambda size: Config()\n")
     for config in (path, ignores, "continued", "squad"):
         with pytest.raises(UserError, match="--grid model=… needs --config SIZE"):
-            grid.points(["pretrain", f"--config={config}"], sizes)
+            grid_files.points(["pretrain", f"--config={config}"], sizes)
     with pytest.raises(UserError, match=r"config file missing\.py does not exist"):
-        grid.points(["pretrain", "--config=missing.py"], sizes)
+        grid_files.points(["pretrain", "--config=missing.py"], sizes)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
 
 def test_grid_of_finetuning_has_no_pretraining_curve(tmp_path):
     command = ["finetune", "--config", "rte", "--init", "run"]
-    grid.write(tmp_path / "epochs", command, {"epochs": ["2", "3"]})
+    grid_files.write(tmp_path / "epochs", command, {"epochs": ["2", "3"]})
     text = experiment.readme(tmp_path / "epochs")
     assert "| epochs=2 |" in text
     assert "curve" not in text
@@ -105,10 +105,10 @@ def test_grid_of_finetuning_has_no_pretraining_curve(tmp_path):
 
 def test_grid_results_page(tmp_path):
     folder = tmp_path / "learning_rate_model"
-    grid.write(folder, COMMAND, CHOICES)
-    grid.write(folder, COMMAND, CHOICES)  # the same grid again: a resume
+    grid_files.write(folder, COMMAND, CHOICES)
+    grid_files.write(folder, COMMAND, CHOICES)  # the same grid again: a resume
     with pytest.raises(UserError, match="holds another sweep"):
-        grid.write(folder, COMMAND, {"steps": ["1", "2"]})
+        grid_files.write(folder, COMMAND, {"steps": ["1", "2"]})
     lines = [
         {
             "point": point.name,
@@ -120,11 +120,11 @@ def test_grid_results_page(tmp_path):
             "command": "",
             "wall_seconds": 1,
         }
-        for i, point in enumerate(grid.points(COMMAND, CHOICES)[:3])
+        for i, point in enumerate(grid_files.points(COMMAND, CHOICES)[:3])
     ]
     text = "\n".join(map(json.dumps, lines)) + "\n"
     (folder / "results.jsonl").write_text(text)
-    blocks = grid.blocks(CHOICES, lines)
+    blocks = grid_files.blocks(CHOICES, lines)
     table = blocks["table"].markdown(lines, folder)
     assert "| learning_rate=1e-3, model=L1-H16-A2 | 7.0000 |" in table
     assert "| learning_rate=1e-3, model=L2-H16-A2 | not run |" in table

@@ -10,9 +10,8 @@ import pytest
 from bert_jax import cli, workdir
 from bert_jax.architectures import model_size
 from bert_jax.config import Config, PhaseConfig
-from bert_jax.tools.report import experiment
-from bert_jax.tools.report.experiment import Claim, Claims, Column, Curves, Table
-from bert_jax.tools.sweep import Point, SweepArgs
+from bert_jax.tools.sweep import Point, SweepArgs, experiment
+from bert_jax.tools.sweep.experiment import Claim, Claims, Column, Curves, Table
 from bert_jax.tools.sweep.results import Results, current, lines_of
 from bert_jax.tools.sweep.scheduler import PointRun
 from tests.helpers import processes
@@ -219,7 +218,7 @@ def test_curves_show_means_over_seeds(tmp_path):
 
 
 BLOCKS = """
-from bert_jax.tools.report.experiment import Column, Table
+from bert_jax.tools.sweep.experiment import Column, Table
 
 def get_points(given):
     return []

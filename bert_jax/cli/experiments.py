@@ -92,8 +92,7 @@ def add_sweep(verbs: Verbs) -> None:
 
 def _sweep(options) -> int | None:
     from bert_jax.tools import sweep
-    from bert_jax.tools.report import grid
-    from bert_jax.tools.sweep import run, scheduler
+    from bert_jax.tools.sweep import grid_files, run, scheduler
 
     for name in ("jobs", "seeds", "search"):
         if getattr(options, name) < (name == "jobs"):
@@ -119,7 +118,7 @@ def _sweep(options) -> int | None:
     data = pathlib.Path(options.data).absolute() if options.data else pathlib.Path(_DATA)
     scale = options.scale or ("paper" if options.init else "small")
     args = sweep.SweepArgs(scale, data, options.init, options.seeds)
-    choices = grid.parse(options.grid)
+    choices = grid_files.parse(options.grid)
     if choices:
         for name in ("scale", "init", "seeds"):
             if value := getattr(options, name):
@@ -127,8 +126,8 @@ def _sweep(options) -> int | None:
                     f"--{name} {value} has no effect with --grid: remove it, or put it into the command "
                     "after --"
                 )
-        path = pathlib.Path(options.file or f"sweeps/{grid.name(choices)}", "sweep.py")
-        points = sweep.ordered("--grid", grid.points(options.command, choices), data)
+        path = pathlib.Path(options.file or f"sweeps/{grid_files.name(choices)}", "sweep.py")
+        points = sweep.ordered("--grid", grid_files.points(options.command, choices), data)
         loaded = sweep.Sweep(path, args, points, module=None)
     elif options.command:
         raise UserError("a command after -- needs --grid KEY=VALUE,VALUE,…")
@@ -152,7 +151,7 @@ def _sweep(options) -> int | None:
         print(run.dry_run(selected, runs.absolute(), engine))
         return None
     if choices:
-        grid.write(selected.path.parent, options.command, choices)
+        grid_files.write(selected.path.parent, options.command, choices)
     return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
@@ -209,7 +208,8 @@ def _report(options) -> None:
 
     device.start("cpu")  # only shapes are computed
 
-    from bert_jax.tools.report import experiment, runs
+    from bert_jax.tools.report import runs
+    from bert_jax.tools.sweep import experiment
 
     # os.path returns False for names that no file can have; pathlib raises.
     experiments = [f for f in options.folders if os.path.exists(os.path.join(f, "sweep.py"))]

@@ -5,8 +5,8 @@ import dataclasses
 import recipes
 
 from bert_jax import files
-from bert_jax.tools.report.experiment import Runs
 from bert_jax.tools.sweep import SCALES, Point
+from bert_jax.tools.sweep.experiment import Runs
 
 WORDS = ("right", "bank", "spring")
 

@@ -5,7 +5,7 @@ Intermediate checkpoints of both runs are fine-tuned.
 
 import recipes
 
-from bert_jax.tools.report.experiment import Claim, Claims, Column, Curves, Table
+from bert_jax.tools.sweep.experiment import Claim, Claims, Column, Curves, Table
 
 TASK = {"small": "Banking77", "paper": "MNLI"}
 MASKED, CAUSAL = "masked LM", "left-to-right"

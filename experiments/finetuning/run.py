@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from bert_jax import files
 from bert_jax.tools.report import curves
-from bert_jax.tools.report.experiment import welch
+from bert_jax.tools.sweep.experiment import welch
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent

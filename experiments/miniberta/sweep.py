@@ -4,8 +4,8 @@ import pathlib
 
 import recipes
 
-from bert_jax.tools.report.experiment import Column, Table
 from bert_jax.tools.sweep import Point, module_of
+from bert_jax.tools.sweep.experiment import Column, Table
 
 subset = module_of(pathlib.Path(__file__).with_name("subset.py"))
 SIZES = {"small": ("L4-H128-A2", "L4-H256-A4"), "paper": ("base",)}

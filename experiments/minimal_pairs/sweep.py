@@ -2,8 +2,8 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Claim, Column, Table
 from bert_jax.tools.sweep import Point
+from bert_jax.tools.sweep.experiment import Claim, Column, Table
 
 BASE, CAUSAL = "base", "left-to-right, no NSP"
 # Pairs of each paradigm at the small scale; there are 1,000 (BLiMP) and 2,000 (Zorro).

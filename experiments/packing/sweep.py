@@ -3,7 +3,7 @@
 import recipes
 
 from bert_jax.errors import UserError
-from bert_jax.tools.report.experiment import Column, Curves, Table
+from bert_jax.tools.sweep.experiment import Column, Curves, Table
 
 PACKED, SINGLE = "packed", "one a row"
 STEPS = 1_500

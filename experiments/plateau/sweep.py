@@ -9,8 +9,8 @@ import dataclasses
 
 import recipes
 
-from bert_jax.tools.report.experiment import Curves
 from bert_jax.tools.sweep import Point
+from bert_jax.tools.sweep.experiment import Curves
 
 STEPS = 3_000
 LENGTHS = (8, 16, 32, 64, 128)

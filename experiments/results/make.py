@@ -25,7 +25,7 @@ from finetuning import run as finetuning  # noqa: E402
 
 from bert_jax import files  # noqa: E402
 from bert_jax.tools import sweep  # noqa: E402
-from bert_jax.tools.report.experiment import Claims  # noqa: E402
+from bert_jax.tools.sweep.experiment import Claims  # noqa: E402
 from bert_jax.tools.sweep.results import Results, current  # noqa: E402
 
 FRONT = 10

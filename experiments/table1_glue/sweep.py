@@ -8,8 +8,8 @@ import dataclasses
 
 import recipes
 
-from bert_jax.tools.report.experiment import Column
 from bert_jax.tools.sweep import Point, grid
+from bert_jax.tools.sweep.experiment import Column
 
 # The grid of section A.3, with the fourth learning rate of section 4.1.
 GRID = {

@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Column
+from bert_jax.tools.sweep.experiment import Column
 
 PAPER = {"base": {"EM": 80.8, "F1": 88.5}, "large": {"EM": 84.1, "F1": 90.9}}
 COLUMNS = {"EM": Column("dev.exact", factor=1.0), "F1": Column("dev.f1", factor=1.0)}

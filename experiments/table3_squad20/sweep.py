@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Column
+from bert_jax.tools.sweep.experiment import Column
 
 PAPER = {"large": {"EM": 78.7, "F1": 81.9}}
 COLUMNS = {

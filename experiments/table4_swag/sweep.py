@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Column
+from bert_jax.tools.sweep.experiment import Column
 
 PAPER = {"base": {"dev": 81.6}, "large": {"dev": 86.6}}
 COLUMNS = {"dev": Column("dev.accuracy")}

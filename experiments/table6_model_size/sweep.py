@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Claim, Column, Curves, Table
+from bert_jax.tools.sweep.experiment import Claim, Column, Curves, Table
 
 # L/H/A. The small scale has three depths at two widths, and three widths at one depth.
 SIZES = {

@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Claim, Column, Table
+from bert_jax.tools.sweep.experiment import Claim, Column, Table
 
 FEATURES = {
     "embeddings": "embeddings",

@@ -2,7 +2,7 @@
 
 import recipes
 
-from bert_jax.tools.report.experiment import Claim, Column, Table
+from bert_jax.tools.sweep.experiment import Claim, Column, Table
 
 # Percentages of [MASK], the same token and a random token.
 MIXES = ("80/10/10", "100/0/0", "80/0/20", "80/20/0", "0/20/80", "0/0/100")

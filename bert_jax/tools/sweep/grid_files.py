@@ -13,12 +13,12 @@ from bert_jax import config_flags, files
 from bert_jax.architectures import model_size
 from bert_jax.config import Config
 from bert_jax.errors import UserError
-from bert_jax.tools.report.experiment import Column, Curves, Line, Runs, Table
 from bert_jax.tools.sweep import Point, grid
+from bert_jax.tools.sweep.experiment import Column, Curves, Line, Runs, Table
 
 _SWEEP = '''"""A grid of settings, written by `bert-jax sweep --grid`."""
 
-from bert_jax.tools.report import grid
+from bert_jax.tools.sweep import grid_files
 
 COMMAND = {command}
 GRID = {choices}
@@ -26,12 +26,12 @@ GRID = {choices}
 
 def get_points(args):
     """Return a point for every combination."""
-    return grid.points(COMMAND, GRID)
+    return grid_files.points(COMMAND, GRID)
 
 
 def get_blocks(results):
     """Return the table and the picture of the results."""
-    return grid.blocks({arguments})
+    return grid_files.blocks({arguments})
 '''
 _README = """# {title}
 
