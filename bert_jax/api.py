@@ -310,8 +310,7 @@ def pretrain(
         vocab: folder of a vocabulary for the texts; "" takes that of `init`, or trains one.
         vocab_size: size of the vocabulary to train.
         objective: class of an `Objective` with the constructor of `objectives.masked_lm.MaskedLM`,
-            which it replaces. Its name is recorded; `evaluate` uses the default one, and `replay` refuses
-            the run.
+            which it replaces. Its name is recorded; `evaluate` uses the default one.
         init: a source of `load` whose weights the model starts from; its architecture, vocabulary
             and positions are those of the source. "" for random weights.
         checkpoint: of `init`, if it is a run.

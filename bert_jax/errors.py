@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 EXIT_USER_ERROR = 2
-# preflight: the run does not fit the hardware. replay: the results differ.
+# preflight: the run does not fit the hardware.
 EXIT_NEGATIVE = 1
 # EX_TEMPFAIL of BSD: stopped by a signal with all state saved; the same command resumes.
 EXIT_INTERRUPTED = 75

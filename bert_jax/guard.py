@@ -6,7 +6,7 @@ then stops, skips the batch or rolls back (`GuardConfig`). Decisions are files o
 run that is killed and restarted makes the same ones:
 
 skipped.json               the steps whose batches are skipped, and the step to roll back to
-incidents/step_N/          statistics of step N, its batch and the state before it, for `replay`
+incidents/step_N/          statistics of step N, its batch and the state before it
     incident.json, batch.npz, state/
 """
 
@@ -329,14 +329,14 @@ def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> BadStep | Non
     return BadStep(step, UNEQUAL, {"differ": differ}) if differ else None
 
 
-def stop_error(bad_step: BadStep, incident: pathlib.Path, folder: pathlib.Path) -> UserError:
+def stop_error(bad_step: BadStep, incident: pathlib.Path) -> UserError:
     """Return the error that ends a run at a bad step, whose state is saved."""
     kind = KINDS[bad_step.kind]
     # A probe cannot be skipped.
     skip = "" if kind == "probe" else f" or skip the batch (--config.guard.{kind}=skip)"
     return UserError(
-        f"{bad_step}; the parameters before this step are saved. Inspect {incident}, run "
-        f"`bert-jax replay {folder} --step {bad_step.step}`, then resume with another config{skip}"
+        f"{bad_step}; the parameters before this step are saved. Inspect {incident}, then resume with "
+        f"another config{skip}"
     )
 
 

@@ -286,7 +286,7 @@ def train(
                 progress.advance(bad_step.step - step)
                 # The state is the one before the bad step.
                 state = handle_bad_step(
-                    bad_step, step_guard, state, phases, checkpoints, log, progress, folder
+                    bad_step, step_guard, state, phases, checkpoints, log, progress
                 )
                 step = bad_step.step
                 if state is None:  # rolled back
@@ -369,7 +369,6 @@ def handle_bad_step(
     checkpoints: Checkpoints,
     log: Log,
     progress: Progress,
-    folder: pathlib.Path,
 ) -> State | None:
     """Record a bad step and apply the configured policy to it.
 
@@ -400,7 +399,7 @@ def handle_bad_step(
     if step and step not in checkpoints.steps():
         checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
     checkpoints.wait()
-    raise error or guard.stop_error(bad_step, incident, folder)
+    raise error or guard.stop_error(bad_step, incident)
 
 
 def _end(

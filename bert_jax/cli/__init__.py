@@ -34,7 +34,6 @@ _VERBS = (
     models.add_score,
     models.add_glue_zip,
     training.add_evaluate,
-    training.add_replay,
     models.add_fill_mask,
     models.add_score_sentences,
     models.add_blimp,
@@ -99,8 +98,8 @@ def _install_hooks() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb and return the exit status.
 
-    0: success. 1: the run does not fit (preflight) or the results differ (replay). 2: user error.
-    75: stopped by a signal, state saved, or object storage does not answer. 130: interrupted.
+    0: success. 1: the run does not fit (preflight). 2: user error. 75: stopped by a signal, state
+    saved, or object storage does not answer. 130: interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     arguments, command = split_command(arguments)

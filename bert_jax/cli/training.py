@@ -1,4 +1,4 @@
-"""Verbs that train, evaluate and replay runs."""
+"""Verbs that train and evaluate runs."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from bert_jax.cli.common import (
     open_start,
     print_next,
 )
-from bert_jax.errors import EXIT_NEGATIVE, UserError
+from bert_jax.errors import UserError
 
 
 def _add_resume(sub: argparse.ArgumentParser) -> None:
@@ -231,34 +231,3 @@ def _evaluate(options) -> None:
         print(f"step {step:,} of {options.workdir}, held-out")
         for name, value in metrics.items():
             print(f"  {name:24} {value:.4f}")
-
-
-def add_replay(verbs: Verbs) -> None:
-    """Add `bert-jax replay`."""
-    sub = verbs.add(
-        "replay",
-        _replay,
-        "compute a bad step of a run again from its recorded incident",
-        "  bert-jax replay runs/mini\n  bert-jax replay runs/mini --step 4711 --json",
-    )
-    sub.add_argument("workdir", metavar="DIR", help="folder of the run")
-    sub.add_argument(
-        "--step", type=int, help="step of the incident (default: the first whose state was saved)"
-    )
-    sub.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _replay(options) -> int:
-    from bert_jax import device, workdir
-
-    device.start("", deterministic=workdir.read_config(options.workdir).deterministic)
-
-    from bert_jax import replay
-
-    result = replay.replay(options.workdir, options.step)
-    if options.json:
-        summary = {"recorded": result.incident.stats, "replayed": result.stats, "same": result.same}
-        print(json.dumps(summary))
-    else:
-        print(replay.describe(result))
-    return 0 if result.same else EXIT_NEGATIVE

@@ -178,16 +178,6 @@ def abstract_phases(config: Config, sequences: int) -> tuple[Config, list[Phase]
     return config, phases
 
 
-def phase_at_step(config: Config, vocabulary: Vocabulary, batch: Batch, step: int) -> Phase:
-    """Return the phase of a step, without batches; `batch` gives the shapes of its rows."""
-    tokens, sequences = batch["tokens"].shape[1], batch["length"].shape[1]
-    row_format = rows.RowFormat(tokens, sequences, config.model.vocab_size)
-    i = next(i for i, end in enumerate(phase_ends(config)) if step < end)
-    teacher = _open_teacher(config, vocabulary) if config.distill.teacher else None
-    ids = (vocabulary.mask_id, vocabulary.continuation())
-    return _phase(config, i, row_format, *ids, None, teacher)
-
-
 def _open_teacher(config: Config, vocabulary: Vocabulary | None) -> distillation.Teacher:
     """Open the teacher, and set the size of the projection that it needs in the config."""
     teacher = distillation.open_teacher(config, vocabulary)
