@@ -421,9 +421,6 @@ class GuardConfig:
     # The run stops after more than this many bad steps of a kind. Of spikes that are only reported,
     # at most this many are recorded and printed.
     max_incidents: int = _not_negative(100)
-    # Compute a step twice every this many steps and stop the run if the results differ (faulty
-    # hardware or a race condition). 0 disables the check.
-    probe_every_steps: int = _not_negative(0)
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import distributed, files, optim, storage
 from bert_jax.checkpoint import Checkpoints
@@ -32,8 +32,8 @@ from bert_jax.model.bert import Params
 
 # Number of previous steps that loss and gradient norm are compared with.
 WINDOW = 128
-FINE, NOT_FINITE, SPIKE, UNEQUAL = range(4)
-KINDS = ("fine", "nonfinite", "spike", "probe")
+FINE, NOT_FINITE, SPIKE = range(3)
+KINDS = ("fine", "nonfinite", "spike")
 # Lower bound of a standard deviation, as a fraction of the mean: once a model has converged,
 # rounding errors must not count as spikes.
 _MIN_DEVIATION = 1e-3
@@ -132,26 +132,12 @@ def _layers(tree: Params) -> dict[str, Any]:
     }
 
 
-def checksums(tree: Any) -> dict[str, UInt32[Array, ""]]:
-    """Return a checksum of each part of a model's parameters, equal if all bits are equal."""
-
-    def checksum(x: Array) -> UInt32[Array, ""]:
-        flat = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        # A distinct odd factor per position makes the sum sensitive to swapped elements.
-        return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1))
-
-    return {
-        name: functools.reduce(jnp.add, map(checksum, jax.tree.leaves(part)))
-        for name, part in _layers(tree).items()
-    }
-
-
 class BadStep(NamedTuple):
     """A bad step, which left the state unchanged unless it is only reported.
 
     Attributes:
         step: step number.
-        kind: one of `NOT_FINITE`, `SPIKE`, `UNEQUAL`.
+        kind: `NOT_FINITE` or `SPIKE`.
         stats: statistics as plain Python values, for incident.json.
     """
 
@@ -196,7 +182,7 @@ class Guard:
 
     def policy(self, kind: int) -> str:
         """Return the configured policy for a kind of bad step."""
-        return {NOT_FINITE: self._config.nonfinite, SPIKE: self._config.spike}.get(kind, "stop")
+        return {NOT_FINITE: self._config.nonfinite, SPIKE: self._config.spike}[kind]
 
     def record(self, bad_step: BadStep, read_batch: Callable[[], Batch]) -> pathlib.Path:
         """Write an incident and return its folder; an incident of an earlier start is kept.
@@ -307,8 +293,6 @@ def describe(stats: StepStats) -> dict[str, Any]:
 
 def summarize(kind: str, stats: dict[str, Any]) -> str:
     """Return a short description of an incident."""
-    if kind == "probe":
-        return f"two computations of the step differ in {', '.join(stats['differ'])}"
     figures = ", ".join(
         f"{name.replace('_', ' ')} {stats[name]:.4g} (mean {stats['mean'][name]:.4g} ± "
         f"{stats['deviation'][name]:.2g})"
@@ -319,24 +303,11 @@ def summarize(kind: str, stats: dict[str, Any]) -> str:
     return f"{'non-finite value' if kind == 'nonfinite' else 'spike'}: {figures}"
 
 
-def probe(step: int, fingerprint: Callable[[], dict[str, Any]]) -> BadStep | None:
-    """Compute a step twice; return it if the results differ.
-
-    They do because of faulty hardware or a race in a kernel.
-    """
-    first, second = (jax.device_get(fingerprint()) for _ in range(2))
-    differ = sorted(name for name in first if first[name] != second[name])
-    return BadStep(step, UNEQUAL, {"differ": differ}) if differ else None
-
-
 def stop_error(bad_step: BadStep, incident: pathlib.Path) -> UserError:
     """Return the error that ends a run at a bad step, whose state is saved."""
-    kind = KINDS[bad_step.kind]
-    # A probe cannot be skipped.
-    skip = "" if kind == "probe" else f" or skip the batch (--config.guard.{kind}=skip)"
     return UserError(
         f"{bad_step}; the parameters before this step are saved. Inspect {incident}, then resume with "
-        f"another config{skip}"
+        f"another config or skip the batch (--config.guard.{KINDS[bad_step.kind]}=skip)"
     )
 
 

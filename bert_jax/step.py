@@ -295,13 +295,11 @@ class Programs(NamedTuple):
 
     Attributes:
         step, skip: the functions of `make_step` and `make_skip_step`; the state is donated.
-        fingerprint: function (state, batch) -> checksums of the parameters after the step.
         evaluate: held-out evaluation, parameters -> metrics.
     """
 
     step: Callable[..., tuple[State, dict[str, Any], guard.StepStats]]
     skip: Callable[[State], tuple[State, dict[str, Any]]]
-    fingerprint: Callable[..., dict[str, Array]]
     evaluate: Callable[[Params], dict[str, float]]
 
 
@@ -309,7 +307,6 @@ def compile_phase(
     config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State
 ) -> Programs:
     """Compile the step of a phase; the other functions compile when they are first called."""
-    step, replicated = make_step(config, phase), sharding.replicated(mesh)
 
     def compile_(phase: Phase) -> Any:
         return compile_step(config, phase, mesh, state)
@@ -319,11 +316,7 @@ def compile_phase(
         jax.jit(
             make_skip_step(config, phase),
             donate_argnums=0,
-            out_shardings=(_shardings(state), replicated),
-        ),
-        jax.jit(
-            lambda state, batch: guard.checksums(step(state, batch)[0].params),
-            out_shardings=replicated,
+            out_shardings=(_shardings(state), sharding.replicated(mesh)),
         ),
         make_evaluate(phase, mesh),
     )

@@ -230,14 +230,7 @@ def train(
                     if step in step_guard.skipped:
                         state, sums = programs.skip(state)
                     else:
-                        batch = shard_batch(batch, mesh)
-                        if due(step, config.guard.probe_every_steps):
-                            compute = functools.partial(programs.fingerprint, state, batch)
-                            with jax.set_mesh(mesh):
-                                bad_step = finish_steps(0) or guard.probe(step, compute)
-                            if bad_step:
-                                break
-                        state, sums, stats = programs.step(state, batch)
+                        state, sums, stats = programs.step(state, shard_batch(batch, mesh))
                     step += 1
                     running.append((step, sums, stats))
                     heartbeat.step = step
