@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent import futures
 from typing import Any, ClassVar
 
@@ -351,21 +351,6 @@ def _prepare_orbax() -> None:
         gcs_utils.get_kvstore_for_gcs = spec
 
 
-class _Rollback:
-    """Policy that preserves the last checkpoints, back to one that is at least `steps` steps older.
-
-    A bad step after the newest checkpoint can then be rolled back by `steps` steps.
-    """
-
-    def __init__(self, steps: int):
-        self._steps = steps
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        first = max((s for s in steps if s <= steps[-1] - self._steps), default=0)
-        return [step >= first for step in steps]
-
-
 class Checkpoints:
     """The checkpoints of a workdir, by step.
 
@@ -377,8 +362,6 @@ class Checkpoints:
         since: rank only checkpoints from this step on (see `workdir.comparable_since`).
         identity: saved with every step and checked (see `workdir.read_identity`).
         read_only: neither create nor clean up the folder.
-        rollback_steps: number of steps that a rollback must be able to go back; None if there are no
-            rollbacks.
     """
 
     def __init__(
@@ -390,7 +373,6 @@ class Checkpoints:
         since: int = 0,
         identity: Mapping[str, str] | None = None,
         read_only: bool = False,
-        rollback_steps: int | None = None,
     ):
         # Orbax logs every save, and logs a failed one at length before it raises.
         logging.set_verbosity(logging.FATAL)
@@ -410,8 +392,6 @@ class Checkpoints:
             )
         if config.keep_every_steps:
             keep.append(managers.EveryNSteps(config.keep_every_steps))
-        if rollback_steps is not None:
-            keep.append(_Rollback(rollback_steps))
         url = storage.remote(self.folder)
         if url:
             _prepare_orbax()
@@ -517,14 +497,6 @@ class Checkpoints:
             if metrics := self._manager.metrics(step):
                 scored.append((-self._sign * metrics[self._best_by], step))
         return max(scored)[1] if scored else self.steps()[-1]
-
-    def delete_after(self, step: int) -> None:
-        """Delete all steps after `step`."""
-        self.wait()
-        with self._errors("delete from"):
-            for later in self.steps():
-                if later > step:
-                    self._manager.delete(later)
 
     def close(self) -> None:
         """Wait for pending saves and stop background threads."""

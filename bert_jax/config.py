@@ -410,17 +410,14 @@ class CheckpointConfig:
 class GuardConfig:
     """How a run reacts to non-finite values and loss spikes (`bert_jax.guard`)."""
 
-    # Non-finite loss or gradient: "stop" before the update, "skip" its batch, or "rollback" (resume
-    # from a checkpoint at least rollback_steps steps before, without this batch and those steps').
-    nonfinite: str = _one_of("stop", "skip", "rollback")
+    # Non-finite loss or gradient: "stop" before the update, or "skip" the batch.
+    nonfinite: str = _one_of("stop", "skip")
     # Loss or gradient norm more than `sigmas` standard deviations above the mean of the last 128
-    # steps: "stop", "skip" or "rollback" as above, "report" (log it and continue) or "off".
-    spike: str = _one_of("report", "off", "stop", "skip", "rollback")
+    # steps: "stop" or "skip" as above, or "off" (train on).
+    spike: str = _one_of("off", "stop", "skip")
     sigmas: float = _positive(10.0)
-    rollback_steps: int = _not_negative(16)
-    # The run stops after more than this many bad steps of a kind. Of spikes that are only reported,
-    # at most this many are recorded and printed.
-    max_incidents: int = _not_negative(100)
+    # The run stops instead of skipping more than this many batches.
+    max_skipped: int = _not_negative(100)
 
 
 @dataclasses.dataclass

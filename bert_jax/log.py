@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import pathlib
 import sys
 import time
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from bert_jax import config as config_lib
-from bert_jax import device, files, optim, trackers, workdir
+from bert_jax import device, files, guard, optim, trackers, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.evaluate import means
@@ -57,16 +58,13 @@ class Log:
             devices = f"{mesh.size} {mesh.devices.flat[0].device_kind}"
             run = workdir.first_start(folder)
             self._trackers = trackers.open_trackers(config, folder, run, devices)
-        self._open(step)
-
-    def _open(self, step: int) -> None:
         if self._writes:
-            self._metrics = workdir.JsonlFile(self._folder / "metrics.jsonl", step)
-            self._speed = workdir.JsonlFile(self._folder / "speed.jsonl", step)
-            self._board = _Board(self._folder / "tensorboard", step)
+            self._metrics = workdir.JsonlFile(folder / "metrics.jsonl", step)
+            self._speed = workdir.JsonlFile(folder / "speed.jsonl", step)
+            self._board = _Board(folder / "tensorboard", step)
             self._files = [self._metrics, self._speed]
-            if getattr(self._config, "sample_texts", ""):
-                self._samples = workdir.JsonlFile(self._folder / workdir.SAMPLES, step)
+            if getattr(config, "sample_texts", ""):
+                self._samples = workdir.JsonlFile(folder / workdir.SAMPLES, step)
                 self._files.append(self._samples)
 
     def __enter__(self) -> "Log":
@@ -92,11 +90,6 @@ class Log:
         """Write the settings for TensorBoard's HPARAMS tab, which compares runs by `metric`."""
         if self._writes:
             _write_hyperparameters(self._board, self._config, f"heldout/{metric}")
-
-    def rewind(self, step: int) -> None:
-        """Drop what was logged after `step`, whose steps will run again."""
-        self._close()
-        self._open(step)
 
     def begin(self, phase: Phase, step: int) -> None:
         """Log the steps after `step` as those of `phase`."""
@@ -128,6 +121,23 @@ class Log:
         """Show the metrics of the first step of this start, which must be finished and begin a window."""
         text = self._phase.objective.describe(self._phase.objective.summarize(means(sums)))
         self._progress.say(f"step {step:,}: {text}")
+
+    def bad_step(self, bad_step: guard.BadStep) -> None:
+        """Write a step that was skipped or stopped the run, with the indices of its batch's rows."""
+        step = bad_step.step - 1 - self._phase.first_step
+        line = {
+            "step": bad_step.step,
+            "split": "stopped" if bad_step.stops else "skipped",
+            "loss": _finite(bad_step.loss),
+            "gradient_norm": _finite(bad_step.gradient_norm),
+            "gradient_norms": {k: _finite(x) for k, x in bad_step.gradient_norms.items()},
+            "rows": self._phase.row_indices(step),
+        }
+        if self._writes:
+            self._metrics.append(line)
+            print_json(line)
+        if not bad_step.stops:
+            self._progress.say(f"{bad_step}; skipped its batch")
 
     def heldout(self, step: int, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Evaluate, write the held-out metrics and return them as the objective summarizes them.
@@ -224,6 +234,11 @@ def print_json(line: dict[str, Any]) -> None:
         print(json.dumps(line), file=Progress.json_lines, flush=True)
 
 
+def _finite(number: float) -> float | None:
+    """Return a number, or None if it is not finite, which JSON cannot express."""
+    return number if math.isfinite(number) else None
+
+
 def _short(number: float) -> str:
     """Return a number in three or four characters: 950, 1.2k, 34k, 5.6M."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -291,9 +306,7 @@ class _Board:
         self._library, self._flushed = _tensorboardx(), time.monotonic()
         with files.one_line_errors(f"cannot write {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            # A run that is rolled back may open two files within the second of their names.
-            prefix, suffix = str(folder / "events"), f".{step}"
-            self._events = self._library.event_file_writer.EventsWriter(prefix, suffix)
+            self._events = self._library.event_file_writer.EventsWriter(str(folder / "events"))
             session = self._library.proto.event_pb2.SessionLog
             self._write(step=step + 1, session_log=session(status=session.START))
 

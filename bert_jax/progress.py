@@ -101,7 +101,7 @@ class Progress:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
 
     def advance(self, units: int = 1) -> None:
-        """Advance by `units`, which may be negative."""
+        """Advance by `units`."""
         self._done += units
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)

@@ -83,7 +83,8 @@ def make_step(config: TrainConfig, phase: Phase):
     """Return the training step.
 
     The step is a function (state, batch) -> (state, metric sums since the last log, `guard.StepStats`).
-    A bad step leaves the state unchanged, and so do later ones until `recent.halted` is cleared.
+    A step that stops the run leaves the state unchanged, and so do later ones until `recent.halted`
+    is cleared. A skipped step advances only the counters.
     """
     optimizer = optim.make_optimizer(config)
     objective, accumulation = phase.objective, phase.accumulation
@@ -140,52 +141,37 @@ def make_step(config: TrainConfig, phase: Phase):
             )
         loss, _ = loss_terms.pop("_loss")
         with jax.named_scope("optimizer"):
-            recent, stats = guard.check_step(
-                config.guard,
-                guard.reset_at_phase_start(state.recent, state.step == phase.first_step),
-                state.step,
-                loss,
-                grads,
-            )
+            recent = guard.reset_at_phase_start(state.recent, state.step == phase.first_step)
+            history, stats = guard.check_step(config.guard, recent, state.step, loss, grads)
             loss_terms["gradient_norm"] = (stats.loss_and_grad_norm[1], jnp.float32(1))
+            # Sums start at zero in each logging window.
+            is_first = state.step % config.log_every_steps == 0
+            sums = jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
             updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
-            sums = jax.tree.map(jnp.add, _window_sums(config, state), loss_terms)
-            new_state = State(state.step + 1, params, optimizer_state, sums, state.seed, recent)
-            teacher, state = state.teacher, state._replace(teacher=None)
-            state = jax.tree.map(functools.partial(jnp.where, recent.halted), state, new_state)
-        recent = state.recent._replace(halted=recent.halted)
-        return state._replace(recent=recent, teacher=teacher), sums, stats
+            updated = State(
+                state.step + 1,
+                optax.apply_updates(state.params, updates),
+                optimizer_state,
+                jax.tree.map(jnp.add, sums, loss_terms),
+                state.seed,
+                history,
+            )
+            skipped = State(
+                state.step + 1,
+                state.params,
+                optim.skip_update(state.optimizer),
+                sums,
+                state.seed,
+                recent._replace(skipped=recent.skipped + 1),
+            )
+            stopped = state._replace(
+                recent=state.recent._replace(halted=jnp.array(True)), teacher=None
+            )
+            kept = jax.tree.map(functools.partial(jnp.where, stats.stops), stopped, skipped)
+            new_state = jax.tree.map(functools.partial(jnp.where, stats.is_bad), kept, updated)
+        return new_state._replace(teacher=state.teacher), new_state.sums, stats
 
     return step
-
-
-def _window_sums(config: TrainConfig, state: State) -> dict[str, Any]:
-    """Return the metric sums that the next step adds to: zeros at the start of a logging window."""
-    is_first = state.step % config.log_every_steps == 0
-    return jax.tree.map(lambda total: jnp.where(is_first, 0, total), state.sums)
-
-
-def make_skip_step(config: TrainConfig, phase: Phase):
-    """Return a function state -> (state, sums) that skips a batch.
-
-    It advances the step counter and the learning-rate schedule without updating the parameters. Like
-    a step, it leaves the state unchanged after a bad step.
-    """
-
-    def skip(state: State) -> tuple[State, dict[str, Any]]:
-        skipped = {
-            "step": state.step + 1,
-            "optimizer": optim.skip_update(state.optimizer),
-            "sums": _window_sums(config, state),
-            "recent": guard.reset_at_phase_start(state.recent, state.step == phase.first_step),
-        }
-        unchanged = {name: getattr(state, name) for name in skipped}
-        select = functools.partial(jnp.where, state.recent.halted)
-        state = state._replace(**jax.tree.map(select, unchanged, skipped))
-        return state, state.sums
-
-    return skip
 
 
 def initial_state(
@@ -216,7 +202,7 @@ def initial_state(
 
     def begin(params: Params, seed: UInt[Array, ""]) -> State:
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss_terms)
-        return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.begin())
+        return State(jnp.int32(0), params, optimizer.init(params), sums, seed, guard.init_history())
 
     def init(seed: UInt[Array, ""]) -> State:
         return begin(draw(seed), seed)
@@ -241,7 +227,10 @@ def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, sta
     step = jax.jit(
         make_step(config, phase),
         donate_argnums=0,
-        out_shardings=(_shardings(state), *2 * (sharding.replicated(mesh),)),
+        out_shardings=(
+            jax.tree.map(lambda x: x.sharding, state),
+            *2 * (sharding.replicated(mesh),),
+        ),
     )
     with jax.set_mesh(mesh), device.no_garbage_collection():
         compiled = step.lower(state, batch).compile()
@@ -259,10 +248,6 @@ def restore(checkpoints: Checkpoints, step: int, shapes: State, seed: int) -> St
 def place_seed(seed: int, shapes: State) -> UInt[Array, ""]:
     """Return the seed on the devices, as an argument of the initialization and part of the state."""
     return jax.device_put(np.uint32(seed), shapes.seed.sharding)
-
-
-def _shardings(state: State) -> State:
-    return jax.tree.map(lambda x: x.sharding, state)
 
 
 class _StepPrograms:
@@ -294,29 +279,23 @@ class Programs(NamedTuple):
     """Compiled functions of a phase, which do not depend on the seed.
 
     Attributes:
-        step, skip: the functions of `make_step` and `make_skip_step`; the state is donated.
+        step: the function of `make_step`; the state is donated.
         evaluate: held-out evaluation, parameters -> metrics.
     """
 
     step: Callable[..., tuple[State, dict[str, Any], guard.StepStats]]
-    skip: Callable[[State], tuple[State, dict[str, Any]]]
     evaluate: Callable[[Params], dict[str, float]]
 
 
 def compile_phase(
     config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State
 ) -> Programs:
-    """Compile the step of a phase; the other functions compile when they are first called."""
+    """Compile the step of a phase; the evaluation compiles when it is first called."""
 
     def compile_(phase: Phase) -> Any:
         return compile_step(config, phase, mesh, state)
 
     return Programs(
         _StepPrograms(compile_, phase) if phase.smaller_batch_sizes else compile_(phase),
-        jax.jit(
-            make_skip_step(config, phase),
-            donate_argnums=0,
-            out_shardings=(_shardings(state), sharding.replicated(mesh)),
-        ),
         make_evaluate(phase, mesh),
     )

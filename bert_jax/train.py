@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ from bert_jax import (
 )
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
-from bert_jax.data.loader import Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
 from bert_jax.inference.fill_mask import MaskSampler
@@ -122,17 +121,10 @@ def train(
         distributed.first("checking the checkpoints", lambda: checkpoint.move_damaged(folder))
         _share(folder)
         run = workdir.read_identity(folder)
-        may_roll_back = "rollback" in (config.guard.nonfinite, config.guard.spike)
         checkpoints = Checkpoints(
-            folder / "checkpoints",
-            config.checkpoint,
-            **ranking,
-            identity=run,
-            rollback_steps=config.guard.rollback_steps if may_roll_back else None,
+            folder / "checkpoints", config.checkpoint, **ranking, identity=run
         )
         stack.callback(checkpoints.close)
-        step_guard = guard.Guard(config.guard, folder)
-        step_guard.roll_back(checkpoints)
         step = max(checkpoints.steps(), default=0)
         distributed.check_same_on_all_processes({"the newest checkpoint in the workdir": step})
         early_stopping = EarlyStopping(config, ranking, folder, step)
@@ -159,15 +151,6 @@ def train(
         log.hyperparameters(metric.name)
 
         # ---- State -------------------------------------------------------------------------------
-        def state_at(step: int) -> State:
-            if step:
-                state = restore(checkpoints, step, shapes, config.seed)
-            else:
-                state = init(place_seed(config.seed, shapes))
-                if start:
-                    state = with_params(state, _start_from(state.params, start, shapes.params))
-            return place_teacher(state, phases[0].objective, shapes)
-
         def programs_of(index: int) -> Programs:
             if index not in compiled:
                 compiled[index] = _compile(config, phases[index], mesh, shapes, progress)
@@ -177,41 +160,28 @@ def train(
             progress.say(f"resuming at step {step:,} of {config.steps:,}")
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             # Compiling the step needs only shapes and takes longer than creating the state.
-            compiling = pool.submit(programs_of, _index_at(phases, step))
-            state = state_at(step)
+            index = next(i for i, phase in enumerate(phases) if step < phase.end_step)
+            compiling = pool.submit(programs_of, index)
+            if step:
+                state = restore(checkpoints, step, shapes, config.seed)
+            else:
+                state = init(place_seed(config.seed, shapes))
+                if start:
+                    state = with_params(state, _start_from(state.params, start, shapes.params))
+            state = place_teacher(state, phases[0].objective, shapes)
             compiling.result()
             progress.restart()
         keep_every_steps = config.checkpoint.keep_every_steps
-        # A rollback must not depend on when the first checkpoint after step 0 is saved.
-        if (keep_every_steps or may_roll_back) and step == 0 and 0 not in checkpoints.steps():
+        if keep_every_steps and step == 0 and 0 not in checkpoints.steps():
             checkpoints.save(0, *checkpoint_parts(state), metrics_checksum=log.sync())
 
         # ---- Loop --------------------------------------------------------------------------------
         # Dispatched steps, whose statistics have not been read: (steps done, metric sums, stats).
-        running: collections.deque[tuple[int, Any, guard.StepStats | None]] = collections.deque()
-
-        def finish_steps(max_running: int) -> guard.BadStep | None:
-            """Wait for the oldest steps until at most `max_running` are left; check and log them."""
-            while len(running) > max_running:
-                step, sums, stats = running.popleft()
-                bad_step = guard.read_stats(step - 1, stats) if stats else None  # blocks
-                if bad_step and step_guard.policy(bad_step.kind) != "report":
-                    return bad_step
-                if bad_step:
-                    read_batch = functools.partial(_read_batch, phases, bad_step.step)
-                    if line := step_guard.report(bad_step, read_batch):
-                        progress.say(line)
-                # Within a window, the sums are not those of the step alone; a skipped step has none.
-                if step == first_step + 1 and stats and due(first_step, config.log_every_steps):
-                    log.first(step, sums)
-                if step % config.log_every_steps == 0 or step == config.steps:
-                    log.training(step, sums)
-            return None
-
-        while step < config.steps and not early_stopping.is_over:
-            # From here to the end of the phase, or to a bad step.
-            index = _index_at(phases, step)
-            phase, programs, bad_step = phases[index], programs_of(index), None
+        running: collections.deque[tuple[int, Any, guard.StepStats]] = collections.deque()
+        for index, phase in enumerate(phases):
+            if step >= phase.end_step or early_stopping.is_over:
+                continue
+            programs = programs_of(index)
             log.begin(phase, step)
             batches = phase.batches(
                 step - phase.first_step, phase.end_step - phase.first_step, *process_part
@@ -226,11 +196,7 @@ def train(
             ) as tracer:
                 tracer.update(step)
                 for batch in tracer.annotate(batches):
-                    stats = None
-                    if step in step_guard.skipped:
-                        state, sums = programs.skip(state)
-                    else:
-                        state, sums, stats = programs.step(state, shard_batch(batch, mesh))
+                    state, sums, stats = programs.step(state, shard_batch(batch, mesh))
                     step += 1
                     running.append((step, sums, stats))
                     heartbeat.step = step
@@ -252,9 +218,21 @@ def train(
                         or step == phase.end_step
                         or tracer.is_boundary(step)
                     )
-                    bad_step = finish_steps(0 if must_finish else STEPS_AHEAD)
-                    if bad_step:
-                        break
+                    while len(running) > (0 if must_finish else STEPS_AHEAD):
+                        done, sums, stats = running.popleft()
+                        bad_step = guard.read_stats(done, stats)  # waits for the step
+                        if bad_step and bad_step.stops:
+                            # First the checkpoint, whose checksum is of the metrics up to its step.
+                            _save_before(bad_step.step - 1, state, checkpoints, log)
+                            log.bad_step(bad_step)
+                            raise guard.stop_error(config.guard, bad_step)
+                        if bad_step:
+                            log.bad_step(bad_step)
+                        # Within a window, the sums are not those of the step alone.
+                        elif done == first_step + 1 and due(first_step, config.log_every_steps):
+                            log.first(done, sums)
+                        if due(done, config.log_every_steps) or done == config.steps:
+                            log.training(done, sums)
                     tracer.update(step)
                     metrics = None
                     if should_evaluate:
@@ -274,21 +252,6 @@ def train(
                     if early_stopping.is_over:
                         progress.say(f"stopping early: {early_stopping.reason}")
                         break
-            if bad_step:
-                running.clear()
-                progress.advance(bad_step.step - step)
-                # The state is the one before the bad step.
-                state = handle_bad_step(
-                    bad_step, step_guard, state, phases, checkpoints, log, progress
-                )
-                step = bad_step.step
-                if state is None:  # rolled back
-                    step = max(checkpoints.steps(), default=0)
-                    progress.advance(step - bad_step.step)
-                    state = state_at(step)
-                log.rewind(step)
-                _share(folder)
-                early_stopping = EarlyStopping(config, ranking, folder, step)
 
         seconds = time.monotonic() - start_time
         end = _end(step, seconds, metric.name, early_stopping, checkpoints, folder)
@@ -354,45 +317,13 @@ def finetune(
     return summary
 
 
-def handle_bad_step(
-    bad_step: guard.BadStep,
-    step_guard: guard.Guard,
-    state: State,
-    phases: Sequence[Phase],
-    checkpoints: Checkpoints,
-    log: Log,
-    progress: Progress,
-) -> State | None:
-    """Record a bad step and apply the configured policy to it.
-
-    Returns:
-        The state to continue from, before the step; None after a rollback, to continue from the
-        newest checkpoint.
-
-    Raises:
-        UserError: the policy is to stop, or there are too many bad steps; the state is saved.
-    """
-    step, policy = bad_step.step, step_guard.policy(bad_step.kind)
+def _save_before(step: int, state: State, checkpoints: Checkpoints, log: Log) -> None:
+    """Save the state of a run that was stopped by the step after `step`."""
     halted = jax.device_put(np.bool_(False), state.recent.halted.sharding)
     state = state._replace(recent=state.recent._replace(halted=halted))
-    incident = step_guard.record(bad_step, functools.partial(_read_batch, phases, step))
-    step_guard.save_state(incident, step, *checkpoint_parts(state))
-    error = step_guard.limit_error(bad_step)
-    if policy == "skip" and not error:
-        step_guard.skip([step])
-        progress.say(f"{bad_step}; skipping its batch")
-        return state
-    if policy == "rollback" and not error:
-        first = step_guard.roll_back_before(step, checkpoints)
-        progress.say(
-            f"{bad_step}; rolling back to step {max(checkpoints.steps(), default=0):,} and skipping "
-            f"the batches of steps {first:,} to {step:,}"
-        )
-        return None
     if step and step not in checkpoints.steps():
         checkpoints.save(step, *checkpoint_parts(state), metrics_checksum=log.sync())
     checkpoints.wait()
-    raise error or guard.stop_error(bad_step, incident)
 
 
 def _end(
@@ -430,16 +361,6 @@ def _share(folder: pathlib.Path) -> None:
 def due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens at this one."""
     return bool(every) and step % every == 0
-
-
-def _index_at(phases: Sequence[Phase], step: int) -> int:
-    return next(i for i, phase in enumerate(phases) if step < phase.end_step)
-
-
-def _read_batch(phases: Sequence[Phase], step: int) -> Batch:
-    """Return the global batch of a step."""
-    phase = phases[_index_at(phases, step)]
-    return next(phase.batches(step - phase.first_step, step + 1 - phase.first_step, 0, 1))
 
 
 def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:

@@ -3,14 +3,12 @@
 config.json       config of the run
 vocab.txt, …      vocabulary
 starts.jsonl      every start: command, commit, versions, devices, first step
-metrics.jsonl     training and held-out metrics by step; bit for bit the same if the run was killed
-                  and restarted
+metrics.jsonl     training and held-out metrics by step, and bad steps (`bert_jax.guard`); bit for bit
+                  the same if the run was killed and restarted
 samples.jsonl     how masks of `config.sample_texts` are filled at every evaluation
 speed.jsonl       timing: seconds, tokens per second; differs from run to run
 checkpoints/      checkpoints by step
 damaged/          damaged checkpoints, moved here when a run resumed
-skipped.json      steps whose batches are skipped (`bert_jax.guard`)
-incidents/        batch and statistics of bad steps (`bert_jax.guard`)
 log.txt           what the run printed, with the time
 tensorboard/      the same curves as TensorBoard events
 metrics.json      scores of a fine-tuning run by split (`bert_jax.inference.predict`)

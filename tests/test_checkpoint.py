@@ -276,7 +276,7 @@ def test_damaged_metrics_are_reported_and_readable_lines_kept(run, copy, capfd, 
 NONSENSE = (b"", b"\xff\x00", b"[]", b"{}", b"3", b'{"step": "x"}\n', b"[" * 9999, None)
 RESUMED = (b"\xff\x00", b"[]", None)
 SMALL_FILES = (
-    "config.json", "metrics.jsonl", "speed.jsonl", "starts.jsonl", "skipped.json", "vocab.txt",
+    "config.json", "metrics.jsonl", "speed.jsonl", "starts.jsonl", "vocab.txt",
     "tensorboard", "checkpoints", "damaged", "checkpoints/4/manifest.json",
 )  # fmt: skip
 
@@ -463,15 +463,6 @@ def test_failed_save_keeps_other_checkpoints(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "saved"]
 
 
-def test_delete_after_keeps_the_given_step(tmp_path):
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=9))
-    for number in (1, 2, 3):
-        save(checkpoints, number)
-    checkpoints.delete_after(2)
-    assert checkpoints.steps() == steps(tmp_path) == [1, 2]
-    checkpoints.close()
-
-
 def test_saves_slower_than_their_interval_do_not_overlap(tmp_path, monkeypatch):
     busy, seal = threading.Lock(), checkpoint.seal
 
@@ -565,16 +556,6 @@ def test_every_command_reports_a_full_disk_in_one_line(run, rows, corpus, tmp_pa
             assert "disk is full" in text or "No space left" in text, text
     # Commands that cannot resume leave no files behind.
     assert not [left for verb, _, left in failed if left and verb in ("export", "embed", "report")]
-
-
-@pytest.mark.parametrize(
-    ("steps", "kept"),
-    [([1000, 2000], [1000, 2000]), ([984, 990, 1000], [984, 990, 1000]), ([900, 984, 1000, 1003], [984, 1000, 1003])],
-)  # fmt: skip
-def test_rollback_finds_a_checkpoint_that_is_old_enough(steps, kept):
-    infos = [types.SimpleNamespace(step=step) for step in steps]
-    preserved = checkpoint._Rollback(16).should_preserve(infos, context=None)
-    assert [step for step, keep in zip(steps, preserved, strict=True) if keep] == kept
 
 
 def test_closing_the_log_does_not_hide_the_error_that_ended_the_run():

@@ -1,4 +1,4 @@
-"""Non-finite values and spikes: policies, incident records, resuming."""
+"""Non-finite values and spikes: stopping, skipping, their record, and resuming."""
 
 import json
 import math
@@ -9,72 +9,79 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import guard, optim, sharding, workdir
+from bert_jax import guard, optim, sharding
 from bert_jax import step as step_lib
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import GuardConfig, PhaseConfig
 from bert_jax.config_flags import load
+from bert_jax.data.loader import Rows
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from bert_jax.sharding import shard_batch
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 
-BAD = 17  # the step whose batch is poisoned
+BAD = 17  # the number of steps before the one whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
+SKIP = ("guard.nonfinite=skip", "checkpoint.keep_last=5")
 
 
 # Compiled training steps, by the config changes that affect compilation.
 COMPILED = {}
-NOT_COMPILED = (
-    "guard.nonfinite",
-    "guard.rollback",
-    "guard.max_incidents",
-    "checkpoint.",
-)
 
 
-def run(folder, rows, *changes, bad=(BAD,), compiled=None):
+def run(folder, rows, *changes, bad=(BAD,)):
     """Train for 30 steps in this process; runs with the same step share its program."""
-    if compiled is None:
-        same = tuple(change for change in changes if not change.startswith(NOT_COMPILED))
-        compiled = COMPILED.setdefault(same, {})
+    same = tuple(change for change in changes if not change.startswith("checkpoint."))
+    compiled = COMPILED.setdefault(same, {})
     train_here(folder, rows, *SHORT, *changes, bad=bad, compiled=compiled)
 
 
-def skipped(folder):
-    return json.loads((folder / "skipped.json").read_text())["steps"]
+def lines(folder, split):
+    """Return the lines of a split in metrics.jsonl, which must be strict JSON."""
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    parsed = [json.loads(line, parse_constant=pytest.fail) for line in text]
+    return [line for line in parsed if line["split"] == split]
 
 
-def training_steps(folder):
-    """Return the steps of the training lines in metrics.jsonl."""
-    lines = workdir.read_lines(folder / "metrics.jsonl")
-    return [line["step"] for line in lines if line["split"] == "train"]
+def steps(folder, split):
+    return [line["step"] for line in lines(folder, split)]
+
+
+def resume_at(step, source, folder):
+    """Copy a run without its checkpoints after a step."""
+    shutil.copytree(source, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > step:
+            shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("guard") / "skip"
-    run(folder, rows, "guard.nonfinite=skip", "checkpoint.keep_last=5")
+    run(folder, rows, *SKIP)
     return folder
 
 
-def test_stop_keeps_the_weights_before_the_bad_step(tmp_path, rows):
+def test_stopped_run_keeps_the_state_and_resumes_as_if_it_had_skipped(tmp_path, rows, skipping):
+    bad, good = tmp_path / "bad", tmp_path / "good"
     with pytest.raises(UserError) as error:
-        run(tmp_path / "bad", rows)
+        run(bad, rows)
     message = str(error.value)
     assert "\n" not in message
-    assert f"step {BAD}: non-finite value: loss nan" in message
-    run(tmp_path / "good", rows, f"checkpoint.every_steps={BAD}", "checkpoint.keep_last=9", bad=())
-    shutil.rmtree(tmp_path / "good" / "checkpoints" / "30")
-    for a, b in zip(*map(final_arrays, (tmp_path / "bad", tmp_path / "good")), strict=True):
+    assert f"step {BAD + 1}: non-finite value: loss nan" in message
+    assert "--config.guard.nonfinite=skip" in message
+    run(good, rows, f"checkpoint.every_steps={BAD}", "checkpoint.keep_last=9", bad=())
+    shutil.rmtree(good / "checkpoints" / "30")
+    for a, b in zip(*map(final_arrays, (bad, good)), strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
-    assert training_steps(tmp_path / "bad") == [5, 10, 15]
+    assert steps(bad, "train") == [5, 10, 15]
     # A second start stops at the same step; with another policy it continues from there.
-    with pytest.raises(UserError, match=f"step {BAD}: non-finite value"):
-        run(tmp_path / "bad", rows)
-    run(tmp_path / "bad", rows, "guard.nonfinite=skip")
-    assert training_steps(tmp_path / "bad") == [5, 10, 15, 20, 25, 30]
+    with pytest.raises(UserError, match=f"step {BAD + 1}: non-finite value"):
+        run(bad, rows)
+    assert steps(bad, "stopped") == [BAD + 1]
+    run(bad, rows, *SKIP)
+    assert_same_run(bad, skipping)
 
 
 def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
@@ -93,33 +100,36 @@ def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Log, "training"), (Log, "sync"), (Checkpoints, "save")):
+    for owner, name in ((Log, "training"), (Log, "bad_step"), (Log, "sync"), (Checkpoints, "save")):
         record(owner, name)
     with pytest.raises(UserError):
         run(tmp_path, rows)
-    # The second save stores the incident's state.
-    expected = [*["training"] * 2, "sync", "save", "training", "save", "sync", "save"]
+    expected = [*["training"] * 2, "sync", "save", "training", "sync", "save", "bad_step"]
     assert happened == expected
 
 
-def test_incident_record_is_accurate(tmp_path, rows):
-    folder = tmp_path / "run"
+def test_bad_steps_are_recorded_with_their_rows(tmp_path, rows):
     with pytest.raises(UserError):
-        run(folder, rows, "accumulation=2")
-    incident = guard.read_incident(folder)
-    assert incident.step == BAD
-    assert incident.stats["kind"] == "nonfinite"
-    assert set(incident.stats["gradient_norms"]) >= {"embeddings", "layer_0", "masked_lm"}
-    assert math.isnan(incident.stats["loss"])
-    norms = incident.stats["gradient_norms"].values()
-    assert incident.stats["gradient_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
-    assert (incident.batch["label"] == 7).all()
-    assert len(incident.batch["tokens"]) == 8
+        run(tmp_path, rows, "accumulation=2")
+    (line,) = lines(tmp_path, "stopped")
+    assert line["step"] == BAD + 1
+    assert line["loss"] is None
+    norms = line["gradient_norms"]
+    assert list(norms) == ["embeddings", "layer_0", "masked_lm", "next_sentence", "pooler"]
+    assert line["gradient_norm"] == pytest.approx(math.hypot(*norms.values()), rel=1e-5)
+    # The rows are those of the batch.
+    config = load(arguments(*SHORT))
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    _, _, _, (phase,) = pretraining.make_phases(config)
+    batch = next(phase.batches(BAD, BAD + 1, 0, 1))
+    read = Rows(rows(), "train").read(np.array(line["rows"]))
+    for name, value in read.items():
+        np.testing.assert_array_equal(value, batch[name])
 
 
 def test_skip_equals_training_without_the_bad_batch(skipping, rows):
-    assert skipped(skipping) == [BAD]
-    assert training_steps(skipping) == [5, 10, 15, 20, 25, 30]
+    assert steps(skipping, "skipped") == [BAD + 1]
+    assert steps(skipping, "train") == [5, 10, 15, 20, 25, 30]
     config = load(arguments(*SHORT))
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, _, (phase,) = pretraining.make_phases(config)
@@ -133,171 +143,113 @@ def test_skip_equals_training_without_the_bad_batch(skipping, rows):
             state = state._replace(step=state.step + 1, optimizer=optimizer)
         else:
             state, *_ = compiled.step(state, shard_batch(batch, mesh))
-    result = final_arrays(skipping)[1]
-    for a, b in zip(result, jax.tree.leaves(jax.device_get(state.params)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    expected = state._replace(recent=state.recent._replace(skipped=1), seed=None)
+    _, params, rest = final_arrays(skipping)
+    for a, b in zip(
+        params + rest, jax.tree.leaves(step_lib.checkpoint_parts(expected)), strict=True
+    ):
+        np.testing.assert_array_equal(a, jax.device_get(b))
 
 
-def test_skipping_after_a_bad_step_leaves_the_state_unchanged(rows):
-    """Steps are dispatched ahead: one that is skipped may follow a bad one that is not handled yet."""
-    config = load(arguments(*SHORT))
+@pytest.mark.parametrize("step", [10, 20])
+def test_resuming_around_a_skipped_step_is_bitwise_identical(skipping, tmp_path, rows, step):
+    resume_at(step, skipping, tmp_path / "run")
+    run(tmp_path / "run", rows, *SKIP)
+    assert_same_run(tmp_path / "run", skipping)
+
+
+def test_steps_after_a_stop_leave_the_state_unchanged(rows):
+    """Steps are dispatched ahead of the one whose result the loop has read."""
+    config = load(arguments(*SHORT, "guard.nonfinite=skip"))
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, _, (phase,) = pretraining.make_phases(config)
     init, _ = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     state = state._replace(recent=state.recent._replace(halted=jnp.array(True)))
-    after, _ = jax.jit(step_lib.make_skip_step(config, phase))(state)
-    assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y, True), state, after))
+    step, batch = jax.jit(step_lib.make_step(config, phase)), next(phase.batches(0, 1, 0, 1))
+    for label in (batch["label"], np.full_like(batch["label"], 7)):
+        after, *_ = step(state, {**batch, "label": label})
+        assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y, True), state, after))
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
-def test_resuming_before_a_skipped_step_skips_it_again(skipping, tmp_path, rows, nonfinite):
-    folder = tmp_path / "run"
-    shutil.copytree(skipping, folder)
-    for step in (20, 30):
-        shutil.rmtree(folder / "checkpoints" / str(step))
-    # Skipped batches stay skipped, whatever the current policy is.
-    run(folder, rows, f"guard.nonfinite={nonfinite}", "checkpoint.keep_last=5")
-    assert_same_run(folder, skipping)
-
-
-def test_rollback_also_skips_preceding_steps(tmp_path, rows):
-    back, known = tmp_path / "back", tmp_path / "known"
-    few = ("checkpoint.every_steps=5", "checkpoint.keep_last=1", "checkpoint.keep_best=0")
-    run(back, rows, "guard.nonfinite=rollback", "guard.rollback_steps=4", *few)
-    assert "rolling back to step 10 and" in (back / "log.txt").read_text()
-    assert skipped(back) == [13, 14, 15, 16, 17]
-    known.mkdir()
-    shutil.copy(back / "skipped.json", known)
-    run(known, rows)
-    assert_same_run(back, known)
-    assert training_steps(back) == [5, 10, 15, 20, 25, 30]
-
-
-def test_interrupted_rollback_is_completed_on_resume(tmp_path, rows, monkeypatch):
-    changes = ("guard.nonfinite=rollback", "guard.rollback_steps=16")
-    # The result does not depend on the checkpoints of the run, of which none is 16 steps older.
-    run(tmp_path / "whole", rows, *changes, "checkpoint.every_steps=6")
-    assert "rolling back to step 0 and" in (tmp_path / "whole" / "log.txt").read_text()
-    with monkeypatch.context() as patch:
-        # The process is interrupted right after the decision is written.
-        patch.setattr(guard.Guard, "skip", interrupted_after(guard.Guard.skip))
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "killed", rows, *changes)
-    assert (tmp_path / "killed" / "checkpoints" / "10").exists()
-    run(tmp_path / "killed", rows, *changes)
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
-
-
-def interrupted_after(call):
-    """Return a function that calls `call` and then raises KeyboardInterrupt."""
-
-    def wrapped(*arguments, **options):
-        call(*arguments, **options)
-        raise KeyboardInterrupt
-
-    return wrapped
-
-
-def test_rollback_to_step_zero(tmp_path, rows):
-    run(tmp_path, rows, "guard.nonfinite=rollback", bad=(3,))
-    assert skipped(tmp_path) == [0, 1, 2, 3]
-    assert training_steps(tmp_path) == [5, 10, 15, 20, 25, 30]
-    # The first step is shown when it was trained, not again when it is skipped.
-    assert (tmp_path / "log.txt").read_text().count("step 1: ") == 1
+def test_run_stops_at_the_limit_of_skipped_steps(tmp_path, rows):
+    """The count is part of the state, so it does not begin again when a run resumes."""
+    changes = ("guard.nonfinite=skip", "checkpoint.keep_last=9")
+    few, bad = (*changes, "guard.max_skipped=2"), (13, BAD, 24)
+    with pytest.raises(UserError, match=r"step 25: .*max_skipped=2"):
+        run(tmp_path / "few", rows, *few, bad=bad)
+    resume_at(20, tmp_path / "few", tmp_path / "again")
+    with pytest.raises(UserError, match=r"step 25: .*max_skipped=2"):
+        run(tmp_path / "again", rows, *few, bad=bad)
+    assert_same_run(tmp_path / "few", tmp_path / "again")
+    run(tmp_path / "again", rows, *changes, bad=bad)
+    assert steps(tmp_path / "again", "skipped") == [14, 18, 25]
+    log = (tmp_path / "again" / "log.txt").read_text()
+    assert "step 25: non-finite value" in log
 
 
 def test_metrics_of_part_of_a_window_are_not_shown_as_those_of_a_step(tmp_path, rows):
     changes = ("checkpoint.every_steps=7", "checkpoint.keep_last=9")
-    run(tmp_path, rows, *changes, bad=())
-    for step in (14, 21, 28, 30):
-        shutil.rmtree(tmp_path / "checkpoints" / str(step))
-    run(tmp_path, rows, *changes, bad=())
-    log = (tmp_path / "log.txt").read_text()
+    run(tmp_path / "run", rows, *changes, bad=())
+    resume_at(7, tmp_path / "run", tmp_path / "again")
+    run(tmp_path / "again", rows, *changes, bad=())
+    log = (tmp_path / "again" / "log.txt").read_text()
     assert "resuming at step 7 " in log
     assert "step 1: " in log
     assert "step 8: " not in log
 
 
-def test_too_many_incidents_end_the_run(tmp_path, rows):
-    changes = ("guard.nonfinite=skip", "guard.max_incidents=4")
-    with pytest.raises(UserError, match=r"5 bad steps exceed config\.guard\.max_incidents=4"):
-        run(tmp_path, rows, *changes, bad=range(12, 20))
-    assert guard.incidents(tmp_path) == [12, 13, 14, 15, 16]
-    assert (tmp_path / "checkpoints" / "16").exists()
-    # Only some incidents store the state, which is as large as a checkpoint.
-    assert len(list(tmp_path.glob("incidents/*/state"))) == 3
-
-
-def test_reported_spikes_are_limited(tmp_path):
-    figures = {"loss": 2.0, "gradient_norm": 3.0}
-    stats = {**figures, "mean": figures, "deviation": figures}
-    config, reads = GuardConfig(spike="report", max_incidents=2), []
-
-    def read_batch():
-        reads.append(1)
-        return {"tokens": np.ones((1, 4))}
-
-    def report(step_guard, *steps):
-        spikes = (guard.BadStep(step, guard.SPIKE, stats) for step in steps)
-        return [step_guard.report(spike, read_batch) for spike in spikes]
-
-    (first,) = report(guard.Guard(config, tmp_path), 3)
-    assert first == "step 3: spike: loss 2 (mean 2 ± 2), gradient norm 3 (mean 3 ± 3)"
-    again, last, *later = report(guard.Guard(config, tmp_path), 3, 5, 6, 7)  # after a restart
-    assert again == first
-    assert last.endswith("; later spikes are not reported (config.guard.max_incidents=2)")
-    assert later == [None, None]
-    assert guard.incidents(tmp_path) == [3, 5]
-    assert len(reads) == 2
-
-
 @pytest.mark.slow
-def test_spikes_match_the_recorded_metrics(tmp_path, rows, capsys):
+def test_spikes_match_the_recorded_metrics(tmp_path, rows):
     changes = ("steps=180", "log_every_steps=1", "guard.sigmas=0.5", "checkpoint.every_steps=200")
-    run(tmp_path / "report", rows, *changes, bad=())
-    lines = workdir.read_lines(tmp_path / "report" / "metrics.jsonl")
-    figures = np.array([
-        [line["loss"], line["gradient_norm"]] for line in lines if line["split"] == "train"
-    ])  # fmt: skip
-
-    def spikes(spikes_are_usual):
-        usual, results = list(figures[: guard.WINDOW]), []
-        for step in range(guard.WINDOW, len(figures)):
-            window = np.array(usual)
-            if far := (figures[step] > window.mean(0) + 0.5 * window.std(0)).any():
-                results.append(step)
-            if spikes_are_usual or not far:
-                usual[step % guard.WINDOW] = figures[step]
-        return results
-
-    expected = spikes(False)
-    assert expected != spikes(True)
-    assert guard.incidents(tmp_path / "report") == expected
-    assert f"step {expected[0]}: spike: loss" in capsys.readouterr().err
-    # Reported spikes neither end a run nor count as incidents of other kinds.
-    few = (*changes, "guard.max_incidents=2", "guard.nonfinite=skip")
-    run(tmp_path / "few", rows, *few, bad=(170,))
-    assert guard.incidents(tmp_path / "few") == [*expected[:2], 170]
-    assert guard.read_incident(tmp_path / "few").step == 170  # the others have no state
-    with pytest.raises(UserError, match=f"step {expected[0]}: spike"):
+    run(tmp_path / "skip", rows, *changes, "guard.spike=skip", bad=())
+    recorded = sorted(
+        lines(tmp_path / "skip", "train") + lines(tmp_path / "skip", "skipped"),
+        key=lambda line: line["step"],
+    )
+    figures = np.array([[line["loss"], line["gradient_norm"]] for line in recorded])
+    window, expected = figures[: guard.WINDOW].copy(), []
+    for i in range(guard.WINDOW, len(figures)):
+        if (figures[i] > window.mean(0) + 0.5 * window.std(0)).any():
+            expected.append(i + 1)
+        else:  # spikes stay out of the history
+            window[i % guard.WINDOW] = figures[i]
+    assert 1 < len(expected) < len(figures) - guard.WINDOW
+    assert steps(tmp_path / "skip", "skipped") == expected
+    with pytest.raises(UserError, match=f"step {expected[0]}: spike: .*config.guard.spike=skip"):
         run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
-    run(tmp_path / "off", rows, *changes, "guard.spike=off", bad=())
-    assert not (tmp_path / "off" / "incidents").exists()
-    one, other = (final_arrays(tmp_path / name)[1] for name in ("off", "report"))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    run(tmp_path / "stop", rows, *changes, "guard.spike=skip", bad=())
+    assert_same_run(tmp_path / "stop", tmp_path / "skip")
+    run(tmp_path / "off", rows, *changes, bad=())
+    assert steps(tmp_path / "off", "train") == list(range(1, 181))
 
 
 def test_loss_history_is_reset_at_phase_start():
     config, grads = GuardConfig(spike="stop"), {"embeddings": jnp.ones(4)}
-    usual = guard.LossHistory(jnp.ones((guard.WINDOW, 2)), jnp.array(False))
+    usual = guard.init_history()._replace(figures=jnp.ones((guard.WINDOW, 2)))
     usual = guard.reset_at_phase_start(usual, jnp.array(False))
     loss = jnp.float32(3)
-    recent, seen = guard.check_step(config, usual, jnp.int32(200), loss, grads)
-    assert int(seen.kind) == guard.SPIKE
-    assert bool(recent.halted)
+    _, stats = guard.check_step(config, usual, jnp.int32(200), loss, grads)
+    assert stats.stops
     new = guard.reset_at_phase_start(usual, jnp.array(True))
-    recent, seen = guard.check_step(config, new, jnp.int32(200), loss, grads)
-    assert int(seen.kind) == guard.FINE
+    recent, stats = guard.check_step(config, new, jnp.int32(200), loss, grads)
+    assert not stats.is_bad
     np.testing.assert_array_equal(recent.figures[200 % guard.WINDOW], [3, 2])
     assert jnp.isnan(recent.figures).sum() == 2 * (guard.WINDOW - 1)
+
+
+@pytest.mark.parametrize(
+    ("norms", "layer"),
+    [
+        ({"layer_10": math.nan, "layer_2": math.inf, "masked_lm": math.nan}, "layer_2"),
+        ({"masked_lm": math.nan, "pooler": 1.0}, "masked_lm"),
+        ({"layer_0": 2.0, "pooler": 9.0}, "pooler"),
+    ],
+)
+def test_first_bad_layer_is_named(norms, layer):
+    norms = {"embeddings": 1.0, **norms}
+    norm = math.hypot(*norms.values())
+    stats = guard.StepStats(True, True, np.array([1.0, norm]), norms)
+    bad_step = guard.read_stats(3, stats)
+    assert bad_step.kind == ("spike" if math.isfinite(norm) else "nonfinite")
+    assert str(bad_step).endswith(f"gradient in {layer}")

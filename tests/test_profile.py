@@ -98,15 +98,6 @@ def test_resumed_run_traces_the_remaining_steps(tmp_path, rows, plain, monkeypat
     assert (name, table["steps"]) == (f"steps_{steps.replace(':', '_')}", rest)
 
 
-@pytest.mark.slow
-def test_trace_restarts_at_a_skipped_step(tmp_path, rows):
-    for folder, changes in (("without", ()), ("with", ("profile_steps=5:12",))):
-        run(tmp_path / folder, rows, "guard.nonfinite=skip", *changes, bad=[7])
-    assert_same_run(tmp_path / "with", tmp_path / "without")
-    _, table = only_profile(tmp_path / "with")
-    assert table["steps"] == 5  # 7 to 11, as the loop restarts at the skipped step
-
-
 def test_earlier_trace_is_replaced(tmp_path, rows, plain):
     old = tmp_path / tracing.FOLDER / "steps_8_12"
     old.mkdir(parents=True)

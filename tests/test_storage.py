@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import math
 import os
 import pathlib
 import random
@@ -19,8 +18,8 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, files, guard, storage
-from bert_jax.config import CheckpointConfig, GuardConfig
+from bert_jax import checkpoint, cli, files, storage
+from bert_jax.config import CheckpointConfig
 from bert_jax.data import loader, wordpiece
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
@@ -380,15 +379,11 @@ def test_rows_replace_rows_only(url, tmp_path):
 
 def test_local_copy_of_a_run_has_no_checkpoints(url):
     """Each seed of a fine-tuning has a run in a folder of its own."""
-    left_out = ("checkpoints/3/x", "profile/x", "incidents/step_1/state/x")
     for name in ("", "seed_0/", "seed_10/"):
-        for file in ("metrics.jsonl", "incidents/step_1/incident.json", *left_out):
+        for file in ("metrics.jsonl", "checkpoints/3/x", "profile/x"):
             storage.write(f"{url}/seeds/{name}{file}", b"")
     copy = storage.local(f"{url}/seeds")
-    assert {path.name for path in copy.rglob("*") if path.is_file()} == {
-        "metrics.jsonl",
-        "incident.json",
-    }
+    assert {path.name for path in copy.rglob("*") if path.is_file()} == {"metrics.jsonl"}
     storage.write(f"{url}/only/seed_0/checkpoints/3/x", b"")
     storage.write(f"{url}/only/seed_0/metrics.jsonl", b"")
     (file,) = (path for path in storage.local(f"{url}/only").rglob("*") if path.is_file())
@@ -623,29 +618,6 @@ def test_levels_need_a_copy_of_remote_rows(remote_rows, rows, tmp_path, monkeypa
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def test_only_three_incidents_store_the_state(url):
-    """The states are on the storage alone, and not in local copies of the run."""
-    storage.write(f"{url}/checkpoints/saved", b"")  # a run
-    state = {"x": jax.numpy.ones(3)}
-    stats = {"loss": math.nan, "gradient_norm": 1.0}
-    with storage.mirrored(url) as folder:
-        for step in range(5):
-            step_guard = guard.Guard(GuardConfig(), folder)
-            bad_step = guard.BadStep(step, guard.NOT_FINITE, stats)
-            incident = step_guard.record(bad_step, lambda: {"tokens": np.ones(3)})
-            step_guard.save_state(incident, step, state, state)
-            storage.push(folder)
-            storage.pull(folder)  # as another process of the run
-        assert list(folder.glob("incidents/*/state")) == []
-    copy = storage.local(url)
-    assert guard.incidents(copy) == [0, 1, 2, 3, 4]
-    assert list(copy.glob("incidents/*/state")) == []
-    for step in range(5):
-        path = guard.read_incident(copy, step).state
-        saved_states = checkpoint.Checkpoints(path, CheckpointConfig(), read_only=True)
-        assert saved_states.steps() == ([step] if step < 3 else [])
-
-
 def test_run_killed_before_its_first_checkpoint_starts_again(url):
     storage.write(f"{url}/starts.jsonl", b"{}")
     storage.write(f"{url}/config.json", b"{}")
@@ -766,17 +738,3 @@ def test_two_processes_match_one_process(server, url, remote_rows, uninterrupted
         # Summation order differs with two processes, and Adam's denominator is near 0 at first.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     assert json.loads(storage.read(f"{url}/starts.jsonl"))["processes"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_two_processes_agree_which_incidents_store_the_state(server, url, remote_rows):
-    changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0")
-    changes = (*changes, "guard.nonfinite=skip", "guard.max_incidents=4")
-    argv = command(url, [remote_rows], *STEPS, *changes)
-    codes, errors = wait_for_all(start_processes(argv, 2, **server.environment))
-    assert codes == [cli.EXIT_USER_ERROR] * 2, errors
-    assert all("5 bad steps exceed config.guard.max_incidents=4" in error for error in errors)
-    names = storage.listing(f"{url}/incidents")
-    states = {name.split("/")[0] for name in names if "/state/" in name}
-    assert len(states) == 3

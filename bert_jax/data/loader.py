@@ -232,10 +232,14 @@ class _Batches:
     def __len__(self) -> int:
         return self._steps
 
-    def __getitem__(self, step: int) -> Batch:
+    def indices(self, step: int) -> Int[np.ndarray, " rows"]:
+        """Return the indices of the rows of the slice of a step."""
         first = step * self._batch_size + self._first
         positions = np.arange(first, first + self._local)
-        return self._rows.read(shuffled(positions, len(self._rows), self._seed))
+        return shuffled(positions, len(self._rows), self._seed)
+
+    def __getitem__(self, step: int) -> Batch:
+        return self._rows.read(self.indices(step))
 
 
 def batches(
@@ -265,6 +269,11 @@ def batches(
     source = _Batches(rows, batch_size, seed, end_step, process, processes, offset)
     dataset = grain.MapDataset.source(source)[first_step:]
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+
+def row_indices(rows: Rows, batch_size: int, seed: int, step: int, offset: int = 0) -> list[int]:
+    """Return the indices of the rows of a step's global batch (arguments as of `batches`)."""
+    return _Batches(rows, batch_size, seed, step + 1, 0, 1, offset).indices(step).tolist()
 
 
 def heldout_batches(

@@ -93,6 +93,8 @@ class Phase:
         end_step: the step after its last one.
         batches: (first, end, process, processes) to a process's batches of those steps, counted
             from the start of the phase.
+        row_indices: step, counted likewise, to the indices in the data set of the rows of its global
+            batch; in fine-tuning, of its examples.
         heldout: (process, processes) to a process's part of the held-out batches.
         smaller_batch_sizes: other row counts that steps can have, determined by the step number.
     """
@@ -105,6 +107,7 @@ class Phase:
     first_step: int
     end_step: int
     batches: Callable[[int, int, int, int], Iterator[Batch]]
+    row_indices: Callable[[int], list[int]]
     heldout: Callable[[int, int], Iterator[Batch]]
     smaller_batch_sizes: tuple[int, ...] = ()
 

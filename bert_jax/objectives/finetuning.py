@@ -144,7 +144,11 @@ def prepare_run(
     _print_run(dataset, config, phase, init, new)
 
     def phase_of(seed: int) -> Phase:
-        return dataclasses.replace(phase, batches=functools.partial(plan.batches, seed))
+        return dataclasses.replace(
+            phase,
+            batches=functools.partial(plan.batches, seed),
+            row_indices=functools.partial(plan.members, seed=seed),
+        )
 
     return FinetuningRun(config, vocabulary, dataset, data, phase_of, init_params)
 
@@ -364,6 +368,7 @@ def make_phase(
         first_step=0,
         end_step=config.steps,
         batches=functools.partial(plan.batches, seeds[0]),
+        row_indices=functools.partial(plan.members, seed=seeds[0]),
         heldout=functools.partial(held_out.batches, 0, 0, held_out.steps),
         smaller_batch_sizes=tuple(shape.rows for shape in plan.shapes[:-1]),
     )

@@ -14,7 +14,7 @@ import numpy as np
 from bert_jax.config import Config, phase_ends
 from bert_jax.data import rows
 from bert_jax.data import vocabulary as vocabularies
-from bert_jax.data.loader import Batch, Rows, batches, heldout_batches
+from bert_jax.data.loader import Batch, Rows, batches, heldout_batches, row_indices
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model import attention
@@ -100,6 +100,9 @@ def make_phases(
             data[-1]["objective"] = getattr(objective, "__qualname__", repr(objective))
         mask_id, continuation = vocabulary.mask_id, vocabulary.continuation()
         phase = _phase(config, i, manifest.format, mask_id, continuation, objective, teacher)
+        # Phases on the same rows, such as for a batch-size warm-up, continue their epoch.
+        order = (train, phase.batch_size, config.seed)
+        offset = rows_read[manifest.digest]
         phases.append(
             dataclasses.replace(
                 phase,
@@ -107,15 +110,9 @@ def make_phases(
                     config,
                     phase,
                     manifest.tokens,
-                    # Phases on the same rows, such as for a batch-size warm-up, continue their epoch.
-                    functools.partial(
-                        batches,
-                        train,
-                        phase.batch_size,
-                        config.seed,
-                        offset=rows_read[manifest.digest],
-                    ),
+                    functools.partial(batches, *order, offset=offset),
                 ),
+                row_indices=functools.partial(row_indices, *order, offset=offset),
                 # No more rows than one accumulation part, which is known to fit the device.
                 heldout=functools.partial(
                     heldout_batches,
@@ -219,6 +216,7 @@ def _phase(
         first_step=first,
         end_step=end,
         batches=lambda *_: iter(()),
+        row_indices=lambda _: [],
         heldout=lambda *_: iter(()),
     )
 

@@ -21,7 +21,7 @@ from bert_jax.storage import objects
 from bert_jax.storage.lease import Lease
 
 # Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.
-NOT_COPIED = re.compile(r"(seed_\d+/)?(checkpoints|damaged|lease|profile|incidents/[^/]+/state)/")
+NOT_COPIED = re.compile(r"(seed_\d+/)?(checkpoints|damaged|lease|profile)/")
 # Local paths that stand for remote ones.
 _urls: dict[pathlib.Path, str] = {}
 

@@ -413,7 +413,7 @@ class Trainer:
         self.compiled = compile_step(self.config, self.phase, self.mesh, shapes)
         self.compile_seconds = time.perf_counter() - begun
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        state = zeros._replace(params=random_params(shapes.params), recent=guard.begin())
+        state = zeros._replace(params=random_params(shapes.params), recent=guard.init_history())
         self.state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes))
         masker = self.phase.objective.masker
         self.data = packed_batches(row["tokens"], row["rows"], masker.sequences)

@@ -67,9 +67,7 @@ def _padded(batch: Batch) -> int:
 
 def _skip_check(config, recent, step, loss, grads):
     """Accept every step, in place of `guard.check_step`."""
-    nothing = jnp.zeros(2)
-    seen = guard.StepStats(jnp.int32(guard.FINE), nothing, nothing, nothing, {})
-    return recent._replace(halted=jnp.array(False)), seen
+    return recent, guard.StepStats(jnp.array(False), jnp.array(False), jnp.zeros(2), {})
 
 
 def pretrain(
@@ -462,6 +460,7 @@ def host(steps: int) -> Turn:
         first_step=0,
         end_step=steps,
         batches=lambda first, end, *_: itertools.repeat(batch, end - first),
+        row_indices=lambda _: [],
         heldout=lambda *_: iter(()),
     )
     sources, compiled = [{"digest": ""}], {}

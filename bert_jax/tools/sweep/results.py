@@ -87,7 +87,11 @@ def _of_rows(out: pathlib.Path) -> dict[str, Any]:
 def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     """Return settings, tokens, time and metrics of a workdir."""
     config = workdir.read_config(folder)
-    lines = workdir.read_steps(folder / "metrics.jsonl")
+    lines = [
+        line
+        for line in workdir.read_steps(folder / "metrics.jsonl")
+        if line["split"] in ("train", "heldout")
+    ]
     speed = curves.read_speed(folder)
     clock = curves.clock(speed)
     starts = workdir.read_steps(folder / "starts.jsonl")
