@@ -21,7 +21,7 @@ _TOKENS_AT_A_TIME = 32_768  # of one device in `evaluate_workdir`
 
 
 def make_evaluate(
-    phase: Phase, mesh: jax.sharding.Mesh, rows_at_a_time: int = 0
+    phase: Phase, mesh: sharding.Mesh, rows_at_a_time: int = 0
 ) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps parameters to held-out metrics.
 

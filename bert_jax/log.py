@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from bert_jax import config as config_lib
-from bert_jax import device, files, guard, optim, trackers, workdir
+from bert_jax import device, files, guard, optim, sharding, trackers, workdir
 from bert_jax.config import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.evaluate import means
@@ -42,7 +42,7 @@ class Log:
         folder: pathlib.Path,
         step: int,
         config: TrainConfig,
-        mesh: jax.sharding.Mesh,
+        mesh: sharding.Mesh,
         progress: Progress,
     ):
         self._config, self._progress = config, progress

@@ -175,7 +175,7 @@ def make_step(config: TrainConfig, phase: Phase):
 
 
 def initial_state(
-    config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    config: TrainConfig, phase: Phase, mesh: sharding.Mesh | jax.sharding.AbstractMesh
 ) -> tuple[Any, State]:
     """Return a jitted function from the seed to the state at step 0, and the state's shapes.
 
@@ -221,7 +221,7 @@ def place_teacher(state: State, objective: Objective, shapes: State) -> State:
     return state._replace(teacher=placed)
 
 
-def compile_step(config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State) -> Any:
+def compile_step(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: State) -> Any:
     """Compile the training step of a phase; `state` gives shapes and shardings."""
     batch = checkpoint.abstract(phase.batch_shape, sharding.row_sharding(mesh))
     step = jax.jit(
@@ -287,9 +287,7 @@ class Programs(NamedTuple):
     evaluate: Callable[[Params], dict[str, float]]
 
 
-def compile_phase(
-    config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, state: State
-) -> Programs:
+def compile_phase(config: TrainConfig, phase: Phase, mesh: sharding.Mesh, state: State) -> Programs:
     """Compile the step of a phase; the evaluation compiles when it is first called."""
 
     def compile_(phase: Phase) -> Any:

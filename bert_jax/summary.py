@@ -4,8 +4,6 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from bert_jax import sharding, workdir
 from bert_jax.config import Config, TrainConfig
 from bert_jax.errors import shown
@@ -22,7 +20,7 @@ _MIN_EPOCHS, _MAX_EPOCHS = 1, 100
 
 def start_lines(
     config: TrainConfig,
-    mesh: jax.sharding.Mesh,
+    mesh: sharding.Mesh,
     phases: Sequence[Phase],
     data: Sequence[dict[str, Any]],
     params: Params,

@@ -368,7 +368,7 @@ def _saved(step: int, config: TrainConfig, folder: pathlib.Path) -> str:
 
 
 def _compile(
-    config: TrainConfig, phase: Phase, mesh: jax.sharding.Mesh, shapes: State, progress: Progress
+    config: TrainConfig, phase: Phase, mesh: sharding.Mesh, shapes: State, progress: Progress
 ) -> Programs:
     """Compile a phase and report how long it took."""
     program = repr((config.model, config.optim, phase.batch_shape, mesh.shape, mesh.devices.flat[0].device_kind))  # fmt: skip

@@ -35,7 +35,7 @@ import jax
 
 import bert_jax
 from bert_jax import config as config_lib
-from bert_jax import files, storage
+from bert_jax import files, sharding, storage
 from bert_jax.config import TrainConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.compressed import whole
@@ -426,7 +426,7 @@ def _matters(key: str) -> bool:
 
 
 def record_start(
-    workdir: pathlib.Path, step: int, mesh: jax.sharding.Mesh, config: TrainConfig
+    workdir: pathlib.Path, step: int, mesh: sharding.Mesh, config: TrainConfig
 ) -> None:
     """Append a line to starts.jsonl that describes this start of the run."""
     start = {

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from bert_jax import sharding
+from bert_jax.config import MeshConfig
 from bert_jax.model.dropout import GENERATORS, dropout, generator_key
 
 N = 1 << 18
@@ -73,7 +75,7 @@ def test_hash_is_independent_of_device_count():
     k = key("hash")
 
     def masked(devices):
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
         x = jax.device_put(jnp.ones((16, 8, 64)), NamedSharding(mesh, PartitionSpec("data")))
         return np.asarray(jax.jit(lambda x: dropout(x, 0.3, k))(x))
 

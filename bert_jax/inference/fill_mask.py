@@ -128,7 +128,7 @@ class MaskSampler:
         model: ModelConfig,
         vocabulary: Vocabulary,
         texts: Sequence[str],
-        mesh: jax.sharding.Mesh,
+        mesh: sharding.Mesh,
     ):
         if model.causal or not model.masked_lm:
             raise UserError(
