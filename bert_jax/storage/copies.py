@@ -124,12 +124,8 @@ def _fetched(url: str, only: tuple[str, ...]) -> pathlib.Path:
 def local(path: str | os.PathLike, only: Sequence[str] = ()) -> Any:
     """Return a local copy of a file or folder on object storage; any other path unchanged.
 
-    The copy is made once per process. That of a run has no checkpoints, which are read from the
-    storage.
-
-    Args:
-        path: the path.
-        only: names of the files of a folder that are needed; () for all.
+    The copy is made once per process, of a whole folder or of the files in it that `only` names. That
+    of a run has no checkpoints, which are read from the storage.
     """
     if not objects.is_remote(path):
         return path
@@ -296,8 +292,10 @@ def _remove(path: pathlib.Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def reads(*names: str) -> Callable[[Callable], Callable]:
-    """Decorate a function whose arguments of these names may be on object storage (`local`)."""
+def replaces(
+    names: Sequence[str], replace: Callable[[Any], contextlib.AbstractContextManager[Any]]
+) -> Callable[[Callable], Callable]:
+    """Decorate a function: its arguments of these names become what `replace` yields for them."""
 
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function)
@@ -305,36 +303,34 @@ def reads(*names: str) -> Callable[[Callable], Callable]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            for name in names:
-                value = bound.arguments.get(name)
-                if isinstance(value, list):
-                    bound.arguments[name] = [
-                        str(local(v)) if objects.is_remote(v) else v for v in value
-                    ]
-                elif value and objects.is_remote(value):
-                    bound.arguments[name] = str(local(value))
-            return function(*bound.args, **bound.kwargs)
-
-        return call
-
-    return decorate
-
-
-def writes(name: str, **options: bool) -> Callable[[Callable], Callable]:
-    """Decorate a function that writes to its argument of this name (see `output`)."""
-
-    def decorate(function: Callable) -> Callable:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            if not objects.is_remote(bound.arguments.get(name)):
-                return function(*args, **kwargs)
-            with output(bound.arguments[name], **options) as path:
-                bound.arguments[name] = str(path)
+            with contextlib.ExitStack() as stack:
+                for name in names:
+                    if name in bound.arguments:
+                        bound.arguments[name] = stack.enter_context(replace(bound.arguments[name]))
                 return function(*bound.args, **bound.kwargs)
 
         return call
 
     return decorate
+
+
+def reads(*names: str) -> Callable[[Callable], Callable]:
+    """Decorate a function whose arguments of these names may be on object storage (`local`)."""
+
+    def copies_of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copies_of(part) for part in value]
+        return str(local(value)) if objects.is_remote(value) else value
+
+    return replaces(names, lambda value: contextlib.nullcontext(copies_of(value)))
+
+
+def writes(name: str, **options: bool) -> Callable[[Callable], Callable]:
+    """Decorate a function that writes to its argument of this name (see `output`)."""
+
+    @contextlib.contextmanager
+    def outputs(value: Any) -> Iterator[Any]:
+        with output(value, **options) as path:
+            yield str(path) if objects.is_remote(value) else value
+
+    return replaces([name], outputs)

@@ -30,7 +30,7 @@ class Lease:
     """
 
     def __init__(self, url: str):
-        self._folder = f"{url}/lease"
+        self._root, self._folder = url, f"{url}/lease"
         self._token, self._beats = uuid.uuid4().hex, 0
         self._owner = _this_process()
         _tokens.add(self._token)
@@ -42,13 +42,8 @@ class Lease:
         # A retried request, whose first answer was lost, fails because its object exists.
         if not objects.create(self._url, self._content()) and not self.is_ours():
             raise UserError(f"{self._folder} was taken by another process just now; wait for it")
-        objects.delete(
-            [
-                f"{self._folder}/{name}"
-                for name in objects.listing(self._folder)
-                if int(name) < number
-            ]
-        )
+        older = [name for name in objects.listing(self._folder) if int(name) < number]
+        objects.delete([f"{self._folder}/{name}" for name in older])
         threading.Thread(target=self._keep, daemon=True).start()
         return self
 
@@ -81,8 +76,7 @@ class Lease:
     def check(self) -> None:
         """Raise a `UserError` if another process has taken the lease."""
         if not self.is_ours():
-            folder = self._folder.removesuffix("/lease")
-            raise UserError(f"{folder} was taken over by another process: this one stops")
+            raise UserError(f"{self._root} was taken over by another process: this one stops")
 
     def _content(self) -> bytes:
         owner = {"token": self._token, "beats": self._beats, **self._owner}
@@ -107,7 +101,7 @@ class Lease:
                 first, since = owner, time.monotonic()
             if owner.get("beats") != first.get("beats"):
                 raise UserError(
-                    f"{self._folder.removesuffix('/lease')} is in use by another process (pid "
+                    f"{self._root} is in use by another process (pid "
                     f"{owner.get('pid')} on {owner.get('host')}); wait for it, stop it, or choose "
                     "another folder"
                 )
@@ -117,7 +111,7 @@ class Lease:
                 reported = True
                 print(
                     f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether pid {owner.get('pid')} on "
-                    f"{owner.get('host')}, which wrote to {self._folder.removesuffix('/lease')}, is alive",
+                    f"{owner.get('host')}, which wrote to {self._root}, is alive",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -1,15 +1,11 @@
 """Mirrors: local folders for the small files of runs on object storage."""
 
 import contextlib
-import functools
-import inspect
 import os
 import pathlib
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from bert_jax import files
 from bert_jax.errors import Unavailable, UserError
@@ -26,8 +22,7 @@ class _Mirror:
     def __init__(self, url: str, folder: pathlib.Path, lease: Lease | None):
         self.url, self.folder, self.lease = url, folder, lease
         self._pushed: dict[str, tuple[int, int]] = {}
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self.keep, daemon=True)
+        self._lock = threading.Lock()
         self.error: UserError | None = None
 
     def pull(self) -> None:
@@ -41,7 +36,9 @@ class _Mirror:
             self._pushed = {name: _version(self.folder / name) for name in names}
 
     def push(self) -> None:
-        """Upload the files that changed."""
+        """Upload the files that changed; raise a `UserError` if another process has taken over."""
+        if self.lease:
+            self.lease.check()
         with self._lock:
             versions = {}
             for path in sorted(self.folder.rglob("*")):
@@ -55,15 +52,10 @@ class _Mirror:
             objects.upload([self.folder / n for n in changed], [f"{self.url}/{n}" for n in changed])
             self._pushed |= {name: versions[name] for name in changed}
 
-    def start(self) -> None:
-        """Start `keep` in a thread."""
-        self._thread.start()
-
-    def keep(self) -> None:
-        """As the owner, upload what changed until `close`."""
-        while self.lease and not self._stop.wait(_PUSH_SECONDS):
+    def keep(self, stop: threading.Event) -> None:
+        """Upload what changed, again and again until `stop` is set."""
+        while not stop.wait(_PUSH_SECONDS):
             try:
-                self.check()
                 self.push()
             except Unavailable:
                 pass  # the next save tries again, and fails if the storage stays away
@@ -71,16 +63,6 @@ class _Mirror:
                 self.error = error
             except OSError:
                 pass  # a file was replaced meanwhile
-
-    def check(self) -> None:
-        """Raise a `UserError` if another process has taken over."""
-        if self.lease:
-            self.lease.check()
-
-    def close(self) -> None:
-        """Stop `keep`."""
-        self._stop.set()
-        self._thread.join(timeout=_PUSH_SECONDS)
 
 
 def _version(path: pathlib.Path) -> tuple[int, int]:
@@ -101,49 +83,32 @@ def mirrored(path: str | os.PathLike, process: int = 0) -> Iterator[pathlib.Path
         return
     url = str(path).rstrip("/")
     with contextlib.ExitStack() as stack:
-        lease = None if process else Lease(url)
-        if lease:
-            stack.enter_context(lease)
+        lease = None if process else stack.enter_context(Lease(url))
         mirror = _Mirror(url, copies.copy_of(url, f"runs/{process}"), lease)
         mirror.pull()
         _mirrors[mirror.folder] = mirror
         stack.callback(_mirrors.pop, mirror.folder)
-        mirror.start()
-        stack.callback(mirror.close)
         stack.callback(shutil.rmtree, mirror.folder.parent, ignore_errors=True)
+        if not lease:
+            yield mirror.folder
+            return
+        stop = threading.Event()
+        thread = threading.Thread(target=mirror.keep, args=(stop,), daemon=True)
+        thread.start()
+        stack.callback(thread.join, _PUSH_SECONDS)
+        stack.callback(stop.set)
         try:
             yield mirror.folder
-        finally:
-            if lease:
-                _push_at_end(mirror)
+        except BaseException:
+            with contextlib.suppress(UserError):
+                mirror.push()
+            raise
+        mirror.push()
 
 
 def mirrors(name: str) -> Callable[[Callable], Callable]:
     """Decorate a function that writes to the run in its argument of this name (see `mirrored`)."""
-
-    def decorate(function: Callable) -> Callable:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            with mirrored(bound.arguments[name]) as folder:
-                bound.arguments[name] = folder
-                return function(*bound.args, **bound.kwargs)
-
-        return call
-
-    return decorate
-
-
-def _push_at_end(mirror: _Mirror) -> None:
-    failed = sys.exc_info()[1] is not None
-    try:
-        mirror.check()
-        mirror.push()
-    except UserError:
-        if not failed:
-            raise
+    return copies.replaces([name], mirrored)
 
 
 def _mirror_of(path: pathlib.Path) -> _Mirror | None:
@@ -155,7 +120,6 @@ def push(path: pathlib.Path) -> None:
     if mirror := _mirror_of(path.absolute()):
         if mirror.error:
             raise mirror.error
-        mirror.check()
         mirror.push()
 
 

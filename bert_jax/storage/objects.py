@@ -62,15 +62,14 @@ def check(arguments: Iterable[str]) -> None:
         url = re.fullmatch(r"(?:-[^=\s]*=|[a-z]+:)?([a-z][a-z0-9+.-]*)://(\S*)", argument)
         if not url:
             continue
-        if url[1] not in _SCHEMES:
+        scheme, path = url.groups()
+        if scheme not in _SCHEMES:
             raise UserError(
-                f"{url[1]}://{url[2]}: paths are local, gs://… or s3://…; mount other storage as a folder"
+                f"{scheme}://{path}: paths are local, gs://… or s3://…; mount other storage as a folder"
             )
-        if not url[2].partition("/")[0]:
-            raise UserError(
-                f"{url[1]}://{url[2]}: a bucket is missing; write {url[1]}://BUCKET/PATH"
-            )
-        filesystem(url[1])
+        if not path.partition("/")[0]:
+            raise UserError(f"{scheme}://{path}: a bucket is missing; write {scheme}://BUCKET/PATH")
+        filesystem(scheme)
 
 
 @functools.cache
@@ -230,11 +229,7 @@ def move(source: str, target: str) -> None:
 
 
 def read_ranges(requests: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    """Return parts of objects, requested together.
-
-    Args:
-        requests: (url, start, end) of each.
-    """
+    """Return parts of objects, requested together; each request is (url, start, end)."""
     if not requests:
         return []
     urls, starts, ends = zip(*requests, strict=True)
