@@ -39,8 +39,8 @@ from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
 
 GPUS_A_NODE = 8
-# Requirements of a kind that not every supported version of JAX meets.
-_NEEDS = {"tpu7x": ", which needs JAX 0.12 and libtpu 0.0.50 (Python 3.12 or newer)"}
+# Maximum length of an axis of a TPU slice with two axes.
+_LONGEST = 16
 
 
 class Kind(NamedTuple):
@@ -49,63 +49,49 @@ class Kind(NamedTuple):
     Attributes:
         device_kind: JAX's name of its devices.
         axes: number of axes of a slice's shape; 1 for GPUs, which are only counted.
-        longest: maximum length of an axis; 0 for no limit.
-        ring: an axis of a TPU slice is a ring if its length is a multiple of this (with three axes,
-            if all lengths are).
         example: a topology of this kind.
         devices: number of JAX devices per chip.
-        cores: cores per chip, which the number in an accelerator type (`v5p-8`) counts.
     """
 
     device_kind: str
     axes: int
-    longest: int
-    ring: int
     example: str
     devices: int = 1
-    cores: int = 1
+
+    @property
+    def cores(self) -> int:
+        """Cores per chip, which the number in an accelerator type (`v5p-8`) counts."""
+        return 2 if self.axes == 3 else 1
 
 
 KINDS = {
-    "v4": Kind("TPU v4", 3, 0, 4, "v4:2x2x1", cores=2),
-    "v5e": Kind("TPU v5 lite", 2, 16, 16, "v5e:4x4"),
-    "v5p": Kind("TPU v5", 3, 0, 4, "v5p:4x4x4", cores=2),
-    "v6e": Kind("TPU v6 lite", 2, 16, 16, "v6e:16x16"),
-    "tpu7x": Kind("TPU7x", 3, 0, 4, "tpu7x:2x2x1", devices=2, cores=2),
-    "a100": Kind("NVIDIA A100", 1, 0, 0, "a100:64"),
-    "h100": Kind("NVIDIA H100", 1, 0, 0, "h100:8"),
-    "h200": Kind("NVIDIA H200", 1, 0, 0, "h200:16"),
-    "b200": Kind("NVIDIA B200", 1, 0, 0, "b200:8"),
-    "l4": Kind("NVIDIA L4", 1, 0, 0, "l4:8"),
+    "v4": Kind("TPU v4", 3, "v4:2x2x1"),
+    "v5e": Kind("TPU v5 lite", 2, "v5e:4x4"),
+    "v5p": Kind("TPU v5", 3, "v5p:4x4x4"),
+    "v6e": Kind("TPU v6 lite", 2, "v6e:16x16"),
+    "tpu7x": Kind("TPU7x", 3, "tpu7x:2x2x1", devices=2),
+    "a100": Kind("NVIDIA A100", 1, "a100:64"),
+    "h100": Kind("NVIDIA H100", 1, "h100:8"),
+    "h200": Kind("NVIDIA H200", 1, "h200:16"),
+    "b200": Kind("NVIDIA B200", 1, "b200:8"),
+    "l4": Kind("NVIDIA L4", 1, "l4:8"),
 }
 
-
-class Utilization(NamedTuple):
-    """Measured fraction of a device's bfloat16 peak in training, with FLOPs by `flops_per_row`.
-
-    Attributes:
-        share: fraction of the peak.
-        measured: what was measured, and where it is published.
-    """
-
-    share: float
-    measured: str
-
-
+# Measured fraction of a device's bfloat16 peak in training, with FLOPs by `flops_per_row`; what was
+# measured, and where it is published.
 UTILIZATIONS = {
-    "NVIDIA H100": Utilization(0.28, "this project, base, T=128, on one H100 (experiments/speed)"),
-    "NVIDIA A100": Utilization(
-        0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"
-    ),
+    "NVIDIA H100": (0.28, "this project, base, T=128, on one H100 (experiments/speed)"),
+    "NVIDIA A100": (0.45, "BERT-large, T=128, on one A100 (NVIDIA DeepLearningExamples)"),
 }
 # Used for devices without a published measurement of BERT training in bfloat16.
 ASSUMED_FROM = "NVIDIA H100"
 
 
-def utilization(device_kind: str) -> tuple[Utilization, bool]:
+def utilization(device_kind: str) -> dict[str, Any]:
     """Return the expected utilization of a device, and whether it was measured on another one."""
     assumed = device_kind not in UTILIZATIONS
-    return UTILIZATIONS[ASSUMED_FROM if assumed else device_kind], assumed
+    share, measured = UTILIZATIONS[ASSUMED_FROM if assumed else device_kind]
+    return {"share": share, "measured": measured, "assumed": assumed}
 
 
 class Topology(NamedTuple):
@@ -148,10 +134,10 @@ class Topology(NamedTuple):
         return device.CHIPS[KINDS[self.kind].device_kind]
 
     def wraps(self) -> tuple[bool, ...]:
-        """Return for each axis whether it is a ring."""
-        ring = KINDS[self.kind].ring
-        closed = tuple(bool(ring) and size % ring == 0 for size in self.shape)
-        return (all(closed),) * 3 if len(closed) == 3 else closed
+        """Return for each axis whether it is a ring: at 16 chips, or if all of three are multiples of 4."""
+        if len(self.shape) == 3:
+            return (all(size % 4 == 0 for size in self.shape),) * 3
+        return tuple(self.is_tpu and size == _LONGEST for size in self.shape)
 
 
 class NotCompiled(UserError):
@@ -198,9 +184,9 @@ def parse_topology(text: str) -> Topology:
     topology = Topology(name, shape, int(match.group(3) or 1))
     if len(shape) != kind.axes or 0 in shape or topology.slices < 1:
         raise UserError(f"topology {text!r}: {name} takes a shape like {kind.example}")
-    if kind.longest and max(shape) > kind.longest:
-        largest = "x".join([str(kind.longest)] * kind.axes)
-        slices = -(-math.prod(shape) // kind.longest**kind.axes)
+    if kind.axes == 2 and max(shape) > _LONGEST:
+        largest = f"{_LONGEST}x{_LONGEST}"
+        slices = -(-math.prod(shape) // _LONGEST**2)
         raise UserError(
             f"topology {text!r}: a {name} slice is at most {largest}; "
             f"use several, {name}:{largest},slices={max(slices, 2)}"
@@ -240,11 +226,12 @@ def tpu_devices(topology: Topology) -> Sequence[Any]:
     try:
         return topologies.get_topology_desc(name, "tpu", **options).devices
     except (RuntimeError, ValueError) as error:
-        example = KINDS[topology.kind].example
+        needs = "it"
+        if topology.kind == "tpu7x":
+            needs = "it, which needs JAX 0.12 and libtpu 0.0.50 (Python 3.12 or newer)"
         raise UserError(
-            f"topology {topology.name!r}: the installed libtpu does not support it"
-            f"{_NEEDS.get(topology.kind, '')}; use one like {example} "
-            f"({str(error).splitlines()[0]})"
+            f"topology {topology.name!r}: the installed libtpu does not support {needs}; use one like "
+            f"{KINDS[topology.kind].example} ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -314,11 +301,8 @@ def activation_bytes(config: Config, phase: Phase, rows: int | float) -> float:
     tokens, layers = phase.tokens, 0.0
     score_size = 0.0 if config.model.attention in attention.KERNELS else 2.0
     score_size += 0.5 * bool(config.model.attention_dropout)
-    encoders = [
-        config.model,
-        *([config.model.generator()] if config.model.generator_hidden else []),
-    ]
-    for model in encoders:
+    generators = [config.model.generator()] if config.model.generator_hidden else []
+    for model in [config.model, *generators]:
         size = 2 if model.dtype == "bfloat16" else 4
         wide = model.feed_forward * (1 + model.gated_feed_forward)
         full = (9 * model.hidden + 2 * wide + score_size * model.heads * tokens) * size
@@ -385,13 +369,9 @@ def preflight(
     sequences: int = 1,
     dollars_per_chip_hour: float | None = None,
 ) -> dict[str, Any]:
-    """Estimate what a run needs on a topology.
+    """Estimate what a run needs on a topology; its rows need not exist.
 
-    Args:
-        config: validated config; its rows need not exist.
-        topology: result of `parse_topology`.
-        sequences: S of phases that name no rows.
-        dollars_per_chip_hour: price, to add costs.
+    `sequences` is S of phases that name no rows.
 
     Returns:
         Plain values for JSON, which `describe` formats. Sizes are in bytes per device and times in
@@ -421,28 +401,21 @@ def preflight(
         mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES)
         device_locations = locations(topology)
     for i, phase in enumerate(phases):
-        key = batch_size_key(config, i)
-        sharding.check_batch(mesh, phase.batch_size, phase.accumulation, key)
+        sharding.check_batch(mesh, phase.batch_size, phase.accumulation, batch_size_key(config, i))
     entries, first_step = [], 0
     for i, (phase_config, phase) in enumerate(zip(config.phases, phases, strict=True)):
         entry = _phase(config, i, phase, topology, mesh, sizes, device_locations)
         steps = phase.end_step - first_step
-        hours = steps * entry["roofline"]["step_seconds"] / 3600
-        expected_hours = steps * entry["expected_step_seconds"] / 3600
-        entry |= {"steps": steps, "hours": hours, "chip_hours": hours * topology.chips}
-        entry |= {
-            "expected_hours": expected_hours,
-            "expected_chip_hours": expected_hours * topology.chips,
-        }
-        entry["rows_from"] = phase_config.rows or None
+        entry |= {"steps": steps, "rows_from": phase_config.rows or None}
+        for prefix, seconds in (
+            ("", entry["roofline"]["step_seconds"]),
+            ("expected_", entry["expected_step_seconds"]),
+        ):
+            entry |= _hours(prefix, steps * seconds / 3600, topology)
         entries.append(entry)
         first_step = phase.end_step
-    hours = sum(entry["hours"] for entry in entries)
-    expected_hours = sum(entry["expected_hours"] for entry in entries)
-    measured, assumed = utilization(KINDS[topology.kind].device_kind)
-    price = dollars_per_chip_hour
     shapes = jax.eval_shape(phases[0].objective.init, jax.random.key(0))
-    return {
+    report = {
         "topology": topology.name,
         "chips": topology.chips,
         "devices": topology.devices,
@@ -455,14 +428,17 @@ def preflight(
         "vocab_size_assumed": not has_vocab_size and not any(phase.rows for phase in config.phases),
         "phases": entries,
         "fits": all(entry["fits"] for entry in entries),
-        "hours": hours,
-        "chip_hours": hours * topology.chips,
-        "dollars": price and hours * topology.chips * price,
-        "utilization": {**measured._asdict(), "assumed": assumed},
-        "expected_hours": expected_hours,
-        "expected_chip_hours": expected_hours * topology.chips,
-        "expected_dollars": price and expected_hours * topology.chips * price,
+        "utilization": utilization(KINDS[topology.kind].device_kind),
     }
+    for prefix in ("", "expected_"):
+        report |= _hours(prefix, sum(entry[f"{prefix}hours"] for entry in entries), topology)
+        price = dollars_per_chip_hour
+        report[f"{prefix}dollars"] = price and report[f"{prefix}chip_hours"] * price
+    return report
+
+
+def _hours(prefix: str, hours: float, topology: Topology) -> dict[str, float]:
+    return {f"{prefix}hours": hours, f"{prefix}chip_hours": hours * topology.chips}
 
 
 def _phase(
@@ -525,23 +501,20 @@ def _phase(
     network = sum((kind["seconds"] for kind in sent.values()), 0.0)
     times = roofline(chip._replace(flops=peak), computed, traffic, network)
     # Utilization counts the FLOPs of the model, without recomputation.
-    share = utilization(KINDS[topology.kind].device_kind)[0].share
+    share = utilization(KINDS[topology.kind].device_kind)["share"]
     expected = max(times["step_seconds"], formula_flops / (share * peak))
     assert isinstance(phase.objective, MaskedLM)
-    sequences = phase.objective.masker.sequences
-    change = None
-    if not fits:
-        change = would_fit(config, i, phase, topology, state, memory["temporaries"])
+    temporaries = memory["temporaries"]
     return {
         "tokens": phase.tokens,
-        "sequences": sequences,
+        "sequences": phase.objective.masker.sequences,
         "batch_size": phase.batch_size,
         "accumulation": phase.accumulation,
         "method": "formula" if compiled is None else "compiled",
         "compile_seconds": compile_seconds,
         "memory": {**memory, "capacity": chip.memory_bytes},
         "fits": fits,
-        "would_fit": change,
+        "would_fit": None if fits else would_fit(config, i, phase, topology, state, temporaries),
         "flops": flops,
         "traffic": traffic,
         "collectives": sent,
@@ -602,40 +575,31 @@ def roofline(chip: Chip, flops: float, traffic: float, network: float) -> dict[s
 def _changes(config: Config, i: int, phase: Phase, chips: int) -> Iterator[tuple[str, Config, int]]:
     """Yield changes that need less memory, cheapest first: (arguments, config, accumulation)."""
     # The accumulation of a phase overrides that of the run.
-    overrides = config.phases[i].accumulation
-    setting = f"--config.phases[{i}].accumulation" if overrides else "--config.accumulation"
+    accumulation = f"phases[{i}].accumulation" if config.phases[i].accumulation else "accumulation"
     parts = [2**i for i in range(1, 11) if phase.batch_size % (2**i * phase.accumulation) == 0]
     shards = [2**i for i in range(1, 11) if chips % 2**i == 0]
 
-    def changed(remat: str, fsdp: int) -> Config:
-        other = copy.deepcopy(config)
-        other.model.remat = remat
-        if fsdp:
+    remat = config.model.remat
+    stronger = {"none": ("dots", "full"), "dots": ("full",), "full": ()}[remat]
+    changes = [
+        *((stronger_remat, 1, 1) for stronger_remat in stronger),
+        *((remat, 1, part) for part in parts),
+        *((remat, fsdp, 1) for fsdp in shards),
+        *(("full", fsdp, part) for fsdp in (1, *shards) for part in parts),
+    ]
+    for other_remat, fsdp, part in changes:
+        other, settings = copy.deepcopy(config), []
+        if fsdp > 1:
+            settings += [] if other.mesh.data == -1 else ["mesh.data=-1"]
+            settings.append(f"mesh.fsdp={fsdp}")
             other.mesh.data, other.mesh.fsdp = -1, fsdp
-        return other
-
-    data = "" if config.mesh.data == -1 else "--config.mesh.data=-1 "
-    stronger = {"none": ("dots", "full"), "dots": ("full",), "full": ()}[config.model.remat]
-    for remat in stronger:
-        yield f"--config.model.remat={remat}", changed(remat, 0), phase.accumulation
-    for part in parts:
-        total = part * phase.accumulation
-        yield f"{setting}={total}", changed(config.model.remat, 0), total
-    for fsdp in shards:
-        yield (
-            f"{data}--config.mesh.fsdp={fsdp}",
-            changed(config.model.remat, fsdp),
-            phase.accumulation,
-        )
-    for fsdp in [0, *shards]:
-        for part in parts:
-            total = part * phase.accumulation
-            mesh_setting = f"{data}--config.mesh.fsdp={fsdp} " if fsdp else ""
-            yield (
-                f"{mesh_setting}--config.model.remat=full {setting}={total}",
-                changed("full", fsdp),
-                total,
-            )
+        if other_remat != remat:
+            settings.append(f"model.remat={other_remat}")
+            other.model.remat = other_remat
+        if part > 1:
+            settings.append(f"{accumulation}={part * phase.accumulation}")
+        arguments = " ".join(f"--config.{setting}" for setting in settings)
+        yield arguments, other, part * phase.accumulation
 
 
 def would_fit(
@@ -715,13 +679,11 @@ def _size(count: int | float) -> str:
 def _describe_phase(i: int, phase: dict[str, Any], chip: Chip) -> list[str]:
     memory, flops, times = phase["memory"], phase["flops"], phase["roofline"]
     compiled = phase["method"] == "compiled"
-    how = (
-        f"compiled in {phase['compile_seconds']:.0f} s"
-        if compiled
-        else "BY FORMULA, not compiled"
-        if phase["compile_seconds"] is None
-        else "BY FORMULA: the compiler rejects a program that does not fit"
-    )
+    how = "BY FORMULA, not compiled"
+    if compiled:
+        how = f"compiled in {phase['compile_seconds']:.0f} s"
+    elif phase["compile_seconds"] is not None:
+        how = "BY FORMULA: the compiler rejects a program that does not fit"
     parts = f" in {phase['accumulation']} parts" if phase["accumulation"] > 1 else ""
     lines = [
         f"phase {i}: {phase['steps']:,} steps of {phase['batch_size']:,} rows{parts}, "
