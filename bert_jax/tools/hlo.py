@@ -25,7 +25,6 @@ _MOVES = _FREE | {
     *_SLICES, "copy", "transpose", "broadcast", "reshape", "dynamic-update-slice", "concatenate", "pad",
     "reverse", "convert", "bitcast-convert", "fusion", "custom-call", "rng-get-and-update-state",
 }  # fmt: skip
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -47,8 +46,8 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size without padding, in bytes."""
-        match = re.search(r"\d+", self.type)
-        bits = _BITS[self.type] if self.type in _BITS else int(match.group()) if match else 0
+        match = re.search(r"\d+", self.type)  # none in tokens, which have no size
+        bits = int(match.group()) if match else 8 * (self.type == "pred")
         return math.prod(self.dimensions) * bits // 8
 
     @property
@@ -161,16 +160,16 @@ class _Reader:
                 if not fused:
                     program.traffic_bytes += times * self._traffic(computation, instruction)
                 kind = instruction.op.removesuffix("-start")
-                if kind in COLLECTIVES:
-                    if reduce_scatters and kind == "all-reduce":
-                        kind = "reduce-scatter"
-                    collective = self._collective(computation, instruction, kind, times)
-                    if collective.groups.shape[1] > 1:
-                        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-                        key = channel.group(1) if channel else f"{name} {instruction.name}"
-                        previous = channels.get(key)
-                        if previous is None or previous.times < times:
-                            channels[key] = collective
+                if kind not in COLLECTIVES:
+                    continue
+                if reduce_scatters and kind == "all-reduce":
+                    kind = "reduce-scatter"
+                collective = self._collective(computation, instruction, kind, times)
+                channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+                key = channel.group(1) if channel else f"{name} {instruction.name}"
+                is_longest = key not in channels or channels[key].times < times
+                if collective.groups.shape[1] > 1 and is_longest:
+                    channels[key] = collective
         program.collectives = list(channels.values())
         return program
 
@@ -251,30 +250,21 @@ class _Reader:
             return int(match.group(1))
         condition = self.computations[_attribute(instruction, "condition")]
         fused = [self.computations[_attribute(i, "calls")] for i in condition.values() if i.op == "fusion"]  # fmt: skip
-        bounds = [
-            int(match.group(1))
-            for computation in [condition, *fused]
-            for i in computation.values()
-            if i.op == "constant" and (match := re.match(r"(\d+)\)", i.attributes))
-        ]
-        return max(bounds, default=1)
+        constants = [i for c in [condition, *fused] for i in c.values() if i.op == "constant"]
+        return max((_number(i) for i in constants if re.match(r"\d+\)", i.attributes)), default=1)
 
     def _matrix_flops(self, computation: dict[str, Instruction], i: Instruction) -> float:
-        if i.op == "dot":
-            left = computation[i.operands[0]].shapes[0].dimensions
-            (contracted,) = _groups(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
-            summed = math.prod(left[int(d)] for d in contracted.split(",") if d)
-            return 2.0 * math.prod(i.shapes[0].dimensions) * summed
         if i.op == "convolution":
             left, right = (computation[name].shapes[0].dimensions for name in i.operands[:2])
             return _convolution_flops(left, right, i.shapes[0].dimensions, i.attributes)
-        # The contracted dimensions of a cuBLAS call are in its backend configuration.
-        match = re.search(r'"lhs_contracting_dimensions":\["([\d",]*)"\]', i.attributes)
-        if i.op == "custom-call" and match:
-            left = computation[i.operands[0]].shapes[0].dimensions
-            summed = math.prod(left[int(d)] for d in match.group(1).split('","'))
-            return 2.0 * math.prod(i.shapes[0].dimensions) * summed
-        return 0.0
+        # Of a dot, or in the backend configuration of a cuBLAS call.
+        pattern = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'
+        if i.op != "dot" and not (i.op == "custom-call" and re.search(pattern, i.attributes)):
+            return 0.0
+        left = computation[i.operands[0]].shapes[0].dimensions
+        (contracted,) = _groups(pattern, i.attributes)
+        summed = math.prod(left[int(d)] for d in re.findall(r"\d+", contracted))
+        return 2.0 * math.prod(i.shapes[0].dimensions) * summed
 
     def _traffic(self, computation: dict[str, Instruction], i: Instruction) -> int:
         """Return the main-memory traffic of an instruction outside fusions, in bytes."""
@@ -358,8 +348,9 @@ def _shape(kind: str, dimensions: str, layout: str) -> Shape:
     return Shape(kind, sizes, int(space.group(1)) if space else 0)
 
 
-def _number(parameter: Instruction) -> int:
-    return int(parameter.attributes.partition(")")[0])
+def _number(instruction: Instruction) -> int:
+    """Return the number in the parentheses of a parameter or constant."""
+    return int(instruction.attributes.partition(")")[0])
 
 
 def _attribute(instruction: Instruction, name: str) -> str:
@@ -402,24 +393,22 @@ def _convolution_flops(
     window = dict(re.findall(r"(\w+)=([\dx_\-]+)", settings))
     spatial = sorted(c for c in labels[0] if c.isdigit())
 
-    def option(name: str, default: int) -> list[int]:
-        return [int(v) for v in window[name].split("x")] if name in window else [default] * len(spatial)  # fmt: skip
+    def option(name: str, d: int, default: int = 1) -> int:
+        values = window[name].split("x") if name in window else []
+        return int(values[d].partition("_")[0]) if values else default  # a padding is LOW_HIGH
 
-    low = [int(p.split("_")[0]) for p in window["pad"].split("x")] if "pad" in window else [0] * len(spatial)  # fmt: skip
-    sizes, strides = option("size", 1), option("stride", 1)
-    left_dilation, right_dilation = option("lhs_dilate", 1), option("rhs_dilate", 1)
     valid = 1
     for d, label in enumerate(spatial):
-        extent = left[labels[0].index(label)]
+        extent, dilation = left[labels[0].index(label)], option("lhs_dilate", d)
         position = (
-            np.arange(result[labels[2].index(label)])[:, None] * strides[d]
-            - low[d]
-            + np.arange(sizes[d])[None, :] * right_dilation[d]
+            np.arange(result[labels[2].index(label)])[:, None] * option("stride", d)
+            - option("pad", d, 0)
+            + np.arange(option("size", d))[None, :] * option("rhs_dilate", d)
         )
-        real = (position % left_dilation[d] == 0) & (position >= 0)
-        valid *= int(np.sum(real & (position // left_dilation[d] < extent)))
+        real = (position % dilation == 0) & (position >= 0)
+        valid *= int(np.sum(real & (position // dilation < extent)))
     groups = re.search(r"batch_group_count=(\d+)", attributes)
-    batch = left[labels[0].index("b")] / (int(groups.group(1)) if groups else 1)
+    batch = left[labels[0].index("b")] / int(groups[1] if groups else 1)
     # The kernel's input features are those of one feature group.
     return 2.0 * batch * right[labels[1].index("i")] * right[labels[1].index("o")] * valid
 
