@@ -72,27 +72,23 @@ def console() -> None:
 
 def _install_hooks() -> None:
     """Suppress tracebacks from libraries' threads about a full disk, which `main` reports."""
-    thread_hook, main_hook, unraisable_hook = (
-        threading.excepthook,
-        sys.excepthook,
-        sys.unraisablehook,
-    )
 
     def is_late_callback(kind, error) -> bool:
         """Whether a TensorStore callback ran after the save that awaited it had failed."""
         return kind is RuntimeError and str(error) == "Event loop is closed"
 
     def filtered(hook, ignore):
-        return lambda failure: None if ignore(failure) else hook(failure)
+        return lambda *failure: None if ignore(*failure) else hook(*failure)
 
-    threading.excepthook = filtered(thread_hook, lambda f: issubclass(f.exc_type, OSError))
+    threading.excepthook = filtered(
+        threading.excepthook, lambda failure: issubclass(failure.exc_type, OSError)
+    )
     # Depending on its version, TensorStore's C++ code reports callbacks to one of these two.
     sys.unraisablehook = filtered(
-        unraisable_hook, lambda f: is_late_callback(f.exc_type, f.exc_value)
+        sys.unraisablehook,
+        lambda failure: is_late_callback(failure.exc_type, failure.exc_value),
     )
-    sys.excepthook = lambda *failure: (
-        None if is_late_callback(*failure[:2]) else main_hook(*failure)
-    )
+    sys.excepthook = filtered(sys.excepthook, lambda kind, error, _: is_late_callback(kind, error))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,27 +97,16 @@ def main(arguments: list[str] | None = None) -> int:
     0: success. 1: the run does not fit (preflight). 2: user error. 75: stopped by a signal, state
     saved, or object storage does not answer. 130: interrupted.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    arguments, command = split_command(arguments)
-    from bert_jax.config_flags import split
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    verb = options.parser
+    Progress.is_quiet = options.quiet
+    try:
+        storage.check([*options.config, *paths(verb, options)])
+        if verb.platform is not None:
+            from bert_jax import device
 
-    try:
-        config, rest = split(arguments)
-    except UserError as error:
-        parser().error(str(error))
-    for argument in rest:
-        if argument.endswith("=--"):  # argparse would parse the value as a list
-            parser().error(f"{argument}: the value cannot be --")
-    options = parse(rest)
-    if config and not getattr(options, "takes_config", False):
-        parser().error(f"{options.verb} does not take --config")
-    options.config = config
-    if options.verb in ("launch", "sweep"):
-        options.arguments, options.command = arguments[1:], command
-    Progress.is_quiet = vars(options).pop("quiet")  # verbs pass their options on
-    try:
-        storage.check([*config, *paths(parser().verbs[options.verb], options)])
-        return options.run(options) or 0
+            device.start(verb.platform)
+        return verb.run(options) or 0
     except UserError as error:
         print(f"bert-jax {options.verb}: {error}", file=sys.stderr)
         if not isinstance(error, Unavailable):
@@ -139,6 +124,12 @@ def main(arguments: list[str] | None = None) -> int:
         path = f"{error.filename}: " if error.filename else ""
         print(f"bert-jax {options.verb}: {path}{files.describe(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Interrupted as interrupt:
+        print(
+            f"bert-jax {options.verb}: {interrupt}; run the same command to resume",
+            file=sys.stderr,
+        )
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
         return 130
@@ -147,14 +138,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command line without --config, or exit with an error of one line."""
+    """Parse a command line, or exit with an error of one line.
+
+    The result also has the arguments about the config (`config`), those before -- (`arguments`), and
+    those after it (`command`).
+    """
+    from bert_jax.config_flags import split
+
     main_parser = parser()
-    verb = arguments[0] if arguments else ""
+    arguments, command = split_command(arguments)
+    try:
+        config, rest = split(arguments)
+    except UserError as error:
+        main_parser.error(str(error))
+    verb = rest[0] if rest else ""
     if verb in main_parser.verbs:
-        main_parser.verbs[verb].check_options(arguments[1:])
+        main_parser.verbs[verb].check_options(rest[1:])
     elif verb and not verb.startswith("-"):
         main_parser.error(f"{verb}: unknown verb{did_you_mean(verb, main_parser.verbs)}")
-    return main_parser.parse_args(arguments)
+    for argument in rest:
+        if argument.endswith("=--"):  # argparse would parse the value as a list
+            main_parser.error(f"{argument}: the value cannot be --")
+    options = main_parser.parse_args(rest)
+    if config and not options.parser.takes_config:
+        main_parser.error(f"{verb} does not take --config")
+    options.config, options.arguments, options.command = config, arguments[1:], command
+    return options
 
 
 class _Version(argparse.Action):
@@ -197,7 +206,6 @@ def parser() -> Parser:
     verbs = Verbs(main_parser)
     for add in _VERBS:
         add(verbs)
-    main_parser.verbs = verbs.parsers
-    for sub in verbs.parsers.values():
+    for sub in main_parser.verbs.values():
         complete_paths(sub)
     return main_parser

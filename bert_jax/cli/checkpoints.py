@@ -16,6 +16,7 @@ def add_import(verbs: Verbs) -> None:
         "  bert-jax import bert-base-uncased --out models/base\n"
         "  bert-jax import uncased_L-12_H-768_A-12.zip --out models/google\n"
         "  bert-jax import all-MiniLM-L6-v2/ --out models/minilm",
+        platform="",
     )
     sub.add_argument(
         "source",
@@ -31,27 +32,18 @@ def add_import(verbs: Verbs) -> None:
         "--allow-missing",
         action="append",
         default=[],
-        choices=(
-            *("pooler", "masked_lm", "next_sentence", "replaced_token", "head"),
-            *("tokens", "added_tokens"),
-        ),
+        choices="pooler masked_lm next_sentence replaced_token head tokens added_tokens".split(),
         help="import even if this part of the source is missing, if there are fewer tokens than "
         "embeddings, or without support for added tokens; may be repeated",
     )
-    sub.add_argument(
+    sub.repeatable(
         "--allow-unexpected",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="skip tensors or modules whose names match (* is a wildcard); may be repeated",
+        "PATTERN",
+        "skip tensors or modules whose names match (* is a wildcard)",
     )
 
 
 def _import(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.convert import source
 
     imported = source.import_checkpoint(
@@ -76,6 +68,7 @@ def add_extend_vocab(verbs: Verbs) -> None:
         "  bert-jax extend-vocab --init bert-base-uncased --count 1000 --out models/mine my_text/*.txt\n\n"
         "Their embeddings begin as the mean of those of their old pieces. Continue pretraining with\n"
         "`bert-jax prepare --vocab models/mine` and `bert-jax pretrain --init models/mine`.",
+        platform="",
     )
     add_model(sub)
     sub.add_argument("--out", required=True, metavar="DIR", help="new folder for the model")
@@ -83,12 +76,8 @@ def add_extend_vocab(verbs: Verbs) -> None:
     sub.add_argument(
         "sources", nargs="*", metavar="SOURCE", help="text to choose pieces from, as for vocab"
     )
-    sub.add_argument(
-        "--count", type=int, default=1000, help="pieces to choose from the text (default 1000)"
-    )
-    sub.add_argument(
-        "--min-frequency", type=int, default=2, help="minimum occurrences of a piece (default 2)"
-    )
+    sub.number("--count", 1000, "pieces to choose from the text")
+    sub.number("--min-frequency", 2, "minimum occurrences of a piece")
 
 
 def _extend_vocab(options) -> None:
@@ -96,10 +85,6 @@ def _extend_vocab(options) -> None:
         raise UserError("give either --add FILE with words, or text to choose word pieces from")
     if options.count < 1:
         raise UserError(f"--count {options.count}: it must be 1 or more")
-
-    from bert_jax import device
-
-    device.start("")
 
     from bert_jax.convert import source
     from bert_jax.convert.extend import extend_vocabulary
@@ -128,6 +113,7 @@ def add_export(verbs: Verbs) -> None:
         "  bert-jax export --workdir runs/mini --push my-name/mini --private\n\n"
         "--checkpoint all writes every checkpoint of a run, to a folder step_N each. With --push they become\n"
         "branches step_N, and the best one main.",
+        platform="",
     )
     add_model(sub)
     sub.add_argument(
@@ -139,7 +125,7 @@ def add_export(verbs: Verbs) -> None:
         help="also push the files to this model on the Hugging Face Hub, which is created if necessary; "
         "log in first with `hf auth login`",
     )
-    sub.add_argument("--private", action="store_true", help="with --push: the model is private")
+    sub.flag("--private", "with --push: the model is private")
     sub.add_argument("--revision", metavar="BRANCH", help="branch for --push (default main)")
     sub.add_argument(
         "--heads",
@@ -149,13 +135,7 @@ def add_export(verbs: Verbs) -> None:
         "warns about weights that the class it loads does not use",
     )
     sub.add_argument("--license", help="license in the model card, such as apache-2.0")
-    sub.add_argument(
-        "--language",
-        action="append",
-        default=[],
-        metavar="CODE",
-        help="language in the model card, such as en; may be repeated",
-    )
+    sub.repeatable("--language", "CODE", "language in the model card, such as en")
 
 
 def _export(options) -> None:
@@ -169,14 +149,13 @@ def _export(options) -> None:
             "--revision is for one checkpoint: those of --checkpoint all go to branches step_N"
         )
 
-    from bert_jax import device, storage
+    from bert_jax import storage
     from bert_jax.convert import hub
 
     if options.push:
         hub.check(options.push)
         if storage.is_remote(options.out):
             raise UserError(f"--out {options.out}: with --push it must be a local folder")
-    device.start("")
     with tempfile.TemporaryDirectory() as temporary:
         out = options.out or f"{temporary}/model"
         folders, result = _write_export(options, out)

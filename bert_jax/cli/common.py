@@ -6,12 +6,12 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import shtab
 
+from bert_jax import storage
 from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
 from bert_jax.progress import Progress
 
@@ -21,9 +21,16 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         verbs: parsers of the subcommands by name.
+        run: function of a verb, which is called with the parsed arguments and returns the exit status.
+        takes_config: whether a verb takes --config.
+        platform: platform on which a verb starts JAX (`device.start`); None for a verb that does not
+            need JAX, or that starts it itself.
     """
 
-    verbs: Mapping[str, "Parser"] = MappingProxyType({})
+    verbs: dict[str, "Parser"]
+    run: Callable[[Any], int | None]
+    takes_config: bool
+    platform: str | None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -31,6 +38,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         text = str(UserError(f"{self.prog}: {message} (see {self.prog} --help)"))
         self.exit(EXIT_USER_ERROR, text + "\n")
+
+    def flag(self, name: str, text: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=text)
+
+    def number(self, name: str, default: int | float, text: str) -> None:
+        """Add an option with a number of the type of its default."""
+        text = f"{text} (default {default})"
+        self.add_argument(name, type=type(default), default=default, metavar="N", help=text)
+
+    def repeatable(self, name: str, metavar: str, text: str) -> None:
+        """Add an option whose values are collected in a list."""
+        self.add_argument(
+            name, action="append", default=[], metavar=metavar, help=f"{text}; may be repeated"
+        )
 
     def check_options(self, arguments: Iterable[str]) -> None:
         """Exit with an error for an unknown option, which argparse would report as others missing."""
@@ -53,8 +75,8 @@ class Verbs:
     """The subcommands of a parser."""
 
     def __init__(self, parser: Parser):
-        self.parsers: dict[str, Parser] = {}
         self._verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+        parser.verbs = self._verbs.choices
 
     def add(
         self,
@@ -63,8 +85,9 @@ class Verbs:
         summary: str,
         example: str,
         takes_config: bool = False,
+        platform: str | None = None,
     ) -> Parser:
-        """Add a verb and return its parser; `run` is called with the parsed arguments."""
+        """Add a verb and return its parser (see `Parser` for the settings)."""
         sub = self._verbs.add_parser(
             name,
             help=summary,
@@ -72,11 +95,9 @@ class Verbs:
             epilog=f"example:\n{example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.set_defaults(run=run, takes_config=takes_config)
-        sub.add_argument(
-            "--quiet", action="store_true", help="print only results, warnings and errors"
-        )
-        self.parsers[name] = sub
+        sub.run, sub.takes_config, sub.platform = run, takes_config, platform
+        sub.set_defaults(parser=sub)
+        sub.flag("--quiet", "print only results, warnings and errors")
         return sub
 
 
@@ -101,15 +122,6 @@ def complete_paths(parser: Parser) -> None:
             action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
         elif action.metavar == "DIR":
             action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def add_json(sub: argparse.ArgumentParser) -> None:
-    """Add --json to a verb that trains."""
-    sub.add_argument(
-        "--json",
-        action="store_true",
-        help="print metrics as JSON lines to standard output, and all else to standard error",
-    )
 
 
 @contextlib.contextmanager
@@ -148,6 +160,33 @@ def add_config(sub: argparse.ArgumentParser) -> None:
         dest="_",
         help="override a setting (see bert_jax/config.py)",
     )
+
+
+def load_config(options: argparse.Namespace) -> Any:
+    """Return the config of a parsed command that takes one, with its --teacher, --rows and --data."""
+    from bert_jax import config as config_lib
+    from bert_jax import config_flags
+
+    is_finetuning = options.verb == "finetune"
+    settings = list(options.config)
+    if teacher := getattr(options, "teacher", None):
+        settings.append(f"--config.distill.teacher={teacher}")
+    kind = config_lib.FinetuneConfig if is_finetuning else config_lib.Config
+    config = config_flags.load(settings, kind)
+    if not is_finetuning:
+        config_lib.take_rows(config, options.rows)
+    elif options.data:
+        config.task.data = options.data
+    return config
+
+
+def check_local(options: argparse.Namespace) -> None:
+    """Check that the folders of a sweep are not on object storage."""
+    for name in ("runs", "data"):
+        if storage.is_remote(value := getattr(options, name)):
+            raise UserError(
+                f"--{name} {value}: a sweep needs a local folder, or one on a shared disk"
+            )
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:

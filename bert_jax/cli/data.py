@@ -1,5 +1,7 @@
 """Commands that turn text into vocabularies and rows."""
 
+import inspect
+
 from bert_jax.cli.common import Verbs, add_case
 from bert_jax.errors import UserError
 
@@ -20,16 +22,10 @@ def add_vocab(verbs: Verbs) -> None:
     )
     sub.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCES)
     sub.add_argument("--out", required=True, metavar="DIR", help="output folder for vocab.txt")
-    sub.add_argument(
-        "--size", type=int, default=30522, help="number of tokens (default %(default)s)"
-    )
-    sub.add_argument("--cased", action="store_true", help="keep case and accents")
-    sub.add_argument(
-        "--min-frequency", type=int, default=2, help="minimum occurrences of a piece (default 2)"
-    )
-    sub.add_argument(
-        "--force", action="store_true", help="write to a folder that contains other files"
-    )
+    sub.number("--size", 30522, "number of tokens")
+    sub.flag("--cased", "keep case and accents")
+    sub.number("--min-frequency", 2, "minimum occurrences of a piece")
+    sub.flag("--force", "write to a folder that contains other files")
 
 
 def _vocab(options) -> None:
@@ -65,10 +61,8 @@ def add_prepare(verbs: Verbs) -> None:
         "or a Hugging Face folder or name",
     )
     sub.add_argument("--out", required=True, metavar="DIR", help="output folder for the rows")
-    sub.add_argument("--tokens", type=int, default=128, help="T, tokens per row (default 128)")
-    sub.add_argument(
-        "--sequences", type=int, default=1, help="maximum sequences packed into a row (default 1)"
-    )
+    sub.number("--tokens", 128, "T, tokens per row")
+    sub.number("--sequences", 1, "maximum sequences packed into a row")
     sub.add_argument(
         "--pairs",
         choices=("nsp", "none", "full-sentences", "doc-sentences"),
@@ -76,18 +70,12 @@ def add_prepare(verbs: Verbs) -> None:
         help="sentence pairs (default), single segments (none), or whole sentences as in RoBERTa, "
         "across documents (full-sentences) or not (doc-sentences)",
     )
-    sub.add_argument(
-        "--passes",
-        type=int,
-        default=1,
-        help="passes over the text; sentence pairs are resampled in each (default 1)",
-    )
-    sub.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
-    sub.add_argument(
+    sub.number("--passes", 1, "passes over the text; sentence pairs are resampled in each")
+    sub.number("--seed", 0, "random seed")
+    sub.number(
         "--heldout-fraction",
-        type=float,
-        default=0.01,
-        help="fraction of tokens to hold out, in whole documents if there are many (default 0.01)",
+        0.01,
+        "fraction of tokens to hold out, in whole documents if there are many",
     )
     sub.add_argument(
         "--short-fraction",
@@ -99,7 +87,7 @@ def add_prepare(verbs: Verbs) -> None:
         "--language", default="en", help="language code for the sentence splitter (default en)"
     )
     sub.add_argument("--workers", type=int, default=None, help="processes (default: all cores)")
-    sub.add_argument("--force", action="store_true", help="replace rows made with other settings")
+    sub.flag("--force", "replace rows made with other settings")
     sub.add_argument(
         "--runner",
         choices=("local", "beam"),
@@ -107,13 +95,7 @@ def add_prepare(verbs: Verbs) -> None:
         help="local processes (default) or an Apache Beam pipeline, which writes the same bytes; "
         "its workers must reach the sources and --out by the same paths",
     )
-    sub.add_argument(
-        "--beam",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a Beam pipeline option, such as runner=FlinkRunner; may be repeated",
-    )
+    sub.repeatable("--beam", "NAME=VALUE", "a Beam pipeline option, such as runner=FlinkRunner")
 
 
 def _prepare(options) -> None:
@@ -123,11 +105,10 @@ def _prepare(options) -> None:
     paths = (*options.sources, options.vocab, options.out)
     if options.runner == "beam" and (urls := [path for path in paths if "://" in path]):
         raise UserError(f"{urls[0]}: --runner beam takes folders that all of its workers see")
-    settings = vars(options).copy()
-    for name in ("verb", "run", "takes_config", "config", "sources", "vocab", "out"):
-        del settings[name]
-    vocabulary = source.open_vocabulary(options.vocab, options.lowercase)
-    prepare.prepare(options.sources, vocabulary, options.out, **settings)
+    names = inspect.signature(prepare.prepare).parameters
+    settings = {name: getattr(options, name) for name in names}
+    settings["vocab"] = source.open_vocabulary(options.vocab, options.lowercase)
+    prepare.prepare(**settings)
 
 
 def add_rows(verbs: Verbs) -> None:
@@ -137,21 +118,18 @@ def add_rows(verbs: Verbs) -> None:
         _rows,
         "describe a folder of rows, and show some of them as text",
         "  bert-jax rows rows128\n  bert-jax rows rows128 --split heldout --show 3 --index 100",
+        platform="cpu",
     )
     sub.add_argument("folder", metavar="DIR", help="folder of rows")
     sub.add_argument("--split", choices=("train", "heldout"), default="train", help="default train")
     sub.add_argument("--show", type=int, metavar="N", help="rows to show (default: at most 2)")
-    sub.add_argument("--index", type=int, default=0, metavar="N", help="first row (default 0)")
-    sub.add_argument("--seed", type=int, default=0, help="seed of the masks (default 0)")
+    sub.number("--index", 0, "first row")
+    sub.number("--seed", 0, "seed of the masks")
 
 
 def _rows(options) -> None:
     if options.show is not None and options.show < 0:
         raise UserError(f"--show {options.show}: must be at least 0")
-
-    from bert_jax import device
-
-    device.start("cpu")
 
     from bert_jax.data.rows import read_manifest
     from bert_jax.tools import show_rows

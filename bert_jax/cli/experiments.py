@@ -4,13 +4,10 @@ import contextlib
 import io
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import Any
 
-from bert_jax import storage
-from bert_jax.cli.common import Verbs
+from bert_jax.cli.common import Verbs, check_local, load_config
 from bert_jax.errors import UserError, shown
-from bert_jax.tools.sweep.points import RUNS
+from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point
 
 _DATA = "$BERT_JAX_DATA"
 
@@ -36,11 +33,12 @@ def add_sweep(verbs: Verbs) -> None:
         metavar="SWEEP",
         help="a sweep.py, or its folder; with --grid the folder to write (default: sweeps/KEYS)",
     )
-    sub.add_argument(
-        "--grid", action="append", default=[], metavar="KEY=V,V,…",
-        help="values of a config key, or of `model`, for the pretrain or finetune command after --: "
-        "write a sweep of all combinations to the folder and run it; repeatable",
-    )  # fmt: skip
+    sub.repeatable(
+        "--grid",
+        "KEY=V,V,…",
+        "values of a config key, or of `model`, for the pretrain or finetune command after --: "
+        "write a sweep of all combinations to the folder and run it",
+    )
     sub.add_argument(
         "--scale", choices=("small", "paper"), help="default small, or paper with --init"
     )  # fmt: skip
@@ -49,45 +47,22 @@ def add_sweep(verbs: Verbs) -> None:
         help="folder of texts and tasks (default: $BERT_JAX_DATA)",
     )  # fmt: skip
     sub.add_argument("--init", default="", metavar="DIR", help="checkpoint to fine-tune")
-    sub.add_argument(
-        "--seeds",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of seeds (default: set by the sweep)",
-    )
-    sub.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN",
-        help="run only matching points (* and ?) and their dependencies; repeatable",
-    )  # fmt: skip
-    sub.add_argument("--dry-run", action="store_true", help="list the points and their commands")
-    sub.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="points to run at a time (default 1)"
-    )
+    sub.number("--seeds", 0, "number of seeds; 0 takes the sweep's")
+    sub.repeatable("--only", "PATTERN", "run only matching points (* and ?) and their dependencies")
+    sub.flag("--dry-run", "list the points and their commands")
+    sub.number("--jobs", 1, "points to run at a time")
     sub.add_argument(
         "--runs", default=RUNS, metavar="DIR",
         help="folder for workdirs, shared by sweeps (default %(default)s)",
     )  # fmt: skip
-    sub.add_argument(
-        "--search",
-        type=int,
-        default=0,
-        metavar="N",
-        help="run N trials of its get_trial with Optuna",
-    )
+    sub.number("--search", 0, "run N trials of its get_trial with Optuna")
     sub.add_argument(
         "--on", default="local", choices=("tpu-vm", "gke", "slurm", "sky", "local"),
         help="engine for pretrain and finetune (default local); its machines need the data and --runs "
         "under the same paths",
     )  # fmt: skip
-    sub.add_argument(
-        "--launch",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="argument for `bert-jax launch`; repeatable",
-    )
-    sub.add_argument("--resubmit", action="store_true", help="queue unfinished jobs again")
+    sub.repeatable("--launch", "ARG", "argument for `bert-jax launch`")
+    sub.flag("--resubmit", "queue unfinished jobs again")
 
 
 def _sweep(options) -> int | None:
@@ -107,11 +82,7 @@ def _sweep(options) -> int | None:
         )
     if options.search and (options.dry_run or options.only):
         raise UserError("--search creates its own points: remove --dry-run and --only")
-    for name in ("runs", "data"):
-        if storage.is_remote(value := getattr(options, name)):
-            raise UserError(
-                f"--{name} {value}: a sweep needs a local folder, or one on a shared disk"
-            )
+    check_local(options)
     if options.init.startswith(("/", ".", "~")) and not os.path.exists(options.init):
         raise UserError(f"--init {options.init}: no such folder")
     # Without --data, a dry run shows the name of the environment variable.
@@ -140,11 +111,7 @@ def _sweep(options) -> int | None:
         words = point.display_command(data)
         if not options.data and not options.dry_run and any(_DATA in word for word in words):
             raise UserError(f"{point.name} reads texts or tasks: add --data DIR or set {_DATA}")
-        command = [
-            part.name if isinstance(part, sweep.Point) else str(part) for part in point.command
-        ]
-        command += [sweep.FOLDER_OPTION[point.verb], "x"]
-        _check(f"{'--grid' if choices else selected.path}: {point.name}", command, point.settings)
+        _check(f"{'--grid' if choices else selected.path}: {point.name}", point)
     engine = scheduler.Engine(options.on, options.launch, options.jobs)
     runs = pathlib.Path(options.runs)
     if options.dry_run:
@@ -155,28 +122,21 @@ def _sweep(options) -> int | None:
     return run.run(selected, runs, engine, resubmit=options.resubmit, trials=options.search)
 
 
-def _check(where: str, command: Sequence[str], settings: Sequence[str]) -> None:
+def _check(where: str, point: Point) -> None:
     """Check a point's command, and the settings in it, before any point runs."""
-    from bert_jax import config as config_lib
-    from bert_jax import config_flags
     from bert_jax.cli import parse
 
-    verb, program, *_ = command
-    kinds: dict[str, Any] = {
-        "pretrain": config_lib.Config,
-        "finetune": config_lib.FinetuneConfig,
-    }
-    _, rest = config_flags.split(list(command))
+    words = [part.name if isinstance(part, Point) else str(part) for part in point.command]
     stderr = io.StringIO()
     try:
-        if verb == "python":
-            if not os.path.isfile(program) and _DATA not in program:
-                raise UserError(f"no such program: {program} (in {os.getcwd()})")
+        if point.verb == "python":
+            if not os.path.isfile(words[1]) and _DATA not in words[1]:
+                raise UserError(f"no such program: {words[1]} (in {os.getcwd()})")
             return
         with contextlib.redirect_stderr(stderr):
-            parse(rest)
-        if verb in kinds:
-            config_flags.load([*settings], kinds[verb])
+            options = parse([*words, FOLDER_OPTION[point.verb], "x"])
+        if options.parser.takes_config:
+            load_config(options)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except SystemExit:

@@ -10,8 +10,9 @@ from bert_jax.cli.common import (
     Verbs,
     add_config,
     add_start,
+    check_local,
+    load_config,
     open_start,
-    split_command,
 )
 from bert_jax.errors import EXIT_NEGATIVE, UserError
 
@@ -45,68 +46,42 @@ def add_launch(verbs: Verbs) -> None:
         "job", nargs="*", metavar="status|logs|stop NAME", help="show, follow or stop a job"
     )
     sub.add_argument("--on", choices=("tpu-vm", "gke", "slurm", "sky", "local"), help="engine")
-    sub.add_argument("--dry-run", action="store_true", help="print the commands as a script")
-    sub.add_argument(
-        "--detach", action="store_true", help="follow the run in the background (tpu-vm, local)"
-    )
+    sub.flag("--dry-run", "print the commands as a script")
+    sub.flag("--detach", "follow the run in the background (tpu-vm, local)")
     sub.add_argument("--name", help="name of the job, slice or workload (default: the workdir's)")
-    sub.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="environment variable of the run; repeatable",
-    )
+    sub.repeatable("--env", "NAME=VALUE", "environment variable of the run")
     # No defaults: each engine has its own, for options that are not given.
     engine = sub.add_argument_group("options of engines", argument_default=argparse.SUPPRESS)
-    engine.add_argument(
-        "--restarts",
-        type=int,
-        metavar="N",
-        help="maximum number of restarts (default 100; local: 0; not sky)",
-    )
-    engine.add_argument(
-        "--extra",
-        action="append",
-        metavar="ARG",
-        help="passed to gcloud, sbatch or sky; repeatable",
-    )
-    engine.add_argument(
-        "--accelerator",
-        metavar="KIND",
-        help="as for preflight: v5e:4x4, v5litepod-16 or v5e:4x4,slices=2 (sky: H100:8)",
-    )
-    engine.add_argument("--image", help="container image with bert-jax (gke, sky, slurm)")
+    for name, text in (
+        (
+            "--accelerator",
+            "as for preflight: v5e:4x4, v5litepod-16 or v5e:4x4,slices=2 (sky: H100:8)",
+        ),
+        ("--image", "container image with bert-jax (gke, sky, slurm)"),
+        ("--zone", "such as us-west4-a (tpu-vm)"),
+        ("--project", "default: gcloud's (tpu-vm)"),
+        ("--runtime", "TPU VM software version (tpu-vm)"),
+        ("--queue", "local queue of Kueue (gke)"),
+        ("--namespace", "default: kubectl's (gke)"),
+        ("--service-account", "Kubernetes account that may use the bucket (gke)"),
+    ):
+        engine.add_argument(name, help=text)
+    for name, text in (
+        ("--nodes", "machines (slurm, sky)"),
+        ("--gpus", "GPUs per machine, one process each (slurm)"),
+        ("--processes", "number of processes, default 2 (local)"),
+        ("--devices", "CPU devices per process (local)"),
+        ("--restarts", "maximum number of restarts (default 100; local: 0; not sky)"),
+    ):
+        engine.add_argument(name, type=int, metavar="N", help=text)
+    for name, metavar, text in (
+        ("--mount", "PATH[:PATH]", "folder of the machine to mount in the container (slurm)"),
+        ("--module", "NAME", "environment module to load (slurm)"),
+        ("--extra", "ARG", "passed to gcloud, sbatch or sky"),
+    ):
+        engine.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated")
     engine.add_argument("--spot", action="store_true", help="use preemptible machines")
-    engine.add_argument("--zone", help="such as us-west4-a (tpu-vm)")
-    engine.add_argument("--project", help="default: gcloud's (tpu-vm)")
-    engine.add_argument("--runtime", help="TPU VM software version (tpu-vm)")
     engine.add_argument("--keep", action="store_true", help="do not delete the slice (tpu-vm)")
-    engine.add_argument("--queue", help="local queue of Kueue (gke)")
-    engine.add_argument("--namespace", help="default: kubectl's (gke)")
-    engine.add_argument(
-        "--service-account", metavar="NAME", help="Kubernetes account that may use the bucket (gke)"
-    )
-    engine.add_argument("--nodes", type=int, metavar="N", help="machines (slurm, sky)")
-    engine.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs per machine, one process each (slurm)"
-    )
-    engine.add_argument(
-        "--mount",
-        action="append",
-        metavar="PATH[:PATH]",
-        help="folder of the machine to mount in the container; repeatable (slurm)",
-    )
-    engine.add_argument(
-        "--module",
-        action="append",
-        metavar="NAME",
-        help="environment module to load; repeatable (slurm)",
-    )
-    engine.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes, default 2 (local)"
-    )
-    engine.add_argument("--devices", type=int, metavar="N", help="CPU devices per process (local)")
     sub.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
 
@@ -143,24 +118,19 @@ def _job(options) -> int:
             f"{' '.join(options.job)}: give status, logs or stop and the NAME of a job, or a command "
             "after --"
         )
-    others = (
-        options.on,
-        options.command,
-        options.dry_run,
-        options.detach,
-        options.name,
-        options.env,
-    )
-    if any(others) or any(hasattr(options, name) for name in options.engine_options):
+    others = ("on", "command", "dry_run", "detach", "name", "env")
+    if any(getattr(options, other) for other in others) or any(
+        hasattr(options, name) for name in options.engine_options
+    ):
         raise UserError(f"{what} {names[0]} takes no options and no command")
     return calls[what](names[0])
 
 
 def _request(options) -> Any:
     """Check the command after --, before any machine is requested."""
-    from bert_jax import config as config_lib
     from bert_jax import config_flags
     from bert_jax.cli import parse
+    from bert_jax.config import flatten
     from bert_jax.tools import launch
 
     if not options.command or options.command[0] not in _PATHS:
@@ -170,45 +140,22 @@ def _request(options) -> Any:
             "--workdir …"
         )
     storage.check(options.command)
-    command, _ = split_command(options.command)
-    settings, rest = config_flags.split(command)
-    launched = parse(rest)
+    launched = parse(options.command)
     folder, inputs = _PATHS[launched.verb]
     paths = []
     for key in inputs:
         value = getattr(launched, key)
         paths += value if isinstance(value, list) else [str(value)] if value else []
-    kinds = {"pretrain": config_lib.Config, "finetune": config_lib.FinetuneConfig}
     file = ""
-    if launched.verb in kinds:
-        if launched.teacher:
-            settings.append(f"--config.distill.teacher={launched.teacher}")
-        config = config_flags.load(settings, kinds[launched.verb])
-        if launched.verb == "pretrain":
-            config_lib.take_rows(config, launched.rows)
-        elif launched.data:
-            config.task.data = launched.data
-        paths += [
-            value
-            for key, value in config_lib.flatten(config).items()
-            if _CONFIG_PATHS.fullmatch(key)
-        ]
-        value = next(a for a in settings if a.startswith("--config=")).removeprefix("--config=")
-        file = value if config_flags.is_path(value) else ""
-    elif settings:
-        raise UserError(f"{launched.verb} does not take --config")
-    for key in ("runs", "data") if launched.verb == "sweep" else ():
-        if storage.is_remote(path := getattr(launched, key)):
-            raise UserError(
-                f"--{key} {path}: a sweep needs a local folder, or one on a shared disk"
-            )
+    if launched.parser.takes_config:
+        config = load_config(launched)
+        paths += [value for key, value in flatten(config).items() if _CONFIG_PATHS.fullmatch(key)]
+        (value,) = (a[9:] for a in launched.config if a.startswith("--config="))
+        file = value.partition(":")[0] if config_flags.is_path(value) else ""
+    if launched.verb == "sweep":
+        check_local(launched)
     return launch.Request(
-        options.command,
-        getattr(launched, folder),
-        file.partition(":")[0],
-        paths,
-        options.env,
-        options.name,
+        options.command, getattr(launched, folder), file, paths, options.env, options.name
     )
 
 
@@ -232,28 +179,17 @@ def add_preflight(verbs: Verbs) -> None:
         metavar="KIND:SHAPE",
         help="TPU kind and slice shape, such as v5e:4x4 or v5e:16x16,slices=4, or GPUs such as h100:64; repeatable",
     )
-    sub.add_argument(
-        "--rows", action="append", default=[], metavar="DIR", help="rows, as for pretrain"
-    )
+    sub.repeatable("--rows", "DIR", "rows, as for pretrain")
     add_start(sub)
-    sub.add_argument(
-        "--sequences",
-        type=int,
-        default=1,
-        help="sequences per row if no rows are given (default 1)",
-    )
+    sub.number("--sequences", 1, "sequences per row if no rows are given")
     sub.add_argument(
         "--dollars-per-chip-hour", type=float, metavar="X", help="also print the price"
     )
-    sub.add_argument("--json", action="store_true", help="print one JSON object per topology")
+    sub.flag("--json", "print one JSON object per topology")
 
 
 def _preflight(options) -> int:
-    from bert_jax import config_flags
-    from bert_jax.config import take_rows
-
-    config = config_flags.load(options.config)
-    take_rows(config, options.rows)
+    config = load_config(options)
     if options.sequences < 1:
         raise UserError(f"--sequences {options.sequences}: must be at least 1")
     if options.dollars_per_chip_hour is not None and options.dollars_per_chip_hour <= 0:
@@ -271,8 +207,6 @@ def _preflight(options) -> int:
             config, topology, options.sequences, options.dollars_per_chip_hour
         )
         fits = fits and report["fits"]
-        if options.json:
-            print(json.dumps(report), flush=True)
-        else:
-            print(("\n" if i else "") + preflight.describe(report), flush=True)
+        text = json.dumps(report) if options.json else "\n" * (i > 0) + preflight.describe(report)
+        print(text, flush=True)
     return 0 if fits else EXIT_NEGATIVE

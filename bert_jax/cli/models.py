@@ -1,6 +1,7 @@
 """Verbs that use a trained model: predict, score, fill-mask, score-sentences, attention, embed …"""
 
 import argparse
+import itertools
 import json
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ def add_predict(verbs: Verbs) -> None:
         "run a fine-tuned model on new data",
         "  bert-jax predict --workdir runs/mine --out predictions new.csv\n"
         "  cat texts.txt | bert-jax predict --workdir runs/mine --out predictions -",
+        platform="",
     )
     sub.add_argument(
         "source", nargs="?", default="-", metavar="FILE", help="data; - (default) reads lines"
@@ -27,10 +29,6 @@ def add_predict(verbs: Verbs) -> None:
 
 
 def _predict(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.inference import predict
 
     predict.predict_file(options.workdir, options.source, options.out, options.checkpoint)
@@ -89,6 +87,17 @@ def _add_pll(sub: Parser) -> None:
     )
 
 
+def _add_texts(sub: Parser) -> None:
+    sub.add_argument(
+        "source",
+        nargs="?",
+        default="-",
+        metavar="FILE",
+        help="one text per line, .jsonl or .parquet, optionally compressed; - (default) reads lines",
+    )
+    sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
+
+
 def add_score_sentences(verbs: Verbs) -> None:
     """Add `bert-jax score-sentences`."""
     sub = verbs.add(
@@ -97,29 +106,16 @@ def add_score_sentences(verbs: Verbs) -> None:
         "compute the (pseudo-)log-likelihood of sentences, in nats",
         "  bert-jax score-sentences --init runs/mini sentences.txt > scores.tsv\n"
         "  cat texts.txt | bert-jax score-sentences --init runs/mini --pll word-l2r --tokens --json -",
+        platform="",
     )
-    sub.add_argument(
-        "source", nargs="?", default="-", metavar="FILE",
-        help="one text per line, .jsonl or .parquet, optionally compressed; - (default) reads lines",
-    )  # fmt: skip
+    _add_texts(sub)
     add_model(sub)
-    sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
     _add_pll(sub)
-    sub.add_argument(
-        "--tokens", action="store_true", help="also print the log-probability of every word piece"
-    )
-    sub.add_argument(
-        "--json", action="store_true", help="print one JSON line per text (default: TSV)"
-    )
+    sub.flag("--tokens", "also print the log-probability of every word piece")
+    sub.flag("--json", "print one JSON line per text (default: TSV)")
 
 
 def _score_sentences(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
-    import itertools
-
     from bert_jax.data.texts import read
     from bert_jax.inference.sentence_scores import SentenceScorer
 
@@ -155,6 +151,7 @@ def add_blimp(verbs: Verbs) -> None:
         "test a model's grammar on minimal pairs: BLiMP, Zorro or your own files",
         "  bert-jax blimp --init runs/mini --data blimp\n"
         "  bert-jax blimp --init runs/mini --data Zorro --pairs 200 --json",
+        platform="",
     )
     sub.add_argument(
         "--data",
@@ -168,14 +165,10 @@ def add_blimp(verbs: Verbs) -> None:
     add_model(sub)
     sub.add_argument("--pairs", type=int, default=0, help="the first N of each file (default: all)")
     _add_pll(sub)
-    sub.add_argument("--json", action="store_true", help="print accuracies as JSON")
+    sub.flag("--json", "print accuracies as JSON")
 
 
 def _blimp(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.tools import minimal_pairs
 
     accuracies = minimal_pairs.evaluate(
@@ -201,18 +194,15 @@ def add_fill_mask(verbs: Verbs) -> None:
         "fill in the [MASK]s of a text",
         '  bert-jax fill-mask --init runs/mini "The capital of [MASK] is Paris."\n'
         "  cat texts.txt | bert-jax fill-mask --init runs/mini --json -",
+        platform="",
     )
     sub.add_argument("texts", nargs="*", metavar="TEXT", help="texts; - or none reads lines")
     add_model(sub)
-    sub.add_argument("--top", type=int, default=5, help="candidates per mask (default 5)")
-    sub.add_argument("--json", action="store_true", help="print one JSON line per text")
+    sub.number("--top", 5, "candidates per mask")
+    sub.flag("--json", "print one JSON line per text")
 
 
 def _fill_mask(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.inference.fill_mask import MaskFiller
 
     fill = MaskFiller(options.init, options.checkpoint)
@@ -245,13 +235,12 @@ def add_attention(verbs: Verbs) -> None:
         "show the attention within a text, in every layer and head",
         '  bert-jax attention --init models/base --text "The bank of the river"\n'
         '  bert-jax attention --init models/base --text "Who wrote it?" --text-b "She did." --rollout',
+        platform="",
     )
     add_model(sub)
     sub.add_argument("--text", required=True, help="text; [MASK] is read as the mask token")
     sub.add_argument("--text-b", metavar="TEXT", help="second text of a pair")
-    sub.add_argument(
-        "--rollout", action="store_true", help="also show attention rollout up to each layer"
-    )
+    sub.flag("--rollout", "also show attention rollout up to each layer")
     sub.add_argument(
         "--out", default="attention.html", metavar="FILE",
         help="page (.html, default %(default)s), with a .png of the same name; or image (.png, .svg or "
@@ -260,10 +249,6 @@ def add_attention(verbs: Verbs) -> None:
 
 
 def _attention(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.inference.attention_maps import AttentionMapper
     from bert_jax.tools.report import attention
 
@@ -284,14 +269,11 @@ def add_embed(verbs: Verbs) -> None:
         "  bert-jax embed --init models/minilm --out vectors.npy sentences.txt\n"
         "  bert-jax embed --init runs/mini --pooling none --layers last4 --out tokens.parquet a.jsonl\n"
         "  cat texts.txt | bert-jax embed --init runs/mini --out vectors.jsonl -",
+        platform="",
     )
-    sub.add_argument(
-        "source", nargs="?", default="-", metavar="FILE",
-        help="one text per line, .jsonl or .parquet, optionally compressed; - (default) reads lines",
-    )  # fmt: skip
+    _add_texts(sub)
     add_model(sub)
     sub.add_argument("--out", required=True, metavar="FILE", help=".npy, .jsonl or .parquet")
-    sub.add_argument("--column", default="text", help="column of .jsonl or .parquet (default text)")
     _add_vectors(sub, "mean", "cls", "none")
     sub.add_argument(
         "--weights", metavar="W,W,…", help="one weight per layer: sum layers, do not concatenate"
@@ -340,10 +322,6 @@ def _open_encoder(options) -> Any:
 
 
 def _embed(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.inference.embed import Embedder, embed_file
 
     config, vocabulary, params, _ = _open_encoder(options)
@@ -375,6 +353,7 @@ def add_evaluate_embeddings(verbs: Verbs) -> None:
         "score vectors of texts on similarity (STS) and retrieval (BEIR)",
         "  bert-jax evaluate-embeddings --init models/minilm sts-test.tsv beir/scifact\n"
         "  bert-jax evaluate-embeddings --init runs/pairs --columns question,answer faq.csv",
+        platform="",
     )
     sub.add_argument(
         "data", nargs="+", metavar="FILE",
@@ -391,14 +370,10 @@ def add_evaluate_embeddings(verbs: Verbs) -> None:
         "--qrels", default="test", metavar="NAME", help="file in qrels/ of a folder (default test)"
     )
     _add_vectors(sub, "mean", "cls")
-    sub.add_argument("--json", action="store_true", help="print a JSON line for each of the data")
+    sub.flag("--json", "print a JSON line for each of the data")
 
 
 def _evaluate_embeddings(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax.config import TaskConfig
     from bert_jax.inference.embed import Embedder, evaluate
 

@@ -1,15 +1,16 @@
 """Verbs that train and evaluate runs."""
 
-import argparse
 import json
 import os
+from typing import Any
 
 from bert_jax.cli.common import (
+    Parser,
     Verbs,
     add_config,
-    add_json,
     add_start,
     add_which,
+    load_config,
     machine_output,
     open_start,
     print_next,
@@ -17,26 +18,35 @@ from bert_jax.cli.common import (
 from bert_jax.errors import UserError
 
 
-def _add_resume(sub: argparse.ArgumentParser) -> None:
+def _add_run(sub: Parser) -> None:
+    add_config(sub)
+    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     sub.add_argument(
         "--resume",
         choices=("auto", "force"),
         default="auto",
         help="force: resume even if the config differs from the run's",
     )
-
-
-def _add_teacher(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--teacher",
         metavar="DIR",
         help="distill this model: set config.distill.teacher to a run, an imported checkpoint, or a "
         "Hugging Face folder or name",
     )
+    sub.flag(
+        "--json", "print metrics as JSON lines to standard output, and all else to standard error"
+    )
 
 
-def _teacher(options) -> list[str]:
-    return [f"--config.distill.teacher={options.teacher}"] if options.teacher else []
+def _start(options) -> Any:
+    """Start JAX and the processes of a run, and return its config."""
+    config = load_config(options)
+
+    from bert_jax import device, distributed
+
+    distributed.start()
+    device.start(config.platform, deterministic=config.deterministic)
+    return config
 
 
 def add_pretrain(verbs: Verbs) -> None:
@@ -52,35 +62,20 @@ def add_pretrain(verbs: Verbs) -> None:
         "exit status: 0 done, 2 user error, 75 state saved after a signal",
         takes_config=True,
     )
-    add_config(sub)
-    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    sub.add_argument(
-        "--rows", action="append", default=[], metavar="DIR", help="rows; once per phase, in order"
-    )
+    sub.repeatable("--rows", "DIR", "rows of each phase, in order")
     add_start(sub)
-    _add_teacher(sub)
     sub.add_argument(
         "--cache",
         metavar="DIR",
         help="folder for copies of rows on object storage (default ~/.cache/bert_jax_storage)",
     )
-    _add_resume(sub)
-    add_json(sub)
+    _add_run(sub)
 
 
-def _pretrain(options) -> int | None:
-    from bert_jax import config_flags
-    from bert_jax.config import take_rows
-
-    config = config_flags.load([*options.config, *_teacher(options)])
-    take_rows(config, options.rows)
+def _pretrain(options) -> None:
     if options.cache:
         os.environ["BERT_JAX_STORAGE_CACHE"] = options.cache
-
-    from bert_jax import device, distributed
-
-    distributed.start()
-    device.start(config.platform, deterministic=config.deterministic)
+    config = _start(options)
 
     from bert_jax.objectives import pretraining
     from bert_jax.tools import profile
@@ -101,7 +96,6 @@ def _pretrain(options) -> int | None:
         )
     if config.model.masked_lm and not config.model.causal:
         print_next(options, ["fill-mask", "--init", options.workdir, "The [MASK] of the day."])
-    return None
 
 
 def add_finetune(verbs: Verbs) -> None:
@@ -117,7 +111,6 @@ def add_finetune(verbs: Verbs) -> None:
         "exit status: as for pretrain",
         takes_config=True,
     )
-    add_config(sub)
     sub.add_argument(
         "--init",
         required=True,
@@ -126,38 +119,20 @@ def add_finetune(verbs: Verbs) -> None:
         "none: random parameters",
     )
     add_which(sub)
-    sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
-    _add_teacher(sub)
     sub.add_argument(
         "--data", metavar="DIR", help="set config.task.data: folder of a benchmark, or tfds"
     )
     sub.add_argument("--vocab", default="", metavar="DIR", help="vocabulary, for --init none")
-    sub.add_argument(
-        "--seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train N seeds and report mean, standard deviation and best",
-    )
-    _add_resume(sub)
-    add_json(sub)
+    sub.number("--seeds", 1, "train N seeds and report mean, standard deviation and best")
+    _add_run(sub)
 
 
-def _finetune(options) -> int | None:
-    from bert_jax import config as config_lib
-    from bert_jax import config_flags
-
-    config = config_flags.load([*options.config, *_teacher(options)], config_lib.FinetuneConfig)
-    if options.data:
-        config.task.data = options.data
+def _finetune(options) -> None:
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds}: it must be 1 or more")
+    config = _start(options)
 
-    from bert_jax import device, distributed
-
-    distributed.start()
-    device.start(config.platform, deterministic=config.deterministic)
-
+    from bert_jax import config_flags
     from bert_jax.inference import predict
     from bert_jax.tools import profile
     from bert_jax.train import finetune
@@ -180,7 +155,6 @@ def _finetune(options) -> int | None:
         print_next(options, ["embed", "--init", folder, "--out", "vectors.npy", "FILE"])
     else:
         print_next(options, ["predict", "--workdir", folder, "--out", "predictions", "FILE"])
-    return None
 
 
 def add_evaluate(verbs: Verbs) -> None:
@@ -191,21 +165,16 @@ def add_evaluate(verbs: Verbs) -> None:
         "evaluate a run on held-out data",
         "  bert-jax evaluate --workdir runs/mini --rows rows128\n"
         "  bert-jax evaluate --workdir runs/rte",
+        platform="",
     )
     sub.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run")
     sub.add_argument("--rows", metavar="DIR", help="rows (default: those of the last phase)")
     add_which(sub)
-    sub.add_argument(
-        "--all", action="store_true", help="use all held-out rows, not only the run's subset"
-    )
-    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.flag("--all", "use all held-out rows, not only the run's subset")
+    sub.flag("--json", "print JSON")
 
 
 def _evaluate(options) -> None:
-    from bert_jax import device
-
-    device.start("")
-
     from bert_jax import workdir
     from bert_jax.config import FinetuneConfig
 
