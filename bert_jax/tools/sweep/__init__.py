@@ -24,7 +24,6 @@ attempts.jsonl   every start: when, duration, exit status
 """
 
 from bert_jax.tools.sweep.points import (
-    FOLDER_OPTION,
     SCALES,
     Point,
     Sweep,
@@ -33,12 +32,10 @@ from bert_jax.tools.sweep.points import (
     load,
     module_of,
     ordered,
-    sample,
     select,
 )
 
 __all__ = [
-    "FOLDER_OPTION",
     "SCALES",
     "Point",
     "Sweep",
@@ -47,6 +44,5 @@ __all__ = [
     "load",
     "module_of",
     "ordered",
-    "sample",
     "select",
 ]

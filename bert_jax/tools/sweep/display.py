@@ -54,9 +54,8 @@ class Display:
 
     def __enter__(self) -> "Display":
         self._before = dict(self._scheduler.state)
-        counts = [state for state in self._before.values() if state == "done"]
-        if counts:
-            print(f"{len(counts)} of {len(self._before)} points are already done", file=sys.stderr)
+        if num_done := list(self._before.values()).count("done"):
+            print(f"{num_done} of {len(self._before)} points are already done", file=sys.stderr)
         if sys.stderr.isatty():
             from rich import console, live
 
@@ -90,11 +89,9 @@ class Display:
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False)
-        for title, side in (
-            ("point", "left"), ("state", "left"), ("step", "right"), ("loss", "right"),
-            ("left", "right"), ("", "left"),
-        ):  # fmt: skip
-            table.add_column(title, justify="right" if side == "right" else "left", no_wrap=True)
+        for title in ("point", "state", "step", "loss", "left", ""):
+            is_number = title in ("step", "loss", "left")
+            table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
         states = self._scheduler.state
         # Finished points come first, and are hidden if the terminal is too small.
         max_rows = max((os.get_terminal_size(2).lines if sys.stderr.isatty() else 100) - 4, 5)

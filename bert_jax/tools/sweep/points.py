@@ -7,16 +7,14 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import math
 import os
 import pathlib
-import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import config_flags, files
+from bert_jax import files
 from bert_jax.errors import UserError
 
 SCALES = ("small", "paper")
@@ -81,14 +79,6 @@ class Point:
             words += word.split("=", 1) if word.startswith("--") else [word]
         return dict(itertools.pairwise(words))
 
-    @property
-    def settings(self) -> list[str]:
-        """The settings of the config; a teacher has a placeholder, as it may be another point."""
-        words = ["" if isinstance(part, Point) else str(part) for part in self.command[1:]]
-        settings, _ = config_flags.split(words)
-        teacher = ["--config.distill.teacher=teacher"] if "--teacher" in self.options else []
-        return settings + teacher
-
     def display_command(self, data: pathlib.Path | str) -> list[str]:
         """Return the command with names for points and $BERT_JAX_DATA for the data folder."""
         return [
@@ -121,26 +111,6 @@ def grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def sample(count: int, seed: int, **choices: Any) -> list[dict[str, Any]]:
-    """Return random combinations.
-
-    Args:
-        count: number of combinations.
-        seed: random seed.
-        choices: for each name a list to choose from, (low, high) for a uniform number, or
-            (low, high, "log") for a log-uniform one.
-    """
-    generator = random.Random(seed)
-
-    def draw(choice: Any) -> Any:
-        if isinstance(choice, list):
-            return generator.choice(choice)
-        low, high, *log = choice
-        return math.exp(generator.uniform(math.log(low), math.log(high))) if log else generator.uniform(low, high)  # fmt: skip
-
-    return [{name: draw(choice) for name, choice in choices.items()} for _ in range(count)]
-
-
 class Sweep(NamedTuple):
     """A loaded sweep.
 
@@ -158,12 +128,7 @@ class Sweep(NamedTuple):
 
 
 def load(path: str | os.PathLike, args: SweepArgs) -> Sweep:
-    """Load a sweep and sort its points by their dependencies.
-
-    Args:
-        path: path of the file, or of a folder that contains sweep.py.
-        args: arguments of the sweep.
-    """
+    """Load a sweep, a file or a folder that contains sweep.py; sort its points by dependencies."""
     path = pathlib.Path(path)
     path = path / "sweep.py" if path.is_dir() else path
     module = module_of(path)

@@ -20,9 +20,10 @@ from bert_jax import files, workdir
 from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.errors import UserError
+from bert_jax.tools.launch import SUBMITTED
 from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
-from bert_jax.tools.sweep.scheduler import ASYNCHRONOUS, LAUNCHED, PointRun
+from bert_jax.tools.sweep.scheduler import LAUNCHED, PointRun
 
 RESULTS = "results.jsonl"
 _VERSIONS = ("bert-jax", "jax", "flax")
@@ -44,7 +45,6 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
         "command": _shell_command(point_run, args.data),
         "digest": point_run.digest,
     }
-    versions = workdir.versions(_VERSIONS)
     last_attempt = attempts[-1] if attempts else {}
     last = {
         "wall_seconds": round(sum(attempt["seconds"] for attempt in attempts), 1),
@@ -52,15 +52,15 @@ def lines_of(point_run: PointRun, args: SweepArgs) -> list[dict[str, Any]]:
         "load": last_attempt.get("load"),
         "cores": last_attempt.get("cores"),
         "processor": _processor(),
-        **versions,
-    }  # fmt: skip
+        **workdir.versions(_VERSIONS),
+    }
     if point.verb not in LAUNCHED:
         path = point_run.out / "metrics.json"
         metrics = json.loads(path.read_text()) if path.exists() else _of_rows(point_run.out)
         return [{**common, "metrics": metrics, "commit": workdir.commit(), **last}]
     runs = sorted(point_run.out.glob("seed_*"), key=lambda p: int(p.name[5:])) or [point_run.out]
     lines = [{**common, **last, **_of_run(run)} for run in runs]
-    if attempts and attempts[-1]["on"] in ASYNCHRONOUS:
+    if last_attempt.get("on") in SUBMITTED:
         # Our own measurements cover only the submission; the rest is from the run's files.
         steps = sum(line["step_seconds"] for line in lines)
         unknown = {"wall_seconds": round(steps, 1), "load": None, "cores": None, "processor": None}
@@ -96,11 +96,10 @@ def _of_run(folder: pathlib.Path) -> dict[str, Any]:
     clock = curves.clock(speed)
     starts = workdir.read_steps(folder / "starts.jsonl")
     defaults = config_lib.flatten(type(config)())
-    flat = config_lib.flatten(config)
     # Paths are those of this machine; the command identifies what they refer to.
     changed = {
         key: value
-        for key, value in flat.items()
+        for key, value in config_lib.flatten(config).items()
         if defaults.get(key) != value and not (isinstance(value, str) and "/" in value)
     }
     content = json.dumps(changed, sort_keys=True, default=str)
@@ -262,11 +261,11 @@ class Results:
             if not new:
                 return
             content = self.path.read_bytes()
-            whole, tail = content.rfind(b"\n") + 1, content[content.rfind(b"\n") + 1 :]
-            if not tail or _is_json(tail):
-                file.write(b"\n" if tail else b"")
+            tail = content.rpartition(b"\n")[2]
+            if _is_json(tail):
+                file.write(b"\n")
             else:
-                file.truncate(whole)
+                file.truncate(len(content) - len(tail))
             file.write("".join(json.dumps(line) + "\n" for line in new).encode())
 
 

@@ -27,15 +27,14 @@ def run(
     resubmit: bool = False,
     trials: int = 0,
 ) -> int:
-    """Run the points of a sweep that are not done, or a search, and record the results.
+    """Run the points of a sweep that are not done, and record the results.
 
     Args:
         sweep: the loaded sweep.
         runs: folder of the points of all sweeps.
         engine: what runs the points.
         resubmit: submit jobs again that have not ended.
-        trials: total number of trials of a search by the sweep's `get_trial(args, trial)`; 0 runs
-            the sweep's points.
+        trials: if not 0, run this number of trials of the sweep's `get_trial(args, trial)` instead.
 
     Returns:
         The exit status: 0, 1 if a point failed, 75 if stopped by a signal.
@@ -81,30 +80,30 @@ def run(
 def dry_run(sweep: Sweep, runs: pathlib.Path, engine: Engine) -> str:
     """Return a line per point: its command, or where its output is if it is done."""
     point_runs = {point.name: PointRun(point, runs, sweep.args.data) for point in sweep.points}
-    done = [name for name, point_run in point_runs.items() if point_run.is_done]
-    lines = [
-        f"{point.name}: done, {point_runs[point.name].folder}"
-        if point.name in done
-        else f"{point.name}: {shlex.join(engine.command(point, point_runs))}"
-        for point in sweep.points
-    ]
-    return "\n".join([*lines, f"{len(lines)} points, {len(lines) - len(done)} to run"])
+    lines, to_run = [], 0
+    for name, point_run in point_runs.items():
+        text = f"done, {point_run.folder}"
+        if not point_run.is_done:
+            to_run += 1
+            text = shlex.join(engine.command(point_run.point, point_runs))
+        lines.append(f"{name}: {text}")
+    return "\n".join([*lines, f"{len(lines)} points, {to_run} to run"])
 
 
 def _conclude(scheduler: Scheduler, interrupted: bool, search: Search | None) -> int:
-    by = {
-        state: [n for n, s in scheduler.state.items() if s == state]
-        for state in ("done", "failed", "blocked")
-    }
-    for name in by["failed"]:
+    state = scheduler.state
+    failed, blocked, done = (
+        [name for name in state if state[name] == kind] for kind in ("failed", "blocked", "done")
+    )
+    for name in failed:
         point_run = scheduler.point_runs[name]
         print(f"{name} failed: {point_run.last_log_line()} ({point_run.log})", file=sys.stderr)
-    if by["blocked"]:
-        print(f"not run because a dependency failed: {', '.join(by['blocked'])}", file=sys.stderr)
-    print(f"{len(by['done'])} of {len(scheduler.state)} points done", file=sys.stderr)
+    if blocked:
+        print(f"not run because a dependency failed: {', '.join(blocked)}", file=sys.stderr)
+    print(f"{len(done)} of {len(state)} points done", file=sys.stderr)
     if search:
         print(search.describe())
     if interrupted:
         print("stopped; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 1 if by["failed"] else 0
+    return 1 if failed else 0

@@ -1,6 +1,8 @@
 """Execution of points: folders, engines, and the order."""
 
+import collections
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -24,8 +26,6 @@ from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
 # Verbs that engines other than "local" run; the rest runs on this machine.
 LAUNCHED = ("pretrain", "finetune")
-# Engines that queue a job and return; the workdir shows when it has ended.
-ASYNCHRONOUS = ("slurm", "gke", "sky")
 # Interval between queries of a queue; a job that is missing twice is gone.
 _QUERY_SECONDS = 60.0
 # Maximum number of restarts of a preempted run (exit status 75).
@@ -33,17 +33,11 @@ _RESTARTS = 100
 
 
 class PointRun:
-    """The folder of a point, with its attempts, log and output.
-
-    Args:
-        point: the point.
-        runs: folder of the points of all sweeps.
-        data: the data folder.
-    """
+    """The folder of a point in `runs`, with its attempts, log and output."""
 
     def __init__(self, point: Point, runs: pathlib.Path, data: pathlib.Path):
-        self.point, self.digest, self._runs = point, point.digest(data), runs
-        self._data = data
+        self.point, self.digest = point, point.digest(data)
+        self._runs, self._data = runs, data
         self._find()
 
     def of(self, point: Point) -> "PointRun":
@@ -149,15 +143,16 @@ class Engine(NamedTuple):
         return result.returncode != 0 or bool(result.stdout.strip())
 
     def is_asynchronous(self, point: Point) -> bool:
-        """Whether the command of a point returns before the point has run."""
-        return self.on in ASYNCHRONOUS and point.verb in LAUNCHED
+        """Whether the command of a point returns before the point has run; its workdir shows the end."""
+        return self.on in launch.SUBMITTED and point.verb in LAUNCHED
 
 
 def _job(point_run: PointRun) -> str:
     return f"{launch.job_name(point_run.point.name, 28)}-{point_run.digest}"
 
 
-class _Running(NamedTuple):
+@dataclasses.dataclass
+class _Running:
     point_run: PointRun
     process: subprocess.Popen | None  # None for a submitted job
     start_time: float
@@ -177,6 +172,7 @@ class Scheduler:
         done: called once for each point that is done.
 
     Attributes:
+        is_stopping: whether no more points are started.
         state: state of each point by name: "waiting", "running", "done", "failed", "stopped" (by a
             signal, with its state saved) or "blocked" (a dependency failed).
     """
@@ -194,9 +190,9 @@ class Scheduler:
         self._runs, self._args, self._engine, self._done = runs, args, engine, done
         self._resubmit = resubmit
         self._running: dict[str, _Running] = {}
-        self._restarts: dict[str, int] = {}
+        self._restarts = collections.Counter[str]()
         self._in_use: set[str] = set()  # points reported as waiting for another process
-        self._stopping = False
+        self.is_stopping = False
 
     def add(self, points: Iterable[Point]) -> None:
         """Add points, dependencies first; points that are complete are done at once."""
@@ -208,7 +204,7 @@ class Scheduler:
 
     def stop(self) -> None:
         """Start nothing more, and signal local processes to save and exit."""
-        self._stopping = True
+        self.is_stopping = True
         for name, running in list(self._running.items()):
             if running.process is None:  # the job continues
                 self._release(name, "stopped")
@@ -222,14 +218,9 @@ class Scheduler:
                 running.process.kill()
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether no more points are started."""
-        return self._stopping
-
-    @property
     def is_over(self) -> bool:
         """Whether nothing runs and nothing more can start."""
-        return not self._running and (self._stopping or "waiting" not in self.state.values())
+        return not self._running and (self.is_stopping or "waiting" not in self.state.values())
 
     def update(self) -> None:
         """Handle points that have ended and start those that are ready."""
@@ -241,7 +232,7 @@ class Scheduler:
                     self._query_queue(name, running)
             elif running.process.poll() is not None:
                 self._ended(name, running, launch.exit_status(running.process))
-        if self._stopping:
+        if self.is_stopping:
             return
         for name, point_run in self.point_runs.items():
             if self.state[name] != "waiting":
@@ -290,29 +281,24 @@ class Scheduler:
         submitted = self._engine.is_asynchronous(running.point_run.point) and status == 0
         self._record(running, None if submitted else status)
         if submitted:
-            self._running[name] = running._replace(process=None)
+            running.process = None
             return
-        restarts = self._restarts.get(name, 0)
-        if status == 0:
-            self._release(name, "done")
-        elif self._stopping:
-            self._release(
-                name, "stopped" if status in (EXIT_INTERRUPTED, *launch.KILLED) else "failed"
-            )
-        elif status == EXIT_INTERRUPTED and restarts < _RESTARTS:
-            self._restarts[name] = restarts + 1
-            self._release(name, "waiting")
-        else:
-            self._release(name, "failed")
+        state = "failed" if status else "done"
+        if self.is_stopping and status in (EXIT_INTERRUPTED, *launch.KILLED):
+            state = "stopped"
+        elif status == EXIT_INTERRUPTED and self._restarts[name] < _RESTARTS:
+            self._restarts[name] += 1
+            state = "waiting"
+        self._release(name, state)
 
     def _query_queue(self, name: str, running: _Running) -> None:
         """Check whether a job is still queued; its workdir may become visible after its end."""
         now, point_run = time.time(), running.point_run
         if now - running.query_time < _QUERY_SECONDS:
             return
-        num_misses = 0 if self._engine.is_queued(point_run) else running.num_misses + 1
-        self._running[name] = running._replace(query_time=now, num_misses=num_misses)
-        if num_misses < 2:
+        running.query_time = now
+        running.num_misses = 0 if self._engine.is_queued(point_run) else running.num_misses + 1
+        if running.num_misses < 2:
             return
         with open(point_run.log, "a") as log:
             job = _job(point_run)

@@ -18,14 +18,8 @@ from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 class Search:
     """Optuna's trials as points; the study is stored next to the sweep, in study.journal.
 
-    Searches with other arguments or another folder of runs are other studies.
-
-    Args:
-        sweep: the loaded sweep.
-        runs: folder of the points of all sweeps.
-        trials: total number of trials.
-        jobs: maximum number of trials that run at once.
-        stack: holds the lock of the study until it closes.
+    Searches with other arguments or another folder of runs are other studies. `stack` holds the lock
+    of the study until it closes.
     """
 
     def __init__(
@@ -74,9 +68,11 @@ class Search:
     @property
     def wants_more(self) -> bool:
         """Whether more trials are to be run."""
-        over = (self._states.COMPLETE, self._states.FAIL)
-        ended = [t for t in self._study.get_trials(deepcopy=False) if t.state in over]
-        return sum(t.state is self._states.COMPLETE for t in ended) < self._trials and len(ended) < 3 * self._trials  # fmt: skip
+        complete, failed = self._count(self._states.COMPLETE), self._count(self._states.FAIL)
+        return complete < self._trials and complete + failed < 3 * self._trials
+
+    def _count(self, state: Any) -> int:
+        return len(self._study.get_trials(states=(state,), deepcopy=False))
 
     def update(self, scheduler: Scheduler) -> None:
         """Report finished trials to the study and add new ones."""
@@ -89,7 +85,7 @@ class Search:
             else:
                 continue
             del self._open[name]
-        complete = len(self._study.get_trials(states=(self._states.COMPLETE,), deepcopy=False))
+        complete = self._count(self._states.COMPLETE)
         while len(self._open) < min(self._jobs, self._trials - complete) and self.wants_more:
             if scheduler.is_stopping:
                 return
@@ -128,7 +124,7 @@ class Search:
 
     def describe(self) -> str:
         """Return a line on the best trial so far."""
-        if not self._study.get_trials(states=(self._states.COMPLETE,)):
+        if not self._count(self._states.COMPLETE):
             return "no trial is complete"
         best = self._study.best_trial
         return f"best of {len(self._study.trials)}: {best.value:.4g} with {best.params}"
