@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from bert_jax import cli
 from bert_jax.errors import UserError
-from bert_jax.tools import launch
-from bert_jax.tools.launch import engines
+from bert_jax.tools.launch import engines, jobs
+from bert_jax.tools.launch import plan as plan_lib
+from bert_jax.tools.launch import request as request_lib
 from tests.helpers.launch import (
     COMMAND,
     FINETUNE,
@@ -89,7 +90,7 @@ def test_dry_run_output_equals_the_real_calls(on, bench, capsys):
 
 def test_slurm_arguments(bench):
     bench.program("sbatch")
-    assert launch.run(plan("slurm", restarts=3, extra=["--time=60"], env=["A=b c"])) == 0
+    assert plan_lib.run(plan("slurm", restarts=3, extra=["--time=60"], env=["A=b c"])) == 0
     (call,) = bench.calls()
     script = call.index(str(ROOT / "launch" / "slurm.sh"))
     assert (
@@ -144,7 +145,7 @@ def worker(bench):
     def arrives(on, plan):
         if on == "local":
             process = plan.processes[0]
-            assert launch.plan.run_processes([process])[0] == 0
+            assert plan_lib.run_processes([process])[0] == 0
         elif on == "slurm":
             (submit,) = plan.before
             at = submit.index(str(ROOT / "launch" / "slurm.sh"))
@@ -404,7 +405,7 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
         f"from bert_jax.tools.launch import engines; engines.python_command = lambda: [{str(program)!r}]\n"
         "import sys; from bert_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
     )
-    monkeypatch.setattr(launch.jobs, "python_command", lambda: [sys.executable, "-c", code])
+    monkeypatch.setattr(jobs, "python_command", lambda: [sys.executable, "-c", code])
     log = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one" / "log"
     arguments = ["launch", "--on", "local", "--processes", "1", "--detach"]
     assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 0
@@ -419,7 +420,7 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
     assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 2
     assert "a launcher of one is running" in capsys.readouterr().err
     bench.program("tail", "exit 1")  # some lack --pid
-    logs = threading.Thread(target=launch.show_logs, args=("one",))
+    logs = threading.Thread(target=jobs.show_logs, args=("one",))
     logs.start()
     assert cli.main(["launch", "stop", "one"]) == 0
     logs.join()
@@ -428,7 +429,7 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
     assert "launcher ended with status 75" in capsys.readouterr().out
     assert cli.main(["launch", "logs", "one"]) == 0
     assert "[0] saved" in capsys.readouterr().out
-    launch.start("local", "one", launch.Plan())  # in this terminal: the log is not of this run
+    jobs.start("local", "one", plan_lib.Plan())  # in this terminal: the log is not of this run
     assert cli.main(["launch", "logs", "one"]) == 2
     assert "is in the terminal that launched it" in capsys.readouterr().err
 
@@ -437,7 +438,7 @@ def test_logs_of_a_detached_launcher_have_its_own_lines(bench, capsys):
     """While it waits for a slice, there is no machine to read a log from."""
     folder = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one"
     bench.program("gcloud")
-    launch.start("tpu-vm", "one", launch.Plan(logs=["gcloud", "ssh"]))
+    jobs.start("tpu-vm", "one", plan_lib.Plan(logs=["gcloud", "ssh"]))
     assert cli.main(["launch", "logs", "one"]) == 0
     assert len(bench.calls("gcloud")) == 1
     (folder / "log").write_text("launch: one: WAITING_FOR_RESOURCES\n")
@@ -479,7 +480,7 @@ def test_stop_runs_every_command_and_returns_the_worst_status(ssh_status, bench)
 
 def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
     failing = ["bash", "-c", "echo no room; exit 3"]
-    monkeypatch.setattr(launch.jobs, "python_command", lambda: failing)
+    monkeypatch.setattr(jobs, "python_command", lambda: failing)
     assert cli.main(["launch", "--on", "local", "--detach", "--", *COMMAND, "/s/r"]) == 2
     assert "the launcher failed: no room" in capsys.readouterr().err
 
@@ -517,7 +518,7 @@ def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, ca
 
 
 def python(code, *arguments):
-    return launch.Process([sys.executable, "-c", code, *arguments], {}, "[x] ")
+    return plan_lib.Process([sys.executable, "-c", code, *arguments], {}, "[x] ")
 
 
 def test_local_processes_share_a_coordinator_and_prefix_lines(capsys, monkeypatch):
@@ -528,7 +529,7 @@ def test_local_processes_share_a_coordinator_and_prefix_lines(capsys, monkeypatc
     )
     monkeypatch.setattr(engines, "python_command", lambda: [sys.executable, "-c", code])
     monkeypatch.setenv("XLA_FLAGS", "--old")
-    assert launch.run(plan("local", processes=3, devices=4)) == 0
+    assert plan_lib.run(plan("local", processes=3, devices=4)) == 0
     output = capsys.readouterr()
     lines = sorted(output.out.split("\n")[:-1])
     coordinator = lines[0].split()[3]
@@ -565,20 +566,20 @@ def test_exit_status_of_several_processes(statuses, counts, tmp_path):
     (tmp_path / "go").touch()
     others = [python(SLEEPS)] if len(statuses) == 1 else []
     processes = [ends(status, tmp_path / "go") for status in statuses]
-    assert launch.plan.run_processes([*processes, *others]) == (counts, False)
+    assert plan_lib.run_processes([*processes, *others]) == (counts, False)
 
 
 def test_status_2_overrides_an_earlier_status(tmp_path):
     late = python("import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(2))\n"
                   f"open({str(tmp_path / 'go')!r}, 'w').close()\ntime.sleep(600)")  # fmt: skip
-    assert launch.plan.run_processes([late, ends(75, tmp_path / "go")]) == (2, False)
+    assert plan_lib.run_processes([late, ends(75, tmp_path / "go")]) == (2, False)
 
 
 def test_process_that_ignores_sigterm_is_killed(tmp_path):
     deaf = python(
         DEAF.replace("print('up'", f"open({str(tmp_path / 'go')!r}, 'w').close(); print('up'")
     )
-    status, _ = launch.plan.run_processes([deaf, ends(1, tmp_path / "go")], stop_seconds=0.2)
+    status, _ = plan_lib.run_processes([deaf, ends(1, tmp_path / "go")], stop_seconds=0.2)
     assert status == 1
 
 
@@ -597,8 +598,10 @@ def test_signals_are_forwarded_and_prevent_restarts(number, capsys):
 
     sender = threading.Thread(target=send)
     sender.start()
-    two = launch.Plan(processes=[python(SLEEPS), python(SLEEPS)], again=frozenset({75}), restarts=5)
-    assert launch.run(two) == 75  # no restart
+    two = plan_lib.Plan(
+        processes=[python(SLEEPS), python(SLEEPS)], again=frozenset({75}), restarts=5
+    )
+    assert plan_lib.run(two) == 75  # no restart
     sender.join()
     assert capsys_text().count("saved") == 2
     assert capsys_text().count("up") == 2
@@ -620,7 +623,7 @@ def test_local_run_restarts_after_interruption(statuses, restarts, last, runs, b
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
     program = bench.program("bert-jax", body)
     monkeypatch.setattr(engines, "python_command", lambda: [str(program)])
-    assert launch.run(plan("local", processes=1, restarts=restarts)) == last
+    assert plan_lib.run(plan("local", processes=1, restarts=restarts)) == last
     assert len(bench.calls()) == runs
 
 
@@ -688,7 +691,7 @@ def test_missing_program_error_gives_advice(on, program, advice, tmp_path, monke
         (["--on", "local", "--", *COMMAND, "/w", "--config.stepz=1"], "steps"),
         (["--on", "local", "--zone", "a", "--", *COMMAND, "/w"], "--zone is not an option of --on local"),
         (["--on", "sky", "--", *COMMAND, "/w"], "--on sky needs --accelerator"),
-        (["--on", "slurm", "--nodes", "0", "--", *COMMAND, "/w"], "--nodes 0: it must be 1 or more"),
+        (["--on", "slurm", "--nodes", "0", "--", *COMMAND, "/w"], "--nodes 0: it must be 1 to 100,000"),
         (["--on", "slurm", "--name", "No", "--", *COMMAND, "/w"], "--name No"),
         (["--on", "slurm", "--", *COMMAND, "az://b/runs"], "az://b/runs: paths are local, gs://… or s3://…"),
         (["--on", "local", "--", *COMMAND, "/w", "--rows=http://b/rows"], "http://b/rows: "),
@@ -773,15 +776,15 @@ def test_unknown_engine_is_rejected(capsys):
 def test_failed_submission_is_reported(bench):
     bench.program("sbatch", "echo no such partition >&2; exit 1")
     with pytest.raises(UserError, match=r"^sbatch .* exited with status 1$"):
-        launch.run(plan("slurm"))
+        plan_lib.run(plan("slurm"))
 
 
 @ON
 def test_job_names(on):
-    assert launch.job_name("Run_7 (b)") == "run-7-b"
-    assert launch.job_name("128") == "bert-128"
-    assert launch.job_name("日") == "bert"
-    text = launch.script(plan(on, name="fine-1"))
+    assert request_lib.job_name("Run_7 (b)") == "run-7-b"
+    assert request_lib.job_name("128") == "bert-128"
+    assert request_lib.job_name("日") == "bert"
+    text = plan_lib.script(plan(on, name="fine-1"))
     assert on == "local" or "fine-1" in text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bert_jax import cli
 from bert_jax.errors import UserError
-from bert_jax.tools import launch
+from bert_jax.tools.launch import plan as plan_lib
 from tests.helpers.launch import (
     COMMAND,
     ROOT,
@@ -77,7 +77,7 @@ def cloud(bench, monkeypatch):
         (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
         (folder / "lose").write_text(lose)
         (folder / "state").write_text(state)
-        status = launch.run(plan("tpu-vm", **options))
+        status = plan_lib.run(plan("tpu-vm", **options))
         calls = bench.calls()
         verbs = [c[4] for c in calls if c[0] == "gcloud" and c[3] == "queued-resources"]
         runs = sum(c[0] == "run" for c in calls)
@@ -159,7 +159,7 @@ def test_signal_stops_the_wait_for_a_slice(number, bench):
 echo >> "$BENCH/polls"
 [ "$(wc -l < "$BENCH/polls")" -lt 500 ] && echo WAITING_FOR_RESOURCES || echo ACTIVE
 """)  # fmt: skip
-    code = "from bert_jax.tools.launch import *; import sys; sys.exit(run(eval(sys.argv[1])))"
+    code = "from bert_jax.tools.launch.plan import *; import sys; sys.exit(run(eval(sys.argv[1])))"
     with subprocess.Popen(
         [sys.executable, "-c", code, repr(plan("tpu-vm"))],
         env={**bench.environment, "TPU_SLICE_POLL_SECONDS": "0"},

@@ -66,7 +66,8 @@ def add_sweep(verbs: Verbs) -> None:
 
 
 def _sweep(options) -> int | None:
-    from bert_jax.tools import launch, sweep
+    from bert_jax.tools import sweep
+    from bert_jax.tools.launch.engines import SUBMITTED
     from bert_jax.tools.sweep import grid_files, run, scheduler
 
     for name in ("jobs", "seeds", "search"):
@@ -76,10 +77,8 @@ def _sweep(options) -> int | None:
         raise UserError(
             f"--launch {options.launch[0]} has no effect on local processes: add --on ENGINE"
         )
-    if options.resubmit and options.on not in launch.SUBMITTED:
-        raise UserError(
-            "--resubmit applies to engines that queue jobs: " + ", ".join(launch.SUBMITTED)
-        )
+    if options.resubmit and options.on not in SUBMITTED:
+        raise UserError("--resubmit applies to engines that queue jobs: " + ", ".join(SUBMITTED))
     if options.search and (options.dry_run or options.only):
         raise UserError("--search creates its own points: remove --dry-run and --only")
     check_local(options)

@@ -86,7 +86,7 @@ def add_launch(verbs: Verbs) -> None:
 
 
 def _launch(options) -> int | None:
-    from bert_jax.tools import launch
+    from bert_jax.tools.launch import jobs, plan, request
 
     if options.job:
         return _job(options)
@@ -94,24 +94,24 @@ def _launch(options) -> int | None:
         raise UserError(
             "give --on ENGINE and a command after --, or status, logs or stop and a NAME"
         )
-    request = _request(options)
+    job = _launched(options)
     engine_options = {
         key: value for key, value in vars(options).items() if key in options.engine_options
     }
-    name, plan = launch.make_plan(options.on, request, engine_options)
+    made = request.make_plan(options.on, job, engine_options)
     if options.dry_run:
-        print(launch.script(plan))
+        print(plan.script(made))
         return None
     if options.detach:
         arguments = [argument for argument in options.arguments if argument != "--detach"]
-        return launch.detach(options.on, name, ["launch", *arguments, "--", *options.command])
-    return launch.start(options.on, name, plan)
+        return jobs.detach(options.on, job.name, ["launch", *arguments, "--", *options.command])
+    return jobs.start(options.on, job.name, made)
 
 
 def _job(options) -> int:
-    from bert_jax.tools import launch
+    from bert_jax.tools.launch import jobs
 
-    calls = {"status": launch.show_status, "logs": launch.show_logs, "stop": launch.stop}
+    calls = {"status": jobs.show_status, "logs": jobs.show_logs, "stop": jobs.stop}
     what, *names = options.job
     if what not in calls or len(names) != 1:
         raise UserError(
@@ -126,12 +126,12 @@ def _job(options) -> int:
     return calls[what](names[0])
 
 
-def _request(options) -> Any:
-    """Check the command after --, before any machine is requested."""
+def _launched(options) -> Any:
+    """Return the job of the command after --, which is checked before any machine is requested."""
     from bert_jax import config_flags
     from bert_jax.cli import parse
     from bert_jax.config import flatten
-    from bert_jax.tools import launch
+    from bert_jax.tools.launch import request
 
     if not options.command or options.command[0] not in _PATHS:
         raise UserError(
@@ -141,7 +141,7 @@ def _request(options) -> Any:
         )
     storage.check(options.command)
     launched = parse(options.command)
-    folder, inputs = _PATHS[launched.verb]
+    folder_option, inputs = _PATHS[launched.verb]
     paths = []
     for key in inputs:
         value = getattr(launched, key)
@@ -154,9 +154,11 @@ def _request(options) -> Any:
         file = value.partition(":")[0] if config_flags.is_path(value) else ""
     if launched.verb == "sweep":
         check_local(launched)
-    return launch.Request(
-        options.command, getattr(launched, folder), file, paths, options.env, options.name
-    )
+    folder, name = getattr(launched, folder_option), options.name
+    if name is None:
+        name = request.job_name(folder.rstrip("/").rpartition("/")[2])
+    environment = request.parse_environment(options.env)
+    return request.Job(options.command, name, folder, environment, file, paths)
 
 
 def add_preflight(verbs: Verbs) -> None:

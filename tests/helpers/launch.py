@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-from bert_jax.tools import launch
 from bert_jax.tools.launch import engines, request
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -19,7 +18,7 @@ OPTIONS = {
     "sky": {"accelerator": "H100:8"},
     "local": {},
 }
-ON = pytest.mark.parametrize("on", launch.ENGINES)
+ON = pytest.mark.parametrize("on", engines.ENGINES)
 PREPARE = "prepare --vocab gs://b/vocab gs://b/text/* --out".split()
 FINETUNE = "finetune --config configs/glue.py:rte --init gs://b/base --workdir".split()
 
@@ -28,10 +27,11 @@ def flags(on):
     return [f"--{key}={value}" for key, value in OPTIONS[on].items()]
 
 
-def plan(on, *arguments, workdir="/shared/runs/one", name=None, env=(), command=(), **options):
+def plan(on, *arguments, workdir="/shared/runs/one", name="one", env=(), command=(), **options):
     command = [*(command or COMMAND), workdir, *arguments]
-    asked = launch.Request(command, workdir, "configs/pretrain.py", (), env, name)
-    return launch.make_plan(on, asked, {**OPTIONS[on], **options})[1]
+    environment = request.parse_environment(env)
+    job = engines.Job(command, name, workdir, environment, "configs/pretrain.py")
+    return request.make_plan(on, job, {**OPTIONS[on], **options})
 
 
 def make_checkout(tmp_path_factory):

@@ -1,5 +1,6 @@
 """Engines: functions from a job and options (their keyword arguments) to a `Plan`.
 
+The options are those of `bert-jax launch`, whose help describes them.
 In every engine, a command that exits with status 75 (stopped by a signal, state saved) or whose machine
 is preempted is run again, and, except with sky, one that is killed; one that exits with 0, 1 or 2 is not.
 """
@@ -45,8 +46,6 @@ _CHIPS_PER_VM = 4
 _MAX_CHIPS_PER_VM = {"v5e": 8, "v6e": 8}  # of a slice with one VM
 # Extras that workers install, besides that of their accelerator; also in tpu_worker.sh and the Dockerfile.
 _EXTRAS = ("gcs", "s3", "tfds", "wiki", "wandb", "mlflow")
-# Between slices, a host's own network is faster than that of Kubernetes.
-_HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 
 class Job(NamedTuple):
@@ -57,12 +56,16 @@ class Job(NamedTuple):
         name: name of the job, slice or workload.
         folder: folder that the command writes to.
         environment: environment variables of the command.
+        config: config file of the command; "" for none.
+        inputs: other paths that the command reads.
     """
 
     command: Sequence[str]
     name: str
     folder: str
     environment: dict[str, str]
+    config: str = ""
+    inputs: Sequence[str] = ()
 
     @property
     def is_distributed(self) -> bool:
@@ -88,14 +91,7 @@ def local(
     devices: int | None = None,
     restarts: int = 0,
 ) -> Plan:
-    """Plan several processes on this machine.
-
-    Args:
-        job: the job.
-        processes: number of processes; 0 for 2, or 1 for verbs that run in one.
-        devices: CPU devices per process; None for JAX's default of one.
-        restarts: maximum number of restarts.
-    """
+    """Plan several processes on this machine: 2 by default, or 1 for verbs that run in one."""
     processes = processes or (2 if job.is_distributed else 1)
     if processes > 1 and not job.is_distributed:
         raise UserError(f"--processes {processes}: {job.command[0]} runs in one process")
@@ -142,20 +138,11 @@ def slurm(
     restarts: int = 100,
     extra: Sequence[str] = (),
 ) -> Plan:
-    """Plan a Slurm job with one process per GPU, run by this Python in this folder or by a container.
+    """Plan a Slurm job, run by this Python in this folder or by a container (of the plugin Pyxis).
 
-    Args:
-        job: the job.
-        nodes: number of nodes.
-        gpus: GPUs per node; 0 starts one process per node.
-        image: container image with bert-jax, for the plugin Pyxis; "" runs this Python.
-        mount: folders to mount in the container, PATH or PATH:PATH.
-        module: environment modules to load.
-        restarts: maximum number of times that the job requeues itself.
-        extra: arguments of sbatch: --partition, --time, --account, …
+    It has a process per GPU, or per node without GPUs, and requeues itself.
     """
-    if not job.is_distributed and nodes > 1:
-        raise UserError(f"--nodes {nodes}: {job.command[0]} runs on one machine")
+    _check_nodes(job, nodes)
     tasks = (gpus or 1) if job.is_distributed else 1
     sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
     if gpus:
@@ -206,17 +193,6 @@ def tpu_vm(
     The workers receive the commit of this checkout and run the command as a service, whose log is
     copied to the folder that the command writes to. This process follows the log, and creates the
     slices again after preemption.
-
-    Args:
-        job: the job; its name is that of the queued resource and of its nodes.
-        accelerator: such as v5litepod-16, v5e:4x4 or v5e:4x4,slices=2.
-        zone: zone, such as us-west4-a.
-        project: project; "" for gcloud's default.
-        runtime: runtime version; "" for the default of the accelerator.
-        spot: use preemptible capacity.
-        keep: do not delete the slices.
-        restarts: maximum number of restarts.
-        extra: arguments of `gcloud compute tpus queued-resources create`.
     """
     topology = _topology(accelerator, _TPU_VMS)
     _check_machines(job, accelerator, topology)
@@ -267,6 +243,11 @@ def tpu_vm(
     )
 
 
+def _check_nodes(job: Job, nodes: int) -> None:
+    if nodes > 1 and not job.is_distributed:
+        raise UserError(f"--nodes {nodes}: {job.command[0]} runs on one machine")
+
+
 def _check_accelerator(on: str, job: Job, accelerator: str) -> None:
     if job.command[0] in ("pretrain", "finetune") and not accelerator:
         raise UserError(f"--on {on} needs --accelerator for {job.command[0]}")
@@ -297,10 +278,9 @@ def _topology(accelerator: str, kinds: dict[str, Any]) -> "Topology":
 
 def _tpu_type(topology: "Topology", kind: str) -> list[str]:
     """Return gcloud's options for the type of a slice."""
-    from bert_jax.tools.preflight import slice_shape
+    from bert_jax.tools.preflight import KINDS, slice_shape
 
-    chips = topology.chips // topology.slices
-    cores = chips * (2 if topology.kind in ("v4", "v5p") else 1)
+    cores = topology.chips // topology.slices * KINDS[topology.kind].cores
     if slice_shape(topology.kind, cores) == topology.shape:
         return [f"--accelerator-type={kind}-{cores}"]
     return [f"--type={kind}", f"--topology={'x'.join(map(str, topology.shape))}"]
@@ -320,42 +300,7 @@ def gke(
     """Plan a JobSet on the current cluster of kubectl, with one job per TPU slice.
 
     JobSet (https://jobset.sigs.k8s.io) must be installed in the cluster, as xpk and Cluster Toolkit do.
-
-    Args:
-        job: the job.
-        image: container image with bert-jax, such as one built from launch/Dockerfile.
-        accelerator: such as v5litepod-16, v5e:4x4,slices=2 or tpu7x:2x2x1; "" for a machine
-            without one.
-        queue: Kueue's local queue; "" for none.
-        namespace: namespace; "" for kubectl's.
-        service_account: Kubernetes service account that may access the bucket; "" for the default.
-        spot: use preemptible nodes.
-        restarts: maximum number of restarts.
     """
-    path = str(state_folder(job.name) / "jobset.yaml")
-    manifest = jobset(job, image, accelerator, queue, service_account, spot, restarts)
-    kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
-    label = f"--selector=jobset.sigs.k8s.io/jobset-name={job.name}"
-    return Plan(
-        files={path: _yaml(manifest)},
-        before=[[*kubectl, "apply", f"--filename={path}"]],
-        status=[*kubectl, "get", "jobset,pods", label],
-        logs=[*kubectl, "logs", "--follow", label, "--prefix", "--tail=100",
-              "--max-log-requests=1000"],
-        stop=[[*kubectl, "delete", "jobset", job.name]],
-    )  # fmt: skip
-
-
-def jobset(
-    job: Job,
-    image: str,
-    accelerator: str = "",
-    queue: str = "",
-    service_account: str = "",
-    spot: bool = False,
-    restarts: int = 100,
-) -> dict[str, Any]:
-    """Return a JobSet manifest (see `gke` for the arguments)."""
     variables, nodes, resources = dict(job.environment), {}, {}
     slices = machines = 1
     _check_accelerator("gke", job, accelerator)
@@ -390,9 +335,10 @@ def jobset(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(STOP_SECONDS),
         "nodeSelector": nodes,
-        **(_HOST_NETWORK if slices > 1 else {}),
         "containers": [container],
     }
+    if slices > 1:  # between slices, a host's own network is faster than that of Kubernetes
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     # A pod that fails fails its job, which restarts all jobs, but for statuses that are final.
     final = [EXIT_NEGATIVE, EXIT_USER_ERROR]
     rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": final}}
@@ -415,7 +361,7 @@ def jobset(
         labels["kueue.x-k8s.io/queue-name"] = queue
     # Each job has a node pool, that is a slice, for itself.
     annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    return {
+    manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {
@@ -430,6 +376,17 @@ def jobset(
             ],
         },
     }
+    path = str(state_folder(job.name) / "jobset.yaml")
+    kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+    label = f"--selector=jobset.sigs.k8s.io/jobset-name={job.name}"
+    return Plan(
+        files={path: _yaml(manifest)},
+        before=[[*kubectl, "apply", f"--filename={path}"]],
+        status=[*kubectl, "get", "jobset,pods", label],
+        logs=[*kubectl, "logs", "--follow", label, "--prefix", "--tail=100",
+              "--max-log-requests=1000"],
+        stop=[[*kubectl, "delete", "jobset", job.name]],
+    )  # fmt: skip
 
 
 # SkyPilot's variables in the ones of `bert_jax.distributed`.
@@ -456,32 +413,10 @@ def sky(
 ) -> Plan:
     """Plan a managed SkyPilot job, which moves to other machines after preemption.
 
-    Args:
-        job: the job.
-        accelerator: such as H100:8 or tpu-v6e-8; "" for a machine without one.
-        nodes: number of such machines (a TPU slice counts as one).
-        image: container image built from launch/Dockerfile; "" installs this checkout.
-        spot: use preemptible capacity.
-        extra: arguments of `sky jobs launch`: --infra, --cpus, --memory, …
+    Without an image, its machines install this checkout.
     """
-    if nodes > 1 and not job.is_distributed:
-        raise UserError(f"--nodes {nodes}: {job.command[0]} runs on one machine")
+    _check_nodes(job, nodes)
     _check_accelerator("sky", job, accelerator)
-    path = str(state_folder(job.name) / "sky.yaml")
-    task = sky_task(job, accelerator, nodes, image, spot)
-    return Plan(
-        files={path: _yaml(task)},
-        before=[["sky", "jobs", "launch", "--yes", "--detach-run", *extra, path]],
-        status=["sky", "jobs", "queue"],
-        logs=["sky", "jobs", "logs", f"--name={job.name}"],
-        stop=[["sky", "jobs", "cancel", "--yes", f"--name={job.name}"]],
-    )
-
-
-def sky_task(
-    job: Job, accelerator: str = "", nodes: int = 1, image: str = "", spot: bool = False
-) -> dict[str, Any]:
-    """Return a task of SkyPilot (see `sky` for the arguments)."""
     is_tpu = accelerator.startswith("tpu-")
     resources: dict[str, Any] = {
         "use_spot": spot,
@@ -512,14 +447,18 @@ def sky_task(
         task["setup"] = _SKY_SETUP.format(extras=",".join(extras))
         program = "venv/bin/bert-jax"
     task["run"] = f"{processes}{start} {shlex.join([program, *job.command])}\n"
-    return task
+    path = str(state_folder(job.name) / "sky.yaml")
+    return Plan(
+        files={path: _yaml(task)},
+        before=[["sky", "jobs", "launch", "--yes", "--detach-run", *extra, path]],
+        status=["sky", "jobs", "queue"],
+        logs=["sky", "jobs", "logs", f"--name={job.name}"],
+        stop=[["sky", "jobs", "cancel", "--yes", f"--name={job.name}"]],
+    )
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes scripts as blocks of lines, and equal values in full, as people do."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    """Writes scripts as blocks of lines, as people do."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -544,4 +483,4 @@ ENGINES: dict[str, Callable[..., Plan]] = {
 # Engines whose machines do not share the files of this one.
 REMOTE = ("tpu-vm", "gke", "sky")
 # Engines that queue a job and return.
-SUBMITTED = ("gke", "slurm", "sky")
+SUBMITTED = ("slurm", "gke", "sky")

@@ -32,10 +32,7 @@ def start(on: str, name: str, plan: Plan) -> int:
             "on": on,
             "began": datetime.datetime.now().isoformat(" ", "seconds"),
             "launcher": os.getpid(),
-            "folder": plan.folder,
-            "status": plan.status,
-            "logs": plan.logs,
-            "stop": plan.stop,
+            **{key: getattr(plan, key) for key in ("folder", "status", "logs", "stop")},
         }
         files.write_json(folder / _FILE, job)
         status = EXIT_USER_ERROR
@@ -51,17 +48,16 @@ def start(on: str, name: str, plan: Plan) -> int:
 
 @contextlib.contextmanager
 def _owned(folder: pathlib.Path, name: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with files.one_line_errors(f"cannot write {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-        try:
-            stack.enter_context(files.lock_folder(folder))
-        except InUse:
-            raise UserError(
-                f"a launcher of {name} is running: see `bert-jax launch status {name}`, or choose "
-                "another --name"
-            ) from None
-        yield
+    with files.one_line_errors(f"cannot write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with files.lock_folder(folder):
+            yield
+    except InUse:
+        raise UserError(
+            f"a launcher of {name} is running: see `bert-jax launch status {name}`, or choose "
+            "another --name"
+        ) from None
 
 
 def _check_name(folder: pathlib.Path, name: str, plan: Plan) -> None:
@@ -79,13 +75,7 @@ def _check_name(folder: pathlib.Path, name: str, plan: Plan) -> None:
 
 
 def detach(on: str, name: str, arguments: Sequence[str]) -> int:
-    """Start a launcher in the background, and return when it has begun.
-
-    Args:
-        on: name of the engine.
-        name: name of the job.
-        arguments: of `bert-jax`, without `--detach`.
-    """
+    """Start a launcher in the background by arguments without `--detach`; return when it has begun."""
     if on in SUBMITTED:
         raise UserError(f"--detach: --on {on} queues the job and returns; remove it")
     folder = state_folder(name)

@@ -97,14 +97,10 @@ def script(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
+def run(plan: Plan) -> int:
     """Execute a plan and return the exit status of its last run; 0 for a submitted job.
 
     SIGINT and SIGTERM end it. Machines then remain, because the run on them continues.
-
-    Args:
-        plan: the plan.
-        stop_seconds: time between SIGTERM and SIGKILL.
     """
     for command in [*plan.before, *(process.command for process in plan.processes)]:
         if not shutil.which(command[0]):
@@ -121,13 +117,13 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
     after = plan.after
     with signals() as received:  # between commands, which `run_processes` forwards signals to
         for restart in range(plan.restarts + 1):
-            command, status, interrupted = _first_failure(plan.before, stop_seconds)
+            command, status, interrupted = _first_failure(plan.before)
             if status and status not in plan.again and not interrupted:
                 errors.append(f"{shlex.join(command)} exited with status {status}")
                 if status == EXIT_BUSY or command == plan.before[0]:
                     after = ()
             elif not status and not interrupted:
-                status, interrupted = run_processes(plan.processes, stop_seconds)
+                status, interrupted = run_processes(plan.processes)
             interrupted = interrupted or bool(received)
             if interrupted or status not in plan.again:
                 break
@@ -136,7 +132,7 @@ def run(plan: Plan, stop_seconds: float = STOP_SECONDS) -> int:
         if interrupted and plan.stop and (status or plan.processes):  # the run is on other machines
             say("a run that has started continues; the same command follows it again")
             status, after = EXIT_INTERRUPTED, ()
-        command, failure, _ = _first_failure(after, stop_seconds)
+        command, failure, _ = _first_failure(after)
     if failure:
         errors.append(f"{shlex.join(command)} exited with status {failure}: run it again")
     if plan.remains and not after:
@@ -257,9 +253,7 @@ def exit_status(child: subprocess.Popen | subprocess.CompletedProcess) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _first_failure(
-    commands: Sequence[Sequence[str]], stop_seconds: float
-) -> tuple[Sequence[str], int, bool]:
+def _first_failure(commands: Sequence[Sequence[str]]) -> tuple[Sequence[str], int, bool]:
     """Run commands until one fails or a signal is received.
 
     Returns:
@@ -268,7 +262,7 @@ def _first_failure(
     command, status, interrupted = (), 0, False
     for command in commands:
         say("$ " + shlex.join(command))
-        status, interrupted = run_processes([Process(command)], stop_seconds, groups=True)
+        status, interrupted = run_processes([Process(command)], groups=True)
         if status or interrupted:
             break
     return command, status, interrupted

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from bert_jax import storage
 from bert_jax.errors import UserError
@@ -22,84 +22,61 @@ _CREDENTIAL = re.compile(
 )
 
 
-class Request(NamedTuple):
-    """What is to be launched.
-
-    Attributes:
-        command: arguments of `bert-jax`, starting with the verb.
-        folder: folder that the command writes to.
-        config: config file of the command; "" for none.
-        inputs: other paths that the command reads.
-        environment: NAME=VALUE for the command.
-        name: name of the job, slice or workload; None derives it from `folder`.
-    """
-
-    command: Sequence[str]
-    folder: str
-    config: str = ""
-    inputs: Sequence[str] = ()
-    environment: Sequence[str] = ()
-    name: str | None = None
+def parse_environment(parts: Sequence[str]) -> dict[str, str]:
+    """Return environment variables given as NAME=VALUE."""
+    environment = {}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--env {part}: it must be NAME=VALUE")
+        _check_value(f"--env {name}", value)
+        environment[name] = value
+    return environment
 
 
-def make_plan(on: str, request: Request, options: dict[str, Any]) -> tuple[str, Plan]:
-    """Check a request and return the name of its job, and the plan of an engine.
-
-    Args:
-        on: a key of `ENGINES`.
-        request: the request.
-        options: keyword arguments of the engine.
-    """
+def make_plan(on: str, job: Job, options: dict[str, Any]) -> Plan:
+    """Check a job and return the plan of an engine, a key of `ENGINES` with its keyword arguments."""
     engine = ENGINES[on]
     parameters = {
         key: parameter
         for key, parameter in inspect.signature(engine).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    known = ", ".join(f"--{key.replace('_', '-')}" for key in parameters)
+    known = ", ".join(map(_flag, parameters))
     for key in options:
         if key not in parameters:
-            flag = key.replace("_", "-")
-            raise UserError(f"--{flag} is not an option of --on {on}, which takes {known}")
+            raise UserError(f"{_flag(key)} is not an option of --on {on}, which takes {known}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
             raise UserError(f"--on {on} needs --{key}; it takes {known}")
     for key, value in options.items():
         for part in value if isinstance(value, list) else [value]:
-            _check_value(f"--{key.replace('_', '-')}", str(part))
+            _check_value(_flag(key), str(part))
         minimum = 0 if key in ("restarts", "gpus") else 1
-        if type(value) is int and value < minimum:
-            raise UserError(f"--{key} {value}: it must be {minimum} or more")
-        if type(value) is int and value > 100_000:
-            raise UserError(f"--{key} {value}: it must be at most 100,000")
-    for part in request.command:
+        if type(value) is int and not minimum <= value <= 100_000:
+            raise UserError(f"--{key} {value}: it must be {minimum} to 100,000")
+    for part in job.command:
         _check_value("an argument after --", part)
-    environment = {}
-    for part in request.environment:
-        name, equals, value = part.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f"--env {part}: it must be NAME=VALUE")
-        _check_value(f"--env {name}", value)
-        environment[name] = value
     needs_checkout = on != "local" and (on == "slurm" or not options.get("image"))
     if needs_checkout and not (engines.SCRIPTS / "slurm.sh").exists():
         raise UserError(
             f"{engines.SCRIPTS} does not exist: run from a checkout, installed by pip install -e"
         )
     if on in REMOTE:
-        _check_remote(on, request)
+        _check_remote(on, job)
     if on == "tpu-vm":
-        _check_tpu_vm(request)
-    name = request.name
-    if name is not None and not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        _check_tpu_vm(job)
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", job.name):
         raise UserError(
-            f"--name {name}: use up to 40 lowercase letters, digits and hyphens, starting with a letter"
+            f"--name {job.name}: use up to 40 lowercase letters, digits and hyphens, starting with a "
+            "letter"
         )
-    name = name or job_name(request.folder.rstrip("/").rpartition("/")[2])
-    job = Job(request.command, name, request.folder, environment)
-    folder = request.folder
-    folder = folder if storage.is_remote(folder) else os.path.abspath(folder)
-    return name, engine(job, **options)._replace(folder=folder)
+    folder = job.folder if storage.is_remote(job.folder) else os.path.abspath(job.folder)
+    return engine(job, **options)._replace(folder=folder)
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def _check_value(name: str, value: str) -> None:
@@ -114,25 +91,25 @@ def _check_value(name: str, value: str) -> None:
         )
 
 
-def _check_remote(on: str, request: Request) -> None:
+def _check_remote(on: str, job: Job) -> None:
     """Check that the paths exist on other machines, which have the checkout or an image."""
-    if request.command[0] == "sweep":
+    if job.command[0] == "sweep":
         raise UserError(
             f"--on {on}: the results of a sweep would be lost with the disk of the worker: use "
             f"`bert-jax sweep --on {on}`, which launches each training run"
         )
-    config = request.config
+    config = job.config
     if config and (os.path.isabs(config) or not (engines.CHECKOUT / config).exists()):
         raise UserError(
             f"--config {config}: workers run in a copy of {engines.CHECKOUT}; give a path relative "
             "to it"
         )
-    if _is_here(request.folder):
+    if _is_here(job.folder):
         raise UserError(
-            f"{request.folder} would be lost with the disk of the worker: give a folder on object "
+            f"{job.folder} would be lost with the disk of the worker: give a folder on object "
             "storage, gs://BUCKET/… or s3://BUCKET/…, or on a disk that the machines share"
         )
-    for path in request.inputs:
+    for path in job.inputs:
         # Sources of text are [KIND:]GLOB[@WEIGHT].
         local = re.sub(r"@[\d.]+$", "", path.partition(":")[2] or path)
         exists = os.path.exists(local) or glob.glob(local, recursive=True)
@@ -152,9 +129,9 @@ def _is_here(path: str) -> bool:
     return not posix_path.is_absolute() or any(posix_path.is_relative_to(f) for f in folders)
 
 
-def _check_tpu_vm(request: Request) -> None:
+def _check_tpu_vm(job: Job) -> None:
     """Check that the verb runs on workers, and that they receive what is in the checkout."""
-    if request.command[0] == "prepare":
+    if job.command[0] == "prepare":
         raise UserError(
             "--on tpu-vm starts a process on every machine, and prepare runs in one: use --on sky, "
             "gke or slurm"
@@ -170,9 +147,9 @@ def _check_tpu_vm(request: Request) -> None:
             f"{engines.CHECKOUT} has uncommitted changes ({changed}, …), and workers receive the "
             "commit: commit or stash them"
         )
-    if request.config and _git("ls-files", "--error-unmatch", request.config).returncode:
+    if job.config and _git("ls-files", "--error-unmatch", job.config).returncode:
         raise UserError(
-            f"--config {request.config} is not committed, and workers receive the commit: add and "
+            f"--config {job.config} is not committed, and workers receive the commit: add and "
             "commit it"
         )
 

@@ -20,7 +20,7 @@ from bert_jax import files, workdir
 from bert_jax.config import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.errors import UserError
-from bert_jax.tools.launch import SUBMITTED
+from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.points import FOLDER_OPTION, RUNS, Point, SweepArgs
 from bert_jax.tools.sweep.scheduler import LAUNCHED, PointRun

@@ -9,7 +9,7 @@ import time
 
 from bert_jax import files
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
-from bert_jax.tools import launch
+from bert_jax.tools.launch.plan import signals
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.points import Sweep
 from bert_jax.tools.sweep.results import Results, lines_of
@@ -60,7 +60,7 @@ def run(
         if not search:
             scheduler.add(sweep.points)
         stack.callback(scheduler.stop)  # on any error, stop what was started
-        received = stack.enter_context(launch.signals())
+        received = stack.enter_context(signals())
         display = stack.enter_context(Display(scheduler))
         handled = 0
         while True:

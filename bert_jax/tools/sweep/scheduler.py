@@ -20,7 +20,9 @@ from bert_jax import files, workdir
 from bert_jax.config import Config
 from bert_jax.data.workers import cores
 from bert_jax.errors import EXIT_INTERRUPTED, InUse
-from bert_jax.tools import launch
+from bert_jax.tools.launch.engines import SUBMITTED, python_command
+from bert_jax.tools.launch.plan import KILLED, exit_status
+from bert_jax.tools.launch.request import job_name
 from bert_jax.tools.sweep.points import FOLDER_OPTION, Point, SweepArgs
 
 ATTEMPTS, LOG, OUT = "attempts.jsonl", "log", "out"
@@ -124,9 +126,9 @@ class Engine(NamedTuple):
         if point.verb == "python":
             return [sys.executable, *parts[1:], *folder]
         if self.on == "local" or point.verb not in LAUNCHED:
-            return [*launch.python_command(), *parts, *folder]
+            return [*python_command(), *parts, *folder]
         options = ["--on", self.on, "--name", _job(point_runs[point.name]), *self.options]
-        return [*launch.python_command(), "launch", *options, "--", *parts, *folder]
+        return [*python_command(), "launch", *options, "--", *parts, *folder]
 
     def is_queued(self, point_run: PointRun) -> bool:
         """Whether a submitted job is pending or running, as far as is known.
@@ -144,11 +146,11 @@ class Engine(NamedTuple):
 
     def is_asynchronous(self, point: Point) -> bool:
         """Whether the command of a point returns before the point has run; its workdir shows the end."""
-        return self.on in launch.SUBMITTED and point.verb in LAUNCHED
+        return self.on in SUBMITTED and point.verb in LAUNCHED
 
 
 def _job(point_run: PointRun) -> str:
-    return f"{launch.job_name(point_run.point.name, 28)}-{point_run.digest}"
+    return f"{job_name(point_run.point.name, 28)}-{point_run.digest}"
 
 
 @dataclasses.dataclass
@@ -231,7 +233,7 @@ class Scheduler:
                 else:
                     self._query_queue(name, running)
             elif running.process.poll() is not None:
-                self._ended(name, running, launch.exit_status(running.process))
+                self._ended(name, running, exit_status(running.process))
         if self.is_stopping:
             return
         for name, point_run in self.point_runs.items():
@@ -284,7 +286,7 @@ class Scheduler:
             running.process = None
             return
         state = "failed" if status else "done"
-        if self.is_stopping and status in (EXIT_INTERRUPTED, *launch.KILLED):
+        if self.is_stopping and status in (EXIT_INTERRUPTED, *KILLED):
             state = "stopped"
         elif status == EXIT_INTERRUPTED and self._restarts[name] < _RESTARTS:
             self._restarts[name] += 1
