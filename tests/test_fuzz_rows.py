@@ -41,7 +41,7 @@ def all_rows(opened):
 
 def records(opened):
     """Return the bytes of every record as stored in the shard."""
-    return opened._source.__getitems__(list(range(len(opened))))
+    return opened._records(range(len(opened)))
 
 
 def flip(path, at, bit=0):
@@ -181,10 +181,6 @@ def test_unreadable_shard_is_never_skipped(folder, skip):
     opened = loader.Rows(folder, "train", skip)
     path = shard_of(folder)
     data = path.read_bytes()
-    last = records(opened)[-1]
-    flip(path, data.index(last) + len(last) + 60)  # in the index, which comes after the records
-    with pytest.raises(UserError, match=f"cannot open the shard {path} .*index is damaged"):
-        loader.Rows(folder, "train", skip)
     path.write_bytes(data[:2000])
     for read in (lambda: loader.Rows(folder, "train", skip), lambda: all_rows(opened)):
         with pytest.raises(UserError, match=f"{path} has 2000 bytes.* truncated"):
@@ -214,16 +210,11 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
         at = rng.choice(used) if number % 2 else rng.randrange(len(data))
         flip(path, at, rng.randrange(8))
         messages = []
-        try:
-            skipping = loader.Rows(folder, "train", messages.append)
-        except UserError:
-            outcomes["refused"] += 1
-            continue
-        result = all_rows(skipping)
+        result = all_rows(loader.Rows(folder, "train", messages.append))
         empty = [int(line.split()[1]) for line in messages]
         assert_same_except(clean, result, empty)
         outcomes["skipped" if messages else "no difference"] += 1
-    assert {"refused", "skipped", "no difference"} <= {*outcomes}, outcomes
+    assert {"skipped", "no difference"} == {*outcomes}, outcomes
 
 
 # --- Manifests ------------------------------------------------------------------------------------
@@ -262,7 +253,7 @@ def test_manifest_with_too_many_rows_is_rejected(folder, manifest):
     for holder in (changed["train"], changed["train"]["shards"][0]):
         holder["rows"] = 10**12
     (folder / "manifest.json").write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="the manifest says 1000000000000"):
+    with pytest.raises(UserError, match="too few for the 1000000000000 rows"):
         loader.Rows(folder, "train")
 
 

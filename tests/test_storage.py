@@ -463,9 +463,8 @@ def test_missing_gcsfs_error_names_the_package(capsys, monkeypatch):
 
 
 def wait_for_copies(opened):
-    cache = opened._cache
     for _ in range(500):
-        if all(map(cache.is_local, range(len(opened._shards)))) or cache.altered:
+        if opened.is_local or opened._cache.altered:
             return
         time.sleep(0.02)
     raise AssertionError("no copies")
@@ -493,7 +492,7 @@ def test_altered_rows_are_detected(server, url, rows, tmp_path, monkeypatch):
     name = manifest.train.shards[0].name
     content = bytearray(storage.read(f"{url}/{name}"))
     opened = loader.Rows(rows(), "train")
-    _, end = opened._file(0).span(3)
+    _, end = opened._layout.span(3)
     content[end - 1] ^= 1
     storage.write(f"{url}/{name}", bytes(content))
     with pytest.raises(UserError, match=rf"record 3 of the shard {url}/{name} is damaged"):

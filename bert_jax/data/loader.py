@@ -10,14 +10,14 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO
 
 import numpy as np
 from jaxtyping import Int
 
 from bert_jax import files, storage
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
-from bert_jax.data.shards import ShardCache, ShardFile
+from bert_jax.data.shards import ShardCache, ShardLayout
 from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
 
@@ -53,30 +53,22 @@ class Rows:
             copy: whether to copy shards on object storage to the cache, in the background.
         """
         self._url = str(folder).rstrip("/") if storage.is_remote(folder) else ""
-        self._folder, self._skip = pathlib.Path(folder), skip
+        self._name = self._url or pathlib.Path(folder)
+        self._skip = skip
         self._reported: set[int] = set()
         self._report_lock = threading.Lock()
         self.manifest: Manifest = read_manifest(folder)
         self._shards: tuple[Shard, ...] = getattr(self.manifest, split).shards
         self._format: RowFormat = self.manifest.format
+        self._layout = ShardLayout(self._format.dtype.itemsize)
         self._starts = np.cumsum([0] + [shard.rows for shard in self._shards])
+        self._check_sizes(self._shards)
+        self._folder = pathlib.Path(folder)
         if self._url:
-            self._check_remote_sizes()
-            self._cache = ShardCache(
-                self._url, self.manifest.digest, self._shards, self._format.dtype.itemsize, copy
-            )
+            self._cache = ShardCache(self._url, self.manifest.digest, self._shards, copy)
             self._folder = self._cache.folder
-        else:
-            for shard in self._shards:
-                self._check_size(shard)
-        self._source: Any = range(len(self)) if self._url else self._open(self._shards)
-        if len(self._source) != len(self):
-            raise UserError(
-                f"{folder}: the shards of {split} hold {len(self._source)} rows, but the "
-                f"manifest says {len(self)}; prepare the rows again"
-            )
         # Bound the number of open files; evicted ones close when no thread reads from them.
-        self._file = functools.lru_cache(_OPEN_SHARDS)(self._open_directly)
+        self._file = functools.lru_cache(_OPEN_SHARDS)(self._open)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -84,66 +76,67 @@ class Rows:
     @property
     def is_local(self) -> bool:
         """Whether all shards are on this machine, so that reading sends no requests."""
-        return not self._url or all(map(self._cache.is_local, range(len(self._shards))))
+        return all((self._folder / shard.name).exists() for shard in self._shards)
 
-    def _check_remote_sizes(self) -> None:
-        sizes = storage.listing(self._url)
-        for shard in self._shards:
-            if shard.name not in sizes:
-                raise UserError(f"the shard {self._url}/{shard.name} is missing; upload it again")
-            self._compare_size(shard, f"{self._url}/{shard.name}", sizes[shard.name].size)
+    def _check_sizes(self, shards: Sequence[Shard]) -> None:
+        remote = storage.listing(self._url) if self._url else {}
+        for shard in shards:
+            path = f"{self._name}/{shard.name}"
+            if not self._url:
+                # Opening fails if too many files are open, not only if the shard is damaged.
+                with (
+                    files.one_line_errors(f"cannot read the shard {path}"),
+                    open(path, "rb") as file,
+                ):
+                    size = os.fstat(file.fileno()).st_size
+            elif shard.name in remote:
+                size = remote[shard.name].size
+            else:
+                raise UserError(f"the shard {path} is missing; upload it again")
+            if size != shard.bytes:
+                raise UserError(
+                    f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
+                    "it is truncated or altered; prepare the rows again"
+                )
+            if shard.rows and self._layout.span(shard.rows - 1)[1] > size:
+                raise UserError(
+                    f"the shard {path} has {size} bytes, too few for the {shard.rows} rows that its "
+                    "manifest says; prepare the rows again"
+                )
 
-    def _compare_size(self, shard: Shard, path: object, size: int) -> None:
-        if size != shard.bytes:
-            raise UserError(
-                f"the shard {path} has {size} bytes, but its manifest says {shard.bytes}: "
-                "it is truncated or altered; prepare the rows again"
-            )
+    def _open(self, shard: int) -> IO[bytes]:
+        return open(self._folder / self._shards[shard].name, "rb", buffering=0)
 
-    def _check_size(self, shard: Shard) -> None:
-        path = self._folder / shard.name
+    def _prefetch(self, shard: int, start: int, end: int) -> bool:
+        """Let the system read a part of a shard in advance; return False if there is no copy yet."""
         try:
-            with open(path, "rb") as file:  # fails if too many files are open, not only if damaged
-                size = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise UserError(f"cannot read the shard {path}: {files.describe(error)}") from None
-        self._compare_size(shard, path, size)
-
-    def _open(self, shards: Sequence[Shard]) -> Any:
-        from grain.sources import ArrayRecordDataSource
-
-        paths = [str(self._folder / shard.name) for shard in shards]
-        try:
-            # Grain rejects an empty list of paths.
-            return ArrayRecordDataSource(paths) if paths else []
-        except Exception as error:  # of various types, without the name of the file
-            if len(shards) > 1:
-                for shard in shards:
-                    self._open([shard])
-            raise UserError(
-                f"cannot open the shard {paths[0]} ({' '.join(str(error).split())}): its index is "
-                "damaged; prepare the rows again"
-            ) from None
-
-    def _open_directly(self, shard: int) -> ShardFile:
-        try:
-            return ShardFile(self._folder / self._shards[shard].name, self._format.dtype.itemsize)
+            file = self._file(shard)
         except FileNotFoundError:
             if self._url:
-                self._cache.forget_missing()
+                return False
             raise
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
+        return True
 
-    def _records(self, indices: Sequence[int] | Int[np.ndarray, " rows"]) -> list[bytes]:
-        """Read records at their computed positions, without checking them."""
+    def _records(
+        self, indices: Sequence[int] | Int[np.ndarray, " rows"], use_copies: bool = True
+    ) -> list[bytes]:
+        """Read records at their computed positions, those of a batch together, without checks."""
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
-        locations = list(zip(shards.tolist(), numbers.tolist(), strict=True))
-        remote = [at for at in locations if self._url and not self._cache.is_local(at[0])]
-        fetched = dict(zip(remote, self._cache.fetch(remote), strict=True)) if remote else {}
-        for shard, number in locations:
-            if (shard, number) not in fetched:
-                self._file(shard).prefetch(number)
-        return [fetched.get(at) or self._file(at[0]).read(at[1]) for at in locations]
+        parts = list(zip(*(x.tolist() for x in (shards, *self._layout.span(numbers))), strict=True))
+        is_remote = not use_copies and bool(self._url)
+        remote = [part for part in parts if is_remote or not self._prefetch(*part)]
+        fetched = storage.read_ranges(
+            [(f"{self._url}/{self._shards[shard].name}", *span) for shard, *span in remote]
+        )
+        data = dict(zip(remote, fetched, strict=True))
+        records = [data.get(part) or self._pread(*part) for part in parts]
+        return list(map(self._layout.record, numbers.tolist(), records))
+
+    def _pread(self, shard: int, start: int, end: int) -> bytes:
+        return os.pread(self._file(shard).fileno(), end - start, start)
 
     def verify(self) -> None:
         """Read every shard once and compare its SHA-256 with the manifest's.
@@ -157,7 +150,7 @@ class Rows:
             digests = pool.map(files.sha256, [self._folder / s.name for s in self._shards])
             for shard, digest in zip(self._shards, digests, strict=True):
                 if digest != shard.sha256:
-                    self._report_altered(f"{self._folder}/{shard.name}")
+                    self._report_altered(f"{self._name}/{shard.name}")
 
     def _report_altered(self, path: str) -> None:
         altered = f"the shard {path} fails its checksum: it was altered"
@@ -173,7 +166,7 @@ class Rows:
                 del self._cache.altered[0]
         try:
             return self._decode(self._records(indices))
-        except (OSError, ValueError):  # find the bad records one by one with the slower library
+        except (OSError, ValueError):  # find the bad records one by one
             rows = [self._read_or_skip(int(index)) for index in indices]
             return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
@@ -186,18 +179,11 @@ class Rows:
         number = int(np.searchsorted(self._starts, index, "right")) - 1
         shard, record = self._shards[number], index - int(self._starts[number])
         try:
-            if self._url:
-                return self._decode(self._cache.fetch([(number, record)]))
-            return self._decode([self._source[index]])
-        except UserError:  # the storage does not answer, or the shard cannot be read
-            raise
-        except Exception as error:
+            return self._decode(self._records([index], use_copies=False))
+        except (OSError, ValueError) as error:
             if not self._url:
-                self._check_size(shard)
-            damaged = (
-                f"record {record} of the shard {self._url or self._folder}/{shard.name} "
-                f"is damaged ({' '.join(str(error).split())})"
-            )
+                self._check_sizes([shard])
+            damaged = f"record {record} of the shard {self._name}/{shard.name} is damaged ({error})"
             if self._skip is None:
                 raise UserError(f"{damaged}; prepare the rows again") from None
         with self._report_lock:

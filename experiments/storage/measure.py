@@ -48,7 +48,7 @@ def rows_per_second(folder: str, seed: int, wait: bool) -> float:
 
     rows = loader.Rows(folder, "train")
     if wait:
-        while not all(map(rows._cache.is_local, range(len(rows._shards)))):
+        while not rows.is_local:
             time.sleep(0.05)
     order = np.random.default_rng(seed).permutation(len(rows))[: BATCH * BATCHES]
     rows.read(order[:BATCH])
