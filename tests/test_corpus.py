@@ -2,10 +2,8 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
-import os
 import pathlib
 import sys
 import textwrap
@@ -15,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.data import compressed, corpus, formats, wordpiece
+from bert_jax.data import corpus, formats, wordpiece
 from bert_jax.data.sentences import SENTENCE_CHARACTERS, split_sentences
 from bert_jax.errors import UserError
 
@@ -559,12 +557,6 @@ def test_huge_pages_words_and_tags_in_dumps(tmp_path, monkeypatch):
         write(tmp_path / "tag.xml", f'<mediawiki a="{"x" * 6_000_000}"><page/></mediawiki>'),
         "tag.xml:1: a tag longer than",
     )
-
-
-def test_zstd_stream_is_read_in_chunks():
-    data = os.urandom(3000) * 50
-    stream = io.BufferedReader(compressed._ZstdFile(io.BufferedReader(io.BytesIO(zstd(data)))))
-    assert stream.read() == data
 
 
 def test_long_json_document_is_split_at_line_breaks(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ SCRIPT = HERE / "gpu.py"
 # Dependencies of bert_jax that a machine with JAX, PyTorch and transformers may lack.
 LACKING = (
     "array_record google_crc32c grain mwparserfromhell ml_collections sentencex tensorboardX "
-    "tensorflow_datasets zstandard"
+    "tensorflow_datasets"
 ).split()
 # Simulate a machine without them, on which bert_jax is not installed either.
 BARE = f"""

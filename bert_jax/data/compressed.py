@@ -40,7 +40,9 @@ def decompressed(
     if magic.startswith(b"\xfd7zXZ\x00"):
         return io.BufferedReader(lzma.LZMAFile(file), _BLOCK_BYTES)
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(_ZstdFile(file), _BLOCK_BYTES)
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BLOCK_BYTES)
     return file
 
 
@@ -68,7 +70,7 @@ def damage(path: pathlib.Path) -> Iterator[None]:
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from None
     except OSError as error:
-        if error.errno is None:  # how bz2 reports bad data
+        if error.errno is None:  # how bz2 and pyarrow report bad data
             raise _damaged(path, error) from None
         with one_line_errors(f"cannot read {path}"):
             raise
@@ -135,39 +137,3 @@ class _Counted(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-class _ZstdFile(io.RawIOBase):
-    """Zstandard decompressor that, unlike the library's reader, detects truncated files."""
-
-    mode = "rb"
-
-    def __init__(self, file: io.BufferedReader):
-        import zstandard
-
-        self._file, self._library = file, zstandard
-        self._frame = None
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            # Read little at a time, as a kilobyte can expand to 32 MB.
-            data = self._frame.unused_data if self._frame and self._frame.eof else b""
-            data = data or self._file.read(1024)
-            if not data:
-                if self._frame and not self._frame.eof:
-                    raise EOFError("the end is missing")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = self._library.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = self._frame.decompress(data)
-            except self._library.ZstdError as error:
-                raise EOFError(str(error)) from None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
