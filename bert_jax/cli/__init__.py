@@ -124,12 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
         path = f"{error.filename}: " if error.filename else ""
         print(f"bert-jax {options.verb}: {path}{files.describe(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except Interrupted as interrupt:
-        print(
-            f"bert-jax {options.verb}: {interrupt}; run the same command to resume",
-            file=sys.stderr,
-        )
-        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print(f"bert-jax {options.verb}: interrupted", file=sys.stderr)
         return 130

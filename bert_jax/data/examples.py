@@ -14,7 +14,7 @@ import numpy as np
 
 from bert_jax.data import rows
 from bert_jax.data.instances import truncated_lengths
-from bert_jax.data.loader import Batch
+from bert_jax.data.loader import Batch, prefetched
 from bert_jax.data.shuffle import shuffled
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.progress import Progress
@@ -229,30 +229,14 @@ class Plan:
 
         A thread prepares batches in advance.
         """
-        import grain
 
-        source = _Steps(self, seed, end, process, processes)
-        dataset = grain.MapDataset.source(source)[first:]
-        return iter(
-            dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
-        )
+        def batch_of(step: int) -> Batch:
+            batch = self.batch(step, seed)
+            local_rows = len(batch["tokens"]) // processes
+            part = slice(process * local_rows, (process + 1) * local_rows)
+            return {k: v[part] for k, v in batch.items()}
 
-
-class _Steps:
-    """Random-access source of this process's slices, for Grain's prefetching."""
-
-    def __init__(self, plan: Plan, seed: int, steps: int, process: int, processes: int):
-        self._plan, self._seed, self._steps = plan, seed, steps
-        self._process, self._processes = process, processes
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, step: int) -> Batch:
-        batch = self._plan.batch(step, self._seed)
-        local_rows = len(batch["tokens"]) // self._processes
-        part = slice(self._process * local_rows, (self._process + 1) * local_rows)
-        return {k: v[part] for k, v in batch.items()}
+        return prefetched(batch_of, first, end, threads=1)
 
 
 def row_counts(needs: np.ndarray, max_counts: int) -> tuple[tuple[int, ...], int]:

@@ -198,34 +198,15 @@ class Rows:
         return self._format.decode(self._format.encode(array))
 
 
-class _Batches:
-    """Random-access source of this process's slice of every batch, for Grain's prefetching."""
+def prefetched(
+    batch_of: Callable[[int], Batch], first_step: int, end_step: int, threads: int
+) -> Iterator[Batch]:
+    """Iterate over the batches of steps [first_step, end_step), which threads prepare in advance."""
+    import grain
 
-    def __init__(
-        self,
-        rows: Rows,
-        batch_size: int,
-        seed: int,
-        steps: int,
-        process: int,
-        processes: int,
-        offset: int,
-    ):
-        self._rows, self._seed, self._steps = rows, seed, steps
-        self._batch_size, self._local = batch_size, batch_size // processes
-        self._first = offset + process * self._local
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def indices(self, step: int) -> Int[np.ndarray, " rows"]:
-        """Return the indices of the rows of the slice of a step."""
-        first = step * self._batch_size + self._first
-        positions = np.arange(first, first + self._local)
-        return shuffled(positions, len(self._rows), self._seed)
-
-    def __getitem__(self, step: int) -> Batch:
-        return self._rows.read(self.indices(step))
+    dataset = grain.MapDataset.range(first_step, end_step).map(batch_of)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4)
+    return iter(dataset.to_iter_dataset(options))
 
 
 def batches(
@@ -250,16 +231,19 @@ def batches(
         process, processes: index of this process and number of processes.
         offset: number of rows, from the start of their first epoch, that come before step 0.
     """
-    import grain
+    local = batch_size // processes
 
-    source = _Batches(rows, batch_size, seed, end_step, process, processes, offset)
-    dataset = grain.MapDataset.source(source)[first_step:]
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+    def batch_of(step: int) -> Batch:
+        first = step * batch_size + offset + process * local
+        return rows.read(shuffled(np.arange(first, first + local), len(rows), seed))
+
+    return prefetched(batch_of, first_step, end_step, threads=2)
 
 
 def row_indices(rows: Rows, batch_size: int, seed: int, step: int, offset: int = 0) -> list[int]:
     """Return the indices of the rows of a step's global batch (arguments as of `batches`)."""
-    return _Batches(rows, batch_size, seed, step + 1, 0, 1, offset).indices(step).tolist()
+    first = step * batch_size + offset
+    return shuffled(np.arange(first, first + batch_size), len(rows), seed).tolist()
 
 
 def heldout_batches(
