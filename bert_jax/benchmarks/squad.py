@@ -6,15 +6,15 @@ A context longer than a sequence is split into overlapping windows, `[CLS] quest
 character offsets of each token, so predictions are always slices of the context.
 """
 
-import collections
 import copy
-import dataclasses
+import itertools
 import json
 import pathlib
 import unicodedata
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from bert_jax import files
 from bert_jax.benchmarks import squad_score
@@ -53,26 +53,21 @@ class Prediction(NamedTuple):
     null_odds: float | None
 
 
-@dataclasses.dataclass
-class _Windows:
-    """Mapping from the E windows of a split to its Q questions.
+class _Asked(NamedTuple):
+    """A question and its W windows, which are examples that follow each other.
 
     Attributes:
-        questions: questions in the order of the windows.
-        labeled: whether the questions have answers.
-        spans: for each question, character offsets of its context's tokens; [n, 2].
-        question: index of each window's question; [E].
-        offset: position in the sequence at which the window's part of the context begins; [E].
-        first: index of the first context token in the window; [E].
-        max_context: range of context tokens with their maximum context in this window; [E, 2].
+        question: the question.
+        spans: character offsets of the context's tokens; [n, 2].
+        offset: position in each sequence at which its part of the context begins.
+        first: index of the first context token of each window; W.
+        max_context: range of context tokens with their maximum context in each window; [W, 2].
     """
 
-    questions: list[Question]
-    labeled: bool
-    spans: list[np.ndarray]
-    question: np.ndarray
-    offset: np.ndarray
-    first: np.ndarray
+    question: Question
+    spans: np.ndarray
+    offset: int
+    first: list[int]
     max_context: np.ndarray
 
 
@@ -112,9 +107,6 @@ class Squad:
                 f"question of {config.question_tokens} tokens: raise it, or lower "
                 "config.task.question_tokens"
             )
-        for name in ("stride_tokens", "question_tokens", "answer_tokens", "n_best"):
-            if getattr(config, name) < 1:
-                raise UserError(f"config.task.{name}={getattr(config, name)} must be at least 1")
         self.config, self.report, self.null_threshold = config, [], 0.0
         paths = {"new": pathlib.Path(new)} if new else _paths(config)
         if not training and config.name:  # without a name, the training data can decide the version
@@ -132,16 +124,13 @@ class Squad:
             config.name == "" and any(question.answers == () for question in labeled_questions)
         )
         self.splits: dict[str, Examples] = {}
-        self._windows: dict[str, _Windows] = {}
+        self._asked: dict[str, list[_Asked]] = {}
+        self._labeled: dict[str, bool] = {}  # by split, whether its questions have answers
         for split in questions:
             if training or split != "train":
-                self.splits[split], self._windows[split] = self._read(
-                    split, questions[split], vocabulary
-                )
+                self._read(split, questions[split], vocabulary)
 
-    def _read(
-        self, split: str, questions: list[Question], vocabulary: Vocabulary
-    ) -> tuple[Examples, _Windows]:
+    def _read(self, split: str, questions: list[Question], vocabulary: Vocabulary) -> None:
         config = self.config
         sep = np.array([vocabulary.sep_id], np.int32)
         distinct = list(dict.fromkeys(question.context for question in questions))
@@ -160,11 +149,9 @@ class Squad:
         may_be_empty = self.unanswerable and (split in ("train", "dev") or any(answers))
         labeled = None not in answers and (may_be_empty or all(answers))
 
-        windows = collections.defaultdict(list)
-        tokens, a_length, targets = [], [], []
+        asked, tokens, a_length, targets = [], [], [], []
         num_truncated, dropped, num_multiple = 0, [], 0
         for question, encoded, gold in zip(questions, encoded_questions, gold_ids, strict=True):
-            question_ids = encoded.ids
             ids, spans = contexts[question.context]
             answer = None
             if labeled and question.answers:
@@ -174,8 +161,8 @@ class Squad:
                     dropped.append(question.id)
                     if split == "train":
                         continue
-            num_truncated += len(question_ids) > config.question_tokens
-            question_ids = question_ids[: config.question_tokens]
+            num_truncated += len(encoded.ids) > config.question_tokens
+            question_ids = encoded.ids[: config.question_tokens]
             head = np.array([vocabulary.cls_id, *question_ids, *vocabulary.separator_ids], np.int32)
             starts, ends, max_context = _slide(
                 len(ids), config.tokens - len(head) - 1, config.stride_tokens
@@ -189,19 +176,14 @@ class Squad:
                 elif answer or (labeled and not question.answers):
                     target = (0, 0)  # [CLS]
                 targets.append(target)
-                windows["question"].append(len(windows["questions"]))
-                windows["offset"].append(len(head))
-                windows["first"].append(start)
-            windows["max_context"].extend(max_context)
-            windows["questions"].append(question)
-            windows["spans"].append(spans)
+            asked.append(_Asked(question, spans, len(head), starts, max_context))
         if not tokens:
             raise UserError(
                 f"config.task.{split}: no question has its answer at answer_start: check the file"
             )
 
         note = self.report.append
-        note(f"{split}: {len(windows['questions']):,} questions, {len(tokens):,} windows")
+        note(f"{split}: {len(asked):,} questions, {len(tokens):,} windows")
         if num_truncated:
             note(f"{split}: {num_truncated:,} questions cut to {config.question_tokens} tokens")
         if split == "train" and num_multiple:
@@ -212,51 +194,28 @@ class Squad:
                 f"{split}: {len(dropped):,} questions {action}: their context does not have the "
                 f"answer at answer_start (first: {dropped[0]!r})"
             )
-        examples = Examples(tokens, a_length, {"label": np.array(targets, np.int32)})
-        return examples, _Windows(
-            questions=windows["questions"],
-            labeled=labeled,
-            spans=windows["spans"],
-            question=np.array(windows["question"]),
-            offset=np.array(windows["offset"]),
-            first=np.array(windows["first"]),
-            max_context=np.array(windows["max_context"]),
-        )
+        self.splits[split] = Examples(tokens, a_length, {"label": np.array(targets, np.int32)})
+        self._asked[split], self._labeled[split] = asked, labeled
 
     def predict(self, split: str, logits: Logits) -> dict[str, Prediction]:
         """Return the n-best answers by question id (run_squad.py, write_predictions)."""
-        windows, n_best_size = self._windows[split], self.config.n_best
-        candidates = _candidates(windows, logits, n_best_size, self.config.answer_tokens)
-        score = candidates["start_logit"] + candidates["end_logit"]
-        question_index = windows.question[candidates["window"]]
-        edges = np.searchsorted(question_index, np.arange(len(windows.questions) + 1))
-        begin = windows.first[candidates["window"]] - windows.offset[candidates["window"]]
-        first, last = begin + candidates["start"], begin + candidates["end"]
-        null = np.array([x[0] for x in logits], np.float64).reshape(-1, 2)
-        window_edges = np.searchsorted(windows.question, np.arange(len(windows.questions) + 1))
-
-        predictions = {}
-        for i, question in enumerate(windows.questions):
-            low, high = edges[i], edges[i + 1]
-            order = low + np.argsort(-score[low:high], kind="stable")
+        n_best_size, predictions, remaining = self.config.n_best, {}, iter(logits)
+        for asked in self._asked[split]:
+            question, windows = asked.question, []
+            for i, scores in enumerate(itertools.islice(remaining, len(asked.first))):
+                windows.append(self._candidates(asked, i, np.asarray(scores, np.float64)))
+            candidates, nulls = map(np.concatenate, zip(*windows, strict=True))
+            order = np.argsort(-candidates[:, 2:].sum(1), kind="stable")
             entries: dict[str, Candidate] = {}
-            spans = zip(first[order].tolist(), last[order].tolist(), strict=True)
-            for j, (from_token, to_token) in zip(order.tolist(), spans, strict=True):
-                text = _text(question.context, windows.spans[i], from_token, to_token)
-                if text not in entries:
-                    start, end = (
-                        float(candidates["start_logit"][j]),
-                        float(candidates["end_logit"][j]),
-                    )
-                    entries[text] = Candidate(text, start, end)
-                    if len(entries) == n_best_size:
-                        break
+            for first, last, start, end in candidates[order].tolist():
+                text = _text(question.context, asked.spans, int(first), int(last))
+                entries.setdefault(text, Candidate(text, start, end))
+                if len(entries) == n_best_size:
+                    break
             n_best, odds = list(entries.values()), None
             best = n_best[0] if n_best else Candidate("", 0.0, 0.0)
             if self.unanswerable:
-                question_null = null[window_edges[i] : window_edges[i + 1]]
-                min_null = question_null[question_null.sum(1).argmin()]
-                no_answer = Candidate("", float(min_null[0]), float(min_null[1]))
+                no_answer = Candidate("", *nulls[nulls.sum(1).argmin()].tolist())
                 odds = sum(no_answer[1:]) - sum(best[1:])
                 rank = sum(sum(c[1:]) >= sum(no_answer[1:]) for c in n_best)
                 n_best.insert(rank, no_answer)
@@ -265,6 +224,26 @@ class Squad:
                 n_best = n_best if rank == n_best_size else n_best[:n_best_size]
             predictions[question.id] = Prediction(best.text, n_best or [best], odds)
         return predictions
+
+    def _candidates(
+        self, asked: _Asked, window: int, scores: Float[np.ndarray, "T 2"]
+    ) -> tuple[Float[np.ndarray, "N 4"], Float[np.ndarray, "1 2"]]:
+        """Return all allowed pairs of one of the best starts and one of the best ends of a window.
+
+        Returns:
+            First and last token in the context, and their logits, in the order of run_squad.py, where
+            the first of equal candidates wins; and the logits of [CLS], which mean "unanswerable".
+        """
+        first, (low, high) = asked.first[window], asked.max_context[window]
+        order = np.argsort(-scores, axis=0, kind="stable")[: self.config.n_best]
+        best = np.take_along_axis(scores, order, 0)
+        start, end = (order - asked.offset + first).T
+        starts = (start >= low) & (start < high)
+        ends = (end >= first) & (order[:, 1] < len(scores) - 1)
+        length = end - start[:, None] + 1
+        allowed = starts[:, None] & ends & (length > 0) & (length <= self.config.answer_tokens)
+        s, e = np.nonzero(allowed)
+        return np.stack([start[s], end[e], best[s, 0], best[e, 1]], 1), scores[:1]
 
     def tuned(self, dev: dict[str, float]) -> "Squad":
         """Return a copy with the threshold tuned on dev (in the result of `score`), if any."""
@@ -289,15 +268,15 @@ class Squad:
         For 2.0 also the best thresholds (Devlin et al., section 4.3), searched over answers to
         which no threshold was applied. Empty for a split without answers.
         """
-        windows = self._windows[split]
-        if not windows.labeled:
+        if not self._labeled[split]:
             return {}
         predictions = self.predict(split, logits)
+        questions = [asked.question for asked in self._asked[split]]
         version = 2 if self.unanswerable else 1
-        result = squad_score.score(windows.questions, self._texts(predictions), version)
+        result = squad_score.score(questions, self._texts(predictions), version)
         if self.unanswerable:
             result |= squad_score.best_thresholds(
-                windows.questions,
+                questions,
                 {name: prediction.answer for name, prediction in predictions.items()},
                 {name: prediction.null_odds or 0.0 for name, prediction in predictions.items()},
             )
@@ -422,40 +401,6 @@ def _slide(n: int, max_tokens: int, stride: int) -> tuple[list[int], list[int], 
         ends,
         np.searchsorted(context.argmax(0), np.arange(len(starts))[:, None] + [0, 1]),
     )
-
-
-def _candidates(
-    windows: _Windows, logits: Logits, n_best: int, answer_tokens: int
-) -> dict[str, np.ndarray]:
-    """Return all allowed pairs of one of the best starts and one of the best ends of a window.
-
-    Returns:
-        window, start, end (positions in its sequence), start_logit, end_logit, an array [N] each;
-        ordered by window and then as in run_squad.py, where the first of equal candidates wins.
-    """
-    parts = []
-    for base in range(0, len(logits), 1024):
-        chunk = logits[base : base + 1024]
-        lengths = np.array([len(x) for x in chunk])
-        scores = np.full((len(chunk), lengths.max(), 2), -np.inf)
-        for i, x in enumerate(chunk):
-            scores[i, : len(x)] = x
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :n_best]  # [w, k, 2]
-        best = np.take_along_axis(scores, order, 1)
-        where = slice(base, base + len(chunk))
-        offset = windows.offset[where, None]
-        start, end = order[..., 0], order[..., 1]
-        max_context = windows.max_context[where] + (offset - windows.first[where, None])
-        starts = (start >= max_context[:, :1]) & (start < max_context[:, 1:])
-        ends = (end >= offset) & (end < lengths[:, None] - 1)
-        length = end[:, None, :] - start[:, :, None] + 1
-        allowed = starts[:, :, None] & ends[:, None, :] & (length > 0) & (length <= answer_tokens)
-        w, s, e = np.nonzero(allowed)
-        parts.append((base + w, start[w, s], end[w, e], best[w, s, 0], best[w, e, 1]))
-    names = ("window", "start", "end", "start_logit", "end_logit")
-    if not parts:
-        return {name: np.zeros(0, np.int64) for name in names}
-    return dict(zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=True))
 
 
 def _text(context: str, spans: np.ndarray, first: int, last: int) -> str:
