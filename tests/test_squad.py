@@ -622,7 +622,7 @@ def test_splits_are_read_from_a_data_folder(tmp_path):
     ("fields", "words"),
     [
         ({}, "no data"),
-        ({"data": "tfds", "name": "squad1"}, "JSON files"),
+        ({"data": "tfds", "name": "squad1"}, r"folder with train-v1\.1\.json"),
         ({"dev": "/nowhere.json"}, "/nowhere.json"),
         ({"tokens": 67, "dev": "x"}, "task.tokens=67"),
     ],

@@ -447,8 +447,7 @@ def test_columns_are_selected_by_number(tmp_path):
     ("fields", "words"),
     [
         ({}, "no data"),
-        ({"data": "tfds"}, "CoNLL files"),
-        ({"tokens": 2, "train": "x"}, r"config\.task\.tokens=2"),
+        ({"data": "tfds"}, "folder with train.txt, valid.txt"),
         ({"train": "/nowhere"}, "/nowhere"),
     ],
 )

@@ -15,9 +15,9 @@ import numpy as np
 from bert_jax import files
 from bert_jax.benchmarks import conll_score
 from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import existing, read_labels
+from bert_jax.benchmarks.tables import find_files, probabilities, read_labels
 from bert_jax.config import TaskConfig
-from bert_jax.data import compressed, texts
+from bert_jax.data import tables, texts
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -78,14 +78,10 @@ class TokenClassification:
                 one text per line, with words separated by spaces. Other files hold columns, and so
                 does a .txt in which every line is a word, alone or followed by a known label.
         """
-        if config.tokens < 3:
-            raise UserError(
-                f"config.task.tokens={config.tokens} leaves no room for words: set at least 3"
-            )
         self.config, self.report = config, []
         self._word = _column(config.text_a, "text_a", "text", 0)
         self._tag = _column(config.label, "label", "label", -1)
-        paths = {} if new else _paths(config)
+        paths = {} if new else find_files(config, config.data, _NAMES)
         known = labels or (read_labels(config.labels) if config.labels else ())
         if not known and "train" not in paths:
             raise UserError(
@@ -123,14 +119,12 @@ class TokenClassification:
                 )
             self._add(split, vocabulary, words, tags, documents)
         if new:
-            documents, words = [], []
-            for document, line_words in self._new_words(new):
-                documents.append(document)
-                words.append(line_words)
+            lines = list(self._new_words(new))
+            words, documents = [words for _, words in lines], [document for document, _ in lines]
             self._add("new", vocabulary, words, None, documents)
 
     def _require_columns(
-        self, path: pathlib.Path, sentences: Sequence[conll_score.Sentence], min_columns: int
+        self, path: str, sentences: Sequence[conll_score.Sentence], min_columns: int
     ) -> None:
         num_columns = len(sentences[0].rows[0])
         required = max(self._word + 1, self._tag + 1, min_columns)
@@ -141,7 +135,7 @@ class TokenClassification:
             )
 
     def _tags(
-        self, split: str, path: pathlib.Path, sentences: Sequence[conll_score.Sentence]
+        self, split: str, path: str, sentences: Sequence[conll_score.Sentence]
     ) -> list[list[str]] | None:
         """Return each sentence's labels, entities as BIO; None if the file has none."""
         if len(sentences[0].rows[0]) == 1:
@@ -176,22 +170,23 @@ class TokenClassification:
 
         A line of text is a document of its own.
         """
-        path = pathlib.Path(source)
-        suffixes = [s.lower() for s in path.suffixes if s.lower() not in compressed.SUFFIXES]
-        is_text = source == "-" or (suffixes and suffixes[-1] in (".txt", ".jsonl", ".parquet"))
-        if is_text and suffixes[-1:] == [".txt"] and self._holds_columns(path):
+        kind = tables.kind_of(source)
+        is_text = source == tables.STANDARD_INPUT or kind in (".txt", ".jsonl", ".parquet")
+        if kind == ".txt" and self._holds_columns(source):
             self.report.append(f"new: {source} is read as columns: every line is one word")
             is_text = False
         if is_text:
             for number, (text, _) in enumerate(texts.read(source, self.config.text_a).texts):
                 yield number, text.split()
         else:
-            for sentence in conll_score.read(path):
+            for sentence in conll_score.read(source):
                 if self._word >= len(sentence.rows[0]):
-                    raise UserError(f"{path}:{sentence.line}: no column {self._word + 1} for words")
+                    raise UserError(
+                        f"{source}:{sentence.line}: no column {self._word + 1} for words"
+                    )
                 yield sentence.document, sentence.column(self._word)
 
-    def _holds_columns(self, path: pathlib.Path) -> bool:
+    def _holds_columns(self, path: str) -> bool:
         """Whether a .txt file holds columns, as training files of that name do, and not texts.
 
         Every line is then a single word, or ends in a known label.
@@ -229,25 +224,24 @@ class TokenClassification:
             scope_words = [pieces[word] for i in scope for word in words[i]]
             begin = np.cumsum([0, *map(len, scope_words)])
             flat = np.array([piece for word in scope_words for piece in word], np.int32)
-            sentence_start = 0
+            first = 0
             for i in scope:
                 chunks = _chunks([len(pieces[word]) for word in words[i]], max_pieces)
                 num_split += len(chunks) > 1
-                start = 0
+                sentence_tags = iter(tags[i] if tags else ())
                 for n in chunks:
-                    low, high = _surround(
-                        begin, sentence_start + start, sentence_start + start + n, max_pieces
-                    )
+                    low, high = _surround(begin, first, first + n, max_pieces)
                     sequence = [vocabulary.cls_id, *flat[low:high], vocabulary.sep_id]
-                    position = begin[sentence_start + start : sentence_start + start + n] - low + 1
+                    position = begin[first : first + n] - low + 1
                     target = np.full(len(sequence), NO_EXAMPLE, np.int32)
                     if tags is not None:
-                        target[position] = [index[tag] for tag in tags[i][start : start + n]]
+                        target[position] = [
+                            index[tag] for tag in itertools.islice(sentence_tags, n)
+                        ]
                     tokens.append(np.array(sequence, np.int32))
                     targets.append(target)
                     positions.append(position)
-                    start += n
-                sentence_start += len(words[i])
+                    first += n
         note = self.report.append
         note(f"{split}: {len(words):,} sentences of {sum(map(len, words)):,} words")
         if num_split:
@@ -266,19 +260,19 @@ class TokenClassification:
         sentences = self._sentences[split]
         word_logits = [x[position] for x, position in zip(logits, sentences.positions, strict=True)]
         scores = np.concatenate([np.zeros((0, len(self.labels))), *word_logits])
-        exps = np.exp(scores - scores.max(1, keepdims=True))
         edges = np.cumsum([len(words) for words in sentences.words])[:-1]
-        return np.split(exps / exps.sum(1, keepdims=True), edges)
+        return np.split(probabilities(scores), edges)
 
-    def _predicted_tags(self, probabilities: list[np.ndarray]) -> list[list[str]]:
-        return [[self.labels[i] for i in probs.argmax(1)] for probs in probabilities]
+    def predicted(self, probs: list[np.ndarray]) -> list[list[str]]:
+        """Return the labels of each sentence's words, given the result of `predict`."""
+        return [[self.labels[i] for i in word_probs.argmax(1)] for word_probs in probs]
 
     def score(self, split: str, logits: Logits) -> dict[str, float]:
         """Return `conll_score.score` of the split; empty if its labels are unknown."""
         gold = self._sentences[split].tags
         if gold is None:
             return {}
-        predicted = self._predicted_tags(self.predict(split, logits))
+        predicted = self.predicted(self.predict(split, logits))
         return conll_score.score(gold, predicted, self.entity_tags)
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
@@ -289,8 +283,8 @@ class TokenClassification:
         per_type.tsv: `conll_score.table`, if labels are known.
         """
         sentences = self._sentences[split]
-        probabilities = self.predict(split, logits)
-        predicted = self._predicted_tags(probabilities)
+        probs = self.predict(split, logits)
+        predicted = self.predicted(probs)
         columns = [sentences.words, *([sentences.tags] if sentences.tags else []), predicted]
         # conlleval separates columns by spaces; tabs are needed if words contain spaces.
         delimiter = "\t" if any(" " in word for words in sentences.words for word in words) else " "
@@ -299,8 +293,8 @@ class TokenClassification:
             for sentence in zip(*columns, strict=True)
         )
         lines = []
-        for words, tags, probs in zip(sentences.words, predicted, probabilities, strict=True):
-            by_label = dict(zip(self.labels, probs.T.round(6).tolist(), strict=True))
+        for words, tags, word_probs in zip(sentences.words, predicted, probs, strict=True):
+            by_label = dict(zip(self.labels, word_probs.T.round(6).tolist(), strict=True))
             lines.append({"words": words, "predicted": tags, "probabilities": by_label})
         with files.one_line_errors(f"cannot write {folder}"):
             files.write(folder / "predictions.conll", "\n".join(blocks))
@@ -322,28 +316,6 @@ def _column(value: str, field: str, default: str, default_column: int) -> int:
     raise UserError(
         f"config.task.{field}={value!r}: columns of CoNLL files are numbered; use 1 for the first"
     )
-
-
-def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
-    """Return the path of each split that has a file."""
-    if config.data == "tfds":
-        raise UserError(
-            "config.task.data=tfds: tagging reads CoNLL files; set config.task.data to their folder"
-        )
-    paths = {}
-    for split, names in _NAMES.items():
-        if getattr(config, split):
-            paths[split] = pathlib.Path(getattr(config, split))
-        elif config.data:
-            candidates = (existing(pathlib.Path(config.data) / name) for name in names)
-            if path := next(filter(None, candidates), ""):
-                paths[split] = pathlib.Path(path)
-    if not paths:
-        raise UserError(
-            "no data: set config.task.train and config.task.dev to CoNLL files, or "
-            "config.task.data to a folder with, e.g., train.txt and valid.txt"
-        )
-    return paths
 
 
 def _label_set(tags: Iterator[str]) -> tuple[str, ...]:

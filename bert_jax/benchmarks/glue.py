@@ -18,7 +18,7 @@ from bert_jax import files, storage
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks import tables as classification
 from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import NEW, Classification, Row, existing, write_table
+from bert_jax.benchmarks.tables import NEW, Classification, Row, existing, find_files, write_table
 from bert_jax.config import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.wordpiece import Vocabulary
@@ -79,13 +79,15 @@ _MNLI_SPLITS = {
 }
 _INDEX = ("index", "id")
 # GLUE's diagnostic set, evaluated with models trained on MNLI.
-_AX = ("diagnostic/diagnostic", "AX/AX", "AX/diagnostic")
+_AX = ("diagnostic/diagnostic.tsv", "AX/AX.tsv", "AX/diagnostic.tsv")
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
-_MRPC_TRAIN, _MRPC_TEST, _MRPC_DEV_IDS = (
-    "msr_paraphrase_train.txt",
-    "msr_paraphrase_test.txt",
-    "dev_ids.tsv",
-)
+_MRPC_TRAIN, _MRPC_DEV_IDS = "msr_paraphrase_train.txt", "dev_ids.tsv"
+# MRPC's original files; that of the training set also holds the dev set.
+_MRPC_FILES = {
+    "train": (_MRPC_TRAIN,),
+    "dev": (_MRPC_TRAIN,),
+    "test": ("msr_paraphrase_test.txt",),
+}
 # Files of a submission and the number of predictions that the server expects in each.
 SUBMISSION = {
     "CoLA.tsv": 1_063,
@@ -145,30 +147,18 @@ class Glue(Classification):
 
     def sources(self) -> dict[str, str]:
         """Return the file, or TFDS split, of each available split."""
-        named_files = super().sources()
         if self.config.data == TFDS:
-            return {**_tfds_splits(self.config.name), **named_files}
-        if not self.config.data:
-            return named_files
+            return {**_tfds_splits(self.config.name), **super().sources()}
         root = pathlib.Path(self.config.data)
-        if not root.is_dir():
-            raise UserError(f"config.task.data: folder {root} does not exist")
         folder = root / self.task.folder if (root / self.task.folder).is_dir() else root
-        names = _MNLI_SPLITS if self.config.name == "mnli" else _SPLITS
-        paths = {split: existing(folder / f"{name}.tsv") for split, name in names.items()}
-        if self.config.name == "mrpc":
-            train = existing(folder / _MRPC_TRAIN)
-            original = {"train": train, "dev": train, "test": existing(folder / _MRPC_TEST)}
-            paths = {split: path or original[split] for split, path in paths.items()}
-        if self.config.name == "mnli":
-            candidates = [parent / f"{name}.tsv" for parent in (root, folder) for name in _AX]
-            paths["ax"] = next(filter(None, map(existing, candidates)), "")
-        paths = {split: path for split, path in {**paths, **named_files}.items() if path}
-        if not paths:
-            raise UserError(
-                f"{folder} has none of {', '.join(f'{name}.tsv' for name in names.values())} (plain "
-                f"or compressed): set config.task.data to GLUE's folder or its {self.task.folder}"
-            )
+        splits = _MNLI_SPLITS if self.config.name == "mnli" else _SPLITS
+        original = _MRPC_FILES if self.config.name == "mrpc" else {}
+        names = {x: (f"{name}.tsv", *original.get(x, ())) for x, name in splits.items()}
+        paths = find_files(self.config, folder, names)
+        if self.config.name == "mnli" and self.config.data:
+            candidates = (existing(parent / name) for parent in (root, folder) for name in _AX)
+            if path := next(filter(None, candidates), ""):
+                paths["ax"] = path
         return paths
 
     def requires_labels(self, split: str) -> bool:

@@ -5,13 +5,24 @@ from typing import Any
 
 from bert_jax import storage
 from bert_jax.benchmarks.base import FinetuneDataset
+from bert_jax.benchmarks.conll import TokenClassification
+from bert_jax.benchmarks.glue import Glue
+from bert_jax.benchmarks.pairs import Pairs
+from bert_jax.benchmarks.squad import Squad
+from bert_jax.benchmarks.swag import MultipleChoice
+from bert_jax.benchmarks.tables import Classification
 from bert_jax.config import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 
-# Fields of a task that are paths.
-_PATH_FIELDS = ("data", "train", "dev", "test")
+# By kind of task, besides "classification".
+_DATASETS = {
+    "squad": Squad,
+    "pairs": Pairs,
+    "tagging": TokenClassification,
+    "choice": MultipleChoice,
+}
 
 
 def load_dataset(
@@ -35,18 +46,6 @@ def load_dataset(
             f"lines from standard input do not suffice for a task of kind {task.kind!r}: pass a file "
             "in the layout of the fine-tuning data"
         )
-    local_paths = {name: str(storage.local(getattr(task, name))) for name in _PATH_FIELDS}
-    task = dataclasses.replace(task, **local_paths)
-    if task.kind == "squad":
-        from bert_jax.benchmarks.squad import Squad as kind
-    elif task.kind == "pairs":
-        from bert_jax.benchmarks.pairs import Pairs as kind
-    elif task.kind == "tagging":
-        from bert_jax.benchmarks.conll import TokenClassification as kind
-    elif task.kind == "choice":
-        from bert_jax.benchmarks.swag import MultipleChoice as kind
-    elif task.name:
-        from bert_jax.benchmarks.glue import Glue as kind
-    else:
-        from bert_jax.benchmarks.tables import Classification as kind
-    return kind(task, vocabulary, labels=labels, **options)
+    paths = {x: str(storage.local(getattr(task, x))) for x in ("data", "train", "dev", "test")}
+    kind = _DATASETS.get(task.kind, Glue if task.name else Classification)
+    return kind(dataclasses.replace(task, **paths), vocabulary, labels=labels, **options)

@@ -20,7 +20,7 @@ from bert_jax import files
 from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.squad_score import Question
-from bert_jax.benchmarks.tables import existing
+from bert_jax.benchmarks.tables import find_files, probabilities
 from bert_jax.config import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.vocabulary import TokenizerVocabulary
@@ -108,7 +108,9 @@ class Squad:
                 "config.task.question_tokens"
             )
         self.config, self.report, self.null_threshold = config, [], 0.0
-        paths = {"new": pathlib.Path(new)} if new else _paths(config)
+        release = _RELEASES.get(config.name)
+        names = {x: (f"{x}-{release}.json",) if release else () for x in ("train", "dev", "test")}
+        paths = {"new": new} if new else find_files(config, config.data, names)
         if not training and config.name:  # without a name, the training data can decide the version
             paths.pop("train", None)
         questions = {}
@@ -293,11 +295,10 @@ class Squad:
         predictions = self.predict(split, logits)
         n_best = {}
         for name, prediction in predictions.items():
-            score = np.array([c.start_logit + c.end_logit for c in prediction.n_best])
-            exps = np.exp(score - score.max())
+            scores = np.array([[c.start_logit + c.end_logit for c in prediction.n_best]])
             n_best[name] = [
                 {"text": c.text, "probability": p, "start_logit": c[1], "end_logit": c[2]}
-                for c, p in zip(prediction.n_best, (exps / exps.sum()).tolist(), strict=True)
+                for c, p in zip(prediction.n_best, probabilities(scores)[0].tolist(), strict=True)
             ]
         with files.one_line_errors(f"cannot write {folder}"):
             files.write_json(folder / "predictions.json", self._texts(predictions))
@@ -310,29 +311,6 @@ class Squad:
                 files.write_json(folder / "null_odds.json", odds)
                 answers = {name: prediction.answer for name, prediction in predictions.items()}
                 files.write_json(folder / "answers.json", answers)
-
-
-def _paths(config: TaskConfig) -> dict[str, pathlib.Path]:
-    """Return the path of each split that has a file."""
-    if config.data == "tfds":
-        raise UserError(
-            "config.task.data=tfds: SQuAD is read from JSON files; set config.task.data to their "
-            "folder, or config.task.train and config.task.dev"
-        )
-    paths = {}
-    for split in ("train", "dev", "test"):
-        if getattr(config, split):
-            paths[split] = pathlib.Path(getattr(config, split))
-        elif config.data and config.name in _RELEASES:
-            name = f"{split}-{_RELEASES[config.name]}.json"
-            if path := existing(pathlib.Path(config.data) / name):
-                paths[split] = pathlib.Path(path)
-    if not paths:
-        raise UserError(
-            "no data: set config.task.train and config.task.dev to SQuAD's JSON files, or "
-            "config.task.name and config.task.data to a folder with, e.g., train-v1.1.json"
-        )
-    return paths
 
 
 def _find(

@@ -14,7 +14,7 @@ from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.tables import (
     NEW,
     encode,
-    existing,
+    find_files,
     get_label,
     probabilities,
     table_files,
@@ -28,7 +28,7 @@ from bert_jax.errors import UserError
 
 PREDICTIONS = "predictions.csv"
 PROBABILITIES = "probabilities.csv"
-_SWAG = {"train": "train", "dev": "val", "test": "test"}  # split to file name, without .csv
+_SWAG = {"train": ("train.csv",), "dev": ("val.csv",), "test": ("test.csv",)}
 _ENDINGS = ("ending0", "ending1", "ending2", "ending3")
 
 
@@ -66,7 +66,9 @@ class MultipleChoice:
     ):
         self._a, self._b, self._label = config.text_a, config.text_b, config.label
         self.choices = tuple(config.choices)
+        sources = {NEW: new} if new else {}
         if config.name == "swag":
+            sources = sources or find_files(config, config.data, _SWAG)
             self._a, self._b, self._label, self.choices = "sent1", "sent2", "label", _ENDINGS
         if len(self.choices) < 2 or len({*self.choices}) < len(self.choices):
             raise UserError(
@@ -75,7 +77,7 @@ class MultipleChoice:
             )
         self.labels = labels or ("score",)
         self.report: list[str] = []
-        sources = {NEW: new} if new else _sources(config)
+        sources = sources or table_files(config)
         self.splits: dict[str, Examples] = {}
         for name, source in sources.items():
             if name == "train" and not training:
@@ -147,15 +149,6 @@ class MultipleChoice:
             folder.mkdir(parents=True, exist_ok=True)
             write_table(folder / PREDICTIONS, predictions, ",")
             write_table(folder / PROBABILITIES, table, ",")
-
-
-def _sources(config: TaskConfig) -> dict[str, str]:
-    sources = table_files(config)
-    if config.name == "swag" and config.data:
-        folder = pathlib.Path(config.data)
-        paths = {split: existing(folder / f"{name}.csv") for split, name in _SWAG.items()} | sources
-        sources = {split: path for split, path in paths.items() if path}
-    return sources
 
 
 def _csv_cell(text: str) -> str:

@@ -7,7 +7,7 @@ import collections
 import math
 import pathlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -264,6 +264,31 @@ def table_files(config: TaskConfig) -> dict[str, str]:
         )
     paths = {"train": config.train, "dev": config.dev, "test": config.test}
     return {split: path for split, path in paths.items() if path}
+
+
+def find_files(
+    config: TaskConfig, folder: str | pathlib.Path, names: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return the path of each split's file: that of the config, else the first that a folder has.
+
+    Args:
+        config: the task. Without `config.data` the folder is not used.
+        folder: the folder of the benchmark's files, which may be compressed.
+        names: by split, names of its file.
+    """
+    paths = {}
+    for split, candidates in names.items():
+        found = (existing(pathlib.Path(folder, name)) for name in candidates if config.data)
+        if path := getattr(config, split, "") or next(filter(None, found), ""):
+            paths[split] = path
+    if not paths:
+        known = ", ".join(name for candidates in names.values() for name in candidates[:1])
+        raise UserError(
+            f"no data: set config.task.train and config.task.dev, or config.task.data "
+            f"({config.data!r}) to a folder with {known or 'the files of config.task.name'}, which may "
+            "be compressed"
+        )
+    return paths
 
 
 def existing(path: pathlib.Path) -> str:
