@@ -22,7 +22,7 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -31,6 +31,8 @@ from jaxtyping import Array, Float, Key
 
 from bert_jax import config_flags, device, files, storage, train
 from bert_jax.benchmarks import tables
+from bert_jax.benchmarks.conll import TokenClassification
+from bert_jax.benchmarks.squad import Squad
 from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
 from bert_jax.config_checks import validate
 from bert_jax.convert import source as source_lib
@@ -232,8 +234,12 @@ class Model:
                 self.source,
                 self.step,
             )
-            if config.task.kind != "classification":
-                return _read_predictions(dataset, logits, pathlib.Path(folder) / "predictions")
+        if isinstance(dataset, Squad):
+            answers = dataset.texts(dataset.predict("new", logits))
+            return [Prediction(text, {}) for text in answers.values()]
+        if isinstance(dataset, TokenClassification):
+            tags = dataset.predicted(dataset.predict("new", logits))
+            return [Prediction(tuple(labels), {}) for labels in tags]
         assert isinstance(dataset, tables.Classification)
         stacked = dataset.stacked(logits)
         if config.task.objective == "number":
@@ -242,13 +248,11 @@ class Model:
             dict(zip(dataset.labels, row, strict=True))
             for row in tables.probabilities(stacked, config.task.objective).tolist()
         ]
-        labels: Iterable[str | tuple[str, ...]] = dataset.predicted(stacked)
-        if config.task.objective == "classes":
-            labels = [
-                tuple(label for label, p in row.items() if p > tables.THRESHOLD)
-                for row in probabilities
-            ]
-        return [Prediction(*pair) for pair in zip(labels, probabilities, strict=True)]
+        is_multilabel = config.task.objective == "classes"
+        return [
+            Prediction(labels if is_multilabel else labels[0], row)
+            for labels, row in zip(dataset.predicted(stacked), probabilities, strict=True)
+        ]
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write config, vocabulary and parameters to a new folder, which `load` accepts.
@@ -492,18 +496,3 @@ def _write_texts(
         dataclasses.replace(task, name="", text_a="a", text_b="b" if has_pairs else ""),
         path,
     )
-
-
-def _read_predictions(dataset: Any, logits: Any, folder: pathlib.Path) -> list[Prediction]:
-    folder.mkdir()
-    dataset.write("new", logits, folder)
-    return [Prediction(label, {}) for label in _labels(folder)]
-
-
-def _labels(folder: pathlib.Path) -> Iterator[Any]:
-    answers = folder / "predictions.json"
-    if answers.exists():
-        yield from json.loads(answers.read_text()).values()
-        return
-    for line in (folder / "probabilities.jsonl").read_text().splitlines():
-        yield tuple(json.loads(line)["predicted"])

@@ -123,6 +123,11 @@ def words(examples, i):
     return " ".join(VOCABULARY.tokens[t] for t in examples.tokens[i])
 
 
+def made(folder):
+    folder.mkdir(parents=True)
+    return folder
+
+
 def refused(says, *args, **more):
     with pytest.raises(UserError) as error:
         dataset(*args, **more)
@@ -263,7 +268,7 @@ def test_single_files_and_new_data(folder, tmp_path):
     lines = write(tmp_path / "new.txt", ("w3", "w4"))
     result = Glue(config, VOCABULARY, labels=labels, new=str(lines))
     assert words(result.splits["new"], 0) == "[CLS] w3 [SEP] w4 [SEP]"
-    result.write("new", [np.array([0.0, 1.0])], tmp_path / "out")
+    result.write("new", [np.array([0.0, 1.0])], made(tmp_path / "out"))
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
 
 
@@ -277,7 +282,7 @@ def test_predictions_of_new_data_have_the_identifiers_of_the_file(folder, tmp_pa
         *((i, "w1", "w2", task.labels[i % 2]) for i in (17, 4)),
     )
     new = Glue(TaskConfig(name=name), VOCABULARY, labels=task.labels, new=str(data))
-    new.write("new", [np.array([0.0, 1.0]), np.array([1.0, 0.0])], tmp_path / "out")
+    new.write("new", [np.array([0.0, 1.0]), np.array([1.0, 0.0])], made(tmp_path / "out"))
     assert glue.score(name, str(data), str(tmp_path / "out/predictions.tsv"))["accuracy"] == 1
 
 
@@ -329,7 +334,7 @@ def test_prediction_files_are_scored(folder, tmp_path):
         task = glue.TASKS[name].folder
         data = folder / task / ("dev_matched.tsv" if name == "mnli" else "dev.tsv")
         logits = list(np.random.default_rng(1).normal(size=(len(own.splits["dev"]), width)))
-        own.write("dev", logits, tmp_path / name)
+        own.write("dev", logits, made(tmp_path / name))
         result = glue.score(name, str(data), str(tmp_path / name / "predictions.tsv"))
         assert result == pytest.approx(own.score("dev", logits), rel=1e-4)
 
@@ -363,7 +368,7 @@ def test_submission(folder, tmp_path):
         result = dataset(folder, name)
         for split, examples in result.splits.items():
             logits = [np.linspace(2, -1, len(result.labels)) * 4 for _ in range(len(examples))]
-            result.write(split, logits, tmp_path / "runs" / name / split)
+            result.write(split, logits, made(tmp_path / "runs" / name / split))
     out = tmp_path / "runs"
     assert (out / "mnli/test_mismatched/MNLI-mm.tsv").read_text() == (
         "index\tprediction\n9797\tcontradiction\n"
@@ -408,7 +413,6 @@ def test_submission_reports_a_folder_that_vanishes(tmp_path, monkeypatch):
 
 
 def test_invalid_files_give_a_one_line_error(folder):
-    refused("GLUE's tasks are cola, sst2,", folder, "sst-2")
     for name in ("nowhere", "diagnostic"):
         refused("folder with train.tsv, dev.tsv, test.tsv", folder / name, "rte")
     path = folder / "RTE" / "train.tsv"

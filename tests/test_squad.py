@@ -263,8 +263,6 @@ def test_prediction_files_are_scored_or_refused(tmp_path):
         value = {"1": 0.5, **odd}
         with pytest.raises(UserError, match="question '2'"):
             squad_score.score_file(data, good, 2, save(tmp_path / "bad.json", value))
-    with pytest.raises(UserError, match="no null odds"):
-        squad_score.score_file(data, good, 1, odds)
     for answers, version, words in [((), 1, "no answer"), (None, 2, "no 'answers'")]:
         q = question("Q7")._replace(answers=answers)
         with pytest.raises(UserError, match=f"'Q7' has {words}"):

@@ -44,4 +44,4 @@ class FinetuneDataset(Protocol):
         ...
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
-        """Write predictions in the benchmark's format, with probabilities and figures."""
+        """Write predictions in the benchmark's format, with probabilities and figures, to a folder."""

@@ -295,16 +295,13 @@ class TokenClassification:
         lines = []
         for words, tags, word_probs in zip(sentences.words, predicted, probs, strict=True):
             by_label = dict(zip(self.labels, word_probs.T.round(6).tolist(), strict=True))
-            lines.append({"words": words, "predicted": tags, "probabilities": by_label})
-        with files.one_line_errors(f"cannot write {folder}"):
-            files.write(folder / "predictions.conll", "\n".join(blocks))
-            files.write(
-                folder / "probabilities.jsonl",
-                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
-            )
-            if sentences.tags is not None:
-                counts = conll_score.count(sentences.tags, predicted, self.entity_tags)
-                files.write(folder / "per_type.tsv", conll_score.table(counts))
+            line = {"words": words, "predicted": tags, "probabilities": by_label}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        files.write(folder / "predictions.conll", "\n".join(blocks))
+        files.write(folder / "probabilities.jsonl", "".join(lines))
+        if sentences.tags is not None:
+            counts = conll_score.count(sentences.tags, predicted, self.entity_tags)
+            files.write(folder / "per_type.tsv", conll_score.table(counts))
 
 
 def _column(value: str, field: str, default: str, default_column: int) -> int:

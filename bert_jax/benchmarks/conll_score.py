@@ -6,12 +6,13 @@ if its words and its type are. Metrics are 0 to 1 here, not 0 to 100.
 """
 
 import collections
+import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bert_jax.data.compressed import DATA_BYTES, damage, decompressed, whole
+from bert_jax.data.tables import file_lines
 from bert_jax.errors import UserError
 
 OUTSIDE = "O"
@@ -40,30 +41,17 @@ class Sentence(NamedTuple):
 
 def read(path: str | pathlib.Path) -> list[Sentence]:
     """Read the sentences of a file with one word per line, in columns separated by tabs or spaces."""
-    path = pathlib.Path(path)
-    with damage(path), decompressed(path) as stream:
-        data = whole(stream, path, DATA_BYTES)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}:{line}: not UTF-8 text: convert it, e.g. with iconv -t UTF-8"
-        ) from None
     sentences: list[Sentence] = []
     document, first, rows = 0, None, None
-    # str.splitlines would also split at characters that can be part of a word.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(file_lines(pathlib.Path(path)), 1):
         line = line.rstrip(" \t\r")
         row = line.split("\t") if "\t" in line else [cell for cell in line.split(" ") if cell]
         if not row or row[0] == DOCUMENT:
             document += bool(row)
             rows = None
             continue
-        if "\0" in line or "" in row:
-            raise UserError(
-                f"{path}:{number}: empty column or NUL character: expected a word and its columns"
-            )
+        if "" in row:
+            raise UserError(f"{path}:{number}: empty column: expected a word and its columns")
         if first is None:
             first = number, len(row)
         if len(row) != first[1]:
@@ -201,19 +189,17 @@ def score_file(
     """
     sentences = read(data)
     if predictions is None or pathlib.Path(predictions) == pathlib.Path(data):
-        if len(sentences[0].rows[0]) < 3:
-            raise UserError(
-                f"{data}:{sentences[0].line}: {len(sentences[0].rows[0])} columns: expected a word, "
-                "its tag and the predicted tag, or a second file with the predictions"
-            )
-        sources = ((data, sentences, -2), (data, sentences, -1))
+        sources, num_columns = ((data, sentences, -2), (data, sentences, -1)), 3
     else:
         predicted_sentences = read(predictions)
         _require_same_words(data, sentences, predictions, predicted_sentences)
-        sources = ((data, sentences, -1), (predictions, predicted_sentences, -1))
-        for path, source, _ in sources:
-            if len(source[0].rows[0]) < 2:
-                raise UserError(f"{path}:{source[0].line}: one column: expected a word and its tag")
+        sources, num_columns = ((data, sentences, -1), (predictions, predicted_sentences, -1)), 2
+    for path, source, _ in sources:
+        if len(source[0].rows[0]) < num_columns:
+            raise UserError(
+                f"{path}:{source[0].line}: {len(source[0].rows[0])} columns: expected a word, its tag "
+                "and, without a second file, the predicted tag"
+            )
     gold, predicted = ([s.column(column) for s in source] for _, source, column in sources)
     entity_tags = is_entity_tagging(tag for tags in (*gold, *predicted) for tag in tags)
     if entity_tags:
@@ -228,20 +214,15 @@ def _require_same_words(
     other_path: str | pathlib.Path,
     other_sentences: Sequence[Sentence],
 ) -> None:
-    for sentence, other in zip(sentences, other_sentences, strict=False):
-        for i, (a, b) in enumerate(zip(sentence.rows, other.rows, strict=False)):
-            if a[0] != b[0]:
-                raise UserError(
-                    f"{other_path}:{other.line + i}: the word {b[0][:50]!r}, but {path}:"
-                    f"{sentence.line + i} has {a[0][:50]!r}: both files must hold the same words"
-                )
-        if len(sentence.rows) != len(other.rows):
+    lines, other_lines = (
+        [(s.line + i, word) for s in file for i, word in enumerate([*s.column(0), ""])]
+        for file in (sentences, other_sentences)
+    )
+    for (line, word), (other_line, other) in itertools.zip_longest(
+        lines, other_lines, fillvalue=("end", "")
+    ):
+        if word != other:
             raise UserError(
-                f"{other_path}:{other.line}: a sentence of {len(other.rows)} words, but {path}:"
-                f"{sentence.line} has {len(sentence.rows)}: both files must hold the same words"
+                f"{other_path}:{other_line}: the word {other[:50]!r}, but {path}:{line} has "
+                f"{word[:50]!r} ('' after a sentence): both files must hold the same words"
             )
-    if len(sentences) != len(other_sentences):
-        raise UserError(
-            f"{other_path}: {len(other_sentences):,} sentences, but {path} has "
-            f"{len(sentences):,}: both files must hold the same words"
-        )

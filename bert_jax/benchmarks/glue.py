@@ -127,7 +127,7 @@ class Glue(Classification):
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
-        self.task = _task(config.name)
+        self.task = TASKS[config.name]
         texts = (config.text_a, *([config.text_b] if config.text_b else []))
         if not new or texts == ("text",):
             texts = self.task.texts
@@ -190,18 +190,17 @@ class Glue(Classification):
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write predictions, and for a test split GLUE's submission file, e.g. MNLI-mm.tsv."""
         super().write(split, logits, folder)
-        name = _submission_name(self.task, split)
-        if not name:
+        matched = "MNLI-m.tsv" if self.config.name == "mnli" else f"{self.task.folder}.tsv"
+        names = {"test": matched, "test_mismatched": "MNLI-mm.tsv", "ax": "AX.tsv"}
+        if split not in names:
             return
         stacked = self.stacked(logits)
-        predictions = (
-            self.predicted(stacked)
-            if self.task.labels
-            else [f"{x:.3f}" for x in np.clip(stacked[:, 0], 0, 5)]
-        )
+        if self.task.labels:
+            predictions = [label for (label,) in self.predicted(stacked)]
+        else:
+            predictions = [f"{x:.3f}" for x in np.clip(stacked[:, 0], 0, 5)]
         rows = [[r.index, p] for r, p in zip(self._rows[split], predictions, strict=True)]
-        with files.one_line_errors(f"cannot write predictions to {folder}"):
-            write_table(folder / name, [["index", "prediction"], *rows])
+        write_table(folder / names[split], [["index", "prediction"], *rows])
 
 
 def read(
@@ -223,7 +222,7 @@ def read(
         shared: whether MRPC's original training file also holds the dev set, as in GLUE; False if
             another file was named for it.
     """
-    task, path = _task(name), pathlib.Path(source)
+    task, path = TASKS[name], pathlib.Path(source)
     no_header = name == "cola" and not split.startswith("test")
     original = shared and name == "mrpc" and path.name.startswith(_MRPC_TRAIN)
     dev_ids = _mrpc_dev_ids(path.parent) if original else set()
@@ -255,7 +254,7 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
         predictions: path of a .tsv with the columns index and prediction (GLUE's format) or label
             (the format of `Glue.write`; score for STS-B).
     """
-    task, predictions_by_index = _task(name), {}
+    task, predictions_by_index = TASKS[name], {}
     for where, fields in tables.read(predictions, ["index"], kind=".tsv"):
         columns = ("prediction", "label", task.label)
         value = next((fields[column] for column in columns if column in fields), None)
@@ -331,12 +330,6 @@ def submission(folders: Sequence[str | pathlib.Path], out: str | pathlib.Path) -
     return sorted(notes)
 
 
-def _task(name: str) -> GlueTask:
-    if name not in TASKS:
-        raise UserError(f"config.task.name is {name!r}: GLUE's tasks are {', '.join(TASKS)}")
-    return TASKS[name]
-
-
 def _with_mean(values: dict[str, float], task: GlueTask) -> dict[str, float]:
     if "_" in task.best_by:
         first, second = task.best_by.split("_")
@@ -345,25 +338,11 @@ def _with_mean(values: dict[str, float], task: GlueTask) -> dict[str, float]:
 
 
 def _parse_label(task: GlueTask, text: str, where: str) -> int | float:
-    if text in task.labels:
-        return task.labels.index(text)
-    try:
-        if not task.labels and np.isfinite(float(text)):
-            return float(text)
-    except ValueError:
-        pass
-    expected = " or ".join(task.labels) or "a number"
-    raise UserError(f"{where}: {text!r} is not {expected}")
-
-
-def _submission_name(task: GlueTask, split: str) -> str:
-    if split == "ax":
-        return "AX.tsv"
-    if not split.startswith("test"):
-        return ""
-    if task.folder == "MNLI":
-        return "MNLI-m.tsv" if split == "test" else "MNLI-mm.tsv"
-    return f"{task.folder}.tsv"
+    if not task.labels:
+        return classification.read_number(where, text)
+    if text not in task.labels:
+        raise UserError(f"{where}: {text!r} is not {' or '.join(task.labels)}")
+    return task.labels.index(text)
 
 
 def _mrpc_dev_ids(folder: pathlib.Path) -> set[tuple[str, str]]:
@@ -414,7 +393,7 @@ def _tfds_splits(name: str) -> dict[str, str]:
 def _tfds_rows(name: str, source: str) -> Iterator[Row]:
     """Yield the rows in the order of GLUE's files; TFDS shuffles them."""
     _, config, split = source.split(":")
-    data, task = _tfds_source(config, split), _task(name)
+    data, task = _tfds_source(config, split), TASKS[name]
     names = getattr(data.dataset_info.features["label"], "names", None)
     indexed_rows = []
     for i in range(len(data)):

@@ -4,7 +4,6 @@ import pathlib
 
 import numpy as np
 
-from bert_jax import files
 from bert_jax.benchmarks import embeddings
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.tables import encode
@@ -79,5 +78,4 @@ class Pairs:
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
         """Write cosines or rankings."""
-        with files.one_line_errors(f"cannot write predictions to {folder}"):
-            self._data[split].write(np.stack(logits), folder)
+        self._data[split].write(np.stack(logits), folder)

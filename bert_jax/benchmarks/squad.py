@@ -255,7 +255,7 @@ class Squad:
         copied.unanswerable, copied.null_threshold = True, dev["best_f1_thresh"]
         return copied
 
-    def _texts(self, predictions: dict[str, Prediction]) -> dict[str, str]:
+    def texts(self, predictions: dict[str, Prediction]) -> dict[str, str]:
         """Return the predicted texts with the threshold applied, as for a prediction file."""
         return {
             name: ""
@@ -275,13 +275,9 @@ class Squad:
         predictions = self.predict(split, logits)
         questions = [asked.question for asked in self._asked[split]]
         version = 2 if self.unanswerable else 1
-        result = squad_score.score(questions, self._texts(predictions), version)
+        result = squad_score.score(questions, self.texts(predictions), version)
         if self.unanswerable:
-            result |= squad_score.best_thresholds(
-                questions,
-                {name: prediction.answer for name, prediction in predictions.items()},
-                {name: prediction.null_odds or 0.0 for name, prediction in predictions.items()},
-            )
+            result |= squad_score.best_thresholds(questions, *_without_threshold(predictions))
         return result
 
     def write(self, split: str, logits: Logits, folder: pathlib.Path) -> None:
@@ -300,17 +296,21 @@ class Squad:
                 {"text": c.text, "probability": p, "start_logit": c[1], "end_logit": c[2]}
                 for c, p in zip(prediction.n_best, probabilities(scores)[0].tolist(), strict=True)
             ]
-        with files.one_line_errors(f"cannot write {folder}"):
-            files.write_json(folder / "predictions.json", self._texts(predictions))
-            lines = (f"{json.dumps(name)}: {json.dumps(n_best[name])}" for name in n_best)
-            files.write(folder / "nbest_predictions.json", "{\n" + ",\n".join(lines) + "\n}\n")
-            if self.unanswerable:
-                odds = {
-                    name: prediction.null_odds or 0.0 for name, prediction in predictions.items()
-                }
-                files.write_json(folder / "null_odds.json", odds)
-                answers = {name: prediction.answer for name, prediction in predictions.items()}
-                files.write_json(folder / "answers.json", answers)
+        files.write_json(folder / "predictions.json", self.texts(predictions))
+        lines = (f"{json.dumps(name)}: {json.dumps(n_best[name])}" for name in n_best)
+        files.write(folder / "nbest_predictions.json", "{\n" + ",\n".join(lines) + "\n}\n")
+        if self.unanswerable:
+            answers, odds = _without_threshold(predictions)
+            files.write_json(folder / "null_odds.json", odds)
+            files.write_json(folder / "answers.json", answers)
+
+
+def _without_threshold(
+    predictions: dict[str, Prediction],
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Return the best answers and the null odds."""
+    answers = {name: prediction.answer for name, prediction in predictions.items()}
+    return answers, {name: prediction.null_odds or 0.0 for name, prediction in predictions.items()}
 
 
 def _find(

@@ -11,7 +11,7 @@ import pathlib
 import re
 import string
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -229,26 +229,19 @@ def best_thresholds(
     return result
 
 
-def read_predictions(path: str | pathlib.Path) -> dict[str, str]:
-    """Read a prediction file: the text of the answer by question id."""
-    return _by_id(path, "a text", lambda value: isinstance(value, str))
-
-
-def read_null_odds(path: str | pathlib.Path) -> dict[str, float]:
-    """Read a file of odds (or probabilities) that there is no answer, by question id."""
-    odds = _by_id(path, "a number", lambda v: isinstance(v, int | float) and abs(v) < _MAX_FLOAT)
-    return {name: float(value) for name, value in odds.items()}
-
-
-def _by_id(path: str | pathlib.Path, kind: str, is_valid: Callable[[Any], bool]) -> dict:
+def _by_id(path: str | pathlib.Path, expected: str, *kinds: type) -> dict[str, Any]:
+    """Read a JSON object with a text or a finite number by question id."""
     values = _json(path)
     if not isinstance(values, dict):
         raise UserError(
-            f"{path}: a {type(values).__name__}, not an object with {kind} for every id"
+            f"{path}: a {type(values).__name__}, not an object with {expected} for every id"
         )
     for name, value in values.items():
-        if not is_valid(value):
-            raise UserError(f"{path}: question {name!r} has {str(value)[:50]!r}, expected {kind}")
+        is_valid = isinstance(value, kinds)
+        if not is_valid or (float in kinds and not abs(value) < _MAX_FLOAT):
+            raise UserError(
+                f"{path}: question {name!r} has {str(value)[:50]!r}, expected {expected}"
+            )
     return values
 
 
@@ -266,15 +259,14 @@ def score_file(
         version: 1 or 2.
         null_odds: {id: number}, for 2.0.
     """
-    questions, predicted = read(data), read_predictions(predictions)
+    questions, predicted = read(data), _by_id(predictions, "a text", str)
     require_answers(questions, data, version)
     if not any(question.id in predicted for question in questions):
         raise UserError(f"{predictions} has no prediction for any question of {data}")
     odds = None
     if null_odds is not None:
-        if version == 1:
-            raise UserError(f"{null_odds}: SQuAD 1.1 has no null odds: remove the option")
-        odds = read_null_odds(null_odds)
+        values = _by_id(null_odds, "a number", int, float)
+        odds = {name: float(value) for name, value in values.items()}
         for question in questions:
             if question.id not in odds:
                 raise UserError(f"{null_odds}: no value for question {question.id!r}")

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bert_jax import files
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.tables import (
     NEW,
@@ -17,6 +16,7 @@ from bert_jax.benchmarks.tables import (
     find_files,
     get_label,
     probabilities,
+    requires_labels,
     table_files,
     write_table,
 )
@@ -26,8 +26,6 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 
-PREDICTIONS = "predictions.csv"
-PROBABILITIES = "probabilities.csv"
 _SWAG = {"train": ("train.csv",), "dev": ("val.csv",), "test": ("test.csv",)}
 _ENDINGS = ("ending0", "ending1", "ending2", "ending3")
 
@@ -82,8 +80,7 @@ class MultipleChoice:
         for name, source in sources.items():
             if name == "train" and not training:
                 continue
-            required = not name.startswith(("test", NEW)) and not (labels and name != "train")
-            questions = list(self._questions(source, required))
+            questions = list(self._questions(source, requires_labels(name, labels)))
             if not questions and name != NEW:
                 raise UserError(f"{source} ({name}) holds no rows: add at least one")
             context = [q.context for q in questions for _ in q.choices]
@@ -145,10 +142,8 @@ class MultipleChoice:
         table = [["index", *(_csv_cell(name) for name in self.choices)]]
         for i, row in enumerate(probabilities(scores)):
             table.append([str(i), *(f"{p:.6f}" for p in row)])
-        with files.one_line_errors(f"cannot write predictions to {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_table(folder / PREDICTIONS, predictions, ",")
-            write_table(folder / PROBABILITIES, table, ",")
+        write_table(folder / "predictions.csv", predictions, ",")
+        write_table(folder / "probabilities.csv", table, ",")
 
 
 def _csv_cell(text: str) -> str:

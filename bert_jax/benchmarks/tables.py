@@ -116,8 +116,7 @@ class Classification:
 
     def requires_labels(self, split: str) -> bool:
         """Whether every row of the split needs a label."""
-        needed = split == "train" or not self._model_labels
-        return needed and not split.startswith(("test", NEW))
+        return requires_labels(split, self._model_labels)
 
     def _find_labels(self, rows: dict[str, list[Row]], sources: dict[str, str]) -> tuple[str, ...]:
         if self.objective == "number":
@@ -165,8 +164,14 @@ class Classification:
         label_ids = []
         for name in self._row_labels(row):
             if name not in ids:
+                listed = ", ".join(self.labels[:_MAX_LABELS_SHOWN])
+                listed += ", …" * (len(ids) > _MAX_LABELS_SHOWN)
+                advice = (
+                    "leave it empty" if self._model_labels else "set config.task.labels to list all"
+                )
                 raise UserError(
-                    _unknown_label_message(row.where, name, self.labels, bool(self._model_labels))
+                    f"{row.where}: unknown label {name!r}, not one of the {len(ids)} labels ({listed})"
+                    f"{did_you_mean(name, self.labels)}; correct it, or {advice}"
                 )
             label_ids.append(ids[name])
         if self.objective == "class":
@@ -225,34 +230,32 @@ class Classification:
             probs = probabilities(stacked, self.objective)
             header = ["index", "label", *(f"probability:{label}" for label in self.labels)]
             cells = [
-                [name, *(f"{p:.6f}" for p in row)]
-                for name, row in zip(self.predicted(stacked), probs, strict=True)
+                [SEPARATOR.join(names), *(f"{p:.6f}" for p in row)]
+                for names, row in zip(self.predicted(stacked), probs, strict=True)
             ]
         lines = [[row.index, *more] for row, more in zip(self._rows[split], cells, strict=True)]
-        with files.one_line_errors(f"cannot write predictions to {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_table(folder / PREDICTIONS, [header, *lines])
-            targets = self.splits[split].targets["label"]
-            known = _is_labeled(targets)
-            if not known.any() or self.objective == "classes":
-                return
-            if self.objective == "number":
-                draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
-            else:
-                counts = np.zeros((len(self.labels), len(self.labels)), np.int64)
-                np.add.at(counts, (targets[known], stacked[known].argmax(1)), 1)
-                draw_confusion(counts, self.labels, folder / "confusion.png")
+        write_table(folder / PREDICTIONS, [header, *lines])
+        targets = self.splits[split].targets["label"]
+        known = _is_labeled(targets)
+        if not known.any() or self.objective == "classes":
+            return
+        if self.objective == "number":
+            draw_scatter(targets[known], stacked[known, 0], folder / "scatter.png")
+        else:
+            counts = np.zeros((len(self.labels), len(self.labels)), np.int64)
+            np.add.at(counts, (targets[known], stacked[known].argmax(1)), 1)
+            draw_confusion(counts, self.labels, folder / "confusion.png")
 
     def stacked(self, logits: Logits) -> Float[np.ndarray, "E C"]:
         """Stack the logits of all examples."""
         return np.array([np.asarray(x) for x in logits], np.float64).reshape(-1, len(self.labels))
 
-    def predicted(self, logits: Float[np.ndarray, "E C"]) -> list[str]:
-        """Return each example's label, or its labels joined by "|"."""
+    def predicted(self, logits: Float[np.ndarray, "E C"]) -> list[tuple[str, ...]]:
+        """Return each example's labels, one for "class"."""
         if self.objective == "class":
-            return [self.labels[i] for i in logits.argmax(1)]
+            return [(self.labels[i],) for i in logits.argmax(1)]
         positive = probabilities(logits, "classes") > THRESHOLD
-        return [SEPARATOR.join(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
+        return [tuple(self.labels[i] for i in np.flatnonzero(row)) for row in positive]
 
 
 def table_files(config: TaskConfig) -> dict[str, str]:
@@ -264,6 +267,12 @@ def table_files(config: TaskConfig) -> dict[str, str]:
         )
     paths = {"train": config.train, "dev": config.dev, "test": config.test}
     return {split: path for split, path in paths.items() if path}
+
+
+def requires_labels(split: str, model_labels: Sequence[str]) -> bool:
+    """Whether every row of a split needs a label, given the labels of a fine-tuned model."""
+    needed = split == "train" or not model_labels
+    return needed and not split.startswith(("test", NEW))
 
 
 def find_files(
@@ -374,14 +383,6 @@ def _label_order(names: Iterable[str]) -> Any:
     except ValueError:
         pass
     return str
-
-
-def _unknown_label_message(where: str, name: str, labels: Sequence[str], predicting: bool) -> str:
-    shown = ", ".join(labels[:_MAX_LABELS_SHOWN]) + ", …" * (len(labels) > _MAX_LABELS_SHOWN)
-    return (
-        f"{where}: unknown label {name!r}, not one of the {len(labels)} labels ({shown})"
-        f"{did_you_mean(name, labels)}; correct it, or {'leave it empty' if predicting else 'set config.task.labels to list all'}"
-    )
 
 
 def read_number(where: str, value: Any, advice: str = "correct it") -> float:

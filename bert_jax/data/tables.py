@@ -81,7 +81,7 @@ def read(
         path = pathlib.Path(path)
         with files.one_line_errors(f"cannot read {path}"):
             path.open("rb").close()
-        text_lines = _file_lines(path, count, line_bytes)
+        text_lines = file_lines(path, count, line_bytes)
     if kind == ".parquet":
         records = _parquet(pathlib.Path(path), texts, others, optional, count)
     elif kind == ".jsonl":
@@ -122,9 +122,10 @@ def lines(
         yield line.removeprefix("\ufeff" if number == 1 else "").rstrip("\r\n")
 
 
-def _file_lines(
-    path: pathlib.Path, count: Callable[[int], None] | None, line_bytes: int
+def file_lines(
+    path: pathlib.Path, count: Callable[[int], None] | None = None, line_bytes: int = LINE_BYTES
 ) -> Iterator[str]:
+    """Yield the `lines` of a file, which may be compressed; `count` as in `read`."""
     with damage(path), decompressed(path, count) as stream:
         yield from lines(stream, path, line_bytes)
 

@@ -16,7 +16,6 @@ from bert_jax.benchmarks.load import load_dataset
 from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
 from bert_jax.benchmarks.squad import Squad
 from bert_jax.config import FinetuneConfig, MeshConfig
-from bert_jax.data.examples import Examples
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -82,29 +81,18 @@ def evaluate_run(
     for split, examples in dataset.splits.items():
         if split != "train" and len(examples):
             logits = predict(config, params, dataset, split, mesh or MeshConfig())
-            metrics = dataset.score(split, logits) if has_labels(examples) else {}
+            metrics = dataset.score(split, logits)
             if split == "dev" and isinstance(dataset, Squad):
                 tuned = dataset.tuned(metrics)
                 if tuned is not dataset:
                     dataset, metrics = tuned, tuned.score(split, logits)
             results[split] = metrics
-            dataset.write(split, logits, _make_folder(folder / f"{PREDICTIONS}{suffix}" / split))
+            out = folder / f"{PREDICTIONS}{suffix}" / split
+            with files.one_line_errors(f"cannot write {out}"):
+                out.mkdir(parents=True, exist_ok=True)
+                dataset.write(split, logits, out)
     files.write_json(folder / f"metrics{suffix}.json", results)
     return results
-
-
-def _make_folder(folder: pathlib.Path) -> pathlib.Path:
-    with files.one_line_errors(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def has_labels(examples: Examples) -> bool:
-    """Whether any example is labeled."""
-    if "label" in examples.targets:
-        labels = examples.targets["label"]
-        return bool((labels == labels).any() if labels.dtype.kind == "f" else (labels >= 0).any())
-    return any((labels >= 0).any() for labels in examples.token_targets.get("label", []))
 
 
 def predict(
