@@ -17,6 +17,13 @@ Logits = Sequence[np.ndarray]
 class FinetuneDataset(Protocol):
     """A fine-tuning dataset, read and tokenized, with its metrics.
 
+    The classes take these arguments (`Pairs` has no `new`):
+        config: the task; `train`, `dev` and `test` name single files.
+        vocabulary: the model's vocabulary.
+        training: whether to read the training data, which an evaluation does not need.
+        labels: labels of a fine-tuned model, with which only training data must be labeled.
+        new: a file to read as the only split, "new"; its labels are optional.
+
     Attributes:
         head: one of `config.HEADS`.
         labels: names of the head's outputs, in order.

@@ -49,6 +49,13 @@ class _Sentences:
 class TokenClassification:
     """A token classification `FinetuneDataset`: one label per word.
 
+    `config.text_a` and `label` can be column numbers, from 1; by default words are in the first and
+    labels in the last column. `config.data` is a folder with, e.g., train.txt, valid.txt and test.txt.
+    Labels are those of the model, `config.labels` or those of the training data, completed to B-type
+    and I-type for every type. New data in "-", .txt, .jsonl and .parquet are one text per line, with
+    words separated by spaces. Other files hold columns, and so does a .txt in which every line is a
+    word, alone or followed by a known label.
+
     Attributes:
         entity_tags: whether labels mark entities (O, B-type, I-type) rather than single words.
     """
@@ -63,21 +70,6 @@ class TokenClassification:
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
-        """Read and tokenize the data.
-
-        Args:
-            config: the task. `text_a` and `label` can be column numbers, from 1; by default words
-                are in the first and labels in the last column. `data` is a folder with, e.g.,
-                train.txt, valid.txt and test.txt; `train`, `dev` and `test` name single files.
-            vocabulary: the model's vocabulary.
-            training: whether to read the training data, which an evaluation does not need.
-            labels: labels of a fine-tuned model, with which only training data need tags. If (),
-                `config.labels`, or the labels of the training data, completed to B-type and I-type
-                for every type.
-            new: a file to predict on, as the only split, "new". "-", .txt, .jsonl and .parquet hold
-                one text per line, with words separated by spaces. Other files hold columns, and so
-                does a .txt in which every line is a word, alone or followed by a known label.
-        """
         self.config, self.report = config, []
         self._word = _column(config.text_a, "text_a", "text", 0)
         self._tag = _column(config.label, "label", "label", -1)

@@ -109,12 +109,8 @@ class Glue(Classification):
 
     Splits are "train", "dev" and "test". For MNLI, "dev" and "test" are the matched sets, and there
     are "dev_mismatched", "test_mismatched" and, if its file exists, the diagnostic set "ax".
-
-    Args:
-        config: the task. `name` is the GLUE task, `data` GLUE's folder, the task's folder, or
-            "tfds". `train`, `dev` and `test` override single files, in GLUE's format.
-        vocabulary, training, labels, new: as in `Classification`; a new table has GLUE's columns
-            unless `config.text_a` and `text_b` name others.
+    `config.data` is GLUE's folder, the task's folder, or "tfds". A new table has GLUE's columns unless
+    `config.text_a` and `text_b` name others.
     """
 
     _index_columns = _INDEX

@@ -19,13 +19,7 @@ class Pairs:
 
     A training example is a row of a table: `text_a`, the anchor; `text_b`, the positive, or the
     anchor again if `text_b` is ""; and the columns `negatives`. The other splits hold single texts,
-    of a table or a folder that `embeddings.read` reads.
-
-    Args:
-        config: the task.
-        vocabulary: the model's vocabulary.
-        training: whether to read the training data, which an evaluation does not need.
-        labels: not used, as there are none.
+    of a table or a folder that `embeddings.read` reads. `labels` is not used, as there are none.
 
     Attributes:
         texts_per_example: number of texts of a training example.

@@ -74,6 +74,9 @@ class _Asked(NamedTuple):
 class Squad:
     """A question answering `FinetuneDataset`, SQuAD 1.1 or 2.0.
 
+    Without `config.name` the data decide whether questions can be unanswerable. `config.data` is a
+    folder with train-v1.1.json and dev-v1.1.json (or v2.0).
+
     Attributes:
         unanswerable: whether "" is a possible prediction (2.0).
         null_threshold: null odds above it predict ""; 0 unless set by `tuned`.
@@ -89,17 +92,6 @@ class Squad:
         labels: tuple[str, ...] = (),
         new: str = "",
     ):
-        """Read and tokenize the data.
-
-        Args:
-            config: the task. `name` is "squad1", "squad2" or "", in which case the data decide
-                whether questions can be unanswerable. `data` is a folder with train-v1.1.json and
-                dev-v1.1.json (or v2.0); `train`, `dev` and `test` name single files.
-            vocabulary: the model's vocabulary.
-            training: whether to read the training data, which an evaluation does not need.
-            labels: labels of a fine-tuned model, with which only training data need answers.
-            new: a file to predict on, as the only split, "new".
-        """
         # Besides the question, at least one token of the context, [CLS] and the separators.
         if config.tokens < config.question_tokens + 3 + len(vocabulary.separator_ids):
             raise UserError(

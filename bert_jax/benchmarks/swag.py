@@ -39,15 +39,9 @@ class _Question(NamedTuple):
 class MultipleChoice:
     """A multiple-choice `FinetuneDataset`: select the choice that fits a context.
 
-    Args:
-        config: the task. With `name` "swag", columns are those of SWAG's files. In the user's own
-            tables `text_a` is the context, `text_b` (if not "") is prepended to each of the columns
-            `choices`, and `label` is the index of the correct choice from 0 or its column's name.
-        vocabulary: the model's vocabulary.
-        training: whether to read the training data, which an evaluation does not need.
-        labels: labels of a fine-tuned model, with which only training data must be labeled; () when
-            fine-tuning.
-        new: a table to read as the only split, "new"; its labels are optional.
+    With `config.name` "swag", columns are those of SWAG's files. In the user's own tables `text_a` is
+    the context, `text_b` (if not "") is prepended to each of the columns `choices`, and `label` is the
+    index of the correct choice from 0 or its column's name.
     """
 
     head = "choice"

@@ -52,15 +52,10 @@ class Row(NamedTuple):
 class Classification:
     """A `FinetuneDataset` of labeled texts or text pairs in tables.
 
-    Args:
-        config: the task. `objective` "class" has one label per row, "number" a number, "classes"
-            any number of labels: a list in JSON and Parquet, names separated by "|" in a cell.
-        vocabulary: the model's vocabulary.
-        training: whether to read the training data, which an evaluation does not need.
-        labels: labels of a fine-tuned model, with which only training data must be labeled. If (),
-            `config.labels` or the sorted labels of the training data.
-        new: a table, lines of text (pairs: tab-separated) or "-" for lines from standard input, to
-            read as the only split, "new"; its labels are optional.
+    With the objective "class" a row has one label, with "number" a number, with "classes" any number
+    of labels: a list in JSON and Parquet, names separated by "|" in a cell. The labels are those of
+    the model, `config.labels` or the sorted ones of the training data. New data are a table, lines of
+    text (pairs: tab-separated) or "-" for lines from standard input.
     """
 
     head = "sequence"

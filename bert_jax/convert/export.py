@@ -242,101 +242,73 @@ def _card(
     if family.causal_class:
         pipelines[family.causal_class] = "text-generation"
     pipeline = pipelines.get(architecture.removeprefix(family.class_prefix))
+    # A line break at the end of a line is an empty line.
     lines = [
         "---",
         "library_name: transformers",
         *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()),
         *([f"pipeline_tag: {pipeline}"] if pipeline else []),
-        "tags:",
-        f"- {model.family}",
-        "- jax",
-        "---",
-        "",
-        f"# {family.title} {size}",
-        "",
+        f"tags:\n- {model.family}\n- jax",
+        "---\n",
+        f"# {family.title} {size}\n",
         f"`{architecture}`, {parameters:,} parameters, vocabulary of {model.vocab_size:,} word "
-        f"pieces, up to {model.positions} tokens. Exported by bert_jax.",
-        "",
+        f"pieces, up to {model.positions} tokens. Exported by bert_jax.\n",
         "```python",
-        f"from transformers import AutoTokenizer, {architecture}",
-        "",
+        f"from transformers import AutoTokenizer, {architecture}\n",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
         f'model = {architecture}.from_pretrained("{name}"{arguments})',
-        "```",
-        "",
+        "```\n",
     ]
     if revisions:
+        branches = ", ".join(f"`{revision}`" for revision in revisions)
+        example = f'from_pretrained("{name}", revision="{revisions[0]}")'
+        lines.append(f"Revisions, such as `{example}`: {branches}\n")
+    if imported := provenance.imported:
+        known = f", exactly {imported['official']}" if imported["official"] else ""
+        file = pathlib.PurePath(imported["source"]).name
         lines += [
-            f'Revisions, such as `from_pretrained("{name}", revision="{revisions[0]}")`: '
-            + ", ".join(f"`{revision}`" for revision in revisions),
-            "",
-        ]
-    if provenance.imported:
-        known = provenance.imported["official"]
-        lines += [
-            "## Origin",
-            "",
-            f"Imported from {provenance.imported['format']} files"
-            + (f", exactly {known}" if known else "")
-            + f" (`{pathlib.PurePath(provenance.imported['source']).name}`):",
-            "",
-            *(
-                f"- `{name}` sha256 {digest}"
-                for name, digest in provenance.imported.get("sha256", {}).items()
-            ),
+            "## Origin\n",
+            f"Imported from {imported['format']} files{known} (`{file}`):\n",
+            *(f"- `{x}` sha256 {digest}" for x, digest in imported.get("sha256", {}).items()),
             "",
         ]
     if provenance.starts:
+        last = provenance.starts[-1]
+        versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
         lines += [
-            "## Training",
-            "",
-            f"Step {step:,} of {config.steps:,}. Commands:",
-            "",
-        ]
-        lines += [
+            "## Training\n",
+            f"Step {step:,} of {config.steps:,}. Commands:\n",
             "```sh",
             *dict.fromkeys(start["command"] for start in provenance.starts),
-            "```",
+            "```\n",
+            f"Trained on {last['devices']}; commit {last['commit']}; {versions}.\n",
+        ]
+    if heldout := provenance.heldout:
+        lines += [
+            f"Held-out metrics at step {heldout['step']:,}:\n",
+            "| | |\n|---|---|",
+            *(f"| {k} | {v:.4f} |" for k, v in heldout.items() if isinstance(v, float)),
             "",
         ]
-        last = provenance.starts[-1]
-        lines += [
-            f"Trained on {last['devices']}; commit {last['commit']}; "
-            + ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-            + ".",
-            "",
-        ]
-    if provenance.heldout:
-        lines += [
-            f"Held-out metrics at step {provenance.heldout['step']:,}:",
-            "",
-            "| | |",
-            "|---|---|",
-        ]
-        lines += [
-            f"| {k} | {v:.4f} |" for k, v in provenance.heldout.items() if isinstance(v, float)
-        ]
-        lines.append("")
     for data in provenance.data:
         if isinstance(config, FinetuneConfig) and "examples" in data:
             counts = ", ".join(f"{n:,} {split}" for split, n in data["examples"].items())
             task = config.task.name or config.task.kind
-            lines += [f"Fine-tuned on {task}: {counts} examples.", ""]
+            lines.append(f"Fine-tuned on {task}: {counts} examples.\n")
             continue
-        train = data["train"]
+        train, sources = data["train"], data["sources"]
         lines += [
             f"Rows of T={data['tokens']}: {train['documents']:,} documents, {train['sequences']:,} "
             f"sequences, {train['real_tokens']:,} tokens in {train['rows']:,} rows, sentence pairs "
-            f"`{data['pairs']}`, from",
-            "",
+            f"`{data['pairs']}`, from\n",
             *(
                 f"- `{pathlib.PurePath(s['spec']).name}`: {s['documents']:,} documents"
-                for s in data["sources"]
+                for s in sources
             ),
             "",
         ]
     values = config_lib.to_dict(config)
     if provenance.imported:  # the rest of the config does not describe it
         values = {"model": values["model"], "embed": values["embed"]}
-    lines += ["## Config", "", "```json", json.dumps(values, indent=2), "```", ""]
+    lines += ["## Config\n", "```json", json.dumps(values, indent=2), "```\n"]
     return "\n".join(lines)

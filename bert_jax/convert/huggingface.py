@@ -28,6 +28,8 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+# Parts of a model that a field of `ModelConfig` of the same name adds.
+_PARTS = ("masked_lm", "next_sentence", "replaced_token")
 # Fields that must have their defaults in a family that names no other value and no setting.
 _OPTIONS = (
     "position_kind",
@@ -290,9 +292,7 @@ def model_config(
         # Poolers of causal models here read the last token, not the first. Its tensors are reported
         # as unexpected.
         parts = [part for part in parts if part != "pooler"]
-    values["masked_lm"] = "masked_lm" in parts
-    values["next_sentence"] = "next_sentence" in parts
-    values["replaced_token"] = "replaced_token" in parts
+    values |= {part: part in parts for part in _PARTS}
     if "head" in parts:
         values |= {"head": head, "labels": _labels(family, settings, tensors, head)}
         if head == "sequence":
@@ -353,10 +353,11 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
             f"config.model.causal is True: causal models pool the last token, transformers' "
             f"{family.title} the first"
         )
-    has_head = bool(config.head)
-    is_used: dict[str, bool] = {"head_layer": has_head, "head_pooling": has_head}
-    is_used["decoder_bias"] = config.masked_lm
-    is_used["pooler_activation"] = config.has_pooler
+    is_used: dict[str, bool] = {
+        **dict.fromkeys(("head_layer", "head_pooling"), bool(config.head)),
+        "decoder_bias": config.masked_lm,
+        "pooler_activation": config.has_pooler,
+    }
     hidden_act = next(k for k, v in _ACTIVATIONS.items() if v == config.activation)
     impossible = {
         "lstm_layers": config.lstm_layers,
@@ -372,7 +373,7 @@ def huggingface_config(config: ModelConfig, vocabulary: Vocabulary) -> dict[str,
         "activation": hidden_act not in (family.activations or (hidden_act,)),
         "embedding_size": "embedding_size" not in family.settings
         and config.embedding_width != config.hidden,
-        **dict.fromkeys(sorted(_parts_of(config) - {*family.parts_with(config.head)}), True),
+        **dict.fromkeys(sorted({*parts_of(config)} - {*family.parts_with(config.head)}), True),
     }
     for key in (key for key, is_so in impossible.items() if is_so):
         raise UserError(
@@ -404,7 +405,7 @@ def architecture(config: ModelConfig) -> str:
     family = FAMILIES[config.family]
     if config.causal and config.masked_lm and not config.head:
         return f"{family.class_prefix}{family.causal_class}"
-    ours = _parts_of(config)
+    ours = {*parts_of(config)}
 
     def fits(item):
         parts, head = item[1]
@@ -415,12 +416,11 @@ def architecture(config: ModelConfig) -> str:
     return max(family.all_classes().items(), key=fits)[0]
 
 
-def _parts_of(config: ModelConfig) -> set[str]:
+def parts_of(config: ModelConfig) -> list[str]:
     """Return the optional parts of a model, keys of `Family.parts_with`."""
-    parts = {"pooler": config.has_pooler, "head": bool(config.head)}
-    parts |= {"masked_lm": config.masked_lm, "next_sentence": config.next_sentence}
-    parts["replaced_token"] = config.replaced_token
-    return {part for part, is_present in parts.items() if is_present}
+    parts = {"pooler": config.has_pooler, **{part: getattr(config, part) for part in _PARTS}}
+    parts["head"] = bool(config.head)
+    return [part for part, is_present in parts.items() if is_present]
 
 
 # --- Tokenizer ------------------------------------------------------------------------------------

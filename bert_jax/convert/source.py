@@ -61,6 +61,8 @@ _BESIDE_WEIGHTS = (
     *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
 )
 
+# What reading JSON of an unknown structure can raise.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Weights barely compress: a higher ratio of unpacked to packed size is a zip bomb.
 _UNPACKED = 20
 
@@ -220,21 +222,16 @@ def read(
         duplicates = huggingface.remove_tied_duplicates(canonical, model)
         left_out += [names[name] for name in duplicates]
         unexpected = [names.get(n, n) for n in huggingface.unexpected(canonical, model)]
-        allowed = [n for n in unexpected if any(fnmatch.fnmatch(n, p) for p in allow_unexpected)]
-        refused = [name for name in unexpected if name not in allowed]
         # Report all errors at once.
         attempts = Attempts()
-        attempts.call(_refuse_unexpected, refused)
+        attempts.call(_check_unexpected, unexpected, allow_unexpected)
         params = attempts.call(huggingface.from_huggingface, canonical, model, names)
-        no_vocabulary: Any = (None, None)
-        vocabulary, vocabulary_file = (
-            attempts.call(
-                _fitting_vocabulary, folder, vocab, lowercase, allow_missing, model.vocab_size
-            )
-            or no_vocabulary
+        found = attempts.call(
+            _fitting_vocabulary, folder, vocab, lowercase, allow_missing, model.vocab_size
         )
         config = attempts.call(_config, model, folder, allow_unexpected)
         attempts.check()
+        vocabulary, vocabulary_file = found
     except UserError as error:
         raise UserError(f"cannot import {source}: {error}") from error
     except OSError as error:
@@ -255,7 +252,7 @@ def read(
         "official": next(filter(None, weights), None),
         "vocabulary": _OFFICIAL.get(vocabulary.sha256),
         "sha256": sums,
-        "left_out": left_out + allowed,
+        "left_out": left_out + unexpected,
     }
     return Imported(config, vocabulary, params, about)
 
@@ -263,32 +260,35 @@ def read(
 def describe(imported: Imported) -> str:
     """Return a summary of an import, in a few lines."""
     model, vocabulary, about = imported.config.model, imported.vocabulary, imported.about
-    parts = {"pooler": model.has_pooler, "masked_lm": model.masked_lm}
-    parts |= {"next_sentence": model.next_sentence, "replaced_token": model.replaced_token}
-    parts |= {f"head ({model.head})": bool(model.head)}
-    present = [part for part, is_present in parts.items() if is_present] or ["the encoder only"]
+    parts = [
+        f"head ({model.head})" if part == "head" else part for part in huggingface.parts_of(model)
+    ]
     case = "uncased" if vocabulary.lowercase else "cased"
     if isinstance(vocabulary, TokenizerVocabulary):
         case = "tokenizer and"
-    known = {
-        key: f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
-    }
+    known, known_vocabulary = (
+        f" (exactly {about[key]})" if about[key] else "" for key in ("official", "vocabulary")
+    )
     lines = [
         f"{FAMILIES[model.family].title} L{model.layers}-H{model.hidden}-A{model.heads}, "
-        f"{parameter_count(imported.params, model):,} parameters{known['official']}",
-        f"  {case} vocabulary of {len(vocabulary):,}{known['vocabulary']}",
-        f"  with {', '.join(present)}",
+        f"{parameter_count(imported.params, model):,} parameters{known}",
+        f"  {case} vocabulary of {len(vocabulary):,}{known_vocabulary}",
+        f"  with {', '.join(parts) or 'the encoder only'}",
     ]
     if about["left_out"]:
         lines.append(f"  ignored: {huggingface.shorten(about['left_out'])}")
     return "\n".join(lines)
 
 
-def _refuse_unexpected(names: list[str]) -> None:
-    if names:
+def _check_unexpected(names: list[str], allowed: Collection[str]) -> None:
+    if names := [name for name in names if not _matches(name, allowed)]:
         raise UserError(
             f"unexpected: {huggingface.shorten(names)}; ignore them with --allow-unexpected PATTERN"
         )
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _config(model: ModelConfig, folder: Traversable, allow_unexpected: Collection[str]) -> Config:
@@ -342,6 +342,10 @@ def _is_source(source: str) -> bool:
 
 def _why(error: OSError) -> str:
     return error.strerror.lower() if error.strerror else str(error)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _has_hugging_face(folder: pathlib.Path) -> bool:
@@ -417,7 +421,7 @@ def _cached(name: str, revision: str | None, error: Exception) -> pathlib.Path:
     try:
         return pathlib.Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:
-        reason = " ".join(str(error).split())[:200]
+        reason = _one_line(error)[:200]
         raise UserError(
             f"{name} is not a local folder, and the Hugging Face Hub cannot be reached ({reason}); "
             "download the model on a machine with network access and import its folder"
@@ -436,7 +440,7 @@ def _json(file: Traversable) -> dict[str, Any]:
     try:
         value = json.loads(_bytes(file))
     except (OSError, ValueError, RecursionError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file.name} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{file.name} cannot be read: {_one_line(error)}") from None
     if not isinstance(value, dict):
         raise UserError(f"{file.name} is not a JSON object")
     return value
@@ -535,8 +539,8 @@ def _damage(file: pathlib.Path, error: Exception) -> str:
             ends = [(v["data_offsets"][1], k) for k, v in header.items() if k != "__metadata__"]
             cut = min((8 + length + end, name) for end, name in ends if 8 + length + end > size)
             return f"truncated in {cut[1]}"
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            return " ".join(str(error).split())
+        except (*_MALFORMED, IndexError):
+            return _one_line(error)
 
 
 def _google(
@@ -601,10 +605,8 @@ def _vocabulary(
     if tokenizer.is_file():
         try:
             vocabulary, added = vocabularies.read_wordpiece(_bytes(tokenizer).decode())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"tokenizer.json is not BERT's: {' '.join(str(error).split())}"
-            ) from None
+        except _MALFORMED as error:
+            raise UserError(f"tokenizer.json is not BERT's: {_one_line(error)}") from None
         if wordpiece.parse(vocabulary.to_bytes(), tokenizer.name) != vocabulary.tokens:
             raise UserError("tokenizer.json has a token that contains a line break")
         if listed.is_file():
@@ -641,7 +643,7 @@ def _has_other(folder: Traversable) -> bool:
         return (folder / "merges.txt").is_file()
     try:
         return not vocabularies.is_wordpiece(_bytes(tokenizer))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except _MALFORMED:
         return False  # is reported as damaged
 
 
@@ -655,8 +657,8 @@ def _other_vocabulary(
         if lowercase is not None:
             raise ValueError("its case is part of the tokenizer; remove --cased or --uncased")
         return vocabulary, present[0]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+    except _MALFORMED as error:
+        reason = _one_line(error)
         raise UserError(
             f"its tokenizer is {kind or 'of an unknown class'}, which cannot be used: {reason}"
         ) from None
@@ -686,25 +688,20 @@ def _fitting_vocabulary(
     allow_missing: Collection[str],
     size: int,
 ) -> tuple[Vocabulary, Traversable | None]:
-    """Return the vocabulary for embeddings of `size` rows, and the file it was read from."""
+    """Return the vocabulary for embeddings of `size` rows, padded if allowed, and its file."""
     vocabulary, file = _vocabulary(folder, vocab, lowercase, "added_tokens" in allow_missing)
-    return _fit(vocabulary, size, "tokens" in allow_missing), file
-
-
-def _fit(vocabulary: Vocabulary, size: int, may_lack: bool) -> Vocabulary:
-    """Check the vocabulary against the rows of the embeddings; pad it if that is allowed."""
     missing = size - len(vocabulary)
-    if missing > 0 and may_lack:
+    if missing > 0 and "tokens" in allow_missing:
         if isinstance(vocabulary, TokenizerVocabulary):
-            return vocabulary.resized(size)
+            return vocabulary.resized(size), file
         rest = tuple(f"[row{i}]" for i in range(len(vocabulary), size))
-        return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest)
+        return dataclasses.replace(vocabulary, tokens=vocabulary.tokens + rest), file
     if missing:
         hint = "; if the rest are padding, add --allow-missing tokens" if missing > 0 else ""
         raise UserError(
             f"the vocabulary has {len(vocabulary):,} tokens, the embeddings {size:,} rows{hint}"
         )
-    return vocabulary
+    return vocabulary, file
 
 
 def _embed_config(
@@ -718,11 +715,11 @@ def _embed_config(
     try:
         modules = json.loads(_bytes(listed))
         kinds = {m["type"].rpartition(".")[2]: m["path"] or "" for m in modules}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"modules.json cannot be read: {' '.join(str(error).split())}") from None
+    except _MALFORMED as error:
+        raise UserError(f"modules.json cannot be read: {_one_line(error)}") from None
 
     def refuse(name: str, what: str) -> None:
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in allow_unexpected):
+        if not _matches(name, allow_unexpected):
             raise UserError(
                 f"{what}, which is not supported; to compute vectors without it, add "
                 f"--allow-unexpected {name}"

@@ -18,6 +18,8 @@ from typing import IO, Any, NamedTuple
 import google_crc32c
 import ml_dtypes
 import numpy as np
+from google.protobuf import empty_pb2, unknown_fields
+from google.protobuf.message import DecodeError
 
 from bert_jax.errors import UserError
 from bert_jax.files import describe
@@ -86,12 +88,9 @@ def entries(folder: Traversable, prefix: str) -> dict[str, Entry]:
 def read(
     folder: Traversable, prefix: str, select: Callable[[str], bool] = lambda name: True
 ) -> dict[str, np.ndarray]:
-    """Read the tensors of the checkpoint `folder/prefix` whose names satisfy `select`.
+    """Return by name the tensors of the checkpoint `folder/prefix` whose names satisfy `select`.
 
     The bytes of other tensors, such as the optimizer's slots, are not read.
-
-    Returns:
-        Arrays by name.
     """
     chosen = {name: entry for name, entry in entries(folder, prefix).items() if select(name)}
     index = folder / f"{prefix}.index"
@@ -126,7 +125,7 @@ def _reading(path: Any) -> Iterator[None]:
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         reason = describe(error) if isinstance(error, OSError) else str(error)
         raise UserError(f"cannot read {path}: {reason or 'it is truncated'}") from None
-    except (ValueError, IndexError, OverflowError, MemoryError, struct.error) as error:
+    except (ValueError, IndexError, OverflowError, MemoryError, struct.error, DecodeError) as error:
         reason = str(error) if type(error) is ValueError else "it is damaged"
         raise UserError(
             f"{path} is not a readable TensorFlow checkpoint: {reason}; "
@@ -201,7 +200,7 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
         yield key, block[at - length : at]
 
 
-# --- Protocol buffers (the subset that three messages need) ---
+# --- Protocol buffers ---
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -218,29 +217,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _fields(message: Any) -> dict[int, list[Any]]:
     """Return a message's values by field number: integers, or bytes of length-delimited fields."""
-    fields: dict[int, list[Any]] = {}
     if not isinstance(message, bytes):
         raise ValueError("a field of a message has the wrong type")
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        wire = tag & 7
-        if wire == 0:
-            value, at = _varint(message, at)
-        else:
-            if wire == 2:
-                length, at = _varint(message, at)
-            elif wire in (1, 5):
-                length = 8 if wire == 1 else 4
-            else:
-                raise ValueError("a message has a field of an unknown wire type")
-            value = message[at : at + length]
-            if len(value) < length:
-                raise ValueError("a message is truncated")
-            at += length
-            if wire != 2:
-                value = int.from_bytes(value, "little")
-        fields.setdefault(tag >> 3, []).append(value)
+    fields: dict[int, list[Any]] = {}
+    for field in unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message)):
+        fields.setdefault(field.field_number, []).append(field.data)
     return fields
 
 
