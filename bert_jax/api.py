@@ -114,9 +114,16 @@ class Model:
         """The tokenizer, an object of Hugging Face's `tokenizers`."""
         return self.vocabulary.tokenizer()
 
-    @property
-    def _opened(self) -> source_lib.OpenModel:
-        return source_lib.OpenModel(self.config, self.vocabulary, self.params, self.step)
+    @functools.cached_property
+    def _tools(self) -> dict[Any, Any]:
+        return {}
+
+    def _tool(self, kind: Callable[[source_lib.OpenModel], Any]) -> Any:
+        """Return the object of a class of `inference`, made at its first use."""
+        if kind not in self._tools:
+            opened = source_lib.OpenModel(self.config, self.vocabulary, self.params, self.step)
+            self._tools[kind] = kind(opened)
+        return self._tools[kind]
 
     def encode(self, texts: Sequence[Text]) -> Inputs:
         """Tokenize N texts, or pairs of texts, into inputs of `apply`, one text per row.
@@ -140,29 +147,13 @@ class Model:
     def _apply(self) -> Callable[..., Any]:
         return jax.jit(functools.partial(Bert(self.config.model).apply, method=_outputs))
 
-    @functools.cached_property
-    def _embedders(self) -> dict[str, Embedder]:
-        return {}
-
-    @functools.cached_property
-    def _fill(self) -> MaskFiller:
-        return MaskFiller(self._opened)
-
-    @functools.cached_property
-    def _map(self) -> AttentionMapper:
-        return AttentionMapper(self._opened)
-
-    @functools.cached_property
-    def _scorer(self) -> SentenceScorer:
-        return SentenceScorer(self._opened)
-
     def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
         """Return the `top` candidates, (token, probability), for each [MASK] of a text."""
-        return self._fill(text, top)
+        return self._tool(MaskFiller)(text, top)
 
     def attention(self, text: str, text_b: str | None = None) -> AttentionMaps:
         """Return the attention probabilities of all layers and heads in a text or a pair."""
-        return self._map(text, text_b)
+        return self._tool(AttentionMapper)(text, text_b)
 
     def score(self, texts: Sequence[str], pll: str = "original") -> Float[np.ndarray, " N"]:
         """Return the scores of N texts in nats: their (pseudo-)log-likelihoods.
@@ -175,12 +166,12 @@ class Model:
             pll: "original", or "word-l2r" to mask the rest of a word together with a piece.
         """
         _require_list("score", texts)
-        return self._scorer(texts, pll=pll)
+        return self._tool(SentenceScorer)(texts, pll=pll)
 
     def score_tokens(self, texts: Sequence[str], pll: str = "original") -> list[list[TokenScore]]:
         """Return (token, log_probability) for each word piece of each text; see `score`."""
         _require_list("score_tokens", texts)
-        return self._scorer.tokens(texts, pll)
+        return self._tool(SentenceScorer).tokens(texts, pll)
 
     def embed(self, texts: Iterable[str], **settings: Any) -> Any:
         """Return vectors of texts.
@@ -200,9 +191,9 @@ class Model:
             self.config, embed=dataclasses.replace(self.config.embed, **embed)
         )
         key = repr((config.embed, sorted(settings.items())))
-        if key not in self._embedders:
-            self._embedders[key] = Embedder(config, self.vocabulary, self.params, **settings)
-        embedder = self._embedders[key]
+        if key not in self._tools:
+            self._tools[key] = Embedder(config, self.vocabulary, self.params, **settings)
+        embedder = self._tools[key]
         vectors = list(embedder(texts))
         if config.embed.pooling == "none":
             return vectors
@@ -475,24 +466,16 @@ def _write_texts(
 ) -> tuple[Any, pathlib.Path]:
     """Write texts in the layout of a task's data; return the task that reads it, and the file."""
     pairs = [(text, None) if isinstance(text, str) else text for text in texts]
-    if task.kind == "tagging":
-        path = folder / "new.jsonl"
-        _write_lines(path, ({task.text_a: a} for a, _ in pairs))
-        return task, path
+    path, records = folder / "new.jsonl", [{task.text_a: a} for a, _ in pairs]
     if task.kind == "squad":
-        path = folder / "new.json"
         paragraphs = [
             {"context": context, "qas": [{"id": str(i), "question": question, "answers": []}]}
             for i, (question, context) in enumerate(pairs)
         ]
-        path.write_text(
-            json.dumps({"version": "", "data": [{"title": "", "paragraphs": paragraphs}]})
-        )
-        return task, path
-    path = folder / "new.jsonl"
-    has_pairs = any(b is not None for _, b in pairs)
-    _write_lines(path, ({"a": a, "b": b} if has_pairs else {"a": a} for a, b in pairs))
-    return (
-        dataclasses.replace(task, name="", text_a="a", text_b="b" if has_pairs else ""),
-        path,
-    )
+        records = [{"data": [{"paragraphs": paragraphs}]}]
+    elif task.kind == "classification":
+        has_pairs = any(b is not None for _, b in pairs)
+        records = [{"a": a, "b": b} if has_pairs else {"a": a} for a, b in pairs]
+        task = dataclasses.replace(task, name="", text_a="a", text_b="b" if has_pairs else "")
+    _write_lines(path, records)
+    return task, path

@@ -16,6 +16,7 @@ import transformers
 
 from bert_jax import cli
 from bert_jax.config import ModelConfig
+from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference.attention_maps import (
@@ -59,7 +60,7 @@ def theirs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def maps(theirs):
-    return AttentionMapper(theirs[1])(TEXT, TEXT_B)
+    return AttentionMapper(open_model(str(theirs[1])))(TEXT, TEXT_B)
 
 
 def write_run(folder, model):
@@ -119,7 +120,7 @@ def test_weights_times_values_equal_attention_output(causal):
 )
 def test_attention_maps_of_model_variants(tmp_path, changes):
     run = write_run(tmp_path / "run", dataclasses.replace(MODEL, **changes))
-    result = AttentionMapper(run)(TEXT, TEXT_B)
+    result = AttentionMapper(open_model(str(run)))(TEXT, TEXT_B)
     assert result.segments.sum() == len(result.tokens) - 7
     weights = result.probabilities
     assert weights.dtype == np.float32
@@ -130,7 +131,7 @@ def test_attention_maps_of_model_variants(tmp_path, changes):
 
 
 def test_invalid_texts_give_one_line_errors(theirs):
-    mapper = AttentionMapper(theirs[1])
+    mapper = AttentionMapper(open_model(str(theirs[1])))
 
     def refusal(*texts):
         with pytest.raises(UserError) as error:

@@ -594,7 +594,7 @@ def test_causal_model_round_trips_through_transformers(tmp_path):
         assert_same(back.params, params)
     assert export(str(run), tmp_path / "bare", heads="none")["architectures"] == ["BertModel"]
     with pytest.raises(UserError, match="it predicts next tokens and cannot fill in masks"):
-        MaskFiller(str(run))
+        MaskFiller(source.open_model(str(run)))
 
 
 def test_pooled_heads_of_causal_models_are_rejected(tmp_path, hf_folder):
@@ -664,7 +664,7 @@ def test_exported_tokenizer_and_pipeline_match_ours(tmp_path, run_folder):
         assert ids == vocabulary.encode(text, other)
     assert tokenizer.mask_token_id == vocabulary.mask_id
     text = "the [MASK] sat on the mat"
-    (candidates,) = MaskFiller(run_folder)(text, 4)
+    (candidates,) = MaskFiller(source.open_model(str(run_folder)))(text, 4)
     result = fill(text)
     assert [c["token_str"] for c in result] == [c.token for c in candidates]
     np.testing.assert_allclose(

@@ -380,7 +380,7 @@ def test_prepared_rows_and_fill_mask_equal_transformers(tokenizers, tmp_path):
     assert pretraining.make_phases(config)[1] == padded
     text = "a dog <mask> on the mat"
     fill = transformers.pipeline("fill-mask", str(folder), top_k=4)
-    (candidates,) = MaskFiller(str(folder))(text, 4)
+    (candidates,) = MaskFiller(source.open_model(str(folder)))(text, 4)
     np.testing.assert_allclose(
         [c["score"] for c in fill(text)], [c.probability for c in candidates], atol=1e-5
     )

@@ -510,7 +510,7 @@ def test_score_command_on_prediction_files(tmp_path, capsys):
     assert "accuracy                 0.5000" in capsys.readouterr().out
     for benchmark, expected in (
         ("squad3", "no benchmark 'squad3'"),
-        ("glue:xyz", "no benchmark 'glue:xyz': glue:TASK is one of cola"),
+        ("glue:xyz", "no benchmark 'glue:xyz': choose squad1"),
     ):
         score[1] = benchmark
         assert cli.main(score) == cli.EXIT_USER_ERROR

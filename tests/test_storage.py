@@ -20,6 +20,7 @@ import pytest
 
 from bert_jax import checkpoint, cli, files, storage
 from bert_jax.config import CheckpointConfig
+from bert_jax.convert import source
 from bert_jax.data import loader, wordpiece
 from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
@@ -326,7 +327,8 @@ def test_files_beside_an_output_are_uploaded(url):
 
 def test_attention_names_the_urls_of_its_files(url, capsys, monkeypatch):
     maps = attention_maps.AttentionMaps(("a",), ["a"], np.zeros(1, int), np.ones((1, 1, 1, 1)))
-    monkeypatch.setattr(attention_maps, "AttentionMapper", lambda *_: lambda *_: maps)
+    monkeypatch.setattr(source, "open_model", lambda *_: None)
+    monkeypatch.setattr(attention_maps, "AttentionMapper", lambda _: lambda *_: maps)
     assert cli.main(["attention", "--init=x", "--text=a", f"--out={url}/a.html"]) == 0
     assert capsys.readouterr().out.startswith(f"{url}/a.html, {url}/a.png: 1 layers")
     assert list(storage.listing(url)) == ["a.html", "a.png"]

@@ -355,13 +355,8 @@ def _chunks(lengths: Sequence[int], max_pieces: int) -> list[int]:
 def _surround(begin: np.ndarray, first: int, end: int, max_pieces: int) -> tuple[int, int]:
     """Return the range of pieces to show: words `first` to `end` and whole words around them.
 
-    Both sides get the same number of pieces; what one side cannot fill goes to the other.
-
-    Args:
-        begin: offset of each word's first piece, and the end of the last word.
-        first: first word.
-        end: word after the last one.
-        max_pieces: maximum number of pieces.
+    Both sides get the same number of pieces; what one side cannot fill goes to the other. `begin` has
+    the offset of each word's first piece, and the end of the last word.
     """
     low, high, total = int(begin[first]), int(begin[end]), int(begin[-1])
     spare = max_pieces - (high - low)

@@ -9,7 +9,13 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax.benchmarks import metrics
-from bert_jax.benchmarks.tables import PREDICTIONS, draw_scatter, read_number, write_table
+from bert_jax.benchmarks.tables import (
+    PREDICTIONS,
+    draw_scatter,
+    existing,
+    read_number,
+    write_table,
+)
 from bert_jax.data import tables
 from bert_jax.errors import UserError
 
@@ -173,11 +179,8 @@ def read_beir(folder: pathlib.Path, qrels: Sequence[str] = ("test",)) -> Retriev
     """Read a folder in BEIR's layout (Thakur et al., arXiv 2104.08663).
 
     corpus.jsonl has `_id`, `text` and optionally `title`, which is prepended to the text;
-    queries.jsonl `_id` and `text`; qrels/NAME.tsv the columns query-id, corpus-id and score.
-
-    Args:
-        folder: the folder; its files may be compressed.
-        qrels: as in `read`.
+    queries.jsonl `_id` and `text`; qrels/NAME.tsv the columns query-id, corpus-id and score. The files
+    may be compressed. `qrels` as in `read`.
     """
     corpus, queries = (_find(folder, [name]) for name in _FILES)
     judged = _find(folder, [f"qrels/{name}.tsv" for name in qrels])
@@ -200,10 +203,8 @@ def read_beir(folder: pathlib.Path, qrels: Sequence[str] = ("test",)) -> Retriev
 
 
 def _find(folder: pathlib.Path, names: Iterable[str]) -> pathlib.Path:
-    for name in names:
-        for path in [folder / name, *sorted(folder.glob(f"{name}.*"))]:
-            if path.is_file():
-                return path
+    if path := next(filter(None, (existing(folder / name) for name in names)), ""):
+        return pathlib.Path(path)
     raise UserError(
         f"{folder}: no {' or '.join(names)}; a folder in BEIR's layout has {', '.join(_FILES)} and "
         "qrels/test.tsv"

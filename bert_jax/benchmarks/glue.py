@@ -157,10 +157,6 @@ class Glue(Classification):
                 paths["ax"] = path
         return paths
 
-    def requires_labels(self, split: str) -> bool:
-        """Whether every row of the split needs a label; GLUE does not publish its test labels."""
-        return split != "ax" and super().requires_labels(split)
-
     def rows(self, split: str, source: str) -> Iterator[Row]:
         """Yield the rows of a split's file."""
         if split == NEW:
@@ -169,8 +165,8 @@ class Glue(Classification):
             yield from _tfds_rows(self.config.name, source)
         else:
             skipped: list[str] = []
-            required = self.requires_labels(split)
             sources = self.sources()
+            required = classification.requires_labels(split, self._model_labels)
             shared = sources.get("train") == sources.get("dev")
             yield from read(self.config.name, source, split, required, skipped, shared)
             if skipped:
@@ -210,9 +206,7 @@ def read(
     """Yield the rows of a file in GLUE's format, or of MRPC's original files.
 
     Args:
-        name: name of the task, as in `TASKS`.
-        source: path of the file.
-        split: the split that it holds.
+        name, source, split: the task, the file and the split that it holds.
         requires_labels: whether a row without a label is an error.
         skipped: list to which a message is appended for each skipped row of QQP.
         shared: whether MRPC's original training file also holds the dev set, as in GLUE; False if
@@ -245,8 +239,7 @@ def score(name: str, data: str, predictions: str) -> dict[str, float]:
     """Compute GLUE's metrics of a prediction file.
 
     Args:
-        name: name of the task, as in `TASKS`.
-        data: path of the labeled file, in GLUE's format.
+        name, data: the task and its labeled file, in GLUE's format.
         predictions: path of a .tsv with the columns index and prediction (GLUE's format) or label
             (the format of `Glue.write`; score for STS-B).
     """

@@ -1,6 +1,7 @@
 """`bert-jax score`: score prediction files with the official metrics of their benchmarks."""
 
 from bert_jax import storage
+from bert_jax.benchmarks import conll_score, glue, squad_score
 from bert_jax.errors import UserError
 
 
@@ -20,19 +21,12 @@ def score(
     if null_odds and kind != "squad2":
         raise UserError("--null-odds is for squad2 only: remove it")
     if kind in ("squad1", "squad2"):
-        from bert_jax.benchmarks import squad_score
-
         return squad_score.score_file(data, predictions, int(kind[-1]), null_odds)
-    if kind == "glue":
-        from bert_jax.benchmarks import glue
-
-        if name not in glue.TASKS:
-            raise UserError(
-                f"no benchmark {benchmark!r}: glue:TASK is one of {', '.join(glue.TASKS)}"
-            )
+    if kind == "glue" and name in glue.TASKS:
         return glue.score(name, data, predictions)
     if kind == "conll":
-        from bert_jax.benchmarks import conll_score
-
         return conll_score.score_file(data, predictions)
-    raise UserError(f"no benchmark {benchmark!r}: choose squad1, squad2, glue:TASK or conll")
+    raise UserError(
+        f"no benchmark {benchmark!r}: choose squad1, squad2, conll or glue:TASK, where TASK is one of "
+        f"{', '.join(glue.TASKS)}"
+    )

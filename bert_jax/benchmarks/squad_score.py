@@ -19,8 +19,6 @@ import numpy as np
 from bert_jax.data.compressed import DATA_BYTES, damage, decompressed, whole
 from bert_jax.errors import UserError
 
-# The default of evaluate-v2.0.py: odds above it mean "no answer".
-OFFICIAL_THRESHOLD = 1.0
 _MAX_FLOAT = sys.float_info.max  # JSON integers can be larger
 
 
@@ -161,7 +159,7 @@ def score(
     predictions: Mapping[str, str],
     version: int,
     null_odds: Mapping[str, float] | None = None,
-    threshold: float = OFFICIAL_THRESHOLD,
+    threshold: float = 1.0,
 ) -> dict[str, float]:
     """Compute the official metrics, 0 to 100.
 
@@ -171,7 +169,7 @@ def score(
             scorer; 2.0's scorer raises an error.
         version: 1 or 2.
         null_odds: for 2.0, odds that there is no answer, by question id.
-        threshold: odds above it make the prediction "".
+        threshold: odds above it make the prediction ""; evaluate-v2.0.py's default is 1.
 
     Returns:
         exact (1.1's exact_match), f1, total and missing. For 2.0 also the metrics of questions with
@@ -251,14 +249,7 @@ def score_file(
     version: int,
     null_odds: str | pathlib.Path | None = None,
 ) -> dict[str, float]:
-    """Compute `score` of files in the formats of the leaderboard.
-
-    Args:
-        data: the questions with their answers.
-        predictions: {id: text}.
-        version: 1 or 2.
-        null_odds: {id: number}, for 2.0.
-    """
+    """Compute `score` of files in the formats of the leaderboard, {id: text} and {id: number}."""
     questions, predicted = read(data), _by_id(predictions, "a text", str)
     require_answers(questions, data, version)
     if not any(question.id in predicted for question in questions):

@@ -99,7 +99,7 @@ class Classification:
 
     def rows(self, split: str, source: str) -> Iterator[Row]:
         """Yield the rows of a split's file."""
-        config, required = self.config, self.requires_labels(split)
+        config, required = self.config, requires_labels(split, self._model_labels)
         texts = [config.text_a, config.text_b] if config.text_b else [config.text_a]
         records = read_records(source, split, texts, (config.label, *self._index_columns))
         for number, (where, fields) in enumerate(records):
@@ -108,10 +108,6 @@ class Classification:
             label = get_label(where, fields, config.label, required, multilabel)
             b = fields[config.text_b] if config.text_b else None
             yield Row(where, str(index), fields[config.text_a], b, label)
-
-    def requires_labels(self, split: str) -> bool:
-        """Whether every row of the split needs a label."""
-        return requires_labels(split, self._model_labels)
 
     def _find_labels(self, rows: dict[str, list[Row]], sources: dict[str, str]) -> tuple[str, ...]:
         if self.objective == "number":
@@ -265,9 +261,11 @@ def table_files(config: TaskConfig) -> dict[str, str]:
 
 
 def requires_labels(split: str, model_labels: Sequence[str]) -> bool:
-    """Whether every row of a split needs a label, given the labels of a fine-tuned model."""
-    needed = split == "train" or not model_labels
-    return needed and not split.startswith(("test", NEW))
+    """Whether every row of a split needs a label, given the labels of a fine-tuned model.
+
+    GLUE does not publish the labels of its test sets and of "ax".
+    """
+    return split == "train" or not (model_labels or split.startswith(("test", "ax", NEW)))
 
 
 def find_files(
@@ -304,19 +302,13 @@ def existing(path: pathlib.Path) -> str:
 def read_records(
     source: str, split: str, texts: Sequence[str], optional: Sequence[str]
 ) -> Iterator[tables.Record]:
-    """Yield the records of a user's table. The split "new" may also be plain text, and empty."""
-    kind = ""
-    if split == NEW and (source == tables.STANDARD_INPUT or tables.kind_of(source) == ".txt"):
-        kind = ".txt"
-    elif tables.kind_of(source) == ".txt":
+    """Read the records of a user's table. The split "new" may also be plain text, and empty."""
+    is_text = source == tables.STANDARD_INPUT or tables.kind_of(source) == ".txt"
+    if is_text and split != NEW:
         raise UserError(f"{source}: .txt has no columns: use .tsv, .csv, .jsonl or .parquet")
-    yield from tables.read(
-        source,
-        texts,
-        optional=optional,
-        kind=kind,
-        header=texts if kind == ".txt" else None,
-        empty=split == NEW,
+    kind, header = (".txt", texts) if is_text else ("", None)
+    return tables.read(
+        source, texts, optional=optional, kind=kind, header=header, empty=split == NEW
     )
 
 

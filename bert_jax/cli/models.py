@@ -116,11 +116,13 @@ def add_score_sentences(verbs: Verbs) -> None:
 
 
 def _score_sentences(options) -> None:
+
+    from bert_jax.convert.source import open_model
     from bert_jax.data.texts import read
     from bert_jax.inference.sentence_scores import SentenceScorer
 
     texts = (text for text, _ in read(options.source, options.column).texts)
-    scorer = SentenceScorer(options.init, options.checkpoint)
+    scorer = SentenceScorer(open_model(options.init, options.checkpoint))
     if not options.json:
         print("text\ttoken\tlog_probability" if options.tokens else "score\ttokens\ttext")
     number = 0
@@ -203,9 +205,10 @@ def add_fill_mask(verbs: Verbs) -> None:
 
 
 def _fill_mask(options) -> None:
+    from bert_jax.convert.source import open_model
     from bert_jax.inference.fill_mask import MaskFiller
 
-    fill = MaskFiller(options.init, options.checkpoint)
+    fill = MaskFiller(open_model(options.init, options.checkpoint))
     texts = options.texts
     if texts in ([], ["-"]):
         from bert_jax.data.texts import read
@@ -249,11 +252,13 @@ def add_attention(verbs: Verbs) -> None:
 
 
 def _attention(options) -> None:
+    from bert_jax.convert.source import open_model
     from bert_jax.inference.attention_maps import AttentionMapper
     from bert_jax.tools.report import attention
 
     attention.paths(options.out)  # check the output path before loading the model
-    maps = AttentionMapper(options.init, options.checkpoint)(options.text, options.text_b)
+    opened = open_model(options.init, options.checkpoint)
+    maps = AttentionMapper(opened)(options.text, options.text_b)
     written = attention.write(maps, options.init, options.out, options.rollout)
     layers, heads, tokens, _ = maps.probabilities.shape
     paths = shown(", ".join(map(str, written)))

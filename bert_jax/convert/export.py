@@ -47,9 +47,8 @@ def export(
     subfolder "generator".
 
     Args:
-        source: a run, an imported checkpoint, or any other source of `open_model`.
+        source, which: as for `open_model`.
         out: path of the new folder.
-        which: checkpoint of a run.
         heads: "all", "masked_lm" (such as `BertForMaskedLM`, or `BertLMHeadModel` of a causal model)
             or "none" (`BertModel`). Dropping heads avoids transformers' warning about weights that
             the loaded class does not have.

@@ -33,10 +33,9 @@ def extend_vocabulary(
     ids of text without new pieces.
 
     Args:
-        source: a source of `open_model`.
+        source, which: as for `open_model`.
         out: path of the new folder.
         choose: function from the vocabulary to the pieces to add.
-        which: checkpoint of a run.
     """
     files.check_new(out)
     config, vocabulary, params, step = source_lib.open_model(source, which)

@@ -12,9 +12,8 @@ import numpy as np
 from bert_jax.architectures import ARCHITECTURES
 from bert_jax.config import HEADS, ModelConfig
 from bert_jax.convert import modernbert
+from bert_jax.convert.modernbert import Settings, Tensors
 
-Settings = dict[str, Any]
-Tensors = dict[str, np.ndarray]
 # Function of config.json and tensors by canonical name that returns both in another form.
 Rewrite = Callable[[Settings, Tensors], tuple[Settings, Tensors]]
 

@@ -62,16 +62,15 @@ def push(name: str, folders: Mapping[str, pathlib.Path], private: bool = False) 
         return str(url)
     except errors.HfHubHTTPError as error:
         problem = _refusal(error.response.status_code, name)
-        problem = f"{problem} ({error.server_message or str(error)})"
+        problem += f" ({error.server_message or error})"
+    except ValueError as error:  # the Hub's check of the card's metadata, or of a name
+        problem = f"the Hub refuses it ({error}); see --license, --language and --revision"
     except Exception as error:
-        if isinstance(error, ValueError):  # the Hub's check of the card's metadata, or of a name
-            problem = f"the Hub refuses it ({error}); see --license, --language and --revision"
-        elif is_network_error(error):
-            problem = (
-                f"it cannot be reached; check the network and HF_ENDPOINT, and try again ({error})"
-            )
-        else:
+        if not is_network_error(error):
             raise
+        problem = (
+            f"it cannot be reached; check the network and HF_ENDPOINT, and try again ({error})"
+        )
     where = f"{name}, branch {branch}," if branch else name
     raise UserError(
         f"cannot push to {where} on {constants.ENDPOINT}: {' '.join(problem.split())[:500]}"

@@ -99,7 +99,6 @@ def from_huggingface(
 
     Args:
         tensors: arrays by canonical name; those that the model does not have are ignored.
-        config: config of the model.
         display_names: names to use in errors instead of the canonical ones.
     """
     names, params = FAMILIES[config.family].names_of(config), {}
@@ -135,15 +134,7 @@ def from_huggingface(
 
 
 def remove_tied_duplicates(tensors: Tensors, config: ModelConfig) -> list[str]:
-    """Remove duplicate tensors of a masked-LM head, in place.
-
-    Args:
-        tensors: arrays by canonical name.
-        config: config of the model.
-
-    Returns:
-        Names of the removed tensors.
-    """
+    """Remove duplicate tensors of a masked-LM head, in place, and return their canonical names."""
     family, tied = FAMILIES[config.family], config.tied_decoder
     bias, other_bias = family.names["masked_lm/bias"], family.decoder_bias
     bias, other_bias = (bias, other_bias) if tied else (other_bias, bias)

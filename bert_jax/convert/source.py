@@ -92,20 +92,12 @@ class OpenModel(NamedTuple):
     params: Params
     step: int
 
-    def __str__(self) -> str:
-        return "the model"  # in messages
-
 
 @storage.reads("source")
 def open_model(source: str, which: str = "best") -> OpenModel:
-    """Load a model from any source.
+    """Load a model from any source; its parameters are on the device.
 
-    Args:
-        source: see the module docstring.
-        which: checkpoint of a run, as in `checkpoint.load_model`.
-
-    Returns:
-        Config, vocabulary, parameters on the device, and step (0 unless the source is a run).
+    `which` is the checkpoint of a run, as in `checkpoint.load_model`.
     """
     source = os.path.expanduser(source)
     if workdir.holds_run(source):
@@ -126,20 +118,13 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
     path = pathlib.Path(source).expanduser()
     if storage.is_remote(source) and path.suffix != ".txt":
         path = storage.local(source, (*_BESIDE_WEIGHTS, wordpiece.SETTINGS))
-    if workdir.holds_run(path):
-        vocabulary = workdir.read_vocabulary(path)
-        if lowercase is not None and isinstance(vocabulary, TokenizerVocabulary):
-            raise UserError(
-                f"{path}: its tokenizer cannot be used: its case is part of the tokenizer; remove "
-                "--cased or --uncased"
-            )
-        chosen = {} if lowercase is None else {"lowercase": lowercase}
-        return dataclasses.replace(vocabulary, **chosen)
-    is_model = _is_source(source) and path.suffix != ".txt"
-    if not ((path / "config.json").is_file() if path.is_dir() else is_model):
+    is_run, is_model = workdir.holds_run(path), _is_source(source) and path.suffix != ".txt"
+    if not is_run and not ((path / "config.json").is_file() if path.is_dir() else is_model):
         return vocabularies.load(source, lowercase)
     folder = path if path.is_dir() else _find(source, None, weights=False)[0]
     try:
+        if is_run:
+            return _with_case(workdir.read_vocabulary(path), lowercase)
         return _vocabulary(folder, None, lowercase, without_added=False)[0]
     except UserError as error:
         raise UserError(f"cannot read the vocabulary of {source}: {error}") from error
@@ -149,12 +134,8 @@ def open_vocabulary(source: str, lowercase: bool | None = None) -> Vocabulary:
 def import_checkpoint(source: str, out: str | pathlib.Path, **options: Any) -> Imported:
     """Write a source's config, vocabulary and parameters (with Orbax) to a new folder.
 
-    All commands accept the folder as they accept a run. It is written atomically.
-
-    Args:
-        source: see the module docstring.
-        out: path of the new folder.
-        options: options of `read`.
+    All commands accept the folder as they accept a run. It is written atomically. The options are
+    those of `read`.
     """
     files.check_new(out)
     imported = read(source, **options)
@@ -631,9 +612,16 @@ def _vocabulary(
         )
     if file == listed or kind is None or kind in _BERT_TOKENIZERS:
         vocabulary = dataclasses.replace(vocabulary, **_settings(settings))
-    if lowercase is not None:
-        vocabulary = dataclasses.replace(vocabulary, lowercase=lowercase)
-    return vocabulary, file
+    return _with_case(vocabulary, lowercase), file
+
+
+def _with_case(vocabulary: Vocabulary, lowercase: bool | None) -> Vocabulary:
+    """Return a vocabulary with another case; None changes nothing."""
+    if lowercase is None:
+        return vocabulary
+    if isinstance(vocabulary, TokenizerVocabulary):
+        raise UserError("its case is part of the tokenizer; remove --cased or --uncased")
+    return dataclasses.replace(vocabulary, lowercase=lowercase)
 
 
 def _has_other(folder: Traversable) -> bool:
@@ -654,14 +642,12 @@ def _other_vocabulary(
     present = [file for name in vocabularies.FILES if (file := folder / name).is_file()]
     try:
         vocabulary = vocabularies.from_files({file.name: _bytes(file) for file in present})
-        if lowercase is not None:
-            raise ValueError("its case is part of the tokenizer; remove --cased or --uncased")
-        return vocabulary, present[0]
     except _MALFORMED as error:
         reason = _one_line(error)
         raise UserError(
             f"its tokenizer is {kind or 'of an unknown class'}, which cannot be used: {reason}"
         ) from None
+    return _with_case(vocabulary, lowercase), present[0]
 
 
 def _settings(saved: dict[str, Any]) -> dict[str, bool | None]:

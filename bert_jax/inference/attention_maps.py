@@ -1,6 +1,5 @@
 """Compute and summarize attention maps."""
 
-import pathlib
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from jaxtyping import Float, Int
 
 from bert_jax.convert.source import OpenModel
 from bert_jax.errors import UserError
-from bert_jax.inference.fill_mask import inputs_of, open_source
+from bert_jax.inference.fill_mask import inputs_of
 from bert_jax.model.bert import Bert
 
 
@@ -31,14 +30,10 @@ class AttentionMaps(NamedTuple):
 
 
 class AttentionMapper:
-    """Attention maps of texts from a loaded model of any kind.
+    """Attention maps of texts from a loaded model of any kind."""
 
-    Args:
-        source, which: as in `convert.source.open_model`, or a model that it returned.
-    """
-
-    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = open_source(source, which)
+    def __init__(self, opened: OpenModel):
+        self.config, self.vocabulary, self._params, _ = opened
         model = Bert(self.config.model)
         self._apply = jax.jit(
             lambda params, *inputs: model.apply(

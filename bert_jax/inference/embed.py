@@ -70,11 +70,9 @@ class Counts:
     row_tokens: int = 0
 
     def __str__(self) -> str:
-        truncated = f"{self.truncated:,} truncated" if self.truncated else ""
-        windowed = f"{self.windowed:,} in windows" if self.windowed else ""
-        return ", ".join(
-            filter(None, [f"{self.texts:,} texts", truncated, windowed, f"{self.tokens:,} tokens"])
-        )
+        truncated = f", {self.truncated:,} truncated" if self.truncated else ""
+        windowed = f", {self.windowed:,} in windows" if self.windowed else ""
+        return f"{self.texts:,} texts{truncated}{windowed}, {self.tokens:,} tokens"
 
 
 class Window(NamedTuple):
@@ -128,14 +126,14 @@ class _Chunk:
 
     Attributes:
         tokens: each text's ids, including [CLS] and [SEP].
-        counted: number of tokens that each text's vector is averaged over.
+        counted: number of tokens that each text's vector is averaged over; [texts].
         batches: batches to compute.
         num_pending: number of batches that are not finished.
         vectors: [texts, D], sums over finished batches; without pooling, one [n, D] per text.
     """
 
     tokens: list[np.ndarray]
-    counted: list[int]
+    counted: np.ndarray
     batches: list[_Batch]
     num_pending: int
     vectors: Any
@@ -203,14 +201,9 @@ class Embedder:
             raise UserError(f"layer weights must be finite numbers, not {list(weights)}")
         self.vocabulary, self.pooling = vocabulary, embed.pooling
         self.dimension = model.hidden * (1 if weights else len(layers))
-        self._heads = model.heads
-        self.counts = Counts()
-        # _max_tokens excludes [CLS] and [SEP].
-        self._max_tokens, self._windowing, self._overlap = (
-            max_tokens - 2,
-            long == "window",
-            overlap_tokens,
-        )
+        self._heads, self.counts = model.heads, Counts()
+        self._max_tokens = max_tokens - 2  # without [CLS] and [SEP]
+        self._windowing, self._overlap = long == "window", overlap_tokens
         self._normalize, self._tokenizer = embed.normalize, vocabulary.tokenizer()
         mesh = sharding.make_mesh(MeshConfig(), jax.local_devices())
         self._devices, self._split = mesh.size, sharding.row_sharding(mesh)
@@ -272,18 +265,17 @@ class Embedder:
             yield chunk
 
     def _prepare(self, texts: list[str]) -> _Chunk:
-        tokens, counted, pieces = [], [], []
+        tokens, pieces = [], []
         for i, ids in enumerate(self._tokenize(texts)):
             if len(ids) > self._max_tokens:
                 self.counts.windowed += self._windowing
                 self.counts.truncated += not self._windowing
                 ids = ids if self._windowing else ids[: self._max_tokens]
             tokens.append(self._with_special(ids))
-            text_pieces = list(self._pieces(i, tokens[-1]))
-            counted.append(
-                len(text_pieces) if self.pooling == "cls" else len(ids) + 2 * len(text_pieces)
-            )
-            pieces += text_pieces
+            pieces += self._pieces(i, tokens[-1])
+        counted = np.zeros(len(texts), np.float32)
+        for piece in pieces:
+            counted[piece.text] += piece.counted.sum()
         self.counts.texts += len(texts)
         self.counts.tokens += sum(len(piece.tokens) for piece in pieces)
         batches = list(self._batches(pieces))
@@ -388,7 +380,7 @@ class Embedder:
         chunk.num_pending -= 1
         if not chunk.num_pending:
             if self.pooling != "none":
-                chunk.vectors /= np.array(chunk.counted, np.float32)[:, None]
+                chunk.vectors /= chunk.counted[:, None]
             for tokens, vectors in zip(chunk.tokens, chunk.vectors, strict=True):
                 yield tokens, embeddings.unit_vectors(vectors) if self._normalize else vectors
 
@@ -430,7 +422,6 @@ def embed_file(
     """Write the vectors of a file's texts in order, showing progress.
 
     Args:
-        embedder: computes the vectors.
         source: as in `texts.read`.
         out: output path. .npy holds float32 [texts, D], or without pooling [tokens, D] of all texts
             with the number of tokens of each in NAME.lengths.npy. .jsonl and .parquet hold index,
@@ -484,10 +475,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the metrics of a sentence encoder on held-out data, showing progress.
 
-    Args:
-        embedder: computes the vectors.
-        path, similarity, pair: as in `embeddings.read`.
-        qrels: name of the file in a folder's qrels/, without .tsv.
+    The data are those of `embeddings.read`; `qrels` is the name of one file.
     """
     if embedder.pooling == "none":
         raise UserError("config.embed.pooling is 'none': texts need one vector; use mean or cls")

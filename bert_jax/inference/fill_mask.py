@@ -1,7 +1,6 @@
 """Fill in masks with a loaded model or one that trains, and the inputs of a model from texts."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from jaxtyping import Int
 
 from bert_jax import sharding
 from bert_jax.config import ModelConfig
-from bert_jax.convert.source import OpenModel, open_model
+from bert_jax.convert.source import OpenModel
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
@@ -31,16 +30,6 @@ class Inputs(NamedTuple):
 
     tokens: Int[jax.Array, "N T"]
     layout: rows.Layout
-
-
-def open_source(source: str | pathlib.Path | OpenModel, which: str) -> OpenModel:
-    """Return a model that is open already, or open it."""
-    return source if isinstance(source, OpenModel) else open_model(str(source), which)
-
-
-def source_name(source: str | pathlib.Path | OpenModel) -> str:
-    """Return what to call a model in messages."""
-    return "the model" if isinstance(source, OpenModel) else str(source)
 
 
 def inputs_of(
@@ -70,20 +59,16 @@ def inputs_of(
 
 
 class MaskFiller:
-    """Mask filling in texts with a loaded model.
+    """Mask filling in texts with a loaded model."""
 
-    Args:
-        source, which: as in `convert.source.open_model`, or a model that it returned.
-    """
-
-    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = open_source(source, which)
+    def __init__(self, opened: OpenModel):
+        self.config, self.vocabulary, self._params, _ = opened
         if not self.config.model.masked_lm:
-            raise UserError(f"{source_name(source)} has no masked-LM head: it cannot fill in masks")
+            raise UserError("the model has no masked-LM head: it cannot fill in masks")
         if self.config.model.causal:
             raise UserError(
-                f"{source_name(source)} reads from left to right (config.model.causal): it predicts next tokens "
-                "and cannot fill in masks"
+                "the model reads from left to right (config.model.causal): it predicts next tokens and "
+                "cannot fill in masks"
             )
         model = Bert(self.config.model)
         self._apply = jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])
@@ -93,13 +78,12 @@ class MaskFiller:
         vocabulary = self.vocabulary
         if not 0 < top <= len(vocabulary):
             raise UserError(f"{top} candidates: ask for 1 to {len(vocabulary):,}")
-        tokens = vocabulary.encode(text, mask=True)
-        masks = [i for i, token in enumerate(tokens) if token == vocabulary.mask_id]
+        padded, layout = inputs_of(vocabulary, [text], self.config.model.positions)
+        masks = np.flatnonzero(padded[0] == vocabulary.mask_id).tolist()
         if not masks:
             raise UserError(
                 f"no {vocabulary.special[4]} in {text!r}: put one where a word should be predicted"
             )
-        padded, layout = inputs_of(vocabulary, [text], self.config.model.positions)
         slots = 1 << (len(masks) - 1).bit_length()
         positions = jnp.asarray([masks + [0] * (slots - len(masks))], jnp.int32)
         logits = self._apply(self._params, padded, layout, positions)
@@ -117,8 +101,7 @@ class MaskSampler:
     """Mask filling in fixed texts while a model trains.
 
     Args:
-        model: config of the model.
-        vocabulary: its vocabulary.
+        model, vocabulary: those of the model that trains.
         texts: texts with [MASK].
         mesh: the mesh of the parameters; all its processes call the sampler together.
     """

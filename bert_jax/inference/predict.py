@@ -63,10 +63,9 @@ def evaluate_run(
     metrics_STEP.json and predictions_STEP/, so that the run's own results stay as they are.
 
     Args:
-        folder: the workdir.
+        folder, which: the workdir and its checkpoint, as in `checkpoint.load_model`.
         dataset: the run's data; None reads the splits to evaluate.
         mesh: the devices to use.
-        which: as in `checkpoint.load_model`.
 
     Returns:
         The content of the metrics' file: the step, and the metrics by split.
@@ -136,11 +135,8 @@ def predict_new(
 ) -> tuple[FinetuneDataset, Logits]:
     """Return new data and the logits of a fine-tuned model for its only split, "new".
 
-    Args:
-        config, vocabulary, params: the model.
-        source: new data, as for `predict_file`.
-        folder: the workdir, whose metrics have the threshold of SQuAD 2.0.
-        step: step of the parameters.
+    `source` is as for `predict_file`. The metrics of `folder`, the workdir, have the threshold of
+    SQuAD 2.0.
     """
     dataset = load_dataset(config.task, vocabulary, config.model.labels, new=source)
     if isinstance(dataset, Squad):
@@ -156,11 +152,9 @@ def predict_file(
     """Run a fine-tuned model on a file of new data and write its predictions to a new folder.
 
     Args:
-        folder: the workdir.
+        folder, which: the workdir and its checkpoint, as in `checkpoint.load_model`.
         source: new data in a format that the dataset's class reads; "-" for standard input.
         out: the new folder.
-        which: as in `checkpoint.load_model`.
-
     """
     files.check_new(out)
     config, vocabulary, params, step = checkpoint.load_model(folder, which)

@@ -1,7 +1,6 @@
 """Log-probabilities of sentences and of their word pieces."""
 
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,6 @@ from jaxtyping import Float, Int
 from bert_jax.convert.source import OpenModel
 from bert_jax.data import rows
 from bert_jax.errors import UserError
-from bert_jax.inference.fill_mask import open_source, source_name
 from bert_jax.model.bert import Bert
 from bert_jax.objectives.losses import label_logits
 
@@ -39,18 +37,13 @@ class SentenceScorer:
     a word cannot be predicted from its own end (Kauf and Ivanova 2023, arXiv 2305.10588,
     "PLL-word-l2r"). For a causal model the score is the log-likelihood: the sum of log p(piece |
     those before). [CLS] and [SEP] are not scored.
-
-    Args:
-        source, which: as in `convert.source.open_model`, or a model that it returned.
     """
 
-    def __init__(self, source: str | pathlib.Path | OpenModel, which: str = "best"):
-        self.config, self.vocabulary, self._params, self.step = open_source(source, which)
+    def __init__(self, opened: OpenModel):
+        self.config, self.vocabulary, self._params, _ = opened
         if not self.config.model.masked_lm:
-            raise UserError(
-                f"{source_name(source)} has no masked-LM head: it cannot score sentences"
-            )
-        self._name, self._continuation = source_name(source), self.vocabulary.continuation()
+            raise UserError("the model has no masked-LM head: it cannot score sentences")
+        self._continuation = self.vocabulary.continuation()
         model = Bert(self.config.model)
 
         @jax.jit
@@ -60,38 +53,27 @@ class SentenceScorer:
 
         self._log_probabilities = log_probabilities
 
-    def __call__(
-        self,
-        texts: Sequence[str],
-        advance: Callable[[int], None] = lambda count: None,
-        pll: str = PLL[0],
-    ) -> Float[np.ndarray, " N"]:
-        """Return the scores of N texts in nats; 0 for a text without word pieces.
-
-        Args:
-            texts: the texts.
-            advance: called with the number of predicted pieces after each batch.
-            pll: one of `PLL`.
-        """
-        return np.array([scores.sum() for _, scores in self._scores(texts, advance, pll)])
+    def __call__(self, texts: Sequence[str], pll: str = PLL[0]) -> Float[np.ndarray, " N"]:
+        """Return the scores of N texts in nats; 0 for a text without word pieces."""
+        return np.array([scores.sum() for _, scores in self._scores(texts, pll)])
 
     def tokens(self, texts: Sequence[str], pll: str = PLL[0]) -> list[list[TokenScore]]:
         """Return the log-probability of each word piece of each text, whose sum is its score."""
         tokens = self.vocabulary.tokens
         return [
             [TokenScore(tokens[i], float(x)) for i, x in zip(ids, scores, strict=True)]
-            for ids, scores in self._scores(texts, lambda count: None, pll)
+            for ids, scores in self._scores(texts, pll)
         ]
 
     def _scores(
-        self, texts: Sequence[str], advance: Callable[[int], None], pll: str
+        self, texts: Sequence[str], pll: str
     ) -> list[tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]]:
         """Return the ids and the log-probabilities of each text's pieces."""
         if pll not in PLL:
             raise UserError(f"pll: unknown value {pll!r}; choose one of {', '.join(PLL)}")
         if pll != PLL[0] and self.config.model.causal:
             raise UserError(
-                f"{self._name} reads from left to right (config.model.causal): its scores are "
+                "the model reads from left to right (config.model.causal): its scores are "
                 f"log-likelihoods, without masks; leave out {pll}"
             )
         causal, max_tokens = self.config.model.causal, self.config.model.positions
@@ -112,16 +94,14 @@ class SentenceScorer:
             batch_size = max(_BATCH_TOKENS // size, 1)
             for first in range(0, len(all_jobs), batch_size):
                 batch = all_jobs[first : first + batch_size]
-                masked = [(encoded[i], target, target + 1) for i, target in batch]
-                if pll == "word-l2r":
-                    masked = [
-                        (ids, target, self._word_end(ids, target)) for ids, target, _ in masked
-                    ]
+                masked = []
+                for i, target in batch:
+                    end = self._word_end(encoded[i], target) if pll == "word-l2r" else target + 1
+                    masked.append((encoded[i], target, end))
                 rows_of_scores = self._batch(masked, size, batch_size)
                 for (i, target), row in zip(batch, rows_of_scores, strict=True):
                     part = scores[i] if causal else scores[i][target - 1 : target]
                     part[:] = row[: len(part)]
-                advance(sum(len(scores[i]) for i, _ in batch) if causal else len(batch))
         return [(ids[1:-1], text_scores) for ids, text_scores in zip(encoded, scores, strict=True)]
 
     def _word_end(self, ids: Int[np.ndarray, " n"], position: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bert_jax import storage
+from bert_jax.convert.source import open_model
 from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.errors import UserError
@@ -105,7 +106,8 @@ def evaluate(
     """Return the accuracy of a model on minimal pairs.
 
     Args:
-        source, which, pll: as for `SentenceScorer`.
+        source, which: as for `open_model`.
+        pll: as for `SentenceScorer`.
         paths: files, as for `read`, or folders, as for `find`.
         count: how many pairs of each file; 0 for all.
     """
@@ -115,7 +117,7 @@ def evaluate(
     phenomena = {file.name.split(".")[0]: read(file) for file in files}
     if len(phenomena) < len(files):
         raise UserError("minimal pairs: two files have the same name; rename one")
-    scorer = SentenceScorer(source, which)
+    scorer = SentenceScorer(open_model(source, which))
     accuracies = {}
     pairs = {name: phenomenon.pairs[: count or None] for name, phenomenon in phenomena.items()}
     with Progress("minimal pairs", sum(map(len, pairs.values())), "pairs") as progress:
