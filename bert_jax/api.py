@@ -29,12 +29,13 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from bert_jax import config_flags, device, files, storage, train
+from bert_jax import device, files, storage, train
 from bert_jax.benchmarks import tables
 from bert_jax.benchmarks.conll import TokenClassification
 from bert_jax.benchmarks.squad import Squad
-from bert_jax.config import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
-from bert_jax.config_checks import validate
+from bert_jax.config import flags
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.export import export
 from bert_jax.data import wordpiece
@@ -412,7 +413,7 @@ def _require_list(function: str, texts: Any) -> None:
 def _config(config: Any, changes: dict[str, Any] | None, kind: type) -> Any:
     if isinstance(config, str):
         settings = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
-        return config_flags.load([f"--config={config}", *settings], kind)
+        return flags.load([f"--config={config}", *settings], kind)
     if not isinstance(config, kind):
         raise UserError(
             f"config is a {type(config).__name__}: pass a {kind.__name__}, or the name of a config"

@@ -25,7 +25,7 @@ from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bert_jax import files, storage, workdir
-from bert_jax.config import CheckpointConfig, LoraConfig, TrainConfig
+from bert_jax.config.schema import CheckpointConfig, LoraConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.model.bert import Params, shapes

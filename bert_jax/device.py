@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from bert_jax.config import TrainConfig
+from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
 
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"

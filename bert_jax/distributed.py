@@ -28,7 +28,7 @@ from jax._src.distributed import global_state  # JAX has no public API for its k
 from jax.experimental import multihost_utils
 
 from bert_jax import sharding
-from bert_jax.config import MeshConfig
+from bert_jax.config.schema import MeshConfig
 from bert_jax.errors import EXIT_INTERRUPTED, Unavailable, UserError
 from bert_jax.progress import Progress
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import checkpoint, distributed, sharding
-from bert_jax.config import Config, DistillConfig, MeshConfig
+from bert_jax.config.schema import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import optim
-from bert_jax.config import GuardConfig
+from bert_jax.config.schema import GuardConfig
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
 

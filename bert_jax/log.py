@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import config as config_lib
 from bert_jax import device, files, guard, optim, sharding, trackers, workdir
-from bert_jax.config import TrainConfig
+from bert_jax.config import schema as config_lib
+from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.evaluate import means
 from bert_jax.objectives.base import Phase

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 from optax import contrib
 
-from bert_jax.config import OptimConfig, TrainConfig
+from bert_jax.config.schema import OptimConfig, TrainConfig
 from bert_jax.model import width
 from bert_jax.model.bert import Params, flatten, unflatten
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from bert_jax.config import MeshConfig
+from bert_jax.config.schema import MeshConfig
 from bert_jax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, UInt
 
 from bert_jax import checkpoint, device, guard, optim, sharding
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import TrainConfig
+from bert_jax.config.schema import TrainConfig
 from bert_jax.evaluate import make_evaluate
 from bert_jax.model.bert import Params
 from bert_jax.model.dropout import generator_key

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax import sharding, workdir
-from bert_jax.config import Config, TrainConfig
+from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.errors import shown
 from bert_jax.model import attention
 from bert_jax.model.bert import Params

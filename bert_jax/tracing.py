@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from bert_jax import files
-from bert_jax.config import TrainConfig, profiled_steps
+from bert_jax.config.schema import TrainConfig, profiled_steps
 
 FOLDER = "profile"
 # Names of the loop's own spans in a trace.

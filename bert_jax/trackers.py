@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from bert_jax import storage
-from bert_jax.config import TrainConfig, flatten
+from bert_jax.config.schema import TrainConfig, flatten
 from bert_jax.errors import UserError
 
 PROJECT = "bert_jax"

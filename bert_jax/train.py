@@ -31,7 +31,7 @@ from bert_jax import (
     workdir,
 )
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
+from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
 from bert_jax.inference.fill_mask import MaskSampler

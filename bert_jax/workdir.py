@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import jax
 
 import bert_jax
-from bert_jax import config as config_lib
 from bert_jax import files, sharding, storage
-from bert_jax.config import TrainConfig
+from bert_jax.config import schema as config_lib
+from bert_jax.config.schema import TrainConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.compressed import whole
 from bert_jax.data.vocabulary import TokenizerVocabulary

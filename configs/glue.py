@@ -6,7 +6,7 @@ GLUE is the folder with CoLA, SST-2, …, or `tfds`. Batch size 32, 3 epochs, le
 paper selects from 5e-5, 4e-5, 3e-5 and 2e-5 on the dev set: --config.optim.learning_rate=2e-5.
 """
 
-from bert_jax.config import FinetuneConfig, TaskConfig
+from bert_jax.config.schema import FinetuneConfig, TaskConfig
 
 
 def get_config(argument: str = "sst2") -> FinetuneConfig:

@@ -8,7 +8,7 @@ The columns are `anchor` and `positive`; `configs/pairs.py:triplets` adds hard n
 it is a folder in BEIR's layout. Other columns: --config.task.text_a=…, .text_b=…, .negatives=….
 """
 
-from bert_jax.config import EmbedConfig, FinetuneConfig, OptimConfig, TaskConfig
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, OptimConfig, TaskConfig
 from bert_jax.errors import UserError
 
 KINDS = ("pairs", "triplets", "simcse")

@@ -28,8 +28,7 @@ ELECTRA (Clark et al. 2020, table 6) is pretrained at one length, small at T=128
 the masked tokens 85% become [MASK] and the others are kept, as in google-research/electra.
 """
 
-from bert_jax.architectures import model_size
-from bert_jax.config import (
+from bert_jax.config.schema import (
     CheckpointConfig,
     Config,
     MaskingConfig,
@@ -37,6 +36,7 @@ from bert_jax.config import (
     OptimConfig,
     PhaseConfig,
 )
+from bert_jax.config.sizes import model_size
 
 # Lengths of rows with their shares of the steps, unless given: 8, 16, 32, 64, 128.
 _SHORT_FIRST = ["8=0.3", "16=0.2", "32=0.15", "64=0.15", "128=0.2"]

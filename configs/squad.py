@@ -7,7 +7,7 @@ SQUAD is the folder with train-v1.1.json and dev-v1.1.json (or -v2.0). To name t
 --config.task.train=… --config.task.dev=…
 """
 
-from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
+from bert_jax.config.schema import FinetuneConfig, OptimConfig, TaskConfig
 
 
 def get_config(argument: str = "1") -> FinetuneConfig:

@@ -3,7 +3,7 @@
 --config configs/swag.py --data SWAG       3 epochs, batch size 16, learning rate 2e-5
 """
 
-from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
+from bert_jax.config.schema import FinetuneConfig, OptimConfig, TaskConfig
 
 
 def get_config(argument: str = "swag") -> FinetuneConfig:

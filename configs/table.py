@@ -7,7 +7,7 @@ pairs) and .label=…. `configs/table.py:classes` is for multiple labels per exa
 regression.
 """
 
-from bert_jax.config import FinetuneConfig, TaskConfig
+from bert_jax.config.schema import FinetuneConfig, TaskConfig
 
 
 def get_config(argument: str = "class") -> FinetuneConfig:

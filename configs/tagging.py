@@ -6,7 +6,7 @@ The first column is the word and the last its tag. As context the paper's NER (s
 whole document: --config.task.document_context=true.
 """
 
-from bert_jax.config import FinetuneConfig, OptimConfig, TaskConfig
+from bert_jax.config.schema import FinetuneConfig, OptimConfig, TaskConfig
 
 
 def get_config(argument: str = "") -> FinetuneConfig:

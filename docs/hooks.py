@@ -18,7 +18,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **_):
     """Point links to config.py to the page of all settings, and others that leave docs/ to the repository."""
-    markdown = markdown.replace("](../bert_jax/config.py)", "](configuration.md)")
+    markdown = markdown.replace("](../bert_jax/config/schema.py)", "](configuration.md)")
     depth = page.file.src_uri.count("/") + 1
     return re.sub(rf"\]\((?:\.\./){{{depth}}}(?!\.\.)([^)]+)\)", rf"]({REPOSITORY}/\1)", markdown)
 
@@ -41,7 +41,7 @@ def configuration() -> str:
     lines = source.splitlines()
     parts = [
         "# Configuration",
-        "Settings of a run and their defaults, from `bert_jax/config.py`. Change them on the command "
+        "Settings of a run and their defaults, from `bert_jax/config/schema.py`. Change them on the command "
         "line: `--config.optim.learning_rate=5e-4`, `'--config.phases[0].batch_size=64'`.",
     ]
     for node in ast.parse(source).body:

@@ -206,7 +206,7 @@ def bench(tmp_path):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """Run with random weights, all pretraining heads and the vocabulary `checkpoints.WORDS`."""
-    from bert_jax.config import ModelConfig
+    from bert_jax.config.schema import ModelConfig
     from tests.helpers import checkpoints
 
     config = ModelConfig(
@@ -224,7 +224,7 @@ def single_device_meshes():
     import jax
 
     from bert_jax import sharding
-    from bert_jax.config import MeshConfig
+    from bert_jax.config.schema import MeshConfig
 
     make_mesh = sharding.make_mesh
 

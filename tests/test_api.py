@@ -10,7 +10,7 @@ import pytest
 
 import bert_jax
 from bert_jax import api, workdir
-from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
+from bert_jax.config.schema import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict

@@ -14,9 +14,9 @@ import pytest
 from jax.extend import core
 
 from bert_jax import optim, sharding
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, ModelConfig, OptimConfig
-from bert_jax.config_checks import validate
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, ModelConfig, OptimConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model import bert

@@ -16,9 +16,9 @@ import pytest
 
 from bert_jax import sharding
 from bert_jax import step as step_lib
-from bert_jax.architectures import model_size
 from bert_jax.checkpoint import abstract
-from bert_jax.config import Config, MeshConfig, ModelConfig, PhaseConfig
+from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
 from bert_jax.errors import UserError
 from bert_jax.model import bert

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from bert_jax import cli
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError

@@ -24,8 +24,8 @@ import pytest
 from bert_jax import checkpoint, cli, files, workdir
 from bert_jax import train as loop
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import CheckpointConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import CheckpointConfig
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining

@@ -26,7 +26,7 @@ from bert_jax.benchmarks.tables import (
     draw_confusion,
     probabilities,
 )
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary

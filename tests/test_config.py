@@ -6,10 +6,11 @@ import pathlib
 
 import pytest
 
-from bert_jax import config as configs
-from bert_jax import config_flags, sharding
-from bert_jax.architectures import model_size
-from bert_jax.config import (
+from bert_jax import sharding
+from bert_jax.config import flags
+from bert_jax.config import schema as configs
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import (
     Config,
     FinetuneConfig,
     MaskingConfig,
@@ -19,7 +20,7 @@ from bert_jax.config import (
     PhaseConfig,
     TaskConfig,
 )
-from bert_jax.config_checks import validate
+from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 
@@ -154,7 +155,7 @@ def test_defaults_are_valid_and_match_bert():
     ],
 )
 def test_bad_argument_error_names_the_key(argument, says):
-    assert says in refusal(config_flags.load, [f"{PRETRAIN}:mini", argument])
+    assert says in refusal(flags.load, [f"{PRETRAIN}:mini", argument])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_bad_argument_error_names_the_key(argument, says):
 )
 def test_finetune_rejects_derived_and_invalid_settings(file, arguments, says):
     results = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
-    assert says in refusal(config_flags.load, results, FinetuneConfig)
+    assert says in refusal(flags.load, results, FinetuneConfig)
 
 
 def test_frozen_features_reject_encoder_training_settings():
@@ -216,17 +217,17 @@ def test_model_limits_are_checked_once_the_model_is_known():
 
 @pytest.mark.parametrize("option", ["--config", "--config.masking.whole_word"])
 def test_option_is_no_value_of_a_setting(option):
-    message = refusal(config_flags.split, [option, "--rows", "rows"])
+    message = refusal(flags.split, [option, "--rows", "rows"])
     assert message == f"{option} needs a value: write {option}=VALUE"
 
 
 def test_several_configs_are_refused():
     arguments = [f"{PRETRAIN}:mini", "--config=base,128"]
-    assert "--config=base,128: choose one config" in refusal(config_flags.load, arguments)
+    assert "--config=base,128: choose one config" in refusal(flags.load, arguments)
 
 
 def test_command_line_overrides_set_single_fields():
-    config = config_flags.load(
+    config = flags.load(
         [
             f"{PRETRAIN}:L4-H256-A4",
             "--config.optim.learning_rate=2e-4",
@@ -241,7 +242,7 @@ def test_command_line_overrides_set_single_fields():
     assert config.masking.whole_word is True
     assert config.steps == 77
     assert config.model.dropout == 0
-    plain = config_flags.load([f"{PRETRAIN}:L4-H256-A4"])
+    plain = flags.load([f"{PRETRAIN}:L4-H256-A4"])
     assert plain.optim.learning_rate == 1e-4
     assert plain.phases[1].rows == ""
 
@@ -253,7 +254,10 @@ def test_command_line_overrides_set_single_fields():
         ("def get_config():\n    raise KeyError('gone')\n", "gone"),
         ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
         ("def get_config(:\n", "SyntaxError"),
-        ("def get_config():\n    return 5\n", "get_config must return a bert_jax.config.Config"),
+        (
+            "def get_config():\n    return 5\n",
+            "get_config must return a bert_jax.config.schema.Config",
+        ),
         ("x = 1\n", "get_config"),
     ],
 )
@@ -262,21 +266,21 @@ def test_bad_config_file_gives_one_line_error(tmp_path, content, says):
     path = tmp_path / f"mine_{len(content or '')}.py"
     if content is not None:
         path.write_text(content)
-    message = refusal(config_flags.load, [f"--config={path}"])
+    message = refusal(flags.load, [f"--config={path}"])
     assert says in message
     assert path.name in message
 
 
 def test_missing_config_and_unknown_size_are_rejected():
-    assert "--config" in refusal(config_flags.load, [])
-    message = refusal(config_flags.load, [f"{PRETRAIN}:huge"])
+    assert "--config" in refusal(flags.load, [])
+    message = refusal(flags.load, [f"{PRETRAIN}:huge"])
     assert "huge" in message
     assert "mini" in message
 
 
 @pytest.mark.parametrize("argument", ["", ":base,128", ":mini,128,512", ":teaching", ":L6-H768-A3"])
 def test_config_dict_round_trip(argument):
-    config = config_flags.load([PRETRAIN + argument])
+    config = flags.load([PRETRAIN + argument])
     again = configs.from_dict(json.loads(json.dumps(configs.to_dict(config))))
     assert again == config
     assert configs.flatten(again) == configs.flatten(config)
@@ -331,7 +335,7 @@ def test_phase_ends():
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_every_config_file_loads(path):
     kind = Config if path.stem in ("continued", "pretrain") else configs.FinetuneConfig
-    assert isinstance(config_flags.load([f"--config={path}"], kind), kind)
+    assert isinstance(flags.load([f"--config={path}"], kind), kind)
 
 
 def test_mesh_and_batch_size_must_fit_the_devices():
@@ -367,15 +371,15 @@ def test_batch_size_error_names_the_key_that_is_set():
 )
 def test_configs_are_found_by_short_name(value, kind, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert config_flags.find(value, kind).endswith(f"configs/{expected}")
-    assert isinstance(config_flags.load([f"--config={value}"], kind), kind)
+    assert flags.find(value, kind).endswith(f"configs/{expected}")
+    assert isinstance(flags.load([f"--config={value}"], kind), kind)
 
 
 @pytest.mark.parametrize(
     ("value", "suggestion"), [("bsae", "base"), ("pretrian:base", "pretrain"), ("smal,64", "small")]
 )
 def test_misspelled_config_name_gets_a_suggestion(value, suggestion):
-    message = refusal(config_flags.load, [f"--config={value}"])
+    message = refusal(flags.load, [f"--config={value}"])
     assert message.endswith(f"did you mean {suggestion}?")
 
 
@@ -391,14 +395,14 @@ def test_misspelled_config_name_gets_a_suggestion(value, suggestion):
     ],
 )
 def test_keys_of_other_libraries_get_a_suggestion(key, suggestion):
-    message = refusal(config_flags.load, ["--config=mini,128", f"--config.{key}=1"])
+    message = refusal(flags.load, ["--config=mini,128", f"--config.{key}=1"])
     assert message == f"config.{key}: unknown key; did you mean config.{suggestion}?"
 
 
 @pytest.mark.parametrize("size", ["tiny", "mini", "small", "medium", "teaching"])
 def test_small_model_recipes(size):
     """All phases have the same tokens per step, and warm-up scales with the number of steps."""
-    config = config_flags.load([f"{PRETRAIN}:{size}", "--config.steps=600"])
+    config = flags.load([f"{PRETRAIN}:{size}", "--config.steps=600"])
     tokens = {p.tokens * (p.batch_size or config.batch_size) for p in config.phases}
     assert tokens == {1_024 if size == "teaching" else 2_048}
     assert pretraining.abstract_phases(config, 1)[0].optim.warmup_steps == 40
@@ -406,6 +410,6 @@ def test_small_model_recipes(size):
 
 def test_warmup_steps_conflict_with_warmup_fraction():
     steps = "--config.optim.warmup_steps=7"
-    assert "set that instead" in refusal(config_flags.load, [f"{PRETRAIN}:mini,128", steps])
-    config = config_flags.load([f"{PRETRAIN}:mini,128", steps, "--config.warmup_fraction=0"])
+    assert "set that instead" in refusal(flags.load, [f"{PRETRAIN}:mini,128", steps])
+    config = flags.load([f"{PRETRAIN}:mini,128", steps, "--config.warmup_fraction=0"])
     assert pretraining.abstract_phases(config, 1)[0].optim.warmup_steps == 7

@@ -13,7 +13,7 @@ import torch
 
 import bert_jax
 from bert_jax import api, checkpoint, cli, workdir
-from bert_jax.config import Config, ModelConfig, PhaseConfig
+from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import source
 from bert_jax.data import prepare, wordpiece
 from bert_jax.data.rows import read_manifest

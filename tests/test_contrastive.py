@@ -13,8 +13,8 @@ import transformers
 
 from bert_jax import cli, distributed, evaluate, sharding
 from bert_jax.benchmarks.pairs import Pairs
-from bert_jax.config import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan

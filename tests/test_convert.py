@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from bert_jax import checkpoint, cli, files
-from bert_jax.config import Config, ModelConfig, PhaseConfig
+from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import huggingface, source
 from bert_jax.convert.export import _write_safetensors, export, export_all
 from bert_jax.convert.families import BERT

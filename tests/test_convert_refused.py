@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as torch_save
 
 from bert_jax import cli
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.convert.families import BERT

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from bert_jax import config_flags, optim, sharding
+from bert_jax import optim, sharding
 from bert_jax import step as step_lib
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
-from bert_jax.config_checks import validate
+from bert_jax.config import flags
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.convert import source
 from bert_jax.data import wordpiece
 from bert_jax.data.rows import Layout, RowFormat, layout
@@ -200,7 +201,7 @@ def test_teacher_is_frozen_and_not_checkpointed(rows, tmp_path):
         f"distill.teacher={folder}", "distill.hidden=1.0", "distill.relations=1.0", "model.positions=32",
         "distill.relation_heads=4", "model.hidden=16", "model.feed_forward=32", "optim.warmup_steps=0",
     )  # fmt: skip
-    config = config_flags.load(arguments(*changes))
+    config = flags.load(arguments(*changes))
     config.phases = (PhaseConfig(rows=str(rows())),)
     config, _, data, (phase,) = pretraining.make_phases(config)
     assert config.model.teacher_hidden == 24

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from bert_jax import checkpoint, cli, distributed, sharding, workdir
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, MeshConfig, PhaseConfig
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.objectives import pretraining
 from bert_jax.step import initial_state

@@ -10,8 +10,9 @@ import shutil
 import pytest
 
 import bert_jax
-from bert_jax import cli, config_flags
-from bert_jax.config import Config, FinetuneConfig, flatten
+from bert_jax import cli
+from bert_jax.config import flags
+from bert_jax.config.schema import Config, FinetuneConfig, flatten
 from bert_jax.tools.launch import request
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -39,12 +40,12 @@ def commands(path: pathlib.Path) -> list[list[str]]:
 def check(arguments: list[str]) -> None:
     """Parse a command and load its config, as the command itself does before it reads any data."""
     own = list(itertools.takewhile(lambda part: part != "--", arguments))
-    settings, rest = config_flags.split(own)
+    settings, rest = flags.split(own)
     options = cli.parse(rest)
     if getattr(options, "teacher", ""):
         settings = [*settings, f"--config.distill.teacher={options.teacher}"]
     if settings:
-        config_flags.load(settings, KINDS[options.verb])
+        flags.load(settings, KINDS[options.verb])
     if arguments[len(own) :] and options.verb in ("sweep", "launch"):
         check(
             [*arguments[len(own) + 1 :], "--workdir=x"]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bert_jax import sharding
-from bert_jax.config import MeshConfig
+from bert_jax.config.schema import MeshConfig
 from bert_jax.model.dropout import GENERATORS, dropout, generator_key
 
 N = 1 << 18

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from bert_jax import cli, sharding
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, MaskingConfig, MeshConfig, ModelConfig
-from bert_jax.config_checks import validate
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, MaskingConfig, MeshConfig, ModelConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from bert_jax.config import Config, EmbedConfig, ModelConfig
+from bert_jax.config.schema import Config, EmbedConfig, ModelConfig
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import texts as texts_lib
 from bert_jax.data import vectors as vectors_lib

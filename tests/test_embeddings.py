@@ -11,7 +11,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from bert_jax import cli
 from bert_jax.benchmarks import embeddings, metrics
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.errors import UserError
 from tests.helpers import checkpoints
 from tests.helpers.runs import refused

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bert_jax import evaluate, sharding
-from bert_jax.config import MeshConfig, PhaseConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import MeshConfig, PhaseConfig
 from bert_jax.data import loader
 from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError

@@ -15,9 +15,10 @@ import matplotlib
 import numpy as np
 import pytest
 
-from bert_jax import cli, config_flags, workdir
-from bert_jax import config as config_lib
-from bert_jax.config import Config, FinetuneConfig
+from bert_jax import cli, workdir
+from bert_jax.config import flags
+from bert_jax.config import schema as config_lib
+from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep
@@ -49,7 +50,7 @@ def load(name: str, scale: str, init: str = "") -> sweep.Sweep:
 
 @functools.cache
 def read_config(arguments: tuple[str, ...], kind: type):
-    return config_flags.load(list(arguments), kind)
+    return flags.load(list(arguments), kind)
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def parser():
 def split(point: sweep.Point):
     """Return the config flags of a point and its parsed command-line options."""
     folder = "--workdir" if point.verb in ("pretrain", "finetune") else "--out"
-    config, rest = config_flags.split([*point.display_command(DATA), folder, "x"])
+    config, rest = flags.split([*point.display_command(DATA), folder, "x"])
     return tuple(config), parser().parse_args(rest)
 
 
@@ -206,7 +207,7 @@ def test_glue_covers_the_full_hyperparameter_grid():
 def test_glue_submission_uses_best_seed_of_best_run_per_task(tmp_path, wnli):
     def run(name, task, *values):
         """Write seeds 3, 4, …, whose predictions contain the run name and the seed."""
-        config = config_flags.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
+        config = flags.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
         for seed in range(3, 3 + len(values)):
             folder = tmp_path / name / f"seed_{seed}"
             (folder / "predictions" / "test").mkdir(parents=True)

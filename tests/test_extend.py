@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from bert_jax import checkpoint, cli
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.export import export
 from bert_jax.data import new_pieces
 from bert_jax.data.wordpiece import Vocabulary

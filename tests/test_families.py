@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from bert_jax import cli, train
 from bert_jax.benchmarks.squad import Squad
-from bert_jax.config import Config, FinetuneConfig, ModelConfig, TaskConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
 from bert_jax.convert.export import export

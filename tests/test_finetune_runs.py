@@ -18,8 +18,8 @@ from bert_jax import api, checkpoint, cli
 from bert_jax import step as step_lib
 from bert_jax import train as train_lib
 from bert_jax.benchmarks.load import load_dataset
-from bert_jax.config import CheckpointConfig, FinetuneConfig, TaskConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import CheckpointConfig, FinetuneConfig, TaskConfig
 from bert_jax.convert import source
 from bert_jax.data import examples
 from bert_jax.errors import UserError
@@ -391,7 +391,7 @@ def test_invalid_commands_are_rejected(run, data, tmp_path, capsys):
         load_dataset(TaskConfig(kind="squad"), VOCABULARY, new="-")
     wrong = f"--config={tasks.CONFIGS / 'pretrain.py'}:mini,128"
     result = refused("finetune", wrong, "--init", "none", "--workdir", "w")
-    assert "must return a bert_jax.config.FinetuneConfig" in result
+    assert "must return a bert_jax.config.schema.FinetuneConfig" in result
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from flax import traverse_util
 
 from bert_jax import optim, sharding
 from bert_jax import step as step_lib
-from bert_jax.config import FEATURES, Config, FinetuneConfig, ModelConfig, OptimConfig, TaskConfig
+from bert_jax.config.schema import (
+    FEATURES,
+    Config,
+    FinetuneConfig,
+    ModelConfig,
+    OptimConfig,
+    TaskConfig,
+)
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows

@@ -22,14 +22,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, config_flags, workdir
-from bert_jax import config as configs
+from bert_jax import cli, workdir
 from bert_jax.benchmarks import conll as tagging
 from bert_jax.benchmarks import conll_score, glue, score, squad, squad_score
 from bert_jax.benchmarks import swag as choice
 from bert_jax.benchmarks import tables as classification
-from bert_jax.config import Config, FinetuneConfig, TaskConfig
-from bert_jax.config_checks import validate
+from bert_jax.config import flags
+from bert_jax.config import schema as configs
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import huggingface, pytorch, source
 from bert_jax.data import compressed, corpus, tables, texts, wordpiece
 from bert_jax.data.loader import Rows
@@ -648,7 +649,7 @@ def test_any_setting_is_accepted_or_rejected(file, given_):
     arguments = [f"--config={ROOT / 'configs' / file}"]
     arguments += [f"--config.{key}={value}" for key, value in given_]
     with only_user_errors():
-        config = config_flags.load(arguments, kind)
+        config = flags.load(arguments, kind)
         assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
 
 
@@ -657,11 +658,11 @@ def test_any_setting_is_accepted_or_rejected(file, given_):
 def test_config_values_of_wrong_type_are_refused(tmp_path, key, value):
     path = tmp_path / f"config_{key.replace('.', '_')}_{abs(hash(value))}.py"
     path.write_text(
-        "from bert_jax.config import Config\n"
+        "from bert_jax.config.schema import Config\n"
         f"def get_config():\n    config = Config()\n    config.{key} = {value}\n    return config\n"
     )
     with only_user_errors(), pytest.raises(UserError, match=f"config.{key}"):
-        config_flags.load([f"--config={path}"])
+        flags.load([f"--config={path}"])
 
 
 COMMANDS = [
@@ -807,8 +808,6 @@ def test_any_number_is_accepted_or_rejected(good_paths, tmp_path, capsys, comman
 def test_counts_that_overflow_int32_are_refused(setting):
     key = setting.partition("=")[0]
     with pytest.raises(UserError) as error:
-        config_flags.load(
-            [f"--config={ROOT / 'configs' / 'pretrain.py'}:mini", f"--config.{setting}"]
-        )
+        flags.load([f"--config={ROOT / 'configs' / 'pretrain.py'}:mini", f"--config.{setting}"])
     assert f"config.{key} is " in str(error.value)
     assert "below 2**31" in str(error.value)

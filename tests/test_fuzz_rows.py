@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import Config, PhaseConfig
+from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.data import loader
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.shuffle import shuffled

@@ -15,7 +15,7 @@ from sklearn import metrics as sk
 from bert_jax.benchmarks import glue
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.benchmarks.glue import Glue
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary

@@ -46,9 +46,11 @@ def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):
     (point,) = grid_files.points(["pretrain", "--config", str(path)], sizes)
     assert point.command == ("pretrain", "--config", f"{path}:L1-H16-A2")
     # Others take no argument, one that is no size, or do not use it.
-    path.write_text("from bert_jax.config import Config\nget_config = lambda: Config()\n")
+    path.write_text("from bert_jax.config.schema import Config\nget_config = lambda: Config()\n")
     ignores = tmp_path / "ignores.py"
-    ignores.write_text("from bert_jax.config import Config\nget_config = lambda size: Config()\n")
+    ignores.write_text(
+        "from bert_jax.config.schema import Config\nget_config = lambda size: Config()\n"
+    )
     for config in (path, ignores, "continued", "squad"):
         with pytest.raises(UserError, match="--grid model=… needs --config SIZE"):
             grid_files.points(["pretrain", f"--config={config}"], sizes)

@@ -12,8 +12,8 @@ import pytest
 from bert_jax import guard, optim, sharding
 from bert_jax import step as step_lib
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import GuardConfig, PhaseConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import GuardConfig, PhaseConfig
 from bert_jax.data.loader import Rows
 from bert_jax.errors import UserError
 from bert_jax.log import Log

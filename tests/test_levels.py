@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bert_jax.config import Config, PhaseConfig
+from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.data.rows import read_manifest
 from bert_jax.tools.report import curves, levels, plots
 

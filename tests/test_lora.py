@@ -11,7 +11,8 @@ import pytest
 
 from bert_jax import checkpoint, cli, optim, sharding
 from bert_jax import step as step_lib
-from bert_jax.config import (
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import (
     LORA_TARGETS,
     Config,
     FinetuneConfig,
@@ -21,7 +22,6 @@ from bert_jax.config import (
     OptimConfig,
     TaskConfig,
 )
-from bert_jax.config_checks import validate
 from bert_jax.convert.export import export
 from bert_jax.data import rows
 from bert_jax.errors import UserError

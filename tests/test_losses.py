@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, PhaseConfig
+from bert_jax.config.schema import Config, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import RowFormat
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.losses import accuracy, cross_entropy, z_loss

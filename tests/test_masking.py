@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_jax import sharding
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.config.schema import Config, MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout as row_layout
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.masking import (

@@ -12,7 +12,7 @@ import transformers
 
 import bert_jax
 from bert_jax import cli
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data import rows, wordpiece
 from bert_jax.errors import UserError

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec
 
 from bert_jax import optim, sharding
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, ModelConfig, OptimConfig
+from bert_jax.config.schema import Config, ModelConfig, OptimConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import from_huggingface, to_huggingface
 from bert_jax.data import rows
 from bert_jax.model.attention import attention

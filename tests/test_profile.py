@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from bert_jax import config as configs
 from bert_jax import tracing
 from bert_jax import train as loop
-from bert_jax.config import Config, FinetuneConfig, PhaseConfig
-from bert_jax.config_checks import validate
+from bert_jax.config import schema as configs
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, FinetuneConfig, PhaseConfig
 from bert_jax.errors import UserError
 from bert_jax.sharding import shard_batch
 from bert_jax.tools import hlo, profile

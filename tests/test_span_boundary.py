@@ -9,8 +9,8 @@ import scipy.special
 import transformers
 
 from bert_jax import cli
-from bert_jax.architectures import model_size
-from bert_jax.config import MaskingConfig
+from bert_jax.config.schema import MaskingConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert
 from bert_jax.model.flops import flops_per_row, parameter_count

@@ -16,7 +16,7 @@ import pytest
 import bert_jax
 from bert_jax import guard, sharding
 from bert_jax import step as step_lib
-from bert_jax.architectures import model_size
+from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import Example, RowFormat
 from bert_jax.sharding import shard_batch
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.squad import Squad, _slide
 from bert_jax.benchmarks.squad_score import Answer, Question
-from bert_jax.config import FinetuneConfig, TaskConfig
+from bert_jax.config.schema import FinetuneConfig, TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError

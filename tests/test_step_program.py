@@ -17,8 +17,8 @@ from scipy import special
 
 from bert_jax import sharding
 from bert_jax import step as step_lib
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, MeshConfig, PhaseConfig
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
 from bert_jax.model import attention as attention_lib
 from bert_jax.model import bert

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from bert_jax import checkpoint, cli, files, storage
-from bert_jax.config import CheckpointConfig
+from bert_jax.config.schema import CheckpointConfig
 from bert_jax.convert import source
 from bert_jax.data import loader, wordpiece
 from bert_jax.data.prepare import prepare

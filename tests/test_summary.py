@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from bert_jax import sharding, summary
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, FinetuneConfig, MeshConfig, OptimConfig, PhaseConfig
+from bert_jax.config.schema import Config, FinetuneConfig, MeshConfig, OptimConfig, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.log import _short
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase

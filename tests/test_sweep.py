@@ -20,8 +20,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from bert_jax import cli, files, workdir
-from bert_jax.architectures import model_size
-from bert_jax.config import Config, PhaseConfig
+from bert_jax.config.schema import Config, PhaseConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining

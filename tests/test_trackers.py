@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from bert_jax import log, sharding, trackers, workdir
-from bert_jax.config import Config, MeshConfig
-from bert_jax.config_checks import validate
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, MeshConfig
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
 

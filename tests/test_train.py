@@ -20,8 +20,8 @@ import pytest
 
 from bert_jax import checkpoint, cli, device, evaluate, log, optim, sharding, workdir
 from bert_jax import step as step_lib
-from bert_jax.config import Config, MeshConfig, OptimConfig, PhaseConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import Config, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError

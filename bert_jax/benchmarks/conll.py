@@ -16,7 +16,7 @@ from bert_jax import files
 from bert_jax.benchmarks import conll_score
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.tables import find_files, probabilities, read_labels
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables, texts
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary

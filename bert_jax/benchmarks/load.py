@@ -11,7 +11,7 @@ from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.benchmarks.squad import Squad
 from bert_jax.benchmarks.swag import MultipleChoice
 from bert_jax.benchmarks.tables import Classification
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError

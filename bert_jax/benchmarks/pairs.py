@@ -7,7 +7,7 @@ import numpy as np
 from bert_jax.benchmarks import embeddings
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.tables import encode
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import Examples
 from bert_jax.data.wordpiece import Vocabulary

@@ -21,7 +21,7 @@ from bert_jax.benchmarks import squad_score
 from bert_jax.benchmarks.base import Logits
 from bert_jax.benchmarks.squad_score import Question
 from bert_jax.benchmarks.tables import find_files, probabilities
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import Vocabulary

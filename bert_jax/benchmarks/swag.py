@@ -20,7 +20,7 @@ from bert_jax.benchmarks.tables import (
     table_files,
     write_table,
 )
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from bert_jax import files
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks.base import Logits
-from bert_jax.config import TaskConfig
+from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples, pair

@@ -137,7 +137,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     The result also has the arguments about the config (`config`), those before -- (`arguments`), and
     those after it (`command`).
     """
-    from bert_jax.config_flags import split
+    from bert_jax.config.flags import split
 
     main_parser = parser()
     arguments, command = split_command(arguments)

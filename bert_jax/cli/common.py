@@ -158,21 +158,21 @@ def add_config(sub: argparse.ArgumentParser) -> None:
         "--config.KEY",
         metavar="VALUE",
         dest="_",
-        help="override a setting (see bert_jax/config.py)",
+        help="override a setting (see bert_jax/config/schema.py)",
     )
 
 
 def load_config(options: argparse.Namespace) -> Any:
     """Return the config of a parsed command that takes one, with its --teacher, --rows and --data."""
-    from bert_jax import config as config_lib
-    from bert_jax import config_flags
+    from bert_jax.config import flags
+    from bert_jax.config import schema as config_lib
 
     is_finetuning = options.verb == "finetune"
     settings = list(options.config)
     if teacher := getattr(options, "teacher", None):
         settings.append(f"--config.distill.teacher={teacher}")
     kind = config_lib.FinetuneConfig if is_finetuning else config_lib.Config
-    config = config_flags.load(settings, kind)
+    config = flags.load(settings, kind)
     if not is_finetuning:
         config_lib.take_rows(config, options.rows)
     elif options.data:
@@ -221,10 +221,10 @@ def open_start(config: Any, options: Any) -> tuple[Any, Any]:
                 f"--checkpoint {options.checkpoint}: it is one of --init, which is missing"
             )
         return config, None
-    from bert_jax import config_flags
+    from bert_jax.config import flags
     from bert_jax.objectives import initial
 
-    keys = config_flags.keys(options.config)
+    keys = flags.keys(options.config)
     return initial.open_start(config, options.init, options.checkpoint, keys)
 
 

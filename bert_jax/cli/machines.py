@@ -128,9 +128,9 @@ def _job(options) -> int:
 
 def _launched(options) -> Any:
     """Return the job of the command after --, which is checked before any machine is requested."""
-    from bert_jax import config_flags
     from bert_jax.cli import parse
-    from bert_jax.config import flatten
+    from bert_jax.config import flags
+    from bert_jax.config.schema import flatten
     from bert_jax.tools.launch import request
 
     if not options.command or options.command[0] not in _PATHS:
@@ -151,7 +151,7 @@ def _launched(options) -> Any:
         config = load_config(launched)
         paths += [value for key, value in flatten(config).items() if _CONFIG_PATHS.fullmatch(key)]
         (value,) = (a[9:] for a in launched.config if a.startswith("--config="))
-        file = value.partition(":")[0] if config_flags.is_path(value) else ""
+        file = value.partition(":")[0] if flags.is_path(value) else ""
     if launched.verb == "sweep":
         check_local(launched)
     folder, name = getattr(launched, folder_option), options.name

@@ -379,7 +379,7 @@ def add_evaluate_embeddings(verbs: Verbs) -> None:
 
 
 def _evaluate_embeddings(options) -> None:
-    from bert_jax.config import TaskConfig
+    from bert_jax.config.schema import TaskConfig
     from bert_jax.inference.embed import Embedder, evaluate
 
     similarity, pair = TaskConfig().similarity, ("anchor", "positive")

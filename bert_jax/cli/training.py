@@ -132,7 +132,7 @@ def _finetune(options) -> None:
         raise UserError(f"--seeds {options.seeds}: it must be 1 or more")
     config = _start(options)
 
-    from bert_jax import config_flags
+    from bert_jax.config import flags
     from bert_jax.inference import predict
     from bert_jax.tools import profile
     from bert_jax.train import finetune
@@ -147,7 +147,7 @@ def _finetune(options) -> None:
             which=options.checkpoint,
             force=options.resume == "force",
             summarize_trace=profile.summarize,
-            keys=config_flags.keys(options.config),
+            keys=flags.keys(options.config),
         )
     print(json.dumps(summary) if options.json else predict.format_metrics(summary))
     folder = options.workdir if options.seeds == 1 else f"{options.workdir}/seed_{config.seed}"
@@ -176,7 +176,7 @@ def add_evaluate(verbs: Verbs) -> None:
 
 def _evaluate(options) -> None:
     from bert_jax import workdir
-    from bert_jax.config import FinetuneConfig
+    from bert_jax.config.schema import FinetuneConfig
 
     if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
         from bert_jax.inference import predict

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, files, storage, workdir
-from bert_jax import config as config_lib
-from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
+from bert_jax.config import schema as config_lib
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.source import open_model

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from bert_jax import files, storage
-from bert_jax.config import Config
+from bert_jax.config.schema import Config
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.source import Imported
 from bert_jax.data import new_pieces

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config import HEADS, ModelConfig
+from bert_jax.config.schema import HEADS, ModelConfig
 from bert_jax.convert.families import FAMILIES, Family, Settings, Tensors
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import SPECIAL, VOCAB, Vocabulary

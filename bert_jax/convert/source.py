@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, files, storage, workdir
-from bert_jax.config import Config, EmbedConfig, ModelConfig, TrainConfig
-from bert_jax.config_checks import validate
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.hub import is_network_error

@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import files, sharding, storage
 from bert_jax.benchmarks import embeddings
-from bert_jax.config import MeshConfig, TrainConfig, layer_numbers
-from bert_jax.config_checks import check_fields
+from bert_jax.config.checks import check_fields
+from bert_jax.config.schema import MeshConfig, TrainConfig, layer_numbers
 from bert_jax.data import rows, texts
 from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from bert_jax import sharding
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.source import OpenModel
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary

@@ -15,7 +15,7 @@ from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.benchmarks.load import load_dataset
 from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
 from bert_jax.benchmarks.squad import Squad
-from bert_jax.config import FinetuneConfig, MeshConfig
+from bert_jax.config.schema import FinetuneConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError

@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax import traverse_util
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax.config import HEADS, ModelConfig
+from bert_jax.config.schema import HEADS, ModelConfig
 from bert_jax.data.rows import Layout, layout
 from bert_jax.model import width
 from bert_jax.model.attention import attention, probabilities

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax import device, sharding
-from bert_jax.config import LoraConfig, ModelConfig
+from bert_jax.config.schema import LoraConfig, ModelConfig
 from bert_jax.model.dropout import dropout
 
 # Checkpoint name of the dense layers' outputs, for `jax.checkpoint` policies.

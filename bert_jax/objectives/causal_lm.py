@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bert_jax.config import MaskingConfig
+from bert_jax.config.schema import MaskingConfig
 from bert_jax.data.rows import RowFormat
 from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.objectives.masking import NextTokenTargets

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.benchmarks.pairs import Pairs
-from bert_jax.config import EmbedConfig, ModelConfig
+from bert_jax.config.schema import EmbedConfig, ModelConfig
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.model.bert import Bert, Params, pool_tokens
 from bert_jax.objectives.losses import WeightedSum

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax.config import DistillConfig, ModelConfig, TrainConfig
+from bert_jax.config.schema import DistillConfig, ModelConfig, TrainConfig
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError

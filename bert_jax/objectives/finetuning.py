@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax import config as config_lib
 from bert_jax import sharding
 from bert_jax.benchmarks.base import FinetuneDataset
 from bert_jax.benchmarks.load import load_dataset
-from bert_jax.config import EmbedConfig, FinetuneConfig, ModelConfig
-from bert_jax.config_checks import validate
+from bert_jax.config import schema as config_lib
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig
 from bert_jax.convert.families import FAMILIES
 from bert_jax.convert.huggingface import shorten
 from bert_jax.convert.source import open_model

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax.config import Config, ModelConfig
-from bert_jax.config_checks import validate
+from bert_jax.config.checks import validate
+from bert_jax.config.schema import Config, ModelConfig
 from bert_jax.data import rows
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, flatten, shapes, unflatten

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.config import MaskingConfig, ModelConfig
+from bert_jax.config.schema import MaskingConfig, ModelConfig
 from bert_jax.data import rows
 from bert_jax.data.loader import Batch
 from bert_jax.model.bert import Bert, Params, init_params

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax.config import MaskingConfig
+from bert_jax.config.schema import MaskingConfig
 from bert_jax.data.rows import Layout, is_real
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.config import Config, phase_ends
+from bert_jax.config.schema import Config, phase_ends
 from bert_jax.data import rows
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.loader import Batch, Rows, batches, heldout_batches, row_indices

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
-from bert_jax.config import DistillConfig, EmbedConfig, ModelConfig
+from bert_jax.config.schema import DistillConfig, EmbedConfig, ModelConfig
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.data.loader import Batch

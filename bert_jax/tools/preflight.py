@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, device, sharding
-from bert_jax.config import Config, batch_size_key
+from bert_jax.config.schema import Config, batch_size_key
 from bert_jax.device import Chip
 from bert_jax.errors import UserError
 from bert_jax.model import attention

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import storage
-from bert_jax.config import MaskingConfig
+from bert_jax.config.schema import MaskingConfig
 from bert_jax.data import rows as rows_lib
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import IS_NEXT, IS_RANDOM

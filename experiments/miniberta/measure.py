@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterable
 
 from bert_jax import device
-from bert_jax.config import MaskingConfig, MeshConfig, PhaseConfig
+from bert_jax.config.schema import MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.data import corpus, vocabulary
 from bert_jax.data.rows import read_manifest
 

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from bert_jax import device, optim
-from bert_jax.config import Config, ModelConfig, OptimConfig
+from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.data.rows import layout
 from bert_jax.model.bert import Bert, init_params
 from bert_jax.objectives import losses

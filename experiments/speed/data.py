@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bert_jax import config_flags
-from bert_jax.architectures import SIZES
-from bert_jax.config import Config
+from bert_jax.config import flags
+from bert_jax.config.schema import Config
+from bert_jax.config.sizes import SIZES
 from bert_jax.data import corpus, prepare
 from bert_jax.errors import UserError
 from bert_jax.tools import sweep
@@ -79,7 +79,7 @@ def pretraining(size: str, tokens: int, batch: int, change: Sequence[str] = ()) 
     # A size named by its shape gets the paper's recipe, also for mini.
     size = "L{}-H{}-A{}".format(*SIZES[size]) if size in SIZES else size
     file = f"--config={ROOT}/configs/pretrain.py:{size},{tokens}"
-    return config_flags.load([file, *(f"--config.{each}" for each in changes)])
+    return flags.load([file, *(f"--config.{each}" for each in changes)])
 
 
 def articles(files: int = 8) -> pathlib.Path:

@@ -330,8 +330,8 @@ def ceilings(row, out):
 
 def phase_at_step(row, dtype="bfloat16"):
     """Return the config and the phase of a row; no files of rows are needed."""
-    from bert_jax.architectures import model_size
-    from bert_jax.config import Config, PhaseConfig
+    from bert_jax.config.schema import Config, PhaseConfig
+    from bert_jax.config.sizes import model_size
     from bert_jax.objectives import pretraining
 
     model = model_size(row["size"])

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, config_flags, device, guard, sharding, train
+from bert_jax import checkpoint, device, guard, sharding, train
 from bert_jax import step as step_lib
 from bert_jax.benchmarks.load import load_dataset
 from bert_jax.checkpoint import Checkpoints
-from bert_jax.config import CheckpointConfig, Config, FinetuneConfig
+from bert_jax.config import flags
+from bert_jax.config.schema import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
 from bert_jax.data import rows, wordpiece
 from bert_jax.data.examples import FIRST_STEPS, LONG_RUN_STEPS
@@ -139,7 +140,7 @@ def load_finetuning(name: str) -> tuple[FinetuneConfig, Any]:
     module = data.finetuning()
     file, settings = module.SETS[name].config()
     arguments = [f"--config={data.ROOT / file}", *(f"--config.{each}" for each in settings)]
-    config = config_flags.load(arguments, FinetuneConfig)
+    config = flags.load(arguments, FinetuneConfig)
     source, vocabulary, _, _ = open_model(str(module.minilm()))
     dataset = load_dataset(config.task, vocabulary)
     config.model = finetuning.model_config(config, source.model, dataset)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from bert_jax import checkpoint, workdir
-from bert_jax.config import Config
+from bert_jax.config.schema import Config
 from bert_jax.convert import source
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
 from bert_jax.model.bert import shapes
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from bert_jax.architectures import model_size
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
+from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses

@@ -12,8 +12,8 @@ import numpy as np
 from etils import epath
 
 from bert_jax import checkpoint, cli, storage, train
-from bert_jax.config import PhaseConfig
-from bert_jax.config_flags import load
+from bert_jax.config.flags import load
+from bert_jax.config.schema import PhaseConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
 from bert_jax.tools import profile

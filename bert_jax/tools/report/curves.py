@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from bert_jax import config as config_lib
 from bert_jax import storage, workdir
-from bert_jax.config import Config, TrainConfig
+from bert_jax.config import schema as config_lib
+from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.errors import UserError
 
 SPEED, UTILIZATION = "real_tokens_per_second", "model_flops_utilization"

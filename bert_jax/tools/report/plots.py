@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from bert_jax.config import Config
+from bert_jax.config.schema import Config
 from bert_jax.errors import UserError
 from bert_jax.tools.report import levels, page
 from bert_jax.tools.report.curves import Curve, Recorded, by_seed, curves

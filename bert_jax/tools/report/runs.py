@@ -5,8 +5,8 @@ import html
 import pathlib
 import statistics
 
-from bert_jax import config as config_lib
 from bert_jax import storage
+from bert_jax.config import schema as config_lib
 from bert_jax.errors import UserError
 from bert_jax.tools.report import curves, page, plots
 

@@ -9,9 +9,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_jax import config_flags, files
-from bert_jax.architectures import model_size
-from bert_jax.config import Config
+from bert_jax import files
+from bert_jax.config import flags
+from bert_jax.config.schema import Config
+from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.tools.sweep import Point, grid
 from bert_jax.tools.sweep.experiment import Column, Curves, Line, Runs, Table
@@ -162,7 +163,7 @@ def _with_size(parts: list[str], size: str) -> list[str]:
         old = value if equals else parts[i + 1]
         name, colon, argument = old.partition(":") if ":" in old else ("", "", old)
         new = f"{name}{colon}{','.join([size, *argument.split(',')[1:]])}"
-        if not colon and ":" not in config_flags.find(old, Config):
+        if not colon and ":" not in flags.find(old, Config):
             new = f"{old}:{size}"
             _check_size(new, size)
         replaced = [f"--config={new}"] if equals else ["--config", new]
@@ -173,7 +174,7 @@ def _with_size(parts: list[str], size: str) -> list[str]:
 def _check_size(value: str, size: str) -> None:
     """Check that a value of --config, whose argument is a size, gives a model of that size."""
     try:
-        model = config_flags.load([f"--config={value}"]).model
+        model = flags.load([f"--config={value}"]).model
     except UserError as error:
         raise UserError(f"{_NEEDS_SIZE}: {error}") from None
     shapes = [(m.layers, m.hidden, m.heads) for m in (model, model_size(size))]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bert_jax import files, workdir
-from bert_jax.config import Config
+from bert_jax.config.schema import Config
 from bert_jax.data.workers import cores
 from bert_jax.errors import EXIT_INTERRUPTED, InUse
 from bert_jax.tools.launch.engines import SUBMITTED, python_command

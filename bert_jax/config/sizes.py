@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from bert_jax.config import ModelConfig
+from bert_jax.config.schema import ModelConfig
 from bert_jax.errors import UserError
 
 SIZES = {  # Devlin et al.; small ones from Turc et al. (arXiv 1908.08962)

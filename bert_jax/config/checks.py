@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bert_jax.config import (
+from bert_jax.config.schema import (
     HEADS,
     LORA_TARGETS,
     Config,

@@ -10,8 +10,8 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from bert_jax.architectures import ARCHITECTURES, SIZES, model_size
-from bert_jax.config import (
+from bert_jax.config.checks import GLUE, validate
+from bert_jax.config.schema import (
     Config,
     FinetuneConfig,
     LoraConfig,
@@ -20,7 +20,7 @@ from bert_jax.config import (
     from_dict,
     to_dict,
 )
-from bert_jax.config_checks import GLUE, validate
+from bert_jax.config.sizes import ARCHITECTURES, SIZES, model_size
 from bert_jax.errors import UserError, did_you_mean, nearest
 
 # Keys that fine-tuning derives from other settings, so setting them would have no effect.
@@ -38,7 +38,7 @@ _DERIVED = {
 }
 
 
-_FOLDER = pathlib.Path(__file__).with_name("configs")
+_FOLDER = pathlib.Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in _FOLDER.glob("[!_]*.py"))
 
 
@@ -134,7 +134,7 @@ def load(arguments: list[str], kind: type = Config) -> Any:
             # For a missing file this is a placeholder that raises when used.
             getattr(config, "steps", None)
             raise UserError(
-                f"{file[0][9:]}: get_config must return a bert_jax.config.{kind.__name__} here"
+                f"{file[0][9:]}: get_config must return a bert_jax.config.schema.{kind.__name__} here"
             )
         for argument in arguments:
             if not argument.startswith("--"):
