@@ -8,8 +8,8 @@ import sys
 import time
 from typing import TextIO
 
-from bert_jax import files
 from bert_jax.errors import shown
+from bert_jax.storage import files
 
 LOG_EVERY_SECONDS = 15.0
 SILENT_SECONDS = 0.5  # tasks shorter than this write no line to a log

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from bert_jax import files
 from bert_jax.config.schema import TrainConfig, profiled_steps
+from bert_jax.storage import files
 
 FOLDER = "profile"
 # Names of the loop's own spans in a trace.

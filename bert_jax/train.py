@@ -19,17 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import (
-    checkpoint,
-    device,
-    distributed,
-    files,
-    guard,
-    sharding,
-    storage,
-    summary,
-    workdir,
-)
+from bert_jax import checkpoint, device, distributed, guard, sharding, storage, summary, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
 from bert_jax.data.wordpiece import Vocabulary
@@ -56,6 +46,7 @@ from bert_jax.step import (
     restore,
     with_params,
 )
+from bert_jax.storage import files
 from bert_jax.tracing import StepTracer, Summarize
 
 # Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop soon.

@@ -23,8 +23,8 @@ import zipfile
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bert_jax import files
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "pretrain.py"
 PROGRAM = pathlib.Path(sys.executable).with_name("bert-jax")

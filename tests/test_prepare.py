@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax import files
 from bert_jax.data import prepare as module
 from bert_jax.data import prepare_worker, wordpiece
 from bert_jax.data import vocabulary as vocabularies
@@ -29,6 +28,7 @@ from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.data.workers import Workers
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP = 2, 3

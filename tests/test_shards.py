@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from bert_jax import files
 from bert_jax.data import loader
 from bert_jax.data.shards import ShardLayout
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 # Sizes with many records or one per block, over several blocks, and at which the varint of the size
 # gains a byte.

@@ -508,7 +508,7 @@ def test_workdir_rejects_a_changed_config(tmp_path, rows, capsys):
 
 
 def test_workdir_in_use_is_rejected(tmp_path, rows):
-    from bert_jax import files
+    from bert_jax.storage import files
 
     folder = tmp_path / "run"
     with files.lock_folder(folder):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks import tables as classification
 from bert_jax.benchmarks.base import Logits
@@ -23,6 +23,7 @@ from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError, missing
+from bert_jax.storage import files
 
 TFDS = "tfds"
 

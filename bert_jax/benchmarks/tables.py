@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from bert_jax import files
 from bert_jax.benchmarks import metrics
 from bert_jax.benchmarks.base import Logits
 from bert_jax.config.schema import TaskConfig
@@ -22,6 +21,7 @@ from bert_jax.data.compressed import SUFFIXES
 from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError, did_you_mean
+from bert_jax.storage import files
 
 PREDICTIONS = "predictions.tsv"
 NEW = "new"

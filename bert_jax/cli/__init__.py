@@ -7,7 +7,7 @@ import threading
 
 import shtab
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.cli import checkpoints, data, experiments, machines, models, training
 from bert_jax.cli.common import Parser, Verbs, complete_paths, paths, split_command
 from bert_jax.errors import (
@@ -20,6 +20,7 @@ from bert_jax.errors import (
 )
 from bert_jax.progress import Progress
 from bert_jax.signals import Interrupted
+from bert_jax.storage import files
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
 

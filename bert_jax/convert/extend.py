@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.config.schema import Config
 from bert_jax.convert import source as source_lib
 from bert_jax.convert.source import Imported
@@ -17,6 +17,7 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten, unflatten
 from bert_jax.model.layers import change_vocabulary
+from bert_jax.storage import files
 
 
 @storage.writes("out", new=True)

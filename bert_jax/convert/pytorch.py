@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from bert_jax.errors import UserError
-from bert_jax.files import describe
+from bert_jax.storage.files import describe
 
 _STORAGES = {
     "torch.DoubleStorage": np.dtype("<f8"),

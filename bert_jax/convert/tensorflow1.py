@@ -22,7 +22,7 @@ from google.protobuf import empty_pb2, unknown_fields
 from google.protobuf.message import DecodeError
 
 from bert_jax.errors import UserError
-from bert_jax.files import describe
+from bert_jax.storage.files import describe
 
 # tensorflow/core/framework/types.proto
 _DTYPES = {

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from bert_jax import files
 from bert_jax.errors import UserError, did_you_mean, missing
+from bert_jax.storage import files
 
 
 def options(arguments: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from bert_jax import storage
 from bert_jax.errors import UserError
-from bert_jax.files import one_line_errors
+from bert_jax.storage.files import one_line_errors
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _BLOCK_BYTES = 1 << 20

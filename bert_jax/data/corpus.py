@@ -35,7 +35,7 @@ from bert_jax.data.formats import (
     marked_kind,
 )
 from bert_jax.errors import UserError, did_you_mean, missing, shown
-from bert_jax.files import one_line_errors
+from bert_jax.storage.files import one_line_errors
 
 # Longer than any book or article; a longer document would not fit a worker's memory once tokenized.
 DOCUMENT_CHARACTERS = 8 << 20

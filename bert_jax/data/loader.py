@@ -15,11 +15,12 @@ from typing import IO
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data.rows import Manifest, RowFormat, Shard, read_manifest
 from bert_jax.data.shards import ShardCache, ShardLayout
 from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 Batch = dict[str, np.ndarray]
 

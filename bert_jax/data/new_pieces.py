@@ -7,11 +7,12 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data import corpus
 from bert_jax.data.wordpiece import CONTINUATION, MAX_WORD_CHARACTERS, Vocabulary, count_words
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
+from bert_jax.storage import files
 
 
 def split(token: str, vocabulary: Vocabulary) -> list[str]:

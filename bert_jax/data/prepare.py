@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data import corpus, prepare_worker, wordpiece
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.data.instances import WHOLE_SENTENCES
@@ -49,6 +49,7 @@ from bert_jax.data.rows import (
 from bert_jax.data.workers import Workers, call, cores
 from bert_jax.errors import UserError, shown
 from bert_jax.progress import Progress
+from bert_jax.storage import files
 
 PAIRS = ("nsp", "none", *WHOLE_SENTENCES)
 RUNNERS = ("local", "beam")

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bert_jax import files
 from bert_jax.data import corpus, wordpiece
 from bert_jax.data.instances import Instances
 from bert_jax.data.rows import RowFormat
 from bert_jax.data.sentences import split_sentences
 from bert_jax.data.vocabulary import TokenizerVocabulary
+from bert_jax.storage import files
 
 # A worker holds one chunk (1 MB of text) or one window of sequences in memory at a time.
 CHUNK_CHARACTERS = 1 << 20

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data.rows import Shard
 from bert_jax.errors import Unavailable, UserError
+from bert_jax.storage import files
 
 # Riegeli's file format: each block begins with a block header, even inside a chunk. The first chunk
 # is only a header, the file's signature.

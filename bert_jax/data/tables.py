@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from bert_jax import files
 from bert_jax.data import compressed, corpus
 from bert_jax.data.compressed import damage, decompressed
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 KINDS = (".tsv", ".csv", ".jsonl", ".parquet", ".txt")
 STANDARD_INPUT = "-"

@@ -4,9 +4,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data import compressed, tables
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 _LINE_BYTES = tables.LINE_BYTES
 

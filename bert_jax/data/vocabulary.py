@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Bool
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data import wordpiece
 from bert_jax.data.compressed import whole
 from bert_jax.data.wordpiece import CONTINUATION, SPECIAL, Encoded, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 if TYPE_CHECKING:
     import tokenizers

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from bert_jax import files, storage
+from bert_jax import storage
 from bert_jax.data import corpus
 from bert_jax.data.compressed import whole
 from bert_jax.data.sentences import split_sentences
 from bert_jax.errors import UserError
 from bert_jax.progress import Progress
+from bert_jax.storage import files
 
 if TYPE_CHECKING:
     import tokenizers

@@ -15,9 +15,9 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bert_jax import errors, files
+from bert_jax import errors
 from bert_jax.errors import UserError
-from bert_jax.storage import objects
+from bert_jax.storage import files, objects
 from bert_jax.storage.lease import Lease
 
 # Files of a run that local copies leave out; Orbax reads checkpoints and states from the storage.

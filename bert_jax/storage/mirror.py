@@ -7,9 +7,8 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 
-from bert_jax import files
 from bert_jax.errors import Unavailable, UserError
-from bert_jax.storage import copies, objects
+from bert_jax.storage import copies, files, objects
 from bert_jax.storage.lease import Lease
 
 _PUSH_SECONDS = 15.0

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import files
 from bert_jax.errors import Unavailable, UserError
+from bert_jax.storage import files
 
 # Scheme: (extra of this package, library).
 _SCHEMES = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bert_jax import files, tracing
+from bert_jax import tracing
+from bert_jax.storage import files
 from bert_jax.tools import hlo
 
 # Parts of a step, and what it waits for.

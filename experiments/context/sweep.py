@@ -4,7 +4,7 @@ import dataclasses
 
 import recipes
 
-from bert_jax import files
+from bert_jax.storage import files
 from bert_jax.tools.sweep import SCALES, Point
 from bert_jax.tools.sweep.experiment import Runs
 

@@ -26,7 +26,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bert_jax import files
+from bert_jax.storage import files
 from bert_jax.tools.report import curves
 from bert_jax.tools.sweep.experiment import welch
 

@@ -12,9 +12,9 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from bert_jax import files
 from bert_jax.data.compressed import decompressed
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 LIST = pathlib.Path(__file__).with_name("files.tsv")
 

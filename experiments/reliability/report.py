@@ -7,7 +7,7 @@ import collections
 import json
 import pathlib
 
-from bert_jax import files
+from bert_jax.storage import files
 
 HERE = pathlib.Path(__file__).parent
 RESOURCES = {

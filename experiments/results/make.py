@@ -23,7 +23,7 @@ sys.path[:0] = [str(EXPERIMENTS / "speed"), str(EXPERIMENTS)]
 import report as speed  # noqa: E402
 from finetuning import run as finetuning  # noqa: E402
 
-from bert_jax import files  # noqa: E402
+from bert_jax.storage import files  # noqa: E402
 from bert_jax.tools import sweep  # noqa: E402
 from bert_jax.tools.sweep.experiment import Claims  # noqa: E402
 from bert_jax.tools.sweep.results import Results, current  # noqa: E402

@@ -18,7 +18,8 @@ import time
 
 import report
 
-from bert_jax import files, workdir
+from bert_jax import workdir
+from bert_jax.storage import files
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent

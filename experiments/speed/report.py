@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cases import CASES
 
-from bert_jax import files
+from bert_jax.storage import files
 
 HERE = pathlib.Path(__file__).parent
 Line = dict[str, Any]

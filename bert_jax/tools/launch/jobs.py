@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bert_jax import files
 from bert_jax.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, InUse, UserError
+from bert_jax.storage import files
 from bert_jax.tools.launch.engines import SUBMITTED, python_command, state_folder
 from bert_jax.tools.launch.plan import STOP_SECONDS, Plan, exit_status, run, say
 

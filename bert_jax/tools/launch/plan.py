@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bert_jax import files
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.storage import files
 
 # Time that a run has to save its state between SIGTERM and SIGKILL.
 STOP_SECONDS = 180.0

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from bert_jax import files
+from bert_jax.storage import files
 
 _HERE = pathlib.Path(__file__).parent
 

@@ -16,8 +16,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from bert_jax import files
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep.results import Results, current
 

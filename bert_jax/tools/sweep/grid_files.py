@@ -9,11 +9,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_jax import files
 from bert_jax.config import flags
 from bert_jax.config.schema import Config
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 from bert_jax.tools.sweep import Point, grid
 from bert_jax.tools.sweep.experiment import Column, Curves, Line, Runs, Table
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import files
 from bert_jax.errors import UserError
+from bert_jax.storage import files
 
 SCALES = ("small", "paper")
 # Default folder of the points of all sweeps.

@@ -7,8 +7,8 @@ import shlex
 import sys
 import time
 
-from bert_jax import files
 from bert_jax.errors import EXIT_INTERRUPTED, UserError
+from bert_jax.storage import files
 from bert_jax.tools.launch.plan import signals
 from bert_jax.tools.sweep.display import Display
 from bert_jax.tools.sweep.points import Sweep

@@ -8,8 +8,8 @@ import pathlib
 import statistics
 from typing import Any
 
-from bert_jax import files
 from bert_jax.errors import UserError, missing
+from bert_jax.storage import files
 from bert_jax.tools.sweep.points import Point, Sweep, call, ordered
 from bert_jax.tools.sweep.results import lines_of
 from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
