@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from bert_jax import device, storage, train
+from bert_jax import storage, train
 from bert_jax.benchmarks import tables
 from bert_jax.benchmarks.conll import TokenClassification
 from bert_jax.benchmarks.squad import Squad
@@ -48,6 +48,7 @@ from bert_jax.inference.fill_mask import Candidate, Inputs, MaskFiller, inputs_o
 from bert_jax.inference.sentence_scores import SentenceScorer, TokenScore
 from bert_jax.model.bert import Bert, Params, last_tokens
 from bert_jax.objectives import initial, pretraining
+from bert_jax.runtime import device
 from bert_jax.storage import files
 
 if TYPE_CHECKING:

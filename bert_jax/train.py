@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, device, distributed, guard, sharding, storage, summary, workdir
+from bert_jax import checkpoint, guard, storage, summary, workdir
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
 from bert_jax.data.wordpiece import Vocabulary
@@ -31,9 +31,10 @@ from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.base import Phase
-from bert_jax.progress import Progress
-from bert_jax.sharding import shard_batch
-from bert_jax.signals import Interrupted, catch_signals
+from bert_jax.runtime import device, distributed, sharding
+from bert_jax.runtime.progress import Progress
+from bert_jax.runtime.sharding import shard_batch
+from bert_jax.runtime.signals import Interrupted, catch_signals
 from bert_jax.step import (
     Programs,
     State,

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 
 import bert_jax
-from bert_jax import sharding, storage
+from bert_jax import storage
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import TrainConfig
 from bert_jax.data import vocabulary as vocabularies
@@ -42,6 +42,7 @@ from bert_jax.data.compressed import whole
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.runtime import sharding
 from bert_jax.storage import files
 
 _PACKAGES = ("bert-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

@@ -52,7 +52,7 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     """Use the matmul implementation of the commands, and collect garbage less often."""
-    from bert_jax import device
+    from bert_jax.runtime import device
 
     device.use_eigen_matmul()
     gc.set_threshold(100_000, 50, 50)  # tracing allocates many long-lived objects
@@ -223,8 +223,8 @@ def single_device_meshes():
     """Give meshes without explicit settings one device, because eight are slow on two cores."""
     import jax
 
-    from bert_jax import sharding
     from bert_jax.config.schema import MeshConfig
+    from bert_jax.runtime import sharding
 
     make_mesh = sharding.make_mesh
 

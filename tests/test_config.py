@@ -6,7 +6,6 @@ import pathlib
 
 import pytest
 
-from bert_jax import sharding
 from bert_jax.config import flags
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
@@ -23,6 +22,7 @@ from bert_jax.config.schema import (
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
+from bert_jax.runtime import sharding
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 PRETRAIN = f"--config={FOLDER / 'pretrain.py'}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import cli, distributed, evaluate, sharding
+from bert_jax import cli, evaluate
 from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.config.flags import load
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
@@ -21,7 +21,8 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.objectives import finetuning
-from bert_jax.sharding import shard_batch
+from bert_jax.runtime import distributed, sharding
+from bert_jax.runtime.sharding import shard_batch
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.runs import VOCABULARY, refused

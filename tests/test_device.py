@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from bert_jax import device
 from bert_jax.config.schema import Config
 from bert_jax.errors import UserError
+from bert_jax.runtime import device
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE, free_port
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bert_jax import sharding
 from bert_jax.config.schema import MeshConfig
 from bert_jax.model.dropout import GENERATORS, dropout, generator_key
+from bert_jax.runtime import sharding
 
 N = 1 << 18
 

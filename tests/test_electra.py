@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 import transformers
 
-from bert_jax import cli, sharding
+from bert_jax import cli
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, MaskingConfig, MeshConfig, ModelConfig
 from bert_jax.config.sizes import model_size
@@ -26,6 +26,7 @@ from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import electra
 from bert_jax.objectives.electra import LOSS, ReplacedTokens
 from bert_jax.objectives.pretraining import make_phases
+from bert_jax.runtime import sharding
 from tests.helpers.checkpoints import random_params, write_run
 
 VOCAB, T = 40, 16

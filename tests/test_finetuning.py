@@ -12,7 +12,7 @@ import torch
 import transformers
 from flax import traverse_util
 
-from bert_jax import optim, sharding
+from bert_jax import optim
 from bert_jax import step as step_lib
 from bert_jax.config.schema import (
     FEATURES,
@@ -35,7 +35,8 @@ from bert_jax.model.dropout import generator_key
 from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.finetuning import make_objective
-from bert_jax.sharding import shard_batch
+from bert_jax.runtime import sharding
+from bert_jax.runtime.sharding import shard_batch
 from bert_jax.train import finetune
 from tests.helpers.examples import (
     HEADS,

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax import sharding
 from bert_jax.config.schema import Config, MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout as row_layout
@@ -22,6 +21,7 @@ from bert_jax.objectives.masking import (
     span_lengths,
     spans,
 )
+from bert_jax.runtime import sharding
 
 CLS, SEP, MASK, VOCAB, T, S = 1, 2, 3, 50, 64, 10
 

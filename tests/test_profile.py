@@ -14,7 +14,7 @@ from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, FinetuneConfig, PhaseConfig
 from bert_jax.errors import UserError
-from bert_jax.sharding import shard_batch
+from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tools import hlo, profile
 from bert_jax.tools.profile import PARTS
 from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all

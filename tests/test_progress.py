@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bert_jax import progress
+from bert_jax.runtime import progress
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import types
 import jax
 import pytest
 
-from bert_jax import log, sharding, trackers, workdir
+from bert_jax import log, trackers, workdir
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, MeshConfig
 from bert_jax.errors import UserError
-from bert_jax.progress import Progress
+from bert_jax.runtime import sharding
+from bert_jax.runtime.progress import Progress
 
 VALUES = {"train/loss": 2.5, "train/accuracy": 0.5}
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, device, evaluate, log, optim, sharding, workdir
+from bert_jax import checkpoint, cli, evaluate, log, optim, workdir
 from bert_jax import step as step_lib
 from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, MeshConfig, OptimConfig, PhaseConfig
@@ -27,7 +27,8 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
-from bert_jax.progress import Progress
+from bert_jax.runtime import device, sharding
+from bert_jax.runtime.progress import Progress
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,
@@ -98,8 +99,8 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path, rows):
 
 # Writes a line longer than a pipe's buffer, which blocks until the test reads it.
 WRITING = """
-from bert_jax.progress import Progress
-from bert_jax.signals import catch_signals
+from bert_jax.runtime.progress import Progress
+from bert_jax.runtime.signals import catch_signals
 with Progress("train", 1, "steps") as progress, catch_signals(progress) as interrupted:
     progress.say("x" * 1_000_000)
     print(interrupted())

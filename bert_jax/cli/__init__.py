@@ -18,8 +18,8 @@ from bert_jax.errors import (
     UserError,
     did_you_mean,
 )
-from bert_jax.progress import Progress
-from bert_jax.signals import Interrupted
+from bert_jax.runtime.progress import Progress
+from bert_jax.runtime.signals import Interrupted
 from bert_jax.storage import files
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NEGATIVE", "EXIT_USER_ERROR", "console", "main", "parser"]
@@ -65,8 +65,8 @@ def console() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stderr.flush()
     if status == EXIT_USER_ERROR or _abrupt.is_set():
-        if "bert_jax.distributed" in sys.modules:
-            sys.modules["bert_jax.distributed"].leave()
+        if "bert_jax.runtime.distributed" in sys.modules:
+            sys.modules["bert_jax.runtime.distributed"].leave()
         os._exit(status)  # exit handlers would retry failed writes and print tracebacks
     sys.exit(status)
 
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         storage.check([*options.config, *paths(verb, options)])
         if verb.platform is not None:
-            from bert_jax import device
+            from bert_jax.runtime import device
 
             device.start(verb.platform)
         return verb.run(options) or 0
@@ -169,7 +169,8 @@ class _Version(argparse.Action):
 
         import jax
 
-        from bert_jax import __version__, device
+        from bert_jax import __version__
+        from bert_jax.runtime import device
 
         try:
             device.start("")

@@ -13,7 +13,7 @@ import shtab
 
 from bert_jax import storage
 from bert_jax.errors import EXIT_USER_ERROR, UserError, did_you_mean
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 
 
 class Parser(argparse.ArgumentParser):

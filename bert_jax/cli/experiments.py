@@ -163,7 +163,7 @@ def add_report(verbs: Verbs) -> None:
 
 
 def _report(options) -> None:
-    from bert_jax import device
+    from bert_jax.runtime import device
 
     device.start("cpu")  # only shapes are computed
 

@@ -197,7 +197,7 @@ def _preflight(options) -> int:
     if options.dollars_per_chip_hour is not None and options.dollars_per_chip_hour <= 0:
         raise UserError(f"--dollars-per-chip-hour {options.dollars_per_chip_hour}: must be above 0")
 
-    from bert_jax import device
+    from bert_jax.runtime import device
     from bert_jax.tools import preflight
 
     topologies = [preflight.parse_topology(text) for text in options.topology]

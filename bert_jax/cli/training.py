@@ -42,7 +42,7 @@ def _start(options) -> Any:
     """Start JAX and the processes of a run, and return its config."""
     config = load_config(options)
 
-    from bert_jax import device, distributed
+    from bert_jax.runtime import device, distributed
 
     distributed.start()
     device.start(config.platform, deterministic=config.deterministic)

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 
 from bert_jax.errors import UserError
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 
 
 def check(name: str) -> None:

@@ -17,7 +17,7 @@ from bert_jax.data.instances import truncated_lengths
 from bert_jax.data.loader import Batch, prefetched
 from bert_jax.data.shuffle import shuffled
 from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 
 NO_EXAMPLE = -1
 # Runs of at least LONG_RUN_STEPS use several row counts; their first FIRST_STEPS use the largest,

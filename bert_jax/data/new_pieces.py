@@ -11,7 +11,7 @@ from bert_jax import storage
 from bert_jax.data import corpus
 from bert_jax.data.wordpiece import CONTINUATION, MAX_WORD_CHARACTERS, Vocabulary, count_words
 from bert_jax.errors import UserError
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 

@@ -48,7 +48,7 @@ from bert_jax.data.rows import (
 )
 from bert_jax.data.workers import Workers, call, cores
 from bert_jax.errors import UserError, shown
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 PAIRS = ("nsp", "none", *WHOLE_SENTENCES)

@@ -23,7 +23,7 @@ from bert_jax.data import corpus
 from bert_jax.data.compressed import whole
 from bert_jax.data.sentences import split_sentences
 from bert_jax.errors import UserError
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 if TYPE_CHECKING:

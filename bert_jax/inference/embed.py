@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from bert_jax import sharding, storage
+from bert_jax import storage
 from bert_jax.benchmarks import embeddings
 from bert_jax.config.checks import check_fields
 from bert_jax.config.schema import MeshConfig, TrainConfig, layer_numbers
@@ -30,7 +30,8 @@ from bert_jax.data.vectors import Jsonl, Npy, Parquet
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params, sum_tokens
-from bert_jax.progress import Progress
+from bert_jax.runtime import sharding
+from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 LONG = ("truncate", "window")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from bert_jax import sharding
 from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.source import OpenModel
 from bert_jax.data import rows
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
+from bert_jax.runtime import sharding
 
 
 class Candidate(NamedTuple):

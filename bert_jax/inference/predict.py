@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, distributed, sharding, storage
+from bert_jax import checkpoint, storage
 from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.benchmarks.load import load_dataset
 from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
@@ -22,7 +22,8 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.supervised import Supervised
-from bert_jax.progress import Progress
+from bert_jax.runtime import distributed, sharding
+from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"

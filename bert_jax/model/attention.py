@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from bert_jax import device, sharding
 from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
 from bert_jax.model.dropout import dropout
+from bert_jax.runtime import device, sharding
 
 
 def attention(

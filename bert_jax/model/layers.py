@@ -13,9 +13,9 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax import device, sharding
 from bert_jax.config.schema import LoraConfig, ModelConfig
 from bert_jax.model.dropout import dropout
+from bert_jax.runtime import device, sharding
 
 # Checkpoint name of the dense layers' outputs, for `jax.checkpoint` policies.
 DENSE = "dense"

@@ -14,7 +14,7 @@ from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
 from bert_jax.errors import UserError
 from bert_jax.inference.sentence_scores import PLL, SentenceScorer
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 
 # Where BLiMP's and Zorro's repositories have their files; "" is the folder itself.
 _FOLDERS = ("data", "sentences/babyberta", "")

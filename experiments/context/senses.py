@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
 
-    from bert_jax import device
+    from bert_jax.runtime import device
 
     device.start("")
     sentences = read()

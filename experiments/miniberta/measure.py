@@ -10,18 +10,19 @@ import json
 import pathlib
 from collections.abc import Iterable
 
-from bert_jax import device
 from bert_jax.config.schema import MaskingConfig, MeshConfig, PhaseConfig
 from bert_jax.data import corpus, vocabulary
 from bert_jax.data.rows import read_manifest
+from bert_jax.runtime import device
 
 
 def heldout_loss(init: str, rows: str | pathlib.Path) -> float:
     """Return the loss of a run on held-out rows, in nats per word piece."""
     device.start("")
-    from bert_jax import checkpoint, sharding
+    from bert_jax import checkpoint
     from bert_jax.evaluate import make_evaluate
     from bert_jax.objectives import pretraining
+    from bert_jax.runtime import sharding
 
     config, _, params, _ = checkpoint.load_model(init)
     config = dataclasses.replace(

@@ -4,7 +4,7 @@ import argparse
 import json
 import pathlib
 
-from bert_jax import device
+from bert_jax.runtime import device
 
 
 def main() -> None:

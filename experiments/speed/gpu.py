@@ -301,7 +301,7 @@ def ceilings(row, out):
     import jax
     import jax.numpy as jnp
 
-    from bert_jax import device
+    from bert_jax.runtime import device
 
     # Random values: products of zeros take less power and run at a higher clock.
     size, words = 8192, jnp.ones((1 << 26,), jnp.float32)
@@ -401,8 +401,9 @@ class Trainer:
         import jax
         import numpy as np
 
-        from bert_jax import guard, sharding
+        from bert_jax import guard
         from bert_jax.model import attention
+        from bert_jax.runtime import sharding
         from bert_jax.step import compile_step, initial_state
 
         self.config, self.phase = phase_at_step(row)
@@ -421,7 +422,7 @@ class Trainer:
 
     def __call__(self):
         """Start a training step, and return its sums, which are ready when it is done."""
-        from bert_jax.sharding import shard_batch
+        from bert_jax.runtime.sharding import shard_batch
 
         batch = shard_batch(self.data[self._steps % len(self.data)], self.mesh)
         self._steps += 1

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, device, guard, sharding, train
+from bert_jax import checkpoint, guard, train
 from bert_jax import step as step_lib
 from bert_jax.benchmarks.load import load_dataset
 from bert_jax.checkpoint import Checkpoints
@@ -36,7 +36,8 @@ from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining
 from bert_jax.objectives.base import Metric, Phase
-from bert_jax.sharding import shard_batch
+from bert_jax.runtime import device, sharding
+from bert_jax.runtime.sharding import shard_batch
 
 Turn = Callable[[], dict[str, Any]]
 

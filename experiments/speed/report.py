@@ -223,7 +223,7 @@ def targets(lines: Sequence[Line]) -> list[str]:
     if line := _of(lines, "loader", "loader"):
         from ours import rows_a_second
 
-        from bert_jax.device import CHIPS
+        from bert_jax.runtime.device import CHIPS
 
         name, chip = max(CHIPS.items(), key=lambda item: item[1].flops)
         rate = statistics.median([1 / each for each in cost(line, "rows")])

@@ -389,7 +389,7 @@ def gke(
     )  # fmt: skip
 
 
-# SkyPilot's variables in the ones of `bert_jax.distributed`.
+# SkyPilot's variables in the ones of `bert_jax.runtime.distributed`.
 _SKY_PROCESSES = """\
 export BERT_JAX_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):8476"
 export BERT_JAX_PROCESSES="$SKYPILOT_NUM_NODES"

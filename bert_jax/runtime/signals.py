@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
-from bert_jax.progress import Progress
+from bert_jax.runtime.progress import Progress
 
 
 class Interrupted(Exception):

@@ -328,7 +328,7 @@ def check_deterministic(config: TrainConfig, platform: str) -> None:
     if platform == "gpu" and config.deterministic and not has_deterministic_kernels():
         raise UserError(
             f"config.deterministic is true, but $XLA_FLAGS lacks --{_DETERMINISTIC}=true: set it "
-            "before JAX starts (bert_jax.device.start does), or set config.deterministic to false"
+            "before JAX starts (bert_jax.runtime.device.start does), or set config.deterministic to false"
         )
 
 

@@ -27,10 +27,10 @@ import numpy as np
 from jax._src.distributed import global_state  # JAX has no public API for its key-value store
 from jax.experimental import multihost_utils
 
-from bert_jax import sharding
 from bert_jax.config.schema import MeshConfig
 from bert_jax.errors import EXIT_INTERRUPTED, Unavailable, UserError
-from bert_jax.progress import Progress
+from bert_jax.runtime import sharding
+from bert_jax.runtime.progress import Progress
 
 _SECONDS = {"JOIN": 300.0, "LOST": 60.0, "STUCK": 1800.0}
 _PREFIX = "bert_jax"
