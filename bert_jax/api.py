@@ -30,9 +30,6 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from bert_jax import storage, train
-from bert_jax.benchmarks import tables
-from bert_jax.benchmarks.conll import TokenClassification
-from bert_jax.benchmarks.squad import Squad
 from bert_jax.config import flags
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import HEADS, Config, FinetuneConfig, TrainConfig, take_rows
@@ -50,6 +47,9 @@ from bert_jax.model.bert import Bert, Params, last_tokens
 from bert_jax.objectives import initial, pretraining
 from bert_jax.runtime import device
 from bert_jax.storage import files
+from bert_jax.tasks import tables
+from bert_jax.tasks.conll import TokenClassification
+from bert_jax.tasks.squad import Squad
 
 if TYPE_CHECKING:
     import tokenizers

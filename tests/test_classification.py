@@ -17,20 +17,20 @@ from pyarrow import parquet
 from scipy import stats
 from sklearn import metrics as sk
 
-from bert_jax.benchmarks import metrics
-from bert_jax.benchmarks.base import FinetuneDataset
-from bert_jax.benchmarks.swag import MultipleChoice
-from bert_jax.benchmarks.tables import (
-    Classification,
-    _is_labeled,
-    draw_confusion,
-    probabilities,
-)
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.tasks import metrics
+from bert_jax.tasks.base import FinetuneDataset
+from bert_jax.tasks.swag import MultipleChoice
+from bert_jax.tasks.tables import (
+    Classification,
+    _is_labeled,
+    draw_confusion,
+    probabilities,
+)
 
 WORDS = [f"w{i}" for i in range(30)]
 VOCABULARY = Vocabulary((*SPECIAL, *WORDS), True)
@@ -412,7 +412,7 @@ def test_write_saves_probabilities_and_confusion_plot(tmp_path):
 def test_confusion_matrix_rows_are_true_labels(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "bert_jax.benchmarks.tables.draw_confusion", lambda counts, *_: seen.append(counts)
+        "bert_jax.tasks.tables.draw_confusion", lambda counts, *_: seen.append(counts)
     )
     dataset = Classification(task(tmp_path), VOCABULARY)
     dataset.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)

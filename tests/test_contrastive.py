@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from bert_jax import cli, evaluate
-from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.config.flags import load
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.convert.export import export
@@ -23,6 +22,7 @@ from bert_jax.inference import predict
 from bert_jax.objectives import finetuning
 from bert_jax.runtime import distributed, sharding
 from bert_jax.runtime.sharding import shard_batch
+from bert_jax.tasks.pairs import Pairs
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.runs import VOCABULARY, refused

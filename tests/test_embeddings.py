@@ -10,9 +10,9 @@ from sklearn.metrics import ndcg_score
 from sklearn.metrics.pairwise import cosine_similarity
 
 from bert_jax import cli
-from bert_jax.benchmarks import embeddings, metrics
 from bert_jax.config.schema import ModelConfig
 from bert_jax.errors import UserError
+from bert_jax.tasks import embeddings, metrics
 from tests.helpers import checkpoints
 from tests.helpers.runs import refused
 

@@ -14,7 +14,6 @@ import transformers
 from safetensors.numpy import load_file
 
 from bert_jax import cli, train
-from bert_jax.benchmarks.squad import Squad
 from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.convert import export as export_lib
@@ -29,6 +28,7 @@ from bert_jax.errors import UserError
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import losses, pretraining
+from bert_jax.tasks.squad import Squad
 from tests.helpers.checkpoints import WORDS, random_params, refusal, write_run
 
 TEXT = (

@@ -12,14 +12,14 @@ import pytest
 from scipy import stats
 from sklearn import metrics as sk
 
-from bert_jax.benchmarks import glue
-from bert_jax.benchmarks.base import FinetuneDataset
-from bert_jax.benchmarks.glue import Glue
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.tasks import glue
+from bert_jax.tasks.base import FinetuneDataset
+from bert_jax.tasks.glue import Glue
 
 VOCABULARY = Vocabulary((*SPECIAL, *(f"w{i}" for i in range(30)), '"'), True)
 MNLI = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2".split()

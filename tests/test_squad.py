@@ -10,15 +10,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bert_jax.benchmarks import squad_score
-from bert_jax.benchmarks.squad import Squad, _slide
-from bert_jax.benchmarks.squad_score import Answer, Question
 from bert_jax.config.schema import FinetuneConfig, TaskConfig
 from bert_jax.data import wordpiece
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.storage import copies
+from bert_jax.tasks import squad_score
+from bert_jax.tasks.squad import Squad, _slide
+from bert_jax.tasks.squad_score import Answer, Question
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 WORDS = "the who was born when paris france leader john smith japan electronics".split()

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_jax.benchmarks import conll_score
-from bert_jax.benchmarks.conll import TokenClassification, _chunks
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.tasks import conll_score
+from bert_jax.tasks.conll import TokenClassification, _chunks
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = Vocabulary((*SPECIAL, *LETTERS, *(f"##{c}" for c in LETTERS), ".", "-"), True)

@@ -51,7 +51,7 @@ def add_score(verbs: Verbs) -> None:
 
 
 def _score(options) -> None:
-    from bert_jax.benchmarks import score
+    from bert_jax.tasks import score
 
     metrics = score.score(options.benchmark, options.data, options.predictions, options.null_odds)
     for name, value in metrics.items():
@@ -71,7 +71,7 @@ def add_glue_zip(verbs: Verbs) -> None:
 
 
 def _glue_zip(options) -> None:
-    from bert_jax.benchmarks import glue
+    from bert_jax.tasks import glue
 
     for line in glue.submission(options.folders, options.out):
         print(line)

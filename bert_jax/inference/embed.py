@@ -22,7 +22,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bert_jax import storage
-from bert_jax.benchmarks import embeddings
 from bert_jax.config.checks import check_fields
 from bert_jax.config.schema import MeshConfig, TrainConfig, layer_numbers
 from bert_jax.data import rows, texts
@@ -33,6 +32,7 @@ from bert_jax.model.bert import Bert, Params, sum_tokens
 from bert_jax.runtime import sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
+from bert_jax.tasks import embeddings
 
 LONG = ("truncate", "window")
 OUTPUTS = (".npy", ".jsonl", ".parquet")

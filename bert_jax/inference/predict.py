@@ -11,10 +11,6 @@ import jax
 import numpy as np
 
 from bert_jax import checkpoint, storage
-from bert_jax.benchmarks.base import FinetuneDataset, Logits
-from bert_jax.benchmarks.load import load_dataset
-from bert_jax.benchmarks.metrics import LOWER_IS_BETTER
-from bert_jax.benchmarks.squad import Squad
 from bert_jax.config.schema import FinetuneConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.data.wordpiece import Vocabulary
@@ -25,6 +21,10 @@ from bert_jax.objectives.supervised import Supervised
 from bert_jax.runtime import distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
+from bert_jax.tasks.base import FinetuneDataset, Logits
+from bert_jax.tasks.load import load_dataset
+from bert_jax.tasks.metrics import LOWER_IS_BETTER
+from bert_jax.tasks.squad import Squad
 
 METRICS, PREDICTIONS = "metrics.json", "predictions"
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.benchmarks.pairs import Pairs
 from bert_jax.config.schema import EmbedConfig, ModelConfig
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.model.bert import Bert, Params, pool_tokens
 from bert_jax.objectives.losses import WeightedSum
 from bert_jax.objectives.supervised import Inputs, Supervised, label_losses
+from bert_jax.tasks.pairs import Pairs
 
 # Logit of an unused slot: finite, as slots without an anchor have no other.
 _MASKED = -1e9

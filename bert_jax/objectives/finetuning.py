@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax.benchmarks.base import FinetuneDataset
-from bert_jax.benchmarks.load import load_dataset
 from bert_jax.config import schema as config_lib
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig
@@ -34,6 +32,8 @@ from bert_jax.objectives.span import Span
 from bert_jax.objectives.supervised import Supervised
 from bert_jax.objectives.token_classification import TokenClassification
 from bert_jax.runtime import sharding
+from bert_jax.tasks.base import FinetuneDataset
+from bert_jax.tasks.load import load_dataset
 
 # Value of `init` for random weights instead of a checkpoint.
 SCRATCH = "none"

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from bert_jax.benchmarks.base import FinetuneDataset, Logits
 from bert_jax.config.schema import DistillConfig, EmbedConfig, ModelConfig
 from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
@@ -29,6 +28,7 @@ from bert_jax.objectives.distillation import (
     loss_scales,
 )
 from bert_jax.objectives.losses import WeightedSum
+from bert_jax.tasks.base import FinetuneDataset, Logits
 
 
 class Inputs(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 import transformers
 from run import HERE, RUNS, keep_line
 
-from bert_jax.benchmarks.squad_score import read, score
+from bert_jax.tasks.squad_score import read, score
 
 TOKENS, STRIDE, ANSWER_TOKENS = 384, 128, 30  # as in the config, which also cuts questions
 

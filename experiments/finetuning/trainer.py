@@ -25,7 +25,7 @@ from run import DATA, RUNS, SETS, keep_line, minilm, read_lines
 from seqeval.metrics import f1_score
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
-from bert_jax.benchmarks import squad_score
+from bert_jax.tasks import squad_score
 
 HERE = pathlib.Path(__file__).parent
 BATCH, TOKENS = 32, 128

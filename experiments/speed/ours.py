@@ -22,7 +22,6 @@ import numpy as np
 
 from bert_jax import checkpoint, guard, train
 from bert_jax import step as step_lib
-from bert_jax.benchmarks.load import load_dataset
 from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import flags
 from bert_jax.config.schema import CheckpointConfig, Config, FinetuneConfig
@@ -38,6 +37,7 @@ from bert_jax.objectives import finetuning, pretraining
 from bert_jax.objectives.base import Metric, Phase
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.sharding import shard_batch
+from bert_jax.tasks.load import load_dataset
 
 Turn = Callable[[], dict[str, Any]]
 

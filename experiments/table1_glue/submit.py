@@ -13,7 +13,7 @@ import json
 import pathlib
 
 from bert_jax import workdir
-from bert_jax.benchmarks import glue
+from bert_jax.tasks import glue
 
 
 def best_seed(run: pathlib.Path) -> tuple[str, float, pathlib.Path]:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from bert_jax.benchmarks import metrics
-from bert_jax.benchmarks.base import Logits
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.compressed import SUFFIXES
@@ -22,6 +20,8 @@ from bert_jax.data.examples import NO_EXAMPLE, Examples, pair
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError, did_you_mean
 from bert_jax.storage import files
+from bert_jax.tasks import metrics
+from bert_jax.tasks.base import Logits
 
 PREDICTIONS = "predictions.tsv"
 NEW = "new"

@@ -4,17 +4,17 @@ import dataclasses
 from typing import Any
 
 from bert_jax import storage
-from bert_jax.benchmarks.base import FinetuneDataset
-from bert_jax.benchmarks.conll import TokenClassification
-from bert_jax.benchmarks.glue import Glue
-from bert_jax.benchmarks.pairs import Pairs
-from bert_jax.benchmarks.squad import Squad
-from bert_jax.benchmarks.swag import MultipleChoice
-from bert_jax.benchmarks.tables import Classification
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.tasks.base import FinetuneDataset
+from bert_jax.tasks.conll import TokenClassification
+from bert_jax.tasks.glue import Glue
+from bert_jax.tasks.pairs import Pairs
+from bert_jax.tasks.squad import Squad
+from bert_jax.tasks.swag import MultipleChoice
+from bert_jax.tasks.tables import Classification
 
 # By kind of task, besides "classification".
 _DATASETS = {

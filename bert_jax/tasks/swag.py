@@ -9,8 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import (
+from bert_jax.config.schema import TaskConfig
+from bert_jax.data import tables
+from bert_jax.data.examples import NO_EXAMPLE, Examples
+from bert_jax.data.wordpiece import Vocabulary
+from bert_jax.errors import UserError
+from bert_jax.tasks.base import Logits
+from bert_jax.tasks.tables import (
     NEW,
     encode,
     find_files,
@@ -20,11 +25,6 @@ from bert_jax.benchmarks.tables import (
     table_files,
     write_table,
 )
-from bert_jax.config.schema import TaskConfig
-from bert_jax.data import tables
-from bert_jax.data.examples import NO_EXAMPLE, Examples
-from bert_jax.data.wordpiece import Vocabulary
-from bert_jax.errors import UserError
 
 _SWAG = {"train": ("train.csv",), "dev": ("val.csv",), "test": ("test.csv",)}
 _ENDINGS = ("ending0", "ending1", "ending2", "ending3")

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax.benchmarks import squad_score
-from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.squad_score import Question
-from bert_jax.benchmarks.tables import find_files, probabilities
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
+from bert_jax.tasks import squad_score
+from bert_jax.tasks.base import Logits
+from bert_jax.tasks.squad_score import Question
+from bert_jax.tasks.tables import find_files, probabilities
 
 _RELEASES = {"squad1": "v1.1", "squad2": "v2.0"}
 _WHITESPACE = " \t\r\n\u202f"  # separates words in run_squad.py

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bert_jax.benchmarks import conll_score
-from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import find_files, probabilities, read_labels
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables, texts
 from bert_jax.data.examples import NO_EXAMPLE, Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.storage import files
+from bert_jax.tasks import conll_score
+from bert_jax.tasks.base import Logits
+from bert_jax.tasks.tables import find_files, probabilities, read_labels
 
 # File names of the splits in a folder of CoNLL files.
 _NAMES = {

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax.benchmarks import metrics
-from bert_jax.benchmarks.tables import (
+from bert_jax.data import tables
+from bert_jax.errors import UserError
+from bert_jax.tasks import metrics
+from bert_jax.tasks.tables import (
     PREDICTIONS,
     draw_scatter,
     existing,
     read_number,
     write_table,
 )
-from bert_jax.data import tables
-from bert_jax.errors import UserError
 
 RUN = "predictions.trec"
 # Documents ranked per query; BEIR reports recall at 100.

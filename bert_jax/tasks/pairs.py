@@ -4,14 +4,14 @@ import pathlib
 
 import numpy as np
 
-from bert_jax.benchmarks import embeddings
-from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import encode
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.examples import Examples
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.tasks import embeddings
+from bert_jax.tasks.base import Logits
+from bert_jax.tasks.tables import encode
 
 
 class Pairs:

@@ -1,8 +1,8 @@
 """`bert-jax score`: score prediction files with the official metrics of their benchmarks."""
 
 from bert_jax import storage
-from bert_jax.benchmarks import conll_score, glue, squad_score
 from bert_jax.errors import UserError
+from bert_jax.tasks import conll_score, glue, squad_score
 
 
 @storage.reads("data", "predictions", "null_odds")

@@ -15,15 +15,15 @@ import numpy as np
 from jaxtyping import Float
 
 from bert_jax import storage
-from bert_jax.benchmarks import metrics
-from bert_jax.benchmarks import tables as classification
-from bert_jax.benchmarks.base import Logits
-from bert_jax.benchmarks.tables import NEW, Classification, Row, existing, find_files, write_table
 from bert_jax.config.schema import TaskConfig
 from bert_jax.data import tables
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError, missing
 from bert_jax.storage import files
+from bert_jax.tasks import metrics
+from bert_jax.tasks import tables as classification
+from bert_jax.tasks.base import Logits
+from bert_jax.tasks.tables import NEW, Classification, Row, existing, find_files, write_table
 
 TFDS = "tfds"
 
