@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint
 from bert_jax.config.schema import Config, DistillConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
 from bert_jax.objectives import initial, pretraining
 from bert_jax.objectives.base import Phase
+from bert_jax.runs import checkpoint
 from bert_jax.runtime import distributed, sharding
 
 _TOKENS_AT_A_TIME = 32_768  # of one device in `evaluate_workdir`

@@ -4,7 +4,6 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import workdir
 from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.errors import shown
 from bert_jax.model import attention
@@ -12,6 +11,7 @@ from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import initial
 from bert_jax.objectives.base import Phase
+from bert_jax.runs import workdir
 from bert_jax.runtime import sharding
 
 # Held-out losses of fewer masked tokens have a standard error above 0.1 nats.

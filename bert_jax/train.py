@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, guard, storage, summary, workdir
-from bert_jax.checkpoint import Checkpoints
+from bert_jax import guard, storage, summary
 from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
@@ -31,6 +30,8 @@ from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.base import Phase
+from bert_jax.runs import checkpoint, workdir
+from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import device, distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.runtime.sharding import shard_batch

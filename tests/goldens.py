@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from bert_jax import checkpoint
+from bert_jax.runs import checkpoint
 from tests.helpers import corpus, processes, tasks
 from tests.helpers.runs import ONE_DEVICE, command, python
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bert_jax
-from bert_jax import api, workdir
+from bert_jax import api
 from bert_jax.config.schema import Config, FinetuneConfig, ModelConfig, TaskConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -17,6 +17,7 @@ from bert_jax.inference import predict
 from bert_jax.model import bert
 from bert_jax.model.bert import init_params
 from bert_jax.objectives.masked_lm import MaskedLM
+from bert_jax.runs import workdir
 
 DOCUMENTS = [
     f"The {n} rivers run past the mill.\nIt turns the wheel.\nBread is baked by {n} men."

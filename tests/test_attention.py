@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from bert_jax import step as step_lib
-from bert_jax.checkpoint import abstract
 from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
@@ -23,6 +22,7 @@ from bert_jax.errors import UserError
 from bert_jax.model import bert
 from bert_jax.model.attention import KERNELS, attention, check, choose, describe
 from bert_jax.objectives import pretraining
+from bert_jax.runs.checkpoint import abstract
 from bert_jax.runtime import sharding
 
 PALLAS = ("pallas", "splash")

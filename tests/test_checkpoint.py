@@ -21,17 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, workdir
+from bert_jax import cli
 from bert_jax import train as loop
-from bert_jax.checkpoint import Checkpoints
 from bert_jax.config.flags import load
 from bert_jax.config.schema import CheckpointConfig
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
+from bert_jax.runs import checkpoint, workdir
+from bert_jax.runs.checkpoint import Checkpoints
+from bert_jax.runs.workdir import JsonlFile
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
-from bert_jax.workdir import JsonlFile
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bert_jax
-from bert_jax import api, checkpoint, cli, workdir
+from bert_jax import api, cli
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import source
 from bert_jax.data import prepare, wordpiece
@@ -20,6 +20,7 @@ from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.model.bert import flatten
 from bert_jax.objectives.initial import describe_start, extend_positions, open_start
+from bert_jax.runs import checkpoint, workdir
 from tests.helpers import processes
 from tests.helpers.checkpoints import (
     TF1,

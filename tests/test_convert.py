@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from bert_jax import checkpoint, cli
+from bert_jax import cli
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import huggingface, source
 from bert_jax.convert.export import _write_safetensors, export, export_all
@@ -37,6 +37,7 @@ from bert_jax.errors import UserError
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import initial
+from bert_jax.runs import checkpoint
 from bert_jax.storage import files
 from tests.helpers import processes
 from tests.helpers.checkpoints import (

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, workdir
+from bert_jax import cli
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.objectives import pretraining
+from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import distributed, sharding
 from bert_jax.step import initial_state
 from tests.helpers import processes

@@ -15,12 +15,13 @@ import matplotlib
 import numpy as np
 import pytest
 
-from bert_jax import cli, workdir
+from bert_jax import cli
 from bert_jax.config import flags
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
+from bert_jax.runs import workdir
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
 from tests.helpers import processes

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import transformers
 
-from bert_jax import checkpoint, cli
+from bert_jax import cli
 from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.export import export
 from bert_jax.data import new_pieces
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.model.bert import flatten
+from bert_jax.runs import checkpoint
 from tests.helpers.checkpoints import WORDS, random_params, write_run
 from tests.helpers.runs import refused
 

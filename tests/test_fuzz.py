@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, workdir
+from bert_jax import cli
 from bert_jax.config import flags
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
@@ -34,6 +34,7 @@ from bert_jax.data.rows import read_manifest
 from bert_jax.data.sentences import split_sentences
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
+from bert_jax.runs import workdir
 from bert_jax.tasks import conll as tagging
 from bert_jax.tasks import conll_score, glue, score, squad, squad_score
 from bert_jax.tasks import swag as choice

@@ -11,13 +11,13 @@ import pytest
 
 from bert_jax import guard, optim
 from bert_jax import step as step_lib
-from bert_jax.checkpoint import Checkpoints
 from bert_jax.config.flags import load
 from bert_jax.config.schema import GuardConfig, PhaseConfig
 from bert_jax.data.loader import Rows
 from bert_jax.errors import UserError
 from bert_jax.log import Log
 from bert_jax.objectives import pretraining
+from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here

@@ -13,7 +13,8 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import load_file
 
-from bert_jax import checkpoint, cli, storage
+from bert_jax import cli, storage
+from bert_jax.runs import checkpoint
 from tests.helpers.checkpoints import add_step
 
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "vocab.txt"}

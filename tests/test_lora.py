@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, optim
+from bert_jax import cli, optim
 from bert_jax import step as step_lib
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import (
@@ -29,6 +29,7 @@ from bert_jax.model.bert import Bert, flatten, init_params, shapes, unflatten
 from bert_jax.model.flops import flops_per_row
 from bert_jax.model.layers import merge_lora
 from bert_jax.objectives import finetuning
+from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from tests.helpers import tasks

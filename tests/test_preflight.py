@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli
+from bert_jax import cli
 from bert_jax import step as step_lib
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
+from bert_jax.runs import checkpoint
 from bert_jax.runtime import device, sharding
 from bert_jax.tools import hlo, preflight
 from bert_jax.tools.hlo import Collective

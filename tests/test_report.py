@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from bert_jax import cli, workdir
+from bert_jax import cli
 from bert_jax.config.schema import Config, FinetuneConfig, PhaseConfig, TaskConfig
+from bert_jax.runs import workdir
 from bert_jax.storage import copies
 from bert_jax.tools.report import curves, plots, runs
 from tests.helpers.runs import VOCABULARY

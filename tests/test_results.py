@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from bert_jax import cli, workdir
+from bert_jax import cli
 from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.config.sizes import model_size
+from bert_jax.runs import workdir
 from bert_jax.tools.sweep import Point, SweepArgs, experiment
 from bert_jax.tools.sweep.experiment import Claim, Claims, Column, Curves, Table
 from bert_jax.tools.sweep.results import Results, current, lines_of

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, storage
+from bert_jax import cli, storage
 from bert_jax.config.schema import CheckpointConfig
 from bert_jax.convert import source
 from bert_jax.data import loader, wordpiece
@@ -26,6 +26,7 @@ from bert_jax.data.prepare import prepare
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.inference import attention_maps
+from bert_jax.runs import checkpoint
 from bert_jax.storage import files
 from bert_jax.storage import lease as lease_lib
 from bert_jax.tools import show_rows

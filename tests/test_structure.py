@@ -205,7 +205,7 @@ def test_uninstalled_checkout_has_a_version(monkeypatch):
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    from bert_jax import workdir
+    from bert_jax.runs import workdir
 
     assert workdir.versions(["bert-jax", "jax"]) == {
         "bert-jax": bert_jax.__version__,

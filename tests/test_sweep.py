@@ -19,12 +19,13 @@ from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from bert_jax import cli, workdir
+from bert_jax import cli
 from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import read_manifest
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
+from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.summary import duration
 from bert_jax.tools import sweep

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import checkpoint, cli, evaluate, log, optim, workdir
+from bert_jax import cli, evaluate, log, optim
 from bert_jax import step as step_lib
 from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, MeshConfig, OptimConfig, PhaseConfig
@@ -27,6 +27,7 @@ from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
+from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.progress import Progress
 from tests.helpers import processes

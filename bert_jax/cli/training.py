@@ -175,8 +175,8 @@ def add_evaluate(verbs: Verbs) -> None:
 
 
 def _evaluate(options) -> None:
-    from bert_jax import workdir
     from bert_jax.config.schema import FinetuneConfig
+    from bert_jax.runs import workdir
 
     if isinstance(workdir.read_config(options.workdir), FinetuneConfig):
         from bert_jax.inference import predict

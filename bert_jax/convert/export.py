@@ -12,7 +12,7 @@ import google_crc32c
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, storage, workdir
+from bert_jax import storage
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface
@@ -22,6 +22,7 @@ from bert_jax.data import vocabulary as vocabularies
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params, shapes, split_generator
 from bert_jax.model.flops import parameter_count
+from bert_jax.runs import checkpoint, workdir
 from bert_jax.storage import files
 
 _PROBLEM_TYPES = {

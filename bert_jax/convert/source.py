@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, storage, workdir
+from bert_jax import storage
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, EmbedConfig, ModelConfig, TrainConfig
 from bert_jax.convert import huggingface, pytorch, tensorflow1
@@ -33,6 +33,7 @@ from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import Attempts, UserError
 from bert_jax.model.bert import Params
 from bert_jax.model.flops import parameter_count
+from bert_jax.runs import checkpoint, workdir
 from bert_jax.storage import files
 
 _OFFICIAL = {  # SHA-256 of Google's files of October 2018

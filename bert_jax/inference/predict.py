@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import checkpoint, storage
+from bert_jax import storage
 from bert_jax.config.schema import FinetuneConfig, MeshConfig
 from bert_jax.data.loader import HELDOUT_SEED, Batch
 from bert_jax.data.wordpiece import Vocabulary
@@ -18,6 +18,7 @@ from bert_jax.errors import UserError
 from bert_jax.model.bert import Bert, Params
 from bert_jax.objectives import finetuning
 from bert_jax.objectives.supervised import Supervised
+from bert_jax.runs import checkpoint
 from bert_jax.runtime import distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files

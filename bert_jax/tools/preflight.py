@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bert_jax import checkpoint
 from bert_jax.config.schema import Config, batch_size_key
 from bert_jax.errors import UserError
 from bert_jax.model import attention
@@ -33,6 +32,7 @@ from bert_jax.model.flops import parameter_count
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
 from bert_jax.objectives.masked_lm import MaskedLM
+from bert_jax.runs import checkpoint
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.device import Chip
 from bert_jax.step import State, compile_step, initial_state

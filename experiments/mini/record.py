@@ -23,8 +23,8 @@ sys.path.insert(0, str(FOLDER.with_name("miniberta")))
 
 import measure  # noqa: E402
 
-from bert_jax import workdir  # noqa: E402
 from bert_jax.data.rows import read_manifest  # noqa: E402
+from bert_jax.runs import workdir  # noqa: E402
 from bert_jax.tools.report import curves, runs  # noqa: E402
 
 DATA = pathlib.Path(os.environ.get("BERT_JAX_DATA", ""))

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from bert_jax import workdir
+from bert_jax.runs import workdir
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -120,7 +120,7 @@ class Worker:
 @functools.cache
 def machine() -> dict[str, Any]:
     """Return the provenance of a result; cached, since results make the tree dirty."""
-    from bert_jax import workdir
+    from bert_jax.runs import workdir
 
     versions = {}
     for package in PACKAGES:

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import checkpoint, guard, train
+from bert_jax import guard, train
 from bert_jax import step as step_lib
-from bert_jax.checkpoint import Checkpoints
 from bert_jax.config import flags
 from bert_jax.config.schema import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
@@ -35,6 +34,8 @@ from bert_jax.model import layers
 from bert_jax.model.bert import Bert
 from bert_jax.objectives import finetuning, pretraining
 from bert_jax.objectives.base import Metric, Phase
+from bert_jax.runs import checkpoint
+from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.load import load_dataset

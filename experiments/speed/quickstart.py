@@ -18,7 +18,7 @@ import time
 
 import report
 
-from bert_jax import workdir
+from bert_jax.runs import workdir
 from bert_jax.storage import files
 
 HERE = pathlib.Path(__file__).parent

@@ -12,7 +12,7 @@ import collections
 import json
 import pathlib
 
-from bert_jax import workdir
+from bert_jax.runs import workdir
 from bert_jax.tasks import glue
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import checkpoint, workdir
 from bert_jax.config.schema import Config
 from bert_jax.convert import source
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import shapes
+from bert_jax.runs import checkpoint, workdir
 
 TF1 = pathlib.Path(__file__).parent.parent / "data" / "tf1"
 WORDS = (*SPECIAL, *"the a cat sat on mat un ##s ##t . , ! é".split(), *"bcdefghi")

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax import checkpoint, cli, storage, train
+from bert_jax import cli, storage, train
 from bert_jax.config.flags import load
 from bert_jax.config.schema import PhaseConfig
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.objectives import pretraining
+from bert_jax.runs import checkpoint
 from bert_jax.tools import profile
 from tests.helpers import processes
 

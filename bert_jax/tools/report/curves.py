@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from bert_jax import storage, workdir
+from bert_jax import storage
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import Config, TrainConfig
 from bert_jax.errors import UserError
+from bert_jax.runs import workdir
 
 SPEED, UTILIZATION = "real_tokens_per_second", "model_flops_utilization"
 

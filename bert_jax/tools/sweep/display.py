@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from bert_jax import workdir
+from bert_jax.runs import workdir
 from bert_jax.summary import duration
 from bert_jax.tools.sweep.scheduler import PointRun, Scheduler
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from bert_jax import workdir
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import FinetuneConfig
 from bert_jax.data.rows import MANIFEST, read_manifest
 from bert_jax.errors import UserError
+from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.tools.launch.engines import SUBMITTED
 from bert_jax.tools.report import curves

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from bert_jax import workdir
 from bert_jax.config.schema import Config
 from bert_jax.data.workers import cores
 from bert_jax.errors import EXIT_INTERRUPTED, InUse
+from bert_jax.runs import workdir
 from bert_jax.storage import files
 from bert_jax.tools.launch.engines import SUBMITTED, python_command
 from bert_jax.tools.launch.plan import KILLED, exit_status

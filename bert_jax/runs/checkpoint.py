@@ -24,12 +24,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers as managers
 
-from bert_jax import storage, workdir
+from bert_jax import storage
 from bert_jax.config.schema import CheckpointConfig, LoraConfig, TrainConfig
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import Unavailable, UserError
 from bert_jax.model.bert import Params, shapes
 from bert_jax.model.layers import merge_lora
+from bert_jax.runs import workdir
 from bert_jax.storage import files
 
 # The optimizer state is a separate item, so that fine-tuning and prediction read only parameters.
