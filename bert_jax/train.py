@@ -19,13 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import guard, storage, summary
+from bert_jax import storage
 from bert_jax.config.schema import FinetuneConfig, MeshConfig, TrainConfig, batch_size_key
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import shown
 from bert_jax.inference.fill_mask import MaskSampler
 from bert_jax.inference.predict import METRICS, evaluate_run, over_seeds
-from bert_jax.log import EarlyStopping, Log, print_json
 from bert_jax.model import attention
 from bert_jax.model.bert import Params, flatten, unflatten
 from bert_jax.objectives import finetuning
@@ -36,7 +35,10 @@ from bert_jax.runtime import device, distributed, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.runtime.signals import Interrupted, catch_signals
-from bert_jax.step import (
+from bert_jax.storage import files
+from bert_jax.training import guard, summary
+from bert_jax.training.log import EarlyStopping, Log, print_json
+from bert_jax.training.step import (
     Programs,
     State,
     checkpoint_parts,
@@ -48,8 +50,7 @@ from bert_jax.step import (
     restore,
     with_params,
 )
-from bert_jax.storage import files
-from bert_jax.tracing import StepTracer, Summarize
+from bert_jax.training.tracing import StepTracer, Summarize
 
 # Steps dispatched before the loop waits: enough to keep a device busy, few enough to stop soon.
 STEPS_AHEAD = 2

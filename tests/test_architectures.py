@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from bert_jax import optim
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.config.sizes import model_size
@@ -26,6 +25,7 @@ from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives import losses
 from bert_jax.objectives.masking import NextTokenTargets
 from bert_jax.runtime import sharding
+from bert_jax.training import optim
 from tests.helpers.models import (
     assert_trees_close,
     fast_jit,

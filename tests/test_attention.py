@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import step as step_lib
 from bert_jax.config.schema import Config, MeshConfig, ModelConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
@@ -24,6 +23,7 @@ from bert_jax.model.attention import KERNELS, attention, check, choose, describe
 from bert_jax.objectives import pretraining
 from bert_jax.runs.checkpoint import abstract
 from bert_jax.runtime import sharding
+from bert_jax.training import step as step_lib
 
 PALLAS = ("pallas", "splash")
 

@@ -26,13 +26,13 @@ from bert_jax import train as loop
 from bert_jax.config.flags import load
 from bert_jax.config.schema import CheckpointConfig
 from bert_jax.errors import UserError
-from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runs.workdir import JsonlFile
 from bert_jax.storage import files
 from bert_jax.tools.report import curves
+from bert_jax.training.log import Log
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import cli, evaluate
+from bert_jax import cli
 from bert_jax.config.flags import load
 from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, ModelConfig, TaskConfig
 from bert_jax.convert.export import export
@@ -23,6 +23,7 @@ from bert_jax.objectives import finetuning
 from bert_jax.runtime import distributed, sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.pairs import Pairs
+from bert_jax.training import evaluate
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.runs import VOCABULARY, refused

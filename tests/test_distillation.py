@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from bert_jax import optim
-from bert_jax import step as step_lib
 from bert_jax.config import flags
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, DistillConfig, MaskingConfig, MeshConfig, PhaseConfig
@@ -27,6 +25,8 @@ from bert_jax.objectives import distillation, pretraining
 from bert_jax.objectives.distillation import Distilled, Teacher
 from bert_jax.objectives.finetuning import make_objective
 from bert_jax.runtime import sharding
+from bert_jax.training import optim
+from bert_jax.training import step as step_lib
 from tests.helpers.checkpoints import random_params, write_run
 from tests.helpers.examples import RandomExamples, model_config, plans
 from tests.helpers.runs import arguments

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import evaluate
 from bert_jax.config.flags import load
 from bert_jax.config.schema import MeshConfig, PhaseConfig
 from bert_jax.data import loader
@@ -14,6 +13,7 @@ from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
+from bert_jax.training import evaluate
 from tests.helpers.runs import arguments
 
 ROWS, BATCH = 19, 8

@@ -15,16 +15,16 @@ import transformers
 from flax import traverse_util
 
 from bert_jax import api, cli
-from bert_jax import step as step_lib
 from bert_jax import train as train_lib
 from bert_jax.config.flags import load
 from bert_jax.config.schema import CheckpointConfig, FinetuneConfig, TaskConfig
 from bert_jax.convert import source
 from bert_jax.data import examples
 from bert_jax.errors import UserError
-from bert_jax.log import Log
 from bert_jax.runs import checkpoint
 from bert_jax.tasks.load import load_dataset
+from bert_jax.training import step as step_lib
+from bert_jax.training.log import Log
 from tests.helpers import processes, tasks
 from tests.helpers.runs import ONE_DEVICE, VOCABULARY, assert_same_run, python
 from tests.helpers.tasks import arguments, choice_file, conll_file, squad_file

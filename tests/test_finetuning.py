@@ -12,8 +12,6 @@ import torch
 import transformers
 from flax import traverse_util
 
-from bert_jax import optim
-from bert_jax import step as step_lib
 from bert_jax.config.schema import (
     FEATURES,
     Config,
@@ -28,7 +26,6 @@ from bert_jax.data import rows
 from bert_jax.data.examples import NO_EXAMPLE, Plan
 from bert_jax.errors import UserError
 from bert_jax.inference.predict import _statistics, over_seeds
-from bert_jax.log import EarlyStopping
 from bert_jax.model import bert
 from bert_jax.model.bert import Bert, init_params, shapes
 from bert_jax.model.dropout import generator_key
@@ -38,6 +35,9 @@ from bert_jax.objectives.finetuning import make_objective
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.train import finetune
+from bert_jax.training import optim
+from bert_jax.training import step as step_lib
+from bert_jax.training.log import EarlyStopping
 from tests.helpers.examples import (
     HEADS,
     RandomExamples,

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import guard, optim
-from bert_jax import step as step_lib
 from bert_jax.config.flags import load
 from bert_jax.config.schema import GuardConfig, PhaseConfig
 from bert_jax.data.loader import Rows
 from bert_jax.errors import UserError
-from bert_jax.log import Log
 from bert_jax.objectives import pretraining
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
+from bert_jax.training import guard, optim
+from bert_jax.training import step as step_lib
+from bert_jax.training.log import Log
 from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
 
 BAD = 17  # the number of steps before the one whose batch is poisoned

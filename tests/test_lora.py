@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax import cli, optim
-from bert_jax import step as step_lib
+from bert_jax import cli
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import (
     LORA_TARGETS,
@@ -32,6 +31,8 @@ from bert_jax.objectives import finetuning
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
+from bert_jax.training import optim
+from bert_jax.training import step as step_lib
 from tests.helpers import tasks
 from tests.helpers.checkpoints import random_params
 from tests.helpers.examples import RandomExamples

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec
 
-from bert_jax import optim
 from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.convert.huggingface import from_huggingface, to_huggingface
@@ -27,6 +26,7 @@ from bert_jax.model.lstm import BiLSTM
 from bert_jax.objectives import losses
 from bert_jax.objectives.masking import NextTokenTargets
 from bert_jax.runtime import sharding
+from bert_jax.training import optim
 from tests.helpers.models import (
     assert_trees_close,
     fast_jit,

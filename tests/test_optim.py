@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from bert_jax import optim
 from bert_jax.config.schema import Config, LoraConfig, OptimConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data import rows
 from bert_jax.model.bert import Bert, flatten, init_params, shapes
+from bert_jax.training import optim
 
 RATE, STEPS = 0.01, 8
 

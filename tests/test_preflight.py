@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from bert_jax import cli
-from bert_jax import step as step_lib
 from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
@@ -16,6 +15,7 @@ from bert_jax.runs import checkpoint
 from bert_jax.runtime import device, sharding
 from bert_jax.tools import hlo, preflight
 from bert_jax.tools.hlo import Collective
+from bert_jax.training import step as step_lib
 
 # A loop of 3 iterations with nested fusions, an asynchronous all-gather that appears twice, a
 # reduce-scatter as TPUs write it, a product as a convolution, arrays in VMEM (`S(1)`).

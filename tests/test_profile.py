@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from bert_jax import tracing
 from bert_jax import train as loop
 from bert_jax.config import schema as configs
 from bert_jax.config.checks import validate
@@ -17,6 +16,7 @@ from bert_jax.errors import UserError
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tools import hlo, profile
 from bert_jax.tools.profile import PARTS
+from bert_jax.training import tracing
 from tests.helpers.runs import assert_same_run, command, start_processes, train_here, wait_for_all
 
 SHORT = ("steps=20", "checkpoint.every_steps=5", "evaluate_every_steps=10")

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import bert_jax
-from bert_jax import guard
-from bert_jax import step as step_lib
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import Example, RowFormat
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
+from bert_jax.training import guard
+from bert_jax.training import step as step_lib
 
 ROOT = pathlib.Path(bert_jax.__file__).parent.parent
 HERE = ROOT / "experiments" / "speed"

@@ -15,7 +15,6 @@ import pytest
 from jax.extend import core
 from scipy import special
 
-from bert_jax import step as step_lib
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
 from bert_jax.data.rows import layout
@@ -26,6 +25,7 @@ from bert_jax.model.dropout import dropout
 from bert_jax.model.layers import ACTIVATIONS, gather_rows, one_hot_gather
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
+from bert_jax.training import step as step_lib
 
 VOCAB = 640
 

@@ -165,8 +165,8 @@ def test_importing_all_modules_loads_no_other_framework():
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
-        "import pathlib, tempfile, bert_jax.log\n"
-        "bert_jax.log._Board(pathlib.Path(tempfile.mkdtemp()), 0).close()\n"
+        "import pathlib, tempfile, bert_jax.training.log\n"
+        "bert_jax.training.log._Board(pathlib.Path(tempfile.mkdtemp()), 0).close()\n"
         "bad = {'tensorflow', 'torch', 'clu', 'transformers', 'tensorflow_datasets'}\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )

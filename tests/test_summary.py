@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import pytest
 
-from bert_jax import summary
 from bert_jax.config.schema import Config, FinetuneConfig, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
-from bert_jax.log import _short
 from bert_jax.objectives import pretraining
 from bert_jax.objectives.base import Phase
 from bert_jax.runtime import sharding
+from bert_jax.training import summary
+from bert_jax.training.log import _short
 
 
 def phases(config: Config) -> list[Phase]:

@@ -27,7 +27,6 @@ from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runs import workdir
 from bert_jax.storage import files
-from bert_jax.summary import duration
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import Point, SweepArgs, scheduler
 from bert_jax.tools.sweep import results as results_lib
@@ -35,6 +34,7 @@ from bert_jax.tools.sweep.display import Display, note_of
 from bert_jax.tools.sweep.results import Results
 from bert_jax.tools.sweep.scheduler import Engine, PointRun
 from bert_jax.tools.sweep.scheduler import Scheduler as Queue
+from bert_jax.training.summary import duration
 from tests.helpers.runs import ONE_DEVICE, VOCABULARY
 from tests.helpers.sweeps import WAITING, background, go
 

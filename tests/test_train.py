@@ -18,8 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from bert_jax import cli, evaluate, log, optim
-from bert_jax import step as step_lib
+from bert_jax import cli
 from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, MeshConfig, OptimConfig, PhaseConfig
 from bert_jax.data import wordpiece
@@ -30,6 +29,8 @@ from bert_jax.objectives.base import Phase
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.progress import Progress
+from bert_jax.training import evaluate, log, optim
+from bert_jax.training import step as step_lib
 from tests.helpers import processes
 from tests.helpers.runs import (
     ONE_DEVICE,

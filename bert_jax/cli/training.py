@@ -191,7 +191,7 @@ def _evaluate(options) -> None:
         print(json.dumps(summary) if options.json else predict.format_metrics(summary))
         return
 
-    from bert_jax.evaluate import evaluate_workdir
+    from bert_jax.training.evaluate import evaluate_workdir
 
     step, metrics = evaluate_workdir(options.workdir, options.rows, options.checkpoint, options.all)
     if options.json:

@@ -408,7 +408,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass
 class GuardConfig:
-    """How a run reacts to non-finite values and loss spikes (`bert_jax.guard`)."""
+    """How a run reacts to non-finite values and loss spikes (`bert_jax.training.guard`)."""
 
     # Non-finite loss or gradient: "stop" before the update, or "skip" the batch.
     nonfinite: str = _one_of("stop", "skip")

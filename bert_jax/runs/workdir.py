@@ -3,7 +3,7 @@
 config.json       config of the run
 vocab.txt, …      vocabulary
 starts.jsonl      every start: command, commit, versions, devices, first step
-metrics.jsonl     training and held-out metrics by step, and bad steps (`bert_jax.guard`); bit for bit
+metrics.jsonl     training and held-out metrics by step, and bad steps (`bert_jax.training.guard`); bit for bit
                   the same if the run was killed and restarted
 samples.jsonl     how masks of `config.sample_texts` are filled at every evaluation
 speed.jsonl       timing: seconds, tokens per second; differs from run to run

@@ -35,9 +35,9 @@ from bert_jax.objectives.masked_lm import MaskedLM
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.device import Chip
-from bert_jax.step import State, compile_step, initial_state
 from bert_jax.tools import hlo
 from bert_jax.tools.hlo import Collective
+from bert_jax.training.step import State, compile_step, initial_state
 
 GPUS_A_NODE = 8
 # Maximum length of an axis of a TPU slice with two axes.

@@ -1,6 +1,6 @@
 """Where the time of a training step goes: a table made from a profiler trace.
 
-`bert_jax.tracing` records a trace of the steps of `config.profile_steps` in
+`bert_jax.training.tracing` records a trace of the steps of `config.profile_steps` in
 WORKDIR/profile/steps_FIRST_END. `summarize` adds table.txt and table.json, with a row for each of
 `PARTS`.
 
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bert_jax import tracing
 from bert_jax.storage import files
 from bert_jax.tools import hlo
+from bert_jax.training import tracing
 
 # Parts of a step, and what it waits for.
 PARTS = {

@@ -19,10 +19,10 @@ from bert_jax.runtime import device
 def heldout_loss(init: str, rows: str | pathlib.Path) -> float:
     """Return the loss of a run on held-out rows, in nats per word piece."""
     device.start("")
-    from bert_jax.evaluate import make_evaluate
     from bert_jax.objectives import pretraining
     from bert_jax.runs import checkpoint
     from bert_jax.runtime import sharding
+    from bert_jax.training.evaluate import make_evaluate
 
     config, _, params, _ = checkpoint.load_model(init)
     config = dataclasses.replace(

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bert_jax import optim
 from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.data.rows import layout
 from bert_jax.model.bert import Bert, init_params
 from bert_jax.objectives import losses
 from bert_jax.runtime import device
+from bert_jax.training import optim
 
 HERE = pathlib.Path(__file__).parent
 BASE, HEAD, VOCAB, STEPS, SEEDS = 64, 32, 1_000, 5, 3

@@ -8,11 +8,11 @@ import statistics
 import jax
 import run as runs
 
-from bert_jax import step as step_lib
 from bert_jax.objectives import pretraining
 from bert_jax.runs import checkpoint
 from bert_jax.runtime import sharding
 from bert_jax.tools import preflight
+from bert_jax.training import step as step_lib
 
 GIB, MIB = 2**30, 2**20
 

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import step as step_lib
 from bert_jax.config.checks import validate
 from bert_jax.config.schema import Config, OptimConfig, PhaseConfig
 from bert_jax.config.sizes import model_size
@@ -35,6 +34,7 @@ from bert_jax.objectives import pretraining
 from bert_jax.runs import workdir
 from bert_jax.runtime import device, sharding
 from bert_jax.tools import preflight
+from bert_jax.training import step as step_lib
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"

@@ -401,10 +401,10 @@ class Trainer:
         import jax
         import numpy as np
 
-        from bert_jax import guard
         from bert_jax.model import attention
         from bert_jax.runtime import sharding
-        from bert_jax.step import compile_step, initial_state
+        from bert_jax.training import guard
+        from bert_jax.training.step import compile_step, initial_state
 
         self.config, self.phase = phase_at_step(row)
         self.mesh = sharding.make_mesh(self.config.mesh, jax.devices()[:1])
@@ -493,8 +493,8 @@ def step(row, out):
 def profile(row, out):
     import jax
 
-    from bert_jax import tracing
     from bert_jax.tools import profile
+    from bert_jax.training import tracing
 
     trainer, steps = trainer_of(row), 5
     for _ in range(WARM_STEPS):

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax import guard, train
-from bert_jax import step as step_lib
+from bert_jax import train
 from bert_jax.config import flags
 from bert_jax.config.schema import CheckpointConfig, Config, FinetuneConfig
 from bert_jax.convert.source import open_model
@@ -39,6 +38,8 @@ from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.load import load_dataset
+from bert_jax.training import guard
+from bert_jax.training import step as step_lib
 
 Turn = Callable[[], dict[str, Any]]
 

@@ -19,10 +19,10 @@ import threading
 # Modules that are imported lazily.
 PRELOAD = (
     "bert_jax.cli",
-    "bert_jax.evaluate",
+    "bert_jax.training.evaluate",
     "bert_jax.inference.predict",
-    "bert_jax.guard",
-    "bert_jax.log",
+    "bert_jax.training.guard",
+    "bert_jax.training.log",
     "bert_jax.tools.sweep.run",
     "bert_jax.objectives.pretraining",
     "bert_jax.train",

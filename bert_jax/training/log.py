@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax import guard, optim, trackers
 from bert_jax.config import schema as config_lib
 from bert_jax.config.schema import TrainConfig
 from bert_jax.errors import UserError
-from bert_jax.evaluate import means
 from bert_jax.objectives.base import Phase
 from bert_jax.runs import workdir
 from bert_jax.runtime import device, sharding
 from bert_jax.runtime.progress import Progress
 from bert_jax.storage import files
+from bert_jax.training import guard, optim, trackers
+from bert_jax.training.evaluate import means
 
 _CANNOT_WRITE_EVENTS = "cannot write TensorBoard events"
 _FLUSH_SECONDS = 60  # TensorBoard shows events when they are flushed

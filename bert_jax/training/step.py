@@ -15,9 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int, UInt
 
-from bert_jax import guard, optim
 from bert_jax.config.schema import TrainConfig
-from bert_jax.evaluate import make_evaluate
 from bert_jax.model.bert import Params
 from bert_jax.model.dropout import generator_key
 from bert_jax.objectives.base import Objective, Phase
@@ -25,6 +23,8 @@ from bert_jax.objectives.distillation import with_teacher
 from bert_jax.runs import checkpoint
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import device, sharding
+from bert_jax.training import guard, optim
+from bert_jax.training.evaluate import make_evaluate
 
 
 class State(NamedTuple):

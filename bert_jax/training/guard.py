@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from bert_jax import optim
 from bert_jax.config.schema import GuardConfig
 from bert_jax.errors import UserError
 from bert_jax.model.bert import Params
+from bert_jax.training import optim
 
 # Number of previous steps that loss and gradient norm are compared with.
 WINDOW = 128
