@@ -4,7 +4,7 @@
 #   make test-quick                 a subset that takes two minutes
 #   make test-all                   all tests that can run here
 #   make coverage                   the same, with line coverage (half as long again)
-#   make lint                       ruff and pyright
+#   make lint                       ruff, import-linter and pyright
 #   make docs                       build the documentation into build/site
 #   make count                      lines and syntax nodes by folder
 #   make bench [ARGS=…]             benchmarks against PyTorch; needs BERT_JAX_DATA
@@ -36,6 +36,7 @@ coverage: $(VENV)/test.done
 lint: $(VENV)/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/pyright --project . --pythonpath $(BIN)/python
 
 # Warnings, such as a link to a page that does not exist, are errors.

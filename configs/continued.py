@@ -8,8 +8,9 @@ The model is that of `--init`. AdamW with a peak of 5e-5, below that of pretrain
 google-research/bert advises for additional steps from an existing checkpoint.
 """
 
-from bert_jax.config.schema import Config, OptimConfig
 from bert_jax.configs.pretrain import phases_of
+
+from bert_jax.config.schema import Config, OptimConfig
 
 
 def get_config(argument: str = "128") -> Config:

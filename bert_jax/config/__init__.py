@@ -1,0 +1,1 @@
+"""Settings of a run: the schema, its checks, named sizes, and the command line."""

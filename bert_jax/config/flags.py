@@ -38,7 +38,9 @@ _DERIVED = {
 }
 
 
-_FOLDER = pathlib.Path(__file__).parents[1] / "configs"
+# An installed package contains the configs, a checkout has them beside it.
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_FOLDER = next(x for x in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if x.is_dir())
 NAMES = sorted(path.stem for path in _FOLDER.glob("[!_]*.py"))
 
 

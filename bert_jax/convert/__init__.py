@@ -1,0 +1,1 @@
+"""Models of other libraries: open, import and export them."""

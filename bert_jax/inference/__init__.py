@@ -1,0 +1,1 @@
+"""What a trained model computes: masks, scores, vectors, attention, predictions."""

@@ -1,0 +1,1 @@
+"""What a model learns: loss terms, targets and predictions of each objective."""

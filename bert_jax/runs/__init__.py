@@ -1,0 +1,1 @@
+"""What a run leaves: its workdir and its checkpoints."""

@@ -1,0 +1,1 @@
+"""What a run stands on: devices, meshes, processes, signals, progress."""

@@ -1,0 +1,1 @@
+"""Data sets to fine-tune on, with official metrics and prediction files."""

@@ -1,0 +1,1 @@
+"""Programs around training: preflight, sweeps, launches, reports."""

@@ -1,0 +1,1 @@
+"""The training step, its optimizer, evaluation and logs."""

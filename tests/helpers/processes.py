@@ -21,7 +21,6 @@ PRELOAD = (
     "bert_jax.cli",
     "bert_jax.training.evaluate",
     "bert_jax.inference.predict",
-    "bert_jax.training.guard",
     "bert_jax.training.log",
     "bert_jax.tools.sweep.run",
     "bert_jax.objectives.pretraining",
