@@ -17,7 +17,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Point links to config.py to the page of all settings, and others that leave docs/ to the repository."""
+    """Point links to the schema to the page of all settings, and others that leave docs/ to the repository."""
     markdown = markdown.replace("](../bert_jax/config/schema.py)", "](configuration.md)")
     depth = page.file.src_uri.count("/") + 1
     return re.sub(rf"\]\((?:\.\./){{{depth}}}(?!\.\.)([^)]+)\)", rf"]({REPOSITORY}/\1)", markdown)
@@ -35,8 +35,8 @@ def _default(value: ast.expr) -> str:
 
 
 def configuration() -> str:
-    """Return a section per dataclass of config.py: fields, types, defaults, and their comments."""
-    path = ROOT / "bert_jax" / "config.py"
+    """Return a section per dataclass of config/schema.py: fields, types, defaults, and their comments."""
+    path = ROOT / "bert_jax" / "config" / "schema.py"
     source = path.read_text()
     lines = source.splitlines()
     parts = [
