@@ -623,7 +623,7 @@ def test_levels_need_a_copy_of_remote_rows(remote_rows, rows, tmp_path, monkeypa
 
 def test_run_killed_before_its_first_checkpoint_starts_again(url):
     storage.write(f"{url}/starts.jsonl", b"{}")
-    storage.write(f"{url}/config.json", b"{}")
+    storage.write(f"{url}/config.json", b'{"run": "a", "vocabulary": {"sha256": "b"}}')
     with storage.mirrored(url) as folder:
         checkpoint.Checkpoints(folder / "checkpoints", CheckpointConfig()).close()
         checkpoint.move_damaged(folder)
