@@ -238,7 +238,8 @@ EOF
 check_same() {
   "$python" - "$work/run-whole" "$1" <<'EOF' || fail "$1: it differs from the uninterrupted run"
 import pathlib, sys, jax, numpy as np
-from bert_jax import checkpoint, storage
+from bert_jax import storage
+from bert_jax.runs import checkpoint
 metrics = [pathlib.Path(storage.local(f"{f}/metrics.jsonl")).read_bytes() for f in sys.argv[1:]]
 assert metrics[0] == metrics[1], "metrics differ"
 (a, step), (b, also) = [checkpoint.load_model(f, "latest")[2:4] for f in sys.argv[1:]]
