@@ -124,6 +124,7 @@ class Rows:
         self, indices: Sequence[int] | Int[np.ndarray, " rows"], use_copies: bool = True
     ) -> list[bytes]:
         """Read records at their computed positions, those of a batch together, without checks."""
+        indices = np.asarray(indices, np.int64)
         shards = np.searchsorted(self._starts, indices, "right") - 1
         numbers = indices - self._starts[shards]
         parts = list(zip(*(x.tolist() for x in (shards, *self._layout.span(numbers))), strict=True))
