@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
-from bert_jax.config.schema import Config
+from bert_jax.config.schema import Config, ModelConfig
 from bert_jax.convert import source
+from bert_jax.convert.export import export
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.model.bert import shapes
@@ -54,6 +55,14 @@ def save_pretrained(model, folder, words=WORDS, **options):
     return folder
 
 
+def small_config(**changes):
+    """Return the config of a one-layer model with the vocabulary `WORDS`."""
+    values = dict(
+        layers=1, hidden=12, heads=3, feed_forward=20, vocab_size=len(WORDS), positions=24
+    )  # fmt: skip
+    return ModelConfig(**{**values, **changes})
+
+
 def random_params(config, seed=0):
     """Return random model parameters, with zeros in the vocabulary padding."""
     rng = np.random.default_rng(seed)
@@ -82,6 +91,12 @@ def write_run(folder, config, params, words=None):
     return folder
 
 
+def small_run(folder, **changes):
+    """Write a run of `small_config` with random weights, and return the folder."""
+    config = small_config(**changes)
+    return write_run(folder, config, random_params(config), WORDS)
+
+
 def add_step(folder, step, params):
     """Save a checkpoint of a run."""
     checkpoints = checkpoint.Checkpoints(
@@ -93,8 +108,20 @@ def add_step(folder, step, params):
 
 def refusal(folder, **options):
     """Read a checkpoint that must be rejected, and return the one-line error message."""
+    return error_of(source.read, str(folder), **options)
+
+
+def export_refusal(folder, out):
+    """Export a run that must be rejected, and return the one-line error message."""
+    message = error_of(export, str(folder), out)
+    assert not out.exists()
+    return message
+
+
+def error_of(function, *args, **options):
+    """Return the message of the `UserError` that the call raises; it has one line."""
     with pytest.raises(UserError) as caught:
-        source.read(str(folder), **options)
+        function(*args, **options)
     message = str(caught.value)
     assert "\n" not in message
     return message
