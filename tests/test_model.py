@@ -1,4 +1,4 @@
-"""The model: parity with PyTorch, packing, remat, vocabulary padding, dropout, sizes."""
+"""BERT's encoder and heads: parity with PyTorch, remat, vocabulary padding, dropout, sizes."""
 
 import dataclasses
 import functools
@@ -8,23 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec
 
 from bert_jax.config.schema import Config, ModelConfig, OptimConfig
 from bert_jax.config.sizes import model_size
-from bert_jax.convert.huggingface import from_huggingface, to_huggingface
+from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import rows
-from bert_jax.model.attention import attention
 from bert_jax.model.bert import Bert, Embeddings, init_params, last_tokens
 from bert_jax.model.dropout import dropout
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.model.layers import norm_layer, padded_vocab_size
 from bert_jax.model.lstm import BiLSTM
-from bert_jax.objectives import losses
-from bert_jax.objectives.masking import NextTokenTargets
 from bert_jax.runtime import sharding
 from bert_jax.training import optim
 from tests.helpers.models import (
@@ -35,67 +31,24 @@ from tests.helpers.models import (
     loss_of,
     make_batch,
     make_config,
-    one_sequence_a_row,
     random_params,
     shapes,
+    torch_bert,
+    torch_inputs,
 )
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """A packed batch, parameters, and the default model's loss, logits and gradients."""
+    """A packed batch, parameters, and the default model's loss and gradients."""
     config, rng = make_config(), np.random.default_rng(1)
     batch = make_batch(rng, [[20, 17, 11], [30, 9], [25]], 48)
     params = random_params(config, rng)
-    (loss, (words, following)), grads = gradient(config)(params, batch)
-    return config, batch, params, loss, words, following, grads
+    (loss, _), grads = gradient(config)(params, batch)
+    return batch, params, loss, grads
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
-
-
-def torch_model(config, params, activation):
-    import torch
-    import transformers
-
-    model = transformers.BertForPreTraining(
-        transformers.BertConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            intermediate_size=config.feed_forward,
-            max_position_embeddings=config.positions,
-            layer_norm_eps=config.layer_norm_epsilon,
-            hidden_act=activation,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            tie_word_embeddings=config.tied_decoder,
-            attn_implementation="eager",
-        )
-    )
-    tensors = {name: torch.tensor(x) for name, x in to_huggingface(params, config).items()}
-    result = model.load_state_dict(tensors, strict=False)
-    tied = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
-    assert not result.unexpected_keys
-    assert set(result.missing_keys) <= (tied if config.tied_decoder else set())
-    model.tie_weights()
-    return model.train()
-
-
-def torch_inputs(batch):
-    import torch
-
-    labels = np.full(batch.tokens.shape, -100)
-    for i, j in zip(*np.nonzero(batch.weights), strict=True):
-        labels[i, batch.positions[i, j]] = batch.labels[i, j]
-    return {
-        "input_ids": torch.tensor(np.array(batch.tokens, np.int64)),
-        "attention_mask": torch.tensor(np.array(batch.layout.segment_ids < 1, np.int64)),
-        "token_type_ids": torch.tensor(np.array(batch.layout.token_type_ids, np.int64)),
-        "labels": torch.tensor(labels),
-        "next_sentence_label": torch.tensor(np.array(batch.next_labels[:, 0], np.int64)),
-    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +76,8 @@ def test_outputs_and_gradients_match_hugging_face(size, changes, activation, len
     rng = np.random.default_rng(2)
     config = make_config(size, **changes)
     params, batch = random_params(config, rng), make_batch(rng, lengths, 40)
-    model = torch_model(config, params, activation)
+    tensors = to_huggingface(params, config)
+    model = torch_bert("BertForPreTraining", config, tensors, hidden_act=activation)
 
     output = model(**torch_inputs(batch))
     output.loss.backward()
@@ -148,105 +102,7 @@ def test_outputs_and_gradients_match_hugging_face(size, changes, activation, len
             assert np.abs(theirs).max() > 1e-4, name
 
 
-def test_exact_and_tanh_gelu_differ():
-    """Otherwise the parity test above could not detect a swap."""
-    from bert_jax.model.layers import ACTIVATIONS
-
-    x = jnp.linspace(-3, 3, 100)
-    assert np.abs(ACTIVATIONS["gelu"](x) - ACTIVATIONS["gelu_tanh"](x)).max() > 1e-4
-    np.testing.assert_allclose(ACTIVATIONS["gelu"](x), jax.nn.gelu(x, approximate=False), atol=1e-6)
-
-
-def test_training_losses_match_pytorch():
-    """Run 100 steps of BERT's Adam; the reference is written from its formula."""
-    import torch
-
-    rng, steps, tokens = np.random.default_rng(3), 100, 24
-    config = make_config("L2-H32-A4", vocab_size=40, initializer_stddev=0.02)
-    optimizer = optim.make_optimizer(
-        Config(optim=OptimConfig(learning_rate=3e-3, warmup_steps=10), steps=steps)
-    )
-    params = jax.tree.map(lambda x: 0.3 * np.array(x), random_params(config, rng))
-    model = torch_model(config, params, "gelu")
-
-    batches = []
-    for _ in range(steps):
-        batch = make_batch(rng, [[24], [20], [15], [24]], tokens, 40)
-        # Each label is a function of its token, so there is something to learn.
-        labels = (jnp.take_along_axis(batch.tokens, batch.positions, 1) * 7 + 3) % 40
-        batches.append(batch._replace(labels=labels))
-
-    @fast_jit
-    def step(params, state, batch):
-        (loss, _), grads = jax.value_and_grad(loss_of(config), has_aux=True)(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        return jax.tree.map(jnp.add, params, updates), state, loss
-
-    ours, state = [], optimizer.init(params)
-    for batch in batches:
-        params, state, loss = step(params, state, batch)
-        ours.append(float(loss))
-
-    theirs = []
-    weights = list(dict(model.named_parameters()).items())
-    moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in weights}
-    for i, batch in enumerate(batches):
-        model.zero_grad()
-        loss = model(**torch_inputs(batch)).loss
-        loss.backward()
-        theirs.append(loss.item())
-        rate = 3e-3 * (i / 10 if i < 10 else 1 - i / steps)
-        with torch.no_grad():
-            norm = sum(w.grad.square().sum() for _, w in weights).sqrt()
-            for name, w in weights:
-                g = w.grad / max(norm.item(), 1.0)
-                m, v = moments[name]
-                m.mul_(0.9).add_(0.1 * g)
-                v.mul_(0.999).add_(0.001 * g * g)
-                update = m / (v.sqrt() + 1e-6)
-                if not name.endswith("bias") and "LayerNorm" not in name:
-                    update += 0.01 * w
-                w.sub_(rate * update)
-
-    assert ours[0] - np.mean(ours[-5:]) > 1
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.integers(1, 16),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
-def test_hugging_face_round_trip_is_bit_exact(layers, heads, size, vocab, multiple, tied, nsp):
-    config = make_config(
-        layers=layers, hidden=heads * size, heads=heads, feed_forward=heads * size + 3,
-        vocab_size=vocab, vocab_multiple=multiple, tied_decoder=tied, next_sentence=nsp, positions=9,
-    )  # fmt: skip
-    params = random_params(config, np.random.default_rng(vocab))
-    tensors = to_huggingface(params, config)
-    back = from_huggingface(tensors, config)
-    assert flat(back).keys() == flat(params).keys()
-    for path, value in flat(params).items():
-        np.testing.assert_array_equal(flat(back)[path], value, err_msg=path)
-    assert tensors["bert.embeddings.word_embeddings.weight"].shape == (vocab, heads * size)
-    name = "bert.encoder.layer.0.intermediate.dense.weight"
-    assert tensors[name].shape == (heads * size + 3, heads * size)
-
-
 # --- Packing --------------------------------------------------------------------------------------
-
-
-def test_packed_rows_match_unpacked_sequences(reference):
-    config, packed, params, loss, _, following, grads = reference
-    single, origin = one_sequence_a_row(packed)
-    assert len(single.tokens) == 6
-    assert single.weights.sum() == packed.weights.sum()
-
-    (single_loss, (_, single_following)), single_grads = gradient(config)(params, single)
-    assert abs(loss - single_loss) <= 1e-5
-    for i, place in enumerate(origin):
-        np.testing.assert_allclose(following[place], single_following[i, 0], rtol=0, atol=1e-5)
-    assert_trees_close(grads, single_grads, 1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -270,101 +126,6 @@ def test_packed_sequences_do_not_attend_to_each_other(causal):
         np.testing.assert_array_equal(moved, (sequence == changed) & later)
 
 
-def test_attention_matches_hand_computation():
-    """Compare with plain NumPy: one head, two sequences of two tokens, and padding."""
-    rng = np.random.default_rng(5)
-    q, k, v = rng.standard_normal((3, 1, 5, 1, 4), np.float32)
-    sequence = jnp.array([[0, 0, 1, 1, 2]])
-    got = attention(*map(jnp.asarray, (q, k, v)), sequence, 0.0, None, "xla")[0, :, 0]
-    for group in ([0, 1], [2, 3], [4]):
-        scores = np.exp(q[0, group, 0] @ k[0, group, 0].T / 2)
-        expected = scores / scores.sum(1, keepdims=True) @ v[0, group, 0]
-        np.testing.assert_allclose(got[np.array(group)], expected, rtol=1e-5)
-
-
-# --- Causal models --------------------------------------------------------------------------------
-
-
-def next_token_loss(config):
-    """Return a function (params, tokens, lengths [B, S]) → mean next-token loss."""
-
-    def loss(params, tokens, length):
-        layout = rows.layout(length, length, tokens.shape[1])
-        ask = NextTokenTargets(tokens.shape[1], length.shape[1])
-        asked = ask(tokens, length, length, layout, jax.random.key(0))
-        words, _ = Bert(config).apply({"params": params}, asked.tokens, layout, asked.positions)
-        total, weight = losses.cross_entropy(words, asked.labels, asked.weights)
-        return total / weight
-
-    return loss
-
-
-def test_causal_model_matches_hugging_face_decoder():
-    """Compare hidden states of all layers, the next-token loss and its gradients."""
-    import torch
-    import transformers
-
-    rng = np.random.default_rng(11)
-    config = make_config("L3-H32-A4", causal=True, next_sentence=False)
-    params, length = random_params(config, rng), np.array([[30], [12], [5]])
-    tokens = rng.integers(1, 101, (3, 30)) * (np.arange(30) < length)
-    model = transformers.BertLMHeadModel(
-        transformers.BertConfig(
-            vocab_size=101, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-            intermediate_size=128, max_position_embeddings=64, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0, is_decoder=True, attn_implementation="eager",
-        )
-    )  # fmt: skip
-    tensors = {name: torch.tensor(x) for name, x in to_huggingface(params, config).items()}
-    assert not model.load_state_dict(tensors, strict=False).unexpected_keys
-    model.tie_weights()
-    real = np.arange(30) < length
-    output = model(
-        input_ids=torch.tensor(tokens),
-        attention_mask=torch.tensor(real.astype(int)),
-        labels=torch.tensor(np.where(real, tokens, -100)),  # the model shifts labels itself
-        output_hidden_states=True,
-    )
-    output.loss.backward()
-
-    layout = rows.layout(length, length, 30)
-    states = fast_jit(functools.partial(Bert(config).apply, method=Bert.hidden_states))(
-        {"params": params}, tokens, layout
-    )
-    for ours, theirs in zip(states, output.hidden_states, strict=True):
-        np.testing.assert_allclose(ours[real], theirs.detach().numpy()[real], rtol=0, atol=1e-5)
-    loss, grads = fast_jit(jax.value_and_grad(next_token_loss(config)))(params, tokens, length)
-    assert abs(float(loss) - output.loss.item()) <= 1e-5
-    ours = to_huggingface(grads, config)
-    for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(ours[name], parameter.grad, rtol=0, atol=1e-5, err_msg=name)
-
-
-def unpacked(tokens, length):
-    """Return the sequences of packed rows, each padded to a row of its own, and their lengths."""
-    results, lengths = [], []
-    for row, own in zip(tokens, length, strict=True):
-        start = 0
-        for n in own[own > 0]:
-            results.append(np.pad(row[start : start + n], (0, len(row) - n)))
-            lengths.append([n])
-            start += n
-    return np.array(results), np.array(lengths)
-
-
-def test_packed_next_token_loss_matches_unpacked():
-    rng, length = np.random.default_rng(12), np.array([[9, 14, 7], [25, 1, 3], [4, 0, 0]])
-    config = make_config(causal=True, next_sentence=False)
-    params = random_params(config, rng)
-    tokens = rng.integers(1, 101, (3, 32)) * (np.arange(32) < length.sum(1, keepdims=True))
-    run = fast_jit(jax.value_and_grad(next_token_loss(config)))
-    (loss, grads), (other, other_grads) = (
-        run(params, *batch) for batch in ((tokens, length), unpacked(tokens, length))
-    )
-    assert abs(loss - other) <= 1e-5
-    assert_trees_close(grads, other_grads, 1e-5)
-
-
 def test_last_token_positions():
     length = jnp.array([[3, 4, 0], [8, 0, 0], [2, 2, 1]])
     layout = rows.layout(length, length, 8)
@@ -378,12 +139,9 @@ def test_last_token_positions():
 # --- The LSTM -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_packed_lstm_matches_pytorch_per_sequence(layers):
+def test_packed_lstm_matches_pytorch_per_sequence():
     """Compare outputs and the gradients of weights and inputs."""
-    import torch
-
-    rng, width, d = np.random.default_rng(13), 5, 6
+    rng, width, d, layers = np.random.default_rng(13), 5, 6, 2
     config = make_config(hidden=d, heads=1, lstm_layers=layers)
     length, tokens = np.array([[4, 7, 1], [12, 0, 0]]), 14
     sequence = jnp.asarray(rows.layout(length, length, tokens).segment_ids)
@@ -466,7 +224,7 @@ def test_lstm_sharding():
 
 def test_layer_loop_and_remat_do_not_change_results(reference):
     """Dropout is on and must draw the same masks in every variant."""
-    _, batch, params, quiet_loss, *_ = reference
+    batch, params, quiet_loss, _ = reference
     key, results = jax.random.key(7), {}
     unrolled, scanned = "unrolled", "scanned"
     ways = [(unrolled, "none"), (unrolled, "dots"), (unrolled, "full")]
@@ -552,7 +310,7 @@ def test_vocabulary_padding_does_not_change_results(tied, optimizer):
 
 
 def test_bfloat16_compute_with_float32_parameters(reference):
-    _, batch, params, loss, _, _, grads = reference
+    batch, params, loss, grads = reference
     config = make_config(dtype="bfloat16")
     (low_loss, (words, following)), low_grads = gradient(config)(params, batch)
     assert words.dtype == following.dtype == low_loss.dtype == jnp.float32
@@ -600,7 +358,7 @@ def test_dropout_off_and_dtype():
 
 def test_dropout_is_applied_to_embeddings_and_blocks(reference):
     """Dropout applies to embeddings, attention probabilities and the output of each block."""
-    _, batch, params, *_ = reference
+    batch, params, *_ = reference
     key = jax.random.key(3)
 
     def embed(config, key):
@@ -664,25 +422,6 @@ def test_layer_norm_is_accurate_far_from_zero():
     np.testing.assert_allclose(result, exact, atol=1e-2)  # x is rounded to 2e-4
 
 
-def test_layer_norm_epsilon_is_1e_12():
-    """A larger epsilon would shrink inputs with a variance of about 1e-12 to almost zero."""
-    config = make_config()
-    assert config.layer_norm_epsilon == ModelConfig().layer_norm_epsilon == 1e-12
-    rng = np.random.default_rng(0)
-    batch = make_batch(rng, [[16]], 16)
-    small = 1e-6 * rng.standard_normal((101, 32))
-    params = {
-        "word": {"embedding": jnp.asarray(small, jnp.float32)},
-        "position": {"embedding": jnp.zeros((64, 32))},
-        "segment": {"embedding": jnp.zeros((2, 32))},
-        "norm": {"scale": jnp.ones(32), "bias": jnp.zeros(32)},
-    }
-    got = Embeddings(config).apply({"params": params}, batch.tokens, batch.layout, None)
-    x = small[np.array(batch.tokens)]
-    x -= x.mean(-1, keepdims=True)
-    np.testing.assert_allclose(got, x / np.sqrt(x.var(-1, keepdims=True) + 1e-12), atol=1e-4)
-
-
 # --- Sizes ----------------------------------------------------------------------------------------
 
 
@@ -697,31 +436,6 @@ def test_layer_norm_epsilon_is_1e_12():
 def test_parameter_counts(name, vocab, parameters):
     config = dataclasses.replace(model_size(name), vocab_size=vocab, vocab_multiple=128)
     assert parameter_count(shapes(config), config) == parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "predictions", "gigaflops"),
-    [
-        ("base", 128, 20, 0.546),
-        ("base", 512, 76, 0.588),
-        ("large", 128, 20, 1.880),
-        ("large", 512, 76, 1.992),
-    ],
-)
-def test_flops_per_token_match_the_formula(name, tokens, predictions, gigaflops):
-    config = dataclasses.replace(model_size(name), vocab_size=30_522)
-    a_token = flops_per_row(config, tokens, 1, predictions) / tokens
-    d, t, p = config.hidden, tokens, predictions
-    formula = 3 * (
-        config.layers * (24 * d * d + 4 * t * d)
-        + p / t * (2 * d * d + 2 * d * 30_522)
-        + 2 * d * d / t
-    )
-    assert round(a_token / 1e9, 3) == gigaflops
-    # The formula omits the two columns of the next-sentence head.
-    assert a_token == pytest.approx(formula, rel=1e-6)
-    double = flops_per_row(config, tokens, 2, predictions) / tokens
-    assert double - a_token == pytest.approx(3 * 2 * d * (d + 2) / t, rel=1e-3)
 
 
 def test_flops_of_frozen_features_and_lstms():
@@ -749,23 +463,16 @@ def test_flops_of_frozen_features_and_lstms():
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"final_norm": True, "tied_decoder": False, "transform": False, "next_sentence": False},
+        {"tied_decoder": False, "transform": False, "causal": True, "next_sentence": False},
         {"segments": 0, "vocab_multiple": 64, "layer_loop": "scanned"},
         {
             "norm_position": "pre", "norm": "rms_norm", "position_kind": "rope", "bias": False,
             "gated_feed_forward": True, "qk_norm": True, "head": "token", "labels": ("a",),
             "head_layer": "transform",
         },
-        {"causal": True, "next_sentence": False, "pooler": True},
         {"span_boundary": True, "vocab_multiple": 64},
-        {"masked_lm": False, "next_sentence": False, "head": "sequence", "labels": ("a", "b")},
         {"masked_lm": False, "head": "token", "labels": ("a",), "lstm_layers": 2},
-        {
-            "masked_lm": False, "next_sentence": False, "head": "span", "labels": ("a", "b"),
-            "features": "weighted-all",
-        },
-        {"masked_lm": False, "head": "choice", "labels": ("",), "features": "last4", "layers": 4},
+        {"masked_lm": False, "head": "choice", "labels": ("",), "features": "weighted-all"},
     ],
 )  # fmt: skip
 def test_initial_parameters_equal_flax_init(changes):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+import transformers
 from flax import traverse_util
 
 from bert_jax.config.schema import ModelConfig
@@ -58,6 +60,44 @@ def make_batch(rng, lengths, tokens, vocab=101, predictions=6) -> Batch:
         jnp.asarray(rng.integers(0, 2, length.shape), jnp.int32),
         jnp.asarray(length > 0, jnp.float32),
     )
+
+
+def torch_bert(name, config, tensors, **changes):
+    """Return a transformers model with the sizes of `config`, `tensors` by name, and no dropout."""
+    values = dict(
+        vocab_size=config.vocab_size, hidden_size=config.hidden, num_hidden_layers=config.layers,
+        num_attention_heads=config.heads, intermediate_size=config.feed_forward,
+        max_position_embeddings=config.positions, layer_norm_eps=config.layer_norm_epsilon,
+        tie_word_embeddings=config.tied_decoder, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    model = getattr(transformers, name)(transformers.BertConfig(**{**values, **changes}))
+    load_tensors(model, tensors)
+    return model
+
+
+def load_tensors(model, tensors):
+    """Set the parameters of a transformers model; only tied decoders may be missing."""
+    tensors = {name: torch.tensor(np.array(x)) for name, x in tensors.items()}
+    result = model.load_state_dict(tensors, strict=False)
+    assert not result.unexpected_keys
+    tied = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+    assert set(result.missing_keys) <= set(tied)
+    model.tie_weights()
+
+
+def torch_inputs(batch):
+    """Return the inputs and labels of transformers' BERT, for rows of one sequence each."""
+    labels = np.full(batch.tokens.shape, -100)
+    for i, j in zip(*np.nonzero(batch.weights), strict=True):
+        labels[i, batch.positions[i, j]] = batch.labels[i, j]
+    return {
+        "input_ids": torch.tensor(np.array(batch.tokens, np.int64)),
+        "attention_mask": torch.tensor(np.array(batch.layout.segment_ids < 1, np.int64)),
+        "token_type_ids": torch.tensor(np.array(batch.layout.token_type_ids, np.int64)),
+        "labels": torch.tensor(labels),
+        "next_sentence_label": torch.tensor(np.array(batch.next_labels[:, 0], np.int64)),
+    }
 
 
 def shapes(config):
