@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.config.sizes import model_size
@@ -14,51 +15,22 @@ from bert_jax.objectives import pretraining
 from bert_jax.objectives.losses import accuracy, cross_entropy, z_loss
 
 
-def make(seed=0, shape=(4, 6), classes=11):
-    rng = np.random.default_rng(seed)
-    logits = 5 * rng.standard_normal((*shape, classes))
-    labels, weights = rng.integers(0, classes, shape), rng.random(shape) * rng.integers(0, 2, shape)
-    return jnp.asarray(logits, jnp.float32), jnp.asarray(labels), jnp.asarray(weights, jnp.float32)
-
-
 def test_cross_entropy_matches_pytorch():
-    import torch
-
-    logits, labels, weights = make()
+    rng = np.random.default_rng(0)
+    logits = 5 * rng.standard_normal((24, 11)).astype(np.float32)
+    labels, weights = rng.integers(0, 11, 24), rng.random(24) * rng.integers(0, 2, 24)
     each = torch.nn.functional.cross_entropy(
-        torch.tensor(np.array(logits)).reshape(-1, 11),
-        torch.tensor(np.array(labels, np.int64)).reshape(-1),
-        reduction="none",
+        torch.tensor(logits), torch.tensor(labels), reduction="none"
     ).numpy()
-    total, weight = cross_entropy(logits, labels, weights)
-    assert float(total) == pytest.approx((each * np.array(weights).ravel()).sum(), rel=1e-6)
-    assert float(weight) == pytest.approx(float(np.array(weights).sum()), rel=1e-6)
-
-
-def test_cross_entropy_by_hand():
-    logits = jnp.log(jnp.array([[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]]))
-    total, weight = cross_entropy(logits, jnp.array([0, 1, 1]), jnp.array([1.0, 2.0, 0.0]))
-    assert float(total) == pytest.approx(math.log(4) + 2 * math.log(2), rel=1e-6)
-    assert float(weight) == 3
-
-
-def test_cross_entropy_of_extreme_logits_is_finite():
-    logits = jnp.array([[1e4, 0.0], [jnp.finfo(jnp.float32).min, 0.0]])
-    total, _ = cross_entropy(logits, jnp.array([1, 1]), jnp.ones(2))
-    assert float(total) == pytest.approx(1e4)
+    total, weight = cross_entropy(*map(jnp.asarray, (logits, labels, np.float32(weights))))
+    assert float(total) == pytest.approx((each * weights).sum(), rel=1e-6)
+    assert float(weight) == pytest.approx(weights.sum(), rel=1e-6)
 
 
 def test_accuracy_by_hand():
     logits = jnp.array([[1.0, 2.0, 0.0], [3.0, 2.0, 1.0], [0.0, 0.0, 1.0], [5.0, 0.0, 0.0]])
     hits, weight = accuracy(logits, jnp.array([1, 1, 2, 0]), jnp.array([1.0, 1.0, 0.5, 0.0]))
     assert (float(hits), float(weight)) == (1.5, 2.5)
-
-
-def test_accuracy_matches_argmax():
-    logits, labels, weights = make(1, (50, 20), 3)
-    hits, _ = accuracy(logits, labels, weights)
-    expected = ((np.argmax(logits, -1) == labels) * weights).sum()
-    assert float(hits) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_z_loss_by_hand():
@@ -96,15 +68,6 @@ def test_z_loss_is_added_to_the_pretraining_loss(causal):
         | dict.fromkeys([f"{objective.metric_prefix}_accuracy"], 0.0)
     )
     assert summary["loss"] == 2.25
-
-
-@pytest.mark.parametrize("metric", [cross_entropy, accuracy])
-def test_weighted_sums_are_additive_over_batches(metric):
-    batch = make(2)
-    whole = metric(*batch)
-    parts = [metric(*(x[i : i + 1] for x in batch)) for i in range(4)]
-    for i in range(2):
-        assert float(sum(part[i] for part in parts)) == pytest.approx(float(whole[i]), rel=1e-6)
 
 
 def test_out_of_range_label_gives_nan():

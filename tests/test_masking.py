@@ -112,24 +112,18 @@ def test_separators_within_a_sequence_are_not_masked(span):
     assert (np.array(got.tokens)[:, [20, 40]] == SEP).all()
 
 
-def test_predictions_per_sequence_are_capped():
-    masker = make_masker(tokens=40, sequences=1, max_predictions_per_sequence=3)
-    got = run(masker)(*one_sequence(5, 40), jax.random.key(0))
-    assert masker.predictions == 3
-    np.testing.assert_array_equal(got.weights, np.ones((5, 3)))
-
-
 @pytest.mark.parametrize(
     ("tokens", "cap", "predictions"), [(128, 20, 19), (512, 76, 76), (64, 10, 10), (100, 15, 15)]
 )
 def test_number_of_predictions_for_one_sequence(tokens, cap, predictions):
     assert max_predictions_per_sequence(MaskingConfig(), tokens) == cap
     assert make_masker(tokens=tokens, sequences=1).predictions == predictions
+    capped = make_masker(tokens=tokens, sequences=1, max_predictions_per_sequence=3)
+    got = run(capped)(*one_sequence(5, tokens), jax.random.key(0))
+    np.testing.assert_array_equal(got.weights, np.ones((5, 3)))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sequences", "rate"), [(14, 3, 0.15), (17, 4, 0.3), (9, 9, 0.15)]
-)
+@pytest.mark.parametrize(("tokens", "sequences", "rate"), [(14, 3, 0.15), (17, 4, 0.3)])
 def test_predictions_is_the_maximum_over_all_rows(tokens, sequences, rate):
     masker = make_masker(tokens=tokens, sequences=sequences, rate=rate)
     cap = max_predictions_per_sequence(masker.config, tokens)
@@ -145,13 +139,7 @@ def test_predictions_is_the_maximum_over_all_rows(tokens, sequences, rate):
     assert masker.predictions == most
 
 
-def test_rounding_is_half_to_even():
-    """As in Python: 10 tokens have 2 predictions (1.5), and 30 tokens have 4 (4.5)."""
-    counts = make_masker(tokens=128, sequences=1).counts
-    assert [int(counts[n]) for n in (0, 2, 3, 6, 10, 30, 50, 128)] == [0, 0, 1, 1, 2, 4, 8, 19]
-
-
-@pytest.mark.parametrize("split", [(0.8, 0.1, 0.1), (0.0, 0.2, 0.8), (1.0, 0.0, 0.0)])
+@pytest.mark.parametrize("split", [(0.8, 0.1, 0.1), (0.0, 0.2, 0.8)])
 def test_replacement_of_selected_tokens(split):
     masker = make_masker(
         sequences=1, rate=0.5,
@@ -167,18 +155,15 @@ def test_replacement_of_selected_tokens(split):
     result = np.array([(after == MASK).mean(), (after == labels).mean()])
     sd = np.sqrt(reference * (1 - reference) / total)
     assert (np.abs(result - reference) <= 5 * sd).all(), (result, reference)
-    if split[2]:
-        # Uniform over the whole vocabulary: chi-square over ids from 4, V - 5 degrees of freedom.
-        other = after[(after != MASK) & (after != labels)]
-        other = np.bincount(other[other < 4], minlength=4)[[0, 1, 2]]
-        expected = total * split[2] / VOCAB
-        assert (np.abs(other - expected) < 5 * expected**0.5).all()
-        replaced = np.bincount(after[(after != MASK) & (after != labels)], minlength=VOCAB)[4:]
-        chi = ((replaced - replaced.mean()) ** 2 / replaced.mean()).sum()
-        degrees = VOCAB - 5
-        assert abs(chi - degrees) < 5 * (2 * degrees) ** 0.5
-        assert after.max() == VOCAB - 1
-        assert abs(replaced.mean() - expected * (VOCAB - 5) / (VOCAB - 4)) < 5 * expected**0.5
+    # Uniform over the whole vocabulary: chi-square over ids from 4, V - 5 degrees of freedom.
+    other = np.bincount(after[(after != MASK) & (after != labels)], minlength=VOCAB)
+    expected, degrees = total * split[2] / VOCAB, VOCAB - 5
+    assert (np.abs(other[:3] - expected) < 5 * expected**0.5).all()
+    replaced = other[4:]
+    chi = ((replaced - replaced.mean()) ** 2 / replaced.mean()).sum()
+    assert abs(chi - degrees) < 5 * (2 * degrees) ** 0.5
+    assert after.max() == VOCAB - 1
+    assert abs(replaced.mean() - expected * degrees / (VOCAB - 4)) < 5 * expected**0.5
 
 
 def test_positions_are_selected_uniformly():
@@ -197,15 +182,15 @@ def test_masking_is_determined_by_the_key(mask):
     assert (one != other).mean() > 0.05
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-def test_masks_do_not_depend_on_the_number_of_devices(mask, devices):
-    batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
+@pytest.mark.parametrize("changes", [{}, {"pieces": 25, "whole_word": True, "span": 4}])
+def test_masks_do_not_depend_on_the_number_of_devices(changes):
+    batch, mask = random_rows(np.random.default_rng(4)), run(make_masker(**changes))
     expected = mask(*batch, jax.random.key(5))
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:devices])
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices())
     spread = jax.device_put(batch, sharding.row_sharding(mesh))
     key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
-    got = run(make_masker())(*spread, key)
-    assert len(got.tokens.sharding.device_set) == devices
+    got = mask(*spread, key)
+    assert len(got.tokens.sharding.device_set) == 8
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
@@ -252,20 +237,6 @@ def test_whole_words_match_a_greedy_walk(mask_words, seed):
             start += n
         weights, positions = np.array(got.weights[row]), np.array(got.positions[row])
         assert positions[weights > 0].tolist() == sorted(chosen)
-
-
-def test_word_larger_than_the_budget_is_never_masked():
-    """The budget is two tokens, and one word has three pieces."""
-    tokens = jnp.array([[CLS, 10, 48, 49, 11, 12, 13, SEP]], jnp.int32)
-    length = jnp.array([[8]], jnp.int32)
-    masker = make_masker(tokens=8, sequences=1, pieces=5, whole_word=True, rate=0.25)
-    mask = run(masker)
-    seen = set()
-    for seed in range(20):
-        got = mask(tokens, length, length, jax.random.key(seed))
-        assert float(got.weights.sum()) == 2
-        seen.update(np.array(got.positions[0]).tolist())
-    assert seen == {4, 5, 6}
 
 
 # --- Spans ----------------------------------------------------------------------------------------
@@ -332,13 +303,6 @@ def test_span_lengths_match_spanbert():
     assert chi < 40  # 9 degrees of freedom
     assert lengths.max() == 10
     assert abs(lengths.mean() - 3.797) < 0.03
-    # In rows, neighboring spans merge and the last one is truncated.
-    tokens = one_sequence(200, 256)
-    masker = make_masker(tokens=256, sequences=1, rate=0.15, span=10)
-    got = run(masker)(*tokens, jax.random.key(3))
-    np.testing.assert_array_equal(got.weights, np.ones((200, 38)))  # the budget: 15% of 256
-    firsts = np.diff(np.array(got.positions), axis=1) != 1
-    assert 3.3 < 38 / (1 + firsts.sum(1)).mean() < 4.6
 
 
 def test_tokens_of_a_span_are_replaced_alike():
@@ -357,16 +321,6 @@ def test_tokens_of_a_span_are_replaced_alike():
                 assert masked.all() or same.all() or masked.mean() < 0.7
     share = {kind: count / sum(kinds.values()) for kind, count in kinds.items()}
     assert all(abs(share[kind] - p) < 0.05 for kind, p in zip(kinds, (0.8, 0.1, 0.1), strict=True))
-
-
-def test_spans_do_not_depend_on_the_number_of_devices(mask_spans):
-    batch = tuple(map(jnp.asarray, random_rows(np.random.default_rng(4))))
-    expected = mask_spans[True](*batch, jax.random.key(5))
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices())
-    spread = jax.device_put(batch, sharding.row_sharding(mesh))
-    key = jax.device_put(jax.random.key(5), sharding.replicated(mesh))
-    got = mask_spans[True](*spread, key)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 # --- Changing mask rate ---------------------------------------------------------------------------

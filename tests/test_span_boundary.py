@@ -8,11 +8,11 @@ import numpy as np
 import scipy.special
 import transformers
 
-from bert_jax import cli
 from bert_jax.config.schema import MaskingConfig
 from bert_jax.config.sizes import model_size
+from bert_jax.convert.export import export
 from bert_jax.data import rows
-from bert_jax.model.bert import Bert
+from bert_jax.model.bert import Bert, shapes
 from bert_jax.model.flops import flops_per_row, parameter_count
 from bert_jax.objectives.masked_lm import MaskedLM
 from tests.helpers.checkpoints import random_params, write_run
@@ -32,17 +32,22 @@ def layer(x, params, name):
     return x * params[f"{name}_norm"]["scale"] + params[f"{name}_norm"]["bias"]
 
 
+def make(tokens, length, a_length, config=CONFIG, **masking):
+    """Return the objective and the inputs of a batch of rows."""
+    row_format = rows.RowFormat(T, length.shape[1], VOCAB)
+    objective = MaskedLM(config, MaskingConfig(**masking), row_format, 3, np.zeros(VOCAB, bool))
+    batch = {"tokens": tokens, "length": length, "a_length": a_length, "label": length * 0 - 1}
+    return objective, objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+
+
 def test_loss_matches_the_paper():
     """Rows are packed: the boundary tokens of a span are in its own sequence."""
-    row_format = rows.RowFormat(T, 3, VOCAB)
-    masking = MaskingConfig(rate=0.4, span=6, span_p=0.1)
-    objective = MaskedLM(CONFIG, masking, row_format, 3, np.zeros(VOCAB, bool))
     rng = np.random.default_rng(0)
     length = np.array([[12, 9, 11], [32, 0, 0], [20, 5, 0], [30, 0, 0]], np.int32)
     a_length = np.array([[5, 9, 6], [32, 0, 0], [11, 5, 0], [4, 0, 0]], np.int32)
     tokens = rng.integers(5, VOCAB, (4, T)).astype(np.int32)
-    batch = {"tokens": tokens, "length": length, "a_length": a_length, "label": length * 0 - 1}
-    inputs = objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+    masking = {"rate": 0.4, "span": 6, "span_p": 0.1}
+    objective, inputs = make(tokens, length, a_length, **masking)
     params = jax.tree.map(jnp.asarray, random_params(CONFIG))
     hidden = np.array(
         Bert(CONFIG).apply(
@@ -78,43 +83,30 @@ def test_loss_matches_the_paper():
     normalizers = objective.normalizers(inputs)
     assert float(normalizers["span_boundary_loss"]) == len(losses)
     # Without the head, the other losses are the same.
-    plain = MaskedLM(
-        dataclasses.replace(CONFIG, span_boundary=False),
-        masking,
-        row_format,
-        3,
-        np.zeros(VOCAB, bool),
-    )
+    without = dataclasses.replace(CONFIG, span_boundary=False)
+    plain, _ = make(tokens, length, a_length, without, **masking)
     for name, (value, _) in plain.loss_terms(params, inputs, None).items():
         np.testing.assert_allclose(terms[name][0], value, rtol=1e-6)
 
 
 def test_tokens_far_inside_a_span_are_not_predicted():
-    row_format = rows.RowFormat(T, 1, VOCAB)
-    masking = MaskingConfig(rate=0.99, max_predictions_per_sequence=30)
-    objective = MaskedLM(CONFIG, masking, row_format, 3, np.zeros(VOCAB, bool))
-    ones = np.ones((1, 1), np.int32)
-    tokens = np.array([[1, *[7] * (T - 2), 2]])
-    batch = {"tokens": tokens, "length": ones * T, "a_length": ones * T, "label": -ones}
-    inputs = objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(1))
+    tokens, length = np.array([[1, *[7] * (T - 2), 2]], np.int32), np.full((1, 1), T, np.int32)
+    objective, inputs = make(tokens, length, length, rate=0.99, max_predictions_per_sequence=30)
     assert float(objective.normalizers(inputs)["masked_lm_loss"]) == 30
     assert float(objective.normalizers(inputs)["span_boundary_loss"]) == 20
 
 
 def test_parameter_count_and_flops_of_the_head():
     without = dataclasses.replace(CONFIG, span_boundary=False)
-    params = random_params(CONFIG)
     d, added = 16, 3 * 16 * 16 + 16 * 16 + 6 * 16 + 20 * 16 + VOCAB
-    assert (
-        parameter_count(params, CONFIG) - parameter_count(random_params(without), without) == added
-    )
+    counts = [parameter_count(shapes(config), config) for config in (CONFIG, without)]
+    assert counts[0] - counts[1] == added
     difference = flops_per_row(CONFIG, T, 1, 5) - flops_per_row(without, T, 1, 5)
     assert difference == 3 * 5 * 2 * (3 * d * d + d * d + d * VOCAB)
 
 
 def test_export_omits_the_head(tmp_path):
-    write_run(tmp_path / "run", CONFIG, random_params(CONFIG))
-    assert cli.main(["export", "--init", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == 0
+    export(str(write_run(tmp_path / "run", CONFIG, random_params(CONFIG))), tmp_path / "hf")
     _, info = transformers.BertForPreTraining.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )
