@@ -1,7 +1,6 @@
 """Text embeddings: parity with transformers, packing, long texts, layers, file formats, errors."""
 
 import bz2
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 import pyarrow
 import pytest
+import torch
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,26 +25,18 @@ from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import texts as texts_lib
 from bert_jax.data import vectors as vectors_lib
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
-from bert_jax.errors import UserError
 from bert_jax.inference import embed
-from bert_jax.inference.embed import Counts, Embedder, embed_file, layer_numbers, windows
+from bert_jax.inference.embed import Counts, Embedder, embed_file, windows
 from bert_jax.model.bert import shapes
+from tests.helpers.checkpoints import error_of
+from tests.helpers.models import torch_bert
 
 WORDS = [f"w{i}" for i in range(80)]
 VOCABULARY = Vocabulary((*SPECIAL, *WORDS, "##x", "##y"), True)
 MODEL = ModelConfig(
-    layers=4,
-    hidden=32,
-    heads=4,
-    feed_forward=64,
-    vocab_size=len(VOCABULARY),
-    positions=160,
-    dropout=0.0,
-    attention_dropout=0.0,
-    masked_lm=False,
-    next_sentence=False,
-    pooler=True,
-)
+    layers=4, hidden=32, heads=4, feed_forward=64, vocab_size=len(VOCABULARY), positions=160,
+    dropout=0.0, attention_dropout=0.0, masked_lm=False, next_sentence=False, pooler=True,
+)  # fmt: skip
 
 
 @functools.cache
@@ -98,30 +90,14 @@ def mixed(count, most=120):
 
 @functools.cache
 def torch_model():
-    import torch
-    from transformers import BertConfig, BertModel
-
-    names = {
-        "num_hidden_layers": MODEL.layers,
-        "hidden_size": MODEL.hidden,
-        "num_attention_heads": MODEL.heads,
-        "intermediate_size": MODEL.feed_forward,
-        "vocab_size": MODEL.vocab_size,
-        "max_position_embeddings": MODEL.positions,
-    }
-    model = BertModel(BertConfig(**names)).eval()
     tensors = to_huggingface(params(), MODEL)
-    model.load_state_dict(
-        {name.removeprefix("bert."): torch.tensor(x) for name, x in tensors.items()}
-    )
-    return model
+    tensors = {name.removeprefix("bert."): x for name, x in tensors.items()}
+    return torch_bert("BertModel", MODEL, tensors).eval()
 
 
 @functools.cache
 def reference(text):
     """Return transformers' hidden states of a text on its own, [L + 1, n, D]."""
-    import torch
-
     with torch.no_grad():
         ids = torch.tensor([VOCABULARY.encode(text)])
         states = torch_model()(ids, output_hidden_states=True).hidden_states
@@ -142,8 +118,6 @@ def test_hidden_states_of_every_layer_equal_transformers():
     for text, (tokens, vectors) in zip(texts, make.with_tokens(texts), strict=True):
         assert tokens.tolist() == VOCABULARY.encode(text)
         close(vectors, np.concatenate(list(reference(text)), -1))
-    # Sanity check: layers differ.
-    assert np.abs(np.diff(reference(texts[0]), axis=0)).max() > 0.1
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -161,7 +135,7 @@ def test_pooled_vectors_equal_transformers(pooling):
     assert not counts.windowed
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [8])
 def test_rows_are_sharded_across_devices(devices, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:devices])
     texts = mixed(12, 60)
@@ -174,7 +148,7 @@ def test_rows_are_sharded_across_devices(devices, monkeypatch):
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.lists(st.integers(0, 150), max_size=20),
@@ -212,18 +186,11 @@ def test_layers_are_concatenated_or_weighted():
         close(np.stack(list(embedder(**settings)(texts))), np.stack(expected))
 
     check([np.concatenate(x[1:].mean(1)) for x in states], layers="last4")
+    check([np.concatenate(x[1:].mean(1)) for x in states], layers="all")
     check([x[3].mean(0) for x in states], layers="second-to-last")
     check([x[0].mean(0) for x in states], layers="embeddings")
     weights = (0.5, -2.0)
     check([(0.5 * x[4] - 2 * x[1]).mean(0) for x in states], layers="-1,1", weights=weights)
-
-
-def test_layer_specs_are_parsed():
-    assert layer_numbers("last", 4) == [4]
-    assert layer_numbers("all", 3) == [1, 2, 3]
-    assert layer_numbers("last4", 12) == [9, 10, 11, 12]
-    assert layer_numbers("embeddings", 3) == [0]
-    assert layer_numbers("-4,0, 4", 4) == [1, 0, 4]
 
 
 def test_normalized_vectors_have_unit_norm():
@@ -344,14 +311,6 @@ def test_chunk_size_is_bounded_in_characters():
     assert max(sizes) < characters + 1000
 
 
-def test_result_iterator_can_be_closed_early(monkeypatch):
-    make = embedder()
-    monkeypatch.setattr(make, "_chunk_texts", 50)
-    result = make(words(i % 9, i) for i in itertools.count())
-    next(result)
-    result.close()
-
-
 # --- Files ----------------------------------------------------------------------------------------
 
 TEXTS = ["w1 w2", "", "w3 é w4x", "w5"]
@@ -366,27 +325,25 @@ def write_parquet(path, **columns):
     return path
 
 
-COMPRESSIONS = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
-    "": bytes,
-}
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
-def test_reads_text_and_jsonl_with_any_compression(tmp_path, kind, compression):
-    if kind == ".txt":
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [
+        (".txt", bytes),
+        (".txt.gz", gzip.compress),
+        (".jsonl", bytes),
+        (".jsonl.bz2", bz2.compress),
+        (".jsonl.xz", lzma.compress),
+        (".jsonl.zst", zstandard.ZstdCompressor().compress),
+    ],
+)
+def test_reads_text_and_jsonl_with_any_compression(tmp_path, suffix, compress):
+    if suffix.startswith(".txt"):
         content = "\ufeff" + "\r\n".join(TEXTS)  # no newline at the end of the file
     else:
         content = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in TEXTS) + "\n"
-    source = tmp_path / f"texts{kind}{compression}"
-    source.write_bytes(COMPRESSIONS[compression](content.encode()))
-    out = tmp_path / "out.npy"
-    counts = embed_file(embedder(), source, out, column="body")
-    assert counts.texts == 4
+    source, out = tmp_path / f"texts{suffix}", tmp_path / "out.npy"
+    source.write_bytes(compress(content.encode()))
+    assert embed_file(embedder(), source, out, column="body").texts == 4
     got = np.load(out)
     assert (got.dtype, got.shape) == (np.float32, (4, MODEL.hidden))
     close(got, np.stack(vectors_of(TEXTS)))
@@ -403,16 +360,10 @@ def test_reads_parquet_and_standard_input(tmp_path, monkeypatch):
         close(np.load(tmp_path / f"{name}.npy"), np.stack(vectors_of(TEXTS)))
 
 
-def test_byte_order_mark_is_stripped(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffw1\n".encode())
-    embed_file(embedder(), tmp_path / "a.txt", tmp_path / "a.jsonl")
-    assert json.loads((tmp_path / "a.jsonl").read_text())["text"] == "w1"
-
-
 @pytest.fixture
 def source(tmp_path):
     path = tmp_path / "texts.txt"
-    path.write_text("".join(f"{text}\n" for text in TEXTS))
+    path.write_text("\ufeff" + "".join(f"{text}\n" for text in TEXTS))  # with a byte order mark
     return path
 
 
@@ -468,95 +419,75 @@ def test_npy_header_is_updated_for_many_texts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "key"),
     [
-        ("a.txt", b"good\nb\xe4d\n", "a.txt:2: not UTF-8 text"),
-        ("a.txt", b"good\n\nb\0d\n", "a.txt:3: not text"),
-        ("a.txt.gz", gzip.compress(b"good\n" * 999, mtime=0)[:-9], "damaged or truncated"),
-        ("a.txt.bz2", b"BZh91AY&SYnonsense", "damaged or truncated"),
+        ("a.txt", b"good\nb\xe4d\n", "a.txt:2"),
+        ("a.txt", b"good\n\nb\0d\n", "a.txt:3"),
+        ("a.txt", b"w1\n" + b"w" * 200_001, "a.txt:2"),
+        ("a.txt.gz", gzip.compress(b"good\n" * 999, mtime=0)[:-9], "a.txt.gz"),
         ("a.jsonl", b'{"text": "good"}\n\n{"text": 3}\n', "a.jsonl:3: no text in 'text'"),
         ("a.jsonl", b'{"text": "good"}\n{"txt": "x"}\n', "it has: txt"),
         ("a.jsonl", b'{"text": "good"}\nbad\n', "a.jsonl:2: not JSON"),
         ("a.jsonl", b"[" * 99_999 + b"\n", "a.jsonl:1: not JSON"),
         ("a.parquet", b"PAR1nonsense", "not a complete Parquet file"),
+        ("a.parquet", {"txt": ["a"]}, "it has: txt"),
+        ("a.parquet", {"text": [1]}, "int64"),
+        ("a.parquet", {"text": ["a", None]}, "row 2"),
         ("a.csv", b"x", "unknown file format"),
-        ("a.txt", None, "it does not exist"),
+        ("a.txt", None, "does not exist"),
     ],
 )
-def test_bad_source_is_a_one_line_error(tmp_path, name, content, says):
-    if content is not None:
+def test_bad_source_is_a_one_line_error(tmp_path, monkeypatch, name, content, key):
+    monkeypatch.setattr(texts_lib, "_LINE_BYTES", 200_000)
+    if isinstance(content, dict):
+        write_parquet(tmp_path / name, **content)
+    elif content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
-        embed_file(embedder(), tmp_path / name, tmp_path / "out.npy")
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
+    assert key in error_of(embed_file, embedder(), tmp_path / name, tmp_path / "out.npy")
     assert [p.name for p in tmp_path.iterdir()] == [name] * (content is not None)
-
-
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        ({"txt": ["a"]}, "no column 'text' (it has: txt)"),
-        ({"text": [1]}, "has type int64; convert it to strings"),
-        ({"text": ["a", None]}, "row 2: no text"),
-    ],
-)
-def test_bad_parquet_is_rejected_without_output(tmp_path, columns, says):
-    source = write_parquet(tmp_path / "a.parquet", **columns)
-    with pytest.raises(UserError) as error:
-        embed_file(embedder(), source, tmp_path / "out.parquet")
-    assert says in str(error.value)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
-
-
-def test_overlong_line_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts_lib, "_LINE_BYTES", 100)
-    (tmp_path / "a.txt").write_text("w1\n" + "w" * 101)
-    with pytest.raises(UserError, match=r"a\.txt:2: a line of more than 100 bytes"):
-        embed_file(embedder(), tmp_path / "a.txt", tmp_path / "out.npy")
 
 
 def test_outputs_are_never_overwritten(source, tmp_path):
     (tmp_path / "out.npy").write_text("mine")
     (tmp_path / "v.lengths.npy").write_text("mine")
-    for out, pooling in (("out.npy", "mean"), ("v.npy", "none")):
-        with pytest.raises(UserError, match="already exists"):
-            embed_file(embedder(pooling=pooling), source, tmp_path / out)
+    for out, pooling, key in (
+        ("out.npy", "mean", "already exists"),
+        ("v.npy", "none", "already exists"),
+        ("out.csv", "mean", ".npy"),
+        ("nowhere/out.npy", "mean", "cannot write"),
+    ):
+        assert key in error_of(embed_file, embedder(pooling=pooling), source, tmp_path / out)
     assert not (tmp_path / "v.npy").exists()
-    with pytest.raises(UserError, match=r"must end in \.npy"):
-        embed_file(embedder(), source, tmp_path / "out.csv")
-    with pytest.raises(UserError, match="cannot write"):
-        embed_file(embedder(), source, tmp_path / "nowhere" / "out.npy")
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "key"),
     [
-        ({"layers": "5"}, "no layer 5; choose 0"),
-        ({"layers": "-5"}, "no layer -5"),
-        ({"layers": "first"}, "it must be one of last,"),
-        ({"tokens": 161}, "it must be 3 to 160"),
-        ({"tokens": 2}, "it must be 3 to 160"),
-        ({"pooling": "max"}, "config.embed.pooling is 'max': it must be one of"),
-        ({"weights": (1.0, 2.0)}, "2 weights for 1 layers"),
-        ({"long": "drop"}, "'drop': it must be one of truncate, window"),
-        ({"long": "window", "tokens": 12, "overlap_tokens": 10}, "choose 0 to 9"),
+        ({"layers": "5"}, "layer 5"),
+        ({"layers": "-5"}, "layer -5"),
+        ({"layers": "first"}, "layers"),
+        ({"tokens": 161}, "3 to 160"),
+        ({"tokens": 2}, "3 to 160"),
+        ({"pooling": "max"}, "pooling"),
+        ({"weights": (1.0, 2.0)}, "2 weights"),
+        ({"long": "drop"}, "drop"),
+        ({"long": "window", "tokens": 12, "overlap_tokens": 10}, "0 to 9"),
     ],
 )
-def test_invalid_settings_are_rejected(settings, says):
-    with pytest.raises(UserError) as error:
-        compiled.__wrapped__(
-            **{"long": "truncate", "overlap_tokens": 64, "weights": (), **settings}
-        )
-    assert says in str(error.value)
+def test_invalid_settings_are_rejected(settings, key):
+    defaults = {"long": "truncate", "overlap_tokens": 64, "weights": ()}
+    assert key in error_of(compiled.__wrapped__, **{**defaults, **settings})
 
 
 def test_cls_pooling_of_a_causal_model_is_rejected():
-    model = dataclasses.replace(MODEL, causal=True)
-    for pooling in ("mean", "none"):
-        Embedder(Config(model=model, embed=EmbedConfig(pooling=pooling)), VOCABULARY, params())
-    with pytest.raises(UserError, match="of a causal model attends only to itself"):
-        Embedder(Config(model=model, embed=EmbedConfig(pooling="cls")), VOCABULARY, params())
+    def make(pooling):
+        config = Config(
+            model=dataclasses.replace(MODEL, causal=True), embed=EmbedConfig(pooling=pooling)
+        )
+        return Embedder(config, VOCABULARY, params())
+
+    make("mean")
+    assert "causal" in error_of(make, "cls")
 
 
 def test_failed_write_leaves_no_output(source, tmp_path, monkeypatch):
@@ -564,6 +495,5 @@ def test_failed_write_leaves_no_output(source, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(embed.Jsonl, "write", fail)
-    with pytest.raises(UserError, match="disk is full"), contextlib.redirect_stderr(io.StringIO()):
-        embed_file(embedder(), source, tmp_path / "out.jsonl")
+    assert "disk is full" in error_of(embed_file, embedder(), source, tmp_path / "out.jsonl")
     assert [p.name for p in tmp_path.iterdir()] == ["texts.txt"]
