@@ -17,7 +17,6 @@ from bert_jax.config.schema import EmbedConfig, FinetuneConfig, MeshConfig, Mode
 from bert_jax.convert.export import export
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data.examples import NO_EXAMPLE, Examples, Plan
-from bert_jax.errors import UserError
 from bert_jax.inference import predict
 from bert_jax.objectives import finetuning
 from bert_jax.runtime import distributed, sharding
@@ -25,7 +24,8 @@ from bert_jax.runtime.sharding import shard_batch
 from bert_jax.tasks.pairs import Pairs
 from bert_jax.training import evaluate
 from tests.helpers import tasks
-from tests.helpers.checkpoints import random_params
+from tests.helpers.checkpoints import error_of, random_params
+from tests.helpers.models import torch_bert
 from tests.helpers.runs import VOCABULARY, refused
 
 MODEL = ModelConfig(
@@ -86,16 +86,9 @@ def reference(texts_per_example, pooling, count):
         The loss, the number of correctly ranked anchors, and the gradients by parameter name.
     """
     dataset = RandomPairs(texts_per_example, count)
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
-        intermediate_size=20, max_position_embeddings=64, attn_implementation="eager",
-    )  # fmt: skip
-    bert = transformers.BertModel(config, add_pooling_layer=False).eval()
-    state = {
-        name.removeprefix("bert."): torch.tensor(np.array(value))
-        for name, value in to_huggingface(random_params(MODEL), MODEL).items()
-    }
-    bert.load_state_dict(state)
+    tensors = to_huggingface(random_params(MODEL), MODEL)
+    tensors = {name.removeprefix("bert."): value for name, value in tensors.items()}
+    bert = torch_bert("BertModel", MODEL, tensors)
     columns = [[] for _ in range(texts_per_example)]
     members = plan_of(dataset).members(1, 0)
     for example in members:
@@ -153,29 +146,26 @@ def test_simcse_dropout_separates_identical_texts():
     assert run(model=model, key=jax.random.key(1))[0] > same
 
 
+def config_with_dev(dataset, **changes):
+    """Add a split of scored texts to the dataset, and return a config that evaluates on it."""
+    texts = dataset.splits["train"].tokens
+    labels = {"label": np.zeros(len(texts), np.float32)}
+    dataset.splits["dev"] = Examples(texts, list(map(len, texts)), labels)
+    task = TaskConfig(kind="pairs", text_b="b", tokens=20)
+    return FinetuneConfig(model=MODEL, task=task, **changes)
+
+
 def test_gradient_accumulation_is_rejected():
     dataset = RandomPairs(2)
-    dataset.splits["dev"] = Examples(dataset.splits["train"].tokens, [], {"label": np.zeros(40)})
-    config = FinetuneConfig(
-        model=MODEL, task=TaskConfig(kind="pairs", text_b="b", tokens=20), batch_size=BATCH,
-        accumulation=2,
-    )  # fmt: skip
-    with pytest.raises(
-        UserError, match=r"config\.accumulation is 2: it must be 1 with a loss that"
-    ):
-        finetuning.make_phase(config, dataset, [0], 1)
+    config = config_with_dev(dataset, batch_size=BATCH, accumulation=2)
+    assert "accumulation" in error_of(finetuning.make_phase, config, dataset, [0], 1)
 
 
 def test_evaluated_batches_are_freed(monkeypatch):
     """A batch of vectors has many slots without a text."""
     dataset, alive = RandomPairs(2), []
-    texts = dataset.splits["train"].tokens
-    labels = {"label": np.zeros(len(texts), np.float32)}
-    dataset.splits["dev"] = Examples(texts, list(map(len, texts)), labels)
     dataset.score = lambda split, logits: {"spearman": float(len(np.stack(logits)))}
-    config = FinetuneConfig(
-        model=MODEL, task=TaskConfig(kind="pairs", text_b="b", tokens=20), batch_size=2
-    )
+    config = config_with_dev(dataset, batch_size=2)
     config, _, _, phase = finetuning.make_phase(config, dataset, [0], 1)
     to_hosts = distributed.to_hosts
 
@@ -189,33 +179,28 @@ def test_evaluated_batches_are_freed(monkeypatch):
     monkeypatch.setattr(distributed, "to_hosts", recorded)
     mesh, params = MeshConfig(), random_params(MODEL)
     result = evaluate.make_evaluate(phase, sharding.make_mesh(mesh, jax.devices()[:1]))(params)
-    assert result["spearman"] == len(texts)
-    assert len(predict.predict(config, params, dataset, "dev", mesh)) == len(texts)
+    assert result["spearman"] == 40
+    assert len(predict.predict(config, params, dataset, "dev", mesh)) == 40
     assert len(alive) == 2 * 10
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ("embed.pooling=none", "config.embed.pooling is 'none': it must be 'mean' or 'cls'"),
-        ("embed.layers=last4", "config.embed.layers is 'last4': it must be 'last'"),
-        ("model.features=last", "config.model.features is 'last': it must be ''"),
-        ("model.dropout=0", "config.model.dropout is 0.0: it must be above 0 without"),
-        ("task.name=rte", "config.task.name is 'rte': it must be one of ''"),
-        ("task.similarity=('a',)", "config.task.similarity is ('a',): it must be three columns"),
+        "embed.pooling=none",
+        "embed.layers=last4",
+        "model.features=last",
+        "model.dropout=0",
+        "task.name=rte",
+        "task.similarity=('a',)",
     ],
 )
-def test_invalid_pair_settings_are_rejected(change, message):
+def test_invalid_pair_settings_are_rejected(change):
     file = tasks.CONFIGS / "pairs.py"
     load([f"--config={file}:simcse"], FinetuneConfig)
-    with pytest.raises(UserError) as caught:
-        load([f"--config={file}:simcse", f"--config.{change}"], FinetuneConfig)
-    assert message in str(caught.value)
-
-
-def test_unknown_config_kind_is_rejected():
-    with pytest.raises(UserError, match=r"pairs\.py:nli: choose one of pairs, triplets, simcse"):
-        load([f"--config={tasks.CONFIGS / 'pairs.py'}:nli"], FinetuneConfig)
+    message = error_of(load, [f"--config={file}:simcse", f"--config.{change}"], FinetuneConfig)
+    assert message.startswith(f"config.{change.partition('=')[0]} is")
+    assert "triplets" in error_of(load, [f"--config={file}:nli"], FinetuneConfig)
 
 
 def test_embed_settings_default_to_those_of_the_checkpoint():
@@ -245,16 +230,16 @@ def data(tmp_path_factory):
         topic, other = rng.permutation(6)[:2]
         lines.append(f"{text(topic)}\t{text(topic)}\t{text(other)}")
     (folder / "train.tsv").write_text("\n".join(lines) + "\n")
-    rows = [rng.integers(0, 6, 2) for _ in range(40)]
     records = [
-        {"sentence1": text(a), "sentence2": text(b), "score": 5.0 * float(a == b)} for a, b in rows
+        {"sentence1": text(a), "sentence2": text(b), "score": 5.0 * float(a == b)}
+        for a, b in rng.integers(0, 6, (40, 2))
     ]
     (folder / "dev.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in records))
     VOCABULARY.save(folder / "vocab")
     return folder
 
 
-def arguments(data, workdir, *changes, kind="triplets"):
+def arguments(data, workdir, *changes):
     changes = (
         *("model.layers=1", "model.hidden=16", "model.heads=2", "model.feed_forward=32"),
         *("model.positions=32", "model.initializer_stddev=0.2", "task.tokens=16"),
@@ -263,7 +248,7 @@ def arguments(data, workdir, *changes, kind="triplets"):
         *(f"task.train={data}/train.tsv", f"task.dev={data}/dev.jsonl", *changes),
     )
     return [
-        *("finetune", f"--config={tasks.CONFIGS / 'pairs.py'}:{kind}", "--init", "none"),
+        *("finetune", f"--config={tasks.CONFIGS / 'pairs.py'}:triplets", "--init", "none"),
         *("--vocab", str(data / "vocab"), "--workdir", str(workdir)),
         *(f"--config.{change}" for change in changes),
     ]
@@ -285,9 +270,8 @@ def test_run_learns_and_selects_checkpoint_by_spearman(run, data, capsys):
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["best_by"] == "spearman"
     assert metrics["dev"]["spearman"] == max(line["spearman"] for line in heldout)
-    folder = run / "predictions" / "dev"
-    assert (folder / "scatter.png").exists()
-    assert len((folder / "predictions.tsv").read_text().splitlines()) == 41
+    predictions = run / "predictions" / "dev" / "predictions.tsv"
+    assert len(predictions.read_text().splitlines()) == 41
     # `evaluate-embeddings` computes the same metrics from the vectors of `bert-jax embed`.
     capsys.readouterr()
     command = ["evaluate-embeddings", "--init", str(run), "--json", str(data / "dev.jsonl")]
@@ -298,12 +282,11 @@ def test_run_learns_and_selects_checkpoint_by_spearman(run, data, capsys):
 
 
 def test_exported_model_gives_same_vectors_in_transformers(run, tmp_path):
-    settings = export(str(run), tmp_path / "exported")
-    assert settings["architectures"] == ["BertModel"]
     folder = tmp_path / "exported"
-    modules = [module["type"].split(".")[-1] for module in json.loads((folder / "modules.json").read_text())]  # fmt: skip
-    assert modules == ["Transformer", "Pooling", "Normalize"]
-    assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 16
+    assert export(str(run), folder)["architectures"] == ["BertModel"]
+    modules = json.loads((folder / "modules.json").read_text())
+    names = [module["type"].rpartition(".")[2] for module in modules]
+    assert names == ["Transformer", "Pooling", "Normalize"]
     model = transformers.AutoModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = ["w1 w2 w9", "w3", " ".join(["w4 w5 w6"] * 9)]
@@ -321,12 +304,7 @@ def test_exported_model_gives_same_vectors_in_transformers(run, tmp_path):
     np.testing.assert_allclose(np.load(out), theirs.numpy(), atol=1e-5, rtol=0)
 
 
-def test_resume_with_different_pooling_is_rejected(run, data, capsys):
-    message = refused(capsys, *arguments(data, run, "embed.pooling=cls"))
-    assert "it began with another objective" in message
-
-
-def test_predict_is_rejected_for_embedding_runs(run, data, tmp_path, capsys):
-    options = ["--workdir", run, "--out", tmp_path / "out"]
-    message = refused(capsys, "predict", *options, data / "train.tsv")
-    assert "has vectors, no predictions: use `bert-jax embed`" in message
+def test_embedding_run_rejects_other_pooling_and_predictions(run, data, tmp_path, capsys):
+    assert "objective" in refused(capsys, *arguments(data, run, "embed.pooling=cls"))
+    predict = ("predict", "--workdir", run, "--out", tmp_path / "out", data / "train.tsv")
+    assert "bert-jax embed" in refused(capsys, *predict)

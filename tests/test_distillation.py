@@ -69,6 +69,10 @@ def make():
     return objective, inputs, distillation.with_teacher(params, teacher_params)
 
 
+def student_params(both):
+    return {name: value for name, value in both.items() if name != "teacher"}
+
+
 def test_losses_of_packed_rows_match_unpacked_reference():
     """The reference applies the papers' formulas to one sequence at a time."""
     objective, inputs, params = make()
@@ -84,8 +88,9 @@ def test_losses_of_packed_rows_match_unpacked_reference():
             one = Layout(*map(jnp.asarray, layout(np.array([[n]]), np.array([[a]]), n)))
             tokens = inputs.masked.tokens[row : row + 1, start : start + n]
             states, vectors, predictions = [], [], []
-            student = {k: v for k, v in params.items() if k != "teacher"}
-            models = ((objective.model.config, student), (TEACHER, params["teacher"]))
+            models = (
+                (objective.model.config, student_params(params)), (TEACHER, params["teacher"])
+            )  # fmt: skip
             for config, own in models:
                 run = functools.partial(Bert(config).apply, {"params": own}, tokens, one)
                 x = [np.array(y[0]) for y in run(method=Bert.hidden_states)]
@@ -231,28 +236,33 @@ def test_tokenizer_of_the_teacher_may_be_saved_again(monkeypatch):
             open_teacher(**change)
 
 
+def make_finetuning(dataset, config, teacher, distill):
+    """Return the objective, the inputs of packed examples, and the parameters of both models."""
+    packed, _ = plans(dataset)
+    objective = make_objective(config, dataset, "train", packed)
+    params, teacher_params = (
+        jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((config, teacher))
+    )
+    objective.distill(distill, Teacher(teacher, teacher_params))
+    inputs = objective.prepare(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
+    return objective, inputs, distillation.with_teacher(params, teacher_params)
+
+
 @pytest.mark.parametrize(
     ("head", "kind"), [("sequence", "class"), ("sequence", "number"), ("token", "class")]
 )
 def test_finetuning_logit_loss_matches_pytorch(head, kind):
     dataset = RandomExamples(head, kind)
     config, teacher = model_config(dataset, layers=1), model_config(dataset)
-    (packed, _), distill = plans(dataset), DistillConfig(teacher="x", labels=0.5, temperature=2.0)
-    objective = make_objective(config, dataset, "train", packed)
-    params, teacher_params = (
-        jax.tree.map(jnp.asarray, random_params(m)) for m in (config, teacher)
-    )
-    objective.distill(distill, Teacher(teacher, teacher_params))
-    batch = jax.tree.map(jnp.asarray, packed.batch(0, 0))
-    inputs = objective.prepare(batch, jax.random.key(0))
-    both = distillation.with_teacher(params, teacher_params)
+    distill = DistillConfig(teacher="x", labels=0.5, temperature=2.0)
+    objective, inputs, both = make_finetuning(dataset, config, teacher, distill)
     terms = objective.loss_terms(both, inputs, None)
     weights = np.array(objective.loss_weights(inputs))
     student, taught = (
         torch.tensor(np.array(Bert(m).apply(
             {"params": p}, inputs.tokens, inputs.layout, method=Bert.classify
         )))
-        for m, p in ((config, params), (teacher, teacher_params))
+        for m, p in ((config, student_params(both)), (teacher, both["teacher"]))
     )  # fmt: skip
     if kind == "number":
         each = ((student - taught) ** 2)[..., 0]
@@ -284,18 +294,12 @@ def test_finetuning_hidden_and_relation_losses():
     dataset = RandomExamples("sequence", "class")
     teacher = dataclasses.replace(model_config(dataset), layers=2, hidden=24, heads=3)
     config = dataclasses.replace(model_config(dataset, layers=1, dropout=0.1), teacher_hidden=24)
-    packed, _ = plans(dataset)
     distill = DistillConfig(
         teacher="x", hidden=0.5, relations=2.0, relation_layer=1, relation_heads=4
     )
-    params, teacher_params = (
-        jax.tree.map(jnp.asarray, random_params(m, i)) for i, m in enumerate((config, teacher))
-    )
-    objective, plain = (make_objective(config, dataset, "train", packed) for _ in range(2))
-    for one, settings in ((objective, distill), (plain, DistillConfig(teacher="x"))):
-        one.distill(settings, Teacher(teacher, teacher_params))
-    inputs = objective.prepare(jax.tree.map(jnp.asarray, packed.batch(0, 0)), jax.random.key(0))
-    both, key = distillation.with_teacher(params, teacher_params), jax.random.key(3)
+    objective, inputs, both = make_finetuning(dataset, config, teacher, distill)
+    plain, *_ = make_finetuning(dataset, config, teacher, DistillConfig(teacher="x"))
+    key = jax.random.key(3)
     terms, others = (one.loss_terms(both, inputs, key) for one in (objective, plain))
     for name in others:  # with equal dropout
         np.testing.assert_allclose(terms[name], others[name], rtol=1e-5, err_msg=name)
@@ -309,9 +313,9 @@ def test_finetuning_hidden_and_relation_losses():
     real = np.array(inputs.layout.segment_ids) < inputs.example.shape[1]
     states = [
         Bert(m).apply({"params": p}, inputs.tokens, inputs.layout, method=Bert.hidden_states)
-        for m, p in ((config, params), (teacher, teacher_params))
+        for m, p in ((config, student_params(both)), (teacher, both["teacher"]))
     ]
-    projection, expected = params["teacher_projection"], 0.0
+    projection, expected = both["teacher_projection"], 0.0
     for x, y in zip(states[0], (states[1][0], states[1][2]), strict=True):
         x = np.array(x)[real] @ np.array(projection["kernel"]) + np.array(projection["bias"])
         expected += ((x - np.array(y)[real]) ** 2).mean(-1).sum()
@@ -319,8 +323,8 @@ def test_finetuning_hidden_and_relation_losses():
     for name in (distillation.HIDDEN, distillation.RELATIONS):
         assert terms[name][1] == normalizers[name] == real.sum()
     assert terms[distillation.RELATIONS][0] > 0
-    deep = make_objective(dataclasses.replace(config, layers=3), dataset, "train", packed)
-    assert "2 layers" in error_of(deep.distill, distill, Teacher(teacher, teacher_params))
+    deep = dataclasses.replace(config, layers=3)
+    assert "2 layers" in error_of(make_finetuning, dataset, deep, teacher, distill)
 
 
 def test_teacher_needs_positions_for_the_longest_sequence_only():

