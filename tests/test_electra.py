@@ -1,6 +1,7 @@
 """Replaced-token detection: losses and gradients against transformers, sampling, and a full run."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -104,14 +105,14 @@ def test_losses_and_gradients_match_transformers(tmp_path, batch):
     ).loss
     (generator_loss + 50 * loss).backward()
 
-    terms = objective.loss_terms(params, inputs, None)
+    terms = jax.jit(objective.loss_terms)(params, inputs, None)
     for name, expected in (("masked_lm_loss", generator_loss), (LOSS, loss)):
         total, weight = terms[name]
         np.testing.assert_allclose(total / weight, expected.item(), rtol=1e-5)
         np.testing.assert_allclose(objective.normalizers(inputs)[name], weight)
     assert objective.loss_scales == {LOSS: 50}
     both = {"masked_lm_loss": 1, LOSS: 50}
-    grads = jax.grad(lambda p: weighted(objective, p, inputs, both))(params)
+    grads = jax.jit(jax.grad(lambda p: weighted(objective, p, inputs, both)))(params)
     own = {k: v for k, v in grads.items() if k != "generator"}
     sides = (
         (discriminator, dataclasses.replace(MODEL, generator_hidden=0), own),
@@ -135,7 +136,8 @@ def test_discriminator_loss_does_not_train_the_generator(batch):
     objective, _, inputs = batch
     params = jax.tree.map(jnp.asarray, random_params(MODEL))
     for name, silent in ((LOSS, "generator/"), ("masked_lm_loss", "")):
-        grads = flatten(jax.grad(lambda p, n=name: weighted(objective, p, inputs, {n: 1}))(params))
+        loss = functools.partial(weighted, objective, inputs=inputs, weights={name: 1})
+        grads = flatten(jax.jit(jax.grad(loss))(params))
         for path, grad in grads.items():
             is_shared = path.startswith("embeddings/") and "project" not in path
             is_generator = path.startswith("generator/")
@@ -270,7 +272,6 @@ def test_pretrained_model_learns_finetunes_and_exports(tmp_path, capsys):
     table = [f"task.{split}={tmp_path}/table.tsv" for split in ("train", "dev")]
     finetune = "finetune --config table --init @whole --workdir @tuned"
     run(finetune, *table, "task.tokens=16", "steps=2")
-    run("export --workdir @tuned --out @classifier")
     run("export --workdir @whole --out @hf")
     # Continued pretraining of a discriminator starts with a new generator.
     output = run(f"{pretrain} @more --init @hf", *settings, "steps=1")

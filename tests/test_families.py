@@ -1,4 +1,4 @@
-"""Import and export of BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA against transformers."""
+"""Import and export of every architecture against transformers, and byte-level tokenizers."""
 
 import itertools
 import json
@@ -14,22 +14,27 @@ import transformers
 from safetensors.numpy import load_file
 
 from bert_jax import cli, train
-from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
 from bert_jax.convert.export import export
 from bert_jax.convert.families import FAMILIES
-from bert_jax.convert.huggingface import to_huggingface
+from bert_jax.convert.huggingface import huggingface_config, to_huggingface
 from bert_jax.data import prepare, rows, vocabulary
 from bert_jax.data.loader import Rows, batches
 from bert_jax.data.vocabulary import TokenizerVocabulary
-from bert_jax.errors import UserError
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
-from bert_jax.objectives import losses, pretraining
+from bert_jax.objectives import losses
 from bert_jax.tasks.squad import Squad
-from tests.helpers.checkpoints import WORDS, random_params, refusal, small_config
+from tests.helpers.checkpoints import (
+    WORDS,
+    error_of,
+    export_refusal,
+    random_params,
+    refusal,
+    small_config,
+)
 
 TEXT = (
     "The cats sat on a mat, and didn't move (much). Naïve café: 12 cats—zwölf Katzen! 中国 日本\n"
@@ -147,6 +152,18 @@ def test_continuation_marks_word_starts(tokenizers, kind):
 # --- Parity with transformers ---------------------------------------------------------------------
 
 SIZES = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20)
+MODERN = dict(
+    SIZES, num_attention_heads=2, num_hidden_layers=4, local_attention=8, norm_eps=0.01,
+    cls_token_id=2, bos_token_id=2, sep_token_id=3, eos_token_id=3,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+)  # fmt: skip
+BIASED = {
+    **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True),
+    "hidden_activation": "gelu_new", "classifier_activation": "gelu_new",
+}  # fmt: skip
 MODELS = {
     "Roberta": ("roberta", dict(**SIZES, type_vocab_size=1, layer_norm_eps=1e-5)),
     "XLMRoberta": ("xlm-roberta", dict(**SIZES, type_vocab_size=1)),
@@ -154,18 +171,21 @@ MODELS = {
     "Bert": ("wordpiece", SIZES),
     "DistilBert": ("wordpiece", dict(dim=12, n_layers=2, n_heads=3, hidden_dim=20)),
     "Electra": ("wordpiece", dict(**SIZES, embedding_size=8)),
+    "ModernBert": ("wordpiece", MODERN),
 }
-HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
+HEADS = ("SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")
+CLASSES = ("Model", "ForMaskedLM", *(f"For{head}" for head in HEADS))
 CASES = [
-    *(("Bert", head) for head in ("Model", "ForPreTraining", "ForMaskedLM", "LMHeadModel", *HEADS)),
-    ("Bert", "ForNextSentencePrediction"), ("Bert", "ForQuestionAnswering"),
-    *(("Roberta", head) for head in ("Model", "ForMaskedLM", *HEADS, "ForQuestionAnswering")),
-    ("XLMRoberta", "ForMaskedLM"), ("XLMRoberta", "ForSequenceClassification"),
-    ("Camembert", "ForMaskedLM"),
-    *(("DistilBert", head) for head in ("Model", "ForMaskedLM", *HEADS, "ForQuestionAnswering")),
-    *(("Electra", h) for h in ("Model", "ForPreTraining", "ForMaskedLM", *HEADS)),
-    ("Electra", "ForQuestionAnswering"),
+    *itertools.product(("Bert", "Roberta", "DistilBert", "Electra", "ModernBert"), CLASSES),
+    ("Bert", "ForPreTraining"), ("Bert", "ForNextSentencePrediction"), ("Bert", "LMHeadModel"),
+    ("XLMRoberta", "ForMaskedLM"), ("Camembert", "ForMaskedLM"), ("Electra", "ForPreTraining"),
 ]  # fmt: skip
+CHANGES = {
+    ("Bert", "LMHeadModel"): {"is_decoder": True},
+    ("ModernBert", "Model"): {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    ("ModernBert", "ForMaskedLM"): BIASED | {"tie_word_embeddings": False, "decoder_bias": False},
+    ("ModernBert", "ForSequenceClassification"): BIASED | {"classifier_pooling": "mean"},
+}
 
 
 def their_model(folder, prefix, rest, tokenizers, kind=None):
@@ -176,14 +196,18 @@ def their_model(folder, prefix, rest, tokenizers, kind=None):
         ids = {word: i for i, word in enumerate(WORDS)}
         name = "DistilBertTokenizer" if prefix == "DistilBert" else "BertTokenizer"
         tokenizer = getattr(transformers, name)(vocab=ids)
+        if prefix == "ModernBert":
+            tokenizer.model_input_names = ["input_ids", "attention_mask"]
         tokenizer.save_pretrained(folder)
     else:
         shutil.copytree(tokenizers / kind, folder, dirs_exist_ok=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    special = LABELS if rest.endswith("Classification") else {}
-    special |= {"is_decoder": True} if rest == "LMHeadModel" else {}
+    changes = {
+        **(LABELS if rest.endswith("Classification") else {}),
+        **CHANGES.get((prefix, rest), {}),
+    }
     config = getattr(transformers, f"{prefix}Config")(
-        **settings, **special,
+        **settings, **changes,
         vocab_size=len(tokenizer), max_position_embeddings=34, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = getattr(transformers, prefix + rest)(config).eval()
@@ -203,22 +227,25 @@ def run(config, params, *args, method=None):
 
 
 def batch(vocab, tokenizer):
-    """Return two text pairs as (tokens, layout, transformers' inputs, mask of real tokens)."""
+    """Return two text pairs as one packed row (tokens, layout), and as transformers' inputs.
+
+    The last result is the mask of real tokens in transformers' rows.
+    """
     pairs = [("the cats sat, on a mat", "a dog ran."), ("A mat", "the cat!")]
     theirs = tokenizer([a for a, _ in pairs], [b for _, b in pairs], padding=True)
     theirs = transformers.BatchEncoding(theirs, tensor_type="pt")
     encoded = [vocab.encode(a, b) for a, b in pairs]
     real = theirs["attention_mask"].numpy() == 1
     assert [ids[r].tolist() for ids, r in zip(theirs["input_ids"], real, strict=True)] == encoded
-    length = real.sum(1, keepdims=True)
-    first = [[1 + len(vocab.encode(a)) - 2 + len(vocab.separator_ids)] for a, _ in pairs]
-    layout = rows.layout(length, np.array(first), real.shape[1])
-    tokens = jnp.asarray(theirs["input_ids"].numpy())
-    return tokens, rows.Layout(*map(jnp.asarray, layout)), theirs, real
+    first = [[1 + len(vocab.encode(a)) - 2 + len(vocab.separator_ids) for a, _ in pairs]]
+    tokens, length = np.concatenate(encoded)[None], np.array([[len(ids) for ids in encoded]])
+    layout = rows.layout(length, np.array(first), tokens.shape[1])
+    return jnp.asarray(tokens), rows.Layout(*map(jnp.asarray, layout)), theirs, real
 
 
 @pytest.mark.parametrize(("prefix", "rest"), CASES)
 def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers, prefix, rest):
+    """Our sequences are packed into one row."""
     model, tokenizer = their_model(tmp_path / "in", prefix, rest, tokenizers)
     config, vocab, params, about = source.read(str(tmp_path / "in"))
     assert about["left_out"] == []
@@ -229,12 +256,11 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
         expected = model(**theirs, output_hidden_states=True)
     states = run(config, params, tokens, layout, method=Bert.hidden_states)
     for ours, state in zip(states[1:], expected.hidden_states[1:], strict=True):
-        np.testing.assert_allclose(ours[real], state[real], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(ours[0], state[real], rtol=0, atol=1e-5)
     if rest == "Model":
         got = {"last_hidden_state": states[-1]}
         if config.model.has_pooler:
-            pooled = run(config, params, states[-1], layout.cls, method=Bert.pool)
-            got = {"pooler_output": pooled[:, 0]}
+            got = {"pooler_output": run(config, params, states[-1], layout.cls, method=Bert.pool)}
     elif config.model.replaced_token:
         got = {"logits": run(config, params, tokens, layout, method=Bert.replaced_token_logits)}
     elif config.model.head:
@@ -245,15 +271,14 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
         if rest.endswith("Classification"):
             assert config.model.labels == ("no", "maybe", "yes")
     else:
-        positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+        positions = jnp.arange(tokens.shape[1])[None]
         words, following = run(config, params, tokens, layout, positions)
         got = {"logits": following if words is None else words}
         if rest == "ForPreTraining":
             got = {"prediction_logits": words, "seq_relationship_logits": following}
     for key, value in got.items():
-        value, other = np.asarray(value).squeeze(), expected[key].numpy().squeeze()
-        if value.shape[:2] == tokens.shape:
-            value, other = value[real], other[real]
+        value, other = np.asarray(value[0]), expected[key].numpy()
+        other = other[real] if other.shape[:2] == real.shape else other
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=key)
 
     export(str(tmp_path / "in"), tmp_path / "out")
@@ -262,6 +287,9 @@ def test_outputs_equal_transformers_and_tensors_round_trip(tmp_path, tokenizers,
     for name, value in before.items():
         np.testing.assert_array_equal(value, after[name], err_msg=name)
     again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    ours, reference = again.config.to_dict(), model.config.to_dict()
+    differing = {key for key, value in reference.items() if ours.get(key) != value}
+    assert differing <= {"_name_or_path", "label2id"}
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     with torch.no_grad():
         repeated = again.eval()(**theirs)
@@ -296,7 +324,7 @@ def test_second_text_has_type_0_if_the_tokenizer_gives_none(tmp_path, tokenizers
     for one in (model, type(model).from_pretrained(tmp_path / "out").eval()):
         with torch.no_grad():
             expected = one(**theirs).logits
-        np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(logits[0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -323,33 +351,39 @@ def test_allow_missing_takes_all_parts(capsys, tmp_path):
     assert "no checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("prefix", ["Roberta", "DistilBert", "Electra"])
+@pytest.mark.parametrize("prefix", ["Roberta", "DistilBert", "Electra", "ModernBert"])
 def test_masked_lm_loss_and_gradients_equal_transformers(tmp_path, tokenizers, prefix):
     model, tokenizer = their_model(tmp_path, prefix, "ForMaskedLM", tokenizers)
     config, vocab, params, _ = source.read(str(tmp_path))
     tokens, layout, theirs, real = batch(vocab, tokenizer)
-    targets = np.where(real & (np.arange(tokens.shape[1]) % 3 == 1), np.asarray(tokens), -100)
-    reference = model(**theirs, labels=torch.tensor(targets, dtype=torch.long)).loss
-    reference.backward()
-    positions = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+    model.set_attn_implementation("eager")
+    is_target = real & (np.arange(real.shape[1]) % 3 == 1)
+    targets = torch.where(torch.tensor(is_target), theirs["input_ids"], -100)
+    reference = model(**theirs, labels=targets, output_attentions=True)
+    reference.loss.backward()
+    maps = run(config, params, tokens, layout, method=Bert.attention_probabilities)
+    for ours, layer in zip(maps, reference.attentions, strict=True):
+        start = 0
+        for weights, inside in zip(layer.detach().numpy(), real, strict=True):
+            end = start + inside.sum()
+            expected = weights[:, inside][:, :, inside]
+            np.testing.assert_allclose(ours[0, :, start:end, start:end], expected, atol=1e-5)
+            start = end
+    positions, weights = jnp.arange(tokens.shape[1])[None], jnp.float32(is_target[real])[None]
 
     def loss(params):
         logits = Bert(config.model).apply({"params": params}, tokens, layout, positions)[0]
-        weights = jnp.asarray(targets != -100, jnp.float32)
-        total, weight = losses.cross_entropy(logits, jnp.maximum(targets, 0), weights)
+        total, weight = losses.cross_entropy(logits, tokens, weights)
         return total / weight
 
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
-    np.testing.assert_allclose(value, reference.item(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(value, reference.loss.item(), rtol=0, atol=1e-5)
     expected = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-    _, mine = FAMILIES[config.model.family].to_theirs(
-        {"max_position_embeddings": 34, "pad_token_id": vocab.pad_id},
-        to_huggingface(grads, config.model),
-    )
-    words = next(name for name in expected if "word_embeddings" in name)
+    settings = huggingface_config(config.model, vocab)
+    _, mine = FAMILIES[config.model.family].to_theirs(settings, to_huggingface(grads, config.model))
     for name, value in mine.items():
         other = expected.get(name, expected.get(name.replace("decoder.bias", "bias")))
-        if name == words:  # padding_idx has no gradient in PyTorch
+        if "word_embeddings" in name or "tok_embeddings" in name:  # PyTorch skips the padding_idx
             value, other = np.delete(value, vocab.pad_id, 0), np.delete(other, vocab.pad_id, 0)
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-5, err_msg=name)
 
@@ -375,15 +409,8 @@ def test_prepared_rows_and_fill_mask_equal_transformers(tokenizers, tmp_path):
     assert made == {tuple(tokenizer(" ".join(sentences))["input_ids"])}
     # A model may have more embeddings than its tokenizer has tokens; its rows have its vocabulary.
     padded = vocabulary.load(folder).resized(400)
-    prepare.prepare(
-        [str(tmp_path / "text.txt")], padded, str(tmp_path / "padded"), tokens=64, sequences=2,
-        pairs="none", workers=1,
-    )  # fmt: skip
-    config = load(
-        ["--config=configs/pretrain.py:L1-H8-A2,64", "--config.model.next_sentence=false"]
-    )
-    config.phases[0].rows = str(tmp_path / "padded")
-    assert pretraining.make_phases(config)[1] == padded
+    padded.save(tmp_path / "padded")
+    assert vocabulary.load(tmp_path / "padded") == padded
     text = "a dog <mask> on the mat"
     fill = transformers.pipeline("fill-mask", str(folder), top_k=4)
     (candidates,) = MaskFiller(source.open_model(str(folder)))(text, 4)
@@ -414,13 +441,12 @@ def test_squad_answers_without_spaces_around_them(tokenizers, kind, context, ans
     assert dataset.predict("train", [logits])["q"].answer == answer
 
 
-def test_case_of_a_run_with_a_tokenizer_cannot_be_changed(tokenizers, monkeypatch):
+def test_case_of_a_run_with_a_tokenizer_cannot_be_changed(tokenizers, tmp_path, monkeypatch):
     vocab = vocabulary.load(tokenizers / "roberta")
     monkeypatch.setattr(source.workdir, "holds_run", lambda _: True)
     monkeypatch.setattr(source.workdir, "read_vocabulary", lambda _: vocab)
-    assert source.open_vocabulary("run") == vocab
-    with pytest.raises(UserError, match="--uncased"):
-        source.open_vocabulary("run", lowercase=True)
+    assert source.open_vocabulary(str(tmp_path)) == vocab
+    assert "--uncased" in error_of(source.open_vocabulary, str(tmp_path), lowercase=True)
 
 
 def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
@@ -432,10 +458,39 @@ def test_two_segments_are_refused_if_the_tokenizer_has_no_token_types(
     )
     opened = source.OpenModel(Config(model=model), vocab, random_params(model), 0)
     monkeypatch.setattr(export_lib, "open_model", lambda *_: opened)
-    with pytest.raises(UserError, match="segments"):
-        export("run", tmp_path / "out")
+    assert "segments" in export_refusal("run", tmp_path / "out")
     export("run", tmp_path / "encoder", heads="none")
-    with pytest.raises(UserError, match="segments"):
-        train.finetune(
-            FinetuneConfig(), "none", tmp_path / "w", vocab=str(tokenizers / "xlm-roberta")
-        )
+    start, folder = ("none", tmp_path / "w"), str(tokenizers / "xlm-roberta")
+    assert "segments" in error_of(train.finetune, FinetuneConfig(), *start, vocab=folder)
+
+
+def modernbert_settings(**changes):
+    """Convert settings in the format of the first transformers version with ModernBERT."""
+    first = {
+        "model_type": "modernbert", "num_hidden_layers": 22, "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "local_attention": 128,
+        "attention_bias": False, "mlp_bias": False, "classifier_bias": False, "norm_bias": False,
+    }  # fmt: skip
+    return FAMILIES["modernbert"].to_ours(first | changes, {})[0]
+
+
+def test_modernbert_configs_of_both_versions_are_read():
+    assert modernbert_settings()["global_attn_every_n_layers"] == 3
+    assert modernbert_settings(local_rope_theta=None)["local_rope_theta"] == 0
+    kinds = ["full_attention", *["sliding_attention"] * 3] * 2
+    assert modernbert_settings(layer_types=kinds)["global_attn_every_n_layers"] == 4
+    rope = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}}
+    read = modernbert_settings(rope_parameters=rope)
+    assert (read["global_rope_theta"], read["local_rope_theta"]) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
+    ],
+)
+def test_unsupported_modernbert_settings_are_refused(changes, key):
+    assert key in error_of(modernbert_settings, **changes)
