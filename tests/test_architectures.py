@@ -70,9 +70,6 @@ LLAMA = PRE | {
 }
 
 
-# --- Parity ---------------------------------------------------------------------------------------
-
-
 def kernel(params, *paths):
     """Return kernels as the weight of one torch.nn.Linear; several paths are concatenated."""
     kernels = []
@@ -252,9 +249,6 @@ def test_alibi_slopes_match_mpt(heads):
     np.testing.assert_allclose(alibi_slopes(heads), theirs, rtol=1e-6)
 
 
-# --- Packing and execution modes ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -317,30 +311,6 @@ def test_scan_traces_a_layer_group_once():
     assert products(13) == products(4) < products(6)
 
 
-# --- Parameters -----------------------------------------------------------------------------------
-
-
-def test_options_create_only_the_parameters_they_use():
-    bert_paths, paths = (
-        flat(shapes(make_config())).keys(),
-        flat(shapes(make_config(**MODERN))).keys(),
-    )
-    assert {p for p in paths if p.endswith("bias")} == {"masked_lm/bias"}
-    assert "encoder/layer_0/attention/norm/scale" not in paths
-    new = {f"encoder/layer_{i}/feed_forward/gate/kernel" for i in range(2)} | {"encoder/norm/scale"}
-    assert paths - bert_paths == new
-    assert {"embeddings/position/embedding", "embeddings/segment/embedding"} <= bert_paths - paths
-    paths = flat(shapes(make_config(**LLAMA))).keys()
-    assert "embeddings/norm/scale" not in paths
-    assert "masked_lm/bias" not in paths
-    assert "encoder/layer_0/attention/query_norm/scale" in paths
-    head = make_config(head="token", labels=("a", "b"), head_layer="transform", next_sentence=False)
-    added = flat(bert.shapes(head)).keys() - bert_paths
-    assert {p for p in added if p.startswith(("head", "pooler"))} == {
-        "head/norm/bias", "head/norm/scale", "head/transform/bias", "head/transform/kernel",
-    }  # fmt: skip
-
-
 def test_weight_decay_sharding_and_lr_of_norms_and_gates():
     params = shapes(make_config(**LLAMA))
     decays = flat(optim.decay_mask(params))
@@ -354,9 +324,6 @@ def test_weight_decay_sharding_and_lr_of_norms_and_gates():
     factors = flat(optim.learning_rate_multipliers(config, params))
     assert factors[f"{layer}/gate/kernel"] == 0.5
     assert factors["encoder/norm/scale"] == 1
-
-
-# --- Sizes ----------------------------------------------------------------------------------------
 
 
 def multiplications(jaxpr):
@@ -386,9 +353,6 @@ def test_flops_and_parameter_count_match_the_program(changes):
     program = jax.make_jaxpr(jax.grad(lambda p: loss_of(config)(p, batch)[0]))(params)
     assert multiplications(program.jaxpr) == flops_per_row(config, 32, 2, 6)
     assert parameter_count(shapes(padded), padded) == sum(x.size for x in jax.tree.leaves(params))
-
-
-# --- Validation and named sizes -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

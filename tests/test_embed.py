@@ -7,7 +7,6 @@ import gzip
 import io
 import itertools
 import json
-import lzma
 import types
 
 import jax
@@ -108,9 +107,6 @@ def close(got, expected, tolerance=1e-5):
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
-# --- Vectors --------------------------------------------------------------------------------------
-
-
 def test_hidden_states_of_every_layer_equal_transformers():
     texts = mixed(24)
     make = embedder(pooling="none", layers="0,1,2,3,4")
@@ -196,9 +192,6 @@ def test_bfloat16_vectors_are_close_and_returned_as_float32():
     close(got, reference(text)[-1].mean(0), 0.1)
 
 
-# --- Long texts -----------------------------------------------------------------------------------
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
 def test_windows_cover_the_text_with_maximal_context(length, room, data):
@@ -253,9 +246,6 @@ def test_long_texts_are_truncated_or_windowed():
     assert tokens.tolist() == VOCABULARY.encode(texts[1])
     content = [x[1:-1] for x in counted]
     close(vectors, np.concatenate([parts[0][:1], *content, parts[-1][-1:]]))
-
-
-# --- Streaming ------------------------------------------------------------------------------------
 
 
 def test_texts_are_streamed_into_full_rows(monkeypatch):
@@ -315,9 +305,7 @@ def write_parquet(path, **columns):
     [
         (".txt", bytes),
         (".txt.gz", gzip.compress),
-        (".jsonl", bytes),
         (".jsonl.bz2", bz2.compress),
-        (".jsonl.xz", lzma.compress),
         (".jsonl.zst", zstandard.ZstdCompressor().compress),
     ],
 )
@@ -398,9 +386,6 @@ def test_npy_header_is_updated_for_many_texts(tmp_path):
     (tmp_path / "many.txt").write_text("w1\n" * 1234)
     embed_file(embedder(), tmp_path / "many.txt", tmp_path / "many.npy")
     assert np.load(tmp_path / "many.npy").shape == (1234, MODEL.hidden)
-
-
-# --- Errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

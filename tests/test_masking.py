@@ -194,9 +194,6 @@ def test_masks_do_not_depend_on_the_number_of_devices(changes):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-# --- Whole words ----------------------------------------------------------------------------------
-
-
 def words_of(tokens, n, a, start, pieces):
     """Return the words of a sequence as lists of positions; a segment boundary ends a word."""
     words = []
@@ -212,41 +209,46 @@ def words_of(tokens, n, a, start, pieces):
     return words
 
 
+def assert_masked(got, batch, choose):
+    """Compare the masked positions with `choose(row, words, num_predictions, start of text B)`."""
+    tokens, length, a_length = batch
+    for row in range(len(tokens)):
+        chosen, start = [], 0
+        for n, a in zip(length[row].tolist(), a_length[row].tolist(), strict=True):
+            num_predictions = min(max(1, round(0.3 * n)), n - 2) if n else 0
+            words = words_of(tokens[row], n, a, start, 25)
+            chosen += sorted(choose(row, words, num_predictions, start + a))
+            start += n
+        positions = np.array(got.positions[row])[np.array(got.weights[row]) > 0]
+        assert positions.tolist() == chosen
+
+
 @pytest.fixture(scope="module")
-def mask_words():
-    return run(make_masker(pieces=25, whole_word=True, rate=0.3))
+def maskers():
+    """Maskers of 30% by (whether words are masked whole, longest span)."""
+    common = {"pieces": 25, "rate": 0.3}
+    return {
+        (whole, span): run(make_masker(whole_word=whole, span=span, **common))
+        for whole, span in ((True, 0), (False, 4), (True, 4))
+    }
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31))
-def test_whole_words_match_a_greedy_walk(mask_words, seed):
-    pieces = 25
-    tokens, length, a_length = random_rows(np.random.default_rng(seed))
-    key = jax.random.key(seed)
-    got = mask_words(*map(jnp.asarray, (tokens, length, a_length)), key)
-    draw = np.array(jax.random.uniform(jax.random.split(key, 3)[0], tokens.shape))
-    for row in range(len(tokens)):
-        chosen, start = set(), 0
-        for n, a in zip(length[row].tolist(), a_length[row].tolist(), strict=True):
-            left = min(max(1, round(0.3 * n)), n - 2) if n else 0
-            words = words_of(tokens[row], n, a, start, pieces)
-            for word in sorted(words, key=lambda word: draw[row, word[0]]):
-                if len(word) <= left:
-                    chosen.update(word)
-                    left -= len(word)
-            start += n
-        weights, positions = np.array(got.weights[row]), np.array(got.positions[row])
-        assert positions[weights > 0].tolist() == sorted(chosen)
+def test_whole_words_match_a_greedy_walk(maskers, seed):
+    batch, key = random_rows(np.random.default_rng(seed)), jax.random.key(seed)
+    got = maskers[True, 0](*batch, key)
+    draw = np.array(jax.random.uniform(jax.random.split(key, 3)[0], batch[0].shape))
 
+    def choose(row, words, left, start_b):
+        chosen = []
+        for word in sorted(words, key=lambda word: draw[row, word[0]]):
+            if len(word) <= left:
+                chosen += word
+                left -= len(word)
+        return chosen
 
-# --- Spans ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def mask_spans():
-    """Span maskers by whether spans consist of whole words."""
-    common = {"pieces": 25, "rate": 0.3, "span": 4}
-    return {words: run(make_masker(whole_word=words, **common)) for words in (False, True)}
+    assert_masked(got, batch, choose)
 
 
 def masked_spans(words, num_predictions, draw, lengths):
@@ -266,31 +268,26 @@ def masked_spans(words, num_predictions, draw, lengths):
             continue
         for word in run[i : i + lengths[run[i][0]]]:
             chosen += [place for place in word if place not in chosen]
-    return sorted(chosen[:num_predictions])
+    return chosen[:num_predictions]
 
 
 @pytest.mark.parametrize("whole_word", [False, True])
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31))
-def test_spans_match_a_walk_over_random_starts(mask_spans, whole_word, seed):
-    tokens, length, a_length = random_rows(np.random.default_rng(seed))
-    key = jax.random.key(seed)
-    got = mask_spans[whole_word](*map(jnp.asarray, (tokens, length, a_length)), key)
+def test_spans_match_a_walk_over_random_starts(maskers, whole_word, seed):
+    batch, key = random_rows(np.random.default_rng(seed)), jax.random.key(seed)
+    got, shape = maskers[whole_word, 4](*batch, key), batch[0].shape
     order_key, length_key = jax.random.split(jax.random.split(key, 3)[0])
-    draw = np.array(jax.random.uniform(order_key, tokens.shape))
-    lengths = np.array(span_lengths(length_key, tokens.shape, MaskingConfig(span=4)))
-    for row in range(len(tokens)):
-        chosen, start = [], 0
-        for n, a in zip(length[row].tolist(), a_length[row].tolist(), strict=True):
-            left = min(max(1, round(0.3 * n)), n - 2) if n else 0
-            runs = [[], []]
-            for word in words_of(tokens[row], n, a, start, 25):
-                pieces = [word] if whole_word else [[place] for place in word]
-                runs[word[0] - start >= a] += pieces
-            chosen += masked_spans(runs, left, draw[row], lengths[row])
-            start += n
-        weights, positions = np.array(got.weights[row]), np.array(got.positions[row])
-        assert positions[weights > 0].tolist() == chosen
+    draw = np.array(jax.random.uniform(order_key, shape))
+    lengths = np.array(span_lengths(length_key, shape, MaskingConfig(span=4)))
+
+    def choose(row, words, num_predictions, start_b):
+        runs = [[], []]
+        for word in words:
+            runs[word[0] >= start_b] += [word] if whole_word else [[place] for place in word]
+        return masked_spans(runs, num_predictions, draw[row], lengths[row])
+
+    assert_masked(got, batch, choose)
 
 
 def test_span_lengths_match_spanbert():
@@ -321,9 +318,6 @@ def test_tokens_of_a_span_are_replaced_alike():
                 assert masked.all() or same.all() or masked.mean() < 0.7
     share = {kind: count / sum(kinds.values()) for kind, count in kinds.items()}
     assert all(abs(share[kind] - p) < 0.05 for kind, p in zip(kinds, (0.8, 0.1, 0.1), strict=True))
-
-
-# --- Changing mask rate ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rates", [(0.3, 0.15), (0.15, 0.3)])
@@ -366,9 +360,6 @@ def test_training_batches_hold_their_prediction_counts(rows):
         assert "num_predictions" not in next(phase.heldout(0, 1))
         inputs = phase.objective.prepare(jax.tree.map(jnp.asarray, batch), jax.random.key(0))
         assert float(inputs.masked.weights.sum()) == batch["num_predictions"].sum()
-
-
-# --- Next tokens ----------------------------------------------------------------------------------
 
 
 def test_every_token_with_a_successor_predicts_it():
