@@ -261,14 +261,15 @@ def test_finetuning_logit_loss_matches_pytorch(head, kind):
     config, teacher = model_config(dataset, layers=1), model_config(dataset)
     distill = DistillConfig(teacher="x", labels=0.5, temperature=2.0)
     objective, inputs, both = make_finetuning(dataset, config, teacher, distill)
-    terms = objective.loss_terms(both, inputs, None)
+    terms = jax.jit(objective.loss_terms)(both, inputs, None)
     weights = np.array(objective.loss_weights(inputs))
-    student, taught = (
-        torch.tensor(np.array(Bert(m).apply(
-            {"params": p}, inputs.tokens, inputs.layout, method=Bert.classify
-        )))
+    logits = (
+        jax.jit(functools.partial(Bert(m).apply, method=Bert.classify))(
+            {"params": p}, inputs.tokens, inputs.layout
+        )
         for m, p in ((config, student_params(both)), (teacher, both["teacher"]))
-    )  # fmt: skip
+    )
+    student, taught = (torch.tensor(np.array(x)) for x in logits)
     if kind == "number":
         each = ((student - taught) ** 2)[..., 0]
     else:
@@ -305,7 +306,7 @@ def test_finetuning_hidden_and_relation_losses():
     objective, inputs, both = make_finetuning(dataset, config, teacher, distill)
     plain, *_ = make_finetuning(dataset, config, teacher, DistillConfig(teacher="x"))
     key = jax.random.key(3)
-    terms, others = (one.loss_terms(both, inputs, key) for one in (objective, plain))
+    terms, others = (jax.jit(x.loss_terms)(both, inputs, key) for x in (objective, plain))
     for name in others:  # with equal dropout
         np.testing.assert_allclose(terms[name], others[name], rtol=1e-5, err_msg=name)
     assert {*terms} - {*others} == {distillation.HIDDEN, distillation.RELATIONS}

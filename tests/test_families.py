@@ -14,6 +14,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from bert_jax import cli, train
+from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, FinetuneConfig, TaskConfig
 from bert_jax.convert import export as export_lib
 from bert_jax.convert import source
@@ -25,7 +26,7 @@ from bert_jax.data.loader import Rows, batches
 from bert_jax.data.vocabulary import TokenizerVocabulary
 from bert_jax.inference.fill_mask import MaskFiller
 from bert_jax.model.bert import Bert
-from bert_jax.objectives import losses
+from bert_jax.objectives import losses, pretraining
 from bert_jax.tasks.squad import Squad
 from tests.helpers.checkpoints import (
     WORDS,
@@ -392,19 +393,25 @@ def test_prepared_row_holds_the_ids_of_a_document(tokenizers, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers / "roberta")
     sentences = ["The cats sat on a mat.", "A dog ran; it didn't move.", "The mat was red."]
     (tmp_path / "text.txt").write_text("\n".join(sentences))
-    prepare.prepare(
-        [str(tmp_path / "text.txt")], str(tokenizers / "roberta"), str(tmp_path / "rows"),
-        tokens=64, sequences=2, pairs="none", heldout_fraction=0.0, short_fraction=0.0, workers=1,
-    )  # fmt: skip
-    opened = Rows(str(tmp_path / "rows"), "train")
+
+    def prepared(name, vocab):
+        prepare.prepare(
+            [str(tmp_path / "text.txt")], vocab, str(tmp_path / name), tokens=64, sequences=2,
+            pairs="none", heldout_fraction=0.0, short_fraction=0.0, workers=1,
+        )  # fmt: skip
+        return str(tmp_path / name)
+
+    opened = Rows(prepared("rows", str(tokenizers / "roberta")), "train")
     (made,) = batches(opened, opened.manifest.train.rows, 0, 0, 1, 0, 1)
     assert len(made["tokens"]) == 1
     (length,) = made["length"][made["length"] > 0].tolist()
     assert made["tokens"][0, :length].tolist() == tokenizer(" ".join(sentences))["input_ids"]
     # A model may have more embeddings than its tokenizer has tokens; its rows have its vocabulary.
     padded = vocabulary.load(tokenizers / "roberta").resized(400)
-    padded.save(tmp_path / "padded")
-    assert vocabulary.load(tmp_path / "padded") == padded
+    flags = ["--config=configs/pretrain.py:L1-H8-A2,64", "--config.model.next_sentence=false"]
+    config = load(flags)
+    config.phases[0].rows = prepared("padded", padded)
+    assert pretraining.make_phases(config)[1] == padded
 
 
 @pytest.mark.parametrize(
