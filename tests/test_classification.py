@@ -1,7 +1,6 @@
 """User tables for classification, regression and multiple choice: parsing, metrics, errors."""
 
 import csv
-import dataclasses
 import io
 import json
 import math
@@ -22,15 +21,10 @@ from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
-from bert_jax.tasks import metrics
+from bert_jax.tasks import metrics, tables
 from bert_jax.tasks.base import FinetuneDataset
 from bert_jax.tasks.swag import MultipleChoice
-from bert_jax.tasks.tables import (
-    Classification,
-    _is_labeled,
-    draw_confusion,
-    probabilities,
-)
+from bert_jax.tasks.tables import Classification, _is_labeled, probabilities
 
 WORDS = [f"w{i}" for i in range(30)]
 VOCABULARY = Vocabulary((*SPECIAL, *WORDS), True)
@@ -42,9 +36,15 @@ def write(path, lines):
     return str(path)
 
 
-def made(folder):
+def json_lines(path, *rows):
+    return write(path, map(json.dumps, rows))
+
+
+def written(dataset, split, logits, folder):
+    """Write predictions to a new folder; return the names and the content of its files."""
     folder.mkdir()
-    return folder
+    dataset.write(split, list(np.array(logits)), folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def task(
@@ -60,11 +60,9 @@ def words(ids):
     return " ".join(VOCABULARY.tokens[i] for i in ids)
 
 
-def refused(config, says, *rest, **more):
-    with pytest.raises(UserError) as error:
-        Classification(config, VOCABULARY, *rest, **more)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
+def refused(config, key, dataset=Classification, **more):
+    with pytest.raises(UserError, match=key):
+        dataset(config, VOCABULARY, **more)
 
 
 # --- Reading --------------------------------------------------------------------------------------
@@ -106,13 +104,11 @@ def test_numeric_labels_are_sorted_by_value(tmp_path):
 
 
 def test_json_and_parquet_labels_become_strings(tmp_path):
-    values = [True, False, 3, 4.0, "x "]
-    lines = [json.dumps({"text": "w1", "label": value}) for value in values]
-    config = TaskConfig(train=write(tmp_path / "a.jsonl", lines))
+    rows = [{"text": "w1", "label": value} for value in (True, False, 3, 4.0, "x ")]
+    config = TaskConfig(train=json_lines(tmp_path / "a.jsonl", *rows))
     assert Classification(config, VOCABULARY).labels == ("3", "4", "false", "true", "x")
-    parquet.write_table(
-        pyarrow.table({"text": ["w1", "w2"], "label": [1.0, 0.0]}), tmp_path / "a.parquet"
-    )
+    table = pyarrow.table({"text": ["w1", "w2"], "label": [1.0, 0.0]})
+    parquet.write_table(table, tmp_path / "a.parquet")
     dataset = Classification(TaskConfig(train=str(tmp_path / "a.parquet")), VOCABULARY)
     assert dataset.labels == ("0", "1")
     assert dataset.splits["train"].targets["label"].tolist() == [1, 0]
@@ -128,70 +124,52 @@ def test_label_names_from_config_or_file(tmp_path, as_file):
 
 
 def test_multilabel_table(tmp_path):
-    rows = [
-        {"text": "w1", "label": ["b", "a, c"]},
-        {"text": "w2", "label": []},
-        {"text": "w3", "label": "b| d"},
-        {"text": "w3", "label": "d"},
-    ]
-    config = TaskConfig(
-        train=write(tmp_path / "a.jsonl", map(json.dumps, rows)), objective="classes"
-    )
+    labels = {"w1": ["b", "a, c"], "w2": [], "w3": "b| d", "w4": "d"}
+    rows = [{"text": text, "label": label} for text, label in labels.items()]
+    config = TaskConfig(train=json_lines(tmp_path / "a.jsonl", *rows), objective="classes")
     dataset = Classification(config, VOCABULARY)
     assert dataset.labels == ("a, c", "b", "d")
     targets = dataset.splits["train"].targets["label"]
     assert targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 0, 1]]
     assert targets.dtype == np.float32
     assert "'a, c' is read as one label" in dataset.report[0]
-    cells = Classification(
-        task(tmp_path, ["w1\ta|b", "w2\t", "w3\tb"], objective="classes"), VOCABULARY
-    )
+    config = task(tmp_path, ["w1\ta|b", "w2\t", "w3\tb"], objective="classes")
+    cells = Classification(config, VOCABULARY)
     assert cells.splits["train"].targets["label"].tolist() == [[1, 1], [0, 0], [0, 1]]
-    logits = [[3.0, 1.0], [-1.0, -1.0], [0.1, 2.0]]
-    score = cells.score("train", list(np.array(logits, np.float32)))
+    logits = np.array([[3.0, 1.0], [-1.0, -1.0], [0.1, 2.0]])
     # All 3 true labels are predicted, 3 of 4 predicted ones are true; "a" has F1 2/3, "b" 1.
-    assert score["micro_f1"] == pytest.approx(6 / 7)
-    assert score["macro_f1"] == pytest.approx(5 / 6)
-    assert score["exact_match"] == pytest.approx(2 / 3)
-    cells.write("train", list(np.array(logits)), tmp_path)
-    results = [line.split("\t") for line in (tmp_path / "predictions.tsv").read_text().splitlines()]
-    assert [row[:2] for row in results] == [
-        ["index", "label"],
-        ["0", "a|b"],
-        ["1", ""],
-        ["2", "a|b"],
-    ]
+    expected = {"micro_f1": 6 / 7, "macro_f1": 5 / 6, "exact_match": 2 / 3}
+    assert cells.score("train", list(logits)) == pytest.approx(expected)
+    predictions = written(cells, "train", logits, tmp_path / "out")["predictions.tsv"].decode()
+    results = [line.split("\t") for line in predictions.splitlines()]
+    labels = [row[:2] for row in results]
+    assert labels == [["index", "label"], ["0", "a|b"], ["1", ""], ["2", "a|b"]]
     assert float(results[1][2]) == pytest.approx(1 / (1 + np.exp(-3)), abs=1e-6)
 
 
 def test_regression_table(tmp_path):
     rows = ["w1\t1", "w2\t-2.5", "w3\t1e1"]
-    dataset = Classification(
-        task(tmp_path, rows, objective="number", header="text\tgrade", label="grade"), VOCABULARY
-    )
+    config = task(tmp_path, rows, objective="number", header="text\tgrade", label="grade")
+    dataset = Classification(config, VOCABULARY)
     assert dataset.labels == ("grade",)
     assert dataset.splits["train"].targets["label"].dtype == np.float32
     logits = [np.array([x], np.float32) for x in (2.0, 0.0, 3.0)]
     score = dataset.score("train", logits)
     assert score["spearman"] == pytest.approx(1)
     assert score["mean_squared_error"] == pytest.approx((1 + 6.25 + 49) / 3)
-    dataset.write("train", logits, made(tmp_path / "new"))
-    out = tmp_path / "new"
-    assert (out / "predictions.tsv").read_text() == "index\tgrade\n0\t2\n1\t0\n2\t3\n"
-    assert (out / "scatter.png").read_bytes().startswith(PNG)
+    files = written(dataset, "train", logits, tmp_path / "out")
+    assert files["predictions.tsv"] == b"index\tgrade\n0\t2\n1\t0\n2\t3\n"
+    assert files["scatter.png"].startswith(PNG)
 
 
 def test_test_split_may_lack_labels(tmp_path):
     config = task(tmp_path, dev=["w9\tno"])
     config.test = write(tmp_path / "test.tsv", ["text", "w5", "w6"])
-    dataset = Classification(config, VOCABULARY)
-    assert dataset.splits["test"].targets["label"].tolist() == [NO_EXAMPLE] * 2
-    assert dataset.score("test", list(np.zeros((2, 2)))) == {}
-    dataset.write("test", list(np.zeros((2, 2))), made(tmp_path / "out"))
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
+    assert set(Classification(config, VOCABULARY).splits) == {"train", "dev", "test"}
     # Only labelled examples are scored.
     config.test = write(tmp_path / "test.tsv", ["text\tlabel", "w5\tno", "w6\t", "w7\tno"])
     dataset = Classification(config, VOCABULARY, training=False)
+    assert dataset.splits["test"].targets["label"].tolist() == [0, NO_EXAMPLE, 0]
     assert dataset.score("test", list(np.array([[1, 0], [0, 1], [0, 1]])))["accuracy"] == 0.5
     assert list(dataset.splits) == ["dev", "test"]
     assert dataset.labels == ("no", "yes")  # still read from the training data
@@ -200,18 +178,15 @@ def test_test_split_may_lack_labels(tmp_path):
 @pytest.mark.parametrize("objective", ["class", "classes", "number"])
 def test_nan_labels_are_missing(tmp_path, objective):
     """pandas writes a missing value of a column of numbers as NaN, to JSON Lines and to Parquet."""
-    table = pyarrow.table({"text": ["w1", "w2"], "label": [math.nan, 1.0]})
-    parquet.write_table(table, tmp_path / "test.parquet")
+    columns = {"text": ["w1", "w2"], "label": [math.nan, 1.0]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "test.parquet")
     lines = ['{"text": "w1", "label": NaN}', '{"text": "w2", "label": 1.0}']
     labels = ("label",) if objective == "number" else ("0", "1")
     for path in (str(tmp_path / "test.parquet"), write(tmp_path / "test.jsonl", lines)):
         config = TaskConfig(objective=objective, test=path)
         dataset = Classification(config, VOCABULARY, labels=labels)
         assert _is_labeled(dataset.splits["test"].targets["label"]).tolist() == [False, True]
-        with pytest.raises(UserError, match="no 'label'"):
-            Classification(TaskConfig(objective=objective, train=path), VOCABULARY)
-    path = write(tmp_path / "list.jsonl", ['{"text": "w1", "label": ["a", NaN]}'])
-    refused(TaskConfig(objective="classes", train=path), "nan is not a label")
+        refused(TaskConfig(objective=objective, train=path), "no 'label'")
 
 
 @pytest.mark.parametrize("objective", ["class", "classes", "number"])
@@ -219,101 +194,87 @@ def test_unlabelled_test_split_for_every_objective(tmp_path, objective):
     config = TaskConfig(objective=objective, test=write(tmp_path / "t.tsv", ["text", "w1"]))
     labels = ("label",) if objective == "number" else ("a", "b", "c")
     dataset = Classification(config, VOCABULARY, labels=labels)
-    logits = list(np.zeros((1, len(labels))))
-    assert dataset.score("test", logits) == {}
-    dataset.write("test", logits, made(tmp_path / "out"))
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["predictions.tsv"]
+    logits = np.zeros((1, len(labels)))
+    assert dataset.score("test", list(logits)) == {}
+    assert written(dataset, "test", logits, tmp_path / "out").keys() == {"predictions.tsv"}
 
 
 def test_new_texts_from_csv_stdin_and_txt(tmp_path, monkeypatch):
-    labels = ("x", "y")
-    table = write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"])
-    dataset = Classification(TaskConfig(), VOCABULARY, labels=labels, new=table)
-    assert list(dataset.splits) == ["new"]
-    assert [words(x) for x in dataset.splits["new"].tokens][1:] == [
-        "[CLS] w2 w3 [SEP]",
-        "[CLS] [SEP]",
-    ]
-    assert dataset.splits["new"].targets["label"].tolist() == [1, NO_EXAMPLE, 0]
+    def new(source, **config):
+        dataset = Classification(TaskConfig(**config), VOCABULARY, labels=("x", "y"), new=source)
+        assert list(dataset.splits) == ["new"]
+        return dataset.splits["new"]
+
+    split = new(write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"]))
+    assert [words(x) for x in split.tokens][1:] == ["[CLS] w2 w3 [SEP]", "[CLS] [SEP]"]
+    assert split.targets["label"].tolist() == [1, NO_EXAMPLE, 0]
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"w1\tw2\n\nw3\n")))
-    dataset = Classification(TaskConfig(), VOCABULARY, labels=labels, new="-")
-    assert [len(x) for x in dataset.splits["new"].tokens] == [4, 2, 3]
-    pairs = write(tmp_path / "new.txt", ["w1\tw2 w3", "w4\t"])
-    dataset = Classification(TaskConfig(text_b="b"), VOCABULARY, labels=labels, new=pairs)
-    assert [words(x) for x in dataset.splits["new"].tokens] == [
-        "[CLS] w1 [SEP] w2 w3 [SEP]",
-        "[CLS] w4 [SEP] [SEP]",
-    ]
+    assert [len(x) for x in new("-").tokens] == [4, 2, 3]
+    pairs = new(write(tmp_path / "new.txt", ["w1\tw2 w3", "w4\t"]), text_b="b").tokens
+    assert [words(x) for x in pairs] == ["[CLS] w1 [SEP] w2 w3 [SEP]", "[CLS] w4 [SEP] [SEP]"]
 
 
 def test_dev_split_may_lack_labels_after_fine_tuning(tmp_path):
     config = TaskConfig(dev=write(tmp_path / "dev.tsv", ["text", "w1"]))
     dataset = Classification(config, VOCABULARY, labels=("x", "y"))
     assert dataset.splits["dev"].targets["label"].tolist() == [NO_EXAMPLE]
-    refused(config, "dev.tsv:2: no 'label' (columns: text)")
-    config = TaskConfig(test=config.dev)
-    refused(config, "no labels in the training data (there is none)")
+    refused(config, "dev.tsv:2: no 'label'")
+    refused(TaskConfig(test=config.dev), "no labels in the training data")
 
 
 @pytest.mark.parametrize(
-    ("rows", "more", "says"),
+    ("rows", "more", "key"),
     [
-        (["w1\tyes", "\tno"], {}, "train.tsv:3: 'text' is empty"),
-        (["w1\tyes", "w2\t "], {}, "train.tsv:3: 'label' is empty"),
-        (["w1\tyes", "w2"], {}, "train.tsv:3: 1 column where 2 columns are expected"),
-        (["w1\tyes", "w2\tyes"], {}, "only the label 'yes' in "),
-        (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class' (columns: text, label)"),
-        (["w1\tyes"], {"text_b": "other"}, "train.tsv:1: no column 'other'"),
-        (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes' is not a number"),
-        (["w1\tnan"], {"objective": "number"}, "train.tsv:2: 'nan' is not a number"),
-        (["w1\tyes"], {"labels": "no,maybe"}, "train.tsv:2: unknown label 'yes', not one of the 2"),
+        (["w1\tyes", "\tno"], {}, "train.tsv:3: 'text'"),
+        (["w1\tyes", "w2\t "], {}, "train.tsv:3: 'label'"),
+        (["w1\tyes", "w2"], {}, "train.tsv:3: 1 column"),
+        (["w1\tyes", "w2\tyes"], {}, "only .*'yes'"),
+        (["w1\tyes"], {"label": "class"}, "train.tsv:2: no 'class'"),
+        (["w1\tyes"], {"text_b": "other"}, "train.tsv:1: .*'other'"),
+        (["w1\tyes"], {"objective": "number"}, "train.tsv:2: 'yes'"),
+        (["w1\tnan"], {"objective": "number"}, "train.tsv:2: 'nan'"),
+        (["w1\tyes"], {"labels": "no,maybe"}, "train.tsv:2: .*'yes', not one of the 2"),
         (["w1\tyes"], {"labels": "no,no"}, "duplicate label 'no'"),
-        (["w1\tyes"], {"labels": "no"}, "fewer than two labels"),
-        (["w1\tyes"], {"labels": "no,"}, "config.task.labels: '' is not a label"),
-        (["w1\tyes"], {"labels": "names.txt"}, "file names.txt does not exist"),
-        (["w1\tyes"], {"test": "texts.txt"}, "texts.txt: .txt has no columns"),
+        (["w1\tyes"], {"labels": "no"}, "task.labels"),
+        (["w1\tyes"], {"labels": "no,"}, "task.labels: ''"),
+        (["w1\tyes"], {"labels": "names.txt"}, "task.labels: .*names.txt"),
+        (["w1\tyes"], {"test": "texts.txt"}, "texts.txt: .txt"),
+        (["w1\tyes"], {"dev": []}, "dev.tsv"),
     ],
 )
-def test_invalid_tables_give_one_line_errors(tmp_path, rows, more, says):
-    refused(task(tmp_path, rows, **more), says)
+def test_invalid_table_error_names_the_place(tmp_path, rows, more, key):
+    refused(task(tmp_path, rows, **more), key)
 
 
-def test_unknown_label_error_names_the_row(tmp_path):
+def test_unknown_label_error_names_the_row_and_labels(tmp_path):
     config = task(tmp_path, dev=["w1\tyes", "w1\tyess"])
-    refused(
-        config, "dev.tsv:3: unknown label 'yess', not one of the 2 labels (no, yes); did you mean"
-    )
-    refused(config, "unknown label 'no', not one of", labels=("yes", "yess"))
-    refused(config, "or leave it empty", labels=("yes", "yess"))
+    refused(config, "dev.tsv:3: .*'yess'.* labels .no, yes.; did you mean yes")
+    refused(config, "'no'.* or leave it empty", labels=("yes", "yess"))
     many = [f"w1\tlabel{i}" for i in range(99)]
-    refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11, label12, label13, label14")
+    refused(task(tmp_path, many, dev=["w1\tother"]), "label10, label11")
 
 
-def test_invalid_label_values_are_rejected(tmp_path):
-    row = json.dumps({"text": "w1", "label": ["a"]})
-    refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "a.jsonl:1: a list of labels")
-    row = json.dumps({"text": "w1", "label": [["a"]]})
-    config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="classes")
-    refused(config, "a.jsonl:1: ['a'] is not a label")
-    row = json.dumps({"text": "w1", "label": 10**400})
-    config = TaskConfig(train=write(tmp_path / "a.jsonl", [row]), objective="number")
-    refused(config, "0 is not a number")
-    row = json.dumps({"text": "w1", "label": "a\tb"})
-    refused(TaskConfig(train=write(tmp_path / "a.jsonl", [row])), "'a\\tb' is not a label")
+@pytest.mark.parametrize(
+    ("label", "objective", "key"),
+    [
+        (["a"], "class", "a.jsonl:1: a list"),
+        ([["a"]], "classes", r"a.jsonl:1: \['a'\]"),
+        (["a", math.nan], "classes", "a.jsonl:1: nan"),
+        (10**400, "number", "a.jsonl:1: 10{99}.* is not a number"),
+        ("a\tb", "class", r"a.jsonl:1: 'a\\tb'"),
+    ],
+)
+def test_invalid_label_values_are_rejected(tmp_path, label, objective, key):
+    path = json_lines(tmp_path / "a.jsonl", {"text": "w1", "label": label})
+    refused(TaskConfig(train=path, objective=objective), key)
 
 
-def test_empty_splits_are_rejected_except_new_texts(tmp_path):
-    refused(task(tmp_path, dev=[]), "dev.tsv (dev) holds no rows")
-    (tmp_path / "new.txt").write_text("")
-    dataset = Classification(
-        TaskConfig(), VOCABULARY, labels=("x", "y"), new=str(tmp_path / "new.txt")
-    )
+def test_new_texts_may_be_none(tmp_path):
+    new = {"labels": ("x", "y"), "new": write(tmp_path / "new.txt", [])}
+    dataset = Classification(TaskConfig(), VOCABULARY, **new)
     assert dataset.score("new", []) == {}
-    dataset.write("new", [], tmp_path)
-    assert len((tmp_path / "predictions.tsv").read_text().splitlines()) == 1
-    write(tmp_path / "a.csv", [SWAG_HEADER])
-    with pytest.raises(UserError, match=r"a\.csv \(train\) holds no rows"):
-        MultipleChoice(TaskConfig(name="swag", train=str(tmp_path / "a.csv")), VOCABULARY)
+    files = written(dataset, "new", [], tmp_path / "out")
+    assert len(files["predictions.tsv"].splitlines()) == 1
 
 
 # --- Metrics --------------------------------------------------------------------------------------
@@ -395,42 +356,31 @@ def test_probabilities_do_not_overflow():
 # --- Files ----------------------------------------------------------------------------------------
 
 
-def test_write_saves_probabilities_and_confusion_plot(tmp_path):
+def test_written_probabilities_and_confusion_matrix(tmp_path, monkeypatch):
+    draw, seen = tables.draw_confusion, []
+    monkeypatch.setattr(tables, "draw_confusion", lambda *args: (seen.append(args[0]), draw(*args)))
     dataset = Classification(task(tmp_path), VOCABULARY)
-    logits = [np.array(x, np.float32) for x in ([0.0, 1.0], [2.0, 0.0], [0.0, 0.5])]
-    score = dataset.score("train", logits)
-    assert score["accuracy"] == pytest.approx(2 / 3)
-    assert score["f1"] == pytest.approx(2 / 3)
-    dataset.write("train", logits, made(tmp_path / "out"))
-    header, *rows = (tmp_path / "out" / "predictions.tsv").read_text().splitlines()
+    logits = [[0.0, 1.0], [2.0, 0.0], [0.0, 0.5]]
+    score = dataset.score("train", list(np.array(logits)))
+    assert score["accuracy"] == score["f1"] == pytest.approx(2 / 3)
+    files = written(dataset, "train", logits, tmp_path / "out")
+    header, *rows = files["predictions.tsv"].decode().splitlines()
     assert header == "index\tlabel\tprobability:no\tprobability:yes"
     assert [row.split("\t")[:2] for row in rows] == [["0", "yes"], ["1", "no"], ["2", "yes"]]
     assert float(rows[0].split("\t")[3]) == pytest.approx(np.e / (1 + np.e), abs=1e-6)
-    assert (tmp_path / "out" / "confusion.png").read_bytes().startswith(PNG)
-
-
-def test_confusion_matrix_rows_are_true_labels(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "bert_jax.tasks.tables.draw_confusion", lambda counts, *_: seen.append(counts)
-    )
-    dataset = Classification(task(tmp_path), VOCABULARY)
-    dataset.write("train", list(np.array([[0, 1], [1, 0], [0, 1]])), tmp_path)
+    assert files["confusion.png"].startswith(PNG)
     assert seen[0].tolist() == [[1, 1], [0, 1]]  # one of two "no" predicted as "yes"
 
 
 @pytest.mark.parametrize("classes", [2, 40])
+@pytest.mark.filterwarnings("error")
 def test_confusion_plot_scales_with_classes(tmp_path, classes):
     counts = np.diag(np.arange(classes) * 1000)
     counts[0, 1] = 3
     names = ["$x_$", "猫", *(f"a label of some length {i}" * 2 for i in range(classes - 2))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw_confusion(counts, names, tmp_path / "c.png")
+    tables.draw_confusion(counts, names, tmp_path / "c.png")
     data = (tmp_path / "c.png").read_bytes()
-    width = int.from_bytes(data[16:20], "big")
-    assert data.startswith(PNG)
-    assert 20 * classes < width < 4000
+    assert 20 * classes < int.from_bytes(data[16:20], "big") < 4000  # the width
 
 
 # --- Multiple choice ------------------------------------------------------------------------------
@@ -466,81 +416,61 @@ def test_swag(tmp_path):
     logits = [np.array([0, 0, 0, 1.0]), np.array([0, 2.0, 0, 0])]
     assert dataset.score("train", logits) == {"accuracy": 0.5}
     assert dataset.score("test", logits) == {}
-    dataset.write("test", logits, made(tmp_path / "out"))
-    assert (tmp_path / "out" / "predictions.csv").read_text() == ",pred\n0,3\n1,1\n"
-    chances = list(csv.reader((tmp_path / "out" / "probabilities.csv").open()))
+    files = written(dataset, "test", logits, tmp_path / "out")
+    assert files["predictions.csv"] == b",pred\n0,3\n1,1\n"
+    chances = list(csv.reader(files["probabilities.csv"].decode().splitlines()))
     assert chances[0] == ["index", "ending0", "ending1", "ending2", "ending3"]
     assert float(chances[1][4]) == pytest.approx(np.e / (np.e + 3), abs=1e-6)
     assert dataset.report[0] == "train: 2 questions"
 
 
 def test_multiple_choice_with_custom_columns(tmp_path):
-    rows = [
-        {"q": "w1", "yes": "w2", "no, sir": "w3", "label": "no, sir"},
-        {"q": "w1 w1 w1 w1", "yes": "w2 w2", "no, sir": "w3", "label": 0},
-    ]
-    config = TaskConfig(
-        train=write(tmp_path / "a.jsonl", map(json.dumps, rows)),
-        text_a="q",
-        choices=("yes", "no, sir"),
-        tokens=8,
-    )
+    question = {"q": "w1", "yes": "w2", "no, sir": "w3"}
+    long = {"q": "w1 w1 w1 w1", "yes": "w2 w2", "no, sir": "w3", "label": 0}
+    rows = {**question, "label": "no, sir"}, long
+    columns = {"text_a": "q", "choices": ("yes", "no, sir"), "tokens": 8}
+    config = TaskConfig(train=json_lines(tmp_path / "a.jsonl", *rows), **columns)
     dataset = MultipleChoice(config, VOCABULARY)
     train = dataset.splits["train"]
     assert (train.group, train.targets["label"].tolist()) == (2, [1, 0])
     assert words(train.tokens[2]) == "[CLS] w1 w1 w1 [SEP] w2 w2 [SEP]"
     assert dataset.report == ["train: 2 questions, 1 sequences cut to 8 tokens (1 tokens lost)"]
-    for label, result in ((0.5, "0.5"), (math.inf, "inf")):
-        half = TaskConfig(
-            train=write(tmp_path / "half.jsonl", [json.dumps({**rows[0], "label": label})]),
-            text_a="q",
-            choices=("yes", "no, sir"),
-        )
-        with pytest.raises(UserError, match=rf"half\.jsonl:1: {result} is not a choice"):
-            MultipleChoice(half, VOCABULARY)
-    with pytest.raises(UserError, match="each once"):
-        MultipleChoice(dataclasses.replace(half, choices=("yes", "yes")), VOCABULARY)
-    dataset.write("train", list(np.eye(2)), tmp_path)
-    header = next(csv.reader((tmp_path / "probabilities.csv").open()))
+    for label, name in ((0.5, "0.5"), (math.inf, "inf")):
+        half = json_lines(tmp_path / "half.jsonl", {**question, "label": label})
+        refused(TaskConfig(train=half, **columns), f"half.jsonl:1: {name}", MultipleChoice)
+    files = written(dataset, "train", np.eye(2), tmp_path / "out")
+    header = next(csv.reader(files["probabilities.csv"].decode().splitlines()))
     assert header == ["index", "yes", "no, sir"]
-    new = write(
-        tmp_path / "new.jsonl", [json.dumps({k: v for k, v in rows[0].items() if k != "label"})]
-    )
-    dataset = MultipleChoice(config, VOCABULARY, labels=("score",), new=new)
+    new = {"labels": ("score",), "new": json_lines(tmp_path / "new.jsonl", question)}
+    dataset = MultipleChoice(config, VOCABULARY, **new)
     assert dataset.splits["new"].targets["label"].tolist() == [NO_EXAMPLE]
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("lines", "key"),
     [
-        (
-            SWAG[0].rpartition(",")[0] + ",4",
-            "a.csv:2: '4' is not a choice: it must be 0 to 3 or one of",
-        ),
-        (SWAG[0].rpartition(",")[0] + ",", "a.csv:2: 'label' is empty"),
-        (SWAG[0].rpartition(",")[0] + ",1.5", "a.csv:2: '1.5' is not a choice"),
-        (SWAG[0].replace("w4", ""), "a.csv:2: 'ending2' is empty"),
-        (SWAG[0].replace("w4", "w4,w4"), "a.csv:2: 13 columns where 12"),
+        ([SWAG[0][:-1] + "4"], "a.csv:2: '4' .* 0 to 3"),
+        ([SWAG[0][:-1]], "a.csv:2: 'label'"),
+        ([SWAG[0][:-1] + "1.5"], "a.csv:2: '1.5'"),
+        ([SWAG[0].replace("w4", "")], "a.csv:2: 'ending2'"),
+        ([SWAG[0].replace("w4", "w4,w4")], "a.csv:2: 13 columns"),
+        ([], r"a.csv \(train\)"),
     ],
 )
-def test_invalid_questions_are_rejected(tmp_path, line, says):
-    path = write(tmp_path / "a.csv", [SWAG_HEADER, line])
-    with pytest.raises(UserError) as error:
-        MultipleChoice(TaskConfig(name="swag", train=path), VOCABULARY)
-    assert says in str(error.value)
+def test_invalid_questions_are_rejected(tmp_path, lines, key):
+    path = write(tmp_path / "a.csv", [SWAG_HEADER, *lines])
+    refused(TaskConfig(name="swag", train=path), key, MultipleChoice)
 
 
-@pytest.mark.parametrize("kind", ["classification", "choice"])
-def test_data_folder_is_refused_for_custom_tables(tmp_path, kind):
-    config = TaskConfig(kind=kind, data="folder", train="train.csv", choices=("a", "b"))
-    dataset = Classification if kind == "classification" else MultipleChoice
-    with pytest.raises(UserError, match=r"task\.data is 'folder'.* set config\.task\.train and"):
-        dataset(config, VOCABULARY)
+@pytest.mark.parametrize("dataset", [Classification, MultipleChoice])
+def test_data_folder_is_refused_for_custom_tables(dataset):
+    config = TaskConfig(data="folder", train="train.csv", choices=("a", "b"))
+    refused(config, "task.data is 'folder'.* set config.task.train", dataset)
 
 
-def test_missing_choices_are_rejected():
-    with pytest.raises(UserError, match="name the columns of at least two choices"):
-        MultipleChoice(TaskConfig(train="a.csv"), VOCABULARY)
+@pytest.mark.parametrize("choices", [(), ("yes", "yes")])
+def test_missing_and_repeated_choices_are_rejected(choices):
+    refused(TaskConfig(train="a.csv", choices=choices), "task.choices", MultipleChoice)
 
 
 # --- Real data ------------------------------------------------------------------------------------

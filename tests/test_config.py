@@ -12,10 +12,8 @@ from bert_jax.config.checks import validate
 from bert_jax.config.schema import (
     Config,
     FinetuneConfig,
-    MaskingConfig,
     MeshConfig,
     ModelConfig,
-    OptimConfig,
     PhaseConfig,
     TaskConfig,
 )
@@ -31,174 +29,154 @@ PRETRAIN = f"--config={FOLDER / 'pretrain.py'}"
 def refusal(call, *arguments) -> str:
     with pytest.raises(UserError) as error:
         call(*arguments)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
+    return str(error.value)
+
+
+def changed(config, settings):
+    """Return the config with values of fields by key, such as "optim.beta2"."""
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        part = changed(getattr(config, name), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{name: part})
+    return config
 
 
 @pytest.mark.parametrize(
-    ("config", "key"),
+    ("key", "value"),
     [
-        (Config(steps=0), "config.steps"),
-        (Config(batch_size=-1), "config.batch_size"),
-        (Config(seed=-1), "config.seed"),
-        (Config(seed=2**32), "config.seed"),
-        (Config(platform="gppu"), "config.platform"),
-        (Config(evaluate_every_steps=-1), "config.evaluate_every_steps"),
-        (Config(model=ModelConfig(hidden=100, heads=12)), "config.model.heads"),
-        (Config(model=ModelConfig(activation="swish")), "config.model.activation"),
-        (Config(model=ModelConfig(dropout=1.0)), "config.model.dropout"),
-        (Config(model=ModelConfig(attention_dropout=-0.1)), "config.model.attention_dropout"),
-        (Config(model=ModelConfig(dtype="float16")), "config.model.dtype"),
-        (Config(model=ModelConfig(layers=0)), "config.model.layers"),
-        (Config(model=ModelConfig(remat="some")), "config.model.remat"),
-        (Config(model=ModelConfig(layer_loop="while")), "config.model.layer_loop"),
-        (Config(model=ModelConfig(dropout=float("nan"))), "config.model.dropout"),
-        (Config(optim=OptimConfig(optimizer="sgd")), "config.optim.optimizer"),
-        (Config(optim=OptimConfig(learning_rate=0.0)), "config.optim.learning_rate"),
-        (Config(optim=OptimConfig(learning_rate=float("inf"))), "config.optim.learning_rate"),
-        (Config(optim=OptimConfig(beta2=1.0)), "config.optim.beta2"),
-        (Config(optim=OptimConfig(warmup_steps=-1)), "config.optim.warmup_steps"),
-        (Config(masking=MaskingConfig(rate=0.0)), "config.masking.rate"),
-        (
-            Config(model=ModelConfig(causal=True)),
-            "config.model.next_sentence is True: it must be f",
-        ),
-        (
-            Config(
-                model=ModelConfig(causal=True, next_sentence=False),
-                masking=MaskingConfig(whole_word=True),
-            ),
-            "config.masking.whole_word is True: it must be False, the default",
-        ),
-        (
-            Config(model=ModelConfig(lstm_layers=2)),
-            "config.model.lstm_layers is 2: it must be 0 in",
-        ),
-        (Config(model=ModelConfig(lstm_layers=-1)), "config.model.lstm_layers is -1"),
-        (
-            Config(model=ModelConfig(features="last")),
-            "config.model.features is 'last': it must be ''",
-        ),
-        (Config(model=ModelConfig(features="first")), "config.model.features is 'first'"),
-        (
-            Config(model=ModelConfig(span_boundary=True, embedding_size=128)),
-            "config.model.embedding_size is 128: it must be 0 or hidden=768 with",
-        ),
-        (
-            Config(model=ModelConfig(base_hidden=256, embedding_size=128)),
-            "config.model.embedding_size is 128: it must be 0 or hidden=768 with",
-        ),
-        (
-            Config(model=ModelConfig(base_hidden=256, transform=False)),
-            "config.model.transform is False: it must be true with",
-        ),
-        (
-            Config(model=ModelConfig(embedding_size=128, transform=False, tied_decoder=False)),
-            "config.model.transform is False: it must be true where the embeddings have another",
-        ),
-        (Config(masking=MaskingConfig(mask_fraction=0.9)), "config.masking"),
-        (
-            Config(masking=MaskingConfig(mask_fraction=1.1, same_fraction=-0.2)),
-            "config.masking",
-        ),
-        (Config(phases=()), "config.phases"),
-        (Config(phases=(PhaseConfig(fraction=0.5),)), "config.phases"),
-        (
-            Config(phases=(PhaseConfig(fraction=1.5), PhaseConfig(fraction=-0.5))),
-            "config.phases[1].fraction",
-        ),
-        (Config(phases=(PhaseConfig(tokens=1024),)), "config.phases[0].tokens"),
-        (Config(phases=(PhaseConfig(batch_size=-2),)), "config.phases[0].batch_size"),
-        (Config(batch_size=10, accumulation=4), "config.batch_size"),
-        (
-            Config(phases=(PhaseConfig(batch_size=9, accumulation=2),)),
-            "config.phases[0].batch_size 9",
-        ),
-        (Config(mesh=MeshConfig(data=0)), "config.mesh"),
-        (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "config.mesh"),
-        (Config(mesh=MeshConfig(tensor=-2)), "config.mesh"),
+        ("steps", 0),
+        ("batch_size", -1),
+        *(("seed", value) for value in (-1, 2**32)),
+        ("platform", "gppu"),
+        ("evaluate_every_steps", -1),
+        *(("model.dropout", value) for value in (1.0, float("nan"))),
+        ("model.attention_dropout", -0.1),
+        ("model.activation", "swish"),
+        ("model.dtype", "float16"),
+        ("model.layers", 0),
+        ("model.heads", 10),  # no divisor of 768
+        ("model.remat", "some"),
+        ("model.layer_loop", "while"),
+        *(("model.lstm_layers", value) for value in (-1, 2)),
+        *(("model.features", value) for value in ("first", "last")),
+        ("optim.optimizer", "sgd"),
+        *(("optim.learning_rate", value) for value in (0.0, float("inf"))),
+        ("optim.beta2", 1.0),
+        ("optim.warmup_steps", -1),
+        ("masking.rate", 0.0),
+        ("phases", ()),
+        ("phases", (PhaseConfig(fraction=0.5),)),
+        *(("mesh.data", value) for value in (0, -2)),
     ],
 )
-def test_validate_names_the_invalid_setting(config, key):
-    assert key in refusal(validate, config)
+def test_validate_names_the_invalid_setting(key, value):
+    message = refusal(validate, changed(Config(), {key: value}))
+    assert f"config.{key.removesuffix('.data')}" in message
+
+
+CAUSAL = {"model.causal": True, "model.next_sentence": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"model.causal": True}, "model.next_sentence is True"),
+        ({**CAUSAL, "masking.whole_word": True}, "masking.whole_word is True"),
+        ({"model.span_boundary": True, "model.embedding_size": 128}, "model.embedding_size is 128"),
+        ({"model.base_hidden": 256, "model.embedding_size": 128}, "model.embedding_size is 128"),
+        ({"model.base_hidden": 256, "model.transform": False}, "model.transform is False"),
+        (
+            {"model.embedding_size": 128, "model.transform": False, "model.tied_decoder": False},
+            "model.transform is False",
+        ),
+        ({"masking.mask_fraction": 0.9}, "masking"),
+        ({"masking.mask_fraction": 1.1, "masking.same_fraction": -0.2}, "masking"),
+        ({"phases": (PhaseConfig(fraction=1.5), PhaseConfig(fraction=-0.5))}, "phases[1].fraction"),
+        ({"phases": (PhaseConfig(tokens=1024),)}, "phases[0].tokens"),
+        ({"phases": (PhaseConfig(batch_size=-2),)}, "phases[0].batch_size"),
+        ({"batch_size": 10, "accumulation": 4}, "batch_size 10"),
+        ({"phases": (PhaseConfig(batch_size=9, accumulation=2),)}, "phases[0].batch_size 9"),
+        ({"mesh.data": -1, "mesh.fsdp": -1}, "mesh"),
+    ],
+)
+def test_validate_names_settings_that_conflict(settings, key):
+    assert f"config.{key}" in refusal(validate, changed(Config(), settings))
 
 
 def test_defaults_are_valid_and_match_bert():
     validate(Config())
-    assert dataclasses.astuple(Config().masking)[:1] == (0.15,)
     optim = Config().optim
+    assert Config().masking.rate == 0.15
     assert (optim.learning_rate, optim.warmup_steps, optim.beta2) == (1e-4, 10_000, 0.999)
     assert (optim.epsilon, optim.weight_decay, optim.clip_norm) == (1e-6, 0.01, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("argument", "says"),
+    ("argument", "key"),
     [
-        ("--config.optim.lerning_rate=1", "did you mean config.optim.learning_rate?"),
-        ("--config.learning_rate=1", "did you mean config.optim.learning_rate?"),
-        ("--config.model.warmup_steps=1", "did you mean config.optim.warmup_steps?"),
-        ("--config.optim.steps=1", "did you mean config.steps?"),
-        ("--config.phases[7].rows=x", "did you mean config.phases["),
-        ("--config.zzzzqqq=1", "config.zzzzqqq: unknown key"),
-        ("--optim.learning_rate=1", "did you mean config.optim.learning_rate?"),
-        ("--confg.steps=1", "did you mean config.steps?"),
+        ("--config.optim.lerning_rate=1", "config.optim.learning_rate?"),
+        ("--config.learning_rate=1", "config.optim.learning_rate?"),
+        ("--config.model.warmup_steps=1", "config.optim.warmup_steps?"),
+        ("--config.optim.steps=1", "config.steps?"),
+        ("--config.phases[7].rows=x", "config.phases["),
+        ("--config.zzzzqqq=1", "config.zzzzqqq"),
+        ("--optim.learning_rate=1", "config.optim.learning_rate?"),
+        ("--confg.steps=1", "config.steps?"),
         ("steps=1", "steps=1"),
-        ("--config.optim=adam", "config.optim is a group of settings"),
-        ("--config.phases=x", "config.phases is a group of settings"),
+        ("--config.optim=adam", "config.optim is a group"),
+        ("--config.phases=x", "config.phases is a group"),
         ("--config.steps=many", "steps"),
         ("--config.steps=1.5", "steps"),
         ("--config.optim.learning_rate=fast", "learning_rate"),
         ("--config.masking.whole_word=perhaps", "whole_word"),
         ("--config.model.heads=7", "config.model.heads is 7"),
-        ("--config.optim.optimizer=sgd", "config.optim.optimizer"),
+        # Names of other libraries.
+        ("--config.optim.lr=1", "config.optim.learning_rate?"),
+        ("--config.bs=1", "config.batch_size?"),
+        ("--config.optim.warmup=1", "config.optim.warmup_steps?"),
+        ("--config.model.num_hidden_layers=1", "config.model.layers?"),
+        ("--config.hidden_size=1", "config.model.hidden?"),
+        ("--config.optimizer.learning_rate=1", "config.optim.learning_rate?"),
     ],
 )
-def test_bad_argument_error_names_the_key(argument, says):
-    assert says in refusal(flags.load, [f"{PRETRAIN}:mini", argument])
+def test_bad_argument_error_names_the_key(argument, key):
+    assert key in refusal(flags.load, [f"{PRETRAIN}:mini", argument])
 
 
 @pytest.mark.parametrize(
-    ("file", "arguments", "says"),
+    ("file", "arguments", "key"),
     [
-        ("table.py", ["optim.warmup_steps=5"], "follows from config.warmup_fraction"),
-        ("table.py", ["model.vocab_size=5"], "follows from the vocabulary"),
-        ("table.py", ["model.head=token"], "follows from config.task"),
-        ("table.py", ["model.labels=('a','b')"], "follows from config.task"),
-        ("squad.py:3", [], "config.task.name is 'squad3': it must be one of '', 'squad1'"),
-        ("swag.py:sst2", [], "config.task.name is 'sst2': it must be one of '', 'swag'"),
-        ("table.py", ["task.tokens=7"], "config.task.tokens is 7: it must be 8 or more"),
+        ("table.py", ["optim.warmup_steps=5"], "config.warmup_fraction"),
+        ("table.py", ["model.vocab_size=5"], "the vocabulary"),
+        ("table.py", ["model.head=token"], "config.task"),
+        ("table.py", ["model.labels=('a','b')"], "config.task"),
+        ("squad.py:3", [], "config.task.name is 'squad3'"),
+        ("swag.py:sst2", [], "config.task.name is 'sst2'"),
+        ("table.py", ["task.tokens=7"], "config.task.tokens is 7"),
         ("table.py", ["frozen_layers=-1"], "config.frozen_layers is -1"),
-        *(
-            (
-                "table.py",
-                ["model.head_layer=transform", setting],
-                "head_layer is 'transform': it mu",
-            )
-            for setting in ("model.features=last", "model.lstm_layers=1")
-        ),
+        ("table.py", ["model.head_layer=transform", "model.features=last"], "head_layer"),
+        ("table.py", ["model.head_layer=transform", "model.lstm_layers=1"], "head_layer"),
     ],
 )
-def test_finetune_rejects_derived_and_invalid_settings(file, arguments, says):
-    results = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
-    assert says in refusal(flags.load, results, FinetuneConfig)
+def test_finetune_rejects_derived_and_invalid_settings(file, arguments, key):
+    arguments = [f"--config={FOLDER / file}", *(f"--config.{a}" for a in arguments)]
+    assert key in refusal(flags.load, arguments, FinetuneConfig)
 
 
-def test_frozen_features_reject_encoder_training_settings():
-    model = ModelConfig(features="weighted-last4")
-    validate(FinetuneConfig(model=model))
-    for changes in (
-        {"frozen_layers": 1},
-        {"reset_layers": 1},
-        {"optim": OptimConfig(layer_decay=0.9)},
-    ):
-        output = refusal(validate, FinetuneConfig(model=model, **changes))
-        assert "config.model.features='weighted-last4' freezes the encoder" in output
-        validate(FinetuneConfig(**changes))
-    shallow = dataclasses.replace(model, layers=3, head="sequence", labels=("a", "b"))
-    assert "config.model.features is 'last4': the model has no layer -4" in (
-        refusal(validate, FinetuneConfig(model=shallow))
-    )
+@pytest.mark.parametrize(
+    ("key", "value"), [("frozen_layers", 1), ("reset_layers", 1), ("optim.layer_decay", 0.9)]
+)
+def test_frozen_features_reject_encoder_training_settings(key, value):
+    validate(changed(FinetuneConfig(), {key: value}))
+    frozen = changed(FinetuneConfig(), {"model.features": "weighted-last4"})
+    validate(frozen)
+    assert f"config.{key} is {value}" in refusal(validate, changed(frozen, {key: value}))
+
+
+def test_features_need_as_many_layers():
+    model = ModelConfig(features="last4", layers=3, head="sequence", labels=("a", "b"))
+    message = refusal(validate, FinetuneConfig(model=model))
+    assert "config.model.features is 'last4'" in message
 
 
 def test_model_limits_are_checked_once_the_model_is_known():
@@ -207,75 +185,59 @@ def test_model_limits_are_checked_once_the_model_is_known():
     validate(FinetuneConfig(**changes))
     large = ModelConfig(layers=24, positions=1024, head="sequence", labels=("a", "b"))
     validate(FinetuneConfig(model=large, reset_layers=4, **changes))
-    assert "config.reset_layers is 5: it must be at most 4, the number of layers that are not " in (
-        refusal(validate, FinetuneConfig(model=large, reset_layers=5, **changes))
-    )
-    assert "config.frozen_layers is 25" in (
-        refusal(validate, FinetuneConfig(model=large, frozen_layers=25))
-    )
+    message = refusal(validate, FinetuneConfig(model=large, reset_layers=5, **changes))
+    assert "config.reset_layers is 5: it must be at most 4" in message
+    message = refusal(validate, FinetuneConfig(model=large, frozen_layers=25))
+    assert "config.frozen_layers is 25" in message
 
 
 @pytest.mark.parametrize("option", ["--config", "--config.masking.whole_word"])
 def test_option_is_no_value_of_a_setting(option):
-    message = refusal(flags.split, [option, "--rows", "rows"])
-    assert message == f"{option} needs a value: write {option}=VALUE"
+    assert option in refusal(flags.split, [option, "--rows", "rows"])
 
 
 def test_several_configs_are_refused():
-    arguments = [f"{PRETRAIN}:mini", "--config=base,128"]
-    assert "--config=base,128: choose one config" in refusal(flags.load, arguments)
+    assert "--config=base,128" in refusal(flags.load, [f"{PRETRAIN}:mini", "--config=base,128"])
 
 
 def test_command_line_overrides_set_single_fields():
-    config = flags.load(
-        [
-            f"{PRETRAIN}:L4-H256-A4",
-            "--config.optim.learning_rate=2e-4",
-            "--config.phases[1].rows=long",
-            "--config.masking.whole_word=true",
-            "--config.steps=77",
-            "--config.model.dropout=0",
-        ]
-    )
-    assert config.optim.learning_rate == 2e-4
-    assert [phase.rows for phase in config.phases] == ["", "long"]
-    assert config.masking.whole_word is True
-    assert config.steps == 77
-    assert config.model.dropout == 0
-    plain = flags.load([f"{PRETRAIN}:L4-H256-A4"])
-    assert plain.optim.learning_rate == 1e-4
-    assert plain.phases[1].rows == ""
+    expected = {
+        "optim.learning_rate": 2e-4,
+        "phases[1].rows": "long",
+        "masking.whole_word": True,
+        "steps": 77,
+        "model.dropout": 0.0,
+    }
+    settings = [f"--config.{key}={value}" for key, value in expected.items()]
+    plain = configs.flatten(flags.load([f"{PRETRAIN}:L4-H256-A4"]))
+    config = configs.flatten(flags.load([f"{PRETRAIN}:L4-H256-A4", *settings]))
+    assert config == plain | expected != plain
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "key"),
     [
         (None, "does not exist"),
         ("def get_config():\n    raise KeyError('gone')\n", "gone"),
         ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
         ("def get_config(:\n", "SyntaxError"),
-        (
-            "def get_config():\n    return 5\n",
-            "get_config must return a bert_jax.config.schema.Config",
-        ),
+        ("def get_config():\n    return 5\n", "bert_jax.config.schema.Config"),
         ("x = 1\n", "get_config"),
     ],
 )
-def test_bad_config_file_gives_one_line_error(tmp_path, content, says):
+def test_bad_config_file_error_names_the_file(tmp_path, content, key):
     # A unique name per case, since an imported module keeps its definitions under that name.
     path = tmp_path / f"mine_{len(content or '')}.py"
     if content is not None:
         path.write_text(content)
     message = refusal(flags.load, [f"--config={path}"])
-    assert says in message
+    assert key in message
     assert path.name in message
 
 
 def test_missing_config_and_unknown_size_are_rejected():
     assert "--config" in refusal(flags.load, [])
-    message = refusal(flags.load, [f"{PRETRAIN}:huge"])
-    assert "huge" in message
-    assert "mini" in message
+    assert "'huge'" in refusal(flags.load, [f"{PRETRAIN}:huge"])
 
 
 @pytest.mark.parametrize("argument", ["", ":base,128", ":mini,128,512", ":teaching", ":L6-H768-A3"])
@@ -286,15 +248,13 @@ def test_config_dict_round_trip(argument):
     assert configs.flatten(again) == configs.flatten(config)
 
 
-def test_config_of_incompatible_version_is_rejected():
+@pytest.mark.parametrize("key", ["steps", "phases"])
+def test_config_of_incompatible_version_is_rejected(key):
     values = configs.to_dict(Config())
     assert "color" in refusal(configs.from_dict, {**values, "color": 1})
     assert "speed" in refusal(configs.from_dict, {**values, "optim": {"speed": 1}})
-    assert "no field 'steps'" in refusal(
-        configs.from_dict, {k: v for k, v in values.items() if k != "steps"}
-    )
-    del values["phases"]
-    assert "phases" in refusal(configs.from_dict, values)
+    del values[key]
+    assert key in refusal(configs.from_dict, values)
 
 
 @pytest.mark.parametrize(
@@ -354,9 +314,8 @@ def test_batch_size_error_names_the_key_that_is_set():
     keys = [configs.batch_size_key(config, i) for i in range(2)]
     assert keys == ["batch_size", "phases[1].batch_size"]
     mesh = sharding.make_mesh(MeshConfig(data=8))
-    message = refusal(sharding.check_batch, mesh, 9, 2, keys[1])
-    assert message.startswith("config.phases[1].batch_size 9 is not divisible by 16")
-    assert refusal(validate, config).startswith("config.phases[1].batch_size 9 is not divisible")
+    assert f"config.{keys[1]} 9" in refusal(sharding.check_batch, mesh, 9, 2, keys[1])
+    assert f"config.{keys[1]} 9" in refusal(validate, config)
 
 
 @pytest.mark.parametrize(
@@ -383,22 +342,6 @@ def test_misspelled_config_name_gets_a_suggestion(value, suggestion):
     assert message.endswith(f"did you mean {suggestion}?")
 
 
-@pytest.mark.parametrize(
-    ("key", "suggestion"),
-    [
-        ("optim.lr", "optim.learning_rate"),
-        ("bs", "batch_size"),
-        ("optim.warmup", "optim.warmup_steps"),
-        ("model.num_hidden_layers", "model.layers"),
-        ("hidden_size", "model.hidden"),
-        ("optimizer.learning_rate", "optim.learning_rate"),
-    ],
-)
-def test_keys_of_other_libraries_get_a_suggestion(key, suggestion):
-    message = refusal(flags.load, ["--config=mini,128", f"--config.{key}=1"])
-    assert message == f"config.{key}: unknown key; did you mean config.{suggestion}?"
-
-
 @pytest.mark.parametrize("size", ["tiny", "mini", "small", "medium", "teaching"])
 def test_small_model_recipes(size):
     """All phases have the same tokens per step, and warm-up scales with the number of steps."""
@@ -410,6 +353,6 @@ def test_small_model_recipes(size):
 
 def test_warmup_steps_conflict_with_warmup_fraction():
     steps = "--config.optim.warmup_steps=7"
-    assert "set that instead" in refusal(flags.load, [f"{PRETRAIN}:mini,128", steps])
+    assert "config.warmup_fraction" in refusal(flags.load, [f"{PRETRAIN}:mini,128", steps])
     config = flags.load([f"{PRETRAIN}:mini,128", steps, "--config.warmup_fraction=0"])
     assert pretraining.abstract_phases(config, 1)[0].optim.warmup_steps == 7

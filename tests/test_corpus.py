@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import pathlib
@@ -88,10 +89,13 @@ def write(path: pathlib.Path, content: str | bytes) -> pathlib.Path:
     return path
 
 
-def assert_read_fails(spec, message: str) -> None:
-    with pytest.raises(UserError, match=message) as error:
+def assert_read_fails(spec, key: str) -> None:
+    with pytest.raises(UserError, match=key):
         read(spec)
-    assert "\n" not in str(error.value)
+
+
+def split(text: str, kind: str) -> list[str]:
+    return split_sentences(corpus.RawDocument(text, kind, "f", 1))
 
 
 def zstd(data: bytes) -> bytes:
@@ -126,10 +130,14 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("compression", [None, *COMPRESSIONS])
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_reads_every_kind(tmp_path, kind, named, compression):
+@pytest.mark.parametrize(
+    ("kind", "compression"),
+    [
+        *((kind, None) for kind in EXAMPLES),
+        *zip(EXAMPLES, itertools.cycle(COMPRESSIONS), strict=False),
+    ],
+)
+def test_reads_every_kind(tmp_path, kind, compression):
     content, expected = EXAMPLES[kind]
     data = content.encode()
     if compression:  # two concatenated streams in a file without the usual suffix
@@ -137,32 +145,32 @@ def test_reads_every_kind(tmp_path, kind, named, compression):
         compress = COMPRESSIONS[compression]
         data = compress(data[:half]) + compress(data[half:])
     path = write(tmp_path / "file", data)
-    documents, report = read(f"{kind}:{path}" if named else path)
-    assert [split_sentences(d) for d in documents] == expected
-    assert {d.kind for d in documents} == {kind}
-    assert report.bytes_read == len(data) == report.sources[0]["bytes"]
-    assert report.documents == len(expected)
-    assert report.warnings == ()
+    for spec in (path, f"{kind}:{path}"):
+        documents, report = read(spec)
+        assert [split_sentences(d) for d in documents] == expected
+        assert {d.kind for d in documents} == {kind}
+        assert report.bytes_read == len(data) == report.sources[0]["bytes"]
+        assert report.documents == len(expected)
+        assert report.warnings == ()
 
 
 def test_reads_parquet(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
-    texts = [PROSE, None, "", *(f"Number {i}." for i in range(600))]
+    texts, path = [PROSE, None, "", *(f"Number {i}." for i in range(600))], tmp_path / "a.parquet"
     table = pyarrow.table({"n": range(len(texts)), "text": texts})
-    parquet.write_table(table, tmp_path / "data.parquet", row_group_size=100)
-    documents, report = read(tmp_path / "data.parquet")
+    parquet.write_table(table, path, row_group_size=100)
+    documents, report = read(path)
     assert len(documents) == 601
     assert split_sentences(documents[0]) == SENTENCES
-    assert documents[1][1:4] == ("parquet", str(tmp_path / "data.parquet"), 4)
-    assert report.bytes_read == (tmp_path / "data.parquet").stat().st_size
-    assert "data.parquet:2: a text is empty (2 in" in report.warnings[0]
+    assert documents[1][1:4] == ("parquet", str(path), 4)
+    assert report.bytes_read == path.stat().st_size
+    assert "a.parquet:2: a text is empty (2 in" in report.warnings[0]
 
-    parquet.write_table(table.rename_columns(["n", "body"]), tmp_path / "other.parquet")
-    assert_read_fails(tmp_path / "other.parquet", r"no column 'text' \(it has: n, body\)")
-    data = (tmp_path / "data.parquet").read_bytes()
-    assert_read_fails(write(tmp_path / "cut.parquet", data[:-9]), "not a complete Parquet file")
+    assert_read_fails(write(tmp_path / "cut.parquet", path.read_bytes()[:-9]), "not a complete")
+    parquet.write_table(table.rename_columns(["n", "body"]), path)
+    assert_read_fails(path, "a.parquet: .*'text'")
 
 
 def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
@@ -190,9 +198,7 @@ def test_reads_tfds_without_tensorflow(tmp_path, monkeypatch):
     assert len(split_sentences(documents[0])) == 2
     assert report.documents == 300
     assert corpus.total_bytes([corpus.parse_source("tfds:tiny")]) is None
-    assert_read_fails(
-        "tfds:nothing_of_that_name/en", "source 'tfds:nothing_of_that_name/en': .*TFDS_DATA_DIR"
-    )
+    assert_read_fails("tfds:nothing_of_that_name/en", "nothing_of_that_name.*TFDS_DATA_DIR")
     assert "tensorflow" not in sys.modules
 
 
@@ -215,17 +221,17 @@ def test_folders_and_globs_expand_in_sorted_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "key"),
     [
-        ("/nowhere/*.txt", "no file matches '/nowhere/..txt'"),
-        ("bokks:novels/", r"unknown kind 'bokks' \(known: .*mediawiki.*\); did you mean books"),
-        (f"{__file__}@0", "the weight '0' is not a positive number"),
-        (f"{__file__}@x2", "the weight 'x2'"),
-        (f"{__file__}@nan", "the weight 'nan'"),
+        ("/nowhere/*.txt", r"'/nowhere/\*.txt'"),
+        ("bokks:novels/", "'bokks'.*mediawiki.*; did you mean books"),
+        (f"{__file__}@0", "weight '0'"),
+        (f"{__file__}@x2", "weight 'x2'"),
+        (f"{__file__}@nan", "weight 'nan'"),
     ],
 )
-def test_invalid_source_specs_are_refused(spec, message):
-    assert_read_fails(spec, message)
+def test_invalid_source_specs_are_refused(spec, key):
+    assert_read_fails(spec, key)
 
 
 def test_source_weight_sets_the_copies_of_documents(tmp_path):
@@ -248,47 +254,41 @@ def test_documents_record_their_line_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_compressed_data_is_refused(tmp_path, compression, damage):
+def test_damaged_compressed_data_is_refused(tmp_path, compression):
     numbers = "".join(f"The number {i**3} is the cube of {i}.\n" for i in range(20_000))
-    data = bytearray(COMPRESSIONS[compression](numbers.encode()))
-    if damage == "cut":
-        del data[-len(data) // 3 :]
-    else:
-        data[len(data) // 2] ^= 0xFF
-    path = write(tmp_path / "file", bytes(data))
-    assert_read_fails(path, "file: the compressed data is damaged or truncated")
+    whole = COMPRESSIONS[compression](numbers.encode())
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for data in (whole[: -len(whole) // 3], bytes(flipped)):
+        assert_read_fails(write(tmp_path / "file", data), "file: .* damaged or truncated")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "key"),
     [
-        (b"Text\nthen \0 and more" * 10, r"file:2: not a text file \(a NUL at byte 10\)"),
-        ("Text".encode("utf-16"), "UTF-16, not UTF-8 text; convert it, e.g. iconv"),
-        ("Übergröße für ältere Väter\n".encode("latin1") * 9, "file:1: not UTF-8 text .from byte 0"),
+        (b"Text\nthen \0 and more" * 10, "file:2: .*NUL at byte 10"),
+        ("Text".encode("utf-16"), "UTF-16"),
+        ("Übergröße für ältere Väter\n".encode("latin1") * 9, "file:1: not UTF-8 .*byte 0"),
         (b"\n\n  \n", "contains no text"),
         (b"", "contains no text"),
-        (b'{"body": "x"}\n', r'file:1: no field "text" with a string \(it has: body\)'),
-        (b'{"text": 3}\n', 'no field "text" with a string'),
-        (b'{\n  "text": "A."\n}\n', "file:1: JSON over several lines, not an object per line"),
-        (b'[{"text": "A."}]\n', r'no field "text" with a string \(it has: list\)'),
-        (b"EU B-ORG\nrejects O\n\n" * 20, r"a word per line with its label \(CoNLL columns\)"),
+        (b'{"body": "x"}\n', 'file:1: .*"text".*body'),
+        (b'{"text": 3}\n', 'file:1: .*"text"'),
+        (b'{\n  "text": "A."\n}\n', "file:1: JSON over several lines"),
+        (b'[{"text": "A."}]\n', 'file:1: .*"text".*list'),
+        (b"EU B-ORG\nrejects O\n\n" * 20, "CoNLL"),
         (b'<?xml version="1.0"?>\n<html/>', "XML but not a MediaWiki dump"),
         (dump(page("A."))[:-30].encode(), "file:3: not well-formed XML"),
-        (
-            b'<!DOCTYPE m [<!ENTITY a "aa">]>\n<mediawiki><page><text>&a;</text></page></mediawiki>',
-            "file:1: a document type declaration",
-        ),
+        (b'<!DOCTYPE m [<!ENTITY a "aa">]>\n<mediawiki/>', "file:1: a document type"),
         (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 9, "not a text file"),
     ],
-)  # fmt: skip
-def test_non_text_and_malformed_files_are_refused(tmp_path, content, message):
-    assert_read_fails(write(tmp_path / "file", content), message)
+)
+def test_non_text_and_malformed_files_are_refused(tmp_path, content, key):
+    assert_read_fails(write(tmp_path / "file", content), key)
 
 
 def test_utf16_error_suggests_iconv_for_a_compressed_file(tmp_path):
     path = write(tmp_path / "t.txt.bz2", bz2.compress("Text is here.".encode("utf-16")))
-    assert_read_fails(path, rf"e.g. bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
+    assert_read_fails(path, rf"bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
 
 
 def test_invalid_bytes_are_replaced_with_a_warning(tmp_path):
@@ -300,15 +300,13 @@ def test_invalid_bytes_are_replaced_with_a_warning(tmp_path):
     assert "A caf\ufffd is not." in documents[0].text
     warnings = "\n".join(report.warnings)
     assert "t.txt:4 (byte 104 of the text): a line is not UTF-8 (2 in" in warnings
-    assert "replaced invalid bytes with U+FFFD" in warnings
     assert "t.txt:6009: a line contains NUL characters (1 in" in warnings
 
 
 def test_byte_order_mark_and_carriage_returns_are_removed(tmp_path):
-    path = write(
-        tmp_path / "t.txt", "\ufeffOne is.\r\nTwo is.\r\n\r\nThree is.\r\nFour is.".encode()
-    )
-    assert [d.text for d in read(path)[0]] == ["One is.\nTwo is.", "Three is.\nFour is."]
+    text = "\ufeffOne is.\r\nTwo is.\r\n\r\nThree is.\r\nFour is."
+    documents, _ = read(write(tmp_path / "t.txt", text.encode()))
+    assert [d.text for d in documents] == ["One is.\nTwo is.", "Three is.\nFour is."]
 
 
 def test_suspicious_content_is_reported_as_warnings(tmp_path):
@@ -318,10 +316,10 @@ def test_suspicious_content_is_reported_as_warnings(tmp_path):
     write(tmp_path / "empty.txt", "")
     _, report = read(tmp_path)
     output = "\n".join(report.warnings)
-    assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path}); kept it" in output
-    assert f"{path}:1: a blank line follows a single line, so most documents have one" in output
+    assert f"{path}:3: a long line repeats an earlier one (1 in {tmp_path})" in output
+    assert f"{path}:1: a blank line follows a single line" in output
     assert "(10 in" in output
-    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path}); skipped" in output
+    assert f"{tmp_path}/empty.txt:1: a file is empty (1 in {tmp_path})" in output
 
     bad = '{"text": "Fine it is."}\n{"text": "Cut\n{"text": " "}\n'
     _, report = read(write(tmp_path / "t.jsonl", bad))
@@ -340,23 +338,27 @@ def test_overlong_documents_are_split(tmp_path, monkeypatch, kind):
     wrapped = {
         "wikiextractor": f'<doc id="1" url="" title="A">\n{text}\n</doc>\n',
         "mediawiki": dump(page(text)),
-        "jsonl": json.dumps({"text": text}, ensure_ascii=False),
+        "jsonl": json.dumps({"text": text}, ensure_ascii=False) + '\n{"text": "A short one."}\n',
     }
     path = write(tmp_path / "t", wrapped.get(kind, text))
     documents, report = read(f"{kind}:{path}")
     assert max(len(d.text) for d in documents) <= 1000 + 100
-    assert "".join(d.text for d in documents).replace("\n", "") == text.replace("\n", "")
+    whole = "".join(d.text for d in documents).replace("\n", "")
+    assert whole == text.replace("\n", "") + "A short one." * (kind == "jsonl")
     assert "a document is longer than 1,000 characters" in report.warnings[0]
+    if kind == "jsonl":  # the line is parsed as a whole
+        assert [d.line for d in documents] == [1] * (len(documents) - 1) + [2]
+        monkeypatch.setattr(corpus, "_JSON_CHARACTERS", 2000)
+        documents, report = read(path)
+        assert [d.text for d in documents] == ["A short one."]
+        assert "t:1: a line is longer than 2,000 characters" in report.warnings[0]
 
 
 def test_memory_does_not_grow_with_file_size(tmp_path):
     line = "A sentence of about eighty characters which says nothing of any interest at all. "
-    peaks = []
+    document, peaks = f"{line * 50}\n{line * 50}\n\n".encode(), []
     for documents in 200, 2000:
-        path = write(
-            tmp_path / "t.gz",
-            gzip.compress(f"{line * 50}\n{line * 50}\n\n".encode() * documents, 1),
-        )
+        path = write(tmp_path / "t.gz", gzip.compress(document * documents, 1))
         source, report = corpus.parse_source(f"google:{path}"), corpus.Report()
         tracemalloc.start()
         for _ in corpus.read(source, report):
@@ -368,21 +370,22 @@ def test_memory_does_not_grow_with_file_size(tmp_path):
 
 def test_long_sentences_are_split_between_words():
     text = "word " * 5000 + "x" * 25_000
-    result = split_sentences(corpus.RawDocument(text, "google", "f", 1))
+    result = split(text, "google")
     assert max(map(len, result)) <= SENTENCE_CHARACTERS
     assert "".join(result).replace(" ", "") == text.replace(" ", "")
     assert all(set(s.split()) == {"word"} for s in result[:2])
 
 
+PUNCTUATION = " \n.!?aBé'\"\u3000\u2028[]{}|=<>*&;:#"
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    text=st.text(
-        st.sampled_from(" \n.!?aBé'\"\u3000\u2028[]{}|=<>*&;:#") | st.characters(codec="utf-8")
-    ),
+    text=st.text(st.sampled_from(PUNCTUATION) | st.characters(codec="utf-8")),
     kind=st.sampled_from([k for k in formats.KINDS if k != "mediawiki"]),
 )
 def test_sentence_splitting_loses_no_text(text, kind):
-    result = split_sentences(corpus.RawDocument(text, kind, "f", 1))
+    result = split(text, kind)
     for sentence in result:
         assert sentence == " ".join(sentence.split())
         assert sentence
@@ -390,34 +393,13 @@ def test_sentence_splitting_loses_no_text(text, kind):
         assert "".join("".join(result).split()) == "".join(text.split())
 
 
+MARKUP = "[[ ]] {{ }} {| |} | ''' == <ref> </ref> <!-- : a File:".split()
+
+
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "[[",
-                "]]",
-                "{{",
-                "}}",
-                "{|",
-                "|}",
-                "|",
-                "'''",
-                "==",
-                "<ref>",
-                "</ref>",
-                "<!--",
-                "\n",
-                "* ",
-                "File:",
-                "a b",
-                ":",
-            ]
-        )
-    )
-)
-def test_malformed_wiki_markup_is_stripped(parts):  # fmt: skip
-    for sentence in split_sentences(corpus.RawDocument("".join(parts), "mediawiki", "f", 1)):
+@given(st.lists(st.sampled_from([*MARKUP, "\n", "* ", "a b"])))
+def test_malformed_wiki_markup_is_stripped(parts):
+    for sentence in split("".join(parts), "mediawiki"):
         assert "[[" not in sentence
         assert "{{" not in sentence
         assert "<ref" not in sentence
@@ -444,11 +426,14 @@ def test_malformed_wiki_markup_is_stripped(parts):  # fmt: skip
             "A perfidious king of Nice.",
         ),
         ("It is so. [[w-x:A|a]][[fr:A]][[2001: B|b]]", "It is so. b"),
+        (
+            "A town\nin the east.\n\n* a list\n\nIt is.\n== H ==\nEnd.",
+            "A town in the east. It is. End.",
+        ),
     ],
 )
 def test_wiki_markup_is_converted_to_plain_text(markup, plain):
-    document = corpus.RawDocument(markup, "mediawiki", "f", 1)
-    assert " ".join(split_sentences(document)) == plain
+    assert " ".join(split(markup, "mediawiki")) == plain
 
 
 @pytest.mark.parametrize(
@@ -457,10 +442,7 @@ def test_wiki_markup_is_converted_to_plain_text(markup, plain):
         (GOOGLE, "google"),
         ("\n".join(SENTENCES), "google"),
         ("".join(f"{s}\n\n" for s in SENTENCES), "google"),
-        (
-            "\n".join(["no full stops here", "and a line of another length , you see"] * 20),
-            "google",
-        ),
+        ("no full stops here\nand a line of another length , you see\n" * 20, "google"),
         (f"{WRAPPED}\n\n{WRAPPED}", "books"),
         (f"CHAPTER I\n\n{PROSE}\n\n{PROSE}", "books"),
         (f"CHAPTER I\n{PROSE}\n{PROSE}", "books"),
@@ -511,14 +493,13 @@ def test_wikitext_tokenization_is_undone(tmp_path):
     assert split_sentences(documents[1]) == ["A poet was he .", "He sang ."]
     vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
     assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
-    trained = wordpiece.train(
-        [str(tmp_path / "wiki.train.tokens")], tmp_path / "vocab", size=150, min_frequency=1
-    )
+    source = str(tmp_path / "wiki.train.tokens")
+    trained = wordpiece.train([source], tmp_path / "vocab", size=150, min_frequency=1)
     assert corpus.UNKNOWN_WORD not in "".join(trained.tokens)
 
 
 @pytest.mark.parametrize(
-    ("text", "split"),
+    ("text", "sentences"),
     [
         ("He said, “Go now. They are here.” And he left.", 3),
         ("“I am here,” she said. “You are there. He is!” cried Tom.", 3),
@@ -529,17 +510,11 @@ def test_wikitext_tokenization_is_undone(tmp_path):
         ('He said, "Go!" and left. "Why?" asked she.', 2),
         ("No quotation. (In brackets. There are two.) It ends.", 2),
     ],
-)  # fmt: skip
-def test_direct_speech_is_split_into_sentences(text, split):
-    result = split_sentences(corpus.RawDocument(text, "jsonl", "f", 1))
+)
+def test_direct_speech_is_split_into_sentences(text, sentences):
+    result = split(text, "jsonl")
     assert " ".join(result) == text
-    assert len(result) == split
-
-
-def test_line_breaks_in_wiki_paragraphs_become_spaces():
-    markup = "It is a town\nin the east.\n\n* a list\n\nIt lies on\nthe river.\n== H ==\nA lake."
-    result = split_sentences(corpus.RawDocument(markup, "mediawiki", "f", 1))
-    assert result == ["It is a town in the east.", "It lies on the river.", "A lake."]
+    assert len(result) == sentences
 
 
 def test_huge_pages_words_and_tags_in_dumps(tmp_path, monkeypatch):
@@ -551,27 +526,6 @@ def test_huge_pages_words_and_tags_in_dumps(tmp_path, monkeypatch):
     assert len(documents) > 2
     assert "a document is longer than" in report.warnings[0]
     for text in ("a" * 1_000_000, "ab=" * 300_000, "<a" * 300_000):
-        document = corpus.RawDocument(f"It is. {text}\n\nThe end.", "mediawiki", "f", 1)
-        assert split_sentences(document)[-1] == "The end."
-    assert_read_fails(
-        write(tmp_path / "tag.xml", f'<mediawiki a="{"x" * 6_000_000}"><page/></mediawiki>'),
-        "tag.xml:1: a tag longer than",
-    )
-
-
-def test_long_json_document_is_split_at_line_breaks(tmp_path, monkeypatch):
-    """The line is parsed as a whole, and its document split without loss of text."""
-    monkeypatch.setattr(corpus, "DOCUMENT_CHARACTERS", 1000)
-    text = "\n".join(f"Sentence {i} is about käse and more." for i in range(100))
-    lines = [json.dumps({"text": text}, ensure_ascii=False), '{"text": "A short one."}']
-    documents, report = read(write(tmp_path / "t.jsonl", "\n".join(lines) + "\n"))
-    assert "\n".join(d.text for d in documents) == f"{text}\nA short one."
-    assert all(len(d.text) <= 1000 for d in documents)
-    assert [d.line for d in documents] == [1] * (len(documents) - 1) + [2]
-    (warning,) = report.warnings
-    assert "t.jsonl:1: a document is longer than 1,000 characters" in warning
-
-    monkeypatch.setattr(corpus, "_JSON_CHARACTERS", 2000)
-    documents, report = read(tmp_path / "t.jsonl")
-    assert [d.text for d in documents] == ["A short one."]
-    assert "t.jsonl:1: a line is longer than 2,000 characters" in report.warnings[0]
+        assert split(f"It is. {text}\n\nThe end.", "mediawiki")[-1] == "The end."
+    tag = f'<mediawiki a="{"x" * 6_000_000}"><page/></mediawiki>'
+    assert_read_fails(write(tmp_path / "tag.xml", tag), "tag.xml:1: a tag")

@@ -9,12 +9,9 @@ import shutil
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bert_jax.config.schema import Config, PhaseConfig
 from bert_jax.data import loader
-from bert_jax.data.rows import read_manifest
 from bert_jax.data.shuffle import shuffled
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
@@ -81,20 +78,19 @@ def assert_same_except(clean, actual, empty):
     assert not actual["length"][empty].any()
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
-@pytest.mark.parametrize("part", ["payload", "checksum"])
+@pytest.mark.parametrize(("part", "split"), [("payload", "train"), ("checksum", "heldout")])
 def test_damaged_record_is_rejected_or_skipped_and_named(folder, part, split):
     opened = loader.Rows(folder, split)
     clean, path = all_rows(opened), shard_of(folder, split)
     damage(path, opened, 3, part)
-    with pytest.raises(UserError, match=f"record 3 of the shard {path} is damaged .*prepare"):
+    with pytest.raises(UserError, match=f"record 3 of the shard {path}"):
         all_rows(loader.Rows(folder, split))
     with pytest.raises(UserError, match=f"{path} fails its checksum"):
         loader.Rows(folder, split).verify()
     messages = []
     skipping = loader.Rows(folder, split, messages.append)
-    assert_same_except(clean, all_rows(skipping), 3)
-    assert_same_except(clean, all_rows(skipping), 3)
+    for _ in range(2):
+        assert_same_except(clean, all_rows(skipping), 3)
     (line,) = messages
     assert line.startswith(f"record 3 of the shard {path} is damaged")
     skipping.verify()
@@ -105,10 +101,7 @@ def test_damaged_record_frame_loses_no_row(folder):
     opened = loader.Rows(folder, "train")
     clean, path = all_rows(opened), shard_of(folder)
     damage(path, opened, 3, "frame")
-    result = all_rows(loader.Rows(folder, "train"))
-    assert {name: x.tolist() for name, x in result.items()} == {
-        name: x.tolist() for name, x in clean.items()
-    }
+    np.testing.assert_equal(all_rows(loader.Rows(folder, "train")), clean)
     with pytest.raises(UserError, match=f"{path} fails its checksum"):
         opened.verify()
 
@@ -121,33 +114,28 @@ def test_skipping_a_row_does_not_move_other_rows(folder):
     damage(shard_of(folder), opened, 3, "payload")
     messages = []
     result = list(loader.batches(loader.Rows(folder, "train", messages.append), 8, 1, 0, steps))
-    order = shuffled(np.arange(steps * 8), len(opened), 1)
-    hit = [place for place, row in enumerate(order) if row == 3]
-    assert hit
+    hit = shuffled(np.arange(steps * 8), len(opened), 1).reshape(steps, 8) == 3
+    assert hit.any()
     for step in range(steps):
-        assert_same_except(
-            clean[step], result[step], [place - 8 * step for place in hit if place // 8 == step]
-        )
+        assert_same_except(clean[step], result[step], hit[step])
     assert len(messages) == 1
 
 
 def test_each_process_skips_only_its_own_damaged_rows(folder):
-    opened = loader.Rows(folder, "heldout")
-    clean = [list(loader.heldout_batches(opened, 8, 0, process, 2)) for process in (0, 1)]
-    damage(shard_of(folder, "heldout"), opened, 3, "payload")
-    actual = collections.defaultdict(list)
+    def lengths(process, skip=None):
+        opened = loader.Rows(folder, "heldout", skip)
+        batches = loader.heldout_batches(opened, 8, 0, process, 2)
+        return np.concatenate([batch["length"] for batch in batches])
+
+    clean = [lengths(process) for process in (0, 1)]
+    damage(shard_of(folder, "heldout"), loader.Rows(folder, "heldout"), 3, "payload")
+    skipped = []
     for process in (0, 1):
-        skipping = loader.Rows(folder, "heldout", actual[process].append)
-        result = list(loader.heldout_batches(skipping, 8, 0, process, 2))
-        assert [batch["length"].shape for batch in result] == [
-            batch["length"].shape for batch in clean[process]
-        ]
-        differ = sum(
-            (a["length"] != b["length"]).any(1).sum()
-            for a, b in zip(clean[process], result, strict=True)
-        )
-        assert differ == len(actual[process])
-    assert sum(map(len, actual.values())) == 1
+        messages = []
+        result = lengths(process, messages.append)
+        assert (result != clean[process]).any(1).sum() == len(messages)
+        skipped += messages
+    assert len(skipped) == 1
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
@@ -165,15 +153,14 @@ def test_damaged_rows_policy(folder, policy, capsys):
             list(phase.batches(0, 1, 0, 1))
         with pytest.raises(UserError, match="fails its checksum"):
             pretraining.make_phases(config)
-        return
-    _, _, _, (phase,) = pretraining.make_phases(config)
-    for _ in range(2):
-        (result,) = phase.batches(0, 1, 0, 1)
-        assert_same_except(clean, result, 5)
-    output = capsys.readouterr().err.splitlines()
-    assert [line.startswith("warning: ") for line in output] == [True, True]
-    assert "fails its checksum" in output[0]
-    assert f"record {number} of the shard" in output[1]
+    else:
+        _, _, _, (phase,) = pretraining.make_phases(config)
+        for _ in range(2):
+            (result,) = phase.batches(0, 1, 0, 1)
+            assert_same_except(clean, result, 5)
+        altered, skipped = capsys.readouterr().err.splitlines()
+        assert "fails its checksum" in altered
+        assert f"record {number} of the shard" in skipped
 
 
 @pytest.mark.parametrize("skip", [None, print])
@@ -194,7 +181,7 @@ def test_changed_vocabulary_is_rejected(folder):
     config = Config(phases=(PhaseConfig(rows=str(folder)),), batch_size=8)
     path = folder / "vocab.txt"
     path.write_text(path.read_text().replace("##", "#", 1))
-    with pytest.raises(UserError, match="is not the vocabulary that its rows were prepared with"):
+    with pytest.raises(UserError, match="not the vocabulary"):
         pretraining.make_phases(config)
 
 
@@ -209,6 +196,8 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
         path.write_bytes(data)
         at = rng.choice(used) if number % 2 else rng.randrange(len(data))
         flip(path, at, rng.randrange(8))
+        with pytest.raises(UserError, match=path.name):
+            opened.verify()
         messages = []
         result = all_rows(loader.Rows(folder, "train", messages.append))
         empty = [int(line.split()[1]) for line in messages]
@@ -217,55 +206,10 @@ def test_any_flipped_bit_changes_nothing_or_is_detected(folder):
     assert {"skipped", "no difference"} == {*outcomes}, outcomes
 
 
-# --- Manifests ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def manifest(rows):
-    return read_manifest(rows()).to_dict()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda m: m.update(tokens=10**12), "1000000000000 tokens"),
-        (lambda m: m.update(sequences=0), "0 sequences"),
-        (lambda m: m.update(vocab_size=1 << 40), "vocabulary"),
-        (lambda m: m.update(tokens="32"), "whole number"),
-        (lambda m: m["train"]["shards"][0].update(name="../../etc/passwd"), "etc/passwd"),
-        (lambda m: m["train"]["shards"][0].update(name="/x.arrayrecord"), "/x"),
-        (lambda m: m["train"]["shards"][0].update(rows=-1), "-1 rows"),
-        (lambda m: m["train"].update(rows=10**12), "total of its shards"),
-        (lambda m: m["train"]["shards"].append(None), "shards"),
-    ],
-)
-def test_invalid_manifest_is_rejected(manifest, tmp_path, change, says):
-    changed = json.loads(json.dumps(manifest))
-    change(changed)
-    (tmp_path / "manifest.json").write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="not a manifest of rows") as error:
-        read_manifest(tmp_path)
-    assert says in str(error.value)
-
-
-def test_manifest_with_too_many_rows_is_rejected(folder, manifest):
-    changed = json.loads(json.dumps(manifest))
-    for holder in (changed["train"], changed["train"]["shards"][0]):
+def test_manifest_with_too_many_rows_is_rejected(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for holder in (manifest["train"], manifest["train"]["shards"][0]):
         holder["rows"] = 10**12
-    (folder / "manifest.json").write_text(json.dumps(changed))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="too few for the 1000000000000 rows"):
         loader.Rows(folder, "train")
-
-
-@given(bit=st.integers(0, 1 << 20))
-def test_shard_checksum_detects_any_flipped_bit(rows, tmp_path_factory, bit):
-    folder = tmp_path_factory.getbasetemp() / "flipped"
-    if not folder.exists():
-        shutil.copytree(rows(), folder)
-    path = shard_of(folder)
-    flip(path, bit // 8 % path.stat().st_size, bit % 8)
-    try:
-        with pytest.raises(UserError, match=path.name):
-            loader.Rows(folder, "train").verify()
-    finally:
-        flip(path, bit // 8 % path.stat().st_size, bit % 8)

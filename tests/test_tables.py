@@ -24,10 +24,10 @@ ROWS = [
     {"text": " spaces kept ", "other": "日本", "label": "2"},
 ]
 COMPRESSIONS = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
     "": bytes,
 }
 
@@ -49,41 +49,35 @@ def write(path, data):
     return path
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("kind", [".tsv", ".csv", ".jsonl"])
-def test_reads_every_format_and_compression(tmp_path, kind, compression):
-    data = ("\ufeff" * (kind != ".jsonl") + content(kind)).encode()
-    path = write(tmp_path / f"a.b{kind.upper()}{compression}", COMPRESSIONS[compression](data))
+@pytest.mark.parametrize(
+    "suffix", [".tsv", ".csv", ".jsonl", ".TSV.gz", ".csv.bz2", ".jsonl.xz", ".tsv.zst"]
+)
+def test_reads_every_format_and_compression(tmp_path, suffix):
+    kind, _, compression = suffix[1:].lower().partition(".")
+    data = ("\ufeff" * (kind != "jsonl") + content(f".{kind}")).encode()
+    path = write(tmp_path / f"a.b{suffix}", COMPRESSIONS[compression](data))
     read_bytes = []
     result = list(tables.read(path, ["text"], ["label"], count=read_bytes.append))
     assert [record.fields for record in result] == ROWS
-    first = 1 if kind == ".jsonl" else 2
-    step = 2 if kind == ".jsonl" else 1
+    first, step = (1, 2) if kind == "jsonl" else (2, 1)
     assert [r.where for r in result] == [f"{path}:{first + step * i}" for i in range(3)]
     assert sum(read_bytes) == path.stat().st_size
 
 
 def test_reads_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
     columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
     columns["other"] = pyarrow.array(columns["other"]).dictionary_encode()
     columns["tags"] = [["a", "b"], [], ["c"]]
-    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    read_bytes = []
-    result = list(
-        tables.read(
-            tmp_path / "a.parquet",
-            ["text", "other"],
-            ["tags"],
-            optional=["label", "nothing"],
-            count=read_bytes.append,
-        )
-    )
+    parquet.write_table(pyarrow.table(columns), path)
+    count, optional = [], ["label", "nothing"]
+    records = tables.read(path, ["text", "other"], ["tags"], optional=optional, count=count.append)
+    result = list(records)
     assert [{k: r.fields[k] for k in ROWS[0]} for r in result] == ROWS
     assert [r.fields["tags"] for r in result] == columns["tags"]
-    assert result[2].where == f"{tmp_path / 'a.parquet'}: row 3"
-    assert sum(read_bytes) == (tmp_path / "a.parquet").stat().st_size
-    only = next(tables.read(tmp_path / "a.parquet", ["text"]))
-    assert list(only.fields) == ["text"]
+    assert result[2].where == f"{path}: row 3"
+    assert sum(count) == path.stat().st_size
+    assert list(next(tables.read(path, ["text"])).fields) == ["text"]
 
 
 def test_header_and_quoting_arguments(tmp_path):
@@ -104,7 +98,7 @@ def test_multiline_fields_count_all_their_lines(tmp_path):
     first, second = next(result), next(result)
     assert first == (f"{path}:2", {"text": "one\ntwo\nthree", "label": "0"})
     assert second.where == f"{path}:5"
-    with pytest.raises(UserError, match=r"a\.csv:6: 1 column where 2 columns"):
+    with pytest.raises(UserError, match=r"a.csv:6"):
         next(result)
 
 
@@ -112,12 +106,10 @@ def test_plain_text_lines_and_standard_input(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one\ttwo\n\nthree\t\n")
     result = [r.fields["t"] for r in tables.read(path, ["t"], header=["t"], empty=True)]
     assert result == ["one\ttwo", "", "three\t"]
-    with pytest.raises(
-        UserError, match=r"a\.txt:2: 1 column where 2 columns are expected \(a, b\)"
-    ):
+    with pytest.raises(UserError, match=r"a.txt:2"):
         list(tables.read(path, ["a", "b"], header=["a", "b"]))
     path = write(tmp_path / "b.txt", "one\ttwo\nthree\t\n")
-    with pytest.raises(UserError, match=r"b\.txt:2: 'b' is empty"):  # only texts may be empty
+    with pytest.raises(UserError, match=r"b.txt:2: 'b'"):  # only texts may be empty
         list(tables.read(path, ["a"], ["b"], header=["a", "b"], empty=True))
     pairs = [r.fields for r in tables.read(path, ["a", "b"], header=["a", "b"], empty=True)]
     assert pairs == [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]
@@ -125,32 +117,22 @@ def test_plain_text_lines_and_standard_input(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", stdin)
     result = tables.read("-", ["t"], kind=".txt", header=["t"])
     assert [next(result).where, next(result).fields["t"]] == ["standard input:1", "y"]
-    with pytest.raises(UserError, match="standard input:3: not UTF-8"):
+    with pytest.raises(UserError, match="standard input:3"):
         next(result)
 
 
 def test_rows_with_a_wrong_column_count_can_be_skipped(tmp_path):
     path = write(tmp_path / "a.tsv", "text\tlabel\na\t0\nb\nc\t1\t2\nd\t1\n")
     messages = []
-    assert [r.fields["text"] for r in tables.read(path, ["text"], skip=messages.append)] == [
-        "a",
-        "d",
-    ]
-    assert [message.split(" where")[0] for message in messages] == [
-        f"{path}:3: 1 column",
-        f"{path}:4: 3 columns",
-    ]
+    kept = [r.fields["text"] for r in tables.read(path, ["text"], skip=messages.append)]
+    assert kept == ["a", "d"]
+    assert [message.rpartition(":")[0] for message in messages] == [f"{path}:3", f"{path}:4"]
 
 
-@given(
-    st.lists(
-        st.lists(
-            st.text(st.characters(codec="utf-8", exclude_characters="\0\r")), min_size=2, max_size=2
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
+CELL = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"))
+
+
+@given(st.lists(st.lists(CELL, min_size=2, max_size=2), min_size=1, max_size=5))
 def test_csv_written_by_python_is_read_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "a.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -161,71 +143,67 @@ def test_csv_written_by_python_is_read_back(tmp_path_factory, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "says"),
+    ("name", "data", "key"),
     [
-        ("a.tsv", "text\tlabel\na\t0\nb\n", "a.tsv:3: 1 column where 2 columns are expected (text"),
-        ("a.tsv", "text\tlabel\na\t0\t\n", "a.tsv:2: 3 columns where 2"),
-        ("a.tsv", "txt\tlabel\na\t0\n", "a.tsv:1: no column 'text' (it has: txt, label)"),
+        ("a.tsv", "text\tlabel\na\t0\nb\n", "a.tsv:3"),
+        ("a.tsv", "text\tlabel\na\t0\t\n", "a.tsv:2"),
+        ("a.tsv", "txt\tlabel\na\t0\n", "a.tsv:1: no column 'text'"),
         ("a.tsv", "text\tlabel\ttext\na\t0\tb\n", "a.tsv:1: more than one column 'text'"),
         ("a.tsv", "text\n", "a.tsv:1: no column 'label'"),
         ("a.tsv", "", "a.tsv: the file is empty"),
         ("a.tsv", "\n\n", "a.tsv: the file is empty"),
-        ("a.tsv", "text\tlabel\n \t0\n", "a.tsv:2: 'text' is empty"),
-        ("a.tsv", "text\tlabel\na\t\n", "a.tsv:2: 'label' is empty"),
-        ("a.tsv", b"text\tlabel\na\t0\nb\xe4\t1\n", "a.tsv:3: not UTF-8 text (byte 1"),
-        ("a.tsv", "text\tlabel\na\0\t0\n", "a.tsv:2: not text (contains a NUL)"),
-        ("a.csv", 'text,label\n"a"b,0\n', "a.csv:2: ',' expected after '\"', from this row on"),
-        ("a.csv", 'text,label\na,0\n"b,0\nc,1\n', "a.csv:3: unexpected end of data"),
-        ("a.jsonl", '{"text": "a", "label": 0}\n{"text"\n', "a.jsonl:2: not JSON"),
-        ("a.jsonl", '["a", 0]\n', "a.jsonl:1: a JSON list where an object is expected"),
-        ("a.jsonl", '{"text": 1, "label": 0}\n', "a.jsonl:1: no text in 'text'"),
-        ("a.jsonl", '{"text": "a"}\n', "a.jsonl:1: no 'label' (it has: text)"),
-        ("a.jsonl", '{"text": "a", "label": null}\n', "a.jsonl:1: no 'label'"),
-        ("a.tsv.gz", gzip.compress(b"text\tlabel\n" * 99, mtime=0)[:-9], "damaged or truncated"),
+        ("a.tsv", "text\tlabel\n \t0\n", "a.tsv:2: 'text'"),
+        ("a.tsv", "text\tlabel\na\t\n", "a.tsv:2: 'label'"),
+        ("a.tsv", b"text\tlabel\na\t0\nb\xe4\t1\n", "a.tsv:3: not UTF-8"),
+        ("a.tsv", "text\tlabel\na\0\t0\n", "a.tsv:2: .*NUL"),
+        ("a.csv", 'text,label\n"a"b,0\n', "a.csv:2"),
+        ("a.csv", 'text,label\na,0\n"b,0\nc,1\n', "a.csv:3"),
+        ("a.jsonl", '{"text": "a", "label": 0}\n{"text"\n', "a.jsonl:2"),
+        ("a.jsonl", '["a", 0]\n', "a.jsonl:1: .*list"),
+        ("a.jsonl", '{"text": 1, "label": 0}\n', "a.jsonl:1: .*'text'"),
+        ("a.jsonl", '{"text": "a"}\n', "a.jsonl:1: .*'label'"),
+        ("a.jsonl", '{"text": "a", "label": null}\n', "a.jsonl:1: .*'label'"),
+        ("a.tsv.gz", gzip.compress(b"text\tlabel\n" * 99, mtime=0)[:-9], "damaged"),
         ("a.parquet", b"PAR1nonsense", "not a complete Parquet file"),
         ("a.xlsx", b"x", "unknown file format"),
-        ("a.tsv", None, "it does not exist"),
+        ("a.tsv", None, "does not exist"),
     ],
 )
-def test_malformed_table_error_is_one_line(tmp_path, name, data, says):
+def test_malformed_table_error_names_the_line(tmp_path, name, data, key):
     if data is not None:
         write(tmp_path / name, data)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=key):
         list(tables.read(tmp_path / name, ["text"], ["label"]))
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"),
+    ("columns", "key"),
     [
-        ({"txt": ["a"], "label": [0]}, "no column 'text' (it has: txt, label)"),
-        ({"text": [1.5], "label": [0]}, "the column 'text' has type double"),
+        ({"txt": ["a"], "label": [0]}, "no column 'text'"),
+        ({"text": [1.5], "label": [0]}, "'text' has type double"),
         ({"text": ["a", None], "label": [0, 1]}, "row 2: no text in 'text'"),
         ({"text": ["a", " "], "label": [0, 1]}, "row 2: 'text' is empty"),
         ({"text": ["a", "b"], "label": [None, 1]}, "row 1: no 'label'"),
     ],
 )
-def test_malformed_parquet_error_is_one_line(tmp_path, columns, says):
+def test_malformed_parquet_error_names_the_row(tmp_path, columns, key):
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=key):
         list(tables.read(tmp_path / "a.parquet", ["text"], ["label"]))
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
 
 
-def test_long_quoted_field_is_read(tmp_path):
+def test_long_fields_are_read_and_longer_lines_refused(tmp_path):
     path = write(tmp_path / "a.csv", f'text,label\n"{"x" * 200_000}",0\n')
     (record,) = tables.read(path, ["text"], ["label"])
     assert len(record.fields["text"]) == 200_000
+    with pytest.raises(UserError, match=r"a.csv:2: .*20 bytes"):
+        list(tables.read(path, ["text"], line_bytes=20))
 
 
-def test_long_lines_are_refused_and_lone_surrogates_replaced(tmp_path):
+def test_lone_surrogates_are_replaced(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a\\ud83d", "label": "\\udc00"}\n')
     (record,) = tables.read(path, ["text"], ["label"])
     assert record.fields == {"text": "a?", "label": "?"}
-    with pytest.raises(UserError, match=r"a\.jsonl:1: a line of more than 20 bytes"):
-        list(tables.read(path, ["text"], line_bytes=20))
 
 
 def test_rows_are_read_lazily(tmp_path):

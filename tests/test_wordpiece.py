@@ -1,6 +1,7 @@
 """WordPiece vocabularies and tokenization, against Google's and Hugging Face's tokenizers."""
 
 import collections
+import hashlib
 import os
 import pickle
 import subprocess
@@ -138,13 +139,6 @@ def test_encode_matches_hugging_face(references, text, other, lowercase):
         assert vocabulary.encode(text, other) == reference(text, other)["input_ids"]
 
 
-def test_encode_with_google_ids():
-    vocabulary = google_like()
-    assert vocabulary.encode("Hello world") == [101, 7592, 2088, 102]
-    assert vocabulary.encode("Great movie!") == [101, 2307, 3185, 999, 102]
-    assert vocabulary.encode("unaffable", "Café") == [101, 4895, 10354, 3085, 102, 7668, 102]
-
-
 @pytest.mark.parametrize("case", ["uncased", "cased"])
 def test_google_vocabularies_match_hugging_face(shared_data, case):
     vocabulary = wordpiece.load(shared_data(f"vocab/bert-base-{case}-vocab.txt"))
@@ -166,21 +160,13 @@ def test_special_tokens_in_text_are_plain_text():
     assert vocabulary.encode("hello [MASK] ![MASK]", mask=True) == [101, 7592, 103, 999, 103, 102]
     ids = vocabulary.tokenizer().encode("[CLS] [PAD] hello [unused7] [SEP][MASK]").ids
     assert not {0, 101, 102, 103, 8} & set(ids)
+    assert vocabulary.encode("\udcff cafe") == vocabulary.encode("? cafe")  # a surrogate
 
 
-def test_undecodable_argument_bytes_become_question_marks():
-    vocabulary = google_like()
-    assert vocabulary.encode("\udcff cat") == vocabulary.encode("? cat")
-
-
-def test_decode():
+def test_decode_and_continuation():
     vocabulary = google_like()
     ids = np.array([101, 4895, 10354, 3085, 2003, 103, 999, 102, 0])
     assert vocabulary.decode(ids) == "[CLS] unaffable is [MASK]! [SEP] [PAD]"
-
-
-def test_continuation_mask():
-    vocabulary = google_like()
     expected = {i for token, i in GOOGLE_IDS.items() if token.startswith("##")}
     assert set(np.flatnonzero(vocabulary.continuation())) == expected
     assert vocabulary.continuation().shape == (20_000,)
@@ -193,8 +179,6 @@ def test_save_and_load(tmp_path, lowercase):
     assert wordpiece.load(tmp_path / "new") == vocabulary
     assert wordpiece.load(tmp_path / "new/vocab.txt") == vocabulary
     assert wordpiece.load(tmp_path / "new", lowercase=not lowercase).lowercase != lowercase
-    import hashlib
-
     content = (tmp_path / "new/vocab.txt").read_bytes()
     assert content == "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nÉ\n".encode()
     assert hashlib.sha256(content).hexdigest() == vocabulary.sha256
@@ -215,36 +199,30 @@ SPECIAL_LINES = "\n".join(wordpiece.SPECIAL).encode()
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "key"),
     [
-        (b"", "the file is empty"),
-        (SPECIAL_LINES.replace(b"[SEP]", b"sep"), r"no \[SEP\]"),
-        (SPECIAL_LINES + b"\na\nb\na\n", r":8: duplicate token 'a' \(first on line 6\)"),
-        (SPECIAL_LINES + b"\n\nb\n", ":6: an empty line"),
-        (SPECIAL_LINES + b"\n\xe9\n", "not UTF-8 at byte 31"),
-        (None, "no vocabulary at .*vocab.txt; train one"),
+        ("vocab.txt", b"", "vocab.txt: .*empty"),
+        ("vocab.txt", SPECIAL_LINES.replace(b"[SEP]", b"sep"), r"vocab.txt: no \[SEP\]"),
+        ("vocab.txt", SPECIAL_LINES + b"\na\nb\na\n", "vocab.txt:8: .*'a' .*line 6"),
+        ("vocab.txt", SPECIAL_LINES + b"\n\nb\n", "vocab.txt:6"),
+        ("vocab.txt", SPECIAL_LINES + b"\n\xe9\n", "byte 31"),
+        ("other.txt", SPECIAL_LINES, "no vocabulary at .*vocab.txt"),
+        ("vocab.json", b'{"lowercase": "yes"}', "vocab.json"),
     ],
 )
-def test_invalid_vocabularies_are_rejected(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "vocab.txt").write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        wordpiece.load(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_invalid_case_setting_is_rejected(tmp_path):
-    (tmp_path / "vocab.txt").write_bytes(SPECIAL_LINES)
-    (tmp_path / "vocab.json").write_text('{"lowercase": "yes"}')
-    with pytest.raises(UserError, match=r"vocab\.json: no valid settings"):
+def test_invalid_vocabularies_are_rejected(tmp_path, name, content, key):
+    if name == "vocab.json":
+        (tmp_path / "vocab.txt").write_bytes(SPECIAL_LINES)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=key):
         wordpiece.load(tmp_path)
 
 
 def test_reserved_tokens_match_google_files():
     head = wordpiece.reserved(30_522)
     assert [head.index(t) for t in wordpiece.SPECIAL] == [0, 100, 101, 102, 103]
-    assert (head[1], head[99], head[104], head[-1]) == (
-        "[unused0]", "[unused98]", "[unused99]", "[unused993]")  # fmt: skip
+    places = {1: "[unused0]", 99: "[unused98]", 104: "[unused99]", 998: "[unused993]"}
+    assert {i: head[i] for i in places} == places
     assert len(head) == 999  # Google's first word piece is 999
     assert wordpiece.reserved(8192).index("[MASK]") == 103
     assert tuple(wordpiece.reserved(500)) == wordpiece.SPECIAL
@@ -290,26 +268,20 @@ def test_training_keeps_many_characters():
 def test_training_warns_if_the_text_is_too_small(tmp_path, capsys):
     vocabulary = train(tmp_path, size=5000)
     assert len(vocabulary) < 400
-    warning = capsys.readouterr().err
-    assert f"warning: the text yields only {len(vocabulary)} pieces" in warning
-    assert "not 5,000" in warning
+    assert f"only {len(vocabulary)} pieces" in capsys.readouterr().err
 
 
 def test_training_is_deterministic(tmp_path):
     """Hash seeds and thread counts differ between processes; many rare words are tied."""
     words = np.random.default_rng(0).integers(97, 123, (3000, 6)).astype(np.uint8)
-    (tmp_path / "text.txt").write_text(
-        "\n".join(bytes(w).decode() for w in words) * 2 + "\n" + TEXT
-    )
+    lines = [bytes(word).decode() for word in words]
+    (tmp_path / "text.txt").write_text("\n".join([*lines, *lines, TEXT]))
     program = "import sys; from bert_jax.data import wordpiece; print(wordpiece.train(sys.argv[1:2], sys.argv[2], size=900).sha256)"
     digests = set()
-    for threads in "1", "2", "3":
+    for threads in "1", "3":
         environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        arguments = [sys.executable, "-c", program, f"google:{tmp_path}/text.txt", f"{tmp_path}/o"]
-        done = subprocess.run(
-            arguments, env=environment, capture_output=True, text=True, check=True
-        )
-        digests.add(done.stdout)
+        command = [sys.executable, "-c", program, f"google:{tmp_path}/text.txt", f"{tmp_path}/o"]
+        digests.add(subprocess.check_output(command, env=environment))
     assert len(digests) == 1
 
 
@@ -317,16 +289,15 @@ def test_training_applies_weights_and_sample_size(tmp_path):
     (tmp_path / "a.txt").write_text("zebra zebra\n")
     (tmp_path / "b.txt").write_text("panda panda\n\nkoala koala koala koala\n" * 3)
     sources = [f"google:{tmp_path}/a.txt@10", f"google:{tmp_path}/b.txt"]
-    vocabulary = wordpiece.train(
-        sources, tmp_path / "out", size=120, min_frequency=7, sample_bytes=5
-    )
+    options = dict(size=120, min_frequency=7, sample_bytes=5)
+    vocabulary = wordpiece.train(sources, tmp_path / "out", **options)
     assert "zebra" in vocabulary.index  # weighted count 20
     assert "panda" not in vocabulary.index  # only the first document of b.txt is read
     assert "koala" not in vocabulary.index
 
 
 def test_training_rejects_small_size_and_empty_text(tmp_path):
-    with pytest.raises(UserError, match="leaves 45 for word pieces"):
+    with pytest.raises(UserError, match="45 for word pieces"):
         train(tmp_path, size=50)
     with pytest.raises(UserError, match="contains no text"):
         train(tmp_path, text="\n")
@@ -344,7 +315,7 @@ def test_training_into_a_used_folder_requires_force(tmp_path):
     source.write_text("The cat saw the dog.\nThe dog saw the cow.\n" * 20)
     out.mkdir()
     (out / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"run contains other files \(config.json\): .*--force"):
+    with pytest.raises(UserError, match=r"run .*config\.json.*--force"):
         wordpiece.train([str(source)], out, size=200)
     assert [path.name for path in out.iterdir()] == ["config.json"]
     first = wordpiece.train([str(source)], out, size=200, force=True)
