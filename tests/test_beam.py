@@ -1,9 +1,7 @@
 """`prepare` on Apache Beam: the same bytes, manifest and errors as with the local runner."""
 
-import errno
 import gzip
 import json
-import os
 import pathlib
 import random
 import sys
@@ -12,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bert_jax.data import beam, prepare_worker, wordpiece, workers
 from bert_jax.data import prepare as module
-from bert_jax.data import prepare_worker, wordpiece, workers
 from bert_jax.data.prepare import prepare
 from bert_jax.errors import UserError
 
@@ -116,20 +114,6 @@ def test_output_is_independent_of_task_order_and_batching(
     assert content(folder / "there") == content(folder / "local")
 
 
-def test_fixture_text_covers_warnings_batches_and_shards(tmp_path, text, small_pieces):
-    """The comparisons between runners mean little if the text does not exercise these paths."""
-    manifest = prepare(*text, tmp_path / "rows", workers=1)
-    output = "\n".join(manifest.warnings)
-    for problem in ("is empty", "not UTF-8", "not JSON", "a text is empty", "a long line repeats"):
-        assert problem in output
-    # One warning per source. The last source repeats lines of the first.
-    assert output.count("a long line repeats") == 3
-    batches = list(module._batches([module.corpus.parse_source(s) for s in text[0]]))
-    assert len(batches) > 4
-    assert any(batch.end - batch.first > 1 for batch in batches)
-    assert len(manifest.train.shards) > 3
-
-
 @pytest.mark.slow
 def test_beam_output_matches_local_runner(tmp_path, text, small_pieces):
     options = ["direct_num_workers=3", "direct_running_mode=multi_threading"]
@@ -157,40 +141,39 @@ def test_invalid_input_gives_the_local_runners_error(
     assert not (tmp_path / "beam" / "manifest.json").exists()
 
 
-def test_full_disk_error_keeps_finished_batches(tmp_path, text, small_pieces, monkeypatch):
-    prepare(*text, tmp_path / "whole", workers=1)
-    out, real, left = tmp_path / "rows", os.fsync, 40
+def fail(method, arguments):
+    raise UserError("the disk is full")
 
-    def full(handle):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
 
+def test_error_that_cannot_be_written_is_reported_by_beam(tmp_path):
+    pipelines = beam.Pipelines(fail, tmp_path / "missing" / "error", [])
+    with pytest.raises(UserError, match=r"^the disk is full$"):
+        list(pipelines.run("method", [(1, ())]))
+
+
+@pytest.mark.parametrize("runner", ["beam", "local"])
+def test_partial_output_is_kept_for_the_same_runner(
+    tmp_path, text, small_pieces, monkeypatch, runner
+):
+    out, rng = tmp_path / "rows", random.Random(0)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match="the disk is full"):
-            prepare(*text, out, runner="beam")
+        patch.setattr(module, "_plan", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shuffled(*text, out, rng)
     done = {path: path.stat().st_mtime_ns for path in out.glob(".partial/*.batch")}
     assert done
     with monkeypatch.context() as patch:
         patch.setattr(module, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare(*text, out, runner="beam")
-    assert done == {path: path.stat().st_mtime_ns for path in done}
-    prepare(*text, out, runner="beam")
-    assert content(out) == content(tmp_path / "whole")
-
-
-def test_partial_output_of_the_other_runner_is_discarded(tmp_path, text, small_pieces, monkeypatch):
-    out = tmp_path / "rows"
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_plan", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            shuffled(*text, out, random.Random(0))
-    prepare(*text, out, workers=1)
+            if runner == "beam":
+                shuffled(*text, out, rng)
+            else:
+                prepare(*text, out, workers=1)
+    assert (runner == "beam") == all(
+        p.exists() and p.stat().st_mtime_ns == t for p, t in done.items()
+    )
     prepare(*text, tmp_path / "whole", workers=1)
+    prepare(*text, out, workers=1)
     assert content(out) == content(tmp_path / "whole")
 
 

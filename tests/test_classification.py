@@ -5,19 +5,13 @@ import io
 import json
 import math
 import types
-import warnings
 
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
-from scipy import stats
-from sklearn import metrics as sk
 
 from bert_jax.config.schema import TaskConfig
-from bert_jax.data import wordpiece
 from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
@@ -156,6 +150,7 @@ def test_regression_table(tmp_path):
     logits = [np.array([x], np.float32) for x in (2.0, 0.0, 3.0)]
     score = dataset.score("train", logits)
     assert score["spearman"] == pytest.approx(1)
+    assert score["pearson"] == pytest.approx(np.corrcoef([1, -2.5, 10], [2, 0, 3])[0, 1])
     assert score["mean_squared_error"] == pytest.approx((1 + 6.25 + 49) / 3)
     files = written(dataset, "train", logits, tmp_path / "out")
     assert files["predictions.tsv"] == b"index\tgrade\n0\t2\n1\t0\n2\t3\n"
@@ -280,75 +275,37 @@ def test_new_texts_may_be_none(tmp_path):
 # --- Metrics --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
-def test_classification_metrics_match_confusion_counts(pairs):
-    truth, predicted = np.array(pairs).T
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = metrics.classification(truth, predicted, 4)
-    counts = np.zeros((4, 4))
-    np.add.at(counts, (truth, predicted), 1)
-    assert result["accuracy"] == pytest.approx(counts.trace() / counts.sum())
-    occurs = counts.sum(0) + counts.sum(1) > 0
-    f1 = 2 * counts.diagonal()[occurs] / (counts.sum(0) + counts.sum(1))[occurs]
-    assert result["macro_f1"] == pytest.approx(f1.mean())
-    # Gorodkin's R_K: the correlation of the one-hot rows.
-    a, b = np.eye(4)[truth], np.eye(4)[predicted]
-    a, b = a - a.mean(0), b - b.mean(0)
-    spread = np.sqrt((a * a).sum() * (b * b).sum())
-    expected = (a * b).sum() / spread if spread > 1e-9 else 0.0
-    assert result["matthews"] == pytest.approx(expected, abs=1e-9)
-    assert "f1" not in result
-
-
-def test_binary_metrics_match_hand_computation():
+def test_classification_metrics_match_hand_computation():
     truth = np.array([1, 1, 1, 0, 0, 0, 0, 0])
     predicted = np.array([1, 1, 0, 1, 0, 0, 0, 0])
-    result = metrics.classification(truth, predicted, 2)
     # 2 true and 1 false positive, 1 false negative, 4 true negatives.
-    assert result["accuracy"] == pytest.approx(6 / 8)
-    assert result["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
-    assert result["macro_f1"] == pytest.approx((4 / 6 + 8 / 10) / 2)
-    assert result["matthews"] == pytest.approx((2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5))
-    assert metrics.classification(truth, np.zeros(8, int), 2)["f1"] == 0
-    assert metrics.classification(truth, np.zeros(8, int), 2)["matthews"] == 0
+    expected = {
+        "accuracy": 6 / 8,
+        "macro_f1": (4 / 6 + 8 / 10) / 2,
+        "matthews": (2 * 4 - 1 * 1) / np.sqrt(3 * 3 * 5 * 5),
+    }
+    # Without the F1 of the second of two classes. Classes that do not occur do not count.
+    assert metrics.classification(truth, predicted, 4) == pytest.approx(expected)
+    expected["f1"] = 2 * 2 / (2 * 2 + 1 + 1)
+    assert metrics.classification(truth, predicted, 2) == pytest.approx(expected)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=1, max_size=20))
-def test_regression_metrics(pairs):
-    truth, predicted = np.array(pairs, np.float32).T
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = metrics.regression(truth, predicted)
-    assert result["mean_squared_error"] == pytest.approx(sk.mean_squared_error(truth, predicted))
-    if np.ptp(truth) and np.ptp(predicted):
-        ranks = [stats.rankdata(x) for x in (truth, predicted)]
-        assert result["pearson"] == pytest.approx(np.corrcoef(truth, predicted)[0, 1], abs=1e-6)
-        assert result["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
-    else:
-        assert result["pearson"] == result["spearman"] == 0
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("truth", "predicted"), [([1, 1], [0, 1]), ([0, 1], [0, 0])])
+def test_undefined_metrics_are_0(truth, predicted):
+    truth, predicted = np.array(truth), np.array(predicted)
+    assert metrics.classification(truth, predicted, 2)["matthews"] == 0
+    assert metrics.classification(truth, 0 * predicted, 2)["f1"] == 0
+    result = metrics.regression(truth.astype(np.float32), predicted.astype(np.float32))
+    assert result == {"pearson": 0, "spearman": 0, "mean_squared_error": 0.5}
+    nothing = metrics.multilabel_metrics(truth[None] > 1, predicted[None] > 1)
+    assert nothing == {"micro_f1": 0, "macro_f1": 0, "exact_match": 1}
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_multilabel_metrics_match_label_counts(seed):
-    truth, predicted = np.random.default_rng(seed).random((2, 6, 3)) > 0.6
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = metrics.multilabel_metrics(truth, predicted)
-    both, either = (truth & predicted).sum(0), truth.sum(0) + predicted.sum(0)
-    assert result["micro_f1"] == pytest.approx(2 * both.sum() / max(either.sum(), 1))
-    assert result["macro_f1"] == pytest.approx((2 * both / np.maximum(either, 1)).mean())
-    assert result["exact_match"] == pytest.approx((truth == predicted).all(1).mean())
-
-
+@pytest.mark.filterwarnings("error")
 def test_probabilities_do_not_overflow():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = probabilities(np.array([[1000.0, -1000.0], [1.0, 2.0]]))
-        each = probabilities(np.array([[1000.0, -1000.0], [0.0, 2.0]]), "classes")
+    result = probabilities(np.array([[1000.0, -1000.0], [1.0, 2.0]]))
+    each = probabilities(np.array([[1000.0, -1000.0], [0.0, 2.0]]), "classes")
     assert np.allclose(result, [[1, 0], [1 / (1 + np.e), np.e / (1 + np.e)]])
     assert np.allclose(each, [[1, 0], [0.5, 1 / (1 + np.exp(-2))]])
 
@@ -370,17 +327,6 @@ def test_written_probabilities_and_confusion_matrix(tmp_path, monkeypatch):
     assert float(rows[0].split("\t")[3]) == pytest.approx(np.e / (1 + np.e), abs=1e-6)
     assert files["confusion.png"].startswith(PNG)
     assert seen[0].tolist() == [[1, 1], [0, 1]]  # one of two "no" predicted as "yes"
-
-
-@pytest.mark.parametrize("classes", [2, 40])
-@pytest.mark.filterwarnings("error")
-def test_confusion_plot_scales_with_classes(tmp_path, classes):
-    counts = np.diag(np.arange(classes) * 1000)
-    counts[0, 1] = 3
-    names = ["$x_$", "猫", *(f"a label of some length {i}" * 2 for i in range(classes - 2))]
-    tables.draw_confusion(counts, names, tmp_path / "c.png")
-    data = (tmp_path / "c.png").read_bytes()
-    assert 20 * classes < int.from_bytes(data[16:20], "big") < 4000  # the width
 
 
 # --- Multiple choice ------------------------------------------------------------------------------
@@ -471,21 +417,3 @@ def test_data_folder_is_refused_for_custom_tables(dataset):
 @pytest.mark.parametrize("choices", [(), ("yes", "yes")])
 def test_missing_and_repeated_choices_are_rejected(choices):
     refused(TaskConfig(train="a.csv", choices=choices), "task.choices", MultipleChoice)
-
-
-# --- Real data ------------------------------------------------------------------------------------
-
-
-def test_banking77(shared_data):
-    config = TaskConfig(
-        train=str(shared_data("intent/banking77_train.csv.gz")),
-        dev=str(shared_data("intent/banking77_test.csv.gz")),
-        label="category",
-        tokens=64,
-    )
-    vocabulary = wordpiece.load(shared_data("vocab/bert-base-uncased-vocab.txt"))
-    dataset = Classification(config, vocabulary)
-    assert len(dataset.labels) == 77
-    assert [len(dataset.splits[name]) for name in ("train", "dev")] == [10_003, 3_080]
-    text = vocabulary.decode(dataset.splits["dev"].tokens[0])
-    assert text == "[CLS] how do i locate my card? [SEP]"

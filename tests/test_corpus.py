@@ -286,11 +286,6 @@ def test_non_text_and_malformed_files_are_refused(tmp_path, content, key):
     assert_read_fails(write(tmp_path / "file", content), key)
 
 
-def test_utf16_error_suggests_iconv_for_a_compressed_file(tmp_path):
-    path = write(tmp_path / "t.txt.bz2", bz2.compress("Text is here.".encode("utf-16")))
-    assert_read_fails(path, rf"bzcat {path} \| iconv -f UTF-16 -t UTF-8 > {tmp_path}/t.txt")
-
-
 def test_invalid_bytes_are_replaced_with_a_warning(tmp_path):
     good = b"A sentence of good text is here.\n" * 3
     bad = b"A caf\xe9 is not.\n" + good + b"\xff\n" + good * 2000 + b"A \0 is here.\n"

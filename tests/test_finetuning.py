@@ -23,7 +23,7 @@ from bert_jax.config.schema import (
 from bert_jax.convert.huggingface import to_huggingface
 from bert_jax.data import examples as examples_lib
 from bert_jax.data import rows
-from bert_jax.data.examples import NO_EXAMPLE, Plan
+from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.errors import UserError
 from bert_jax.inference.predict import _statistics, over_seeds
 from bert_jax.model import bert
@@ -106,20 +106,25 @@ def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
 
 
 @pytest.mark.parametrize(("head", "objective"), HEADS)
-def test_padding_rows_do_not_change_loss_or_gradients(head, objective):
-    """The weight and the units that dropout sets to zero stay the same too."""
+def test_padding_rows_and_unlabelled_examples_have_no_weight(head, objective):
+    """Padding changes neither loss, gradients nor the units that dropout sets to zero."""
     dataset = RandomExamples(head, objective)
     config = model_config(dataset, dropout=0.3, attention_dropout=0.3)
     params, plan = random_params(config), plans(dataset)[0]
     run = loss_and_grads(dataset, plan, config, generator_key(jax.random.key(1), "hash"))
     batch = plan.batch(1, 0)
     (loss, weight), grads = run(params, batch)
+    labels = dataset.splits["train"].token_targets.get("label")
+    assert weight == (sum(np.sum(labels[i] >= 0) for i in plan.members(1, 0)) if labels else 7)
     padding = plan.empty(plan.shape._replace(rows=3))
     padded = {k: np.concatenate([v, padding[k]]) for k, v in batch.items()}
     (other, other_weight), other_grads = run(params, padded)
-    assert weight == other_weight > 0
+    assert weight == other_weight
     np.testing.assert_allclose(other, loss, rtol=2e-6)
     assert_trees_close(other_grads, grads, rtol=1e-5, atol=1e-6)
+    unknown = np.nan if batch["label"].dtype == np.float32 else NO_EXAMPLE
+    (loss, weight), _ = run(params, {**batch, "label": np.full_like(batch["label"], unknown)})
+    assert (float(loss), float(weight)) == (0, 0)
 
 
 def test_accumulated_step_does_not_depend_on_row_count():
@@ -268,22 +273,6 @@ def test_training_run_matches_pytorch():
         np.testing.assert_allclose(value, theirs[name], rtol=0, atol=2e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(("head", "objective"), HEADS)
-def test_unlabelled_examples_have_no_weight(head, objective):
-    dataset = RandomExamples(head, objective, count=7)
-    config, plan = model_config(dataset), Plan(dataset.splits["train"], 7, 1)
-    run, params, batch = (
-        loss_and_grads(dataset, plan, config),
-        random_params(config),
-        plan.batch(0, 0),
-    )
-    labels = dataset.splits["train"].token_targets.get("label", ())
-    assert run(params, batch)[0][1] == (sum(np.sum(x >= 0) for x in labels) or 7)
-    unknown = np.nan if batch["label"].dtype == np.float32 else NO_EXAMPLE
-    (loss, weight), _ = run(params, {**batch, "label": np.full_like(batch["label"], unknown)})
-    assert (float(loss), float(weight)) == (0, 0)
-
-
 # --- Trained parameters ---------------------------------------------------------------------------
 
 
@@ -393,6 +382,11 @@ def test_features_are_those_of_the_configured_layers(name):
     params = random_params(config)
     states, logits, _ = states_and_logits(config, params, np.array([[7]]))
     if name.startswith("weighted-"):
+        initial = init_params(config, jax.random.key(0))["features"]  # the mean of the layers
+        assert (initial["scale"], *initial["weights"]) == (
+            1,
+            *[0] * len(params["features"]["weights"]),
+        )
         weights = np.exp(params["features"]["weights"])
         weights *= params["features"]["scale"] / weights.sum()
         own = states[1:] if name == "weighted-all" else states[2:]
@@ -402,14 +396,6 @@ def test_features_are_those_of_the_configured_layers(name):
         x = np.concatenate(own.get(name, states[2:]), -1)
     expected = x @ params["classifier"]["kernel"] + params["classifier"]["bias"]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
-
-
-def test_weighted_features_are_initialized_to_the_mean():
-    config = model_config(TOKEN, features="weighted-all")
-    start = init_params(config, jax.random.key(0))["features"]
-    assert start.keys() == {"weights", "scale"}
-    np.testing.assert_array_equal(start["weights"], np.zeros(2))
-    assert start["scale"] == 1
 
 
 @pytest.mark.parametrize("dataset", [TOKEN, SEQUENCE])

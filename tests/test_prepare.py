@@ -12,6 +12,7 @@ import string
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 
 import hypothesis
 import numpy as np
@@ -63,15 +64,15 @@ class InMemory:
         return np.arange(start, end, dtype=np.uint32) + 10
 
 
-def segments(example):
-    """Check the structure of an example and return its segments a and b."""
-    tokens, a_length, _ = example
+def segments(instance):
+    """Check the structure of an instance and return its segments a and b."""
+    tokens, a_length, _ = instance
     assert tokens[0] == CLS
     assert tokens[-1] == tokens[a_length - 1] == SEP
-    a, b = tokens[1 : a_length - 1], tokens[a_length:-1]
-    assert (a >= 10).all()
-    assert (b >= 10).all()
-    return a.astype(int) - 10, b.astype(int) - 10
+    a, b = tokens[1 : a_length - 1].astype(int) - 10, tokens[a_length:-1].astype(int) - 10
+    assert (a >= 0).all()
+    assert (b >= 0).all()
+    return a, b
 
 
 def is_run(tokens):
@@ -131,13 +132,11 @@ def reference_whole_sentences(documents, room, crossing):
     for document in documents:
         pieces = [s[i : i + room] for s in document for i in range(0, len(s), room)]
         for index, piece in enumerate(pieces):
-            separator = [SEP] if index == 0 and current else []
-            if current and (
-                (separator and not crossing) or len([*current, *separator, *piece]) > room
-            ):
+            starts = index == 0 and bool(current)
+            if current and ((starts and not crossing) or len(current) + starts + len(piece) > room):
                 results.append(current)
-                current, separator = [], []
-            current = [*current, *separator, *piece]
+                current, starts = [], False
+            current = [*current, *[SEP] * starts, *piece]
     return results + [current] * bool(current)
 
 
@@ -155,24 +154,20 @@ def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
 
 
 def test_whole_sentence_rows_contain_every_token_once(tmp_path, small_pieces):
-    """Rows do not depend on the number of workers; only "full-sentences" rows cross documents."""
+    """Only "full-sentences" rows cross documents."""
     text, vocab = write_corpus(tmp_path)
-    common = {"tokens": 64, "heldout_fraction": 0.1}
+    index = {word: i for i, word in enumerate(wordpiece.load(vocab).tokens)}
+    words = sorted(index[word] for word in pathlib.Path(text).read_text().split())
+    counts = {}
     for kind in ("full-sentences", "doc-sentences"):
         out = tmp_path / kind
-        manifest = prepare([text], vocab, out, pairs=kind, workers=1, **common)
-        assert manifest.pairs == kind
-        results = [*sequences_of(out, "train"), *sequences_of(out, "heldout")]
-        inner = [[t for t in tokens if t > 4] for tokens, _, _ in results]
-        words = pathlib.Path(text).read_text().split()
-        index = {word: i for i, word in enumerate(wordpiece.load(vocab).tokens)}
-        assert sorted(itertools.chain(*inner)) == sorted(index[word] for word in words)
-        crossing = [tokens for tokens, _, _ in results if SEP in tokens[1:-1]]
+        options = {"tokens": 64, "heldout_fraction": 0.1, "pairs": kind}
+        counts[kind] = prepare([text], vocab, out, workers=1, **options).train.sequences
+        results = [tokens for s in ("train", "heldout") for tokens, _, _ in sequences_of(out, s)]
+        assert sorted(t for tokens in results for t in tokens if t > 4) == words
+        crossing = [tokens for tokens in results if SEP in tokens[1:-1]]
         assert bool(crossing) == (kind == "full-sentences")
-    across = tmp_path / "full-sentences"
-    assert manifest.train.sequences > 1.1 * read_manifest(across).train.sequences
-    prepare([text], vocab, tmp_path / "two", pairs="full-sentences", workers=2, **common)
-    assert content(tmp_path / "two") == content(across)
+    assert counts["doc-sentences"] > 1.1 * counts["full-sentences"]
 
 
 @given(CORPORA, st.integers(8, 64), st.integers(0, 2**32))
@@ -285,31 +280,18 @@ def test_distributions_match_the_plain_algorithm():
     assert gap < 1.0
 
 
-def test_random_pair_and_short_document_fractions():
-    memory = InMemory([[10] * 150] * 400)
-    rng = random.Random(3)
-    labels = []
-    for number in range(400):
-        examples = Instances(memory, Vocab, 128, "nsp", 0.0).of(number, rng)
-        # Skip the document's end, where a single remaining sentence always makes a random pair.
-        labels += [e.label for e in itertools.islice(examples, 8)]
-    assert np.mean(labels) == pytest.approx(0.5, abs=0.03)
-    instances = Instances(memory, Vocab, 128, "nsp", 0.1)
-    short = [len(next(instances.of(n, rng)).tokens) < 128 for n in range(400)]
-    assert np.mean(short) == pytest.approx(0.1, abs=0.04)
-
-
 # Word cache.
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_word_cache_matches_the_tokenizer(lowercase):
+    """Special tokens in the text are plain text too."""
     tokens = [*SPECIAL, *string.ascii_letters, *string.punctuation, *string.digits, "é"]
     tokens += ["##" + c for c in string.ascii_lowercase + string.digits + "é"]
     tokens += ["hello", "Hello", "##llo", "isn", "unk", "UNK", "don"]
     vocabulary = wordpiece.Vocabulary(tuple(tokens), lowercase)
     pieces = prepare_worker._WordCache(vocabulary, np.dtype("<u2"))
-    alphabet = [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", "[UNK]"]
+    alphabet = [*"heloHELO Isn't.,;[]'\"-#  éÉ\u0301中文ß\x00\t\u00a0Σς🙂1", *SPECIAL]
 
     @settings(max_examples=150)
     @hypothesis.example("(hello...")
@@ -391,20 +373,18 @@ def test_rows_folder_matches_its_manifest(tmp_path, small_pieces, capsys):
     assert manifest.train.documents + manifest.heldout.documents == 40
     documents = {}
     for split in ("train", "heldout"):
-        stated = getattr(manifest, split)
+        stated, result = getattr(manifest, split), list(sequences_of(out, split))
         for shard in stated.shards:
             assert files.sha256(out / shard.name) == shard.sha256
             assert (out / shard.name).stat().st_size == shard.bytes
-        result = list(sequences_of(out, split))
         assert stated.sequences == len(result)
         assert stated.real_tokens == sum(len(tokens) for tokens, _, _ in result)
         assert stated.fill_fraction == stated.real_tokens / (stated.rows * 64)
         documents[split] = {document_of(t) for ts, _, _ in result for t in ts if t > 4}
         assert len(documents[split]) == stated.documents
         for tokens, a_length, label in result:
-            a = {document_of(t) for t in tokens[1 : a_length - 1]}
-            b = {document_of(t) for t in tokens[a_length:-1]}
-            assert len(a) == len(b) == 1
+            a, b = tokens[1 : a_length - 1], tokens[a_length:-1]
+            ((a,), (b,)) = ({document_of(t) for t in segment} for segment in (a, b))
             assert (a != b) == label
         if split == "train":
             histogram = collections.Counter(len(tokens) for tokens, _, _ in result)
@@ -450,17 +430,6 @@ def test_weighted_documents_are_not_their_own_random_text(tmp_path):
         assert (document_of(tokens[1]) != document_of(tokens[a_length])) == label
 
 
-def test_text_never_produces_special_tokens(tmp_path):
-    words = ["cls", "sep", "mask", "pad", "[", "]"]
-    wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
-    (tmp_path / "text.txt").write_text("[SEP] [CLS] sep\n[MASK] [PAD]\n\ncls mask [CLS]\nsep\n")
-    out = tmp_path / "rows"
-    prepare([f"google:{tmp_path}/text.txt"], tmp_path / "vocab", out, tokens=32, workers=1)
-    for tokens, a_length, _ in sequences_of(out, "train"):
-        inner = tokens[1 : a_length - 1] + tokens[a_length:-1]
-        assert min(inner) > 4
-
-
 def test_large_vocabularies_use_four_byte_token_ids(tmp_path):
     words = [f"w{i}" for i in range(70_000)]
     wordpiece.Vocabulary((*SPECIAL, *words), True).save(tmp_path / "vocab")
@@ -483,35 +452,26 @@ def test_output_does_not_depend_on_number_of_workers(tmp_path, small_pieces):
 SCRIPT = """
 import sys
 from bert_jax.data import prepare_worker
-from bert_jax.data import prepare as module
-prepare_worker.CHUNK_CHARACTERS, module._MIN_SHARD_TOKENS = 2000, 500
+from bert_jax.data.prepare import prepare
+prepare_worker.CHUNK_CHARACTERS = 2000
 if __name__ == "__main__":
-    module.prepare([sys.argv[1]], sys.argv[2], sys.argv[3], sequences=4, workers=2)
+    prepare([sys.argv[1]], sys.argv[2], sys.argv[3], workers=2)
 """
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_process_end_and_its_files_are_kept(tmp_path, small_pieces):
+def test_workers_of_a_killed_process_end(tmp_path):
     text, vocab = write_corpus(tmp_path, 80)
-    prepare([text], vocab, tmp_path / "whole", sequences=4, workers=1)
     out, script = tmp_path / "rows", tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen([sys.executable, str(script), text, vocab, str(out)])
-    while not (kept := {*out.glob(".partial/*.tokens")}) and process.poll() is None:
+    while not list(out.glob(".partial/*.tokens")) and process.poll() is None:
         time.sleep(0.002)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     assert not (out / "manifest.json").exists()
     assert not psutil.wait_procs(workers, timeout=10)[1]
-    times = {path: path.stat().st_mtime_ns for path in kept}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare([text], vocab, out, sequences=4, workers=1)
-    assert times == {path: path.stat().st_mtime_ns for path in kept}
-    prepare([text], vocab, out, sequences=4, workers=1)
-    assert content(out) == content(tmp_path / "whole")
 
 
 class Killed(BaseException):
@@ -553,7 +513,8 @@ def test_interruption_at_any_file_operation_is_recoverable(
     assert content(out) == whole
 
 
-def test_full_disk_gives_an_error_and_keeps_work(tmp_path, small_pieces, monkeypatch):
+@pytest.mark.parametrize("failing", ["fsync", "shard"])
+def test_full_disk_gives_an_error_and_keeps_work(tmp_path, small_pieces, monkeypatch, failing):
     from array_record.python import array_record_module
 
     text, vocab = write_corpus(tmp_path)
@@ -575,19 +536,19 @@ def test_full_disk_gives_an_error_and_keeps_work(tmp_path, small_pieces, monkeyp
             raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        if failing == "fsync":
+            patch.setattr(os, "fsync", full)
+        else:
+            patch.setattr(array_record_module, "ArrayRecordWriter", Full)
         with pytest.raises(UserError, match="the disk is full"):
             prepare([text], vocab, out, workers=1)
-    done = len(list(out.glob(".partial/*.tokens")))
-    assert done > 3
-    tokenized, tokenize = [], prepare_worker.Worker.tokenize
+    done = {path: path.stat().st_mtime_ns for path in out.glob(".partial/*.tokens")}
+    assert len(done) > 3
     with monkeypatch.context() as patch:
-        patch.setattr(array_record_module, "ArrayRecordWriter", Full)
-        recorded = lambda *a: (tokenized.append(a[1]), tokenize(*a))[1]  # noqa: E731
-        patch.setattr(prepare_worker.Worker, "tokenize", recorded)
-        with pytest.raises(UserError, match="the disk is full"):
+        patch.setattr(module, "_finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             prepare([text], vocab, out, workers=1)
-    assert min(tokenized) == done  # earlier chunks were kept
+    assert done == {path: path.stat().st_mtime_ns for path in done}
     prepare([text], vocab, out, workers=1)
     assert content(out) == content(tmp_path / "whole")
 
@@ -689,12 +650,6 @@ def test_too_few_documents_to_hold_out_give_a_warning(tmp_path, text, pairs, doc
     assert warned == (documents == 0)
 
 
-def test_too_large_heldout_fraction_is_refused(tmp_path):
-    text, vocab = write_corpus(tmp_path, 4)
-    with pytest.raises(UserError, match="heldout_fraction"):
-        prepare([text], vocab, tmp_path / "none", workers=1, heldout_fraction=0.999999)
-
-
 @pytest.mark.parametrize(
     ("documents", "fraction", "copies"), [(2, 0.05, 1), (3, 0.3, 3), (4, 0.02, 3), (40, 0.01, 1)]
 )
@@ -731,8 +686,10 @@ def test_weighted_sources_are_held_out_in_proportion(tmp_path):
     for name in "ab":
         text = "".join(f"{name} {i:b}\n\n" for i in range(1, 2001))
         (tmp_path / f"{name}.txt").write_text(text)
-    sources = [f"google:{tmp_path}/a.txt@0.1", f"google:{tmp_path}/b.txt"]
-    out = tmp_path / "rows"
+    sources, out = (
+        [f"google:{tmp_path}/{name}" for name in ("a.txt@0.1", "b.txt")],
+        tmp_path / "rows",
+    )
     prepare(sources, tmp_path / "vocab", out, pairs="none", heldout_fraction=0.1, workers=1)
     tokens = [sequence[1] for sequence, _, _ in sequences_of(out, "heldout")]
     a, b = (tokens.count(len(SPECIAL) + i) for i in range(2))
@@ -807,27 +764,18 @@ def test_invalid_settings_are_rejected(tmp_path, setting):
     with pytest.raises(UserError, match=next(iter(setting))):
         prepare([text], vocab, tmp_path / "rows", **setting)
     assert not (tmp_path / "rows").exists()
+    with pytest.raises(UserError, match="heldout_fraction"):  # known once the text is read
+        prepare([text], vocab, tmp_path / "rows", workers=1, heldout_fraction=0.999999)
 
 
-def test_killed_worker_gives_one_line_error(tmp_path, small_pieces, monkeypatch):
+def test_killed_worker_gives_an_error(tmp_path, monkeypatch):
+    def broken(pending):
+        raise BrokenProcessPool
+
     text, vocab = write_corpus(tmp_path)
-    run = Workers.run
-
-    def killing(pool, method, tasks):
-        for i, done in enumerate(run(pool, method, tasks)):
-            if i == 0:
-                for worker in psutil.Process().children():
-                    if "spawn_main" in " ".join(worker.cmdline()):
-                        worker.kill()
-            yield done
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Workers, "run", killing)
-        with pytest.raises(UserError, match="a worker process died"):
-            prepare([text], vocab, tmp_path / "rows", workers=2)
-    prepare([text], vocab, tmp_path / "rows", workers=1)
-    prepare([text], vocab, tmp_path / "whole", workers=1)
-    assert content(tmp_path / "rows") == content(tmp_path / "whole")
+    monkeypatch.setattr(Workers, "_done", staticmethod(broken))
+    with pytest.raises(UserError, match="--workers"):
+        prepare([text], vocab, tmp_path / "rows", workers=2)
 
 
 def test_manifest_contains_no_absolute_path(tmp_path, monkeypatch):

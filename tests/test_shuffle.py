@@ -48,16 +48,6 @@ def test_every_epoch_is_a_different_permutation(length):
     np.testing.assert_array_equal(second, shuffled(np.arange(length), length, 6))
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.integers(1, 2**17), st.integers(0, 2**34), st.integers(0, 20_000))
-def test_positions_are_computed_independently(length, first, count):
-    """Across blocks of positions and across epochs, for single positions or many at once."""
-    count = min(count, 3 * length)
-    together = shuffled(np.arange(first, first + count), length, 1)
-    for i in {0, count // 2, count - 1} if count else ():
-        assert shuffled([first + i], length, 1)[0] == together[i]
-
-
 def test_order_is_stable_across_versions():
     """A run started with an older version resumes with the rows that it would have read."""
     assert shuffled(np.arange(6), 100_000, 0).tolist() == [97360, 2206, 27692, 68523, 19055, 13262]

@@ -104,22 +104,18 @@ def test_exact_match_and_f1_of_one_answer(gold, predicted, version, expected):
 
 def test_answers_empty_after_normalization_are_no_answers():
     """As in get_raw_scores of evaluate-v2.0.py, "" is correct if no other gold answer remains."""
-    questions = [
-        question("a", ("the", "paris")),
-        question("b", ("the", "!")),
-        question("c", ("a",)),
-    ]
+    answers = {"a": ("the", "paris"), "b": ("the", "!"), "c": ("a",)}
+    questions = [question(*each) for each in answers.items()]
     result = squad_score.score(questions, {"a": "", "b": "", "c": "paris"}, 2)
-    assert result["exact"] == pytest.approx(100 / 3)
-    assert result["HasAns_exact"] == pytest.approx(100 / 3)  # they still count as answerable
+    # They still count as answerable.
+    assert result["exact"] == result["HasAns_exact"] == pytest.approx(100 / 3)
 
 
 def test_version_1_uses_best_answer_and_counts_missing_as_wrong():
     questions = [question("1", ("paris", "in paris")), question("2"), question("3")]
     result = squad_score.score(questions, {"1": "in Paris", "2": "born paris"}, 1)
-    assert result == pytest.approx(
-        {"exact": 100 / 3, "f1": 100 * (1 + 2 / 3) / 3, "total": 3, "missing": 1}
-    )
+    expected = {"exact": 100 / 3, "f1": 100 * (1 + 2 / 3) / 3, "total": 3, "missing": 1}
+    assert result == pytest.approx(expected)
 
 
 def test_version_2_scores_match_hand_computed_values():
@@ -201,27 +197,17 @@ def one_answer(answers, **more):
         (one_answer([{"text": 3, "answer_start": 1}]), "'Q7': 'text'"),
         (one_answer([{"answer_start": 1}]), "'Q7': 'text'"),
         (one_answer([{"text": "x", "answer_start": 0}], is_impossible=True), "'Q7': is_impossible"),
-    ],
-)
-def test_malformed_squad_error_names_the_location(tmp_path, value, key):
-    path = save(tmp_path / "x.json", value)
-    with pytest.raises(UserError, match=f"{path}.*{key}"):
-        squad_score.read(path)
-
-
-@pytest.mark.parametrize(
-    ("data", "key"),
-    [
-        (b'{"data":\n[,', "x.json:2"),
+        (b'{"data":\n[,', ":2: not JSON"),
         (b'{"data": "\xff"}', "not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (gzip.compress(b"{}" * 1000, mtime=0)[:20], "damaged"),
     ],
 )
-def test_damaged_files_are_refused(tmp_path, data, key):
-    (tmp_path / "x.json").write_bytes(data)
-    with pytest.raises(UserError, match=key):
-        squad_score.read(tmp_path / "x.json")
+def test_malformed_squad_error_names_the_location(tmp_path, value, key):
+    path = tmp_path / "x.json"
+    path.write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
+    with pytest.raises(UserError, match=f"{path}.*{key}"):
+        squad_score.read(path)
 
 
 def test_compressed_file_with_a_lone_surrogate_is_read(tmp_path):
@@ -311,29 +297,28 @@ def test_answers_map_to_slices_of_the_context(tmp_path, context, answer, expecte
     assert (dataset.score("dev", logits)["exact"] == 100) == (answer != "Japan")
 
 
-@pytest.mark.parametrize(
-    ("answer", "targets"),
-    [
-        ("h i", [[12, 13], [7, 8], [0, 0], [0, 0]]),
-        ("j k", [[0, 0], [9, 10], [0, 0], [0, 0]]),  # complete in only one window
-        ("x", [[0, 0], [0, 0], [0, 0], [13, 13]]),
-    ],
-)
-def test_windows_match_the_layout_in_the_paper(tmp_path, answer, targets):
+def test_windows_match_the_layout_in_the_paper(tmp_path):
     context = " ".join("abcdefghijklmnopqrstuvwx")
-    q = Question("q", "who was john smith", context, (Answer(answer, context.find(answer)),))
-    dataset = squad(tmp_path, [q], "train", tokens=16, question_tokens=3, stride_tokens=5)
-    examples = dataset.splits["train"]
+    targets = {
+        "h i": [[12, 13], [7, 8], [0, 0], [0, 0]],
+        "j k": [[0, 0], [9, 10], [0, 0], [0, 0]],  # complete in only one window
+        "x": [[0, 0], [0, 0], [0, 0], [13, 13]],
+    }
+    sizes = dict(tokens=16, question_tokens=3, stride_tokens=5)
+    for answer, expected in targets.items():
+        q = question(answers=(answer,), text="who was john smith", context=context)
+        dataset = squad(tmp_path, [q], "train", **sizes)
+        examples = dataset.splits["train"]
+        assert examples.targets["label"].tolist() == expected
+    assert examples.targets["label"].dtype == np.int32
+    assert examples.a_length == [5] * 4
+    assert dataset.report == ["train: 1 questions, 4 windows", "train: 1 questions cut to 3 tokens"]
     assert [VOCABULARY.decode(ids) for ids in examples.tokens] == [
         "[CLS] who was john [SEP] a b c d e f g h i j [SEP]",
         "[CLS] who was john [SEP] f g h i j k l m n o [SEP]",
         "[CLS] who was john [SEP] k l m n o p q r s t [SEP]",
         "[CLS] who was john [SEP] p q r s t u v w x [SEP]",
     ]
-    assert examples.a_length == [5] * 4
-    assert examples.targets["label"].tolist() == targets
-    assert examples.targets["label"].dtype == np.int32
-    assert dataset.report == ["train: 1 questions, 4 windows", "train: 1 questions cut to 3 tokens"]
 
 
 def test_misplaced_answers_are_dropped_from_training_only(tmp_path):
@@ -475,17 +460,6 @@ def test_prediction_files_reproduce_the_scores(tmp_path):
         assert ratio == pytest.approx(np.exp(scores[0] - scores[-1]))
 
 
-def test_version_1_writes_no_null_odds(tmp_path):
-    dataset, out = squad(tmp_path, [question()], name="squad1"), tmp_path / "out"
-    logits = zeros(dataset)
-    logits[0][0] = 50  # [CLS] is not an answer in version 1.1
-    out.mkdir()
-    dataset.write("dev", logits, out)
-    assert sorted(p.name for p in out.iterdir()) == ["nbest_predictions.json", "predictions.json"]
-    assert json.loads((out / "predictions.json").read_text())["q"] != ""
-    assert set(dataset.score("dev", logits)) == {"exact", "f1", "total", "missing"}
-
-
 @pytest.mark.parametrize("answerable", [True, False])
 def test_perfect_logits_score_100(tmp_path, answerable):
     questions = [q._replace(answers=q.answers * answerable) for q in mixed_questions(40, 1)]
@@ -502,10 +476,15 @@ def test_prediction_needs_no_gold_answers(tmp_path, answers, version):
     dataset = Squad(config, VOCABULARY, new=path)
     assert (dataset.splits["new"].targets["label"] == -1).all()
     logits = zeros(dataset, "new")
+    for each in logits:
+        each[0] = 50  # [CLS], which is an answer in version 2 only
     assert dataset.score("new", logits) == {}
-    predictions = dataset.predict("new", logits)
-    assert all(predictions[q.id].answer in q.context for q in asked)
-    assert all(predictions[q.id].answer for q in asked)
+    dataset.write("new", logits, tmp_path)
+    assert (tmp_path / "null_odds.json").exists() == (version == 2)
+    answers = json.loads((tmp_path / "predictions.json").read_text())
+    assert all(
+        (answers[q.id] == "") == (version == 2) and answers[q.id] in q.context for q in asked
+    )
 
 
 def test_new_data_get_the_threshold_of_the_same_step(tmp_path, monkeypatch):
@@ -537,27 +516,21 @@ def test_splits_are_read_from_a_data_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "key"),
+    ("fields", "separators", "key"),
     [
-        ({}, r"config\.task\.train"),
-        ({"data": "tfds", "name": "squad1"}, r"train-v1\.1\.json"),
-        ({"dev": "/nowhere.json"}, "/nowhere.json"),
-        ({"tokens": 67, "dev": "x"}, "task.tokens=67"),
+        ({}, 1, r"config\.task\.train"),
+        ({"data": "tfds", "name": "squad1"}, 1, r"train-v1\.1\.json"),
+        ({"dev": "/nowhere.json"}, 1, "/nowhere.json"),
+        ({"tokens": 67, "dev": "x"}, 1, "task.tokens=67"),
+        ({"tokens": 68, "dev": "x"}, 2, "task.tokens=68"),
     ],
 )
-def test_invalid_configurations_are_refused(fields, key):
+def test_invalid_configurations_are_refused(fields, separators, key):
+    class Separated(Vocabulary):
+        separator_ids = (3,) * separators
+
     with pytest.raises(UserError, match=key):
-        Squad(TaskConfig(kind="squad", **fields), VOCABULARY)
-
-
-def test_room_for_the_context_counts_all_separators(tmp_path):
-    class TwoSeparators(Vocabulary):
-        separator_ids = (3, 3)
-
-    path = save(tmp_path / "dev.json", layout([question("Q1")]))
-    config = TaskConfig(kind="squad", dev=str(path), tokens=68)
-    with pytest.raises(UserError, match=r"task\.tokens=68 leaves no room"):
-        Squad(config, TwoSeparators(VOCABULARY.tokens, True))
+        Squad(TaskConfig(kind="squad", **fields), Separated(VOCABULARY.tokens, True))
 
 
 def test_missing_answers_are_refused_except_for_prediction(tmp_path):
@@ -571,27 +544,8 @@ def test_missing_answers_are_refused_except_for_prediction(tmp_path):
     assert dataset.score("dev", zeros(dataset)) == {}
 
 
-# Official dev set
-
-
-@pytest.fixture(scope="module")
-def dev(shared_data):
-    return shared_data("squad/dev-v1.1.json.gz")
-
-
-def test_official_gold_answers_score_100(dev, tmp_path):
-    questions = squad_score.read(dev)
-    assert len(questions) == 10_570
-    path = save(tmp_path / "gold.json", {q.id: q.answers[0].text for q in questions})
-    result = squad_score.score_file(dev, path, 1)
-    assert result["exact"] == result["f1"] == 100
-    # One question's last answer is ".", which 1.1 normalizes to "", so its F1 is 0.
-    result = squad_score.score(questions, {q.id: q.answers[-1].text for q in questions}, 1)
-    assert result["exact"] == 100
-    assert result["f1"] == pytest.approx(100 * 10_569 / 10_570)
-
-
-def test_window_count_of_the_official_dev_set(dev, shared_data):
+def test_window_count_of_the_official_dev_set(shared_data):
+    dev = shared_data("squad/dev-v1.1.json.gz")
     vocab = shared_data("vocab/bert-base-uncased-vocab.txt")
     config = TaskConfig(kind="squad", name="squad1", tokens=384, dev=str(dev))
     dataset = Squad(config, wordpiece.load(vocab))

@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import io
-import itertools
 import json
 import sys
 
@@ -17,7 +16,7 @@ from bert_jax.data.examples import NO_EXAMPLE
 from bert_jax.data.wordpiece import SPECIAL, Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.tasks import conll_score
-from bert_jax.tasks.conll import TokenClassification, _chunks
+from bert_jax.tasks.conll import TokenClassification
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = Vocabulary((*SPECIAL, *LETTERS, *(f"##{c}" for c in LETTERS), ".", "-"), True)
@@ -69,19 +68,18 @@ TWO = [
     "text",
     [
         "ab\tO\ncd\tB-x\n\nef\tO\n",
-        "ab O\ncd B-x\n\nef O",
         "ab\tO\r\ncd\tB-x\r\n\r\nef\tO\r\n",
         "\ufeffab  O \ncd B-x\n\n\n \t\nef O\n\n",
         "ab\tO\ncd\tB-x\n\t\nef\tO\n",  # WNUT-17's training file has tabs between sentences
-        "-DOCSTART- -X- O O\n\nab O\ncd B-x\n\nef O\n",
+        "-DOCSTART- -X- O O\n\nab O\ncd B-x\n\nef O",
     ],
 )
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_columns_are_read_from_every_dialect(tmp_path, text, compress):
+def test_columns_are_read_from_every_dialect(tmp_path, text):
     path = tmp_path / "x.conll"
-    path.write_bytes(compress(text.encode()))
-    result = conll_score.read(path)
-    assert [s.rows for s in result] == [[["ab", "O"], ["cd", "B-x"]], [["ef", "O"]]]
+    for data in (text.encode(), gzip.compress(text.encode())):
+        path.write_bytes(data)
+        rows = [sentence.rows for sentence in conll_score.read(path)]
+        assert rows == [[["ab", "O"], ["cd", "B-x"]], [["ef", "O"]]]
 
 
 def test_document_and_line_numbers_and_unusual_spaces(tmp_path):
@@ -197,11 +195,9 @@ def test_first_pieces_are_labelled(tmp_path):
     examples = dataset.splits["train"]
     assert examples.a_length == [19, 7 + 2]
     assert VOCABULARY.decode(examples.tokens[0]) == "[CLS] john smith saw paris [SEP]"
-    label = examples.token_targets["label"][0]
-    assert label.dtype == np.int32
-    expected = np.full(19, NO_EXAMPLE)
+    label, expected = examples.token_targets["label"][0], np.full(19, NO_EXAMPLE, np.int32)
     expected[[1, 5, 10, 13]] = [3, 4, 0, 1]
-    np.testing.assert_array_equal(label, expected)
+    np.testing.assert_array_equal(label, expected, strict=True)
     assert dataset.report == ["train: 2 sentences of 7 words"]
 
 
@@ -276,16 +272,6 @@ def test_long_sentences_are_split_evenly_and_reported(tmp_path):
     assert "train: 1 sentences longer than 10 word pieces split" in dataset.report
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 6), max_size=30), st.integers(6, 20))
-def test_chunks_fit_and_cover_all_words(lengths, room):
-    chunks = _chunks(lengths, room)
-    assert sum(chunks) == len(lengths)
-    assert all(chunks)
-    edges = np.cumsum([0, *chunks])
-    assert all(sum(lengths[a:b]) <= room for a, b in itertools.pairwise(edges))
-
-
 def test_unusual_words_keep_their_labels(tmp_path):
     sentences = [[("a", "B-x"), ("\u200d", "O"), ("b" * 30, "I-x"), ("日", "O")]]
     dataset = tagging(tmp_path, sentences, tokens=12)
@@ -339,11 +325,11 @@ def test_sources_of_the_label_set(tmp_path):
     only = TokenClassification(config, VOCABULARY, training=False)
     assert set(only.splits) == {"dev"}
     assert only.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
-    config = TaskConfig(kind="tagging", dev=dev, labels="O,B-z,I-z")
-    assert TokenClassification(config, VOCABULARY).labels == ("O", "B-z", "I-z")
-    (tmp_path / "labels.txt").write_text("B-z\nO\n")
-    config.labels = str(tmp_path / "labels.txt")
-    assert TokenClassification(config, VOCABULARY).labels == ("B-z", "O")
+    names = tmp_path / "labels.txt"
+    names.write_text("B-z\nO\n")
+    for labels, expected in (("O,B-z,I-z", ("O", "B-z", "I-z")), (str(names), ("B-z", "O"))):
+        config = TaskConfig(kind="tagging", dev=dev, labels=labels)
+        assert TokenClassification(config, VOCABULARY).labels == expected
     config.labels = ""
     refused(r"task\.labels", TokenClassification, config, VOCABULARY)
     assert TokenClassification(config, VOCABULARY, labels=("O", "B-z")).labels == ("O", "B-z")
@@ -415,61 +401,41 @@ def test_written_files_reproduce_the_scores(tmp_path):
         assert line["predicted"] == [dataset.labels[i] for i in table.argmax(0)]
 
 
-def test_predictions_are_assigned_to_their_words(tmp_path):
-    """Hand-computed, for a sentence split into two sequences and words of several pieces."""
-    dataset = tagging(tmp_path, [[("abc", "O"), ("d", "O"), ("ef", "B-x")]], tokens=6)
-    first, second = dataset.splits["train"].tokens
-    assert VOCABULARY.decode(first) == "[CLS] abc d [SEP]"
-    assert VOCABULARY.decode(second) == "[CLS] d ef [SEP]"
-    logits = [np.zeros((len(first), 3)), np.zeros((len(second), 3))]
-    logits[0][1] = [0, np.log(2), 0]  # abc
-    logits[0][2] = [0, 0, 50]  # ##b: ignored
-    logits[0][4] = [50, 0, 0]  # d as context
-    logits[1][1] = [0, 0, np.log(2)]  # d
-    logits[1][2] = [np.log(2), 0, 0]  # ef
-    (result,) = dataset.predict("train", logits)
-    np.testing.assert_allclose(result, [[0.25, 0.5, 0.25], [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+JOHN = [["john", "saw", "paris"], ["he", "left"]]
 
 
-def test_new_text_needs_no_tags(tmp_path, monkeypatch):
-    config = TaskConfig(kind="tagging", text_a="text")
-    labels = ("O", "B-x", "I-x")
-    lines = tmp_path / "x.txt"
-    lines.write_text("john saw paris\n\nhe left\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.read_bytes())))
-    records = tmp_path / "x.jsonl"
-    records.write_text('{"text": "john saw paris"}\n{"text": ""}\n{"text": "he left"}\n')
-    columns = tmp_path / "x.conll"
-    columns.write_text("john\nsaw\nparis\n\nhe\nleft\n")
-    for source in (lines, records, "-", columns):
-        dataset = TokenClassification(config, VOCABULARY, labels=labels, new=str(source))
-        assert set(dataset.splits) == {"new"}
-        logits = random_logits(dataset, "new")
-        assert dataset.score("new", logits) == {}
-        out = tmp_path / "out"
-        out.mkdir(exist_ok=True)
-        dataset.write("new", logits, out)
-        results = [json.loads(line)["words"] for line in (out / "probabilities.jsonl").open()]
-        kept = [["john", "saw", "paris"], [], ["he", "left"]]
-        assert results == [some for some in kept if some or source != columns]
-        rows = [s.rows for s in conll_score.read(out / "predictions.conll")]
-        assert [[row[0] for row in some] for some in rows] == [kept[0], kept[2]]
-        assert all(len(row) == 2 and row[1] in labels for some in rows for row in some)
-        assert not (out / "per_type.tsv").exists()
-
-
-def test_column_files_are_recognized_by_their_tags(tmp_path):
-    config, path = TaskConfig(kind="tagging"), tmp_path / "test.txt"
-    for text, expected in (
-        ("john B-x\nsaw O\n\nhe O\n", [["john", "saw"], ["he"]]),
-        ("john\nsaw\n\nhe\n", [["john", "saw"], ["he"]]),
-        ("john saw\nhe left\n", [["john", "saw"], ["he", "left"]]),
-        ("saw type O\nhe left\n", [["saw", "type", "O"], ["he", "left"]]),
-        ("one\n\ntwo\n", [["one"], [], ["two"]]),  # lines, one of them empty
-    ):
-        path.write_text(text)
-        dataset = TokenClassification(config, VOCABULARY, labels=("O", "B-x", "I-x"), new=str(path))
-        assert dataset._sentences["new"].words == expected, text
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("x.txt", "john saw paris\n\nhe left\n", [JOHN[0], [], JOHN[1]]),
+        ("-", "john saw paris\n\nhe left\n", [JOHN[0], [], JOHN[1]]),
+        ("x.jsonl", '{"text": "john saw paris"}\n{"text": "he left"}\n', JOHN),
+        ("x.conll", "john\nsaw\nparis\n\nhe\nleft\n", JOHN),
+        # A .txt file may hold columns, of which the last are known tags.
+        ("x.txt", "john B-x\nsaw O\nparis I-x\n\nhe O\nleft O\n", JOHN),
+        ("x.txt", "john\nsaw\nparis\n\nhe\nleft\n", JOHN),
+        ("x.txt", "saw type O\nhe left\n", [["saw", "type", "O"], ["he", "left"]]),
+        ("x.txt", "one\n\ntwo\n", [["one"], [], ["two"]]),
+    ],
+)
+def test_new_text_needs_no_tags(tmp_path, monkeypatch, name, text, words):
+    config, labels = TaskConfig(kind="tagging"), ("O", "B-x", "I-x")
+    if name == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    else:
+        (tmp_path / name).write_text(text)
+        name = str(tmp_path / name)
+    dataset = TokenClassification(config, VOCABULARY, labels=labels, new=name)
+    assert set(dataset.splits) == {"new"}
+    logits = random_logits(dataset, "new")
+    assert dataset.score("new", logits) == {}
+    dataset.write("new", logits, tmp_path)
+    lines = (tmp_path / "probabilities.jsonl").read_text().splitlines()
+    assert [json.loads(line)["words"] for line in lines] == words
+    rows = [s.rows for s in conll_score.read(tmp_path / "predictions.conll")]
+    assert [[row[0] for row in some] for some in rows] == [some for some in words if some]
+    assert all(len(row) == 2 and row[1] in labels for some in rows for row in some)
+    assert not (tmp_path / "per_type.tsv").exists()
 
 
 def test_tags_are_optional_in_a_test_file(tmp_path):
@@ -488,28 +454,3 @@ def test_words_with_spaces_are_written_tab_separated(tmp_path):
     dataset = TokenClassification(TaskConfig(kind="tagging", train=str(path)), VOCABULARY)
     dataset.write("train", perfect(dataset), tmp_path)
     assert conll_score.score_file(tmp_path / "predictions.conll")["f1"] == 1
-
-
-# Real data
-
-
-def test_wnut_17(shared_data):
-    paths = {
-        "train": shared_data("ner/wnut17train.conll.gz"),
-        "dev": shared_data("ner/emerging.dev.conll.gz"),
-        "test": shared_data("ner/emerging.test.annotated.gz"),
-    }
-    config = TaskConfig(kind="tagging", tokens=64, **{k: str(v) for k, v in paths.items()})
-    dataset = TokenClassification(config, VOCABULARY)
-    assert len(dataset.labels) == 13
-    sizes = {k: (len(v.words), sum(map(len, v.words))) for k, v in dataset._sentences.items()}
-    assert sizes == {"train": (3394, 62730), "dev": (1009, 15733), "test": (1287, 23394)}
-    entities = {"train": 1975, "dev": 836, "test": 1079}
-    for split, n in entities.items():
-        tags = dataset._sentences[split].tags
-        assert sum(c.gold for c in conll_score.count(tags, tags, True).values()) == n
-        targets = dataset.splits[split].token_targets["label"]
-        assert sum((t != NO_EXAMPLE).sum() for t in targets) == sizes[split][1]
-        result = dataset.score(split, perfect(dataset, split))
-        assert result["f1"] == result["accuracy"] == 1
-    assert not any("IOB1" in line for line in dataset.report)
