@@ -5,6 +5,7 @@ import json
 import pathlib
 import random
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -156,6 +157,7 @@ def test_partial_output_is_kept_for_the_same_runner(
     tmp_path, text, small_pieces, monkeypatch, runner
 ):
     out, rng = tmp_path / "rows", random.Random(0)
+    again = partial(shuffled, rng=rng) if runner == "beam" else partial(prepare, workers=1)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_plan", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -165,13 +167,9 @@ def test_partial_output_is_kept_for_the_same_runner(
     with monkeypatch.context() as patch:
         patch.setattr(module, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            if runner == "beam":
-                shuffled(*text, out, rng)
-            else:
-                prepare(*text, out, workers=1)
-    assert (runner == "beam") == all(
-        p.exists() and p.stat().st_mtime_ns == t for p, t in done.items()
-    )
+            again(*text, out)
+    kept = [path.exists() and path.stat().st_mtime_ns == time for path, time in done.items()]
+    assert all(kept) == (runner == "beam")
     prepare(*text, tmp_path / "whole", workers=1)
     prepare(*text, out, workers=1)
     assert content(out) == content(tmp_path / "whole")
