@@ -196,17 +196,24 @@ def test_unlabelled_test_split_for_every_objective(tmp_path, objective):
 
 def test_new_texts_from_csv_stdin_and_txt(tmp_path, monkeypatch):
     def new(source, **config):
-        dataset = Classification(TaskConfig(**config), VOCABULARY, labels=("x", "y"), new=source)
-        assert list(dataset.splits) == ["new"]
-        return dataset.splits["new"]
+        return Classification(TaskConfig(**config), VOCABULARY, labels=("x", "y"), new=source)
 
-    split = new(write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"]))
+    table = write(tmp_path / "new.csv", ["text,label", "w1,y", '"w2\nw3",', ",x"])
+    split = new(table).splits["new"]
     assert [words(x) for x in split.tokens][1:] == ["[CLS] w2 w3 [SEP]", "[CLS] [SEP]"]
     assert split.targets["label"].tolist() == [1, NO_EXAMPLE, 0]
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"w1\tw2\n\nw3\n")))
-    assert [len(x) for x in new("-").tokens] == [4, 2, 3]
-    pairs = new(write(tmp_path / "new.txt", ["w1\tw2 w3", "w4\t"]), text_b="b").tokens
-    assert [words(x) for x in pairs] == ["[CLS] w1 [SEP] w2 w3 [SEP]", "[CLS] w4 [SEP] [SEP]"]
+    assert [len(x) for x in new("-").splits["new"].tokens] == [4, 2, 3]
+    pairs = new(write(tmp_path / "new.txt", ["w1\tw2 w3", "w4\t"]), text_b="b").splits["new"]
+    assert [words(x) for x in pairs.tokens] == [
+        "[CLS] w1 [SEP] w2 w3 [SEP]",
+        "[CLS] w4 [SEP] [SEP]",
+    ]
+    nothing = new(write(tmp_path / "new.txt", []))
+    assert list(nothing.splits) == ["new"]
+    assert nothing.score("new", []) == {}
+    files = written(nothing, "new", [], tmp_path / "out")
+    assert len(files["predictions.tsv"].splitlines()) == 1
 
 
 def test_dev_split_may_lack_labels_after_fine_tuning(tmp_path):
@@ -262,14 +269,6 @@ def test_unknown_label_error_names_the_row_and_labels(tmp_path):
 def test_invalid_label_values_are_rejected(tmp_path, label, objective, key):
     path = json_lines(tmp_path / "a.jsonl", {"text": "w1", "label": label})
     refused(TaskConfig(train=path, objective=objective), key)
-
-
-def test_new_texts_may_be_none(tmp_path):
-    new = {"labels": ("x", "y"), "new": write(tmp_path / "new.txt", [])}
-    dataset = Classification(TaskConfig(), VOCABULARY, **new)
-    assert dataset.score("new", []) == {}
-    files = written(dataset, "new", [], tmp_path / "out")
-    assert len(files["predictions.tsv"].splitlines()) == 1
 
 
 # --- Metrics --------------------------------------------------------------------------------------

@@ -232,9 +232,17 @@ def test_bad_config_file_error_names_the_file(tmp_path, content, key):
     assert path.name in message
 
 
-@pytest.mark.parametrize("argument", ["", ":base,128", ":mini,128,512", ":teaching", ":L6-H768-A3"])
-def test_config_dict_round_trip(argument):
-    config = flags.load([PRETRAIN + argument])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(path.name for path in FOLDER.glob("[!_]*.py")),
+        *(f"pretrain.py:{size}" for size in ("base,128", "mini,128,512", "teaching", "L6-H768-A3")),
+    ],
+)
+def test_every_config_file_loads_and_round_trips(name):
+    kind = Config if name.startswith(("continued", "pretrain")) else FinetuneConfig
+    config = flags.load([f"--config={FOLDER / name}"], kind)
+    assert isinstance(config, kind)
     again = configs.from_dict(json.loads(json.dumps(configs.to_dict(config))))
     assert again == config
     assert configs.flatten(again) == configs.flatten(config)
@@ -282,12 +290,6 @@ def test_phase_ends():
     assert configs.phase_ends(Config(steps=10, phases=thirds)) == [3, 7, 10]
     sevenths = (PhaseConfig(fraction=0.142857),) * 7
     assert configs.phase_ends(Config(steps=1_000_000, phases=sevenths))[-1] == 1_000_000
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.py")), ids=lambda path: path.stem)
-def test_every_config_file_loads(path):
-    kind = Config if path.stem in ("continued", "pretrain") else configs.FinetuneConfig
-    assert isinstance(flags.load([f"--config={path}"], kind), kind)
 
 
 def test_mesh_and_batch_size_must_fit_the_devices():

@@ -36,6 +36,23 @@ GOOGLE_SENTENCES = [
     ["One is here.", "Two is here. Still two."],
     ["Three is here.", "Four is here.", "It is five.", "Six is.", "Seven is.", "Eight."],
 ]
+PARAGRAPHS = (
+    "One is. Two is.\nThree is. Four is.\n \t\nFive is. Six is.\nSeven is. Eight is.\n\n" * 3
+)
+PARAGRAPH_SENTENCES = [
+    ["One is.", "Two is.", "Three is.", "Four is."],
+    ["Five is.", "Six is.", "Seven is.", "Eight is."],
+] * 3
+WIKITEXT = (
+    " = Robert Boulter = \n \n He was well @-@ known . He had 1 @,@ 000 <unk> at 2 @.@ 5 . \n"
+    " \n = = Career = = \n \n In 2000 he rose . \n \n = = = 2000 = = = \n \n He sat . \n"
+    " \n = Du Fu = \n \n A poet was he . He sang . \n"
+)
+UNKNOWN = f"He had 1,000 {corpus.UNKNOWN_WORD} at 2.5 ."
+WIKITEXT_SENTENCES = [
+    ["He was well-known .", UNKNOWN, "In 2000 he rose .", "He sat ."],
+    ["A poet was he .", "He sang ."],
+]
 
 WIKI = """{{Infobox person|name=Ada|birth={{birth date|1815|12|10}}}}
 [[File:Ada.jpg|thumb|right|A [[portrait]] of '''Ada''']]
@@ -123,6 +140,8 @@ EXAMPLES = {
         json.dumps({"text": PROSE}) + "\n\n" + json.dumps({"n": 1, "text": "Bé.\nCé\ud800."}) + "\n",
         [SENTENCES, ["Bé.", "Cé?."]],
     ),
+    "paragraphs": (PARAGRAPHS, PARAGRAPH_SENTENCES),
+    "wikitext": (WIKITEXT, WIKITEXT_SENTENCES),
     "mediawiki": (
         dump(page("Talk.", 1), page(WIKI), page("#REDIRECT [[X]]", 0, '<redirect title="X"/>')),
         [WIKI_SENTENCES],
@@ -247,10 +266,22 @@ def test_source_weight_sets_the_copies_of_documents(tmp_path):
 
 
 def test_documents_record_their_line_numbers(tmp_path):
-    documents, _ = read(write(tmp_path / "t.txt", "\n\n" + GOOGLE))
-    assert [d.line for d in documents] == [3, 7]
-    documents, _ = read(write(tmp_path / "t.xml", dump("\n", page("A."), page("B."))))
-    assert [d.line for d in documents] == [5, 6]
+    xml = dump("\n", page("A."), page("B."))
+    for text, lines in (
+        ("\n\n" + GOOGLE, [3, 7]),
+        (xml, [5, 6]),
+        (PARAGRAPHS, [1, 4, 7, 10, 13, 16]),
+    ):
+        documents, _ = read(write(tmp_path / "t", text))
+        assert [d.line for d in documents] == lines
+
+
+def test_unknown_words_of_wikitext_stay_unknown(tmp_path):
+    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
+    assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
+    source = str(write(tmp_path / "wiki.train.tokens", WIKITEXT))
+    trained = wordpiece.train([source], tmp_path / "vocab", size=150, min_frequency=1)
+    assert corpus.UNKNOWN_WORD not in "".join(trained.tokens)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -463,34 +494,6 @@ def test_real_wikipedia_and_books_are_split_into_sentences(shared_data):
             result = split_sentences(document)
             assert 40 < sum(map(len, result)) / len(result) < 200
             assert sum(map(len, result)) > 0.97 * len(document.text)
-
-
-def test_articles_of_paragraphs_become_documents(tmp_path):
-    text = "One is. Two is.\nThree is. Four is.\n \t\nFive is. Six is.\nSeven is. Eight is.\n\n" * 3
-    documents, _ = read(write(tmp_path / "t.txt", text))
-    assert [d.kind for d in documents] == ["paragraphs"] * 6
-    assert split_sentences(documents[1]) == ["Five is.", "Six is.", "Seven is.", "Eight is."]
-    assert [d.line for d in documents] == [1, 4, 7, 10, 13, 16]
-
-
-def test_wikitext_tokenization_is_undone(tmp_path):
-    text = (
-        " = Robert Boulter = \n \n He was well @-@ known . He had 1 @,@ 000 <unk> at 2 @.@ 5 . \n"
-        " \n = = Career = = \n \n In 2000 he rose . He fell . \n \n = = = 2000 – 2005 = = = \n \n"  # noqa: RUF001
-        " He sat . \n \n = Du Fu = \n \n A poet was he . He sang . \n"
-    )
-    documents, _ = read(write(tmp_path / "wiki.train.tokens", text))
-    assert [d.kind for d in documents] == ["wikitext"] * 2
-    assert split_sentences(documents[0]) == [
-        "He was well-known .", f"He had 1,000 {corpus.UNKNOWN_WORD} at 2.5 .",
-        "In 2000 he rose .", "He fell .", "He sat .",
-    ]  # fmt: skip
-    assert split_sentences(documents[1]) == ["A poet was he .", "He sang ."]
-    vocabulary = wordpiece.Vocabulary((*wordpiece.SPECIAL, "a", "b"), True)
-    assert vocabulary.encode(f"a {corpus.UNKNOWN_WORD} b")[2] == vocabulary.unk_id
-    source = str(tmp_path / "wiki.train.tokens")
-    trained = wordpiece.train([source], tmp_path / "vocab", size=150, min_frequency=1)
-    assert corpus.UNKNOWN_WORD not in "".join(trained.tokens)
 
 
 @pytest.mark.parametrize(

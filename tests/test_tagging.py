@@ -242,23 +242,24 @@ def test_context_is_limited_to_the_document(tmp_path):
     alone = tagging(tmp_path, sentences, **documents)
     assert [len(t) for t in alone.splits["train"].tokens] == [5] * 6
     dataset = tagging(tmp_path, sentences, document_context=True, **documents)
-    first = (
-        "[CLS] aa a bb b cc c [SEP]"  # nine pieces; room that one side cannot use is the other's
-    )
-    middle, last = "[CLS] bb b cc c dd d [SEP]", "[CLS] ee e ff f [SEP]"
-    expected = [first, first, middle, middle, last, last]
-    new = {"labels": dataset.labels, "new": str(tmp_path / "train.txt")}
-    new = TokenClassification(dataset.config, VOCABULARY, **new)
-    for tokens in (dataset.splits["train"].tokens, new.splits["new"].tokens):
-        assert [VOCABULARY.decode(ids) for ids in tokens] == expected
+    # Nine pieces. Room that one side cannot use goes to the other.
+    first, middle, last = "aa a bb b cc c", "bb b cc c dd d", "ee e ff f"
+    lines = tmp_path / "lines.txt"  # a line is a document of its own
+    lines.write_text("aa a\nbb b\n")
+
+    def new(path):
+        options = {"labels": dataset.labels, "new": str(path)}
+        return TokenClassification(dataset.config, VOCABULARY, **options).splits["new"]
+
+    for split, shown in (
+        (dataset.splits["train"], [first, first, middle, middle, last, last]),
+        (new(tmp_path / "train.txt"), [first, first, middle, middle, last, last]),
+        (new(lines), ["aa a", "bb b"]),
+    ):
+        assert [VOCABULARY.decode(t) for t in split.tokens] == [f"[CLS] {x} [SEP]" for x in shown]
     labelled = [np.flatnonzero(t >= 0) for t in dataset.splits["train"].token_targets["label"]]
     np.testing.assert_array_equal(labelled, [[1, 3], [4, 6], [4, 6], [7, 9], [1, 3], [4, 6]])
     assert not any("one document" in line for line in dataset.report)
-    lines = tmp_path / "lines.txt"  # a line is a document of its own
-    lines.write_text("aa a\nbb b\n")
-    new = {"labels": dataset.labels, "new": str(lines)}
-    tokens = TokenClassification(dataset.config, VOCABULARY, **new).splits["new"].tokens
-    assert [VOCABULARY.decode(ids) for ids in tokens] == ["[CLS] aa a [SEP]", "[CLS] bb b [SEP]"]
     dataset = tagging(tmp_path, sentences, document_context=True)
     assert any("one document" in line for line in dataset.report)
 
@@ -348,23 +349,12 @@ def test_columns_are_selected_by_number(tmp_path):
     refused(r"task\.label='tag'", TokenClassification, config, VOCABULARY)
 
 
-@pytest.mark.parametrize(
-    ("fields", "key"),
-    [
-        ({}, r"config\.task\.train"),
-        ({"data": "tfds"}, r"train\.txt, valid\.txt"),
-        ({"train": "/nowhere"}, "/nowhere"),
-    ],
-)
-def test_invalid_configuration_is_rejected(fields, key):
-    refused(key, TokenClassification, TaskConfig(kind="tagging", **fields), VOCABULARY)
-
-
 def test_splits_are_found_in_a_folder(tmp_path):
+    config = TaskConfig(kind="tagging", data=str(tmp_path))
+    refused(r"train\.txt, valid\.txt", TokenClassification, config, VOCABULARY)
     write(tmp_path / "eng.train", TWO)
     (tmp_path / "valid.txt.bz2").write_bytes(bz2.compress(b"a O\n"))
-    dataset = TokenClassification(TaskConfig(kind="tagging", data=str(tmp_path)), VOCABULARY)
-    assert set(dataset.splits) == {"train", "dev"}
+    assert set(TokenClassification(config, VOCABULARY).splits) == {"train", "dev"}
 
 
 # Predictions
