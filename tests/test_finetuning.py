@@ -94,7 +94,7 @@ ABOVE = [
 )
 def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
     dataset = RandomExamples(head, objective)
-    config = model_config(dataset, **changes)
+    config = model_config(dataset, **{"layers": 1, **changes})
     params = random_params(config)
     results = []
     for plan in plans(dataset):
@@ -109,7 +109,7 @@ def test_packing_does_not_change_loss_or_gradients(head, objective, changes):
 def test_padding_rows_and_unlabelled_examples_have_no_weight(head, objective):
     """Padding changes neither loss, gradients nor the units that dropout sets to zero."""
     dataset = RandomExamples(head, objective)
-    config = model_config(dataset, dropout=0.3, attention_dropout=0.3)
+    config = model_config(dataset, layers=1, dropout=0.3, attention_dropout=0.3)
     params, plan = random_params(config), plans(dataset)[0]
     run = loss_and_grads(dataset, plan, config, generator_key(jax.random.key(1), "hash"))
     batch = plan.batch(1, 0)
@@ -132,7 +132,7 @@ def test_accumulated_step_does_not_depend_on_row_count():
     dataset = RandomExamples("sequence", count=50)
     dataset.splits["dev"] = dataset.splits["train"]
     config = FinetuneConfig(
-        model=model_config(dataset, dropout=0.2, attention_dropout=0.2),
+        model=model_config(dataset, layers=1, dropout=0.2, attention_dropout=0.2),
         task=TaskConfig(tokens=20), batch_size=16, accumulation=2, steps=3,
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -153,16 +154,14 @@ def test_whole_sentences_are_packed_in_order(documents, tokens, crossing):
     assert all(len(e.tokens) == e.a_length <= tokens and e.label == -1 for e in examples)
 
 
-def test_whole_sentence_rows_contain_every_token_once(tmp_path, small_pieces):
+def test_whole_sentence_rows_contain_every_token_once(tmp_path, text, small_pieces):
     """Only "full-sentences" rows cross documents."""
-    text, vocab = write_corpus(tmp_path)
-    index = {word: i for i, word in enumerate(wordpiece.load(vocab).tokens)}
-    words = sorted(index[word] for word in pathlib.Path(text).read_text().split())
+    index = {word: i for i, word in enumerate(wordpiece.load(text[1]).tokens)}
+    words = sorted(index[word] for word in pathlib.Path(text[0][0]).read_text().split())
     counts = {}
     for kind in ("full-sentences", "doc-sentences"):
-        out = tmp_path / kind
-        options = {"tokens": 64, "heldout_fraction": 0.1, "pairs": kind}
-        counts[kind] = prepare([text], vocab, out, workers=1, **options).train.sequences
+        out, options = tmp_path / kind, {"tokens": 64, "heldout_fraction": 0.1, "pairs": kind}
+        counts[kind] = prepare(*text, out, workers=1, **options).train.sequences
         results = [tokens for s in ("train", "heldout") for tokens, _, _ in sequences_of(out, s)]
         assert sorted(t for tokens in results for t in tokens if t > 4) == words
         crossing = [tokens for tokens in results if SEP in tokens[1:-1]]
@@ -327,6 +326,13 @@ def write_corpus(folder, documents=40, sentences=12, seed=0):
     return str(folder / "text.txt"), str(folder / "vocab")
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Sources and vocabulary, the first arguments of `prepare`."""
+    text, vocab = write_corpus(tmp_path_factory.mktemp("text"))
+    return [text], vocab
+
+
 def rows_of(folder, split):
     opened = loader.Rows(folder, split)
     return opened.read(range(len(opened)))
@@ -350,10 +356,9 @@ def document_of(token):
     return (token - len(SPECIAL)) // 8
 
 
-def test_rows_folder_matches_its_manifest(tmp_path, small_pieces, capsys):
-    text, vocab = write_corpus(tmp_path)
+def test_rows_folder_matches_its_manifest(tmp_path, text, small_pieces, capsys):
     out = tmp_path / "rows"
-    manifest = prepare([text], vocab, out, tokens=64, heldout_fraction=0.2, workers=1, seed=4)
+    manifest = prepare(*text, out, tokens=64, heldout_fraction=0.2, workers=1, seed=4)
     assert manifest == read_manifest(out)
     names = {s.name for s in manifest.train.shards + manifest.heldout.shards}
     assert set(content(out)) == {*names, "manifest.json", "vocab.txt", "vocab.json"}
@@ -398,10 +403,9 @@ def test_packing_changes_rows_but_not_sequences(tmp_path, small_pieces):
     assert (np.diff(first) > 0).any()
 
 
-def test_passes_differ_and_share_the_heldout_split(tmp_path):
-    text, vocab = write_corpus(tmp_path)
-    one = prepare([text], vocab, tmp_path / "one", workers=1)
-    two = prepare([text], vocab, tmp_path / "two", passes=2, workers=1)
+def test_passes_differ_and_share_the_heldout_split(tmp_path, text):
+    one = prepare(*text, tmp_path / "one", workers=1)
+    two = prepare(*text, tmp_path / "two", passes=2, workers=1)
     assert two.heldout.sequences == one.heldout.sequences
     assert two.train.documents == one.train.documents
     first, second = (shard.sha256 for shard in two.train.shards)
@@ -428,12 +432,11 @@ def test_large_vocabularies_use_four_byte_token_ids(tmp_path):
     assert {69_999 + 5, 69_998 + 5} <= seen
 
 
-def test_output_does_not_depend_on_number_of_workers(tmp_path, small_pieces):
-    text, vocab = write_corpus(tmp_path)
+def test_output_does_not_depend_on_number_of_workers(tmp_path, text, small_pieces):
     results = []
     for workers, seed in ((1, 0), (3, 0), (1, 1)):
         out = tmp_path / f"rows{workers}{seed}"
-        prepare([text], vocab, out, workers=workers, seed=seed, heldout_fraction=0.1)
+        prepare(*text, out, workers=workers, seed=seed, heldout_fraction=0.1)
         results.append(content(out))
     assert results[0] == results[1] != results[2]
 
@@ -502,43 +505,33 @@ def test_interruption_at_any_file_operation_is_recoverable(
     assert content(out) == whole
 
 
-@pytest.mark.parametrize("failing", ["fsync", "shard"])
-def test_full_disk_gives_an_error_and_keeps_work(tmp_path, small_pieces, monkeypatch, failing):
+@pytest.mark.parametrize("failing", ["fsync", "write"])
+def test_full_disk_gives_an_error_and_keeps_work(
+    tmp_path, text, small_pieces, monkeypatch, failing
+):
     from array_record.python import array_record_module
 
-    text, vocab = write_corpus(tmp_path)
-    prepare([text], vocab, tmp_path / "whole", workers=1)
-    out, real, left = tmp_path / "rows", os.fsync, 20
-
-    def full(handle):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
-
-    class Full:
-        def __init__(self, *_):
-            pass
-
-        def write(self, record):
-            raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
+    fsync = mock.Mock(side_effect=itertools.chain([None] * 20, itertools.repeat(full)))
+    writer, message = mock.Mock(), "write() failed: No space left on device; writing x; at byte 0"
+    writer.return_value.write.side_effect = RuntimeError(message)
+    out = tmp_path / "rows"
     with monkeypatch.context() as patch:
         if failing == "fsync":
-            patch.setattr(os, "fsync", full)
+            patch.setattr(os, "fsync", fsync)
         else:
-            patch.setattr(array_record_module, "ArrayRecordWriter", Full)
+            patch.setattr(array_record_module, "ArrayRecordWriter", writer)
         with pytest.raises(UserError, match="the disk is full"):
-            prepare([text], vocab, out, workers=1)
+            prepare(*text, out, workers=1)
     done = {path: path.stat().st_mtime_ns for path in out.glob(".partial/*.tokens")}
     assert len(done) > 3
     with monkeypatch.context() as patch:
         patch.setattr(module, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare([text], vocab, out, workers=1)
+            prepare(*text, out, workers=1)
     assert done == {path: path.stat().st_mtime_ns for path in done}
-    prepare([text], vocab, out, workers=1)
+    prepare(*text, out, workers=1)
+    prepare(*text, tmp_path / "whole", workers=1)
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -585,39 +578,32 @@ def test_existing_rows_are_reused_unless_settings_differ(tmp_path, capsys, monke
         prepare([text], vocab, out, workers=1, passes=2)
 
 
-def test_the_vocabulary_of_a_model_is_not_replaced(tmp_path):
-    text, vocab = write_corpus(tmp_path)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=f"{run} holds a model.*--force"):
-        prepare([text], vocab, run, workers=1)
-    prepare([text], vocab, run, workers=1, force=True)
-
-
-def test_pipes_are_refused(tmp_path):
-    """The format is detected from the beginning, which a pipe yields only once."""
-    os.mkfifo(tmp_path / "pipe")
-    vocabulary = wordpiece.Vocabulary(wordpiece.SPECIAL, True)
-    with pytest.raises(UserError, match="pipe is not a file"):
-        prepare([str(tmp_path / "pipe")], vocabulary, tmp_path / "r")
-
-
-def test_locked_folder_is_rejected(tmp_path):
-    text, vocab = write_corpus(tmp_path)
-    partial = tmp_path / "rows" / ".partial"
+def test_unsafe_inputs_and_outputs_are_refused(tmp_path, text):
+    """Pipes yield their beginning only once, from which the format is detected."""
+    partial, run = tmp_path / "rows" / ".partial", tmp_path / "run"
     with files.lock_folder(partial):
         with pytest.raises(UserError, match="in use"):
-            prepare([text], vocab, tmp_path / "rows", workers=1)
+            prepare(*text, tmp_path / "rows", workers=1)
         assert [path.name for path in partial.iterdir()] == [files.LOCK]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is not a file"):
+        prepare([str(tmp_path / "pipe")], text[1], run)
+    run.mkdir()
+    (run / "config.json").write_text("{}")  # a model, whose vocabulary would be replaced
+    with pytest.raises(UserError, match=f"{run} holds a model.*--force"):
+        prepare(*text, run, workers=1)
+    prepare(*text, run, workers=1, force=True)
 
 
-def test_one_document_is_too_few_for_pairs(tmp_path):
+def test_too_few_documents_are_refused(tmp_path):
     text, vocab = write_corpus(tmp_path, 1)
     for source in (text, f"{text}@2"):  # copies are not distinct documents
         with pytest.raises(UserError, match=r"one document only.*--pairs none"):
             prepare([source], vocab, tmp_path / "rows", workers=1)
     assert prepare([text], vocab, tmp_path / "rows", pairs="none", workers=1).train.sequences
+    text, vocab = write_corpus(tmp_path, 4)
+    with pytest.raises(UserError, match="heldout_fraction"):
+        prepare([text], vocab, tmp_path / "none", workers=1, heldout_fraction=0.999999)
 
 
 @pytest.mark.parametrize(
@@ -673,12 +659,10 @@ def test_weighted_sources_are_held_out_in_proportion(tmp_path):
     """Which documents a fractional weight selects is independent of which are held out."""
     wordpiece.Vocabulary((*SPECIAL, "a", "b", "1", "##0", "##1"), True).save(tmp_path / "vocab")
     for name in "ab":
-        text = "".join(f"{name} {i:b}\n\n" for i in range(1, 2001))
-        (tmp_path / f"{name}.txt").write_text(text)
-    sources, out = (
-        [f"google:{tmp_path}/{name}" for name in ("a.txt@0.1", "b.txt")],
-        tmp_path / "rows",
-    )
+        lines = "".join(f"{name} {i:b}\n\n" for i in range(1, 2001))
+        (tmp_path / f"{name}.txt").write_text(lines)
+    sources, out = [f"google:{tmp_path}/{x}.txt" for x in ("a", "b")], tmp_path / "rows"
+    sources[0] += "@0.1"
     prepare(sources, tmp_path / "vocab", out, pairs="none", heldout_fraction=0.1, workers=1)
     tokens = [sequence[1] for sequence, _, _ in sequences_of(out, "heldout")]
     a, b = (tokens.count(len(SPECIAL) + i) for i in range(2))
@@ -709,28 +693,29 @@ def test_vocabulary_of_another_kind_replaces_the_files_of_the_first(tmp_path):
     assert not (out / vocabularies.TOKENIZER).exists()
 
 
-def test_text_with_many_unknown_tokens_gives_a_warning(tmp_path, capsys):
-    text, vocab = write_corpus(tmp_path)
+def test_text_with_many_unknown_tokens_gives_a_warning(tmp_path, text, capsys):
     (tmp_path / "odd.txt").write_text("what is this\nnobody knows\n\nd1w1 nor this\nnor that\n")
-    odd = f"google:{tmp_path}/odd.txt"
-    manifest = prepare([text, odd], vocab, tmp_path / "rows", workers=1, heldout_fraction=0.0)
-    (warning,) = manifest.warnings  # and none about text.txt
+    sources = [*text[0], f"google:{tmp_path}/odd.txt"]
+    manifest = prepare(sources, text[1], tmp_path / "rows", workers=1, heldout_fraction=0.0)
+    (warning,) = manifest.warnings  # and none about the other source
     assert "odd.txt: 90% of its tokens are unknown" in warning
     assert "1 such files" in warning
     assert warning in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["\n \n", "\u200b\n\n\u200b\n", None])
-def test_sources_without_text_are_refused(tmp_path, text):
-    _, vocab = write_corpus(tmp_path)
-    (tmp_path / "empty.txt").write_text(text or "")
+INVISIBLE = "\u200b\n\n\u200b\n"
+
+
+@pytest.mark.parametrize("empty", ["\n \n", INVISIBLE, None])
+def test_sources_without_text_are_refused(tmp_path, text, empty):
+    (tmp_path / "empty.txt").write_text(empty or "")
     (tmp_path / "there").mkdir()
-    sources = [] if text is None else [f"google:{tmp_path}/empty.txt"]
+    sources = [] if empty is None else [f"google:{tmp_path}/empty.txt"]
     for name in ("rows", "there"):
         with pytest.raises(UserError, match=r"no text|no source"):
-            prepare(sources, vocab, tmp_path / name, workers=1)
+            prepare(sources, text[1], tmp_path / name, workers=1)
         assert not (tmp_path / name / "manifest.json").exists()
-    if text != "\u200b\n\n\u200b\n":  # which turns out to be empty in a worker
+    if empty != INVISIBLE:  # which turns out to be empty in a worker
         assert not (tmp_path / "rows").exists()
         assert not any((tmp_path / "there").iterdir())
 
@@ -750,23 +735,16 @@ def test_sources_without_text_are_refused(tmp_path, text):
         {"workers": 0},
     ],
 )
-def test_invalid_settings_are_rejected(tmp_path, setting):
-    text, vocab = write_corpus(tmp_path, 4)
+def test_invalid_settings_are_rejected(tmp_path, text, setting):
     with pytest.raises(UserError, match=next(iter(setting))):
-        prepare([text], vocab, tmp_path / "rows", **setting)
+        prepare(*text, tmp_path / "rows", **setting)
     assert not (tmp_path / "rows").exists()
-    with pytest.raises(UserError, match="heldout_fraction"):  # known once the text is read
-        prepare([text], vocab, tmp_path / "rows", workers=1, heldout_fraction=0.999999)
 
 
-def test_killed_worker_gives_an_error(tmp_path, monkeypatch):
-    def broken(pending):
-        raise BrokenProcessPool
-
-    text, vocab = write_corpus(tmp_path)
-    monkeypatch.setattr(Workers, "_done", staticmethod(broken))
+def test_killed_worker_gives_an_error(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(Workers, "_done", mock.Mock(side_effect=BrokenProcessPool))
     with pytest.raises(UserError, match="--workers"):
-        prepare([text], vocab, tmp_path / "rows", workers=2)
+        prepare(*text, tmp_path / "rows", workers=2)
 
 
 def test_manifest_contains_no_absolute_path(tmp_path, monkeypatch):
