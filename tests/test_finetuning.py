@@ -57,7 +57,7 @@ def loss_and_grads(dataset, plan, config, key=None):
     def loss(params, batch):
         inputs = task.prepare(batch, jax.random.key(0))
         total, weight = task.loss_terms(params, inputs, key)["loss"]
-        return total / task.normalizers(inputs)["loss"], weight
+        return total / jnp.maximum(task.normalizers(inputs)["loss"], 1), weight
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -72,8 +72,13 @@ def flat(tree):
 
 def updates(config, params, grads):
     """Return the optimizer's first updates by path."""
-    transform = optim.make_optimizer(config)
-    return flat(jax.device_get(transform.update(grads, transform.init(params), params)[0]))
+
+    @jax.jit
+    def first(params, grads):
+        transform = optim.make_optimizer(config)
+        return transform.update(grads, transform.init(params), params)[0]
+
+    return flat(jax.device_get(first(params, grads)))
 
 
 # --- Objectives -----------------------------------------------------------------------------------
@@ -398,7 +403,8 @@ def test_feature_encoder_has_no_dropout_and_no_gradient():
     for path, value in grads.items():
         assert np.any(value) != path.startswith(("embeddings/", "encoder/")), path
     seen = []
-    inputs = make_objective(config, TOKEN, "train", plan).prepare(batch, jax.random.key(0))
+    task = make_objective(config, TOKEN, "train", plan)
+    inputs = task.prepare(jax.device_put(batch), jax.random.key(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bert, "dropout", lambda x, rate, key: (seen.append(key), x)[1])
         arguments = (inputs.tokens, inputs.layout, jax.random.key(0))
