@@ -166,7 +166,7 @@ def visit(chromium):
 
 
 @pytest.fixture
-def file_of(tmp_path):
+def write_sweep_file(tmp_path):
     """Function that writes a sweep.py and returns its path."""
 
     def write(text, name="one"):
@@ -187,7 +187,7 @@ def hf_folder(tmp_path):
 
 
 @pytest.fixture
-def bench(tmp_path):
+def make_point(tmp_path):
     """Write the script and return a function that makes points which run it."""
     from bert_jax.tools.sweep import Point
     from tests.helpers.sweeps import SCRIPT

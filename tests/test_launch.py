@@ -31,26 +31,26 @@ from tests.helpers.launch import (
     ROOT,
     enter_checkout,
     flags,
-    make_bench,
     make_checkout,
+    make_programs,
     plan,
 )
 
 checkout = pytest.fixture(scope="module")(make_checkout)
 in_checkout = pytest.fixture(autouse=True)(enter_checkout)
-bench = pytest.fixture(make_bench)
+programs = pytest.fixture(make_programs)
 
 # Commands of each engine.
 
 
 @ON
-def test_dry_run_prints_commands_without_running_them(on, bench, capsys):
+def test_dry_run_prints_commands_without_running_them(on, programs, capsys):
     for name in ("gcloud", "kubectl", "sbatch", "sky"):
-        bench.program(name)
+        programs.program(name)
     workdir = "/shared/runs/My run_1"
     command = [*COMMAND, workdir, "--config.steps=7"]
     assert cli.main(["launch", "--on", on, *flags(on), "--dry-run", "--", *command]) == 0
-    assert bench.calls() == []
+    assert programs.calls() == []
     printed = capsys.readouterr().out
     quoted = workdir if on == "gke" else shlex.quote(workdir)
     assert quoted in printed.replace("'\"'\"'", "'")
@@ -61,25 +61,25 @@ def test_dry_run_prints_commands_without_running_them(on, bench, capsys):
 
 
 @pytest.mark.parametrize("on", ["gke", "slurm", "sky"])
-def test_dry_run_output_equals_the_real_calls(on, bench, capsys):
+def test_dry_run_output_equals_the_real_calls(on, programs, capsys):
     for name in ("kubectl", "sbatch", "sky"):
-        bench.program(name)
+        programs.program(name)
     secret = "hf_" + "x" * 30
-    bench.environment["HF_TOKEN"] = os.environ["HF_TOKEN"] = secret
+    programs.environment["HF_TOKEN"] = os.environ["HF_TOKEN"] = secret
     extra = "--env=A=a b" if on == "gke" else "--extra=--queue=a b"
     arguments = ["launch", "--on", on, *flags(on), extra, "--", *COMMAND, "/s/it's"]
     try:
         assert cli.main(arguments) == 0
     finally:
         del os.environ["HF_TOKEN"]
-    real = bench.calls()
+    real = programs.calls()
     assert len(real) == 1
     assert on == "gke" or "--queue=a b" in real[0]
     output = capsys.readouterr()
     assert cli.main([*arguments[:3], "--dry-run", *arguments[3:]]) == 0
     printed = capsys.readouterr().out
-    assert bench.bash(printed).returncode == 0
-    assert bench.calls() == real
+    assert programs.bash(printed).returncode == 0
+    assert programs.calls() == real
     # Secrets of the environment do not appear in arguments, files or output.
     sent = [str(real), printed, output.out, output.err]
     files = list(pathlib.Path(os.environ["BERT_JAX_LAUNCH"]).rglob("*.yaml"))
@@ -88,10 +88,10 @@ def test_dry_run_output_equals_the_real_calls(on, bench, capsys):
     assert not [text for text in sent if secret in text]
 
 
-def test_slurm_arguments(bench):
-    bench.program("sbatch")
+def test_slurm_arguments(programs):
+    programs.program("sbatch")
     assert plan_lib.run(plan("slurm", restarts=3, extra=["--time=60"], env=["A=b c"])) == 0
-    (call,) = bench.calls()
+    (call,) = programs.calls()
     script = call.index(str(ROOT / "launch" / "slurm.sh"))
     assert (
         call[1:script]
@@ -103,14 +103,14 @@ def test_slurm_arguments(bench):
     assert call[script + 1 :] == ["--restarts=3", "--", *python, *COMMAND, "/shared/runs/one"]
 
 
-def test_slurm_containers_and_modules(bench):
+def test_slurm_containers_and_modules(programs):
     made = plan("slurm", image="i.sqsh", mount=["/shared", "/a:/b"], module=["cuda/13", "gcc"])
-    bench.program("srun", "exit 0")
-    bench.program("module")
+    programs.program("srun", "exit 0")
+    programs.program("module")
     (submit,) = made.before
     at = submit.index(str(ROOT / "launch" / "slurm.sh"))
-    assert bench.bash(shlex.join(submit[at:])).returncode == 0
-    *loads, run = bench.calls()
+    assert programs.bash(shlex.join(submit[at:])).returncode == 0
+    *loads, run = programs.calls()
     assert loads == [["module", "load", "cuda/13"], ["module", "load", "gcc"]]
     options = ["--container-image=i.sqsh", "--container-mounts=/shared,/a:/b"]
     assert run[1:4] == ["--kill-on-bad-exit=1", *options]
@@ -130,17 +130,17 @@ KNOWN = [
 
 
 @pytest.fixture
-def worker(bench):
+def worker(programs):
     """Yield a function that runs an engine's plan and returns what `bert-jax` receives there."""
-    bench.program("bert-jax", f'printenv {VARIABLE} > "$BENCH/variable"')
-    bench.program("venv/bin/bert-jax", "")
-    shutil.copy(bench.bin / "bert-jax", bench.bin / "venv" / "bin" / "bert-jax")
-    for folder in (bench.home, engines.CHECKOUT):
+    programs.program("bert-jax", f'printenv {VARIABLE} > "$FAKES/variable"')
+    programs.program("venv/bin/bert-jax", "")
+    shutil.copy(programs.bin / "bert-jax", programs.bin / "venv" / "bin" / "bert-jax")
+    for folder in (programs.home, engines.CHECKOUT):
         if not (folder / "venv").is_symlink():
-            (folder / "venv").symlink_to(bench.bin / "venv")
-    (bench.home / "bert_jax").mkdir()
-    bench.program("pip", records=False)
-    bench.program("srun", 'shift; exec "$@"', records=False)
+            (folder / "venv").symlink_to(programs.bin / "venv")
+    (programs.home / "bert_jax").mkdir()
+    programs.program("pip", records=False)
+    programs.program("srun", 'shift; exec "$@"', records=False)
 
     def arrives(on, plan):
         if on == "local":
@@ -152,21 +152,22 @@ def worker(bench):
             subprocess.run(["bash", *submit[at:]], check=True, timeout=60)
         elif on == "tpu-vm":
             (script,) = plan.files.values()
-            assert bench.bash(script).returncode == 0
+            assert programs.bash(script).returncode == 0
         elif on == "gke":
             (text,) = plan.files.values()
             command, variables = in_a_pod(yaml.safe_load(text))
             names = [f"{name}={value}" for name, value in variables.items()]
-            assert bench.bash(shlex.join(["env", *names, *command])).returncode == 0
+            assert programs.bash(shlex.join(["env", *names, *command])).returncode == 0
         elif on == "sky":
             (text,) = plan.files.values()
             task = yaml.safe_load(text)
             names = [f"{name}={value}" for name, value in task["envs"].items()]
             assert (
-                bench.bash(shlex.join(["env", *names, "bash", "-c", task["run"]])).returncode == 0
+                programs.bash(shlex.join(["env", *names, "bash", "-c", task["run"]])).returncode
+                == 0
             )
-        (call,) = bench.calls("bert-jax")
-        variable = (bench.bin.parent / "variable").read_text()
+        (call,) = programs.calls("bert-jax")
+        variable = (programs.bin.parent / "variable").read_text()
         return call[1:], variable.removesuffix("\n")
 
     yield arrives
@@ -200,9 +201,9 @@ def in_a_pod(manifest):
 )
 @example(values=KNOWN)
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
-def test_argument_values_reach_workers_unchanged(on, worker, bench, values, monkeypatch):
+def test_argument_values_reach_workers_unchanged(on, worker, programs, values, monkeypatch):
     assume(not any("://" in value for value in values))
-    monkeypatch.setattr(engines, "python_command", lambda: [str(bench.bin / "bert-jax")])
+    monkeypatch.setattr(engines, "python_command", lambda: [str(programs.bin / "bert-jax")])
     arguments = [*values, *(f"--config.task.data={value}" for value in values)]
     options = {"processes": 1} if on == "local" else {}
     made = plan(on, *arguments, env=[f"{VARIABLE}={values[0]}"], **options)
@@ -260,10 +261,10 @@ def test_option_values_survive_yaml_quoting(value):
         ((70,), 0, 70, False),
     ],
 )
-def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, bench, monkeypatch):
+def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, programs, monkeypatch):
     worst = 'shift; worst=0; for s in $TASKS; do export S=$s; "$@"; r=$?; ((r > worst)) && worst=$r; done; exit $worst'
-    bench.program("srun", worst)
-    bench.program("scontrol")
+    programs.program("srun", worst)
+    programs.program("scontrol")
     monkeypatch.setenv("TASKS", " ".join(map(str, tasks)))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarted))
@@ -273,10 +274,10 @@ def test_slurm_requeues_after_interruption(tasks, restarted, ends, requeues, ben
     check = f'test "$BERT_JAX_DISTRIBUTED" = "{expected}" && exit "$S"'
     done = subprocess.run([*script, check], capture_output=True, text=True, timeout=60)
     assert done.returncode == ends, done.stderr
-    assert bench.calls("scontrol") == ([["scontrol", "requeue", "17"]] if requeues else [])
+    assert programs.calls("scontrol") == ([["scontrol", "requeue", "17"]] if requeues else [])
 
 
-def test_slurm_task_waits_for_the_final_save(bench):
+def test_slurm_task_waits_for_the_final_save(programs):
     """SIGTERM also reaches the shell around the command, which must not exit before the command."""
     line = next(
         line for line in (ROOT / "launch" / "slurm.sh").read_text().split("\n") if "task=" in line
@@ -398,9 +399,9 @@ def test_dockerfile_files_and_extras_exist():
 # Jobs managed by name.
 
 
-def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
+def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
     """The run outlives the launch command, and its state and exit status are available by name."""
-    program = bench.program("bert-jax", f"exec {sys.executable} -c {shlex.quote(SLEEPS)}")
+    program = programs.program("bert-jax", f"exec {sys.executable} -c {shlex.quote(SLEEPS)}")
     code = (
         f"from bert_jax.tools.launch import engines; engines.python_command = lambda: [{str(program)!r}]\n"
         "import sys; from bert_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
@@ -419,7 +420,7 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
     assert re.search(r"one: on local since .*, launcher running \(pid \d+\)", output)
     assert cli.main([*arguments, "--", *COMMAND, "/shared/runs/one"]) == 2
     assert "a launcher of one is running" in capsys.readouterr().err
-    bench.program("tail", "exit 1")  # some lack --pid
+    programs.program("tail", "exit 1")  # some lack --pid
     logs = threading.Thread(target=jobs.show_logs, args=("one",))
     logs.start()
     assert cli.main(["launch", "stop", "one"]) == 0
@@ -434,48 +435,48 @@ def test_detached_run_can_be_queried_and_stopped(bench, capsys, monkeypatch):
     assert "is in the terminal that launched it" in capsys.readouterr().err
 
 
-def test_logs_of_a_detached_launcher_have_its_own_lines(bench, capsys):
+def test_logs_of_a_detached_launcher_have_its_own_lines(programs, capsys):
     """While it waits for a slice, there is no machine to read a log from."""
     folder = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one"
-    bench.program("gcloud")
+    programs.program("gcloud")
     jobs.start("tpu-vm", "one", plan_lib.Plan(logs=["gcloud", "ssh"]))
     assert cli.main(["launch", "logs", "one"]) == 0
-    assert len(bench.calls("gcloud")) == 1
+    assert len(programs.calls("gcloud")) == 1
     (folder / "log").write_text("launch: one: WAITING_FOR_RESOURCES\n")
     assert cli.main(["launch", "logs", "one"]) == 0
     assert "one: WAITING_FOR_RESOURCES" in capsys.readouterr().out
     job = json.loads((folder / "job.json").read_text())
     (folder / "job.json").write_text(json.dumps(job | {"ended": 75}))  # the run goes on
     assert cli.main(["launch", "logs", "one"]) == 0
-    assert len(bench.calls("gcloud")) == 1
+    assert len(programs.calls("gcloud")) == 1
 
 
-def test_active_slurm_job_keeps_its_name(bench, capsys):
+def test_active_slurm_job_keeps_its_name(programs, capsys):
     """Otherwise `stop` would cancel the jobs of both folders."""
-    bench.program("sbatch")
-    bench.program("squeue", "cat $BENCH/queue")
+    programs.program("sbatch")
+    programs.program("squeue", "cat $FAKES/queue")
     command = ["launch", "--on", "slurm", "--", *COMMAND]
     assert cli.main([*command, "/a/base"]) == 0
-    (bench.bin.parent / "queue").write_text("17 base\n")
-    bench.calls()
+    (programs.bin.parent / "queue").write_text("17 base\n")
+    programs.calls()
     assert cli.main([*command, "/a/base"]) == 0
     assert cli.main([*command, "/b/base"]) == 2
     assert "a job base that writes to /a/base is queued or running" in capsys.readouterr().err
-    assert len(bench.calls("sbatch")) == 1
-    (bench.bin.parent / "queue").write_text("")
+    assert len(programs.calls("sbatch")) == 1
+    (programs.bin.parent / "queue").write_text("")
     assert cli.main([*command, "/b/base"]) == 0
 
 
 @pytest.mark.parametrize("ssh_status", [0, 1])
-def test_stop_runs_every_command_and_returns_the_worst_status(ssh_status, bench):
+def test_stop_runs_every_command_and_returns_the_worst_status(ssh_status, programs):
     """A slice that is not active, and refuses connections, is deleted."""
-    bench.program("gcloud", f'[[ "$*" != *" ssh "* ]] || exit {ssh_status}')
+    programs.program("gcloud", f'[[ "$*" != *" ssh "* ]] || exit {ssh_status}')
     job = {"on": "tpu-vm", "began": "", "launcher": 0, "ended": 75, "stop": plan("tpu-vm").stop}
     folder = engines.state_folder("one")
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps(job))
     assert cli.main(["launch", "stop", "one"]) == ssh_status
-    assert [call[4] for call in bench.calls()] == ["ssh", "delete"]
+    assert [call[4] for call in programs.calls()] == ["ssh", "delete"]
 
 
 def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
@@ -493,20 +494,20 @@ def test_detached_run_that_fails_at_once_is_reported(capsys, monkeypatch):
         ("gke", ["kubectl", "get"], "kubectl", ["kubectl", "delete", "jobset", "one"]),
     ],
 )
-def test_status_logs_and_stop_call_the_engine(on, state, output, ends, bench, capsys, request):
+def test_status_logs_and_stop_call_the_engine(on, state, output, ends, programs, capsys, request):
     logs = [pathlib.Path.cwd() / name for name in ("one-1.out", "one-large-2.out")]
     for log in logs:
         log.touch()
         request.addfinalizer(log.unlink)
     for name in ("sbatch", "squeue", "scancel", "sky", "kubectl", "tail"):
-        bench.program(name)
+        programs.program(name)
     command = ["launch", "--on", on, *flags(on), "--", *COMMAND, "/shared/runs/one"]
     assert cli.main(command) == 0
     assert "state: bert-jax launch status one" in capsys.readouterr().err
-    bench.calls()
+    programs.calls()
     for verb, expected in (("status", state), ("logs", [output]), ("stop", ends)):
         assert cli.main(["launch", verb, "one"]) == 0
-        (call,) = bench.calls()
+        (call,) = programs.calls()
         assert call[: len(expected)] == expected
         if call[0] == "tail":
             assert call[4:] == [str(logs[0])]
@@ -617,14 +618,16 @@ def test_signals_are_forwarded_and_prevent_restarts(number, capsys):
         ("137 0", 1, 0, 2),
     ],
 )
-def test_local_run_restarts_after_interruption(statuses, restarts, last, runs, bench, monkeypatch):
-    file = bench.bin.parent / "statuses"
+def test_local_run_restarts_after_interruption(
+    statuses, restarts, last, runs, programs, monkeypatch
+):
+    file = programs.bin.parent / "statuses"
     file.write_text("\n".join(statuses.split()) + "\n")
     body = f"s=$(head -n 1 {file}); sed -i 1d {file}; [ $s != 137 ] || kill -9 $$; exit $s"
-    program = bench.program("bert-jax", body)
+    program = programs.program("bert-jax", body)
     monkeypatch.setattr(engines, "python_command", lambda: [str(program)])
     assert plan_lib.run(plan("local", processes=1, restarts=restarts)) == last
-    assert len(bench.calls()) == runs
+    assert len(programs.calls()) == runs
 
 
 def test_launch_command_runs_two_real_processes(tmp_path):
@@ -773,8 +776,8 @@ def test_unknown_engine_is_rejected(capsys):
     assert "choose from" in capsys.readouterr().err
 
 
-def test_failed_submission_is_reported(bench):
-    bench.program("sbatch", "echo no such partition >&2; exit 1")
+def test_failed_submission_is_reported(programs):
+    programs.program("sbatch", "echo no such partition >&2; exit 1")
     with pytest.raises(UserError, match=r"^sbatch .* exited with status 1$"):
         plan_lib.run(plan("slurm"))
 

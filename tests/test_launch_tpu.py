@@ -15,17 +15,17 @@ from tests.helpers.launch import (
     ROOT,
     enter_checkout,
     flags,
-    make_bench,
     make_checkout,
+    make_programs,
     plan,
 )
 
 checkout = pytest.fixture(scope="module")(make_checkout)
 in_checkout = pytest.fixture(autouse=True)(enter_checkout)
-bench = pytest.fixture(make_bench)
+programs = pytest.fixture(make_programs)
 
 GCLOUD = r"""
-state=$BENCH/state
+state=$FAKES/state
 case "$*" in
   *"queued-resources describe"*)
     [ -s "$state" ] || { echo NOT_FOUND >&2; exit 1; }
@@ -34,7 +34,7 @@ case "$*" in
     [ "$s" != 503 ] || { sed -i 1d "$state"; exit 1; }
     echo "$s"
     [ "$(wc -l < "$state")" -le 1 ] || sed -i 1d "$state" ;;
-  *"queued-resources create"*) [ ! -e "$BENCH/no-quota" ] || exit 1; cp "$BENCH/new" "$state" ;;
+  *"queued-resources create"*) [ ! -e "$FAKES/no-quota" ] || exit 1; cp "$FAKES/new" "$state" ;;
   *"queued-resources delete"*) : > "$state" ;;
   *"queued-resources scp"*)
     for part in "$@"; do case $part in /*) cp "$part" "$WORKER_HOME" ;; esac; done ;;
@@ -42,8 +42,8 @@ case "$*" in
     for part in "$@"; do case $part in --command=*) does=${part#--command=} ;; esac; done
     # As the real one does: split at spaces, joined again by ssh, read by the login shell.
     IFS=' ' read -r -a words <<< "$does"
-    if [[ $does == *follow ]] && [ -s "$BENCH/lose" ]; then
-      cp "$BENCH/lose" "$state"; : > "$BENCH/lose"; exit 255
+    if [[ $does == *follow ]] && [ -s "$FAKES/lose" ]; then
+      cp "$FAKES/lose" "$state"; : > "$FAKES/lose"; exit 255
     fi
     cd "$WORKER_HOME" && HOME=$WORKER_HOME bash -c "${words[*]}" ;;
 esac
@@ -51,25 +51,25 @@ esac
 
 
 @pytest.fixture
-def cloud(bench, monkeypatch):
+def cloud(programs, monkeypatch):
     """Return a function that launches on a fake slice of one worker; runs exit with `ends`."""
-    folder = bench.bin.parent
-    bench.program("gcloud", GCLOUD)
-    bench.program("sudo", 'exec "$@"', records=False)
+    folder = programs.bin.parent
+    programs.program("gcloud", GCLOUD)
+    programs.program("sudo", 'exec "$@"', records=False)
     # The fake service runs to completion before its log is followed.
     service = 'while [[ $1 == --* ]]; do shift; done; "$@" >> "$WORKER_HOME/job.log" 2>&1 || true'
-    bench.program("systemd-run", service)
-    bench.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
-    bench.program("python3", records=False)  # the real one installs uv
-    uv = bench.program("uv", "", records=False)
-    (bench.home / ".local" / "bin").mkdir(parents=True)
-    shutil.move(uv, bench.home / ".local" / "bin" / "uv")
-    (bench.home / "venv" / "bin").mkdir(parents=True)
-    run = bench.program(
+    programs.program("systemd-run", service)
+    programs.program("systemctl", '[ "$1" = show ] && echo 0 || exit 1', records=False)
+    programs.program("python3", records=False)  # the real one installs uv
+    uv = programs.program("uv", "", records=False)
+    (programs.home / ".local" / "bin").mkdir(parents=True)
+    shutil.move(uv, programs.home / ".local" / "bin" / "uv")
+    (programs.home / "venv" / "bin").mkdir(parents=True)
+    run = programs.program(
         "run",
-        'echo "commit $(git rev-parse HEAD)"; s=$(head -n 1 "$BENCH/ends"); sed -i 1d "$BENCH/ends"; exit $s',
+        'echo "commit $(git rev-parse HEAD)"; s=$(head -n 1 "$FAKES/ends"); sed -i 1d "$FAKES/ends"; exit $s',
     )
-    shutil.move(run, bench.home / "venv" / "bin" / "bert-jax")
+    shutil.move(run, programs.home / "venv" / "bin" / "bert-jax")
     monkeypatch.setenv("TPU_SLICE_POLL_SECONDS", "0")
     (folder / "new").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
 
@@ -78,7 +78,7 @@ def cloud(bench, monkeypatch):
         (folder / "lose").write_text(lose)
         (folder / "state").write_text(state)
         status = plan_lib.run(plan("tpu-vm", **options))
-        calls = bench.calls()
+        calls = programs.calls()
         verbs = [c[4] for c in calls if c[0] == "gcloud" and c[3] == "queued-resources"]
         runs = sum(c[0] == "run" for c in calls)
         return status, [verb for verb in verbs if verb in ("create", "delete")], runs, calls
@@ -126,43 +126,43 @@ def test_tpu_slice_resumes_after_interruption_and_preemption(ends, options, expe
     assert cloud(*ends, **options)[:3] == expected
 
 
-def verbs(bench):
-    return [call[4] for call in bench.calls("gcloud")]
+def verbs(programs):
+    return [call[4] for call in programs.calls("gcloud")]
 
 
-def test_tpu_slice_creation_failure_is_reported(cloud, bench, capsys):
-    (bench.bin.parent / "new").write_text("PROVISIONING\nFAILED\n")
+def test_tpu_slice_creation_failure_is_reported(cloud, programs, capsys):
+    (programs.bin.parent / "new").write_text("PROVISIONING\nFAILED\n")
     with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
         cloud(0)
-    (bench.bin.parent / "no-quota").touch()
+    (programs.bin.parent / "no-quota").touch()
     with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
         cloud(0)
-    assert "delete" not in verbs(bench)
+    assert "delete" not in verbs(programs)
     assert capsys.readouterr().err.count("to delete it: bert-jax launch stop one\n") == 2
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_tpu_slice_is_deleted_after_a_failed_start(keep, cloud, bench, capsys):
-    bench.program("python3", "exit 1", records=False)
+def test_tpu_slice_is_deleted_after_a_failed_start(keep, cloud, programs, capsys):
+    programs.program("python3", "exit 1", records=False)
     with pytest.raises(UserError, match=r"ssh .* start .* exited with status 2$"):
         cloud(0, keep=keep)
-    assert ("delete" in verbs(bench)) == (not keep)
+    assert ("delete" in verbs(programs)) == (not keep)
     assert ("to delete it: gcloud" in capsys.readouterr().err) == keep
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signal_stops_the_wait_for_a_slice(number, bench):
+def test_signal_stops_the_wait_for_a_slice(number, programs):
     """No process goes on, which would create the slice again after it was deleted."""
     # Ends by itself, if nothing ends it.
-    bench.program("gcloud", """
+    programs.program("gcloud", """
 [ "$4" = describe ] || exit 0
-echo >> "$BENCH/polls"
-[ "$(wc -l < "$BENCH/polls")" -lt 500 ] && echo WAITING_FOR_RESOURCES || echo ACTIVE
+echo >> "$FAKES/polls"
+[ "$(wc -l < "$FAKES/polls")" -lt 500 ] && echo WAITING_FOR_RESOURCES || echo ACTIVE
 """)  # fmt: skip
     code = "from bert_jax.tools.launch.plan import *; import sys; sys.exit(run(eval(sys.argv[1])))"
     with subprocess.Popen(
         [sys.executable, "-c", code, repr(plan("tpu-vm"))],
-        env={**bench.environment, "TPU_SLICE_POLL_SECONDS": "0"},
+        env={**programs.environment, "TPU_SLICE_POLL_SECONDS": "0"},
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -172,20 +172,20 @@ echo >> "$BENCH/polls"
         launcher.send_signal(number)
         rest = launcher.stderr.read()  # until no process is left that could write
     assert "ACTIVE" not in rest
-    assert "delete" not in verbs(bench)
+    assert "delete" not in verbs(programs)
     if number != signal.SIGKILL:
         assert launcher.returncode == 75
         assert "to delete it: bert-jax launch stop one\n" in rest
 
 
-def test_tpu_worker_does_not_restart_a_running_job(cloud, bench, capfd):
+def test_tpu_worker_does_not_restart_a_running_job(cloud, programs, capfd):
     cloud(0, keep=True)
-    bench.program("systemctl", '[ "$1" != show ] || echo 0')
+    programs.program("systemctl", '[ "$1" != show ] || echo 0')
     assert cloud(keep=True, state="ACTIVE\n")[2] == 0
     assert "another command" not in capfd.readouterr().err
     with pytest.raises(UserError, match=r"exited with status 3$"):  # another command
         cloud(workdir="/shared/runs/other", name="one", state="ACTIVE\n")
-    assert not {"run", "systemd-run"} & {call[0] for call in bench.calls()}
+    assert not {"run", "systemd-run"} & {call[0] for call in programs.calls()}
     output = capfd.readouterr().err
     assert "another command is running" in output
     assert "to delete it: bert-jax launch stop one\n" in output
@@ -234,15 +234,15 @@ def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):
         assert {"queued-resources", "--worker=all", "--node=all"} <= set(command)
 
 
-def test_tpu_worker_copies_its_log(cloud, bench, monkeypatch):
+def test_tpu_worker_copies_its_log(cloud, programs, monkeypatch):
     """The log is copied every COPY_SECONDS and at the end."""
     monkeypatch.setenv("COPY_SECONDS", "0.05")
-    python = bench.program(
-        "venv-python", 'cat "$2" >> "$BENCH/copied"; echo "$3" > "$BENCH/copied_to"'
+    python = programs.program(
+        "venv-python", 'cat "$2" >> "$FAKES/copied"; echo "$3" > "$FAKES/copied_to"'
     )
-    shutil.move(python, bench.home / "venv" / "bin" / "python")
+    shutil.move(python, programs.home / "venv" / "bin" / "python")
     cloud(0, workdir="gs://mine/runs/one")
-    folder = bench.bin.parent
+    folder = programs.bin.parent
     assert "commit" in (folder / "copied").read_text()
     host = subprocess.check_output("hostname", text=True).strip()
     assert (folder / "copied_to").read_text() == f"gs://mine/runs/one/logs/{host}.log\n"

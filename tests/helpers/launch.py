@@ -55,7 +55,7 @@ def enter_checkout(checkout, monkeypatch, tmp_path):
     monkeypatch.setattr(request.tempfile, "gettempdir", lambda: "/tmp")
 
 
-class Bench:
+class FakePrograms:
     """Fake programs, first on the PATH, that record the arguments of their calls."""
 
     def __init__(self, folder):
@@ -67,7 +67,7 @@ class Bench:
             **os.environ,
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "CALLS": str(self.calls_file),
-            "BENCH": str(folder),
+            "FAKES": str(folder),
             "WORKER_HOME": str(self.home),
         }
 
@@ -98,9 +98,9 @@ class Bench:
         )
 
 
-def make_bench(tmp_path, monkeypatch):
-    """Return a `Bench` whose environment is also that of this process."""
-    result = Bench(tmp_path)
+def make_programs(tmp_path, monkeypatch):
+    """Return a `FakePrograms` whose environment is also that of this process."""
+    result = FakePrograms(tmp_path)
     for key, value in result.environment.items():
         monkeypatch.setenv(key, value)
     return result

@@ -51,7 +51,7 @@ def get_points(args):
 """
 
 
-def go(points, tmp_path, jobs=1, **options):
+def run_sweep(points, tmp_path, jobs=1, **options):
     """Run points in this process and return the exit status and the results."""
     folder = tmp_path / "experiment"
     folder.mkdir(exist_ok=True)
