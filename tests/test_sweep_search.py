@@ -97,7 +97,7 @@ def test_trials_share_a_dependency(make_point, tmp_path):
 
 
 def test_dependencies_that_differ_between_trials_need_different_names(make_point, tmp_path):
-    with pytest.raises(UserError, match="get_trial: .*'model'"):
+    with pytest.raises(UserError, match=r"get_trial: .*'model'"):
         run_sweep([], tmp_path, module=TwoPoints(make_point, False), trials=2)
     assert make_point.calls() == ["model", "x"]
 
