@@ -46,15 +46,12 @@ def check(arguments: list[str]) -> None:
         settings = [*settings, f"--config.distill.teacher={options.teacher}"]
     if settings:
         flags.load(settings, KINDS[options.verb])
-    if arguments[len(own) :] and options.verb in ("sweep", "launch"):
-        check(
-            [*arguments[len(own) + 1 :], "--workdir=x"]
-            if options.verb == "sweep"
-            else arguments[len(own) + 1 :]
-        )
+    inner = arguments[len(own) + 1 :]
+    if inner and options.verb in ("sweep", "launch"):
+        check([*inner, "--workdir=x"] if options.verb == "sweep" else inner)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_of_the_index_page_run(tmp_path, corpus, monkeypatch, capsys):
     """Use a small corpus, one layer and two steps."""
     (tmp_path / "my_text").mkdir()
@@ -83,27 +80,12 @@ def test_documented_commands_are_valid(path, monkeypatch):
         check(arguments)
 
 
-def test_wrong_commands_are_detected(capsys):
-    for wrong in (
-        "pretrain --rows x",
-        "rows --tokns 3 x",
-        "pretrain --config base --workdir x --config.stpes=3",
-    ):
-        with pytest.raises((SystemExit, bert_jax.errors.UserError)):
-            check(wrong.split())
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_documented_settings_are_config_fields(path):
     known = set(flatten(Config())) | set(flatten(FinetuneConfig()))
     groups = {key.rpartition(".")[0] for key in known}
     named = re.findall(r"config\.((?:\w+(?:\[0\])?\.)*[a-z_0-9]+)", path.read_text())
-    unknown = {
-        key
-        for key in named
-        if key not in known and key not in groups and key not in ("py", "json", "key")
-    }
-    assert not unknown
+    assert not {*named} - known - groups - {"py", "json", "key"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -134,19 +116,3 @@ def test_relative_links_and_anchors_exist(path):
             continue
         broken.append(link)
     assert not broken
-
-
-def test_every_page_is_in_the_navigation():
-    nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
-    missing = [
-        path.name
-        for path in PAGES
-        if path.is_relative_to(ROOT / "docs")
-        and path.relative_to(ROOT / "docs").as_posix() not in nav
-    ]
-    assert not missing
-
-
-def test_readme_has_at_most_100_lines():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 100

@@ -1,5 +1,6 @@
 """Launching on Cloud TPU VMs, simulated on this machine with a fake gcloud script."""
 
+import shlex
 import shutil
 import signal
 import subprocess
@@ -65,15 +66,13 @@ def cloud(programs, monkeypatch):
     (programs.home / ".local" / "bin").mkdir(parents=True)
     shutil.move(uv, programs.home / ".local" / "bin" / "uv")
     (programs.home / "venv" / "bin").mkdir(parents=True)
-    run = programs.program(
-        "run",
-        'echo "commit $(git rev-parse HEAD)"; s=$(head -n 1 "$FAKES/ends"); sed -i 1d "$FAKES/ends"; exit $s',
-    )
+    ends = 's=$(head -n 1 "$FAKES/ends"); sed -i 1d "$FAKES/ends"; exit $s'
+    run = programs.program("run", f'echo "commit $(git rev-parse HEAD)"; {ends}')
     shutil.move(run, programs.home / "venv" / "bin" / "bert-jax")
     monkeypatch.setenv("TPU_SLICE_POLL_SECONDS", "0")
     (folder / "new").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
 
-    def go(*ends, lose="", state="", **options):
+    def launch(*ends, lose="", state="", **options):
         (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
         (folder / "lose").write_text(lose)
         (folder / "state").write_text(state)
@@ -83,19 +82,16 @@ def cloud(programs, monkeypatch):
         runs = sum(c[0] == "run" for c in calls)
         return status, [verb for verb in verbs if verb in ("create", "delete")], runs, calls
 
-    return go
+    return launch
 
 
 def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
     status, verbs, runs, calls = cloud(0, spot=True, project="p", extra=["--reserved"])
     assert (status, verbs, runs) == (0, ["create", "delete"], 1)
     create = next(call for call in calls if "create" in call)
-    assert (
-        create[4:]
-        == (
-            "create one --zone=us-west4-a --project=p --node-id=one --accelerator-type=v5litepod-16 "
-            "--runtime-version=v2-alpha-tpuv5-lite --spot --reserved"
-        ).split()
+    assert shlex.join(create[4:]) == (
+        "create one --zone=us-west4-a --project=p --node-id=one --accelerator-type=v5litepod-16 "
+        "--runtime-version=v2-alpha-tpuv5-lite --spot --reserved"
     )
     assert [call[1:] for call in calls if call[0] == "run"] == [[*COMMAND, "/shared/runs/one"]]
     commit = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
@@ -106,7 +102,6 @@ def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
     ("ends", "options", "expected"),
     [
         ((75, 75, 0), {}, (0, ["create", "delete"], 3)),
-        ((137, 0), {}, (0, ["create", "delete"], 2)),
         ((2,), {}, (2, ["create", "delete"], 1)),
         ((1,), {}, (70, ["create", "delete"], 1)),
         ((75, 75), {"restarts": 1}, (75, ["create", "delete"], 2)),
@@ -114,7 +109,6 @@ def test_tpu_slice_is_created_used_and_deleted(cloud, checkout, capfd):
         ((0,), {"state": "ACTIVE\n"}, (0, ["delete"], 1)),
         # A query that fails does not mean that the slice is missing.
         ((0,), {"state": "PROVISIONING\n503\n503\nACTIVE\n"}, (0, ["delete"], 1)),
-        ((0,), {"state": "PROVISIONING\nGONE\n"}, (0, ["create", "delete"], 1)),
         ((0,), {"state": "SUSPENDING\nSUSPENDED\n"}, (0, ["delete", "create", "delete"], 1)),
         ((0,), {"state": "FAILED\n"}, (0, ["delete", "create", "delete"], 1)),
         # The slice is preempted during the run; then, only the connection is lost.
@@ -132,13 +126,12 @@ def verbs(programs):
 
 def test_tpu_slice_creation_failure_is_reported(cloud, programs, capsys):
     (programs.bin.parent / "new").write_text("PROVISIONING\nFAILED\n")
-    with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
-        cloud(0)
-    (programs.bin.parent / "no-quota").touch()
-    with pytest.raises(UserError, match=r"tpu_slice\.sh .* exited with status 2"):
-        cloud(0)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"tpu_slice\.sh .* status 2"):
+            cloud(0)
+        (programs.bin.parent / "no-quota").touch()
     assert "delete" not in verbs(programs)
-    assert capsys.readouterr().err.count("to delete it: bert-jax launch stop one\n") == 2
+    assert capsys.readouterr().err.count("bert-jax launch stop one\n") == 2
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -187,30 +180,24 @@ def test_tpu_worker_does_not_restart_a_running_job(cloud, programs, capfd):
         cloud(workdir="/shared/runs/other", name="one", state="ACTIVE\n")
     assert not {"run", "systemd-run"} & {call[0] for call in programs.calls()}
     output = capfd.readouterr().err
-    assert "another command is running" in output
-    assert "to delete it: bert-jax launch stop one\n" in output
+    assert "another command" in output
+    assert "bert-jax launch stop one\n" in output
 
 
-def test_tpu_vm_rejects_an_uncommitted_config(checkout, capsys):
+def test_tpu_vm_rejects_what_is_not_committed(checkout, capsys):
+    """Workers receive the commit."""
     shutil.copy(checkout / "configs" / "pretrain.py", checkout / "configs" / "mine.py")
     command = ["pretrain", "--config=configs/mine.py:mini,128", "--workdir=gs://b/r"]
+    arguments = ["launch", "--dry-run", "--on", "tpu-vm", *flags("tpu-vm"), "--", *command]
     try:
-        assert (
-            cli.main(["launch", "--dry-run", "--on", "tpu-vm", *flags("tpu-vm"), "--", *command])
-            == 2
-        )
-        assert "--config configs/mine.py is not committed" in capsys.readouterr().err
-    finally:
-        (checkout / "configs" / "mine.py").unlink()
-
-
-def test_tpu_vm_rejects_uncommitted_changes(checkout):
-    (checkout / "configs" / "pretrain.py").open("a").write("\n")
-    try:
-        with pytest.raises(UserError, match=r"uncommitted changes \(configs/pretrain.py"):
+        assert cli.main(arguments) == 2
+        assert "--config configs/mine.py" in capsys.readouterr().err
+        (checkout / "configs" / "pretrain.py").open("a").write("\n")
+        with pytest.raises(UserError, match=r"configs/pretrain.py"):
             plan("tpu-vm")
         plan("sky")
     finally:
+        (checkout / "configs" / "mine.py").unlink()
         subprocess.run(["git", "-C", checkout, "checkout", "--quiet", "."], check=True)
 
 
@@ -219,10 +206,8 @@ def test_tpu_vm_rejects_uncommitted_changes(checkout):
     [
         ("v5e:4x4,slices=2", "--node-count=2 --node-prefix=one --accelerator-type=v5litepod-16"),
         ("v4-8", "--node-id=one --accelerator-type=v4-8"),
-        ("v5p:2x2x1", "--node-id=one --accelerator-type=v5p-8"),
         ("v5p:4x4x8", "--node-id=one --accelerator-type=v5p-256"),
         ("v5p:2x4x8", "--node-id=one --type=v5p --topology=2x4x8"),
-        ("v6e:16x16", "--node-id=one --accelerator-type=v6e-256"),
     ],
 )
 def test_tpu_accelerator_becomes_gcloud_arguments(accelerator, expected):

