@@ -17,7 +17,7 @@ import transformers
 from bert_jax import cli
 from bert_jax.config.schema import ModelConfig
 from bert_jax.convert.source import open_model
-from bert_jax.data.wordpiece import SPECIAL, Vocabulary
+from bert_jax.data.wordpiece import SPECIAL
 from bert_jax.errors import UserError
 from bert_jax.inference.attention_maps import (
     AttentionMapper,
@@ -130,21 +130,17 @@ def test_attention_maps_of_model_variants(tmp_path, changes):
     assert np.ptp(weights[:, :, -1]) > 0.1
 
 
-def test_invalid_texts_give_one_line_errors(theirs):
+def test_invalid_texts_are_rejected(theirs):
     mapper = AttentionMapper(open_model(str(theirs[1])))
 
-    def refusal(*texts):
-        with pytest.raises(UserError) as error:
+    for texts, key in (
+        ([""], "'' has no word piece"),
+        (["the cat", " \t"], r"' \\t' has no word piece"),
+        (["cat " * 23], "25 tokens, the model takes 24"),
+        (["cat " * 10, "cat " * 12], "25 tokens"),
+    ):
+        with pytest.raises(UserError, match=key):
             mapper(*texts)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    assert refusal("") == "'' has no word piece: give a text with words"
-    assert refusal("the cat", " \t") == r"' \t' has no word piece: give a text with words"
-    assert refusal("cat " * 23) == (
-        "'cat cat cat cat cat cat cat cat cat cat '… has 25 tokens, the model takes 24: shorten it"
-    )
-    assert "has 25 tokens" in refusal("cat " * 10, "cat " * 12)
     assert len(mapper("cat " * 22).tokens) == 24
     assert mapper("the [MASK]").tokens == ["[CLS]", "the", "[MASK]", "[SEP]"]
 
@@ -182,20 +178,20 @@ def test_rollout_matches_hand_computation():
 
 @pytest.fixture(scope="session")
 def written(theirs, tmp_path_factory):
-    """Path of the page that `bert-jax attention` writes, and the standard output of the command."""
+    """Path of the page that `bert-jax attention` writes."""
     out = tmp_path_factory.mktemp("out") / "deep" / "a.html"
     command = ["attention", "--init", str(theirs[1]), "--text", TEXT, "--text-b", TEXT_B]
-    messages = []
-    with contextlib.redirect_stdout(
-        type("", (), {"write": messages.append, "flush": lambda *_: None})
-    ):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         assert cli.main([*command, "--rollout", "--out", str(out)]) == 0
-    return out, "".join(messages)
+    assert printed.getvalue().startswith(f"{out}, {out.with_suffix('.png')}: ")
+    assert sorted(out.parent.iterdir()) == [out, out.with_suffix(".png")]
+    return out
 
 
 @pytest.fixture
 def opened(written, visit):
-    return ready(visit(written[0]))
+    return ready(visit(written))
 
 
 def ready(opened):
@@ -203,32 +199,25 @@ def ready(opened):
     return opened
 
 
-def pixels(opened, selector):
-    """Return the RGBA pixels of a canvas: [height, width, 4], with values from 0 to 255."""
+def alphas(opened, selector):
+    """Return the alpha channel of a canvas: [height, width], with values from 0 to 255."""
     url = opened.locator(selector).evaluate("canvas => canvas.toDataURL()")
     png = base64.b64decode(url.removeprefix("data:image/png;base64,"))
-    return np.rint(255 * matplotlib.image.imread(io.BytesIO(png)))
-
-
-def alphas(opened, selector):
-    return pixels(opened, selector)[..., 3]
+    return np.rint(255 * matplotlib.image.imread(io.BytesIO(png)))[..., 3]
 
 
 def cell(layer, column, table="maps"):
     return f"#{table} td[data-layer='{layer}'][data-column='{column}']"
 
 
-def test_command_prints_the_files_it_wrote(written):
-    out, result = written
-    count = len(Vocabulary(WORDS, True).encode(TEXT, TEXT_B))
-    picture = out.with_suffix(".png")
-    assert result == f"{out}, {picture}: 3 layers of 4 heads, {count} tokens\n"
-    assert sorted(out.parent.iterdir()) == [out, picture]
+def with_rollout(maps):
+    """Return the maps of every layer's heads, their mean and the rollout."""
+    heads = maps.probabilities
+    return np.concatenate([heads, heads.mean(1)[:, None], rollout(heads)[:, None]], 1)
 
 
 def test_page_shows_every_attention_map(opened, maps):
-    heads = maps.probabilities
-    shown = np.concatenate([heads, heads.mean(1)[:, None], rollout(heads)[:, None]], 1)
+    heads, shown = maps.probabilities, with_rollout(maps)
     titles = opened.locator("#maps thead th").all_inner_texts()
     assert titles == ["", "head 1", "head 2", "head 3", "head 4", "mean", "rollout"]
     for layer, row in enumerate(shown):
@@ -241,80 +230,24 @@ def test_page_shows_every_attention_map(opened, maps):
 
 
 def test_hovering_a_token_shows_its_attention(opened, maps):
-    weights = maps.probabilities[1, 2]
     opened.locator(cell(1, 2)).click()
     assert opened.inner_text("#weights") == ""
-    count, items = len(weights), opened.locator("#from li")
-    lines = alphas(opened, "#between")
-    tall = len(lines) / count
-    assert all(lines[int((i + 0.5) * tall) - 1 :][:3, 2].any() for i in range(count))
-    clear = 0
-    for i, row in list(enumerate(weights))[::2]:
-        items.nth(i).hover()
+    for i, weights in list(enumerate(maps.probabilities[1, 2]))[::4]:
+        opened.locator("#from li").nth(i).hover()
         result = opened.inner_text("#weights")
-        order = np.argsort(-row)
-        if row[order[0]] - row[order[1]] > 0.01:
-            clear += 1
-            top = re.escape(
-                f"{maps.tokens[i]} ({i}) attends to {maps.tokens[order[0]]} ({order[0]})"
-            )
-            percent = float(re.match(rf"{top} ([\d.]+)%", result)[1])
-            assert abs(percent - 100 * row[order[0]]) < 1
+        top = weights.argmax()
+        pattern = rf"{maps.tokens[i]} ({i}) attends to {maps.tokens[top]} ({top}) "
+        percent = float(re.match(rf"{re.escape(pattern)}([\d.]+)%", result)[1])
+        assert abs(percent - 100 * weights[top]) < 1
         assert result.count("%") == 5
-        from_row = np.nonzero(alphas(opened, "#between")[:, 2])[0] / tall - 0.5
-        assert len(from_row)
-        assert np.abs(from_row - i).max() < 0.2, "a line of another word piece"
         shares = opened.locator("#to li").evaluate_all("x => x.map(y => y.style.cssText)")
         shares = [float(re.search(r"--share: ([\d.e-]+)", share)[1]) for share in shares]
-        np.testing.assert_allclose(shares, np.sqrt(row), atol=0.51 / 255)
-    assert clear >= 4
-    assert opened.locator("#from li[aria-selected=true]").count() == 1
+        np.testing.assert_allclose(shares, np.sqrt(weights), atol=0.51 / 255)
     opened.mouse.move(0, 0)
     assert opened.inner_text("#weights") == ""
-    np.testing.assert_array_equal(alphas(opened, "#between"), lines)
-
-
-def test_tokens_are_selected_with_the_keyboard(opened, maps):
-    def selected():
-        return opened.locator("#from li[aria-selected=true]").all_inner_texts()
-
-    opened.locator("#from li").first.focus()
-    assert selected() == ["0 [CLS]"]
-    opened.keyboard.press("ArrowDown")
-    opened.keyboard.press("ArrowDown")
-    assert selected() == ["2 cat"]
-    opened.keyboard.press("Escape")
-    assert selected() == []
-    opened.keyboard.press("ArrowUp")
-    assert selected() == ["1 the"]
-    opened.keyboard.press("End")
-    opened.keyboard.press("ArrowDown")
-    assert selected() == [f"{len(maps.tokens) - 1} [SEP]"]
-    assert opened.inner_text("#weights").startswith(f"[SEP] ({len(maps.tokens) - 1}) attends to ")
-
-
-def test_hovering_the_large_map_names_the_cell(opened, maps):
-    opened.locator(cell(0, 3)).click()
-    weights = maps.probabilities[0, 3]
-    opened.locator("#large").scroll_into_view_if_needed()
-    box = opened.locator("#large").bounding_box()
-    side = opened.evaluate("CELL")
-    start = opened.evaluate("margin")
-    i, j = 7, 2
-    at = [start + (k + 0.5) * side for k in (j, i)]
-    opened.mouse.move(box["x"] + at[0], box["y"] + at[1])
-    result = opened.inner_text("#weights")
-    assert result.startswith(f"{maps.tokens[i]} ({i}) attends to")
-    percent = float(re.search(rf"; ([\d.]+)% to {maps.tokens[j]} \({j}\)$", result)[1])
-    assert abs(percent - 100 * weights[i, j]) < 1
-    inside = alphas(opened, "#large")[int(start) :, int(start) :]
-    assert (inside > 0).mean() > 0.9
 
 
 def test_heads_are_selected_with_the_keyboard_and_in_every_table(opened, maps):
-    def chosen():
-        return opened.inner_text("#chosen")
-
     figures = entropy(maps.probabilities), mean_distance(maps.probabilities)
 
     def caption(layer, head):
@@ -322,65 +255,31 @@ def test_heads_are_selected_with_the_keyboard_and_in_every_table(opened, maps):
         name = f"Layer {layer + 1}, head {head + 1}"
         return f"{name} · entropy {a:.2f} nats · distance {b:.1f} word pieces"
 
-    assert chosen() == caption(0, 0)
-    before = alphas(opened, "#large")
     opened.locator(cell(0, 0)).focus()
     for key, expected in (
         ("ArrowRight", caption(0, 1)),
         ("ArrowDown", caption(1, 1)),
         ("ArrowLeft", caption(1, 0)),
-        ("ArrowLeft", caption(1, 0)),
         ("End", "Layer 2, rollout"),
         ("ArrowLeft", "Layer 2, mean"),
-        ("ArrowLeft", caption(1, 3)),
     ):
         opened.keyboard.press(key)
-        assert chosen() == expected
-    assert not np.array_equal(alphas(opened, "#large"), before)
-    assert opened.locator("td[aria-selected=true]").count() == 3
-    # Each table is a single tab stop.
-    assert opened.locator("td[tabindex='0']").count() == 3
+        assert opened.inner_text("#chosen") == expected
     opened.locator(cell(2, 1, "distance")).click()
-    assert chosen() == caption(2, 1)
-    opened.keyboard.press("ArrowUp")
-    assert chosen() == caption(1, 1)
+    assert opened.inner_text("#chosen") == caption(2, 1)
 
 
-def test_heads_have_distinct_colors_and_can_be_overlaid(opened, maps):
-    swatches = opened.locator("#overlay i").evaluate_all("x => x.map(y => y.style.background)")
-    assert len(set(swatches)) == maps.probabilities.shape[1] == 4
-    for head in (0, 3):
-        drawn = pixels(opened, f"{cell(1, head)} canvas").reshape(-1, 4)
-        expected = opened.evaluate(f"rgb({head})")
-        np.testing.assert_allclose(drawn[drawn[:, 3].argmax(), :3], expected, atol=4)
-
+def test_heads_can_be_overlaid(opened):
     alone = []
     for head in (1, 2, 0):
         opened.locator(cell(1, head)).click()
-        alone.append(pixels(opened, "#between"))
+        alone.append(alphas(opened, "#between"))
     box = "input[name=overlay][value='{}']".format
     opened.check(box(1))
-    np.testing.assert_array_equal(pixels(opened, "#between"), alone[0])
+    np.testing.assert_array_equal(alphas(opened, "#between"), alone[0])
     opened.check(box(2))
     both = alphas(opened, "#between")
-    assert (both >= np.maximum(alone[0][..., 3], alone[1][..., 3]) - 1).all()
-    assert (both > alone[0][..., 3]).any()
-    opened.click("#overlay button >> nth=0")
-    assert all(opened.is_checked(box(head)) for head in range(4))
-    opened.click("#overlay button >> nth=1")
-    np.testing.assert_array_equal(pixels(opened, "#between"), alone[2])
-    marks = opened.locator("#opacity span").evaluate_all(
-        "x => x.map(y => [y.textContent, y.style.left])"
-    )
-    assert marks[-2:] == [["50%", "50%"], ["100%", "100%"]]
-
-
-def test_special_characters_are_displayed_verbatim(opened, maps):
-    assert opened.title() == opened.inner_text("h1") == f"Attention: {TEXT} / {TEXT_B}"
-    assert opened.locator("#to li").all_inner_texts() == maps.tokens
-    second = opened.locator("#to li.second").all_inner_texts()
-    assert second == maps.tokens[7:] == [*"the < script > ' \" & $".split(), "[SEP]"]
-    assert opened.locator("h1 *, li script").count() == 0
+    assert (both >= np.maximum(alone[0], alone[1]) - 1).all()
 
 
 def test_html_in_tokens_is_escaped(tmp_path, visit):
@@ -390,22 +289,6 @@ def test_html_in_tokens_is_escaped(tmp_path, visit):
     assert opened.locator("#to li").all_inner_texts() == odd
     assert opened.title() == f"Attention: {odd[2]} / {odd[1]}"
     assert opened.inner_text("p.quiet >> nth=0").startswith(odd[2])
-
-
-def test_colors_follow_the_color_scheme(written, visit):
-    opened = ready(visit(written[0], color_scheme="light"))
-
-    def colors():
-        result = pixels(opened, f"{cell(0, 5)} canvas").reshape(-1, 4)
-        return result[result[:, 3].argmax(), :3], opened.evaluate("color('--quiet')")
-
-    light, quiet = colors()
-    np.testing.assert_allclose(light, quiet, atol=4)
-    opened.emulate_media(color_scheme="dark")
-    opened.wait_for_function("getComputedStyle(document.body).colorScheme != ''")
-    dark, quiet = colors()
-    np.testing.assert_allclose(dark, quiet, atol=4)
-    assert np.abs(np.subtract(light, dark)).max() > 50
 
 
 def synthetic(tokens, layers=1, heads=1, seen=()):
@@ -440,32 +323,18 @@ def test_quantization_preserves_small_weights():
 # --- The picture ----------------------------------------------------------------------------------
 
 
-def test_picture_contains_every_map(tmp_path):
+def test_picture_contains_every_map():
     maps = synthetic(9, layers=2, heads=3, seen=[(0, 5)])
-    sizes = {}
-    for rolled in (False, True):
-        out = tmp_path / f"{rolled}.html"
-        _, path = report.write(maps, r"no $\formula{$", str(out), rolled)
-        sizes[rolled] = matplotlib.image.imread(path).shape
-        inches = report.picture(maps, "m", rolled).get_size_inches()
-        np.testing.assert_allclose(sizes[rolled][1::-1], 150 * inches, atol=1)
-    assert sizes[True][1] - sizes[False][1] == pytest.approx(150 * 1.2, abs=1)
-    (axes,) = report.picture(maps, "m", True).axes
-    assert len(axes.images) == 2 * (3 + 2)
+    (axes,) = report.picture(maps, r"no $\formula{$", True).axes
+    for image, weights in zip(axes.images, with_rollout(maps).reshape(-1, 9, 9), strict=True):
+        np.testing.assert_allclose(image.get_array(), np.sqrt(weights))
     texts = [text.get_text() for text in axes.texts]
     assert texts.count("##4") == 2 + 5
     assert {"layer 2", "head 3", "mean", "rollout"} <= set(texts)
-    # The top row of the first map holds the attention weights of the first token.
-    pixels = matplotlib.image.imread(tmp_path / "True.png")[..., :3].mean(-1)
-    left, right, _, high = (150 * x for x in axes.images[0].get_extent())
-    top = len(pixels) - high
-    cell_side = (right - left) / 9
-
-    def at(row, column):
-        return pixels[int(top + (row + 0.5) * cell_side), int(left + (column + 0.5) * cell_side)]
-
-    assert at(0, 5) < 0.4 < 0.9 < at(0, 0)
-    assert at(8, 8) < 0.4 < 0.9 < at(8, 5)
+    # The label of the first row is beside the top row of the first map.
+    _, _, low, high = axes.images[0].get_extent()
+    y = axes.texts[texts.index("##0")].get_position()[1]
+    assert 0 < high - y < (high - low) / 9
 
 
 def test_illegible_token_labels_are_omitted():
@@ -473,24 +342,20 @@ def test_illegible_token_labels_are_omitted():
     assert not [text for text in axes.texts if text.get_text().startswith("##")]
 
 
-def test_output_paths_and_invalid_out_options(tmp_path):
+def test_output_paths_and_invalid_out_options(theirs, tmp_path, capsys):
     def names(out):
         return [path.name for path in report.paths(out)]
 
     assert names("x/a.html") == ["a.html", "a.png"]
     assert names("a.b.svg") == ["a.b.html", "a.b.svg"]
     for out in ("a", "a.jpg", ".html", ""):
-        with pytest.raises(UserError, match=r"must end in \.html, \.png, \.svg or \.pdf"):
+        with pytest.raises(UserError, match=r"\.html, \.png, \.svg or \.pdf"):
             report.paths(out)
     (tmp_path / "a.png").mkdir()
-    with pytest.raises(UserError, match="cannot write the picture"):
+    with pytest.raises(UserError, match="the picture"):
         report.write(synthetic(3), "m", str(tmp_path / "a.html"))
     _, picture = report.write(synthetic(3), "m", str(tmp_path / "b.svg"))
     assert "<svg" in picture.read_text()
-
-
-def test_invalid_out_suffix_gives_one_line_error(theirs, tmp_path, capsys):
     command = ["attention", "--init", str(theirs[1]), "--text", "the", "--out"]
     assert cli.main([*command, "a.txt"]) == cli.EXIT_USER_ERROR
-    output = capsys.readouterr().err
-    assert output == "bert-jax attention: --out a.txt: must end in .html, .png, .svg or .pdf\n"
+    assert "--out a.txt" in capsys.readouterr().err

