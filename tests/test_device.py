@@ -22,7 +22,7 @@ from tests.helpers.runs import ONE_DEVICE, free_port
 FAULTS = """
 import resource, sys
 import jax, jax.numpy as jnp
-from bert_jax import device
+from bert_jax.runtime import device
 if sys.argv[1] == "start":
     device.start("cpu")
 x = jnp.ones((4096, 8))
@@ -53,7 +53,7 @@ EIGEN = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE"
 PRODUCT = """
 import os, sys
 import jax, jax.numpy as jnp
-from bert_jax import device, distributed
+from bert_jax.runtime import device, distributed
 distributed.start()
 if "start" in sys.argv[1]:
     device.start("cpu", cache=False)
@@ -90,7 +90,7 @@ def test_matmuls_use_eigen_unless_the_user_overrides_it(argument, flags, product
 KEPT = """
 import pathlib, re, sys
 import numpy as np
-from bert_jax import device
+from bert_jax.runtime import device
 device.start("cpu", cache=False)
 behind = []  # blocks that hold the heap's end
 

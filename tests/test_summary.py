@@ -45,25 +45,25 @@ def test_sensible_settings_have_no_warning():
 
 
 @pytest.mark.parametrize(
-    ("settings", "data", "words"),
+    ("settings", "data", "key"),
     [
-        (config(400, 400), rows(), "set --config.optim.warmup_steps=25"),
-        (config(99), rows(), "sees 99% of the rows"),
-        (config(10_100), rows(), "sees all rows 101 times"),
-        (config(), rows(heldout_tokens=3_000), "means over 450 tokens"),
-        (dataclasses.replace(config(), evaluate_rows=40), rows(), "means over 300 tokens"),
+        (config(400, 400), rows(), "config.optim.warmup_steps=25"),
+        (config(99), rows(), "99%"),
+        (config(10_100), rows(), "101 times"),
+        (config(), rows(heldout_tokens=3_000), "450 tokens"),
+        (dataclasses.replace(config(), evaluate_rows=40), rows(), "300 tokens"),
     ],
 )
-def test_likely_mistakes_give_a_warning(settings, data, words):
+def test_likely_mistakes_give_a_warning(settings, data, key):
     (line,) = summary.warnings(settings, phases(settings), [data])
     assert line.startswith("warning: ")
-    assert words in line
+    assert key in line
 
 
 def test_rows_of_several_phases_count_once(tmp_path):
     settings, mesh = config(lengths=2), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     lines = summary.start_lines(settings, mesh, phases(settings), [rows()] * 2, {}, tmp_path)
-    assert "data: 800 rows with 25,600 real tokens, 10 epochs; 2,000 rows held out" in list(lines)
+    assert any("800 rows with 25,600 real tokens, 10 epochs" in line for line in lines)
 
 
 def test_causal_model_predicts_all_heldout_tokens():
@@ -73,11 +73,10 @@ def test_causal_model_predicts_all_heldout_tokens():
 
 def test_end_message_names_best_evaluation_and_checkpoint():
     end = summary.End(60, 49.2, "masked_lm_loss", 40, 5.21964, "run/checkpoints/40")
-    assert list(end.lines()) == [
-        "finished step 60 after 49 s",
-        "best held-out masked_lm_loss 5.2196 at step 40; checkpoint: run/checkpoints/40",
-    ]
-    assert list(end._replace(best=None).lines())[1] == "checkpoint: run/checkpoints/40"
+    text = "\n".join(end.lines())
+    for part in ("60 ", "49 s", "masked_lm_loss 5.2196 at step 40", "run/checkpoints/40"):
+        assert part in text
+    assert "run/checkpoints/40" in "\n".join(end._replace(best=None).lines())
 
 
 @pytest.mark.parametrize(
