@@ -1,5 +1,6 @@
 """Settings made before JAX starts its threads: memory allocation, XLA flags, platforms."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -37,11 +38,9 @@ print(faults[50:])
 
 
 def page_faults(argument):
-    result = subprocess.run(
-        [sys.executable, "-c", FAULTS, argument],
-        env=ONE_DEVICE, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    return statistics.median(json.loads(result.stdout))
+    argv = [sys.executable, "-c", FAULTS, argument]
+    output = subprocess.check_output(argv, env=ONE_DEVICE, timeout=120)
+    return statistics.median(json.loads(output))
 
 
 @pytest.mark.slow
@@ -68,7 +67,6 @@ print(os.environ["XLA_FLAGS"])
     ("argument", "flags", "product", "after"),
     [
         ("as it is", "", True, ""),
-        ("start", "", False, EIGEN),
         ("join and start", "", False, EIGEN),
         ("start", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT", True, None),
     ],
@@ -116,12 +114,9 @@ print(grown(400))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 def test_freed_memory_is_retained_up_to_a_limit():
-    output = subprocess.run(
-        [sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=ONE_DEVICE
-    )
-    kept, more, given_back = map(float, output.stdout.split())
-    assert kept > 90
-    assert more > 90
+    output = subprocess.check_output([sys.executable, "-c", KEPT], env=ONE_DEVICE)
+    kept, more, given_back = map(float, output.split())
+    assert min(kept, more) > 90
     assert given_back < 10
 
 
@@ -154,6 +149,10 @@ def test_deterministic_flag_is_set_only_for_gpus(flags):
     assert flags("", ["libtpu"], deterministic=True) == []
     assert FLAG not in flags("cpu", ["xla_cuda13"], deterministic=True)
     assert FLAG not in flags("", [], deterministic=True)
+    # Flags of the user are kept.
+    other = "--xla_gpu_deterministic_ops=false"
+    assert flags("", ["xla_cuda13"], other, deterministic=True) == [other]
+    assert flags("", ["xla_cuda13"], "--a=1", deterministic=True) == ["--a=1", FLAG]
 
 
 def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
@@ -168,12 +167,6 @@ def test_libtpu_is_ignored_on_a_machine_without_tpus(monkeypatch, tmp_path):
     (tmp_path / "vfio" / "0").unlink()
     (tmp_path / "accel0").touch()
     assert not device._only_cpu()
-
-
-def test_xla_flags_set_by_the_user_are_kept(flags):
-    other = "--xla_gpu_deterministic_ops=false"
-    assert flags("", ["xla_cuda13"], other, deterministic=True) == [other]
-    assert flags("", ["xla_cuda13"], "--a=1", deterministic=True) == ["--a=1", FLAG]
 
 
 @pytest.mark.parametrize(
@@ -191,8 +184,6 @@ def test_gpu_run_without_the_deterministic_flag_is_rejected(monkeypatch, flags, 
     device.check_deterministic(Config(), "tpu")
     device.check_deterministic(Config(), "cpu")
     device.check_deterministic(Config(deterministic=False), "gpu")
-    if refused:
-        with pytest.raises(UserError, match=r"XLA_FLAGS lacks .*config.deterministic to false"):
-            device.check_deterministic(Config(), "gpu")
-    else:
+    expected = pytest.raises(UserError, match="XLA_FLAGS") if refused else contextlib.nullcontext()
+    with expected:
         device.check_deterministic(Config(), "gpu")
