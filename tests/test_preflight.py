@@ -172,18 +172,14 @@ def test_network_time_matches_hand_computation(text, seconds):
 @pytest.mark.parametrize(
     ("accelerator", "topology", "devices"),
     [
-        ("v5e-16", "v5e:4x4", 16),
         ("v5litepod-8", "v5e:2x4", 8),
         ("v5e-1", "v5e:1x1", 1),
-        ("tpu-v6e-256", "v6e:16x16", 256),
         ("v6e-32,slices=2", "v6e:4x8,slices=2", 64),
         # These types count two cores per chip; in JAX a v4 or v5p chip is one device.
         ("v4-8", "v4:2x2x1", 4),
         ("v4-32", "v4:2x2x4", 16),
-        ("v5p-128", "v5p:4x4x4", 64),
         ("v5p-256", "v5p:4x4x8", 128),
         ("tpu7x-8", "tpu7x:2x2x1", 8),
-        ("tpu7x-128", "tpu7x:4x4x4", 128),
     ],
 )
 def test_accelerator_type_parses_to_topology(accelerator, topology, devices):
@@ -262,12 +258,12 @@ def run(capsys, *arguments):
 
 
 def test_gpu_estimates_use_the_formula(capsys):
-    status, out, _ = run(capsys, "--topology", "h100:8", "--dollars-per-chip-hour", "2")
+    arguments = ["--topology", "h100:8", "--dollars-per-chip-hour", "2"]
+    status, out, _ = run(capsys, *arguments)
     assert status == 0
-    assert "BY FORMULA, not compiled" in out
-    assert "assumed: a vocabulary of 30,522" in out
-    status, out, _ = run(capsys, "--topology", "h100:8", "--json", "--dollars-per-chip-hour", "2")
-    report = json.loads(out)
+    assert "BY FORMULA" in out
+    assert "30,522" in out
+    report = json.loads(run(capsys, *arguments, "--json")[1])
     (phase,) = report["phases"]
     assert report["dollars"] == pytest.approx(2 * 8 * report["hours"])
     assert report["hours"] == pytest.approx(1e6 * phase["roofline"]["step_seconds"] / 3600)
@@ -363,31 +359,30 @@ def test_suggested_change_makes_the_run_fit(many, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "key"),
     [
-        (["--topology", "v9:4x4"], "choose from v4, v5e, v5p, v6e"),
-        (["--topology", "v5p"], "like v4:2x2x1, v5e:4x4, v5p:4x4x4"),
-        (["--topology", "v5e-24"], "unknown accelerator type 'v5e-24': use one like v5e-16"),
-        (["--topology", "v5p-7"], "unknown accelerator type 'v5p-7'"),
-        (["--topology", "h100-8"], "unknown accelerator type 'h100-8'"),
-        (["--topology", "v5p:4x4"], "v5p takes a shape like v5p:4x4x4"),
-        (["--topology", "v5e:32x32"], "v5e:16x16,slices=4"),
-        (["--topology", "h100:8,slices=2"], "h100 does not support slices"),
-        (["--topology", "h100:8", "--config.mesh.fsdp=3"], "does not fit 8 devices"),
-        (["--topology", "h100:8", "--config.mesh.tensor=8"], "vocab_multiple"),
-        (["--topology", "h100:8", "--config.batch_size=12"], "set it to 8 or 16"),
-        (["--topology", "h100:8", "--config.phases[0].tokens=0"], "phase 0 has neither rows"),
-        (["--topology", "h100:8", "--sequences", "0"], "--sequences 0"),
-        (["--topology", "h100:8", "--dollars-per-chip-hour", "-1"], "must be above 0"),
-        (["--topology", "h100:8", "--rows", "a", "--rows", "b"], "2 --rows for the config's 1"),
+        ("v9:4x4", "'v9:4x4'"),
+        ("v5p", "v5p:4x4x4"),
+        ("v5e-24", "'v5e-24'"),
+        ("v5p-7", "'v5p-7'"),
+        ("h100-8", "'h100-8'"),
+        ("v5p:4x4", "v5p:4x4x4"),
+        ("v5e:32x32", "v5e:16x16,slices=4"),
+        ("h100:8,slices=2", "slices"),
+        ("h100:8 --config.mesh.fsdp=3", "8 devices"),
+        ("h100:8 --config.mesh.tensor=8", "vocab_multiple"),
+        ("h100:8 --config.batch_size=12", "8 or 16"),
+        ("h100:8 --config.phases[0].tokens=0", "phase 0"),
+        ("h100:8 --sequences 0", "--sequences 0"),
+        ("h100:8 --dollars-per-chip-hour -1", "--dollars-per-chip-hour"),
+        ("h100:8 --rows a --rows b", "2 --rows"),
     ],
 )
-def test_invalid_arguments_give_one_line_errors(capsys, arguments, message):
-    status, out, err = run(capsys, *arguments)
-    assert status == 2
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
-    assert not out
+def test_invalid_arguments_give_one_line_errors(capsys, arguments, key):
+    status, out, err = run(capsys, "--topology", *arguments.split())
+    assert (status, out) == (2, "")
+    (line,) = err.strip().splitlines()
+    assert key in line
 
 
 def test_missing_libtpu_error_names_the_package(monkeypatch):
@@ -413,10 +408,7 @@ def test_compiler_failure_gives_a_one_line_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001:\nRan out of memory in vmem")
 
     monkeypatch.setattr(preflight, "compile_step", fail)
-    result = (
-        r"failed to compile the step of T=128 for v5e:2x2 \(RES.*: E1001: Ran out .* vmem\): try .*"
-    )
-    with pytest.raises(UserError, match=f"^libtpu {result}$"):
+    with pytest.raises(UserError, match=r"^libtpu .* T=128 for v5e:2x2 .*E1001.*$"):
         preflight.preflight(small_config(), preflight.parse_topology("v5e:2x2"))
 
 
@@ -437,13 +429,10 @@ def test_compiled_argument_memory_matches_sharding(compiled):
 
 @pytest.mark.tpu
 def test_compile_for_tpu7x():
-    """A 2x2x1 has eight devices, two per chip.
-
-    With older versions of JAX the error names the required version.
-    """
+    """A 2x2x1 has eight devices, two per chip."""
     topology = preflight.parse_topology("tpu7x:2x2x1")
     if jax.__version_info__ < (0, 12):
-        with pytest.raises(UserError, match=r"which needs JAX 0\.12 and libtpu 0\.0\.50"):
+        with pytest.raises(UserError, match=r"JAX 0\.12"):
             preflight.tpu_devices(topology)
         return
     report = preflight.preflight(small_config(layer_loop="scanned"), topology)

@@ -54,17 +54,12 @@ class FakeMLflow(types.ModuleType):
 
     def search_runs(self, experiments, text):
         assert experiments == ["7"]
-        results = [run for run in self.runs.values() if f"'{run.tag}'" in text]
-        return [
-            types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.name)) for run in results
-        ]
+        return [run for run in self.runs.values() if f"'{run.tag}'" in text]
 
     def create_run(self, experiment, run_name, tags):
-        run = types.SimpleNamespace(
-            name=f"id-{run_name}", tag=tags["bert_jax_run"], status="RUNNING"
-        )
-        self.runs[run.name] = run
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.name))
+        info = types.SimpleNamespace(run_id=f"id-{run_name}")
+        run = types.SimpleNamespace(info=info, tag=tags["bert_jax_run"], status="RUNNING")
+        return self.runs.setdefault(info.run_id, run)
 
     def update_run(self, name, status):
         self.runs[name].status = status
@@ -120,12 +115,12 @@ def test_mlflow_resumes_an_existing_run(monkeypatch, tmp_path):
 
 def test_unavailable_and_unknown_trackers_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"wandb is not installed: pip install 'bert-jax\[wandb\]'"):
+    with pytest.raises(UserError, match=r"bert-jax\[wandb\]"):
         opened("wandb", tmp_path)
     fake = FakeWandb()
     monkeypatch.setattr(fake, "init", lambda **_: 1 / 0, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(UserError, match=r"wandb does not start \(division by zero\); WANDB_MODE="):
+    with pytest.raises(UserError, match="division by zero"):
         opened("wandb", tmp_path)
     with pytest.raises(UserError, match=r"config.trackers is 'wandb,neptune'"):
         validate(Config(trackers="wandb,neptune"))
@@ -155,10 +150,8 @@ def test_run_continues_without_a_tracker_that_fails(capfd):
         raise UserError("stopped")
     assert received == [5, 10]
     lines = capfd.readouterr().err.splitlines()
-    assert [line.partition(" (")[0] for line in lines] == [
-        "warning: config.trackers: wandb failed",
-        "warning: config.trackers: mlflow failed",
-    ]
+    assert ["wandb" in line for line in lines] == [True, False]
+    assert ["mlflow" in line for line in lines] == [False, True]
 
 
 def test_runs_of_one_config_have_different_tracker_runs(tmp_path):
