@@ -269,19 +269,6 @@ def test_heads_are_selected_with_the_keyboard_and_in_every_table(opened, maps):
     assert opened.inner_text("#chosen") == caption(2, 1)
 
 
-def test_heads_can_be_overlaid(opened):
-    alone = []
-    for head in (1, 2, 0):
-        opened.locator(cell(1, head)).click()
-        alone.append(alphas(opened, "#between"))
-    box = "input[name=overlay][value='{}']".format
-    opened.check(box(1))
-    np.testing.assert_array_equal(alphas(opened, "#between"), alone[0])
-    opened.check(box(2))
-    both = alphas(opened, "#between")
-    assert (both >= np.maximum(alone[0], alone[1]) - 1).all()
-
-
 def test_html_in_tokens_is_escaped(tmp_path, visit):
     odd = ["<b>x</b>", "&amp;", "</script><script>document.title='lost'</script>", "\"'"]
     maps = synthetic(4)._replace(tokens=odd, texts=(odd[2], odd[1]))
@@ -335,11 +322,6 @@ def test_picture_contains_every_map():
     _, _, low, high = axes.images[0].get_extent()
     y = axes.texts[texts.index("##0")].get_position()[1]
     assert 0 < high - y < (high - low) / 9
-
-
-def test_illegible_token_labels_are_omitted():
-    (axes,) = report.picture(synthetic(100), "m").axes
-    assert not [text for text in axes.texts if text.get_text().startswith("##")]
 
 
 def test_output_paths_and_invalid_out_options(theirs, tmp_path, capsys):

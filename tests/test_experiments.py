@@ -1,26 +1,18 @@
 """Experiments: commands parse, settings match the paper, and pages match the recorded results."""
 
 import functools
-import gzip
 import itertools
-import json
 import pathlib
 import shutil
-import sys
-import zipfile
 
 import pytest
 
 from bert_jax import cli
 from bert_jax.config import flags
-from bert_jax.config.schema import FEATURES, Config, FinetuneConfig
-from bert_jax.data import vocabulary as vocabularies
+from bert_jax.config.schema import Config, FinetuneConfig
 from bert_jax.errors import UserError
-from bert_jax.runs import workdir
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
-from tests.helpers import processes
-from tests.helpers.runs import VOCABULARY
 
 ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
@@ -67,16 +59,9 @@ def config_of(point: sweep.Point):
     return read_config(split(point)[0], kinds[point.verb])
 
 
-def pretraining(name: str, scale: str) -> dict[str, Config]:
-    """Return the pretraining configs by point name."""
-    points = load(name, scale).points
-    return {point.name: config_of(point) for point in points if point.verb == "pretrain"}
-
-
-def finetuning(name: str, scale: str, init: str = "") -> dict[str, FinetuneConfig]:
-    """Return the fine-tuning configs by point name."""
-    points = load(name, scale, init).points
-    return {point.name: config_of(point) for point in points if point.verb == "finetune"}
+def points_of(verb: str, *where: str) -> list[sweep.Point]:
+    """Return the points of an experiment that run this verb."""
+    return [point for point in load(*where).points if point.verb == verb]
 
 
 # --- Points ---------------------------------------------------------------------------------------
@@ -118,71 +103,22 @@ def test_external_checkpoint_is_fine_tuned_or_rejected(name):
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"miniberta", "packing", "plateau"}))
 def test_pretraining_settings_match_the_paper(name):
-    for config in pretraining(name, "paper").values():
+    for config in map(config_of, points_of("pretrain", name, "paper")):
         assert (config.steps, config.batch_size) == (1_000_000, 256)
-        assert [(p.tokens, p.fraction, p.batch_size) for p in config.phases] == [
-            (128, 0.9, 0),
-            (512, 0.1, 0),
-        ]
+        phases = [(phase.tokens, phase.fraction, phase.batch_size) for phase in config.phases]
+        assert phases == [(128, 0.9, 0), (512, 0.1, 0)]
         optim = config.optim
         assert (optim.optimizer, optim.learning_rate, optim.warmup_steps) == ("adam", 1e-4, 10_000)
         assert (config.model.dropout, config.masking.rate) == (0.1, 0.15)
 
 
-def test_glue_covers_the_full_hyperparameter_grid():
-    tried: dict[tuple[str, str], set] = {}
-    for point in load("table1_glue", "paper").points:
-        if point.verb == "finetune":
-            settings = dict(each.removeprefix("--config").split("=") for each in split(point)[0])
-            names = (".batch_size", ".optim.learning_rate", ".epochs")
-            own = tried.setdefault((point.facts["model"], settings[""].partition(":")[2]), set())
-            own.add(tuple(float(settings[name]) for name in names))
-    names = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
-    assert tried.keys() == {*itertools.product(("base", "large"), names)}
-    grid = {*itertools.product((16, 32), (5e-5, 4e-5, 3e-5, 2e-5), (2, 3, 4))}
-    assert all(own == grid for own in tried.values())
-
-
-@pytest.mark.parametrize("has_wnli", [True, False])
-def test_glue_submission_uses_best_seed_of_best_run_per_task(tmp_path, has_wnli):
-    def run(name, task, *values):
-        """Write seeds 3, 4, …, whose predictions contain the run name and the seed."""
-        config = flags.load([f"--config=configs/glue.py:{task}"], FinetuneConfig)
-        for seed in range(3, 3 + len(values)):
-            folder = tmp_path / name / f"seed_{seed}"
-            (folder / "predictions" / "test").mkdir(parents=True)
-            best = {"best_by": "x", "highest": True}
-            workdir.write_or_check_config(folder, config, [{"digest": ""}], best, False, VOCABULARY)
-            file = folder / "predictions" / "test" / {"rte": "RTE.tsv", "cola": "CoLA.tsv"}[task]
-            file.write_text(f"index\tprediction\n0\t{name}, {seed}\n")
-        value = {"mean": sum(values) / len(values), "values": list(values)}
-        seeds = list(range(3, 3 + len(values)))
-        result = {"best_by": "accuracy", "seeds": seeds, "dev": {"accuracy": value}}
-        (tmp_path / name / "metrics.json").write_text(json.dumps(result))
-        return tmp_path / name
-
-    runs = [run("a", "rte", 0.6, 0.9), run("b", "rte", 0.8, 0.71), run("c", "cola", 0.1, 0.3, 0.2)]
-    glue = tmp_path / "glue"
-    if has_wnli:
-        (glue / "WNLI").mkdir(parents=True)
-        rows = {"train": ("a\tb\t1", "c\td\t0", "e\tf\t1"), "test": ("g\th", "i\tj")}
-        for split, lines in rows.items():
-            names = "index\tsentence1\tsentence2" + ("\tlabel" if split == "train" else "")
-            text = "\n".join([names, *(f"{i}\t{line}" for i, line in enumerate(lines))]) + "\n"
-            with gzip.open(glue / "WNLI" / f"{split}.tsv.gz", "wt") as file:
-                file.write(text)
-    out = tmp_path / "out"
-    command = [sys.executable, "experiments/table1_glue/submit.py", glue, *runs, "--out", out]
-    processes.run(command, check=True)
-    with zipfile.ZipFile(out / "glue.zip") as archive:
-        result = {name: archive.read(name).decode().splitlines()[1:] for name in archive.namelist()}
-    expected = {"RTE.tsv": ["0\tb, 3"], "CoLA.tsv": ["0\tc, 4"]}
-    if has_wnli:
-        expected["WNLI.tsv"] = ["0\t1", "1\t1"]
-    assert result == expected
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["rte"] == pytest.approx(0.755)
-    assert any("WNLI.tsv" in note for note in metrics["notes"]) == (not has_wnli)
+@pytest.mark.parametrize("scale", SCALES)
+def test_masking_mixes_match_the_paper(scale):
+    for point in points_of("pretrain", "table8_masking", scale):
+        masking = config_of(point).masking
+        kinds = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
+        named = point.name.partition(", seed ")[0].split("/")
+        assert kinds == tuple(int(percent) / 100 for percent in named)
 
 
 @pytest.mark.parametrize(
@@ -194,108 +130,8 @@ def test_glue_submission_uses_best_seed_of_best_run_per_task(tmp_path, has_wnli)
     ],
 )
 def test_fine_tuning_settings_match_the_paper(name, epochs, rate, batch):
-    (config,) = finetuning(name, "paper", GOOGLES).values()
+    (config,) = map(config_of, points_of("finetune", name, "paper", GOOGLES))
     assert (config.epochs, config.optim.learning_rate, config.batch_size) == (epochs, rate, batch)
-
-
-def test_ablations_match_the_paper():
-    configs = pretraining("table5_ablations", "paper").values()
-    kinds = [(config.model.next_sentence, config.model.causal) for config in configs]
-    assert kinds == [(True, False), (False, False), (False, True)]
-    assert finetuning("table5_ablations", "paper")["+ BiLSTM/SQuAD"].model.lstm_layers == 1
-
-
-def test_feature_based_settings_match_the_paper():
-    configs = finetuning("table7_ner", "paper")
-    for name, config in configs.items():
-        assert config.task.document_context
-        fine_tuned = name.endswith("fine-tuned")
-        assert (config.model.features == "") == fine_tuned
-        assert config.model.lstm_layers == (0 if fine_tuned else 2)
-    assert {config.model.features for config in configs.values()} == {*FEATURES}
-
-
-def test_masking_mixes_match_the_paper():
-    for scale in SCALES:
-        mixes = {
-            name.partition(", seed ")[0]: (
-                c.masking.mask_fraction,
-                c.masking.same_fraction,
-                c.masking.random_fraction,
-            )
-            for name, c in pretraining("table8_masking", scale).items()
-        }
-        assert mixes == {
-            "80/10/10": (0.8, 0.1, 0.1),
-            "100/0/0": (1, 0, 0),
-            "80/0/20": (0.8, 0, 0.2),
-            "80/20/0": (0.8, 0.2, 0),
-            "0/20/80": (0, 0.2, 0.8),
-            "0/0/100": (0, 0, 1),
-        }
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_intermediate_checkpoints_are_kept(scale):
-    kept = pretraining("figure5_steps", scale).values()
-    for point in load("figure5_steps", scale).points:
-        if point.verb == "finetune":
-            step = int(split(point)[1].checkpoint)
-            for config in kept:
-                every, last = config.checkpoint.every_steps, config.checkpoint.keep_last
-                assert step % every == 0
-                assert step > config.steps - every * last
-
-
-# --- Derived datasets and results -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def recipes():
-    sweep.module_of(ROOT / NAMES[0] / "sweep.py")
-    import recipes
-
-    return recipes
-
-
-def test_unanswerable_questions_use_a_neighboring_paragraph(recipes):
-    def paragraph(text, *answers):
-        questions = [{"id": a, "question": a, "answers": [{"text": a}]} for a in answers]
-        return {"context": text, "qas": questions}
-
-    article = [paragraph("one two three", "one", "two", "three"), paragraph("one four", "four")]
-    own, other = recipes._unanswerable(article, 0, iter([1, 3, 2]))
-    assert [q["id"] for q in own["qas"]] == ["one", "three"]
-    assert other["context"] == "one four"
-    assert [(q["id"], q["answers"], q["is_impossible"]) for q in other["qas"]] == [
-        ("two", [], True)
-    ]
-    # A question is not moved if the neighboring paragraph contains its answer.
-    (own,) = recipes._unanswerable(article, 0, iter([3, 1, 2]))
-    assert [q["id"] for q in own["qas"]] == ["one", "two", "three"]
-
-
-def test_picked_keeps_the_best_setting_of_each_grid(recipes):
-    def line(model, setting, value):
-        facts = {"model": model, "task": "RTE", "setting": setting}
-        return {"scale": "small", "facts": facts, "metrics": {"dev.accuracy": value}}
-
-    lines = [line("a", "x", 0.9), line("a", "x", 0.5), line("a", "y", 0.8), line("b", "x", 0.1)]
-    other = {"scale": "small", "facts": {"model": "a"}, "metrics": {}}
-    assert recipes.picked([*lines, other]) == [lines[2], lines[3], other]
-
-
-def test_losses_per_word_count_the_whole_text(rows, tmp_path):
-    """Rows of T=8 leave out the end of a long sentence, which belongs to the text all the same."""
-    module = sweep.module_of(ROOT / "miniberta" / "measure.py")
-    text = "The lamp is old, and the river is cold and deep and wide and dark."
-    (tmp_path / "text.txt").write_text(f"{text}\n\n{text}\n")
-    folder = rows()
-    pieces = 2 * len(vocabularies.load(folder).tokenizer().encode(text).ids)
-    units = module.units(2.0, [str(tmp_path / "text.txt")], folder)
-    assert (units["pieces"], units["words"], units["bytes"]) == (pieces, 30, 2 * len(text))
-    assert units["per_word"] == pytest.approx(2.0 * pieces / 30)
-    assert units["per_byte"] == pytest.approx(2.0 * pieces / (2 * len(text)))
 
 
 # --- Pages ----------------------------------------------------------------------------------------

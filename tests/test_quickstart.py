@@ -1,34 +1,34 @@
-"""The quickstart: offline errors, wrong downloads, and a full run from text to filled masks."""
+"""The quickstart: its downloads, and a run from text to filled masks."""
 
 import hashlib
 import importlib.util
 import io
 import json
-import os
 import pathlib
 import sqlite3
 import subprocess
 import sys
-import types
 import zipfile
 
 import pytest
 
 from bert_jax.errors import UserError
+from tests.helpers.runs import ONE_DEVICE
 
 VERBS = ["vocab", *["prepare"] * 4, "pretrain", "evaluate", "fill-mask", "report"]
 SCRIPT = pathlib.Path(__file__).parent.parent / "launch" / "quickstart.py"
 
 
 @pytest.fixture
-def quickstart() -> types.ModuleType:
+def quickstart():
+    """Import the script."""
     spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _zip(**members: bytes) -> bytes:
+def zipped(**members: bytes) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in members.items():
@@ -42,6 +42,8 @@ def fake_pip(monkeypatch, quickstart, wheel):
 
     def pip(command, **_):
         calls.append(command)
+        if not wheel:
+            return subprocess.CompletedProcess(command, 1, "", "ERROR: no network\n")
         folder = pathlib.Path(command[command.index("--dest") + 1])
         (folder / "some-1-py3-none-any.whl").write_bytes(wheel)
         return subprocess.CompletedProcess(command, 0, "", "")
@@ -50,15 +52,16 @@ def fake_pip(monkeypatch, quickstart, wheel):
     return calls
 
 
-def test_download_with_wrong_checksum_is_rejected_and_removed(tmp_path, quickstart, monkeypatch):
-    fake_pip(monkeypatch, quickstart, b"something else")
-    with pytest.raises(UserError, match="sha256"):
+@pytest.mark.parametrize(("wheel", "key"), [(b"", "gensim==4.4.0"), (b"other", "sha256")])
+def test_failed_download_leaves_nothing(wheel, key, tmp_path, quickstart, monkeypatch):
+    fake_pip(monkeypatch, quickstart, wheel)
+    with pytest.raises(UserError, match=key):
         quickstart.fetch(tmp_path / "text")
     assert [*tmp_path.rglob("*")] == [tmp_path / "text"]
 
 
 def test_text_is_downloaded_once(tmp_path, quickstart, monkeypatch):
-    wheel = _zip(notes_txt=b"some text")
+    wheel = zipped(notes_txt=b"some text")
     package = quickstart.Package(
         "notes", "1", hashlib.sha256(wheel).hexdigest(), 0.1, "notes.txt", "n.txt", bytes, "notes"
     )
@@ -87,7 +90,7 @@ def test_bible_is_split_into_verses_and_chapters(tmp_path, quickstart):
 
 
 def test_speeches_become_json_lines(quickstart):
-    archive = _zip(en_csv=b'"speaker","text"\r\n"A","One ""two"",\nthree"\r\n"B","Four"\r\n')
+    archive = zipped(en_csv=b'"speaker","text"\r\n"A","One ""two"",\nthree"\r\n"B","Four"\r\n')
     lines = quickstart.speeches(archive).decode().splitlines()
     assert [json.loads(line) for line in lines] == [{"text": 'One "two",\nthree'}, {"text": "Four"}]
 
@@ -117,41 +120,14 @@ def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart
     assert log.read_text().splitlines() == first[1:6]
 
 
-def run(folder: pathlib.Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    # Use one device: the eight virtual devices of the tests share two cores.
-    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
-    command = [sys.executable, str(SCRIPT), "--folder", "out", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.nightly
-def test_offline_and_unwritable_folder_give_one_line_errors(tmp_path):
-    # Without an index, pip fails as it does without a network, but does not wait for timeouts.
-    offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_NO_INDEX": "1"}
-    done = run(tmp_path, PIP_RETRIES="0", **offline)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, "gensim==4.4.0" in line, "CORPUS=" in line) == (2, True, True)
-    (tmp_path / "out" / "text").rmdir()
-    (tmp_path / "out").rmdir()
-    (tmp_path / "out").write_text("a file")
-    done = run(tmp_path, "--corpus", "farm.txt")
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, str(tmp_path / "out") in line) == (2, True)
-
-
-@pytest.mark.nightly
-def test_quickstart_runs_from_text_to_filled_masks(tmp_path):
-    animals = "cat dog horse cow hen goat duck fox".split()
-    documents = [
-        "\n".join(
-            f"The {a} of farm {i} saw the {b} and went home." for a in animals for b in animals
-        )
-        for i in range(12)
-    ]
-    (tmp_path / "farm.txt").write_text("\n\n".join(documents) + "\n")
+def test_quickstart_runs_from_text_to_filled_masks(tmp_path, corpus):
     # With few steps, optimizing the compiled program costs more time than it saves.
-    flags = "--xla_backend_optimization_level=0"
-    done = run(tmp_path, "--corpus", "farm.txt", "--steps", "8", XLA_FLAGS=flags)
+    env = {**ONE_DEVICE, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    options = ["--corpus", corpus, "--folder", "out", "--steps", "8"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert all(f"bert-jax {verb} " in done.stdout for verb in VERBS)
     assert done.stdout.count("[MASK]") >= 5
