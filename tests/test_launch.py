@@ -48,19 +48,14 @@ LATER = "until [ -e go ]; do sleep 0.02; done"
 # Commands of each engine.
 
 
-@pytest.mark.parametrize(
-    ("on", "shown"), [("tpu-vm", "gcloud compute tpus"), ("local", "BERT_JAX_PROCESS=1")]
-)
-def test_dry_run_prints_commands_without_running_them(on, shown, programs, capsys):
-    programs.program("gcloud")
-    workdir = "/shared/runs/My run_1"
-    command = [*COMMAND, workdir, "--config.steps=7"]
-    assert cli.main(["launch", "--on", on, *flags(on), "--dry-run", "--", *command]) == 0
-    assert programs.calls() == []
-    printed = capsys.readouterr().out
-    assert shlex.quote(workdir) in printed.replace("'\"'\"'", "'")
-    assert shown in printed
-    assert on == "local" or "my-run-1" in printed
+def test_dry_run_of_several_processes(capsys):
+    command = [*COMMAND, "/s/My run"]
+    assert cli.main(["launch", "--on", "local", "--dry-run", "--", *command]) == 0
+    *processes, last = capsys.readouterr().out.splitlines()
+    assert last == "wait"
+    for i, line in enumerate(processes):
+        assert f"BERT_JAX_PROCESS={i} " in line
+        assert line.endswith(f"{shlex.join(command)} &")
 
 
 @pytest.mark.parametrize("on", ["gke", "slurm", "sky"])
@@ -122,7 +117,7 @@ def test_slurm_containers_and_modules(programs):
 
 VARIABLE = "A_VARIABLE"
 HOSTILE = st.text(st.sampled_from("'\"\\$`!*?[]{}()<>|&;#~=%@^ -aé日🙂"), max_size=12)
-PRINTABLE = st.one_of(HOSTILE, st.text(st.characters().filter(str.isprintable), max_size=12))
+PRINTABLE = st.one_of(HOSTILE, st.text(st.characters(exclude_categories="CZ"), max_size=12))
 KNOWN = [
     'it\'s "$HOME" `id` $(id) $$ \\ %j !! ${a}',
     "$(HOME) $$(a) $$$(a)",
@@ -132,45 +127,37 @@ KNOWN = [
 
 @pytest.fixture
 def worker(programs):
-    """Yield a function that runs an engine's plan and returns what `bert-jax` receives there."""
+    """Return a function that runs an engine's plan and returns what `bert-jax` receives there."""
     programs.program("bert-jax", f'printenv {VARIABLE} > "$FAKES/variable"')
-    programs.program("venv/bin/bert-jax", "")
-    shutil.copy(programs.bin / "bert-jax", programs.bin / "venv" / "bin" / "bert-jax")
-    for folder in (programs.home, engines.CHECKOUT):
-        if not (folder / "venv").is_symlink():
-            (folder / "venv").symlink_to(programs.bin / "venv")
+    (programs.home / "venv" / "bin").mkdir(parents=True)
+    (programs.home / "venv" / "bin" / "bert-jax").symlink_to(programs.bin / "bert-jax")
     (programs.home / "bert_jax").mkdir()
-    programs.program("pip", records=False)
     programs.program("srun", 'shift; exec "$@"', records=False)
 
     def arrives(on, plan):
         if on == "local":
-            process = plan.processes[0]
-            assert plan_lib.run_processes([process])[0] == 0
+            command, variables, _ = plan.processes[0]
         elif on == "slurm":
             (submit,) = plan.before
             at = submit.index(str(ROOT / "launch" / "slurm.sh"))
-            subprocess.run(["bash", *submit[at:]], check=True, timeout=60)
-        elif on == "tpu-vm":
-            (script,) = plan.files.values()
-            assert programs.bash(script).returncode == 0
-        elif on == "gke":
+            command, variables = ["bash", *submit[at:]], {}
+        else:
             (text,) = plan.files.values()
-            command, variables = in_a_pod(yaml.safe_load(text))
-            names = [f"{name}={value}" for name, value in variables.items()]
-            assert programs.bash(shlex.join(["env", *names, *command])).returncode == 0
-        elif on == "sky":
-            (text,) = plan.files.values()
-            task = yaml.safe_load(text)
-            names = [f"{name}={value}" for name, value in task["envs"].items()]
-            command = shlex.join(["env", *names, "bash", "-c", task["run"]])
-            assert programs.bash(command).returncode == 0
+            if on == "tpu-vm":
+                command, variables = ["bash", "-c", text], {}
+            elif on == "gke":
+                command, variables = in_a_pod(yaml.safe_load(text))
+            else:
+                task = yaml.safe_load(text)
+                command, variables = ["bash", "-c", task["run"]], task["envs"]
+        names = [f"{name}={value}" for name, value in variables.items()]
+        done = programs.bash(shlex.join(["env", *names, *command]))
+        assert done.returncode == 0, done.stderr
         (call,) = programs.calls("bert-jax")
         variable = (programs.bin.parent / "variable").read_text()
         return call[1:], variable.removesuffix("\n")
 
-    yield arrives
-    (engines.CHECKOUT / "venv").unlink(missing_ok=True)
+    return arrives
 
 
 def in_a_pod(manifest):
@@ -403,20 +390,22 @@ def test_detached_run_can_be_queried_and_stopped(programs, capsys, monkeypatch):
     assert launch("logs", "one")[0] == 2
 
 
-def test_logs_of_a_detached_launcher_have_its_own_lines(programs, capsys):
+def test_logs_are_those_of_the_launcher_until_it_is_killed(programs, capsys):
     """While it waits for a slice, there is no machine to read a log from."""
     folder = pathlib.Path(os.environ["BERT_JAX_LAUNCH"]) / "one"
     programs.program("gcloud")
+
+    def logs():
+        assert cli.main(["launch", "logs", "one"]) == 0
+        return len(programs.calls("gcloud")), capsys.readouterr().out
+
     jobs.start("tpu-vm", "one", plan_lib.Plan(logs=["gcloud", "ssh"]))
-    assert cli.main(["launch", "logs", "one"]) == 0
-    assert len(programs.calls("gcloud")) == 1
-    (folder / "log").write_text("launch: one: WAITING_FOR_RESOURCES\n")
-    assert cli.main(["launch", "logs", "one"]) == 0
-    assert "one: WAITING_FOR_RESOURCES" in capsys.readouterr().out
+    assert logs() == (1, "")
+    (folder / "log").write_text("of the launcher\n")
+    assert logs() == (0, "of the launcher\n")
     job = json.loads((folder / "job.json").read_text())
     (folder / "job.json").write_text(json.dumps(job | {"ended": 75}))  # the run goes on
-    assert cli.main(["launch", "logs", "one"]) == 0
-    assert len(programs.calls("gcloud")) == 1
+    assert logs() == (1, "")
 
 
 def test_active_slurm_job_keeps_its_name(programs, capsys):
@@ -429,7 +418,7 @@ def test_active_slurm_job_keeps_its_name(programs, capsys):
     programs.calls()
     assert cli.main([*command, "/a/base"]) == 0
     assert cli.main([*command, "/b/base"]) == 2
-    assert "a job base that writes to /a/base is queued or running" in capsys.readouterr().err
+    assert "/a/base is queued or running" in capsys.readouterr().err
     assert len(programs.calls("sbatch")) == 1
     (programs.bin.parent / "queue").write_text("")
     assert cli.main([*command, "/b/base"]) == 0
@@ -471,7 +460,6 @@ def test_status_logs_and_stop_call_the_engine(on, state, output, ends, programs,
         programs.program(name)
     command = ["launch", "--on", on, *flags(on), "--", *COMMAND, "/shared/runs/one"]
     assert cli.main(command) == 0
-    assert "state: bert-jax launch status one" in capsys.readouterr().err
     programs.calls()
     for verb, expected in (("status", state), ("logs", [output]), ("stop", ends)):
         assert cli.main(["launch", verb, "one"]) == 0
@@ -480,7 +468,7 @@ def test_status_logs_and_stop_call_the_engine(on, state, output, ends, programs,
         if call[0] == "tail":
             assert call[4:] == [str(logs[0])]
     assert cli.main([*command[:1], "--detach", *command[1:]]) == 2
-    assert "queues the job and returns" in capsys.readouterr().err
+    assert "--detach" in capsys.readouterr().err
 
 
 # Several local processes.
@@ -606,7 +594,6 @@ SHORT = {
     "sky": "--on sky " + shlex.join(flags("sky")),
     "tpu-vm": "--on tpu-vm --zone=z",
     "token": "hf_" + "a" * 34,
-    "home": os.path.expanduser("~"),
 }
 
 
@@ -618,7 +605,6 @@ SHORT = {
         ("-- {pretrain} /w", "--on ENGINE"),
         ("pause one", "status, logs or stop"),
         ("status one --on local", "no options"),
-        ("stop one --keep", "no options"),
         ("logs none", "no job none"),
         ("--on local --env A -- {pretrain} /w", "--env A"),
         ("--on local --env=A={token} -- {pretrain} /w", "--env A looks like a credential"),
@@ -626,7 +612,6 @@ SHORT = {
             "--on slurm --extra=--comment={token} -- {pretrain} /w",
             "--extra looks like a credential",
         ),
-        ("--on local -- {pretrain} /w --config.stepz=1", "steps"),
         ("--on local --zone a -- {pretrain} /w", "--zone is not an option of --on local"),
         ("--on sky -- {pretrain} /w", "--on sky needs --accelerator"),
         ("--on slurm --nodes 0 -- {pretrain} /w", "--nodes 0: it must be 1 to"),
@@ -634,11 +619,9 @@ SHORT = {
         ("--on slurm --project p -- {pretrain} /w", "takes --nodes, --gpus, --image, --mount"),
         ("--on slurm -- {pretrain} az://b/runs", "az://b/runs"),
         ("--on local -- {pretrain} /w --rows=http://b/rows", "http://b/rows"),
-        ("--on slurm -- {pretrain} /w --rows=/s/more", "2 --rows"),
         # The disk of a worker is lost.
         ("{tpu-vm} --accelerator=v5e-16 -- {pretrain} runs/one", "runs/one would be lost"),
-        ("{gke} --accelerator=v5e:4x4 -- {pretrain} {home}/runs", "runs would be lost"),
-        ("{sky} -- {pretrain} /tmp/run", "/tmp/run would be lost"),
+        ("{gke} --accelerator=v5e:4x4 -- {pretrain} /tmp/run", "/tmp/run would be lost"),
         ("--on sky -- {prepare} rows", "rows would be lost"),
         ("{sky} -- {mini} --rows=configs --workdir=gs://b/r", "configs is on this machine"),
         ("{sky} -- {pretrain} gs://b/r --teacher=configs", "configs is on this machine"),
@@ -650,22 +633,17 @@ SHORT = {
         # Accelerators
         ("{tpu-vm} --accelerator=v99-8 -- {pretrain} /w", "accelerator type"),
         ("{tpu-vm} --accelerator=tpu7x:2x2x1 -- {pretrain} /w", "choose from v4, v5e, v5p, v6e"),
-        ("{gke} --accelerator=h100:8 -- {pretrain} gs://b/r", "choose from v4"),
         ("{gke} -- {pretrain} gs://b/r", "--accelerator for pretrain"),
-        ("{gke} -- {finetune} gs://b/r", "--accelerator for finetune"),
         # Verbs that run in one process
         ("{tpu-vm} --accelerator=v5e-16 -- {prepare} gs://b/rows", "prepare runs in one"),
-        ("{gke} --accelerator=v5e:4x4 -- {prepare} gs://b/rows", "prepare runs in one"),
         ("--on slurm --nodes=2 -- {prepare} /s/rows", "prepare runs on one machine"),
         ("--on local --processes=2 -- {prepare} /s/rows", "prepare runs in one process"),
         ("{tpu-vm} --accelerator=v5e:4x4 -- {finetune} gs://b/r", "of at most 8 chips"),
-        ("{tpu-vm} --accelerator=v5e:2x2,slices=2 -- {finetune} gs://b/r", "finetune runs on one"),
         ("{tpu-vm} --accelerator=v4:2x2x2 -- {finetune} gs://b/r", "of at most 4 chips"),
         ("--on sky --accelerator=tpu-v5e-16 -- {finetune} gs://b/r", "finetune runs on one"),
         ("{gke} --accelerator=v5e:4x4 -- {finetune} gs://b/r", "finetune runs on one machine"),
         ("{sky} -- {sweep} --runs=/s", "`bert-jax sweep --on sky`"),
         ("--on slurm -- {sweep} --runs=gs://b/runs", "--runs gs://b/runs"),
-        ("--on slurm -- {sweep} --data=s3://b/data", "--data s3://b/data"),
     ],
 )
 def test_user_errors_are_one_line(arguments, key, capsys):
@@ -719,6 +697,7 @@ def test_job_names():
         "--on slurm -- sweep --grid=batch_size=8,16 --runs=/s -- {mini} --rows=/r",
         "--on slurm --gpus=8 -- {finetune} gs://b/run",
         "--on sky --accelerator=H100:8 -- {finetune} gs://b/run",
+        "--on sky --accelerator=tpu-v5litepod-8 -- {finetune} gs://b/run",
     ],
 )
 def test_single_process_verbs_are_not_distributed(arguments, capsys):
@@ -730,20 +709,6 @@ def test_single_process_verbs_are_not_distributed(arguments, capsys):
     assert shlex.join(arguments[arguments.index("--") + 1 :]) in text
     assert "slurm" not in arguments or "--ntasks-per-node=1" in text
     assert "local" not in arguments or "[1]" not in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "{tpu-vm} --accelerator=v5e:2x4",
-        "--on sky --accelerator=tpu-v5litepod-8",
-        "{gke} --accelerator=v5e:2x2",
-    ],
-)
-def test_fine_tuning_runs_on_a_tpu_slice_with_one_machine(arguments, capsys):
-    arguments = shlex.split((arguments + " -- {finetune} gs://b/run").format_map(SHORT))
-    assert cli.main(["launch", "--dry-run", *arguments]) == 0
-    assert "finetune" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)
