@@ -247,28 +247,6 @@ def test_hovering_a_token_shows_its_attention(opened, maps):
     assert opened.inner_text("#weights") == ""
 
 
-def test_heads_are_selected_with_the_keyboard_and_in_every_table(opened, maps):
-    figures = entropy(maps.probabilities), mean_distance(maps.probabilities)
-
-    def caption(layer, head):
-        a, b = (figure[layer, head] for figure in figures)
-        name = f"Layer {layer + 1}, head {head + 1}"
-        return f"{name} · entropy {a:.2f} nats · distance {b:.1f} word pieces"
-
-    opened.locator(cell(0, 0)).focus()
-    for key, expected in (
-        ("ArrowRight", caption(0, 1)),
-        ("ArrowDown", caption(1, 1)),
-        ("ArrowLeft", caption(1, 0)),
-        ("End", "Layer 2, rollout"),
-        ("ArrowLeft", "Layer 2, mean"),
-    ):
-        opened.keyboard.press(key)
-        assert opened.inner_text("#chosen") == expected
-    opened.locator(cell(2, 1, "distance")).click()
-    assert opened.inner_text("#chosen") == caption(2, 1)
-
-
 def test_html_in_tokens_is_escaped(tmp_path, visit):
     odd = ["<b>x</b>", "&amp;", "</script><script>document.title='lost'</script>", "\"'"]
     maps = synthetic(4)._replace(tokens=odd, texts=(odd[2], odd[1]))

@@ -2,10 +2,8 @@
 
 import contextlib
 import importlib.util
-import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 
@@ -16,37 +14,6 @@ from bert_jax.errors import UserError
 from bert_jax.runtime import device
 from tests.helpers import processes
 from tests.helpers.runs import ONE_DEVICE, free_port
-
-# Count the pages that the system clears in each call of a function with a temporary of 64 MB. On a
-# busy machine, memory may be freed too late for the next call, which then allocates more, so the
-# first calls are ignored.
-FAULTS = """
-import resource, sys
-import jax, jax.numpy as jnp
-from bert_jax.runtime import device
-if sys.argv[1] == "start":
-    device.start("cpu")
-x = jnp.ones((4096, 8))
-f = jax.jit(lambda x: jnp.sum((x @ x.T) @ x))
-faults = []
-for _ in range(100):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    f(x).block_until_ready()
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(faults[50:])
-"""
-
-
-def page_faults(argument):
-    argv = [sys.executable, "-c", FAULTS, argument]
-    output = subprocess.check_output(argv, env=ONE_DEVICE, timeout=120)
-    return statistics.median(json.loads(output))
-
-
-@pytest.mark.slow
-def test_freed_memory_is_reused_by_the_next_step():
-    assert page_faults("start") < 100 < page_faults("as it is") / 10
-
 
 EIGEN = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE"
 PRODUCT = """

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import re
 import shlex
-import shutil
 
 import pytest
 
@@ -49,21 +48,6 @@ def check(arguments: list[str]) -> None:
     inner = arguments[len(own) + 1 :]
     if inner and options.verb in ("sweep", "launch"):
         check([*inner, "--workdir=x"] if options.verb == "sweep" else inner)
-
-
-@pytest.mark.nightly
-def test_commands_of_the_index_page_run(tmp_path, corpus, monkeypatch, capsys):
-    """Use a small corpus, one layer and two steps."""
-    (tmp_path / "my_text").mkdir()
-    shutil.copy(corpus, tmp_path / "my_text" / "text.txt")
-    monkeypatch.chdir(tmp_path)
-    short = ["--config.steps=2", "--config.batch_size=4", "--config.evaluate_rows=4"]
-    short += ["--config.model.layers=1"]  # compiles faster
-    for arguments in commands(ROOT / "docs" / "index.md"):
-        capsys.readouterr()
-        status = cli.main([*arguments, *(short if arguments[0] == "pretrain" else [])])
-        assert status == 0, capsys.readouterr().err
-    assert (tmp_path / "for-transformers" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -709,9 +708,3 @@ def test_single_process_verbs_are_not_distributed(arguments, capsys):
     assert shlex.join(arguments[arguments.index("--") + 1 :]) in text
     assert "slurm" not in arguments or "--ntasks-per-node=1" in text
     assert "local" not in arguments or "[1]" not in text
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)
-def test_scripts_are_executable_and_valid_bash(path):
-    assert path.stat().st_mode & stat.S_IXUSR
-    assert subprocess.run(["bash", "-n", path]).returncode == 0

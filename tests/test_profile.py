@@ -230,48 +230,52 @@ def test_part_of_an_operation_by_its_scopes(scopes, part):
     assert profile.part_of(f"jit(step)/{scopes}") == part
 
 
-def test_gpu_trace_is_divided_into_parts(tmp_path, monkeypatch):
-    """CUPTI's events are on streams, named by instruction or kernel, beside the host's events."""
+@pytest.fixture
+def gpu_trace(tmp_path, monkeypatch):
+    """Return a function that simulates a GPU's trace, given its events and the host's.
 
-    def event(name, begin, end, **stats):
+    Events are (name, begin, end, stats), with times in nanoseconds. Returns the folder of the trace.
+    """
+
+    def event(name, begin, end, stats):
         times = {"start_ns": float(begin), "end_ns": float(end)}
         return SimpleNamespace(name=name, stats=list(stats.items()), **times)
 
-    def plane(name, **lines):
-        return SimpleNamespace(
-            name=name, lines=[SimpleNamespace(name=k, events=v) for k, v in lines.items()]
-        )
+    def plane(name, events):
+        line = SimpleNamespace(name="", events=[event(*each) for each in events])
+        return SimpleNamespace(name=name, lines=[line])
 
-    step = {"hlo_module": "jit_step"}
-    planes = [
-        plane(
-            "/host:CPU",
-            python=[
-                event("bert_jax steps", 0, 10_000),
-                event("bert_jax input wait", 0, 1_000),
-                event("launch", 500, 9_500, hlo_op="fused.1", **step),
-            ],
-        ),
-        plane(
-            "/device:GPU:0",
-            one=[
-                event("nvjet_hsh_128x256", 2_000, 3_000, hlo_op="gemm.1", **step),
-                event("fused_1", 3_000, 4_600),
-                event("cudnn_fmha_fprop", 4_600, 5_000),
-                event("ncclAllReduce", 5_000, 5_500, hlo_op="all-reduce.1", **step),
-                event("loop", 6_000, 7_000, hlo_op="loop.7", hlo_module="jit_measure(7)"),
-                event("MemcpyH2D", 7_000, 7_500),
-            ],
-        ),
+    def write(on_device, on_host=()):
+        planes = [plane("/host:CPU", on_host), plane("/device:GPU:0", on_device)]
+        (tmp_path / "x.xplane.pb").touch()
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
+        monkeypatch.setattr(jax.profiler, "ProfileData", data)
+        return tmp_path
+
+    return write
+
+
+def test_gpu_trace_is_divided_into_parts(gpu_trace):
+    """CUPTI's events are on streams, named by instruction or kernel, beside the host's events."""
+
+    def stats(operation, module="jit_step"):
+        return {"hlo_op": operation, "hlo_module": module}
+
+    on_host = [
+        ("bert_jax steps", 0, 10_000, {}),
+        ("bert_jax input wait", 0, 1_000, {}),
+        ("launch", 500, 9_500, stats("fused.1")),
     ]
-    (tmp_path / "x.xplane.pb").touch()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(
-        jax.profiler,
-        "ProfileData",
-        SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes)),
-    )
-    table = profile.table(tmp_path, PROGRAM, 1)
+    on_device = [
+        ("nvjet_hsh_128x256", 2_000, 3_000, stats("gemm.1")),
+        ("fused_1", 3_000, 4_600, {}),
+        ("cudnn_fmha_fprop", 4_600, 5_000, {}),
+        ("ncclAllReduce", 5_000, 5_500, stats("all-reduce.1")),
+        ("loop", 6_000, 7_000, stats("loop.7", "jit_measure(7)")),
+        ("MemcpyH2D", 7_000, 7_500, {}),
+    ]
+    table = profile.table(gpu_trace(on_device, on_host), PROGRAM, 1)
     spent = {row["part"]: row["seconds"] * 1e9 for row in table["parts"] if row["seconds"]}
     in_fusion = 1_600 / (2 * 8 * 4 * 16 + 2 * 8 * 4)
     assert spent == pytest.approx(
@@ -288,40 +292,8 @@ def test_gpu_trace_is_divided_into_parts(tmp_path, monkeypatch):
     )
 
 
-# XSpace of two steps on a GPU with CUDA graphs: kernels have their own names, but their `hlo_op`
-# names the graph.
-GRAPHS = """
-planes {{
-  name: "/device:GPU:0"
-  lines {{ name: "Stream #14(Memset,Compute)" timestamp_ns: 1000 {events} }}
-  {names}
-  stat_metadata {{ key: 1 value {{ id: 1 name: "hlo_op" }} }}
-  stat_metadata {{ key: 2 value {{ id: 2 name: "hlo_module" }} }}
-}}
-"""
-
-
-def graph_trace(path, kernels):
-    """Write a trace of consecutive kernels, each given as (name, nanoseconds)."""
-    names = sorted({name for name, _ in kernels})
-    events, now = [], 0
-    for name, duration in kernels:
-        stats = 'stats { metadata_id: 1 str_value: "command_buffer_1" }'
-        stats += ' stats { metadata_id: 2 str_value: "jit_step" }'
-        events.append(
-            f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {now * 1000} "
-            f"duration_ps: {duration * 1000} {stats} }}"
-        )
-        now += duration
-    metadata = [
-        f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
-        for i, name in enumerate(names, 1)
-    ]
-    text = GRAPHS.format(events=" ".join(events), names=" ".join(metadata))
-    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
-
-
-def test_cuda_graph_kernels_are_identified_by_name(tmp_path):
+def test_cuda_graph_kernels_are_identified_by_name(gpu_trace):
+    """Kernels have their own names, but their `hlo_op` names the graph."""
     text = PROGRAM.replace(
         "  %gemm.1 =",
         '  %loss.2 = f32[8,4]{1,0} exponential(%b), metadata={op_name="jit(step)/jvp(loss)/exp"}\n'
@@ -338,9 +310,13 @@ def test_cuda_graph_kernels_are_identified_by_name(tmp_path):
         ("nvjet_sm90_tst_128x160", 300),
         ("unknown_kernel", 5),
     ]
-    graph_trace(tmp_path / "x.xplane.pb", 2 * kernels)
-    seconds, whole = profile.part_seconds(tmp_path, text)
-    assert whole.end - whole.begin == 2 * sum(duration for _, duration in kernels)
+    events, now = [], 0
+    for name, duration in 2 * kernels:
+        stats = {"hlo_op": "command_buffer_1", "hlo_module": "jit_step"}
+        events.append((name, now, now + duration, stats))
+        now += duration
+    seconds, whole = profile.part_seconds(gpu_trace(events), text)
+    assert whole.end - whole.begin == now
     spent = {part: value * 1e9 / 2 for part, value in seconds.items() if value}
     in_fusion = 800 / (16 + 1)  # matrix products and dropout, by their operations
     assert spent == pytest.approx(

@@ -154,29 +154,25 @@ def test_seeds_are_drawn_as_mean_and_range(tmp_path):
 def test_pictures_in_all_formats_with_names_that_matplotlib_would_change(tmp_path):
     names = ("_old", "日本", "b\udcff", r"$\nothing$", ODD)  # the fourth is not valid mathtext
     folders = [str(hand_written(tmp_path / name, [HELDOUT])) for name in names]
-    written = {}
-    for name in ("a.png", "a.svg", "a.pdf"):
-        assert cli.main(["report", *folders, "--out", str(tmp_path / name)]) == 0
-        written[name] = (tmp_path / name).read_bytes()
-    assert written["a.png"].startswith(b"\x89PNG")
-    assert written["a.pdf"].startswith(b"%PDF")
-    # Texts that are drawn stand in comments.
-    drawn = written["a.svg"].decode()
+    for suffix, start in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")):
+        out = tmp_path / f"a{suffix}"
+        assert cli.main(["report", *folders, "--out", str(out)]) == 0
+        assert out.read_bytes().startswith(start)
+    drawn = out.read_text()
     for name in ("_old", "日本", r"$\nothing$", html.escape(ODD)):
-        assert f"<!-- {name} -->" in drawn
+        assert f"<!-- {name} -->" in drawn  # matplotlib's comment on a text
 
 
 def test_axis_numbers_are_abbreviated():
-    results = [plots.short(x) for x in (0, 0.25, 999, 1500, 2e6, 3.3e9, -4e12)]
-    assert results == ["0", "0.25", "999", "1.5k", "2M", "3.3B", "-4T"]
+    numbers = {0.25: "0.25", 1000: "1k", 1500: "1.5k", 2e6: "2M", 3.3e9: "3.3B", -4e12: "-4T"}
+    assert {x: plots.short(x) for x in numbers} == numbers
 
 
 # --- The page -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def page(tmp_path):
-    """The page of two runs, the first of which was killed while writing a line."""
+def test_page_is_static_and_has_the_tables_of_two_runs(tmp_path):
+    """The first of them was killed while writing a line."""
     metrics = [
         {"step": 3, "split": "train", "loss": 0.7, "gradient_norm": 1.5},
         {"step": 3, "split": "heldout", "loss": 0.6, "accuracy": 0.75},
@@ -191,21 +187,12 @@ def page(tmp_path):
         file.write('{"step": 9, "split": "tr')
     just_started = hand_written(tmp_path / "b", losses([2.5]), config=two_phases())
     assert runs.write([str(folder), str(just_started)], str(tmp_path / "deep" / "page.html"))
-    return (tmp_path / "deep" / "page.html").read_text()
-
-
-def test_page_is_static_and_self_contained(page):
-    assert "<script" not in page
-    assert "script-src" not in page
-    assert not re.search(r"https?://|url\(|@import", page)
+    page = (tmp_path / "deep" / "page.html").read_text()
+    assert not re.search(r"<script|script-src|https?://|url\(|@import", page)
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert len(sources) > 3
     assert all(source.startswith("data:") for source in sources)
     groups = re.findall("<section><h2>(.*?)</h2>", page)
     assert groups == ["Loss", "Quality", "Optimization", "Speed"]
-
-
-def test_tables_of_the_page(page):
     assert ODD not in page
     headlines, samples, metrics, settings = tables(page)
     assert headlines[1:] == [
@@ -214,10 +201,11 @@ def test_tables_of_the_page(page):
     ]
     assert samples[-1] == [ODD, "30", "mill 25%, <b> 12%"]
     assert len(samples) == 9
-    result = {row[0]: dict(zip(metrics[0], row, strict=True)) for row in metrics[1:]}
-    assert result[ODD]["accuracy"] == "0.75"
-    assert result["b"]["split"] == "train"
-    assert result["b"]["masked_lm_loss"] == "2.5"
+    assert metrics == [
+        ["run", "step", "split", "loss", "accuracy", "masked_lm_loss"],
+        [ODD, "3", "heldout", "0.6", "0.75", "—"],
+        ["b", "1", "train", "—", "—", "2.5"],
+    ]
     changed = {row[0]: row[1:] for row in settings}
     assert changed["steps"] == ["9", "10"]
     assert changed["masking.rate"] == ["—", "0.15"]
@@ -268,7 +256,6 @@ def test_bad_input_gives_one_line_error(tmp_path, capsys, monkeypatch):
         assert key in line
     assert not (tmp_path / "report.html").exists()
     assert cli.main(["report", good]) == 0
-    assert capsys.readouterr().out == "report.html\n"
     assert (tmp_path / "report.html").exists()
 
 
@@ -289,7 +276,6 @@ def test_malformed_lines_are_skipped(tmp_path):
     for i, (file, lines) in enumerate(NOBODY_WROTE):
         folders.append(str(hand_written(tmp_path / str(i), [HELDOUT], [FAST])))
         write_lines(tmp_path / str(i) / file, lines)
-    for name in ("runs.html", "loss.svg"):
-        assert cli.main(["report", *folders, "--out", str(tmp_path / name)]) == 0
+    assert cli.main(["report", *folders, "--out", str(tmp_path / "runs.html")]) == 0
     accuracy = curves.curves(curves.read(folders))["accuracy"]
     assert np.array([curve.values[0, 0] for curve in accuracy]).tolist() == [0.5] * len(folders)

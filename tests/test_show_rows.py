@@ -48,12 +48,8 @@ def test_split_statistics(rows, capsys):
     assert cli.main(["rows", str(folder), "--show", "0"]) == 0
     output, manifest = capsys.readouterr().out, read_manifest(folder)
     train = manifest.train
-    for number, name in (
-        (train.documents, "documents"),
-        (train.sequences, "sequences"),
-        (train.rows, "rows"),
-    ):
-        assert f" {number:,} {name}" in output.splitlines()[1]
+    for name in ("documents", "sequences", "rows"):
+        assert f" {getattr(train, name):,} {name}" in output.splitlines()[1]
     labels = Rows(folder, "train").read(range(train.rows))["label"]
     share = (labels == 1).sum() / (labels >= 0).sum()
     assert f"{share:.1%} of pairs random" in output.splitlines()[1]

@@ -118,18 +118,6 @@ def test_embedding_contenders_give_the_same_vectors(speed):
     assert [padded for *_, padded in results[1:]] == [4 * 256, 4 * longest, 4 * longest]
 
 
-@pytest.mark.nightly
-def test_worker_runs_turns_and_reports_failure(speed, tmp_path, monkeypatch):
-    bench = speed["bench"]
-    monkeypatch.setattr(bench, "LOGS", tmp_path / "work" / "log")
-    worker = bench.Worker("help", "python alone", least=True)
-    for _ in range(2):
-        assert worker.turn().keys() >= {"seconds", "processor_seconds", "page_faults"}
-    worker.close()
-    with pytest.raises(SystemExit, match=r"help, nobody failed \(KeyError: 'nobody'\)"):
-        bench.Worker("help", "nobody", least=True)
-
-
 # --- The benchmark of a GPU, on CPUs ----------------------------------------------------------------
 
 # Dependencies of bert_jax that a machine with JAX, PyTorch and transformers may lack.

@@ -83,11 +83,9 @@ def test_wandb_resumes_by_run_id_and_uses_our_steps(monkeypatch, tmp_path):
     (tracker,) = opened("wandb", tmp_path / "run")
     tracker.log(50, VALUES)
     tracker.close(failed=True)
-    name, settings = fake.calls[0]
-    assert name == "init"
+    _, settings = fake.calls[0]
     assert (settings["id"], settings["resume"], settings["name"]) == ("0123abcd", "allow", "run")
-    assert settings["config"]["optim.learning_rate"] == 1e-4
-    assert settings["config"]["devices"] == "8 TPU v4"
+    assert settings["config"].items() >= {("optim.learning_rate", 1e-4), ("devices", "8 TPU v4")}
     assert ("define_metric", ("*",), {"step_metric": "step"}) in fake.calls
     assert fake.calls[-2:] == [
         ("log", ({"step": 50, **VALUES},), {}),
@@ -191,4 +189,3 @@ def test_hyperparameters_are_written_to_tensorboard(tmp_path):
     assert start.hparams["model"].string_value == "L12-H768-A12"
     experiment = metadata.parse_experiment_plugin_data(contents["_hparams_/experiment"])
     assert [x.name.tag for x in experiment.metric_infos] == ["heldout/masked_lm_loss"]
-    assert events.Scalars("heldout/masked_lm_loss")[0].value == 5.0
