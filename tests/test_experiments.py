@@ -10,7 +10,6 @@ import pytest
 from bert_jax import cli
 from bert_jax.config import flags
 from bert_jax.config.schema import Config, FinetuneConfig
-from bert_jax.errors import UserError
 from bert_jax.tools import sweep
 from bert_jax.tools.sweep import SCALES, SweepArgs, experiment
 
@@ -18,11 +17,6 @@ ROOT = pathlib.Path(__file__).parent.parent / "experiments"
 NAMES = sorted(path.parent.name for path in ROOT.glob("*/sweep.py"))
 AT_SCALES = sorted({*itertools.product(NAMES, SCALES)} - {("packing", "paper")})
 DATA = pathlib.Path("/nowhere/data")
-GOOGLES = "google-bert/bert-base-uncased"
-# Experiments that accept an externally pretrained checkpoint.
-OF_ANYBODY = (
-    "context", "minimal_pairs", "table1_glue", "table2_squad11", "table3_squad20", "table4_swag", "table7_ner",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +26,8 @@ def at_the_root(monkeypatch):
 
 
 @functools.cache
-def load(name: str, scale: str, init: str = "") -> sweep.Sweep:
-    return sweep.load(ROOT / name, SweepArgs(scale, DATA, init))
+def load(name: str, scale: str) -> sweep.Sweep:
+    return sweep.load(ROOT / name, SweepArgs(scale, DATA))
 
 
 @functools.cache
@@ -59,11 +53,6 @@ def config_of(point: sweep.Point):
     return read_config(split(point)[0], kinds[point.verb])
 
 
-def points_of(verb: str, *where: str) -> list[sweep.Point]:
-    """Return the points of an experiment that run this verb."""
-    return [point for point in load(*where).points if point.verb == verb]
-
-
 # --- Points ---------------------------------------------------------------------------------------
 
 
@@ -86,52 +75,19 @@ def test_every_command_parses_without_the_data(name, scale):
             assert rows == [phase.tokens for phase in config_of(point).phases]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_external_checkpoint_is_fine_tuned_or_rejected(name):
-    if name not in OF_ANYBODY:
-        with pytest.raises(UserError, match="pretrains its models itself"):
-            sweep.load(ROOT / name, SweepArgs("small", DATA, GOOGLES))
-        return
-    points = load(name, "small", GOOGLES).points
-    assert {point.verb for point in points} <= {"finetune", "python"}
-    starts = {split(point)[1].init for point in points if point.verb == "finetune"}
-    assert starts <= {GOOGLES}
-
-
 # --- The paper's recipe ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"miniberta", "packing", "plateau"}))
 def test_pretraining_settings_match_the_paper(name):
-    for config in map(config_of, points_of("pretrain", name, "paper")):
+    points = load(name, "paper").points
+    for config in (config_of(point) for point in points if point.verb == "pretrain"):
         assert (config.steps, config.batch_size) == (1_000_000, 256)
         phases = [(phase.tokens, phase.fraction, phase.batch_size) for phase in config.phases]
         assert phases == [(128, 0.9, 0), (512, 0.1, 0)]
         optim = config.optim
         assert (optim.optimizer, optim.learning_rate, optim.warmup_steps) == ("adam", 1e-4, 10_000)
         assert (config.model.dropout, config.masking.rate) == (0.1, 0.15)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_masking_mixes_match_the_paper(scale):
-    for point in points_of("pretrain", "table8_masking", scale):
-        masking = config_of(point).masking
-        kinds = (masking.mask_fraction, masking.same_fraction, masking.random_fraction)
-        named = point.name.partition(", seed ")[0].split("/")
-        assert kinds == tuple(int(percent) / 100 for percent in named)
-
-
-@pytest.mark.parametrize(
-    ("name", "epochs", "rate", "batch"),
-    [
-        ("table2_squad11", 3, 5e-5, 32),
-        ("table3_squad20", 2, 5e-5, 48),
-        ("table4_swag", 3, 2e-5, 16),
-    ],
-)
-def test_fine_tuning_settings_match_the_paper(name, epochs, rate, batch):
-    (config,) = map(config_of, points_of("finetune", name, "paper", GOOGLES))
-    assert (config.epochs, config.optim.learning_rate, config.batch_size) == (epochs, rate, batch)
 
 
 # --- Pages ----------------------------------------------------------------------------------------

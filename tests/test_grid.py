@@ -29,14 +29,14 @@ def test_every_combination_is_a_point():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--config=base"], ["--config=L1-H16-A2"]),
-        (["--config", "pretrain:base,128=0.9,512=0.1"], ["--config", "pretrain:L1-H16-A2,128=0.9,512=0.1"]),
-        (["--config", "configs/pretrain.py:base,128"], ["--config", "configs/pretrain.py:L1-H16-A2,128"]),
+        ("--config=base", "--config=L1-H16-A2"),
+        ("--config pretrain:base,128=0.9,512=0.1", "--config pretrain:L1-H16-A2,128=0.9,512=0.1"),
+        ("--config configs/pretrain.py:base,8", "--config configs/pretrain.py:L1-H16-A2,8"),
     ],
-)  # fmt: skip
+)
 def test_model_size_replaces_the_one_in_the_config(given, expected):
-    (point,) = grid_files.points(["pretrain", *given], {"model": ["L1-H16-A2"]})
-    assert list(point.command) == ["pretrain", *expected]
+    (point,) = grid_files.points(["pretrain", *given.split()], {"model": ["L1-H16-A2"]})
+    assert list(point.command) == ["pretrain", *expected.split()]
 
 
 def test_model_size_becomes_the_argument_of_a_config_file(tmp_path):

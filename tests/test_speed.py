@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 import bert_jax
-from bert_jax.config.sizes import model_size
-from bert_jax.data.rows import Example, RowFormat
 from tests.helpers.runs import ONE_DEVICE
 
 ROOT = pathlib.Path(bert_jax.__file__).parent.parent
@@ -47,60 +45,6 @@ def test_contender_settings_match_maker_signatures(speed):
             maker = getattr(speed[module], function)
             for settings in (contender.settings, speed["cases"].quick(contender.settings)):
                 inspect.signature(maker).bind(**settings)
-
-
-class Collator:
-    """Mask by token id, so that packing does not change the masks."""
-
-    mlm_probability = 0.15
-
-    class tokenizer:
-        sep_token_id = 3
-
-    def torch_mask_tokens(self, tokens, special):
-        chosen = (tokens % 5 == 0) & ~special
-        return tokens.masked_fill(chosen, 4), tokens.masked_fill(~chosen, -100)
-
-
-def batch_of(sequences):
-    """Pack the same examples into rows of 64 tokens and at most `sequences` sequences."""
-    draw, results = np.random.default_rng(0), []
-    for i in range(12):
-        length = int(draw.integers(8, 30))
-        tokens = draw.integers(5, 150, length)
-        tokens[[length // 2, -1]] = Collator.tokenizer.sep_token_id
-        results.append(Example(tokens, length // 2 + 1, i % 2))
-    packing = RowFormat(64, sequences, 150)
-    return packing.decode(packing.encode(packing.pack(results)))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("size", ["L2-H16-A2", "teaching"])
-def test_gathered_heads_and_packing_preserve_the_loss(size, speed, monkeypatch):
-    import torch
-
-    peers, packed, alone = speed["peers"], batch_of(3), batch_of(1)
-    assert (len(packed["length"]), len(alone["length"])) == (4, 12)
-    model = model_size(size)
-    model.vocab_size, model.dropout, model.attention_dropout = 150, 0.0, 0.0
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    peer = peers.build(model, 64)
-    for weights in peer.parameters():
-        torch.nn.init.normal_(weights, std=0.3)  # large enough for errors to show
-
-    def made(batch, fixed=False):
-        return peers.inputs(batch, model.segments, Collator(), fixed)
-
-    with torch.no_grad():
-        full = peers.full_loss(peer, made(alone)).item()
-        others = [
-            peers.gathered_loss(peer, made(alone)).item(),
-            peers.gathered_loss(peer, made(packed)).item(),
-        ]
-        monkeypatch.setattr(Collator, "mlm_probability", 0.5)  # room for all masked tokens
-        others.append(peers.gathered_loss(peer, made(packed, fixed=True)).item())
-    np.testing.assert_allclose(others, full, rtol=1e-5)
 
 
 @pytest.mark.nightly

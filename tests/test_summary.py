@@ -40,6 +40,8 @@ def test_sensible_settings_have_no_warning():
     for settings in (config(), config(lengths=2)):
         given = phases(settings)
         assert not list(summary.warnings(settings, given, [rows()] * len(given)))
+    causal = config(causal=True, next_sentence=False)  # predicts all held-out tokens
+    assert not list(summary.warnings(causal, phases(causal), [rows(heldout_tokens=3_000)]))
     tuned = FinetuneConfig(steps=100, optim=OptimConfig(warmup_steps=10))
     assert not list(summary.warnings(tuned, phases(config(100)), [{"digest": ""}]))
 
@@ -66,11 +68,6 @@ def test_rows_of_several_phases_count_once(tmp_path):
     assert any("800 rows with 25,600 real tokens, 10 epochs" in line for line in lines)
 
 
-def test_causal_model_predicts_all_heldout_tokens():
-    causal = config(causal=True, next_sentence=False)
-    assert not list(summary.warnings(causal, phases(causal), [rows(heldout_tokens=3_000)]))
-
-
 def test_end_message_names_best_evaluation_and_checkpoint():
     end = summary.End(60, 49.2, "masked_lm_loss", 40, 5.21964, "run/checkpoints/40")
     text = "\n".join(end.lines())
@@ -79,16 +76,8 @@ def test_end_message_names_best_evaluation_and_checkpoint():
     assert "run/checkpoints/40" in "\n".join(end._replace(best=None).lines())
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(45.0, "45 s"), (804.0, "13.4 min"), (9_000.0, "2.5 h"), (99.6, "100 s")]
-)
-def test_durations(seconds, text):
-    assert summary.duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(950.0, "950"), (1_240.0, "1.2k"), (34_400.0, "34k"), (5_600_000.0, "5.6M"), (2e9, "2.0G")],
-)
-def test_short_numbers(number, text):
-    assert _short(number) == text
+def test_durations_and_short_numbers():
+    durations = {45.0: "45 s", 99.6: "100 s", 804.0: "13.4 min", 9_000.0: "2.5 h"}
+    assert {seconds: summary.duration(seconds) for seconds in durations} == durations
+    numbers = {950.0: "950", 1_240.0: "1.2k", 34_400.0: "34k", 5_600_000.0: "5.6M", 2e9: "2.0G"}
+    assert {number: _short(number) for number in numbers} == numbers

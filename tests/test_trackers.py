@@ -115,9 +115,8 @@ def test_unavailable_and_unknown_trackers_are_rejected(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"bert-jax\[wandb\]"):
         opened("wandb", tmp_path)
-    fake = FakeWandb()
-    monkeypatch.setattr(fake, "init", lambda **_: 1 / 0, raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    broken = types.SimpleNamespace(init=lambda **_: 1 / 0, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", broken)
     with pytest.raises(UserError, match="division by zero"):
         opened("wandb", tmp_path)
     with pytest.raises(UserError, match=r"config.trackers is 'wandb,neptune'"):
@@ -152,18 +151,15 @@ def test_run_continues_without_a_tracker_that_fails(capfd):
     assert ["mlflow" in line for line in lines] == [False, True]
 
 
-def test_runs_of_one_config_have_different_tracker_runs(tmp_path):
-    names = []
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["bert-jax", "pretrain", "--workdir", folder])
-            workdir.record_start(tmp_path / folder, 0, mesh, Config())
-            names.append(workdir.first_start(tmp_path / folder))
-            workdir.record_start(tmp_path / folder, 7, mesh, Config())
-        assert workdir.first_start(tmp_path / folder) == names[-1]
-    assert names[0] != names[1]
+def test_runs_of_one_config_have_different_tracker_runs(tmp_path, monkeypatch):
+    mesh, names = sharding.make_mesh(MeshConfig(), jax.devices()[:1]), []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        monkeypatch.setattr(sys, "argv", ["bert-jax", "pretrain", "--workdir", folder.name])
+        for step in (0, 7):
+            workdir.record_start(folder, step, mesh, Config())
+            names.append(workdir.first_start(folder))
+    assert names[0] == names[1] != names[2] == names[3]
 
 
 def test_windows_of_skipped_steps_are_not_written():
