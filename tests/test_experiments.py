@@ -53,9 +53,6 @@ def config_of(point: sweep.Point):
     return read_config(split(point)[0], kinds[point.verb])
 
 
-# --- Points ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "scale"), AT_SCALES)
 def test_every_command_parses_without_the_data(name, scale):
     points = load(name, scale).points
@@ -73,9 +70,6 @@ def test_every_command_parses_without_the_data(name, scale):
         if point.verb == "pretrain":
             rows = [split(needed)[1].tokens for needed in point.needs]
             assert rows == [phase.tokens for phase in config_of(point).phases]
-
-
-# --- The paper's recipe ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"miniberta", "packing", "plateau"}))

@@ -66,15 +66,6 @@ def test_batches_are_a_function_of_seed_and_step():
             np.testing.assert_array_equal(a[name], b[name])
 
 
-def test_processes_split_the_rows_of_a_batch():
-    plan = plans(RandomExamples("sequence"), rows_multiple=4)[0]
-    assert plan.shape.rows % 4 == 0
-    (whole,) = plan.batches(0, 0, 1)
-    parts = [next(plan.batches(0, 0, 1, i, 4)) for i in range(4)]
-    for name, value in whole.items():
-        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), value)
-
-
 def test_evaluation_packs_every_example_exactly_once():
     examples = random_examples("sequence", count=50)
     plan = Plan(examples, 8, 7, shuffle=False, rows_multiple=2)

@@ -69,18 +69,6 @@ def test_resumed_search_samples_new_values(make_point, tmp_path):
     assert len({line["facts"]["length"] for line in results}) == 4
 
 
-class TwoPoints(Objective):
-    """A trial depends on another point, whose command may contain the sampled value."""
-
-    def __init__(self, make, is_shared):
-        super().__init__(make)
-        self._is_shared = is_shared
-
-    def get_trial(self, args, trial):
-        rate = str(trial.suggest_float("rate", 0.0, 1.0))
-        return self._make("x", rate, self._make("model", "" if self._is_shared else rate))
-
-
 @pytest.mark.parametrize("other", [{"args": {"seeds": 2}}, {"runs": "others"}])
 def test_search_with_other_arguments_is_another_study(make_point, tmp_path, other):
     module = SampledLength(make_point)
@@ -90,15 +78,23 @@ def test_search_with_other_arguments_is_another_study(make_point, tmp_path, othe
         assert len(make_point.calls()) == num_trials
 
 
-def test_trials_share_a_dependency(make_point, tmp_path):
-    status, _ = run_sweep([], tmp_path, module=TwoPoints(make_point, True), trials=2)
-    assert status == 0
-    assert make_point.calls() == ["model", "x", "x"]
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_dependencies_that_differ_between_trials_need_different_names(
+    make_point, tmp_path, is_shared
+):
+    module = Objective(make_point)
 
+    def get_trial(args, trial):
+        rate = str(trial.suggest_float("rate", 0.0, 1.0))
+        return make_point("x", rate, make_point("model", "" if is_shared else rate))
 
-def test_dependencies_that_differ_between_trials_need_different_names(make_point, tmp_path):
+    module.get_trial = get_trial
+    if is_shared:
+        assert run_sweep([], tmp_path, module=module, trials=2)[0] == 0
+        assert make_point.calls() == ["model", "x", "x"]
+        return
     with pytest.raises(UserError, match=r"get_trial: .*'model'"):
-        run_sweep([], tmp_path, module=TwoPoints(make_point, False), trials=2)
+        run_sweep([], tmp_path, module=module, trials=2)
     assert make_point.calls() == ["model", "x"]
 
 
