@@ -309,7 +309,7 @@ def test_estimate_resolves_auto_attention(capsys):
     assert temporaries == pytest.approx(expected)
 
 
-LARGE = {"layers": 48, "hidden": 4096, "heads": 32, "feed_forward": 16384}
+LARGE = {"layers": 2, "hidden": 16384, "heads": 128, "feed_forward": 65536}
 
 
 @pytest.mark.parametrize(
