@@ -579,6 +579,7 @@ SHORT = {
     "sky": "--on sky " + shlex.join(flags("sky")),
     "tpu-vm": "--on tpu-vm --zone=z",
     "token": "hf_" + "a" * 34,
+    "home": os.path.expanduser("~"),
 }
 
 
@@ -590,6 +591,7 @@ SHORT = {
         ("-- {pretrain} /w", "--on ENGINE"),
         ("pause one", "status, logs or stop"),
         ("status one --on local", "no options"),
+        ("stop one --keep", "no options"),
         ("logs none", "no job none"),
         ("--on local --env A -- {pretrain} /w", "--env A"),
         ("--on local --env=A={token} -- {pretrain} /w", "--env A looks like a credential"),
@@ -608,6 +610,7 @@ SHORT = {
         ("{tpu-vm} --accelerator=v5e-16 -- {pretrain} runs/one", "runs/one would be lost"),
         ("{gke} --accelerator=v5e:4x4 -- {pretrain} /tmp/run", "/tmp/run would be lost"),
         ("--on sky -- {prepare} rows", "rows would be lost"),
+        ("--on sky -- {prepare} {home}/rows", "/rows would be lost"),
         ("{sky} -- {mini} --rows=configs --workdir=gs://b/r", "configs is on this machine"),
         ("{sky} -- {pretrain} gs://b/r --teacher=configs", "configs is on this machine"),
         ("{sky} -- {table} --config.task.labels=configs/glue.py", "configs/glue.py is on this"),
@@ -619,16 +622,20 @@ SHORT = {
         ("{tpu-vm} --accelerator=v99-8 -- {pretrain} /w", "accelerator type"),
         ("{tpu-vm} --accelerator=tpu7x:2x2x1 -- {pretrain} /w", "choose from v4, v5e, v5p, v6e"),
         ("{gke} -- {pretrain} gs://b/r", "--accelerator for pretrain"),
+        ("{gke} -- {finetune} gs://b/r", "--accelerator for finetune"),
         # Verbs that run in one process
         ("{tpu-vm} --accelerator=v5e-16 -- {prepare} gs://b/rows", "prepare runs in one"),
+        ("{gke} --accelerator=v5e:4x4 -- {prepare} gs://b/rows", "on CPUs; remove it"),
         ("--on slurm --nodes=2 -- {prepare} /s/rows", "prepare runs on one machine"),
         ("--on local --processes=2 -- {prepare} /s/rows", "prepare runs in one process"),
         ("{tpu-vm} --accelerator=v5e:4x4 -- {finetune} gs://b/r", "of at most 8 chips"),
         ("{tpu-vm} --accelerator=v4:2x2x2 -- {finetune} gs://b/r", "of at most 4 chips"),
+        ("{tpu-vm} --accelerator=v5e:2x2,slices=2 -- {finetune} gs://b/r", "one machine"),
         ("--on sky --accelerator=tpu-v5e-16 -- {finetune} gs://b/r", "finetune runs on one"),
         ("{gke} --accelerator=v5e:4x4 -- {finetune} gs://b/r", "finetune runs on one machine"),
         ("{sky} -- {sweep} --runs=/s", "`bert-jax sweep --on sky`"),
         ("--on slurm -- {sweep} --runs=gs://b/runs", "--runs gs://b/runs"),
+        ("--on slurm -- {sweep} --data=s3://b/data", "--data s3://b/data"),
     ],
 )
 def test_user_errors_are_one_line(arguments, key, capsys):

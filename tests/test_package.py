@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from bert_jax import __version__, cli
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -44,8 +46,6 @@ def test_wheel_pretrains_in_an_empty_folder(tmp_path):
 
 
 def test_version_option_prints_versions(capsys):
-    from bert_jax import __version__, cli
-
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert not stopped.value.code
@@ -61,8 +61,6 @@ def test_version_option_prints_versions(capsys):
     ],
 )
 def test_command_line_error_is_one_line(capsys, arguments, message):
-    from bert_jax import cli
-
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2

@@ -14,7 +14,7 @@ from tests.helpers.examples import RandomExamples, plans, random_examples
 from tests.helpers.runs import VOCABULARY
 
 
-@pytest.mark.parametrize("head", ["sequence", "choice", "token"])
+@pytest.mark.parametrize("head", ["sequence", "choice", "token", "span"])
 def test_batch_contains_exactly_its_examples(head):
     dataset = RandomExamples(head)
     examples = dataset.splits["train"]

@@ -147,6 +147,7 @@ def test_convolution_flops_exclude_padding(left, right, result, attributes, flop
     [
         ("v5e:4x4", 2 * 15 / 16 / (2 * 50)),  # a mesh: a corner has two links
         ("v5e:16x16", 2 * 255 / 256 / (4 * 50)),  # a torus: four links
+        ("v5p:4x4x4", 2 * 63 / 64 / (6 * 100)),
         ("v5p:2x2x1", 2 * 3 / 4 / (2 * 100)),
         ("v4:2x2x4", 2 * 15 / 16 / (3 * 50)),  # the long axis wraps around only if all do
         ("v5e:16x16,slices=2", 2 * 255 / 256 / (4 * 50) + 1 / 256 / 3.125),
@@ -307,6 +308,19 @@ def test_estimate_resolves_auto_attention(capsys):
     scores = 256 / 8 * 2 * 2 * 128**2
     expected = [temporaries[2] + size * scores for size in (5, 4, 0)]
     assert temporaries == pytest.approx(expected)
+
+
+def test_estimate_for_causal_models(capsys):
+    def estimate(*arguments):
+        options = ["--topology", "h100:8", "--json", "--config.model.next_sentence=false"]
+        (phase,) = json.loads(run(capsys, *options, *arguments)[1])["phases"]
+        return phase["flops"]["formula"], phase["memory"]["temporaries"]
+
+    (flops, memory), (more, larger) = estimate(), estimate("--config.model.causal=true")
+    # 127 predictions per row instead of 19, for 256 rows on 8 chips.
+    a_prediction = 3 * 2 * 128 * (30_522 + 128)
+    assert more - flops == pytest.approx(256 / 8 * (127 - 19) * a_prediction)
+    assert larger - memory == pytest.approx(256 / 8 * (127 - 19) * 8 * 30_522)
 
 
 LARGE = {"layers": 2, "hidden": 16384, "heads": 128, "feed_forward": 65536}

@@ -24,6 +24,7 @@ def line(score, seed=0, **facts):
     return {**result, **own}
 
 
+KEYS = ("scale", "facts", "digest", "metrics", "command")
 LOWEST = {1: 0.5, 2: 0.8, 4: 0.51, 6: 0.518}  # of three seeds, by size
 RESULTS = [
     *(line(low + 0.01 * i, i, size=size) for size, low in LOWEST.items() for i in range(3)),
@@ -115,12 +116,12 @@ def test_truncated_and_outdated_result_lines(write_sweep_file, capsys):
     results.path.write_text(whole)
     results.add([line(0.6, 1, size=1)])
     assert results.read() == [line(0.5, size=1), line(0.6, 1, size=1)]
-    old = {k: v for k, v in line(0.5, size=1).items() if k != "facts"}
+    without = ({k: v for k, v in line(0.5).items() if k != key} for key in KEYS)
     for wrong, expected in (
         (whole[:40] + "\n" + whole, "line 1 "),
         (whole + "\n" + whole[:40] + "\n", "line 2 "),
         (f"{whole}\n[1]\n", "line 2 has no 'point'"),
-        (json.dumps(old), "no 'facts'"),
+        *((json.dumps(old), f"no {key!r}") for key, old in zip(KEYS, without, strict=True)),
         (json.dumps({**line(0.5, size=1), "step": 7}), "no 'real_tokens'"),
     ):
         results.path.write_text(wrong + "\n")

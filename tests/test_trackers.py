@@ -185,3 +185,4 @@ def test_hyperparameters_are_written_to_tensorboard(tmp_path):
     assert start.hparams["model"].string_value == "L12-H768-A12"
     experiment = metadata.parse_experiment_plugin_data(contents["_hparams_/experiment"])
     assert [x.name.tag for x in experiment.metric_infos] == ["heldout/masked_lm_loss"]
+    assert events.Scalars("heldout/masked_lm_loss")[0].value == 5.0
