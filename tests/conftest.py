@@ -67,17 +67,25 @@ def has_gpu():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run the slowest files first, mark tests by their fixtures, and skip tests that cannot run."""
+    """Run the slowest files first, and leave out tests that cannot run or run only every night.
+
+    Nightly tests run if the option -m names their mark, as in `-m nightly`.
+    """
 
     def place(item):
         name = item.path.stem.removeprefix("test_")
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
-    if config.getoption("quick"):
-        left_out = [item for item in items if place(item) < len(LONGEST)]
-        items[:] = items[len(left_out) :]
-        config.hook.pytest_deselected(items=left_out)
+    runs_nightly, is_quick = "nightly" in config.getoption("markexpr"), config.getoption("quick")
+    left_out = [
+        item
+        for item in items
+        if (is_quick and place(item) < len(LONGEST))
+        or (not runs_nightly and item.get_closest_marker("nightly"))
+    ]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
     for item in items:
         if "shared_data" in item.fixturenames:
             item.add_marker("data")
@@ -220,7 +228,10 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def single_device_meshes():
-    """Give meshes without explicit settings one device, because eight are slow on two cores."""
+    """Give meshes without explicit settings one device, because eight are slow on two cores.
+
+    The value is `make_mesh` itself, for tests of the default mesh.
+    """
     import jax
 
     from bert_jax.config.schema import MeshConfig
@@ -235,4 +246,4 @@ def single_device_meshes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "make_mesh", make)
-        yield
+        yield make_mesh

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing.util import Finalize
 
 # Modules that are imported lazily.
 PRELOAD = (
@@ -154,19 +155,21 @@ class _Child:
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
-        try:
-            if self.what == "-c":
-                code, *arguments = self.arguments
-                sys.argv = ["-c", *arguments]
-                exec(code, {"__name__": "__main__"})
-            elif self.what == "-m":
-                sys.argv = self.arguments
-                runpy.run_module(self.arguments[0], run_name="__main__", alter_sys=True)
-            else:
-                sys.argv = [self.what, *self.arguments]
-                sys.path.insert(0, os.path.dirname(os.path.abspath(self.what)))
-                runpy.run_path(self.what, run_name="__main__")
-        finally:
-            threading._shutdown()
-            atexit._run_exitfuncs()  # multiprocessing does not run them
-            sys.stdout.flush()
+        atexit.register = _at_exit
+        if self.what == "-c":
+            code, *arguments = self.arguments
+            sys.argv = ["-c", *arguments]
+            exec(code, {"__name__": "__main__"})
+        elif self.what == "-m":
+            sys.argv = self.arguments
+            runpy.run_module(self.arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [self.what, *self.arguments]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(self.what)))
+            runpy.run_path(self.what, run_name="__main__")
+
+
+def _at_exit(function, *arguments, **options):
+    """Replace `atexit.register`, whose functions a child of multiprocessing does not call."""
+    Finalize(None, function, arguments, options, exitpriority=0)
+    return function
