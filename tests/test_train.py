@@ -6,30 +6,29 @@ import gc
 import json
 import os
 import random
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import types
-from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from bert_jax import cli
+from bert_jax import train as train_lib
 from bert_jax.config.flags import load
-from bert_jax.config.schema import Config, MeshConfig, OptimConfig, PhaseConfig
-from bert_jax.data import wordpiece
+from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
+from bert_jax.data import prepare, wordpiece
 from bert_jax.data.wordpiece import Vocabulary
 from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
-from bert_jax.objectives.base import Phase
 from bert_jax.runs import checkpoint, workdir
 from bert_jax.runtime import device, sharding
-from bert_jax.runtime.progress import Progress
-from bert_jax.training import evaluate, log, optim
+from bert_jax.runtime.signals import Interrupted
+from bert_jax.storage import files
+from bert_jax.training import evaluate, optim
 from bert_jax.training import step as step_lib
 from tests.helpers import processes
 from tests.helpers.runs import (
@@ -40,20 +39,16 @@ from tests.helpers.runs import (
     command,
     pretrain,
     refused,
+    train_here,
 )
 
-PHASES = (
-    "steps=160",
-    "phases[0].fraction=0.75",
-    "phases[1].fraction=0.25",
-    "phases[1].batch_size=4",
-)
+PHASES = ("phases[0].fraction=0.75", "phases[1].fraction=0.25", "phases[1].batch_size=4")
 
 
 @pytest.mark.slow
 def test_killed_run_resumes_bitwise_identical(tmp_path, rows):
     both, options = [rows(32, 3), rows(64, 4)], {"phases": ",32,64"}
-    changes = (*PHASES, "checkpoint.every_steps=7", "accumulation=2")
+    changes = ("steps=160", *PHASES, "checkpoint.every_steps=7", "accumulation=2")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = pretrain(whole, both, *changes, **options)
     assert done.returncode == 0, done.stderr
@@ -78,25 +73,41 @@ def test_killed_run_resumes_bitwise_identical(tmp_path, rows):
     assert_same_run(broken, whole)
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_resumes(tmp_path, rows):
-    changes = ("steps=150", "checkpoint.every_steps=1000")
+def test_sigterm_saves_and_the_same_command_resumes(tmp_path, rows, monkeypatch):
+    changes, compiled = ("steps=30", "checkpoint.every_steps=1000"), {}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert pretrain(whole, [rows()], *changes).returncode == 0
-    process = processes.Process(command(stopped, [rows()], *changes), env=ONE_DEVICE)
-    path = stopped / "metrics.jsonl"
-    while not path.exists() or len(path.read_bytes().splitlines()) < 3:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.005)
-    process.terminate()
-    _, result = process.communicate(timeout=120)
-    assert process.returncode == cli.EXIT_INTERRUPTED, result
-    step = int(re.search(r"saved step (\d+)", result)[1])
-    assert 0 < step < 150
-    again = pretrain(stopped, [rows()], *changes)
-    assert again.returncode == 0, again.stderr
-    assert f"resuming at step {step} of 150" in again.stderr
+    train_here(whole, rows, *changes, compiled=compiled)
+    batches, shard_batch = [], train_lib.shard_batch
+
+    def signal_at_step_12(batch, mesh):
+        batches.append(batch)
+        if len(batches) == 12:
+            signal.raise_signal(signal.SIGTERM)
+        return shard_batch(batch, mesh)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_lib, "shard_batch", signal_at_step_12)
+        with pytest.raises(Interrupted, match="saved step 12 of 30"):
+            train_here(stopped, rows, *changes, compiled=compiled)
+    train_here(stopped, rows, *changes, compiled=compiled)
     assert_same_run(stopped, whole)
+    text = (stopped / "log.txt").read_text()
+    assert "resuming at step 12 of 30" in text
+    # Metrics of the rest of a window are not shown as those of a step.
+    assert "step 1: " in text
+    assert "step 13: " not in text
+
+
+def test_default_mesh_has_all_devices(tmp_path, rows, single_device_meshes, monkeypatch):
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    train_here(one, rows, "steps=5")
+    monkeypatch.setattr(sharding, "make_mesh", single_device_meshes)
+    train_here(eight, rows, "steps=5")
+    (start,) = workdir.read_lines(eight / "starts.jsonl")
+    assert start["mesh"] == {"data": 8, "fsdp": 1, "tensor": 1}
+    results = (workdir.read_lines(folder / "metrics.jsonl") for folder in (one, eight))
+    for a, b in zip(*results, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
 
 
 # Writes a line longer than a pipe's buffer, which blocks until the test reads it.
@@ -125,28 +136,24 @@ def test_sigterm_during_a_blocked_write_is_handled():
 
 @pytest.mark.slow
 def test_second_signal_exits_at_once_and_keeps_checkpoints(tmp_path, rows):
-    changes = ("steps=150", "checkpoint.every_steps=40")
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert pretrain(whole, [rows()], *changes).returncode == 0
-    slow = command(stopped, [rows()], *changes)
+    folder = tmp_path / "run"
+    slow = command(folder, [rows()], "steps=150", "checkpoint.every_steps=40")
     # From the second save on, a save takes longer than the test waits.
     slow[2] = (
-        "import time; from bert_jax import checkpoint; seal, saves = checkpoint.seal, []; "
+        "import time; from bert_jax.runs import checkpoint; seal, saves = checkpoint.seal, []; "
         "checkpoint.seal = lambda *a: (saves.append(time.sleep(600 * len(saves))), seal(*a)); "
     ) + slow[2]
     process = processes.Process(slow, env=ONE_DEVICE)
-    while not (stopped / "checkpoints" / "40").exists():
+    while not (folder / "checkpoints" / "40").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    while "repeat the signal to stop without saving" not in (line := process.stderr.readline()):
+    while "repeat the signal" not in (line := process.stderr.readline()):
         assert line
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 128 + signal.SIGINT
-    again = pretrain(stopped, [rows()], *changes)
-    assert again.returncode == 0, again.stderr
-    assert "resuming at step 40 of 150" in again.stderr
-    assert_same_run(stopped, whole)
+    checkpoint.move_damaged(folder)  # as a run that resumes
+    assert checkpoint.load_model(folder, "latest")[3] == 40
 
 
 def run_steps(config, phase, devices, steps):
@@ -161,10 +168,9 @@ def run_steps(config, phase, devices, steps):
 
 
 LAYOUTS = [
-    (8, MeshConfig()),
-    (8, MeshConfig(data=1, fsdp=8)),
-    (8, MeshConfig(data=4, tensor=2)),
-    (8, MeshConfig(data=2, fsdp=2, tensor=2)),
+    MeshConfig(),
+    MeshConfig(data=1, fsdp=8),
+    MeshConfig(data=2, fsdp=2, tensor=2),
 ]
 
 
@@ -179,15 +185,14 @@ def prepared(rows):
 
 @pytest.fixture(scope="module")
 def on_one_device(prepared):
-    return run_steps(*prepared, jax.devices()[:1], 20)
+    return run_steps(*prepared, jax.devices()[:1], 8)
 
 
-@pytest.mark.parametrize(("count", "mesh"), LAYOUTS)
-def test_results_are_independent_of_the_device_layout(prepared, on_one_device, count, mesh):
+@pytest.mark.parametrize("mesh", LAYOUTS)
+def test_results_are_independent_of_the_device_layout(prepared, on_one_device, mesh):
     config, phase = prepared
     one, expected = on_one_device
-    config = dataclasses.replace(config, mesh=mesh)
-    many, result = run_steps(config, phase, jax.devices()[:count], 20)
+    many, result = run_steps(dataclasses.replace(config, mesh=mesh), phase, jax.devices(), 8)
     for a, b in zip(result, expected, strict=True):
         # The fraction of tokens that are not padding is exact.
         assert a["real_fraction"] == b["real_fraction"]
@@ -201,14 +206,13 @@ def test_other_optimizers_match_on_a_mesh_and_restore(prepared, tmp_path, optimi
     """A mesh gives the same parameters; a checkpoint holds their average and restores bitwise."""
     config, phase = prepared
     changed = dataclasses.replace(config.optim, optimizer=optimizer, average_decay=0.5)
-    config = dataclasses.replace(config, optim=changed)
-    one, _ = run_steps(config, phase, jax.devices()[:1], 3)
-    config = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    many, _ = run_steps(config, phase, jax.devices(), 3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), many, one)
-
-    mesh = sharding.make_mesh(config.mesh)
-    init, shapes = step_lib.initial_state(config, phase, mesh)
+    one = dataclasses.replace(config, optim=changed)
+    many = dataclasses.replace(one, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    results = run_steps(one, phase, jax.devices()[:1], 3), run_steps(many, phase, jax.devices(), 3)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), *(r[0] for r in results)
+    )
+    init, shapes = step_lib.initial_state(many, phase, sharding.make_mesh(many.mesh))
     state = init(jax.numpy.uint32(0))
     state = state._replace(params=jax.tree.map(lambda x: x + 1, state.params))
     checkpoints = checkpoint.Checkpoints(tmp_path / "checkpoints", config.checkpoint)
@@ -223,25 +227,20 @@ def test_other_optimizers_match_on_a_mesh_and_restore(prepared, tmp_path, optimi
 @pytest.mark.slow
 def test_checkpoint_restores_across_device_layouts(prepared, tmp_path):
     config, phase = prepared
-    shapes = []
-    for count, mesh in LAYOUTS:
-        mesh = sharding.make_mesh(mesh, jax.devices()[:count])
-        init, abstract = step_lib.initial_state(config, phase, mesh)
-        shapes.append((init, abstract))
-    for i, (init, _) in enumerate(shapes):
+    meshes = [sharding.make_mesh(mesh, jax.devices()) for mesh in LAYOUTS]
+    meshes.append(sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
+    states = [step_lib.initial_state(config, phase, mesh) for mesh in meshes]
+    for i, (init, _) in enumerate(states):
         state = init(jax.numpy.uint32(i))
         folder = checkpoint.Checkpoints(tmp_path / str(i), config.checkpoint)
         folder.save(1, state.params, {"optimizer": state.optimizer})
-        for _, there in shapes:
-            result = folder.restore(1, there.params, {"optimizer": there.optimizer})
-            placed = jax.tree.map(lambda x: x.sharding, result)
-            expected = (there.params, {"optimizer": there.optimizer})
-            assert placed == jax.tree.map(lambda x: x.sharding, expected)
-            jax.tree.map(
-                np.testing.assert_array_equal,
-                result,
-                (state.params, {"optimizer": state.optimizer}),
-            )
+        there = states[i - 1][1]
+        result = folder.restore(1, there.params, {"optimizer": there.optimizer})
+        expected = (there.params, {"optimizer": there.optimizer})
+        placed = jax.tree.map(lambda x: x.sharding, result)
+        assert placed == jax.tree.map(lambda x: x.sharding, expected)
+        saved = (state.params, {"optimizer": state.optimizer})
+        jax.tree.map(np.testing.assert_array_equal, result, saved)
         folder.close()
 
 
@@ -275,69 +274,84 @@ def test_accumulation_equals_the_whole_batch(rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, params_4)
 
 
-def test_end_to_end_run_learns_and_writes_its_outputs(tmp_path, rows, capsys):
-    folder, text = tmp_path / "run", "The king [MASK] the [MASK]."
-    done = pretrain(
-        folder,
-        [rows()],
-        f"sample_texts=A [MASK].|{text}",
-        "steps=300",
-        "evaluate_every_steps=100",
-        "checkpoint.every_steps=100",
-        "optim.learning_rate=5e-3",
-        "optim.average_decay=0.99",
-        "checkpoint.keep_last=1",
-    )
+TEXT = "The king [MASK] the [MASK]."
+END_TO_END = (
+    *("steps=302", "evaluate_every_steps=100", "checkpoint.every_steps=100"),
+    *("optim.learning_rate=5e-3", "optim.average_decay=0.99", "checkpoint.keep_last=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(rows, tmp_path_factory):
+    """The workdir of a run of the command line, which no test changes."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    done = pretrain(folder, [rows()], f"sample_texts=A [MASK].|{TEXT}", *END_TO_END)
     assert done.returncode == 0, done.stderr
-    lines = workdir.read_lines(folder / "metrics.jsonl")
+    return folder
+
+
+def test_end_to_end_run_learns_and_writes_its_outputs(finished, rows):
+    lines = workdir.read_lines(finished / "metrics.jsonl")
     train = [line for line in lines if line["split"] == "train"]
     heldout = [line for line in lines if line["split"] == "heldout"]
-    assert [line["step"] for line in train] == list(range(5, 301, 5))
-    assert [line["step"] for line in heldout] == [100, 200, 300]
-    assert heldout[-1]["masked_lm_loss"] < 0.6 * train[0]["masked_lm_loss"]
-    assert heldout[-1]["masked_lm_perplexity"] == pytest.approx(
-        np.exp(heldout[-1]["masked_lm_loss"])
-    )
+    assert [line["step"] for line in train] == [*range(5, 301, 5), 302]
+    assert [line["step"] for line in heldout] == [100, 200, 300, 302]
+    last = heldout[-1]
+    assert last["masked_lm_loss"] < 0.6 * train[0]["masked_lm_loss"]
+    assert last["masked_lm_perplexity"] == pytest.approx(np.exp(last["masked_lm_loss"]))
     assert 0.5 < train[0]["real_fraction"] <= 1
-    assert train[0]["learning_rate"] == pytest.approx(5e-3 * 4 / 5)
-    start = workdir.read_lines(folder / "starts.jsonl")[0]
+    config = workdir.read_config(finished)
+    last_steps = np.array([line["step"] - 1 for line in train])
+    rates = optim.schedule(config.optim, config.steps)(last_steps)
+    np.testing.assert_allclose([line["learning_rate"] for line in train], rates, rtol=1e-6)
+    assert config.model.vocab_size == 150
+    start = workdir.read_lines(finished / "starts.jsonl")[0]
     assert {"command", "commit", "versions", "devices", "step"} <= set(start)
-    assert workdir.read_config(folder).model.vocab_size == 150
-    assert list((folder / "tensorboard").iterdir())
+    assert list((finished / "tensorboard").iterdir())
     best = min(heldout, key=lambda line: line["masked_lm_loss"])["step"]
-    kept = {int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()}
-    assert kept == {best, 300}
-    capsys.readouterr()
+    kept = {int(p.name) for p in (finished / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {best, 302}
+    # A finished run changes nothing.
+    argv = ["pretrain", *arguments(*END_TO_END), "--rows", rows(), "--workdir", finished]
+    assert cli.main([str(argument) for argument in argv]) == 0
+    assert workdir.read_lines(finished / "metrics.jsonl") == lines
 
-    samples = workdir.read_lines(folder / "samples.jsonl")
-    assert [(line["step"], line["text"]) for line in samples[::2]] == [(step, "A [MASK].") for step in (100, 200, 300)]  # fmt: skip
-    fill = ["fill-mask", "--workdir", str(folder), "--checkpoint", "latest", "--json", text]
-    assert cli.main(fill) == 0
-    answer = json.loads(capsys.readouterr().out)
-    for mask, sampled in zip(answer["masks"], samples[-1]["masks"], strict=True):
-        assert [c["token"] for c in mask] == [c["token"] for c in sampled]
-        output = [c["probability"] for c in sampled]
-        assert [c["probability"] for c in mask] == pytest.approx(output, rel=1e-4)
-    assert [len(mask) for mask in answer["masks"]] == [5, 5]
-    # The corpus grammar allows few words at either mask.
-    assert answer["masks"][0][0]["probability"] > 0.05
-    assert cli.main(["evaluate", "--workdir", str(folder), "--checkpoint", "latest", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["masked_lm_loss"] == pytest.approx(heldout[-1]["masked_lm_loss"], rel=1e-5)
-    assert cli.main(["report", str(folder), "--out", str(tmp_path / "curve.png")]) == 0
+
+def test_finished_run_fills_masks_is_evaluated_and_reported(finished, tmp_path, capsys):
+    def run(verb, *options):
+        capsys.readouterr()
+        assert cli.main([verb, *map(str, options)]) == 0
+        return capsys.readouterr().out
+
+    newest = ("--workdir", finished, "--checkpoint", "latest", "--json")
+    samples = workdir.read_lines(finished / "samples.jsonl")
+    sampled = [(line["step"], line["text"]) for line in samples[::2]]
+    assert sampled == [(step, "A [MASK].") for step in (100, 200, 300, 302)]
+    masks = json.loads(run("fill-mask", *newest, TEXT))["masks"]
+    for ours, theirs in zip(masks, samples[-1]["masks"], strict=True):
+        assert [c["token"] for c in ours] == [c["token"] for c in theirs]
+        expected = [c["probability"] for c in theirs]
+        assert [c["probability"] for c in ours] == pytest.approx(expected, rel=1e-4)
+    assert [len(mask) for mask in masks] == [5, 5]
+    assert masks[0][0]["probability"] > 0.05  # the grammar allows few words at either mask
+    last = workdir.read_lines(finished / "metrics.jsonl")[-1]
+    again = json.loads(run("evaluate", *newest))
+    assert again["masked_lm_loss"] == pytest.approx(last["masked_lm_loss"], rel=1e-5)
+    run("report", finished, "--out", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    finished = pretrain(
-        folder,
-        [rows()],
-        "steps=300",
-        "evaluate_every_steps=100",
-        "checkpoint.every_steps=100",
-        "optim.learning_rate=5e-3",
-        "optim.average_decay=0.99",
-        "checkpoint.keep_last=1",
-    )
-    assert finished.returncode == 0
-    assert len(workdir.read_lines(folder / "metrics.jsonl")) == len(lines)
+
+
+def test_workdir_rejects_a_changed_config(finished, tmp_path, rows, capsys):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    before = (folder / "metrics.jsonl").read_bytes()
+    run = ("pretrain", "--rows", rows(), "--workdir", folder)
+    changed = arguments(*END_TO_END, "steps=310", "seed=1")
+    result = refused(capsys, *run, *changed)
+    assert "steps: was 302, is now 310" in result
+    assert "seed: was 0, is now 1" in result
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert cli.main([*map(str, run), *changed, "--resume=force"]) == 0
+    assert workdir.read_lines(folder / "metrics.jsonl")[-1]["step"] == 310
 
     output = json.loads((folder / "config.json").read_text())
     output["config"]["model"]["attention"] = "splash"
@@ -345,100 +359,45 @@ def test_end_to_end_run_learns_and_writes_its_outputs(tmp_path, rows, capsys):
     assert checkpoint.load_model(folder)[0].model.attention == "xla", "trained on a TPU, used here"
 
 
-def test_logging_runs_nothing_on_the_device(tmp_path, monkeypatch):
-    """Any computation on the device would queue behind the training steps in flight."""
-    rates = OptimConfig(learning_rate=1e-3, warmup_steps=4)
-    config = Config(steps=8, log_every_steps=3, optim=rates)
-    asked = []
-
-    def schedule(*about):
-        rate = optim.schedule(*about)
-        return lambda step: asked.append(step) or rate(step)
-
-    monkeypatch.setattr(log, "optim", types.SimpleNamespace(schedule=schedule))
-    task = types.SimpleNamespace(summarize=dict, describe=lambda summary: "", flops_per_row=1)
-    phase = mock.Mock(spec=Phase, objective=task, batch_size=2, tokens=8)
-    with (
-        Progress("train", 8, "steps") as progress,
-        log.Log(tmp_path, 0, config, sharding.make_mesh(MeshConfig()), progress) as written,
-    ):
-        written.begin(phase, 0)
-        before = len(asked)
-        for step in (3, 6, 8):
-            written.training(step, {"real_fraction": (np.float32(6), np.float32(8))})
-    assert len(asked) == before
-    lines = workdir.read_lines(tmp_path / "metrics.jsonl")
-    results = [line["learning_rate"] for line in lines]
-    # Rates of each line's last step (2, 5 and 7): warmup, then decay counted from step 0.
-    expected = [5e-4, 3.75e-4, 1.25e-4]
-    assert results == pytest.approx(expected, rel=1e-6)
-
-
-def test_causal_model_learns_evaluates_and_exports(tmp_path, rows, capsys):
+def test_causal_model_learns_and_exports(tmp_path, rows, capsys):
     folder, changes = tmp_path / "run", ("model.causal=true", "model.next_sentence=false")
-    changes += ("steps=60", "evaluate_every_steps=30", "checkpoint.every_steps=30")
+    changes += ("steps=40", "evaluate_every_steps=20", "checkpoint.every_steps=20")
     argv = ["pretrain", *arguments(*changes, "optim.learning_rate=5e-3"), "--rows", str(rows())]
+    argv += ["--workdir", str(folder), "--json"]
     capsys.readouterr()  # what preparing the rows printed
-    assert cli.main([*argv, "--workdir", str(folder), "--json"]) == 0
-    printed = capsys.readouterr()
-    assert "held-out next token " in printed.err
-    assert "held-out next token " in (folder / "log.txt").read_text()
+    assert cli.main(argv) == 0
+    *result, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     lines = workdir.read_lines(folder / "metrics.jsonl")
-    *result, end = [json.loads(line) for line in printed.out.splitlines()]
     assert [line for line in result if line["split"] != "speed"] == lines
-    assert end["split"] == "end"
-    assert (end["best_step"], end["best"]) == (60, lines[-1]["loss"])
-    assert end["checkpoint"] == str(folder / "checkpoints" / "60")
+    first, *_, last = lines
+    assert (end["split"], end["best_step"], end["best"]) == ("end", 40, last["loss"])
+    assert end["checkpoint"] == str(folder / "checkpoints" / "40")
     # A finished run only tells its result again.
-    assert cli.main([*argv, "--workdir", str(folder), "--json"]) == 0
+    assert cli.main(argv) == 0
     assert json.loads(capsys.readouterr().out) == {**end, "seconds": 0.0}
     assert not [name for line in lines for name in line if "masked" in name]
-    first, *_, last = lines
-    assert last["split"] == "heldout"
-    assert last["next_token_loss"] == last["loss"] < 0.8 * first["next_token_loss"]
+    assert last["next_token_loss"] == last["loss"] < 0.9 * first["next_token_loss"]
     assert last["next_token_perplexity"] == pytest.approx(np.exp(last["loss"]))
     assert 0.1 < last["next_token_accuracy"] < 1
     best = {"best_by": "next_token_loss", "highest": False, "since": 0}
     assert workdir.read_best_by(folder) == best
-    evaluate_again = ["evaluate", "--workdir", str(folder), "--checkpoint", "latest", "--json"]
-    assert cli.main(evaluate_again) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["next_token_loss"] == pytest.approx(last["next_token_loss"], rel=1e-5)
-    assert cli.main(["report", str(folder), "--out", str(tmp_path / "curve.png")]) == 0
-    actual = refused(capsys, "fill-mask", "--workdir", folder, "The king [MASK].")
-    assert "reads from left to right (config.model.causal)" in actual
+    assert "causal" in refused(capsys, "fill-mask", "--workdir", folder, "The king [MASK].")
     assert cli.main(["export", "--workdir", str(folder), "--out", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| next_token_loss |" in card
     assert "`BertLMHeadModel`" in card
 
 
-def test_flops_count_next_token_predictions(rows):
-    """A causal model predicts at every position of a row but the last: P = T - 1."""
-    counts = []
-    for changes in ((), ("model.causal=true",)):
-        config = load(arguments("model.next_sentence=false", *changes))
-        config.phases = (PhaseConfig(rows=str(rows())),)
-        config, _, _, (phase,) = pretraining.make_phases(config)
-        counts.append((phase.objective.masker.predictions, phase.objective.flops_per_row))
-    (masked, flops), (following, more) = counts
-    assert following == 31
-    assert more - flops == 3 * (31 - masked) * 2 * 32 * (150 + 32)
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["optim.lerning_rate=1"], "did you mean config.optim.learning_rate"),
-        (["model.heads=5"], "config.model.heads is 5"),
-        (["batch_size=ten"], "batch_size=ten"),
-        (["model.vocab_size=77"], "a vocabulary of 150, but config.model.vocab_size is 77"),
-        (["model.positions=16", "phases[0].tokens=0"], "T=32, but config.model.positions is 16"),
-        (["phases[0].tokens=64"], "T=32, but config.phases[0].tokens is 64"),
-        (["mesh.data=3"], "does not fit 8 devices"),
-        (["mesh.data=8", "batch_size=12"], "not divisible by 8"),
-        (["model.attention=splash"], "'splash' runs on a tpu only, this is a cpu: set it to 'xla'"),
-        (["model.attention=flash"], "config.model.attention is 'flash': it must be one of 'auto'"),
+        (["optim.lerning_rate=1"], "config.optim.learning_rate"),
+        (["model.vocab_size=77"], "config.model.vocab_size"),
+        (["model.positions=16", "phases[0].tokens=0"], "config.model.positions"),
+        (["phases[0].tokens=64"], "config.phases[0].tokens"),
+        (["mesh.data=3"], "8 devices"),
+        (["mesh.data=8", "batch_size=12"], "config.batch_size"),
+        (["model.attention=splash"], "'splash' runs on a tpu"),
     ],
 )
 def test_invalid_config_is_rejected_before_the_run_starts(
@@ -453,83 +412,38 @@ def test_invalid_config_is_rejected_before_the_run_starts(
 def test_missing_accelerator_is_a_one_line_error(tmp_path, rows):
     done = pretrain(tmp_path / "w", [rows()], "platform=gpu")
     assert done.returncode == cli.EXIT_USER_ERROR
-    assert "config.platform is 'gpu', but JAX finds no such device" in done.stderr.splitlines()[-1]
+    assert "config.platform" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "w").exists()
 
 
-def test_damaged_shard_error_names_the_shard(tmp_path, rows, capsys):
-    import shutil
-
-    for damage, expected in (
-        (lambda data: data[:-100], "truncated or altered"),
-        (lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:], "fails its checksum"),
-    ):
-        folder = tmp_path / expected.split()[0]
-        shutil.copytree(rows(), folder)
-        shard = sorted(folder.glob("train-*"))[0]
-        shard.write_bytes(damage(shard.read_bytes()))
-        run = ("pretrain", *arguments(), "--rows", folder, "--workdir", tmp_path / "w")
-        result = refused(capsys, *run)
-        assert expected in result
-        assert shard.name in result
-    assert not (tmp_path / "w").exists()
-
-
-def test_rows_with_different_vocabularies_are_rejected(tmp_path, rows, corpus, capsys):
-    from bert_jax.data import prepare, wordpiece
-
+def test_damaged_or_mixed_rows_are_rejected(tmp_path, rows, corpus, capsys):
+    run = ("pretrain", *arguments(phases=",32,64"), "--workdir", tmp_path / "w", "--rows")
     wordpiece.train([str(corpus)], str(tmp_path / "v"), size=140)
     other = tmp_path / "rows"
     prepare.prepare([str(corpus)], str(tmp_path / "v"), str(other), tokens=64, workers=1)
-    capsys.readouterr()
-    result = refused(
-        capsys,
-        "pretrain",
-        *arguments(phases=",32,64"),
-        "--rows",
-        rows(),
-        "--rows",
-        other,
-        "--workdir",
-        tmp_path / "w",
-    )
-    assert "vocabulary" in result
+    assert "vocabulary" in refused(capsys, *run, rows(), "--rows", other)
+    shard = sorted(other.glob("train-*"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert str(shard) in refused(capsys, *run, other, "--rows", other)
+    assert not (tmp_path / "w").exists()
 
 
-def test_workdir_rejects_a_changed_config(tmp_path, rows, capsys):
-    folder = tmp_path / "run"
-    assert pretrain(folder, [rows()], "steps=10").returncode == 0
-    run = ("pretrain", "--rows", rows(), "--workdir", folder)
-    before = (folder / "metrics.jsonl").read_bytes()
-    result = refused(capsys, *run, *arguments("steps=20", "seed=1"))
-    assert "steps: was 10, is now 20" in result
-    assert "seed: was 0, is now 1" in result
-    assert (folder / "metrics.jsonl").read_bytes() == before
-    forced = pretrain(folder, [rows()], "steps=20", options=["--resume=force"])
-    assert forced.returncode == 0, forced.stderr
-    assert workdir.read_lines(folder / "metrics.jsonl")[-1]["step"] == 20
-
-
-def test_workdir_in_use_is_rejected(tmp_path, rows):
-    from bert_jax.storage import files
-
-    folder = tmp_path / "run"
-    with files.lock_folder(folder):
-        done = pretrain(folder, [rows()], "steps=10")
-    assert done.returncode == cli.EXIT_USER_ERROR
-    assert f"in use by another process (pid {os.getpid()}" in done.stderr.splitlines()[-1]
+def test_workdir_in_use_is_rejected(tmp_path, rows, capsys):
+    with files.lock_folder(tmp_path):
+        run = ("pretrain", *arguments(), "--rows", rows(), "--workdir", tmp_path)
+        assert f"pid {os.getpid()}" in refused(capsys, *run)
 
 
 def test_missing_run_is_rejected(tmp_path, capsys):
-    assert "holds no run" in refused(capsys, "evaluate", "--workdir", tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text('{"model_type": "bert"}')
-    message = refused(capsys, "evaluate", "--workdir", tmp_path / "hf")
-    assert "hf holds no run: its config.json is not of this project; import" in message
-    assert "no checkpoint: it has no config.json" in refused(
-        capsys, "fill-mask", "--init", tmp_path
-    )
-    assert "holds no run" in refused(capsys, "report", tmp_path)
+    for verb in (
+        ("evaluate", "--workdir", tmp_path),
+        ("evaluate", "--workdir", tmp_path / "hf"),
+        ("report", tmp_path),
+    ):
+        assert "holds no run" in refused(capsys, *verb)
+    assert "config.json" in refused(capsys, "fill-mask", "--init", tmp_path)
 
 
 def test_resumed_run_must_have_the_same_settings_and_teacher(tmp_path):
@@ -539,13 +453,10 @@ def test_resumed_run_must_have_the_same_settings_and_teacher(tmp_path):
     free = dataclasses.replace(config, model=faster, mesh=MeshConfig(fsdp=2))
     workdir.write_or_check_config(tmp_path, free, data, {}, False, VOCABULARY)
     no_dropout = dataclasses.replace(config.model, attention_dropout=0.0)
+    other = dataclasses.replace(config, model=no_dropout)
     for changed, rows, problem in (
-        (
-            dataclasses.replace(config, model=no_dropout),
-            data,
-            r"model\.attention_dropout: was 0\.1",
-        ),
-        (config, [{"digest": "a", "teacher": "u"}], "its teacher had other parameters"),
+        (other, data, r"model\.attention_dropout: was 0\.1"),
+        (config, [{"digest": "a", "teacher": "u"}], "teacher"),
     ):
         with pytest.raises(UserError, match=problem):
             workdir.write_or_check_config(tmp_path, changed, rows, {}, False, VOCABULARY)
@@ -566,23 +477,13 @@ def test_phases_on_the_same_rows_continue_their_epoch(rows):
     assert len(set(read)) == 12
 
 
-def test_config_round_trips_through_a_workdir(tmp_path):
-    config = Config(phases=(PhaseConfig(fraction=0.5), PhaseConfig(fraction=0.5)))
-    workdir.write_or_check_config(
-        tmp_path, config, [{"digest": "a"}, {"digest": "b"}], {}, False, VOCABULARY
-    )
-    assert workdir.read_config(tmp_path) == config
-
-
 @pytest.mark.parametrize(
     ("digests", "fractions", "since"),
     [
-        ("a", (1.0,), 0),
         ("ab", (0.25, 0.75), 26),
         ("aab", (0.25, 0.25, 0.5), 51),
         ("abb", (0.25, 0.25, 0.5), 26),  # such as a larger batch on the same rows
         ("aba", (0.25, 0.25, 0.5), 51),
-        ("aa", (0.25, 0.75), 0),
     ],
 )
 def test_only_metrics_on_the_last_rows_rank_checkpoints(tmp_path, digests, fractions, since):
@@ -607,55 +508,47 @@ def test_changed_vocabulary_is_detected(tmp_path, name, old, new):
     path = tmp_path / name
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(UserError, match="is not the vocabulary that the model was trained with"):
+    with pytest.raises(UserError, match="is not the vocabulary"):
         workdir.read_vocabulary(tmp_path)
 
 
-def test_garbage_collection_is_restored_after_compilation():
-    """It stays disabled if it was disabled before."""
-    assert gc.isenabled()
-    with contextlib.suppress(ZeroDivisionError), device.no_garbage_collection():
-        assert not gc.isenabled()
-        raise ZeroDivisionError
-    assert gc.isenabled()
-    gc.disable()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_restored_after_compilation(enabled):
+    (gc.enable if enabled else gc.disable)()
     try:
-        with device.no_garbage_collection():
+        with contextlib.suppress(ZeroDivisionError), device.no_garbage_collection():
             assert not gc.isenabled()
-        assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
     finally:
         gc.enable()
 
 
 def test_commit_is_dirty_only_after_relevant_changes(tmp_path, monkeypatch):
-    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
-    package, results, page = (tmp_path / name for name in ("package", "results.jsonl", "README.md"))
+    def git(*arguments):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    package, results = tmp_path / "package", tmp_path / "results.jsonl"
     package.mkdir()
-    code = package / "code.py"
-    assert workdir.commit(package) is None  # not a checkout
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    assert workdir.commit(package) is None  # no commits yet
-    code.write_text("1")
+    (package / "code.py").write_text("1")
     results.write_text("1")
-    page.write_text("1")
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
-    short = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    assert workdir.commit(package) is None  # not a checkout
+    git("init", "--quiet")
+    assert workdir.commit(package) is None  # no commits yet
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    short = git("rev-parse", "--short", "HEAD")
     results.write_text("2")
-    page.write_text("2")
-    (tmp_path / "new").write_text("not git's")
+    (tmp_path / "settings.py").write_text("not git's")
     assert workdir.commit(package) == short
     installed = tmp_path / "env" / "site-packages"  # in a checkout, but not a part of it
     installed.mkdir(parents=True)
     assert workdir.commit(installed) is None
-    (tmp_path / "settings.py").write_text("2")
-    subprocess.run([*git, "add", "settings.py"], check=True)
+    git("add", "settings.py")
     assert workdir.commit(package) == f"{short}-dirty"
-    subprocess.run([*git, "reset", "--quiet"], check=True)
-    assert workdir.commit(package) == short
-    code.write_text("2")
+    git("reset", "--quiet")
+    (package / "code.py").write_text("2")
     assert workdir.commit(package) == f"{short}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert workdir.commit(package) is None  # git is not installed
-    (tmp_path / "git").write_text("")
-    assert workdir.commit(package) is None  # git is not executable
