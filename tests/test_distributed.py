@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import signal
@@ -27,68 +26,71 @@ from tests.helpers.runs import (
     ONE_DEVICE,
     command,
     free_port,
-    pretrain,
     start_processes,
+    train_here,
     wait_for_all,
 )
 
-STEPS = ("steps=60", "checkpoint.every_steps=20", "evaluate_every_steps=60", "log_every_steps=5")
+STEPS = (
+    *("steps=100", "checkpoint.every_steps=10", "checkpoint.keep_last=99"),
+    *("evaluate_every_steps=100", "log_every_steps=5"),
+)
 
 
-def lines(folder):
+def wait_for_lines(folder, count, started):
+    """Wait until a run has written `count` lines of metrics."""
     path = folder / "metrics.jsonl"
-    return workdir.read_lines(path) if path.exists() else []
+    while not path.exists() or len(path.read_bytes().splitlines()) < count:
+        assert all(process.poll() is None for process in started), wait_for_all(started)
+        time.sleep(0.01)
+
+
+def saved(folder):
+    return sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_with_different_process_count(tmp_path, rows):
+def test_run_outlives_kills_signals_damage_and_changed_process_counts(tmp_path, rows):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    alone = pretrain(whole, [rows()], *STEPS)
-    assert alone.returncode == 0, alone.stderr
-
     argv = command(parts, [rows()], *STEPS)
-    processes = start_processes(argv, 2, BERT_JAX_LOST_SECONDS="12")
-    while len(lines(parts)) < 6:  # step 30
-        assert all(process.poll() is None for process in processes), wait_for_all(processes)
-        time.sleep(0.01)
-    processes[1].kill()
-    (first, _), (output, _) = wait_for_all(processes)
-    assert first == cli.EXIT_INTERRUPTED, output
+    started = start_processes(argv, 2, BERT_JAX_LOST_SECONDS="12")
+    wait_for_lines(parts, 6, started)  # step 30
+    started[1].kill()
+    (status, _), (output, _) = wait_for_all(started)
+    assert status == cli.EXIT_INTERRUPTED, output
     assert "process 1 of 2 has been silent for" in output
-    assert output.strip().endswith("run the same command to resume")
 
     # Four processes in two slices; the axis "data" has four parts.
-    status, output = wait_for_all(start_processes(argv, 4, MEGASCALE_NUM_SLICES="2"))
-    assert status == [0] * 4, output
-    assert "resuming at step 20 of 60" in output[0]
+    *_, intact, damaged = saved(parts)
+    manifest = parts / "checkpoints" / str(damaged) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[1:])
+    started = start_processes(argv, 4, MEGASCALE_NUM_SLICES="2")
+    wait_for_lines(parts, damaged // 5 + 2, started)
+    started[1].send_signal(signal.SIGTERM)
+    status, output = wait_for_all(started)
+    assert status == [cli.EXIT_INTERRUPTED] * 4, output
+    assert f"moved to {parts}/damaged/{damaged}; resuming from step {intact}" in output[0]
+    assert f"resuming at step {intact} of 100" in output[0]
     assert "4 devices in 2 slices" in output[0]
-    assert "train:" not in "".join(output[1:])  # only process 0 logs
-    for a, b in zip(lines(whole), lines(parts), strict=True):
+    assert not re.search("train:|damaged", "".join(output[1:]))  # only process 0 logs
+    steps = {int(re.search(r"saved step (\d+)", text)[1]) for text in output}
+    assert steps == {saved(parts)[-1]}
+
+    train_here(parts, rows, *STEPS)
+    train_here(whole, rows, *STEPS)
+    starts = workdir.read_lines(parts / "starts.jsonl")
+    assert [(start["processes"], start["step"]) for start in starts] == [
+        (2, 0), (4, intact), (1, *steps)
+    ]  # fmt: skip
+    lines = (workdir.read_lines(folder / "metrics.jsonl") for folder in (whole, parts))
+    for a, b in zip(*lines, strict=True):
         assert a["step"] == b["step"]
         assert a["real_fraction"] == b["real_fraction"]  # same rows, so counts are exact
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
     params, there = (checkpoint.load_model(folder, "latest")[2] for folder in (whole, parts))
     for a, b in zip(*map(jax.tree.leaves, (params, there)), strict=True):
         # Processes sum in another order, and Adam's denominator is near 0 at first.
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5)
-    assert [s["processes"] for s in workdir.read_lines(parts / "starts.jsonl")] == [2, 4]
-
-
-@pytest.mark.slow
-def test_sigterm_to_one_process_saves_same_step_on_all(tmp_path, rows):
-    folder = tmp_path / "w"
-    argv = command(folder, [rows()], "steps=100000", "checkpoint.every_steps=100000")
-    processes = start_processes(argv, 2)
-    while len(lines(folder)) < 2:
-        assert all(process.poll() is None for process in processes), wait_for_all(processes)
-        time.sleep(0.01)
-    processes[1].send_signal(signal.SIGTERM)
-    status, output = wait_for_all(processes)
-    assert status == [cli.EXIT_INTERRUPTED] * 2, output
-    steps = {re.search(r"saved step ([\d,]+)", text)[1] for text in output}
-    assert len(steps) == 1
-    kept = [int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit()]
-    assert kept == [int(steps.pop().replace(",", ""))]
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -97,13 +99,12 @@ def test_nonfinite_loss_stops_all_processes_at_same_step(tmp_path, rows):
     changes = ("optim.learning_rate=1e30", "optim.clip_norm=0", "optim.warmup_steps=0", "steps=60")
     status, output = wait_for_all(start_processes(command(folder, [rows()], *changes), 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, output
-    (line,) = (line for line in workdir.read_lines(folder / "metrics.jsonl") if line["split"] == "stopped")  # fmt: skip
-    step = line["step"]
+    line = workdir.read_lines(folder / "metrics.jsonl")[-1]
+    assert line["split"] == "stopped"
     assert len(line["rows"]) == 8  # the global batch, not one process's part
-    kept = [p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit()]
-    assert kept == [str(step - 1)]
+    assert saved(folder) == [line["step"] - 1]
     for text in output:
-        assert f"bert-jax pretrain: step {step}: non-finite value: loss" in text
+        assert f"step {line['step']}: non-finite value" in text
         assert "Traceback" not in text
 
 
@@ -111,23 +112,22 @@ def test_stuck_step_stops_all_processes(tmp_path):
     """Two processes send heartbeats but make no progress. Both exit and report all steps."""
     code = (
         "import sys, time\n"
-        "from bert_jax import distributed\n"
+        "from bert_jax.runtime import distributed\n"
         "distributed.start()\n"
         "with distributed.Heartbeat() as watch:\n"
         "    watch.step = int(sys.argv[1])\n"
         "    time.sleep(200)\n"
     )
-    processes = start_processes(
+    started = start_processes(
         lambda i: [sys.executable, "-c", code, str(7 - i)],
         2,
         BERT_JAX_LOST_SECONDS="6",
         BERT_JAX_STUCK_SECONDS="3",
     )
-    status, output = wait_for_all(processes)
+    status, output = wait_for_all(started)
     assert status == [cli.EXIT_INTERRUPTED] * 2, output
     for text in output:
-        assert "no step for" in text
-        assert "(processes by step: 0 at 7, 1 at 6); run the same command to resume" in text
+        assert "(processes by step: 0 at 7, 1 at 6)" in text
 
 
 def test_processes_with_different_configs_are_rejected(tmp_path, rows):
@@ -137,35 +137,35 @@ def test_processes_with_different_configs_are_rejected(tmp_path, rows):
     status, output = wait_for_all(start_processes(argv, 2))
     assert status == [cli.EXIT_USER_ERROR] * 2, output
     for text in output:
-        assert "processes 0 and 1 differ (config.optim.learning_rate: 0.001 and 0.002)" in text
+        assert "config.optim.learning_rate: 0.001 and 0.002" in text
     assert not (tmp_path / "w" / "config.json").exists()
 
 
-@pytest.mark.parametrize(("here", "expected"), [(0, "process 0 of 2"), (1, "process 1 of 2")])
-def test_missing_process_times_out_at_startup(here, expected):
-    code = "from bert_jax import distributed; distributed.start()"
+@pytest.mark.parametrize("process", [0, 1])
+def test_missing_process_times_out_at_startup(process):
+    code = "from bert_jax.runtime import distributed; distributed.start()"
     environment = {
         "BERT_JAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "BERT_JAX_PROCESSES": "2",
-        "BERT_JAX_PROCESS": str(here),
+        "BERT_JAX_PROCESS": str(process),
         "BERT_JAX_JOIN_SECONDS": "1",
     }
-    done = processes.run(
-        [sys.executable, "-c", code], env={**ONE_DEVICE, **environment}, timeout=60
-    )
+    argv = [sys.executable, "-c", code]
+    done = processes.run(argv, env={**ONE_DEVICE, **environment}, timeout=60)
     assert done.returncode == cli.EXIT_USER_ERROR
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("bert-jax")]
-    assert f"{expected} waited 1 s for the others (coordinator 127.0.0.1" in line
+    assert f"process {process} of 2" in line
+    assert environment["BERT_JAX_COORDINATOR"] in line
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"PROCESS": "0"}, "BERT_JAX_PROCESS without BERT_JAX_COORDINATOR, BERT_JAX_PROCESSES"),
-        ({"COORDINATOR": "a:1", "PROCESSES": "2", "PROCESS": "2"}, "it must be between 0 and 1"),
-        ({"COORDINATOR": "a:1", "PROCESSES": "x", "PROCESS": "2"}, "must be a number"),
-        ({"COORDINATOR": "a", "PROCESSES": "2", "PROCESS": "1"}, "it must be HOST:PORT"),
-        ({"DISTRIBUTED": "yes"}, "set it to 'auto'"),
+        ({"PROCESS": "0"}, "BERT_JAX_COORDINATOR"),
+        ({"COORDINATOR": "a:1", "PROCESSES": "2", "PROCESS": "2"}, "between 0 and 1"),
+        ({"COORDINATOR": "a:1", "PROCESSES": "x", "PROCESS": "2"}, "BERT_JAX_PROCESSES"),
+        ({"COORDINATOR": "a", "PROCESSES": "2", "PROCESS": "1"}, "HOST:PORT"),
+        ({"DISTRIBUTED": "yes"}, "BERT_JAX_DISTRIBUTED"),
     ],
 )
 def test_incomplete_environment_is_rejected(monkeypatch, environment, expected):
@@ -173,7 +173,7 @@ def test_incomplete_environment_is_rejected(monkeypatch, environment, expected):
         monkeypatch.setenv(f"BERT_JAX_{name}", value)
     before = jax.config.jax_enable_preemption_service
     try:
-        with pytest.raises(UserError, match=re.escape(expected)):
+        with pytest.raises(UserError, match=expected):
             distributed.start()
     finally:
         jax.config.update("jax_enable_preemption_service", before)
@@ -216,7 +216,7 @@ def test_each_process_loads_one_contiguous_row_shard(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     odd = [device(i, min(i // 3, 3)) for i in range(12)]
     mesh = sharding.make_mesh(MeshConfig(6, 1, 2), odd)
-    with pytest.raises(UserError, match="cuts across the 4 processes"):
+    with pytest.raises(UserError, match="4 processes"):
         sharding.process_row_shard(mesh)
 
 
@@ -241,7 +241,7 @@ def test_fsdp_and_tensor_axes_stay_within_a_slice(monkeypatch):
                 assert len({sharding.slice_of(d) for d in part.flat}) == 1
             slices = [sharding.slice_of(d) for d in mesh.devices.flat]
             assert slices == [0] * 8 + [1] * 8
-        with pytest.raises(UserError, match=r"in one of 2 slices of 8: .* from \[1, 2, 4, 8\]"):
+        with pytest.raises(UserError, match=r"2 slices of 8: .*\[1, 2, 4, 8\]"):
             sharding.make_mesh(MeshConfig(1, 16, 1), devices)
     monkeypatch.delenv("MEGASCALE_NUM_SLICES")
     assert {sharding.slice_of(d) for d in virtual} == {0}
@@ -261,5 +261,5 @@ def test_mesh_that_does_not_divide_a_parameter_is_rejected(vocab_size, tensor):
 
 def test_run_identity_covers_config_data_and_versions():
     result = workdir.identity(Config(), [{"digest": "d"}])
-    assert json.loads(json.dumps(result, default=str))["data of phase 0"] == "d"
+    assert result["data of phase 0"] == "d"
     assert {"jax", "config.optim.learning_rate", "commit"} <= set(result)

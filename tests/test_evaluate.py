@@ -14,16 +14,14 @@ from bert_jax.errors import UserError
 from bert_jax.objectives import pretraining
 from bert_jax.runtime import sharding
 from bert_jax.training import evaluate
-from tests.helpers.runs import arguments
+from tests.helpers.runs import arguments, small_phase
 
 ROWS, BATCH = 19, 8
 
 
 def heldout(rows):
     """Return the phase of a small pretraining run, and its held-out batches."""
-    config = load(arguments(f"batch_size={BATCH}", f"evaluate_rows={ROWS}"))
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    _, _, _, (phase,) = pretraining.make_phases(config)
+    _, phase = small_phase(rows, f"batch_size={BATCH}", f"evaluate_rows={ROWS}")
     return phase, list(phase.heldout(0, 1))
 
 
@@ -35,9 +33,7 @@ def test_metrics_are_means_over_all_rows(rows):
         "kernel": np.zeros_like(params["next_sentence"]["kernel"]),
         "bias": np.array([0.7, -1.1], np.float32),
     }
-    result = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))(
-        params
-    )
+    result = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig()))(params)
     labels = np.concatenate([batch["label"][batch["length"] > 0] for batch in batches])
     assert len(batches) == 3
     assert sum((batch["length"] > 0).any(1).sum() for batch in batches) == ROWS
@@ -51,37 +47,28 @@ def test_metrics_are_means_over_all_rows(rows):
 def test_batches_in_parts_have_the_metrics_of_whole_batches(rows):
     phase, _ = heldout(rows)
     params = phase.objective.init(jax.random.key(0))
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = sharding.make_mesh(MeshConfig())
     whole, parts = (evaluate.make_evaluate(phase, mesh, n)(params) for n in (0, 3))
     # Batches of 8 rows are computed 2 at a time; the sums are in another order.
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-def test_rows_of_another_vocabulary_are_refused(monkeypatch, rows):
-    config, other = load(arguments()), types.SimpleNamespace(sha256="", settings={})
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, other, {}, 3))
-    with pytest.raises(UserError, match="prepared with another vocabulary than that of run"):
-        evaluate.evaluate_workdir("run", str(rows()))
-
-
-def test_rows_without_heldout_rows_are_refused(monkeypatch, rows):
-    config = load(arguments())
-    config.phases = (PhaseConfig(rows="rows"),)
-    phase = types.SimpleNamespace(objective=None, tokens=8)
-    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, None, {}, 3))
-    monkeypatch.setattr(pretraining, "make_phases", lambda config: (config, None, [], [phase]))
-    monkeypatch.setattr(evaluate, "make_evaluate", lambda *_: lambda params: {})
-    with pytest.raises(UserError, match="rows has no held-out rows: prepare them with --heldout-"):
-        evaluate.evaluate_workdir("run")
-
-
-def test_imported_checkpoint_needs_rows(monkeypatch):
-    config = load(arguments())
-    config.phases = (PhaseConfig(),)
-    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, None, {}, 0))
-    with pytest.raises(UserError, match="models/base was trained on no rows: add --rows DIR"):
-        evaluate.evaluate_workdir("models/base")
+@pytest.mark.parametrize(
+    ("trained_on", "evaluated_on", "says"),
+    [("small", "small", "another vocabulary"), ("", "", "--rows"), ("empty", "", "--heldout-")],
+)
+def test_unusable_rows_are_refused(monkeypatch, rows, trained_on, evaluated_on, says):
+    """Rows of another vocabulary, no rows, and rows without a held-out split."""
+    config, vocabulary = load(arguments()), types.SimpleNamespace(sha256="", settings={})
+    paths = {"small": str(rows()), "empty": "empty", "": ""}
+    config.phases = (PhaseConfig(rows=paths[trained_on]),)
+    monkeypatch.setattr(evaluate.checkpoint, "load_model", lambda *_: (config, vocabulary, {}, 3))
+    if trained_on == "empty":
+        phase = types.SimpleNamespace(objective=None, tokens=8)
+        monkeypatch.setattr(pretraining, "make_phases", lambda config: (config, None, [], [phase]))
+        monkeypatch.setattr(evaluate, "make_evaluate", lambda *_: lambda params: {})
+    with pytest.raises(UserError, match=says):
+        evaluate.evaluate_workdir("run", paths[evaluated_on])
 
 
 def test_means_with_weights_below_one():
@@ -114,7 +101,7 @@ def test_every_batch_is_masked_differently(rows, monkeypatch):
         return prepare(batch, key)
 
     monkeypatch.setattr(phase.objective, "prepare", recorded)
-    measure = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
+    measure = evaluate.make_evaluate(phase, sharding.make_mesh(MeshConfig()))
     params = phase.objective.init(jax.random.key(0))
     first = measure(params)
     jax.effects_barrier()

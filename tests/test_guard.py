@@ -9,18 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bert_jax.config.flags import load
-from bert_jax.config.schema import GuardConfig, PhaseConfig
+from bert_jax.config.schema import GuardConfig
 from bert_jax.data.loader import Rows
 from bert_jax.errors import UserError
-from bert_jax.objectives import pretraining
 from bert_jax.runs.checkpoint import Checkpoints
 from bert_jax.runtime import sharding
 from bert_jax.runtime.sharding import shard_batch
 from bert_jax.training import guard, optim
 from bert_jax.training import step as step_lib
 from bert_jax.training.log import Log
-from tests.helpers.runs import arguments, assert_same_run, final_arrays, train_here
+from tests.helpers.runs import assert_same_run, final_arrays, small_phase, train_here
 
 BAD = 17  # the number of steps before the one whose batch is poisoned
 SHORT = ("steps=30", "checkpoint.every_steps=10", "evaluate_every_steps=10")
@@ -66,19 +64,15 @@ def skipping(tmp_path_factory, rows):
 
 def test_stopped_run_keeps_the_state_and_resumes_as_if_it_had_skipped(tmp_path, rows, skipping):
     bad, good = tmp_path / "bad", tmp_path / "good"
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"step {BAD + 1}: .*config\.guard\.nonfinite=skip"):
         run(bad, rows)
-    message = str(error.value)
-    assert "\n" not in message
-    assert f"step {BAD + 1}: non-finite value: loss nan" in message
-    assert "--config.guard.nonfinite=skip" in message
     run(good, rows, f"checkpoint.every_steps={BAD}", "checkpoint.keep_last=9", bad=())
     shutil.rmtree(good / "checkpoints" / "30")
     for a, b in zip(*map(final_arrays, (bad, good)), strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
     assert steps(bad, "train") == [5, 10, 15]
     # A second start stops at the same step; with another policy it continues from there.
-    with pytest.raises(UserError, match=f"step {BAD + 1}: non-finite value"):
+    with pytest.raises(UserError, match=f"step {BAD + 1}: "):
         run(bad, rows)
     assert steps(bad, "stopped") == [BAD + 1]
     run(bad, rows, *SKIP)
@@ -86,23 +80,16 @@ def test_stopped_run_keeps_the_state_and_resumes_as_if_it_had_skipped(tmp_path, 
 
 
 def test_metrics_are_synced_before_each_checkpoint(tmp_path, rows, monkeypatch):
-    """Also before the checkpoint saved at a bad step.
-
-    Otherwise a power failure could lose lines that no resumed run would write again.
-    """
+    """A power failure could otherwise lose lines that no resumed run would write again."""
     happened = []
-
-    def record(owner, name):
+    for owner, name in ((Log, "training"), (Log, "bad_step"), (Log, "sync"), (Checkpoints, "save")):
         own = getattr(owner, name)
 
-        def call(*arguments, **keywords):
+        def call(*arguments, name=name, own=own, **keywords):
             happened.append(name)
             return own(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, call)
-
-    for owner, name in ((Log, "training"), (Log, "bad_step"), (Log, "sync"), (Checkpoints, "save")):
-        record(owner, name)
     with pytest.raises(UserError):
         run(tmp_path, rows)
     expected = [*["training"] * 2, "sync", "save", "training", "sync", "save", "bad_step"]
@@ -119,9 +106,7 @@ def test_bad_steps_are_recorded_with_their_rows(tmp_path, rows):
     assert list(norms) == ["embeddings", "layer_0", "masked_lm", "next_sentence", "pooler"]
     assert line["gradient_norm"] == pytest.approx(math.hypot(*norms.values()), rel=1e-5)
     # The rows are those of the batch.
-    config = load(arguments(*SHORT))
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    _, _, _, (phase,) = pretraining.make_phases(config)
+    _, phase = small_phase(rows, *SHORT)
     batch = next(phase.batches(BAD, BAD + 1, 0, 1))
     read = Rows(rows(), "train").read(np.array(line["rows"]))
     for name, value in read.items():
@@ -131,9 +116,7 @@ def test_bad_steps_are_recorded_with_their_rows(tmp_path, rows):
 def test_skip_equals_training_without_the_bad_batch(skipping, rows):
     assert steps(skipping, "skipped") == [BAD + 1]
     assert steps(skipping, "train") == [5, 10, 15, 20, 25, 30]
-    config = load(arguments(*SHORT))
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    config, _, _, (phase,) = pretraining.make_phases(config)
+    config, phase = small_phase(rows, *SHORT)
     mesh = sharding.make_mesh(config.mesh)
     init, shapes = step_lib.initial_state(config, phase, mesh)
     compiled = step_lib.compile_phase(config, phase, mesh, shapes)
@@ -161,9 +144,7 @@ def test_resuming_around_a_skipped_step_is_bitwise_identical(skipping, tmp_path,
 
 def test_steps_after_a_stop_leave_the_state_unchanged(rows):
     """Steps are dispatched ahead of the one whose result the loop has read."""
-    config = load(arguments(*SHORT, "guard.nonfinite=skip"))
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    config, _, _, (phase,) = pretraining.make_phases(config)
+    config, phase = small_phase(rows, *SHORT, "guard.nonfinite=skip")
     init, _ = step_lib.initial_state(config, phase, sharding.make_mesh(config.mesh))
     state = init(jnp.uint32(0))
     state = state._replace(recent=state.recent._replace(halted=jnp.array(True)))
@@ -185,19 +166,7 @@ def test_run_stops_at_the_limit_of_skipped_steps(tmp_path, rows):
     assert_same_run(tmp_path / "few", tmp_path / "again")
     run(tmp_path / "again", rows, *changes, bad=bad)
     assert steps(tmp_path / "again", "skipped") == [14, 18, 25]
-    log = (tmp_path / "again" / "log.txt").read_text()
-    assert "step 25: non-finite value" in log
-
-
-def test_metrics_of_part_of_a_window_are_not_shown_as_those_of_a_step(tmp_path, rows):
-    changes = ("checkpoint.every_steps=7", "checkpoint.keep_last=9")
-    run(tmp_path / "run", rows, *changes, bad=())
-    resume_at(7, tmp_path / "run", tmp_path / "again")
-    run(tmp_path / "again", rows, *changes, bad=())
-    log = (tmp_path / "again" / "log.txt").read_text()
-    assert "resuming at step 7 " in log
-    assert "step 1: " in log
-    assert "step 8: " not in log
+    assert "step 25: non-finite value" in (tmp_path / "again" / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -217,12 +186,10 @@ def test_spikes_match_the_recorded_metrics(tmp_path, rows):
             window[i % guard.WINDOW] = figures[i]
     assert 1 < len(expected) < len(figures) - guard.WINDOW
     assert steps(tmp_path / "skip", "skipped") == expected
-    with pytest.raises(UserError, match=f"step {expected[0]}: spike: .*config.guard.spike=skip"):
+    with pytest.raises(UserError, match=f"step {expected[0]}: spike"):
         run(tmp_path / "stop", rows, *changes, "guard.spike=stop", bad=())
     run(tmp_path / "stop", rows, *changes, "guard.spike=skip", bad=())
     assert_same_run(tmp_path / "stop", tmp_path / "skip")
-    run(tmp_path / "off", rows, *changes, bad=())
-    assert steps(tmp_path / "off", "train") == list(range(1, 181))
 
 
 def test_loss_history_is_reset_at_phase_start():

@@ -18,7 +18,6 @@ import pytest
 
 from bert_jax import cli
 from bert_jax import train as train_lib
-from bert_jax.config.flags import load
 from bert_jax.config.schema import Config, MeshConfig, PhaseConfig
 from bert_jax.data import prepare, wordpiece
 from bert_jax.data.wordpiece import Vocabulary
@@ -39,6 +38,7 @@ from tests.helpers.runs import (
     command,
     pretrain,
     refused,
+    small_phase,
     train_here,
 )
 
@@ -177,10 +177,7 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def prepared(rows):
     """Return a config and its phase, with the usual dropout and masking."""
-    config = load([*arguments("steps=20", "log_every_steps=1")])
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    config, _, _, (phase,) = pretraining.make_phases(config)
-    return config, phase
+    return small_phase(rows, "steps=20", "log_every_steps=1")
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +242,7 @@ def test_checkpoint_restores_across_device_layouts(prepared, tmp_path):
 
 
 def test_batches_and_masks_are_bitwise_equal_on_any_mesh(rows):
-    config = load(arguments())
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    config, _, _, (phase,) = pretraining.make_phases(config)
+    _, phase = small_phase(rows)
     batch = next(phase.batches(3, 4, 0, 1))
     halves = [next(phase.batches(3, 4, process, 2)) for process in range(2)]
     for name, value in batch.items():
@@ -264,10 +259,8 @@ def test_accumulation_equals_the_whole_batch(rows):
     changes = ("model.dropout=0", "model.attention_dropout=0", "steps=10", "log_every_steps=1")
     results = []
     for parts in (1, 4):
-        config = load(arguments(*changes, f"accumulation={parts}"))
-        config.phases = (PhaseConfig(rows=str(rows())),)
-        config, _, _, (phase,) = pretraining.make_phases(config)
-        results.append(run_steps(config, phase, jax.devices()[:1], 5))
+        run = small_phase(rows, *changes, f"accumulation={parts}")
+        results.append(run_steps(*run, jax.devices()[:1], 5))
     (params, seen), (params_4, seen_4) = results
     for a, b in zip(seen, seen_4, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
@@ -501,8 +494,7 @@ def test_only_metrics_on_the_last_rows_rank_checkpoints(tmp_path, digests, fract
 )
 def test_changed_vocabulary_is_detected(tmp_path, name, old, new):
     vocabulary = Vocabulary((*wordpiece.SPECIAL, "[unused0]", "cat"), True)
-    config = Config(phases=(PhaseConfig(),))
-    data = [{"digest": "a"}]
+    config, data = Config(phases=(PhaseConfig(),)), [{"digest": "a"}]
     workdir.write_or_check_config(tmp_path, config, data, {}, False, vocabulary)
     assert workdir.read_vocabulary(tmp_path) == vocabulary
     path = tmp_path / name

@@ -82,6 +82,19 @@ def poisoned(phase, steps):
     return dataclasses.replace(phase, batches=batches)
 
 
+def small_run(rows, *changes):
+    """Return config, vocabulary, data and phases of a small pretraining run on rows of T=32."""
+    config = load(arguments(*changes))
+    config.phases = (PhaseConfig(rows=str(rows())),)
+    return pretraining.make_phases(config)
+
+
+def small_phase(rows, *changes):
+    """Return the config and the phase of a small pretraining run on rows of T=32."""
+    config, _, _, (phase,) = small_run(rows, *changes)
+    return config, phase
+
+
 def train_here(folder, rows, *changes, bad=(), compiled=None):
     """Pretrain a small model in this process on rows of T=32.
 
@@ -89,9 +102,7 @@ def train_here(folder, rows, *changes, bad=(), compiled=None):
         bad: steps that get a NaN loss.
         compiled: cache of compiled training steps by shape, shared by runs of the same step.
     """
-    config = load(arguments(*changes))
-    config.phases = (PhaseConfig(rows=str(rows())),)
-    config, vocabulary, data, phases = pretraining.make_phases(config)
+    config, vocabulary, data, phases = small_run(rows, *changes)
     phases = [poisoned(phase, set(bad)) for phase in phases]
     train.train(
         config,
